@@ -34,7 +34,7 @@ class Adapters:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._copies: dict[Adapter, Path] = {}
-        self._root: Folder | None = None
+        self._root: Path | None = None
         self.lost: dict[Adapter, GenrtError] = {}
 
     def __contains__(self, adapter: Adapter) -> bool:
@@ -51,13 +51,13 @@ class Adapters:
         Raises:
             InvalidAdapter: they cannot be copied.
         """
-        if self._root is not None and path.parent == self._root.path:
+        if path.parent == self._root:
             return path
         try:
             with self._lock:
                 if self._root is None:
-                    self._root = Folder("adapters")
-            copy = Path(tempfile.mkdtemp(dir=self._root.path))
+                    self._root = Folder("adapters", self).path
+            copy = Path(tempfile.mkdtemp(dir=self._root))
             try:
                 for file in _files(path):
                     shutil.copyfile(file, copy / file.name)

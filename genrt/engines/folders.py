@@ -1,6 +1,6 @@
 """Temporary folders of this process, and the end of those that dead processes have left.
 
-A folder's name has its owner: the host, the process and when that began. Its owner holds a lock in it.
+A folder's name has its owner: the host, the process and when that began. Its owner holds its lock.
 
 Rules:
     A folder goes with its object, or with the process. A forked child removes none of its parent's.
@@ -22,8 +22,6 @@ from types import TracebackType
 
 __all__ = ["Folder", "sweep"]
 
-LOCK = "owner.lock"
-
 MOST_SWEPT = 64
 """How many folders are removed at once, so that whoever opens an engine does not wait for long."""
 
@@ -31,24 +29,26 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 class Folder:
-    """A temporary folder, empty but for its lock.
+    """A temporary folder.
 
     Args:
         kind: the word in its name for what is in it.
+        holder: the object with which it goes, instead of this one.
 
     Raises:
         OSError: there is no room.
     """
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, holder: object = None) -> None:
         sweep()
-        self.path = Path(tempfile.mkdtemp(prefix=f"genrt-{kind}-{_owner(os.getpid())}-"))
-        # Under its name once it is locked.
-        lock = os.open(self.path / f"{LOCK}.new", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        with contextlib.suppress(OSError):  # of a file system without locks
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        (self.path / f"{LOCK}.new").rename(self.path / LOCK)
-        self._finalizer = weakref.finalize(self, _remove, self.path, lock, os.getpid())
+        new = Path(tempfile.mkdtemp(prefix="genrt-"))
+        self.path = new.with_name(
+            f"genrt-{kind}-{_owner(os.getpid())}-{new.name.removeprefix('genrt-')}"
+        )
+        lock = _locked(new)
+        new.rename(self.path)  # once it is locked: it may be swept under this name
+        holder = self if holder is None else holder
+        self._finalizer = weakref.finalize(holder, _remove, self.path, lock, os.getpid())
 
     def close(self) -> None:
         """Remove it, with all that is in it. Idempotent."""
@@ -87,22 +87,29 @@ def _is_ours(entry: os.DirEntry[str]) -> bool:
     return False
 
 
-def _swept(path: Path) -> bool:
-    """Remove a folder unless its lock is held; return whether it was removed."""
-    try:
-        lock = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
-        return False
+def _locked(path: Path) -> int | None:
+    """Return the lock of a folder; ``None`` if another has it, or the file system has no locks."""
+    lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(path, ignore_errors=True)
-        for each in SHARED_MEMORY.glob(f"{path.name}*"):  # vLLM names it by a file of the ranks'
-            each.unlink(missing_ok=True)
     except OSError:
-        return False
-    finally:
         os.close(lock)
-    return True
+        return None
+    return lock
+
+
+def _swept(path: Path) -> bool:
+    """Remove a folder unless its lock is held; return whether it was removed."""
+    with contextlib.suppress(OSError):
+        if (lock := _locked(path)) is not None:
+            shutil.rmtree(path, ignore_errors=True)
+            os.close(lock)
+            for each in SHARED_MEMORY.glob(
+                f"{path.name}*"
+            ):  # vLLM names it by a file of the ranks'
+                each.unlink(missing_ok=True)
+            return True
+    return False
 
 
 def _host() -> str:
@@ -119,8 +126,9 @@ def _owner(process: int) -> str:
     return f"{_host()}-{process}-{began}"
 
 
-def _remove(path: Path, lock: int, process: int) -> None:
+def _remove(path: Path, lock: int | None, process: int) -> None:
     """Remove the folder, but not in a forked child: it is the parent's."""
     if os.getpid() == process:
         shutil.rmtree(path, ignore_errors=True)
-        os.close(lock)
+        if lock is not None:
+            os.close(lock)

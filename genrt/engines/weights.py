@@ -328,7 +328,7 @@ class KeptWeights:
 
     def __init__(self) -> None:
         self.version = 0
-        self._root: Folder | None = None
+        self._root: Path | None = None
         self._kept: Copying | Original | None = None
 
     def begin(self) -> Copying:
@@ -336,8 +336,8 @@ class KeptWeights:
         room."""
         try:
             if self._root is None:
-                self._root = Folder("weights")
-            return Copying(Path(tempfile.mkdtemp(dir=self._root.path)))
+                self._root = Folder("weights", self).path
+            return Copying(Path(tempfile.mkdtemp(dir=self._root)))
         except OSError as error:
             raise InvalidWeights(f"the weights cannot be copied: {error}") from error
 

@@ -16,7 +16,7 @@ import pytest
 import genrt
 from genrt.engines import folders
 from genrt.engines.exact import NGram
-from genrt.engines.folders import LOCK, Folder, sweep
+from genrt.engines.folders import Folder, sweep
 
 MODEL = NGram.random(5, order=1, seed=1)
 
@@ -67,14 +67,12 @@ def dead(there: Path, name: str = "genrt-weights-{host}-{pid}-1-abc") -> Path:
     """Return a folder that a dead process has left: this one's number began later."""
     host = folders._host()
     path = there / name.format(host=host, pid=os.getpid())
-    path.mkdir()
-    (path / LOCK).touch()
-    (path / "some").mkdir()
+    (path / "some").mkdir(parents=True)
     return path
 
 
 def held(path: Path) -> None:
-    file = os.open(path / LOCK, os.O_RDWR)  # until this process ends
+    file = os.open(path, os.O_RDONLY)  # until this process ends
     fcntl.flock(file, fcntl.LOCK_EX)
 
 
@@ -88,7 +86,6 @@ def linked(path: Path) -> None:
     [
         ("genrt-weights-{host}-{pid}-1-abc", held),
         ("genrt-weights-{host}-{pid}-1-abc", linked),
-        ("genrt-weights-{host}-{pid}-1-abc", lambda path: (path / LOCK).unlink()),
         ("genrt-weights-another-{pid}-1-abc", lambda path: None),
         ("genrt-weights-abc", lambda path: None),
         ("somebody-weights-{host}-{pid}-1-abc", lambda path: None),
@@ -143,6 +140,11 @@ def test_a_folder_goes_with_its_object_but_not_with_a_forked_child(there: Path) 
     sweep()
     assert folder.path.is_dir()
     del folder
+    assert kinds(there) == []
+    holder = NGram.random(2, order=0, seed=1)
+    path = Folder("weights", holder).path
+    assert path.is_dir()
+    del holder
     assert kinds(there) == []
     with Folder("twin") as path:
         (path / "a").touch()
