@@ -140,11 +140,9 @@ class BatchDraw(_BatchDraw):
             own, neither tempered nor truncated, this is the incremental log importance weight of
             drawing from the masked model in place of the model.
         weights_version: ``AsyncLM.weights_version`` of the rows; not one of the three.
-        rows_ahead: of draws with drafts, the rows after these; nor is this.
     """
 
     weights_version: int = 0
-    rows_ahead: Sequence[Any] = ()
 
     @classmethod
     def of(cls, fields: Iterable[Tensor], weights_version: int) -> Self:
