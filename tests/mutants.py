@@ -153,36 +153,6 @@ def breaks(
 
 MUTANTS: tuple[Mutant, ...] = (
     *breaks(
-        "questions.rows_ahead",
-        "test_populations.py",
-        (
-            "RowsAhead.after",
-            "a draft's rows are drawn from after other tokens",
-            Swap("tuple(token_ids) != self.draft[:count]", "False"),
-        ),
-        (
-            "RowsAhead.are_of",
-            "rows ahead of old weights are drawn from",
-            Swap("self.weights_version == weights_version", "True"),
-        ),
-        (
-            "RowsAhead.in_common",
-            "rows of one draft stand for those of another",
-            Swap("one != other", "False"),
-        ),
-        only="ahead or rows or TestAsLists",
-    ),
-    *breaks(
-        "populations.population",
-        "test_populations.py",
-        (
-            "Population.draw",
-            "rows are kept for sequences that have changed meanwhile",
-            Swap("changes == self._changes", "True"),
-        ),
-        only="changes",
-    ),
-    *breaks(
         "populations.population",
         "test_populations.py",
         (
@@ -825,7 +795,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "FoundRows.__init__",
             "a population waits for a row as often as it is in it",
-            Swap("len(self.sources)", "sum(map(len, asked))"),
+            Swap("len(self.distinct)", "len(asked)"),
         ),
     ),
     *breaks(

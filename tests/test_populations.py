@@ -24,9 +24,7 @@ from genrt.lm import AsyncLM
 from genrt.populations import Population
 from tests.apart import drawn_apart, drawn_apart_sync
 from tests.scoring_engine import ScoringEngine
-from tests.scripted import passes
 from tests.test_every_argument import WRONG
-from tests.waiting import until
 
 SIZE = 7
 MODEL = NGram.random(SIZE, order=2, seed=3, zeros=0.2)
@@ -140,75 +138,12 @@ class AsLists(RuleBasedStateMachine):
             assert torch.equal(got, torch.where(torch.tensor(where).bool(), wanted, otherwise))
 
     @precondition(lambda self: all(len(each) <= 40 for each in self.lists))
-    @rule(
-        chance=st.randoms(use_true_random=False),
-        seed=st.integers(0, 5),
-        temperature=st.sampled_from([0.0, 0.5, 1.0]),
-        goes_on=st.booleans(),
-    )
-    def draw_with_drafts(
-        self, chance: random.Random, seed: int, temperature: float, goes_on: bool
-    ) -> None:
-        """Whatever is drafted, and however masks come, the draws are those without; sequences that then
-        go on as drafted have their rows, and draws that have all of them no forward."""
-        masks, where = (
-            masks_for(chance, len(self.lists)),
-            [chance.random() < 0.7 for _ in self.lists],
-        )
-        options: dict[str, Any] = {"temperature": temperature, "seed": seed, "where": where}
-        expected = self.population.take(range(len(self.lists))).draw_sync(masks=masks, **options)
-        drafts = [
-            [chance.randrange(SIZE) for _ in range(chance.choice([0, 0, 1, 3, 50]))]
-            for _ in self.lists
-        ]
-        before = self.lm.statistics()
-        lacks = any(
-            asked and rows is None
-            for asked, rows in zip(where, self.population.rows_ahead, strict=True)
-        )
-        if chance.random() < 0.5:
-            found = self.population.draw_sync(masks=masks, drafts=drafts, **options)
-        else:
-
-            async def awaited() -> Any:
-                await passes(chance.randint(0, 3))
-                return masks
-
-            asked = self.population.draw(masks=awaited(), drafts=drafts, **options)
-            found = asyncio.run(asked)
-        for got, wanted in zip(found, expected, strict=True):
-            assert torch.equal(got, wanted)
-        assert bool(self.lm.statistics().since(before).engine.rows) <= lacks
-        self.says_what_is_ahead()
-        if goes_on:
-            tokens = [
-                draft[0] if draft and chance.random() < 0.8 else int(token)
-                for draft, token in zip(drafts, found.token_ids, strict=True)
-            ]
-            self.population.append(tokens)
-            self.lists = [
-                each if token < 0 else [*each, token]
-                for each, token in zip(self.lists, tokens, strict=True)
-            ]
-
-    @precondition(lambda self: all(len(each) <= 40 for each in self.lists))
     @rule(chance=st.randoms(use_true_random=False))
     def logprobs(self, chance: random.Random) -> None:
         where = [chance.random() < 0.7 for _ in self.lists]
         asked = [each for each, is_asked in zip(self.lists, where, strict=True) if is_asked]
         rows = self.population.logprobs_sync(where=where)
         assert torch.equal(rows, self.lm.batch_next_token_logprobs_sync(asked))
-
-    @invariant()
-    def says_what_is_ahead(self) -> None:
-        if not hasattr(self, "lists"):
-            return
-        for sequence, ahead in zip(self.lists, self.population.rows_ahead, strict=True):
-            if ahead is not None:
-                assert len(ahead.rows) == len(ahead.draft) + 1
-                for count, row in enumerate(ahead.rows):
-                    wanted = MODEL.row([*sequence, *ahead.draft[:count]])
-                    assert torch.allclose(row, wanted, rtol=0, atol=1e-6)
 
     @invariant()
     def says_the_same(self) -> None:
@@ -585,164 +520,12 @@ def test_a_question_that_never_fits_is_out_of_memory() -> None:
         lm.population([1], 4).draw_sync()
 
 
-# -- masks to be awaited, drafts ----------------------------------------------------------------
-
-
-async def test_the_rows_are_computed_while_the_masks_are_awaited() -> None:
-    async with await genrt.aload(MODEL, engine="exact", cache_bytes=0) as lm:
-        population = lm.population([1, 2], 3)
-        masks, computed = [[1, 2], None, [0]], []
-
-        async def late() -> Any:
-            await until(lambda: lm.statistics().engine.rows > 0)
-            computed.append(lm.statistics().engine.rows)
-            return masks
-
-        found = await population.draw(masks=late(), seed=5)
-        expected = await drawn_apart(lm, [[1, 2]] * 3, masks=masks, seed=5)
-        assert all(map(torch.equal, found, expected))
-        assert computed == [1]
-        for asked in (asyncio.create_task(late()), asyncio.ensure_future(late())):
-            again = await population.draw(masks=asked, seed=5)
-            assert all(map(torch.equal, again, expected))
-
-
-@pytest.mark.parametrize("what", ["raise", "cancel", "timeout", "wrong", "closed", "argument"])
-async def test_masks_that_do_not_come_leave_nothing(what: str) -> None:
-    """Whatever ends the draw, neither the question nor what is awaited goes on."""
-    async with await genrt.aload(MODEL, engine="exact", cache_bytes=0) as lm:
-        population = lm.population([1, 2], 3)
-        ended: list[str] = []
-
-        async def late() -> Any:
-            try:
-                await asyncio.sleep(0)
-                if what == "raise":
-                    raise ZeroDivisionError("mine")
-                if what == "wrong":
-                    return [[1]]
-                await asyncio.get_running_loop().create_future()
-            finally:
-                ended.append(what)
-
-        options: dict[str, Any] = {"timeout": 0.01} if what == "timeout" else {}
-        if what == "closed":
-            population.close()
-        if what == "argument":
-            options["temperature"] = -1.0
-        asked = asyncio.ensure_future(population.draw(masks=late(), **options))
-        if what == "cancel":
-            await passes(5)
-            asked.cancel()
-        kinds: dict[str, Any] = {
-            "raise": ZeroDivisionError,
-            "cancel": asyncio.CancelledError,
-            "timeout": TimedOut,
-            "closed": Closed,
-        }
-        with pytest.raises(kinds.get(what, InvalidRequest)):
-            await asked
-        assert ended == ([] if what in ("closed", "argument") else [what])
-        await until(lambda: lm.statistics().batcher.in_flight == 0, lm)
-        assert len(asyncio.all_tasks()) == 1
-
-
-def test_masks_to_be_awaited_are_not_for_blocking(lm: AsyncLM) -> None:
-    async def late() -> Any:
-        return None
-
-    with pytest.raises(InvalidRequest, match="draw_sync"):
-        lm.population([1, 2], 3).draw_sync(masks=late())
-
-
-@pytest.mark.promise(number=37)
-async def test_draws_whose_rows_are_there_cause_no_forward(lm: AsyncLM) -> None:
-    population = lm.population([[1, 2], [3]])
-    first = await population.draw(drafts=[[4, 5], []], seed=1)
-    assert [each and (each.draft, len(each.rows)) for each in population.rows_ahead] == [
-        ((4, 5), 3),
-        ((), 1),
-    ]
-    before = lm.statistics().engine.rows
-    again = await population.draw(seed=1)
-    assert all(map(torch.equal, again, first))
-    population.append([4, -1])
-    whole = population.take([0, 1, 0])
-    drawn = {}
-    for draft in ((5,), ()):
-        drawn[draft] = [*whole], await whole.draw(seed=2)
-        assert whole.rows_ahead[0] is not None
-        assert whole.rows_ahead[0].draft == draft
-        whole.append([5, -1, 5])
-    assert lm.statistics().engine.rows == before
-    for contexts, found in drawn.values():
-        assert all(map(torch.equal, found, await drawn_apart(lm, contexts, seed=2)))
-    whole.append([0, -1, 0])
-    assert whole.rows_ahead[0] is None
-    assert whole.rows_ahead[1] is not None
-    whole.cut(1)
-    assert whole.rows_ahead == [None, whole.rows_ahead[1], None]
-    population.close()
-    assert population.rows_ahead == [None, None]
-
-
-@pytest.mark.promise(number=37)
-async def test_of_another_draft_only_the_rows_in_common_stay(lm: AsyncLM) -> None:
-    population = lm.population([[1, 2], [3]])
-    await population.draw(drafts=[[4, 5], []], where=[True, False], seed=1)
-    await population.draw(drafts=[[4, 6, 5], [1]], seed=1)
-    for tokens in ([4, 1], [6, -1], [5, -1]):
-        population.append(tokens)
-        drawn = await population.draw(seed=2)
-        assert all(map(torch.equal, drawn, await drawn_apart(lm, [*population], seed=2)))
-
-
-async def test_what_changes_while_a_draw_is_asked_keeps_no_rows_of_before(lm: AsyncLM) -> None:
-    population = lm.population([[1, 2], [3]])
-    asked = asyncio.ensure_future(population.draw(drafts=[[4], [5]], seed=1))
-    await passes(1)
-    population.append([6, 6])
-    await asked
-    assert population.rows_ahead == [None, None]
-    drawn = await population.draw(seed=3)
-    assert all(map(torch.equal, drawn, await drawn_apart(lm, [[1, 2, 6], [3, 6]], seed=3)))
-
-
-@pytest.mark.parametrize(
-    ("drafts", "message"),
-    [
-        ([[1]], "1 drafts of 2 sequences"),
-        ([[1], [SIZE]], "drafts"),
-        ([[1], [-1]], "drafts"),
-        ([1, 2], "drafts"),
-        ("ab", "drafts"),
-        ([[1], ["a"]], "drafts"),
-    ],
-)
-async def test_what_is_no_draft_is_refused(lm: AsyncLM, drafts: Any, message: str) -> None:
-    with pytest.raises(InvalidRequest, match=message):
-        await lm.population([[1, 2], [3]]).draw(drafts=drafts)
-
-
-async def test_drafts_are_cut_to_what_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with await genrt.aload(
-        MODEL, engine="exact", engine_options={"max_model_len": 8}, cache_bytes=0
-    ) as lm:
-        population = lm.population([[1] * 5, [1] * 8])
-        await population.draw(drafts=[[2] * 9, [2] * 9])
-        assert [each and len(each.draft) for each in population.rows_ahead] == [3, 0]
-        monkeypatch.setattr("genrt.populations.population.ROWS_AHEAD", 2 * 2 * SIZE)
-        population = lm.population([[1] * 2, [1] * 3])
-        await population.draw(drafts=[[2] * 9, [2] * 9])
-        assert [each and len(each.draft) for each in population.rows_ahead] == [1, 1]
-
-
 @pytest.mark.promise(number=34)
 async def test_rows_of_old_weights_and_adapters_are_drawn_from_no_more() -> None:
     other = NGram.random(SIZE, order=2, seed=8)
     async with await genrt.aload(MODEL, engine="exact", cache_bytes=0) as lm:
         population = lm.population([1, 2], 2)
-        await population.draw(drafts=[[3, 4], [3]], seed=0)
+        await population.draw(seed=0)
         population.append([3, 3])
         await lm.update_weights({"table": other._table})
         drawn = await population.draw(seed=1)

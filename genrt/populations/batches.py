@@ -182,8 +182,6 @@ class Batches:
             origins=origins,
             temperature=temperature,
             seed=seed,
-            drafts=None,
-            known=(),
             most=home.most_of(count),
         )
         found, answered = await drawing.drawn(ask, words, timeout)

@@ -12,7 +12,6 @@ import torch
 from genrt.errors import Closed
 from genrt.questions.contexts import Limits
 from genrt.questions.origins import Asked
-from genrt.questions.population_draws import PopulationDraw
 from genrt.runtime.adapter_names import AdapterNames
 from genrt.runtime.ask import Asker
 from genrt.runtime.thread import EngineThread
@@ -79,12 +78,6 @@ class Home:
     def weights_version(self) -> int:
         """The version of the weights that answer."""
         return self._thread.weights_version
-
-    @property
-    def keeps_rows(self) -> bool:
-        """True if rows that a draw was made from can be had: the engine does not answer populations
-        elsewhere."""
-        return PopulationDraw not in getattr(self._thread.engine, "reads", ())
 
     @property
     def tokenizer(self) -> Any:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any, Self, SupportsIndex, cast
 
@@ -12,7 +11,7 @@ import torch
 
 from genrt.errors import Closed, InvalidRequest
 from genrt.numbers import check_int, shown
-from genrt.populations.drawing import Drawing, rows_ahead
+from genrt.populations.drawing import Drawing
 from genrt.populations.home import Home
 from genrt.questions.contexts import check_contexts
 from genrt.questions.host_rows import Device, host_row, must_move
@@ -20,7 +19,6 @@ from genrt.questions.masks import Masks
 from genrt.questions.origins import Asked, Origins
 from genrt.questions.population_draws import joined_draws
 from genrt.questions.rows import check_length
-from genrt.questions.rows_ahead import Draft, RowsAhead, check_drafts
 from genrt.questions.scores import after_contexts, joined
 from genrt.questions.sequences import (
     MOST_SEQUENCES,
@@ -38,9 +36,6 @@ from genrt.tokens.sampling import BatchDraw
 __all__ = ["Population"]
 
 LAST_INT64 = 2**63 - 1
-
-ROWS_AHEAD = 2**26
-"""How many entries the rows have, 4 bytes each, that are kept ahead of one population."""
 
 
 class Population:
@@ -60,17 +55,12 @@ class Population:
         sequences: Sequences,
         adapter: str | None,
         origins: Origins | None = None,
-        rows: Sequence[RowsAhead | None] = (),
     ) -> None:
         self._home = home
         self._sequences = sequences
         self._adapter = adapter
         # What the engine knows the sequences by; every change of the sequences is one of these too.
         self._origins = Origins.none(len(sequences)) if origins is None else origins
-        # The rows that are there, of each sequence as it is now; empty for none.
-        self._rows = rows
-        # How many there were: what is told of sequences is of those that were asked about.
-        self._changes = 0
         self._is_closed = False
         home.add(self)
         self._ask, self._ask_sync = home.asker.ask, home.asker.ask_sync
@@ -93,12 +83,6 @@ class Population:
         return torch.from_numpy(self._sequences.padded())
 
     @property
-    def rows_ahead(self) -> list[RowsAhead | None]:
-        """The rows that are there for each sequence as it is now: after it, and after what is left of its
-        draft; ``None`` where the next question has to compute one."""
-        return [*self._rows] if self._rows else [None] * len(self)
-
-    @property
     def asked(self) -> Sequence[Asked]:
         """The questions that the engine knows the sequences by."""
         return self._origins.asked
@@ -113,10 +97,6 @@ class Population:
     def __iter__(self) -> Iterator[list[int]]:
         return map(self._sequences.token_ids, range(len(self)))
 
-    def ends(self, count: int) -> list[list[int]]:
-        """Return the last ``count`` token ids of each sequence, or all of a shorter one."""
-        return self._sequences.ends(check_int("count", count, 1))
-
     def __repr__(self) -> str:
         lengths = self._sequences.lengths
         spread = f" of {lengths.min()} to {lengths.max()} tokens" if len(self) else ""
@@ -128,11 +108,10 @@ class Population:
     async def draw(
         self,
         *,
-        masks: Masks | Awaitable[Masks | None] | None = None,
+        masks: Masks | None = None,
         temperature: float = 1.0,
         seed: int | None = None,
         where: Flags | None = None,
-        drafts: Sequence[TokenIds] | None = None,
         timeout: float | None = None,
     ) -> BatchDraw:
         """Draw a token after each sequence, with its weight, as ``AsyncLM.batch_draw`` does; nothing is
@@ -140,51 +119,35 @@ class Population:
 
         Args:
             masks: what may be drawn after each sequence; those where nothing is asked may be ``None``. A
-                packed tensor is not copied: leave it as it is until the draws are there. Or what has to
-                be awaited for them, which is done while the rows are computed.
+                packed tensor is not copied: leave it as it is until the draws are there.
             temperature: 0 is greedy.
             seed: sequence ``i`` is drawn with seed ``seed + i``, whatever ``where`` leaves out.
             where: after which sequences; the others, as those that have ended, get token -1, logprob 0
                 and log mass 0, which leave a sequence and its weight as they are.
-            drafts: tokens that each sequence may go on with after this, any number of them. If rows have
-                to be computed, those after the drafts are computed too, in the same forward, and kept
-                in ``rows_ahead`` until the sequence goes another way. Draws whose rows are there cause
-                no forward. What is drawn is the same with any drafts. An engine elsewhere ignores them.
 
         Raises:
             InvalidRequest: an argument that fits nothing; ContextTooLong, UnknownAdapter.
             EngineFailed: as ``AsyncLM.next_token_logprobs``, and so are TimedOut and Closed.
-            Exception: what awaiting the masks raised.
         """
-        home, count, changes = self._home, len(self._sequences), self._changes
-        try:
-            if isinstance(masks, Awaitable) and getattr(self, "is_blocking", False):
-                raise InvalidRequest("masks to be awaited are for draw: give draw_sync the masks")
-            places, before = self._places(where), self._origins
-            contexts = self._contexts(places)
-            drawing = Drawing(
-                home=home,
-                adapter=self._adapter,
-                places=places,
-                count=count,
-                contexts=contexts,
-                origins=before,
-                temperature=temperature,
-                seed=seed,
-                drafts=None if drafts is None else self._drafted(drafts, places, contexts),
-                known=self._known(places),
-                most=home.most,
-            )
-            found, answered = await drawing.drawn(self._ask, masks, timeout)
-        finally:
-            if inspect.iscoroutine(masks):
-                masks.close()  # it has ended, or nobody will await it
+        home, count = self._home, len(self._sequences)
+        places, before = self._places(where), self._origins
+        contexts = self._contexts(places)
+        drawing = Drawing(
+            home=home,
+            adapter=self._adapter,
+            places=places,
+            count=count,
+            contexts=contexts,
+            origins=before,
+            temperature=temperature,
+            seed=seed,
+            most=home.most,
+        )
+        found, answered = await drawing.drawn(self._ask, masks, timeout)
         if answered and self._origins is before:  # nothing else was resampled or cut meanwhile
             self._origins = before.after(answered, places, contexts.lengths)
         elif self._is_closed:
             home.give_back(answered)
-        if changes == self._changes:
-            self._keep(places, found)
         return joined_draws(found, places, count)
 
     async def logprobs(
@@ -247,7 +210,6 @@ class Population:
         most = self._home.limits.vocab_size - 1
         found = check_integers("token_ids", token_ids, -1, most, len(self))
         self._sequences.append(found)
-        self._go_on([() if each < 0 else (each,) for each in found.tolist()] if self._rows else ())
 
     def extend(self, token_ids: Sequence[TokenIds]) -> None:
         """Add tokens to each sequence, any number of them: the next question computes all in one forward.
@@ -260,9 +222,7 @@ class Population:
         if len(given) != len(self):
             raise InvalidRequest(f"{len(given)} token_ids of {len(self)} sequences: give all some")
         most = self._home.limits.vocab_size
-        words = [id_words(each, most, allow_empty=True) for each in given]
-        self._sequences.extend(words)
-        self._go_on(words)
+        self._sequences.extend([id_words(each, most, allow_empty=True) for each in given])
 
     def resample(self, ancestors: Integers) -> None:
         """Have sequence ``i`` go on as a copy of sequence ``ancestors[i]``; there may be more of them, or
@@ -271,8 +231,7 @@ class Population:
         Raises:
             InvalidRequest: no integers, or not places of sequences.
         """
-        self._sequences, self._origins, self._rows = self._taken("ancestors", ancestors)
-        self._changes += 1
+        self._sequences, self._origins = self._taken("ancestors", ancestors)
 
     def cut(self, lengths: int | Integers) -> None:
         """Drop what each sequence has beyond ``lengths``, one for all or ``[n]``, each at least 1.
@@ -287,12 +246,8 @@ class Population:
             found = np.full(len(self), check_int("lengths", given, 1, LAST_INT64))
         else:
             found = check_integers("lengths", given, 1, LAST_INT64, len(self))
-        stay = found >= self._sequences.lengths
         self._sequences.cut(found)
         self._origins = self._origins.cut(found)
-        pairs = zip(self._rows, stay, strict=False)
-        self._rows = [rows if stays else None for rows, stays in pairs]
-        self._changes += 1
 
     def take(self, indices: Integers) -> Self:
         """Return a population of copies of the sequences at these places, any number of times each. This
@@ -301,8 +256,8 @@ class Population:
         Raises:
             InvalidRequest: no integers, or not places of sequences.
         """
-        sequences, origins, rows = self._taken("indices", indices)
-        return type(self)(self._home, sequences, self._adapter, origins, rows)
+        sequences, origins = self._taken("indices", indices)
+        return type(self)(self._home, sequences, self._adapter, origins)
 
     def split(self, sizes: Integers) -> list[Self]:
         """Return populations of these sizes, which this one's sequences make up, in order.
@@ -337,15 +292,12 @@ class Population:
         _check_count(sum(map(len, several)))
         joined = Sequences.joined([each._sequences for each in several])
         origins = Origins.joined([each._origins for each in several])
-        is_ahead = any(each._rows for each in several)
-        rows = [*chain(*[each.rows_ahead for each in several])] if is_ahead else ()
-        return type(self)(self._home, joined, self._adapter, origins, rows)
+        return type(self)(self._home, joined, self._adapter, origins)
 
     def close(self) -> None:
         """Close the population: questions and changes raise ``Closed`` from now on, and the engine soon
         keeps no sequence for it that no copy of it goes on from. Idempotent."""
         self._is_closed = True
-        self._rows, self._changes = (), self._changes + 1
         before, self._origins = self._origins, Origins.none(len(self))
         self._home.give_back(before.asked)
 
@@ -381,53 +333,11 @@ class Population:
         check_length(self._home.limits, int(contexts.lengths.max(initial=0)))
         return contexts
 
-    def _taken(
-        self, name: str, places: Integers
-    ) -> tuple[Sequences, Origins, Sequence[RowsAhead | None]]:
+    def _taken(self, name: str, places: Integers) -> tuple[Sequences, Origins]:
         self._check_open()
         found = check_integers(name, places, 0, len(self) - 1)
         _check_count(len(found))
-        rows = [self._rows[place] for place in found.tolist()] if self._rows else ()
-        return self._sequences.take(found), self._origins.take(found), rows
-
-    # -- rows ahead ---------------------------------------------------------------------------
-
-    def _drafted(
-        self, drafts: Sequence[TokenIds], places: np.ndarray, contexts: Contexts
-    ) -> tuple[Draft, ...] | None:
-        """Return the drafts of the sequences at these places, within what is kept of rows; ``None`` where
-        none are."""
-        home, given = self._home, check_contexts(drafts, "drafts")
-        if len(given) != len(self):
-            raise InvalidRequest(f"{len(given)} drafts of {len(self)} sequences: give one for each")
-        each = ROWS_AHEAD // (home.limits.vocab_size * max(1, len(places))) - 1
-        found = check_drafts(
-            home.limits, [given[n] for n in places], contexts.lengths, max(0, each)
-        )
-        return found if home.keeps_rows else None
-
-    def _known(self, places: np.ndarray) -> tuple[RowsAhead | None, ...]:
-        """Return the rows that are there for the sequences at these places; empty for none."""
-        found = tuple(self._rows[place] for place in places.tolist()) if self._rows else ()
-        return found if any(found) else ()
-
-    def _keep(self, places: np.ndarray, found: Sequence[BatchDraw]) -> None:
-        """Keep the rows that were told with draws after the sequences at these places."""
-        ahead: Sequence[RowsAhead | None] = rows_ahead(found)
-        if ahead or self._rows:
-            rows = self.rows_ahead
-            for place, each in zip(places.tolist(), ahead or [None] * len(places), strict=True):
-                rows[place] = each
-            self._rows = rows
-
-    def _go_on(self, token_ids: Sequence[Sequence[int]]) -> None:
-        """Keep those of the rows that are after these tokens of each sequence."""
-        self._changes += 1
-        rows = [
-            None if rows is None else rows.after(each)
-            for rows, each in zip(self._rows, token_ids, strict=False)
-        ]
-        self._rows = rows if any(rows) else ()
+        return self._sequences.take(found), self._origins.take(found)
 
 
 def _check_count(count: int) -> None:

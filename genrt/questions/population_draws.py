@@ -17,7 +17,6 @@ from genrt.questions.masks import Masks, packed_masks
 from genrt.questions.origins import Asked, Origins
 from genrt.questions.reads import moved
 from genrt.questions.rows import LogprobsRequest
-from genrt.questions.rows_ahead import Draft, RowsAhead, Source, joined_rows, missing_rows
 from genrt.questions.sequences import Contexts
 from genrt.tokens.draw_graphs import DrawGraphs, Draws, fill
 from genrt.tokens.rows import Leaving, together
@@ -42,9 +41,6 @@ class PopulationDraw:
         weights_version: the version of the model's weights, as a ``LogprobsRequest`` has it.
         came_from: the questions whose sequences these were, before whatever has changed them since: who
             was asked those has most of the rows.
-        drafts: what each sequence may go on with: the rows after that are computed too, in the same
-            forward, and told with the draws, unless these need none. ``None``: no rows are told.
-        known: the rows that are there already, for some sequences; empty for none.
         asked: stands for these sequences in what is asked later.
     """
 
@@ -56,8 +52,6 @@ class PopulationDraw:
     origins: Origins | None = None
     weights_version: int = 0
     came_from: tuple[Asked, ...] = ()
-    drafts: tuple[Draft, ...] | None = None
-    known: tuple[RowsAhead | None, ...] = ()
     asked: Asked = field(init=False)
 
     def __post_init__(self) -> None:
@@ -70,52 +64,6 @@ class PopulationDraw:
     def rows(self) -> list[LogprobsRequest]:
         """The questions for the rows that are drawn from, in order; made every time."""
         return self.contexts.rows(self.adapter, self.weights_version)
-
-    @property
-    def is_ahead(self) -> bool:
-        """True if there are rows ahead, or are to be: those of an engine that finds sequences by number
-        are not told."""
-        return self.drafts is not None or bool(self.known)
-
-    def sources(self, *, in_one: bool) -> list[list[Source]]:
-        """Return, for each sequence, the requests for rows that are missing; those of a draft by one
-        request with ``in_one``. There are none at all where each sequence has its own row: no forward is
-        worth a draft alone."""
-        if not self.is_ahead:
-            return [[row] for row in self.rows]
-        known = self._known()
-        if all(known):
-            return [[] for _ in known]
-        own = self.adapter, self.weights_version
-        drafts = self.drafts or ((),) * len(self)
-        return [
-            missing_rows(self.contexts.packed(n), draft, rows, *own, in_one=in_one)
-            for n, (draft, rows) in enumerate(zip(drafts, known, strict=True))
-        ]
-
-    def rows_ahead(self, found: Sequence[Sequence[Tensor]]) -> list[RowsAhead]:
-        """Return the rows after each sequence and its draft, given those that ``sources`` asks for, in
-        storage of their own; equal ones may be the same."""
-        ahead: list[RowsAhead] = []
-        made: dict[tuple[object, ...], RowsAhead] = {}
-        drafts = self.drafts or ((),) * len(self)
-        for parts, draft, known in zip(found, drafts, self._known(), strict=True):
-            if known is not None and not parts:
-                ahead.append(known)
-                continue
-            key = (*map(id, parts), draft, id(known))
-            if key not in made:
-                rows = joined_rows(draft, known, parts)
-                made[key] = RowsAhead(draft, rows, self.adapter, self.weights_version)
-            ahead.append(made[key])
-        return ahead
-
-    def _known(self) -> list[RowsAhead | None]:
-        """Return the rows that are there, of this adapter by this version of the weights."""
-        if not self.known:
-            return [None] * len(self)
-        own = self.adapter, self.weights_version
-        return [each if each is not None and each.are_of(*own) else None for each in self.known]
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -163,8 +111,6 @@ class PopulationDraw:
                 origins,
                 self.weights_version,
                 self.came_from if origins is None else origins.asked,
-                None if self.drafts is None else self.drafts[part],
-                self.known[part],
             )
 
     def drawn(self, rows: Sequence[Tensor] | Tensor, places: np.ndarray | None = None) -> Tensor:
@@ -199,8 +145,6 @@ def population_draw(
     seed: int | None,
     origins: Origins | None = None,
     came_from: tuple[Asked, ...] = (),
-    drafts: tuple[Draft, ...] | None = None,
-    known: tuple[RowsAhead | None, ...] = (),
 ) -> PopulationDraw | None:
     """Return the request for draws after these contexts, of the sequences at ``places`` of ``count``;
     ``None`` if there are none. ``masks`` has one for each of the ``count``.
@@ -218,7 +162,7 @@ def population_draw(
     if packed is not None and len(places) < count:
         packed = packed[places]
     own = contexts, adapter, packed, temperature, drawn_from, origins
-    return PopulationDraw(*own, came_from=came_from, drafts=drafts, known=known)
+    return PopulationDraw(*own, came_from=came_from)
 
 
 def launched(

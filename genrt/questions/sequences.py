@@ -98,11 +98,6 @@ class Sequences:
         found: list[int] = self._table[place, : self.lengths[place]].tolist()
         return found
 
-    def ends(self, count: int) -> list[list[int]]:
-        """Return the last ``count`` tokens of each, or all of a shorter one."""
-        pairs = enumerate(self.lengths.tolist())
-        return [self._table[n, max(0, length - count) : length].tolist() for n, length in pairs]
-
     def padded(self) -> np.ndarray:
         """Return all of them, int64 ``[n, longest]``, with -1 behind each one's end."""
         longest = int(self.lengths.max(initial=0))

@@ -33,7 +33,6 @@ from genrt.engines.protocol import (
     Replicated,
     Speculating,
     Telling,
-    scores_rows,
     survived,
 )
 from genrt.engines.weights import weights_of
@@ -44,7 +43,6 @@ from genrt.questions.population_draws import PopulationDraw
 from genrt.questions.reads import Read, ReadRequest
 from genrt.questions.request import Request, Streamed, Told
 from genrt.questions.rows import LogprobsRequest
-from genrt.questions.rows_ahead import Source
 from genrt.runtime.cache import RowCache
 from genrt.runtime.population_answers import FoundRows, PopulationAnswers
 from genrt.runtime.prefixes import PrefixesToKeep
@@ -81,7 +79,7 @@ class AnsweringEngine:
         self._read_there = engine.reads if isinstance(engine, Reading) else frozenset()
         self.replicated = engine if isinstance(engine, Replicated) else None
         self._cache = cache
-        self._readers: dict[Source, dict[ReadRequest | PopulationDraw, None]] = {}
+        self._readers: dict[LogprobsRequest, dict[ReadRequest | PopulationDraw, None]] = {}
         self._asked: set[Request] = set()
         self._cached: dict[ReadRequest, Tensor] = {}
         self._populations = PopulationAnswers(engine, self.expect)
@@ -116,7 +114,7 @@ class AnsweringEngine:
     def _submit(self, requests: Sequence[Request]) -> None:
         new: dict[Request, None] = {}
         asked: list[Request] = []
-        readers: dict[Source, dict[ReadRequest | PopulationDraw, None]] = {}
+        readers: dict[LogprobsRequest, dict[ReadRequest | PopulationDraw, None]] = {}
         cached: dict[ReadRequest, Tensor] = {}
         populations: dict[PopulationDraw, FoundRows] = {}
         for request in requests:
@@ -124,9 +122,8 @@ class AnsweringEngine:
                 asked.append(request)
                 new[request] = None
             elif isinstance(request, PopulationDraw):
-                asks = request.sources(in_one=scores_rows(self.engine))
-                populations[request] = found = FoundRows(asks)
-                for each in found.sources:
+                populations[request] = found = FoundRows(request.rows)
+                for each in found.distinct:
                     if (borrowed := self._joined(each, request, new, readers)) is not None:
                         found.put(each, borrowed)
             elif isinstance(request, ReadRequest):
@@ -144,7 +141,7 @@ class AnsweringEngine:
         refused: list[Finished] = []
         for request, error in self._still_held(new).items():
             del new[request]
-            concerned: list[Request] = [*readers.pop(cast("Source", request), ())]
+            concerned: list[Request] = [*readers.pop(cast("LogprobsRequest", request), ())]
             if request in asked:
                 asked.remove(request)
                 concerned.append(request)
@@ -167,10 +164,10 @@ class AnsweringEngine:
 
     def _joined(
         self,
-        row: Source,
+        row: LogprobsRequest,
         request: ReadRequest | PopulationDraw,
         new: dict[Request, None],
-        readers: dict[Source, dict[ReadRequest | PopulationDraw, None]],
+        readers: dict[LogprobsRequest, dict[ReadRequest | PopulationDraw, None]],
         *,
         lacking: bool = False,
     ) -> Tensor | None:
@@ -222,7 +219,7 @@ class AnsweringEngine:
         failed: dict[PopulationDraw, None] = {}
         whole: list[PopulationDraw] = []
         for end in ends:
-            readers = self._readers.pop(cast("Source", end.request), None)
+            readers = self._readers.pop(cast("LogprobsRequest", end.request), None)
             if readers is None or end.request in self._asked:
                 finished.append(end)
                 self._asked.discard(end.request)
@@ -239,7 +236,9 @@ class AnsweringEngine:
             for reader in readers:
                 if isinstance(reader, ReadRequest):
                     reads.append(Read(reader, row))
-                elif not self._populations.found[reader].put(cast("Source", end.request), row):
+                elif not self._populations.found[reader].put(
+                    cast("LogprobsRequest", end.request), row
+                ):
                     whole.append(reader)
         if failed:
             self.cancel([*failed])
@@ -264,14 +263,16 @@ class AnsweringEngine:
             elif isinstance(request, PopulationDraw):
                 unwanted += self._populations.give_up([request])
                 if (found := self._populations.found.pop(request, None)) is not None:
-                    for source in found.sources:
+                    for source in found.distinct:
                         unwanted += self._left(source, request)
             elif self._cached.pop(request, None) is None:
                 unwanted += self._left(request.row, request)
         if unwanted:
             self._cancel(unwanted)
 
-    def _left(self, row: Source, reader: ReadRequest | PopulationDraw) -> list[Source]:
+    def _left(
+        self, row: LogprobsRequest, reader: ReadRequest | PopulationDraw
+    ) -> list[LogprobsRequest]:
         """Take a reader off a row; return the row if nobody wants it any more."""
         readers = self._readers.get(row, {})
         if reader not in readers:

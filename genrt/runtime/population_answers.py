@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
 from typing import cast
 
 import numpy as np
@@ -22,7 +21,6 @@ from genrt.questions.origins import Asked
 from genrt.questions.population_draws import PopulationDraw
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest, not_finite
-from genrt.questions.rows_ahead import Source
 from genrt.tokens.rows import Leaving
 from genrt.tokens.sampling import BatchDraw
 
@@ -32,21 +30,21 @@ __all__ = ["FoundRows", "PopulationAnswers"]
 class FoundRows:
     """The rows that a population asks for, those that are found, and how many are missing."""
 
-    def __init__(self, asked: Sequence[Sequence[Source]]) -> None:
+    def __init__(self, asked: Sequence[LogprobsRequest]) -> None:
         self.asked = asked
-        self.sources = dict.fromkeys(chain.from_iterable(asked))
-        self.missing = len(self.sources)
-        self._rows: dict[Source, Tensor] = {}
+        self.distinct = dict.fromkeys(asked)
+        self.missing = len(self.distinct)
+        self._rows: dict[LogprobsRequest, Tensor] = {}
 
-    def put(self, source: Source, found: Tensor) -> int:
-        """Add a row, or several; return how many requests are missing still."""
-        self._rows[source] = found
+    def put(self, row: LogprobsRequest, found: Tensor) -> int:
+        """Add a row; return how many are missing still."""
+        self._rows[row] = found
         self.missing -= 1
         return self.missing
 
-    def of_sequences(self) -> list[list[Tensor]]:
-        """Return what was found for each sequence, in order."""
-        return [[self._rows[source] for source in sources] for sources in self.asked]
+    def of_sequences(self) -> list[Tensor]:
+        """Return the row of each sequence, in order."""
+        return [self._rows[row] for row in self.asked]
 
 
 class PopulationAnswers:
@@ -78,7 +76,7 @@ class PopulationAnswers:
         populating = self._populating
         if populating is None:
             return {}
-        going_on = [each for each in populations if each.origins and not each.is_ahead]
+        going_on = [each for each in populations if each.origins]
         taken: dict[Request, None] = {}
         # Of two that go on alike, each would have its rows computed for itself: they share them.
         for each, alike in zip(going_on, _times(going_on), strict=True):
@@ -111,13 +109,7 @@ class PopulationAnswers:
         found = self.found.pop(population)
         try:
             rows = found.of_sequences()
-            if population.is_ahead:
-                ahead = population.rows_ahead(rows)
-                whole = population.drawn([each.rows[0] for each in ahead])
-                draws = self._arrived(population, Leaving(whole))
-                draws.rows_ahead = ahead
-                return Finished(population, draws)
-            whole = population.drawn([row for [row] in rows])
+            whole = population.drawn(rows)
             on_host = Leaving(whole)
             # Before anything waits for the tokens.
             self._expect(population.rows, whole[:, 0])

@@ -100,27 +100,17 @@ class Clients:
                 break
 
     async def _population(self, context: list[int]) -> None:
-        """Draw for several sequences step by step, with right or wrong drafts, and with plain or awaited
-        masks."""
+        """Draw for several sequences, step by step."""
         with self._lm.population([context, context, self._context()]) as population:
             for _ in range(self._random.randint(1, 5)):
-                drafts = [[self._token() for _ in range(self._any([0, 1, 3]))] for _ in range(3)]
                 masks = self._any([None, [[1, 2], None, []]])
                 found = await population.draw(
-                    masks=self._late(masks) if self._random.random() < 0.3 else masks,
-                    drafts=self._any([None, drafts, drafts]),
+                    masks=masks,
                     seed=self._any([None, 1]),
                     where=self._any([None, None, [True, False, True]]),
                 )
-                is_drafted = self._random.random() < 0.7
-                first = [draft[0] if draft else -1 for draft in drafts]
-                population.append(first if is_drafted else found.token_ids)
+                population.append(found.token_ids)
                 population.resample([self._random.randrange(3) for _ in range(3)])
-
-    async def _late(self, masks: Any) -> Any:
-        """Return masks after a while."""
-        await asyncio.sleep(self._any([0.0, 0.01]))
-        return masks
 
     async def _text(self, context: list[int]) -> None:
         """Request a completion and change its mutable parts, since they belong to the caller."""

@@ -22,7 +22,6 @@ from genrt.questions.programs import ProgramRequest
 from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest, is_row
-from genrt.questions.rows_ahead import RowsAhead
 from genrt.questions.samples import SampleRequest
 from genrt.questions.scores import ScoreRequest
 
@@ -110,25 +109,12 @@ def is_right(model: Model, request: Request, result: Result, weights: int = 0) -
         return request.wanted.is_answer(model.answer(request.row, weights), result)
     if isinstance(request, PopulationDraw | ScoreRequest):
         rows = request.rows
-        ahead = zip(rows, getattr(result, "rows_ahead", ()), strict=False)
-        return request.is_answer([model.answer(row, weights) for row in rows], result) and all(
-            _are_ahead(model, row, each, weights) for row, each in ahead
-        )
+        return request.is_answer([model.answer(row, weights) for row in rows], result)
     if isinstance(request, LogprobsRequest):
         return is_row(model.answer(request, weights), result)
     if isinstance(request, NativeRequest | ProgramRequest):  # not used in simulations
         return False
     return bool(result == model.answer(request, weights))
-
-
-def _are_ahead(model: Model, row: LogprobsRequest, ahead: RowsAhead, weights: int) -> bool:
-    """Return whether these are the rows after a context and its draft."""
-    contexts = [
-        LogprobsRequest((*row.token_ids, *ahead.draft[:count]), row.adapter)
-        for count in range(len(ahead.draft) + 1)
-    ]
-    pairs = zip(contexts, ahead.rows, strict=True)
-    return all(is_row(model.answer(each, weights), found) for each, found in pairs)
 
 
 @lru_cache(maxsize=2**16)

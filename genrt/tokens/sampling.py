@@ -143,11 +143,9 @@ class BatchDraw(_BatchDraw):
             neither tempered nor truncated, it is the incremental log importance weight of drawing from
             the masked model in place of the model.
         weights_version: ``AsyncLM.weights_version`` of the rows; not an item of the tuple.
-        rows_ahead: for draws with drafts, the rows after these; not an item of the tuple.
     """
 
     weights_version: int = 0
-    rows_ahead: Sequence[Any] = ()
 
     @classmethod
     def of(cls, fields: Iterable[Tensor], weights_version: int) -> Self:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests import promises
 
-NUMBERS = {*range(1, 32), *range(34, 41)}
+NUMBERS = {*range(1, 32), *range(34, 41)} - {37}
 
 
 def test_every_promise_has_a_number_and_is_proved_by_a_test() -> None:

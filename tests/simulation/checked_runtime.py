@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from itertools import chain
 from typing import Any
 
 import torch
@@ -73,8 +72,7 @@ class CheckedEngine(SimulatedEngine):
         """Return whether a request ends in this error alone: as its own, or because the engine could not
         forget it when it was cancelled before."""
         if isinstance(request, PopulationDraw):
-            asked = chain(*request.sources(in_one=True), *request.sources(in_one=False))
-            return any(self.explains(each, error) for each in chain(request.rows, asked))
+            return any(self.explains(each, error) for each in request.rows)
         if isinstance(error, NotFinite):
             return self._is_poisoned(request)
         held = self.unforgotten.get(request.row if isinstance(request, ReadRequest) else request)

@@ -356,28 +356,15 @@ class SimulatedClients:
                 if step and name is not None and name not in self._lm.adapters:
                     return  # removed since the first
                 masks: Any = self._random.choice([None, [[1, 2, 5], None, []]])
-                drafts = [
-                    [self._token() for _ in range(self._random.choice([0, 1, 4]))] for _ in range(3)
-                ]
                 draws = await population.draw(
-                    masks=self._late(masks) if self._random.random() < 0.3 else masks,
-                    drafts=self._random.choice([None, None, drafts]),
+                    masks=masks,
                     temperature=self._random.choice([1.0, 0.5, 0.0]),
                     seed=self._random.choice([None, 1]),
                     where=self._random.choice([None, [True, False, True]]),
                     timeout=self._random.choice([None, None, 0.0, 0.01, 1.0]),
                 )
-                if self._random.random() < 0.5:
-                    population.append([draft[0] if draft else 1 for draft in drafts])
-                else:
-                    population.append(draws.token_ids)
+                population.append(draws.token_ids)
                 population.resample([self._random.randrange(3) for _ in range(3)])
-
-    async def _late(self, masks: Any) -> Any:
-        """Have masks be awaited."""
-        for _ in range(self._random.randint(0, 5)):
-            await asyncio.sleep(0)
-        return masks
 
     async def _top(self, context: list[int], name: str | None) -> None:
         top = await self._lm.top_logprobs(context, self._random.randint(1, 8), adapter=name)
