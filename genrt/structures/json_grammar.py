@@ -417,8 +417,8 @@ class _Compiler:
                         ]
                         nodes = [Seq((quote, in_json(literal(text)), quote)) for text in kept]
                     case Numbers():
-                        listed = facts.finite()
-                        nodes = None if listed is None else [*map(literal, listed)]
+                        few = facts.finite()
+                        nodes = None if few is None else [*map(literal, few)]
                     case _:
                         nodes = None
                 if nodes is None:
