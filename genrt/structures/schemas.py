@@ -22,7 +22,7 @@ Schema: TypeAlias = dict[str, Any]
 
 _MOST_ITEMS = 10_000
 _MOST_PROPERTIES = 2_000
-_MOST_PATTERNS = 100
+_MOST_PATTERNS = 50
 
 _DEFINITIONS = ("$defs", "definitions")
 _MAPS = (*_DEFINITIONS, "properties", "patternProperties", "dependentSchemas")

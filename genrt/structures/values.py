@@ -632,7 +632,7 @@ def _number_text(value: int | float) -> str:
     return f"{Decimal(repr(value)):f}"
 
 
-@lru_cache(4096)
+@lru_cache(8192)
 def is_nothing(node: Node) -> bool:
     """Return whether a regular expression matches no text."""
     terminals = Terminals()
