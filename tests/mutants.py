@@ -615,7 +615,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "structures.guides",
         "test_completion_laws.py test_structures.py",
         (
-            "Guide.mask",
+            "Guide.words",
             "an incomplete text may end",
             Swap("self._matcher.is_accepting()", "True"),
         ),

@@ -81,7 +81,7 @@ def json_schema(
     it by a predicate, ``all_of(json_schema(…), predicate(…))``.
 
     A schema that would take many seconds is refused: beyond 10,000 for ``minItems`` and ``maxItems``,
-    2,000 properties or 100 patterns in one object, 100,000 for ``multipleOf`` (in units of its last
+    2,000 properties or 50 patterns in one object, 100,000 for ``multipleOf`` (in units of its last
     decimal), 1,000 rules each in the one before, or llguidance's own limits. So are integers that are no
     64-bit floats.
 

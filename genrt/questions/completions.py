@@ -371,7 +371,7 @@ def _structure(given: dict[str, Any]) -> tuple[str, str | tuple[str, ...]] | Non
     return name, value
 
 
-def schema_text(schema: Mapping[str, Any] | str | type) -> str:
+def schema_text(schema: Mapping[str, Any] | str | bool | type) -> str:
     """Return a JSON schema as its text, whatever it is given as.
 
     Raises:
@@ -383,8 +383,9 @@ def schema_text(schema: Mapping[str, Any] | str | type) -> str:
     try:
         if isinstance(given, type) and hasattr(given, "model_json_schema"):
             given = given.model_json_schema()
-        if isinstance(given, Mapping):
-            return json.dumps(dict(given), allow_nan=False)
+        if isinstance(given, Mapping | bool):
+            given = dict(given) if isinstance(given, Mapping) else given
+            return json.dumps(given, allow_nan=False)
     except Exception as error:  # a pydantic model's are of its own kinds
         raise InvalidRequest(f"json_schema is not JSON: {error}") from error
     raise InvalidRequest(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from typing import Literal
@@ -67,6 +68,23 @@ def lark_of_schema(schema: object, whitespace: Whitespace, *, closed: bool = Fal
             f"whitespace is {whitespace!r}: give one of {', '.join(map(repr, _WHITESPACE))}"
         )
     return "\n".join(["start: j", *schema_rules(schema, whitespace, closed=closed)])
+
+
+def compact_schema(text: str) -> str:
+    """Return the JSON text of a schema whose texts have no white space between their parts."""
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError):
+        return text  # which is refused with the reason
+    if isinstance(schema, dict):
+        own = {"whitespace_flexible": False, **schema.get("x-guidance", {})}
+        return json.dumps(schema | {"x-guidance": own})
+    return json.dumps({"x-guidance": {"whitespace_flexible": False}}) if schema is True else text
+
+
+def texts_of_choice(text: str) -> tuple[str, ...]:
+    """Return the texts of a choice that is written as a JSON list."""
+    return tuple(map(str, json.loads(text)))
 
 
 def syntax_of(grammar: str) -> Syntax:

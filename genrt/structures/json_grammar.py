@@ -417,8 +417,8 @@ class _Compiler:
                         ]
                         nodes = [Seq((quote, in_json(literal(text)), quote)) for text in kept]
                     case Numbers():
-                        listed = facts.finite()
-                        nodes = None if listed is None else [*map(literal, listed)]
+                        few = facts.finite()
+                        nodes = None if few is None else [*map(literal, few)]
                     case _:
                         nodes = None
                 if nodes is None:
@@ -539,12 +539,14 @@ class _Compiler:
         classes: list[tuple[tuple[Node, ...], frozenset[str]]] = [(tuple(regexes), frozenset())]
         for pattern in patterns:
             narrow, wide = self._claims.pattern(pattern)
-            split = [
-                ((*nodes, more), now)
-                for nodes, matched in classes
-                for more, now in ((narrow, matched | {pattern}), (Not(wide), matched))
-                if not is_nothing(_all_of((*nodes, more)))
-            ]
+            split = []
+            for nodes, matched in classes:
+                if any(is_nothing(Both((self._claims.pattern(each)[0], wide))) for each in matched):
+                    split.append((nodes, matched))  # no name of this class matches
+                    continue
+                for more, now in ((narrow, matched | {pattern}), (Not(wide), matched)):
+                    if not is_nothing(_all_of((*nodes, more))):
+                        split.append(((*nodes, more), now))
             classes = split
             if len(classes) > MOST_CLASSES:
                 raise undone("patternProperties that overlap in too many ways")

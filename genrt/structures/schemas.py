@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from typing import Any, TypeAlias
 from urllib.parse import unquote, urldefrag, urljoin
@@ -22,7 +22,7 @@ Schema: TypeAlias = dict[str, Any]
 
 _MOST_ITEMS = 10_000
 _MOST_PROPERTIES = 2_000
-_MOST_PATTERNS = 100
+_MOST_PATTERNS = 50
 
 _DEFINITIONS = ("$defs", "definitions")
 _MAPS = (*_DEFINITIONS, "properties", "patternProperties", "dependentSchemas")
@@ -94,7 +94,7 @@ def object_of(schema: object) -> Schema:
     """Return a schema as an object of its own, read from its JSON text.
 
     Args:
-        schema: a dict, a JSON text, a bool, or a pydantic model's class.
+        schema: a mapping, a JSON text, a bool, or a pydantic model's class.
 
     Raises:
         InvalidConstraint: it is none of these, or false, or has no JSON form.
@@ -108,6 +108,8 @@ def object_of(schema: object) -> Schema:
             schema = schema.model_json_schema()
     except Exception as error:  # of pydantic's own kinds
         raise InvalidConstraint(f"the JSON schema has no JSON form: {error}") from error
+    if isinstance(schema, Mapping):
+        schema = dict(schema)
     if not isinstance(schema, str | dict | bool):
         raise InvalidConstraint(wrong)
     try:

@@ -406,7 +406,7 @@ class Claims:
         if first or rest not in (True, {}):
             yield lambda holds: self._items(first, rest, holds)
         if "unevaluatedItems" in schema and schema["unevaluatedItems"] not in (True, {}):
-            raise undone("'unevaluatedItems'; items after prefixItems")
+            raise undone("'unevaluatedItems'")
         low, high = int(schema.get("minItems", 0)), schema.get("maxItems")
         if low or high is not None:
             yield lambda holds: _counted(Arrays, low, None if high is None else int(high), holds)
@@ -632,7 +632,7 @@ def _number_text(value: int | float) -> str:
     return f"{Decimal(repr(value)):f}"
 
 
-@lru_cache(4096)
+@lru_cache(8192)
 def is_nothing(node: Node) -> bool:
     """Return whether a regular expression matches no text."""
     terminals = Terminals()

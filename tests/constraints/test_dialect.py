@@ -120,7 +120,7 @@ def test_what_has_several_readings_is_refused_by_name(pattern: str, message: str
 )
 @pytest.mark.parametrize("where", ["pattern", "propertyNames", "patternProperties"])
 def test_patterns_of_schemas(where: str, pattern: str, has: list[str], has_not: list[str]) -> None:
-    schema: dict[str, Any] = {
+    schemas: dict[str, dict[str, Any]] = {
         "pattern": {"type": "string", "pattern": pattern},
         "propertyNames": {"type": "object", "propertyNames": {"pattern": pattern}},
         "patternProperties": {
@@ -128,8 +128,8 @@ def test_patterns_of_schemas(where: str, pattern: str, has: list[str], has_not: 
             "patternProperties": {pattern: True},
             "additionalProperties": False,
         },
-    }[where]
-    lark = lark_of_schema(schema, "spaced")
+    }
+    lark = lark_of_schema(schemas[where], "spaced")
     for texts, is_of_it in ((has, True), (has_not, False)):
         for text in texts:
             value: Any = text if where == "pattern" else {text: 1}
@@ -182,14 +182,12 @@ SCHEMAS: list[tuple[Any, list[str], list[str]]] = [
     ({"format": "hostname"}, [f'"{"a" * 63}"'], [f'"{"a" * 64}"', f'"b.{"a" * 64}"']),
     ({"format": "ipv4"}, ['"1.1.1.1"'], ['"01.1.1.1"']),
     # Containers of which only a size is known.
-    *(
-        (schema, ["[]", "[1]", '[{"a": [null]}]'], ["{}x"])
-        for schema in ({"maxItems": 2}, {"minItems": 0}, {"uniqueItems": False}, {"items": {}})
-    ),
-    *(
-        (schema, ["{}", '{"a": 1}', '{"a": {"b": [1]}}'], ["[]x"])
-        for schema in ({"required": []}, {"maxProperties": 3}, {"minProperties": 0}, {"properties": {}})
-    ),
+    ({"maxItems": 2}, ["[]", "[1]", '[{"a": [null]}]'], ["[1, 2, 3]"]),
+    ({"minItems": 0}, ["[]", '[{"a": [null]}]'], ["[1"]),
+    ({"uniqueItems": False}, ["[1, 1]"], ["[1"]),
+    ({"required": []}, ["{}", '{"a": {"b": [1]}}'], ["{1}"]),
+    ({"maxProperties": 1}, ["{}", '{"a": {"b": [1]}}'], ['{"a": 1, "b": 1}']),
+    ({"minProperties": 0}, ["{}", '{"a": {"b": [1]}}'], ["{1}"]),
     # What is rewritten.
     ({"not": {"type": ["string", "object"]}}, ["1", "[]", "null"], ['"a"', "{}"]),
     ({"not": {"enum": [1, "a", None]}}, ["2", '"b"', "true"], ["1", "1.0", '"a"', "null"]),

@@ -118,7 +118,7 @@ def test_control_characters_do_not_reach_the_terminal(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--pattern", "("), "unclosed group"),
+        (("--pattern", "("), "a group is not closed"),
         (("--pattern", "a", "--particles", "0"), "--particles is 0"),
         (("--pattern", "a", "--max-tokens", "0"), "--max-tokens is 0"),
         (("--pattern", "a", "--seed", "-1"), "--seed is -1"),
@@ -142,7 +142,7 @@ def test_errors_are_one_line(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--pattern", "("), "unclosed group"),
+        (("--pattern", "("), "a group is not closed"),
         (("--particles", "0"), "--particles is 0"),
         (("--max-tokens", "-3"), "--max-tokens is -3"),
         (("--seed", "-1"), "--seed is -1"),

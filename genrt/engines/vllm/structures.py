@@ -8,7 +8,6 @@ ends.
 
 from __future__ import annotations
 
-import json
 from typing import Any, cast
 
 import torch
@@ -24,6 +23,7 @@ from vllm.v1.structured_output.backend_types import (
 from vllm.v1.structured_output.request import get_structured_output_key
 
 from genrt.errors import InvalidRequest
+from genrt.structures.forms import compact_schema, texts_of_choice
 from genrt.structures.guides import Guide, Guides, Structure
 
 __all__ = ["NAME", "GuidedStructures", "check_structures_config"]
@@ -71,7 +71,7 @@ class GuidedStructures(StructuredOutputBackend):  # type: ignore[misc]
         """
         name, value = structure
         if (compact or self._is_compact) and name == "json_schema":
-            structure = name, value = name, _compact(str(value))
+            structure = name, value = name, compact_schema(str(value))
         self._guides.check(structure)
         wanted: Any = list(value) if isinstance(value, tuple) else value
         params = StructuredOutputsParams(**{"json" if name == "json_schema" else name: wanted})
@@ -148,18 +148,6 @@ def _structure(kind: StructuredOutputOptions, text: Any) -> Structure:
         case StructuredOutputOptions.JSON_OBJECT:
             return "json_schema", '{"type": "object"}'
         case StructuredOutputOptions.CHOICE:
-            return "choice", tuple(json.loads(text))
+            return "choice", texts_of_choice(text)
         case _:
             return _OPTIONS[kind], text
-
-
-def _compact(text: str) -> str:
-    """Return a schema of JSON texts without white space."""
-    try:
-        schema = json.loads(text)
-    except (ValueError, RecursionError):
-        return text  # which is refused with the reason
-    if isinstance(schema, dict):
-        own = {"whitespace_flexible": False, **schema.get("x-guidance", {})}
-        return json.dumps(schema | {"x-guidance": own})
-    return json.dumps({"x-guidance": {"whitespace_flexible": False}}) if schema is True else text
