@@ -1651,7 +1651,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "Home.give_back",
             "what a copy goes on from is given back with the original",
-            Swap("each not in needed", "True"),
+            Swap("not each.users", "True"),
         ),
         only="copy_goes",
     ),
