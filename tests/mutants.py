@@ -942,7 +942,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "runtime.adapter_names",
         "test_lm.py",
         (
-            "AdapterNames.add",
+            "AdapterNames._retire",
             "weights that were loaded over stay in the engine",
             Drop("self._thread.batcher.retire"),
         ),
