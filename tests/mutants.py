@@ -859,7 +859,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "runtime.adapter_names",
         "test_lm.py",
         (
-            "AdapterNames.add",
+            "AdapterNames._retire",
             "weights that were loaded over stay in the engine",
             Drop("self._thread.batcher.retire"),
         ),
@@ -1563,7 +1563,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "Home.give_back",
             "what a copy goes on from is given back with the original",
-            Swap("each not in needed", "True"),
+            Swap("not each.users", "True"),
         ),
         only="copy_goes",
     ),

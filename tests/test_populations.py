@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -250,6 +252,71 @@ async def test_a_blocking_draw_is_gone_on_from_too(lm: AsyncLM) -> None:
             population.append(draws.token_ids)
             assert len(population._origins.asked) == 1
             assert population._origins.go_on(population.lengths.numpy())
+
+
+class GivenBack:
+    """The questions that an engine is told to forget, as populations end."""
+
+    def __init__(self, lm: AsyncLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[Any] = []
+        give_back = lm._thread.give_back
+
+        def recorded(asked: Any) -> None:
+            self.asked += asked
+            give_back(asked)
+
+        monkeypatch.setattr(lm._thread, "give_back", recorded)
+
+    def number(self) -> int:
+        gc.collect()
+        return len(self.asked)
+
+
+async def test_a_population_that_is_collected_is_closed(
+    lm: AsyncLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine frees what no copy of it goes on from, once."""
+    given_back = GivenBack(lm, monkeypatch)
+    population = lm.population([1, 2], 3)
+    population.append((await population.draw(seed=1)).token_ids)
+    again = population.take([0, 0, 1])
+    del population
+    assert given_back.number() == 0
+    again.append((await again.draw(seed=2)).token_ids)
+    del again
+    assert given_back.number() == 1
+    with lm.population([1, 2], 3) as closed:
+        await closed.draw()
+    assert given_back.number() == 2
+    del closed
+    assert given_back.number() == 2
+
+
+@pytest.mark.parametrize("closes", [True, False])
+async def test_ending_one_of_many_populations_looks_at_no_other(lm: AsyncLM, closes: bool) -> None:
+    def lines(others: int) -> int:
+        kept = [lm.population([1, 2], 3) for _ in range(others)]
+        [one] = [lm.population([3], 2)]
+        one.draw_sync(seed=1)
+        count = 0
+
+        def counted(frame: Any, event: str, argument: Any) -> Any:
+            nonlocal count
+            count += event == "line"
+            return counted
+
+        sys.settrace(counted)
+        try:
+            if closes:
+                one.close()
+            del one
+        finally:
+            sys.settrace(None)
+        assert len(kept) == others
+        return count
+
+    lines(1)
+    assert lines(2) == lines(200) > 3
 
 
 async def test_scores_are_those_of_the_sequences(lm: AsyncLM) -> None:

@@ -1,33 +1,24 @@
-"""The home of a runtime's populations: the means to ask, and a list of those that are there."""
+"""The home of a runtime's populations: the means to ask, and what the engine keeps for each of them."""
 
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from genrt.errors import Closed
 from genrt.questions.contexts import Limits
-from genrt.questions.origins import Asked
+from genrt.questions.origins import Asked, Origins
 from genrt.runtime.adapter_names import AdapterNames
 from genrt.runtime.ask import Asker
 from genrt.runtime.thread import EngineThread
 
-__all__ = ["Home"]
+__all__ = ["Held", "Home"]
 
 FEW = 64
 """So few sequences are not shared by replicas: a step of half as many takes about as long."""
-
-
-class GoingOn(Protocol):
-    """A population, which goes on from earlier questions."""
-
-    @property
-    def asked(self) -> Sequence[Asked]:
-        """Their questions."""
 
 
 class Home:
@@ -50,9 +41,6 @@ class Home:
         self.limits = limits
         self.adapters = adapters
         self.nonces = nonces
-        # No lock, and no WeakSet: a population that is garbage is closed by its finalizer, wherever that
-        # interrupts whoever looks at these.
-        self._all: dict[int, weakref.ref[GoingOn]] = {}
 
     @property
     def device(self) -> torch.device:
@@ -84,17 +72,38 @@ class Home:
         """The model's tokenizer, if it has one."""
         return self._thread.engine.tokenizer
 
-    def add(self, population: GoingOn) -> None:
-        """Take note of a population."""
-        every, number = self._all, id(population)
-        every[number] = weakref.ref(population, lambda _: every.pop(number, None))
-
     def give_back(self, asked: Sequence[Asked]) -> None:
         """Have the engine free what it keeps of these questions, but for those that a population goes on
-        from."""
-        there = [population() for population in [*self._all.values()]]
-        needed = {each for one in there if one is not None for each in one.asked}
-        over = [each for each in asked if each not in needed]
+        from. It takes no lock: finalizers call it."""
+        over = [each for each in asked if not each.users]
         if over:
-            with contextlib.suppress(Closed):  # which a forked child is told
+            with contextlib.suppress(Closed):  # in a forked child
                 self._thread.give_back(over)
+
+
+class Held:
+    """The origins of one population, which the engine keeps for it until it is closed or collected."""
+
+    def __init__(self, home: Home, origins: Origins) -> None:
+        self._home = home
+        self._key = object()
+        self._asked: Sequence[Asked] = ()
+        self.replace(origins)
+
+    def replace(self, origins: Origins) -> None:
+        """Go on from others from now on. Those before are freed when the population ends, at the latest:
+        the engine goes on from them by itself."""
+        self.origins = origins
+        for each in origins.asked:
+            each.users.add(self._key)
+        before, self._asked = self._asked, origins.asked
+        for each in before:
+            if each not in origins.asked:
+                each.users.discard(self._key)
+
+    def close(self) -> None:
+        """Go on from nothing. Any thread may call it, also as a finalizer."""
+        before, self._asked = self._asked, ()
+        for each in before:
+            each.users.discard(self._key)
+        self._home.give_back(before)

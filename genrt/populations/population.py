@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any, Self, SupportsIndex, cast
@@ -12,11 +13,11 @@ import torch
 from genrt.errors import Closed, InvalidRequest
 from genrt.numbers import check_int, shown
 from genrt.populations.drawing import Drawing
-from genrt.populations.home import Home
+from genrt.populations.home import Held, Home
 from genrt.questions.contexts import check_contexts
 from genrt.questions.host_rows import Device, host_row, must_move
 from genrt.questions.masks import Masks
-from genrt.questions.origins import Asked, Origins
+from genrt.questions.origins import Origins
 from genrt.questions.population_draws import joined_draws
 from genrt.questions.rows import check_length
 from genrt.questions.scores import after_contexts, joined
@@ -60,9 +61,10 @@ class Population:
         self._sequences = sequences
         self._adapter = adapter
         # What the engine knows the sequences by; every change of the sequences is one of these too.
-        self._origins = Origins.none(len(sequences)) if origins is None else origins
+        self._held = Held(home, Origins.none(len(sequences)) if origins is None else origins)
+        self._finalizer = weakref.finalize(self, self._held.close)
+        self._finalizer.atexit = False
         self._is_closed = False
-        home.add(self)
         self._ask, self._ask_sync = home.asker.ask, home.asker.ask_sync
 
     # -- what it holds ------------------------------------------------------------------------
@@ -83,9 +85,12 @@ class Population:
         return torch.from_numpy(self._sequences.padded())
 
     @property
-    def asked(self) -> Sequence[Asked]:
-        """The questions that the engine knows the sequences by."""
-        return self._origins.asked
+    def _origins(self) -> Origins:
+        return self._held.origins
+
+    @_origins.setter
+    def _origins(self, origins: Origins) -> None:
+        self._held.replace(origins)
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -296,10 +301,11 @@ class Population:
 
     def close(self) -> None:
         """Close the population: questions and changes raise ``Closed`` from now on, and the engine soon
-        keeps no sequence for it that no copy of it goes on from. Idempotent."""
+        keeps no sequence for it that no copy of it goes on from. Idempotent. A population that is
+        collected is closed too."""
         self._is_closed = True
-        before, self._origins = self._origins, Origins.none(len(self))
-        self._home.give_back(before.asked)
+        self._held.origins = Origins.none(len(self))
+        self._finalizer()
 
     def __enter__(self) -> Self:
         return self

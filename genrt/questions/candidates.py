@@ -15,6 +15,7 @@ from genrt.questions.contexts import Adapter, Limits
 from genrt.questions.reads import Answering, Read, ReadRequest, Wanted, parts_of, rows_of, wanted_of
 from genrt.questions.rows import is_row, row_request
 from genrt.questions.token_ids import TokenIds
+from genrt.tokens.rows import entries_of
 from genrt.tokens.sampling import truncate
 
 __all__ = ["Candidates", "candidates_request", "checked_temperature"]
@@ -35,17 +36,15 @@ class Candidates(Wanted):
 
     @staticmethod
     def answer(reads: Sequence[Read], engine: Answering) -> Iterator[Tensor]:
-        """Yield entries of the rows, read with one index over all of them."""
+        """Yield entries of the rows, all read at once where they lie in one storage, as a step's do."""
         asked: list[Candidates] = wanted_of(reads)
         counts = [len(each.token_ids) for each in asked]
-        index = torch.tensor(
-            [token_id for each in asked for token_id in each.token_ids], dtype=torch.int64
-        )
-        index = index.to(reads[0].row.device)
-        rows = (read.row for read in reads) if asked[0].temperature == 1.0 else _tempered(reads)
-        parts = zip(rows, torch.split(index, counts), strict=True)
-        entries = torch.cat([row[ids] for row, ids in parts]).cpu()
-        for each in torch.split(entries, counts):
+        is_tempered = asked[0].temperature != 1.0
+        found = [
+            entries_of(_tempered(part) if is_tempered else [read.row for read in part], ids)
+            for part, ids in _parts(reads, is_tempered)
+        ]
+        for each in torch.split(torch.cat(found).cpu(), counts):
             yield each.clone()
 
     def is_answer(self, row: Tensor, result: object, *, tolerance: float = 0.0) -> bool:
@@ -61,11 +60,18 @@ class Candidates(Wanted):
         return [cls((*ids, ids[0])), cls(()), cls((*ids,), 0.5), cls((*ids,), 3.0)]
 
 
-def _tempered(reads: Sequence[Read]) -> Iterator[Tensor]:
-    """Yield the rows that are read from, each divided by its temperature and normalised again."""
-    for part in parts_of(reads):
-        heat = [each.temperature for each in wanted_of(part)]
-        yield from truncate(rows_of(part), temperature=torch.tensor(heat, dtype=torch.float64))
+def _parts(
+    reads: Sequence[Read], is_tempered: bool
+) -> Iterator[tuple[Sequence[Read], list[tuple[int, ...]]]]:
+    """Yield the reads that are answered at once, with their tokens: all, if no row is looked at whole."""
+    for part in parts_of(reads) if is_tempered else [reads]:
+        yield part, [each.token_ids for each in wanted_of(part)]
+
+
+def _tempered(reads: Sequence[Read]) -> Sequence[Tensor]:
+    """Return the rows that are read from, each divided by its temperature and normalised again."""
+    heat = [each.temperature for each in wanted_of(reads)]
+    return truncate(rows_of(reads), temperature=torch.tensor(heat, dtype=torch.float64)).unbind()
 
 
 def candidates_request(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 from genrt.errors import InvalidRequest
@@ -186,7 +186,12 @@ class CompletionRequest:
     nonce: int | None = None
     streamed: bool = False
     weights_version: int = 0
+    _hash: int = field(init=False, compare=False)
     weight: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        own = self.token_ids, self.decoding, self.seed, self.adapter, self.nonce, self.streamed
+        object.__setattr__(self, "_hash", hash((*own, self.weights_version)))
 
     @property
     def temperature(self) -> float:
@@ -209,6 +214,14 @@ class CompletionRequest:
     def owned(self, result: Any) -> Any:
         """Return the completion with dictionaries of the caller's own."""
         return replace(result, top_logprobs=tuple(map(dict, result.top_logprobs)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Another process hashes its texts by another key.
+        own = self.token_ids, self.decoding, self.seed, self.adapter, self.nonce, self.streamed
+        return type(self), (*own, self.weights_version)
 
     def __repr__(self) -> str:
         return (

@@ -22,12 +22,15 @@ class Asked:
 
     Attributes:
         contexts: these sequences, in a process that others tell of what goes on from them.
+        users: the populations that go on from them; each adds and discards a key of its own, which is
+            atomic: finalizers do it too, whatever is locked.
     """
 
-    __slots__ = ("__weakref__", "contexts", "count")
+    __slots__ = ("__weakref__", "contexts", "count", "users")
 
     def __init__(self, count: int) -> None:
         self.count = count
+        self.users: set[object] = set()
         self.contexts: Contexts | None = None
 
 

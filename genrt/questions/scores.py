@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -123,7 +123,8 @@ class ScoreRequest:
             return stacked
         heats = None
         if self.temperature != 1.0:
-            heats = torch.tensor([self.temperature] * len(rows)).to(stacked.device)
+            heats = torch.full((len(rows),), self.temperature, dtype=torch.float64)
+            heats = heats.to(stacked.device)
         return entries(stacked, targets.to(stacked.device), self.wanted, heats).cpu()
 
     def __len__(self) -> int:
@@ -139,16 +140,22 @@ class ScoreRequest:
 
 def entries(rows: Tensor, targets: Tensor, wanted: Wanted, heats: Tensor | None = None) -> Tensor:
     """Return what is wanted of rows ``[n, vocab_size]``, whose tokens are the targets, int64 ``[n]``.
-    With temperatures ``[n]`` the rows are overwritten: no other matrix of their size is made."""
-    is_likeliest = rows.argmax(-1) == targets if wanted == "greedy" else None
+    With temperatures, float64 ``[n]``, the rows are overwritten: no other matrix of their size is made.
+    Below ``GREEDY_BELOW`` the law is greedy, as ``truncate`` and draws have it."""
+    likeliest = None if heats is None and wanted != "greedy" else rows.argmax(-1) == targets
     if heats is None:
         found = rows.gather(1, targets[:, None])[:, 0]
     else:
         # The likeliest token is moved to 0 first, so that no temperature, however small, overflows.
-        heats = heats.clamp(GREEDY_BELOW, torch.finfo(rows.dtype).max)
-        rows = rows.sub_(rows.amax(dim=-1, keepdim=True)).div_(heats[:, None])
+        is_greedy = heats < GREEDY_BELOW
+        divisors = heats.masked_fill(is_greedy, 1.0).clamp(max=torch.finfo(rows.dtype).max)
+        rows = rows.sub_(rows.amax(dim=-1, keepdim=True)).div_(divisors.to(rows.dtype)[:, None])
         found = rows.gather(1, targets[:, None])[:, 0] - rows.logsumexp(dim=-1)
-    return found if is_likeliest is None else torch.stack([found, is_likeliest.float()])
+        nothing = torch.zeros_like(found).masked_fill(~cast("Tensor", likeliest), -math.inf)
+        found = torch.where(is_greedy, nothing, found)
+    if wanted != "greedy":
+        return found
+    return torch.stack([found, cast("Tensor", likeliest).float()])
 
 
 def after_contexts(
@@ -298,25 +305,28 @@ def row_chunks(
     adapter: Adapter | None,
     *,
     in_one: bool,
-) -> list[list[LogprobsRequest] | list[ScoreRequest]]:
-    """Return questions whose answers are the rows before a text's tokens from number ``start`` on, in
+) -> Iterator[list[LogprobsRequest] | list[ScoreRequest]]:
+    """Yield questions whose answers are the rows before a text's tokens from number ``start`` on, in
     order, at most ``chunk`` each: one request for all rows of one with ``in_one``, otherwise a row each,
-    to be stacked.
+    to be stacked. Each is made when it is wanted, as it holds its context: by default the contexts of
+    one question take no more memory than its rows may. Arguments are checked at the call.
 
     Raises:
         InvalidRequest: bad token ids, or numbers that fit nothing; ContextTooLong.
     """
     words = id_words(token_ids, limits.vocab_size)
     check_int("start", start, 1, len(words))
-    default = max(1, ENTRIES // limits.vocab_size)
+    default = max(1, ENTRIES // max(limits.vocab_size, 1 if in_one else len(words)))
     most = default if chunk is None else check_int("chunk", chunk, 1)
     check_length(limits, len(words) - 1)
-    chunks: list[list[LogprobsRequest] | list[ScoreRequest]] = []
-    for begin in range(start, len(words), most):
-        text = words[: begin + most].tobytes()
-        score = ScoreRequest(text, begin, adapter, wanted="rows")
-        chunks.append([score] if in_one and len(score) > 1 else score.rows)
-    return chunks
+
+    def chunks() -> Iterator[list[LogprobsRequest] | list[ScoreRequest]]:
+        for begin in range(start, len(words), most):
+            text = words[: begin + most].tobytes()
+            score = ScoreRequest(text, begin, adapter, wanted="rows")
+            yield [score] if in_one and len(score) > 1 else score.rows
+
+    return chunks()
 
 
 def joined(results: Sequence[Tensor], requests: Sequence[Sequence[object]]) -> list[Tensor]:

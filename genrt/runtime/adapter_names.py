@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import itertools
 import os
 import threading
@@ -13,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from genrt.engines.adapters import adapter_bytes, check_adapter_directory, drop_copy
-from genrt.errors import InvalidAdapter, InvalidRequest, UnknownAdapter
+from genrt.errors import GenrtError, InvalidAdapter, InvalidRequest, UnknownAdapter
 from genrt.numbers import named
 from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request
@@ -38,6 +39,7 @@ class AdapterNames:
         self._thread = thread
         self._lock = threading.Lock()
         self._versions = itertools.count(1)
+        self._bound: dict[str, int] = {}  # the last version that each name was bound to
 
     def loaded(self) -> tuple[str, ...]:
         """Return the names that questions may use."""
@@ -95,9 +97,9 @@ class AdapterNames:
                 raise InvalidAdapter(str(error).replace(str(copy), str(directory))) from error
             with self._lock:
                 previous = self.by_name.get(name)
-                is_last = previous is None or previous.version < adapter.version
+                is_last = self._bound.get(name, 0) < adapter.version
                 if is_last:
-                    self.by_name[name] = adapter
+                    self.by_name[name], self._bound[name] = adapter, adapter.version
             self._retire(previous if is_last else adapter)
             return previous is None
 
@@ -105,7 +107,8 @@ class AdapterNames:
             if loading.cancelled() or loading.exception() is not None:
                 drop_copy(copy)
             elif loading.result() and self.by_name.get(name) is adapter:
-                self.remove(name)
+                with contextlib.suppress(GenrtError):  # closed, or lost in a restart
+                    self.remove(name)
 
         loading = self._thread.call_alone(load_and_bind)
         try:

@@ -14,6 +14,7 @@ from collections.abc import (
     Callable,
     Coroutine,
     Generator,
+    Iterable,
     Iterator,
     Sequence,
 )
@@ -156,7 +157,7 @@ class Asker:
                 batcher.leave(waiter)
 
     def chunks(
-        self, questions: Sequence[Sequence[Request]], *, timeout: float | None = None
+        self, questions: Iterable[Sequence[Request]], *, timeout: float | None = None
     ) -> AsyncGenerator[Tensor, None]:
         """Return the rows of questions, one after the other, each asked when it is wanted: rows that are
         stacked, or one request for all of them. The timeout is for each."""
@@ -164,13 +165,13 @@ class Asker:
         return self._asked_in_turn(questions, timeout)
 
     async def _asked_in_turn(
-        self, questions: Sequence[Sequence[Request]], timeout: float | None
+        self, questions: Iterable[Sequence[Request]], timeout: float | None
     ) -> AsyncGenerator[Tensor, None]:
         for requests in questions:
             yield (await self.ask(requests, stacked=_are_rows(requests), timeout=timeout))[0]
 
     def chunks_sync(
-        self, questions: Sequence[Sequence[Request]], *, timeout: float | None = None
+        self, questions: Iterable[Sequence[Request]], *, timeout: float | None = None
     ) -> Iterator[Tensor]:
         """Return the rows as ``chunks`` does, for a thread that blocks."""
         check_timeout(timeout)

@@ -149,6 +149,7 @@ class EngineOwner:
 
     @twin_of(add_adapter, interrupted=INTERRUPTED)
     def add_adapter_sync(self, name: str, path: str | os.PathLike[str]) -> None:
+        """Load an adapter as ``add_adapter`` does, blocking."""
         blocking(self._adapters.add(name, path), undo=operator.call)
 
     def remove_adapter(self, name: str) -> None:
@@ -240,10 +241,12 @@ class EngineOwner:
 
     @twin_of(pause, interrupted=INTERRUPTED)
     def pause_sync(self, **options: Unpack[PauseOptions]) -> None:
+        """Pause as ``pause`` does, blocking."""
         blocking(self._pauses.pause(**options), undo=operator.call)
 
     @twin_of(sleep, interrupted=INTERRUPTED)
     def sleep_sync(self, level: int = 1, **options: Unpack[PauseOptions]) -> int:
+        """Sleep as ``sleep`` does, blocking."""
         return blocking(self._pauses.sleep(level, **options), undo=lambda done: done[1]())[0]
 
     # -- the runtime --------------------------------------------------------------------------
@@ -261,7 +264,8 @@ class EngineOwner:
 
     def close(self) -> None:
         """End every waiter with ``Closed`` and free the engine; return when the step in progress has
-        ended, or after 5 seconds. Idempotent, from any thread."""
+        ended, or after 5 seconds: the thread then frees the engine by itself. A step waits while another
+        vLLM opens in this process. Idempotent, from any thread."""
         self._thread.close()
 
     async def aclose(self) -> None:

@@ -57,6 +57,21 @@ def together(rows: Sequence[Tensor]) -> Tensor:
     return table.index_select(0, index.to(first.device, non_blocking=True))
 
 
+def entries_of(rows: Sequence[Tensor], token_ids: Sequence[Sequence[int]]) -> Tensor:
+    """Return the entries of each row at these tokens, all in order, ``[n]`` on the rows' device. Rows
+    that lie in one storage are read at once, and no row is copied; others one by one."""
+    first, offsets = rows[0], _offsets(rows)
+    if offsets is None:
+        flat = torch.tensor([each for ids in token_ids for each in ids], dtype=torch.int64)
+        parts = torch.split(flat.to(first.device), [*map(len, token_ids)])
+        return torch.cat([row[ids] for row, ids in zip(rows, parts, strict=True)])
+    start, pairs = min(offsets), zip(offsets, token_ids, strict=True)
+    places = [offset - start + each for offset, ids in pairs for each in ids]
+    whole = first.as_strided((max(offsets) - start + first.numel(),), (1,), start)
+    index = torch.tensor(places, dtype=torch.int64, pin_memory=first.is_cuda)
+    return whole.index_select(0, index.to(first.device, non_blocking=True))
+
+
 def stacked(rows: Sequence[Tensor]) -> Tensor:
     """Return ``together`` in storage of its own that holds nothing else."""
     whole = together(rows)

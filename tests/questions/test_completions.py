@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import itertools
 import math
@@ -19,7 +20,7 @@ import genrt
 from genrt.engines.exact import NGram
 from genrt.errors import ContextTooLong, InvalidRequest, TimedOut
 from genrt.lm import AsyncLM
-from genrt.questions.completions import Completion
+from genrt.questions.completions import Completion, CompletionRequest, Decoding
 from genrt.testing import assert_samples_from
 from tests.scripted import ScriptedEngine, passes
 
@@ -35,6 +36,28 @@ def lm() -> Iterator[AsyncLM]:
 
 def untimed(completion: Completion) -> Completion:
     return dataclasses.replace(completion, seconds=0.0, seconds_to_first_token=0.0)
+
+
+class Counted(tuple[int, ...]):
+    """Token ids that count how often they are hashed."""
+
+    hashed = 0
+
+    def __hash__(self) -> int:
+        type(self).hashed += 1
+        return super().__hash__()
+
+
+def test_a_request_hashes_its_context_once() -> None:
+    Counted.hashed = 0
+    request = CompletionRequest(Counted(range(100)), Decoding(3), nonce=1)
+    assert len({request, request}) == 1
+    assert request in {request: None}
+    assert Counted.hashed == 1
+    same = CompletionRequest(tuple(range(100)), Decoding(3), nonce=1)
+    assert (request, hash(request)) == (same, hash(same))
+    assert request.of_weights(2) != request.of_weights(1)
+    assert len({request, request.of_weights(1), copy.copy(same)}) == 2
 
 
 # -- the law ------------------------------------------------------------------------------------

@@ -198,7 +198,8 @@ class Positions:
         greedy = any(each.score.wanted == "greedy" for each in group)
         wants: Wanted = "greedy" if greedy else "logprobs"
         heats = [each.score.temperature for each in group for _ in range(each.begin, each.end)]
-        heated = None if set(heats) == {1.0} else moved(torch.tensor(heats), self._device)
+        heat = torch.tensor(heats, dtype=torch.float64)
+        heated = None if set(heats) == {1.0} else moved(heat, self._device)
         places = _cat([each.hidden_states for each in group])
         leaving, at = Leaving(self._entries(places, _cat(targets), loras, wants, heated)), 0
         for score, begin, end, _ in group:
