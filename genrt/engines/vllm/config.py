@@ -197,7 +197,7 @@ LOGPROBS = SamplingParams(
 
 def without_layers(config: VllmConfig) -> VllmConfig:
     """Return a copy of the configuration without the model's layers. vLLM stores the layers of an open
-    model in it, with weights and KV cache, and front ends may send it to another process."""
+    model in it, with weights and KV cache. Front ends may send the copy to another process."""
     found = copy(config)
     found.compilation_config = copy(config.compilation_config)
     found.compilation_config.static_forward_context = {}

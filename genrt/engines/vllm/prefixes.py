@@ -153,8 +153,10 @@ class KeptPrefixes:
         return most
 
     def start_of(self, request: Request) -> tuple[list[Any], int] | None:
-        """Return the blocks with which a request can start, and the number of its tokens in them, where
-        the request starts with a prefix that fills its last block partly."""
+        """Return the blocks with which a request can start, and the number of its tokens in them.
+
+        Return ``None`` unless the request starts with a prefix whose partly filled last block is held.
+        """
         token_ids, found = request._all_token_ids, None
         for prefix, kept in self._kept.items():
             full = len(kept.blocks)
