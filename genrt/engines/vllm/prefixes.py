@@ -109,7 +109,7 @@ class KeptPrefixes:
         while others and self._held + needed > self._most:
             self._give_up(others.pop(0))
         self._kept[prefix] = kept  # the newest is the last
-        # Set on the instance, so that it hides the class's method. Every token of every text calls it.
+        # Set on the instance only while prefixes are held, because every token of every text calls it.
         self._manager.allocate_slots = self._allocated
         self._take(prefix, kept)
         self._take_tail(prefix, kept)
