@@ -2,8 +2,8 @@
 
 A constraint is a set of texts: the matches of a ``regex``, the instances of a ``json_schema``, the texts
 of a ``grammar``, a list of ``strings``, or the texts that a ``predicate`` accepts. ``all_of`` makes the
-intersection of several. Your own object with such a ``start`` is a constraint too. ``potential`` makes a
-log-weight from a constraint.
+intersection of several. Your own object with a method ``start`` that returns a state is a constraint too.
+``potential`` makes a log-weight from a constraint.
 
 A constraint's states are values: ``advance`` returns a new state and does not change the old one, so
 particles fork by sharing a state. A mask holds every token that keeps the *bytes* of the text a prefix of

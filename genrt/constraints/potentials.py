@@ -40,7 +40,7 @@ def potential(
 
     The potential is a plain function; for a constraint of checked states it returns an awaitable. It may
     be called from any thread or event loop. It raises InvalidRequest for an argument that is not a Text
-    and for a token id out of range, and it passes on any exception of a predicate.
+    and for a token id out of range. Exceptions of a predicate pass through.
 
     Args:
         lm: needed for your own constraint with checked states, to know the end token.

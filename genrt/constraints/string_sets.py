@@ -23,8 +23,8 @@ def strings(texts: Iterable[str], lm: AsyncLM) -> MaskedConstraint:
     """Return the constraint of exactly these texts, in any order. One may be a prefix of another, or
     empty.
 
-    A mask costs one look-up for each prefix that the remaining texts and the vocabulary's tokens have in
-    common, whatever the number of texts. It is computed once for all tokenizations of a text.
+    A mask costs one look-up for each prefix that the remaining texts and the vocabulary's tokens share.
+    The number of texts does not matter. A mask is computed once for all tokenizations of a text.
 
     Raises:
         InvalidConstraint: there are no texts, one is not a str or has lone surrogates, or there is no

@@ -294,8 +294,8 @@ def _read(witness: Witness, asked: Sequence[ReadRequest]) -> dict[ReadRequest, R
 
 
 def prefixes(witness: Witness) -> None:
-    """Check that a context is in the kept prefixes from ``keep`` to ``release``, and that this changes no
-    row of a context that starts with it."""
+    """Check that ``prefixes`` contains a context from ``keep`` to ``release``, and that rows of contexts
+    that start with it do not change."""
     if not isinstance(witness.engine, Keeping):
         return
     kept = witness.engine.prefixes

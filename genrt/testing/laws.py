@@ -345,8 +345,8 @@ def _most_off(
 def _supposed(values: Floats, mean: float, lowest: float) -> float:
     """Return a guess of the largest possible value, in place of a bound.
 
-    It is twice the largest value seen or expected, above ``lowest``. It depends on the values, so bets
-    with it justify only a warning.
+    It is twice as far above ``lowest`` as the largest value seen or expected. It depends on the values,
+    so bets with it justify only a warning.
     """
     return 2 * max(float(values.max()), mean) - lowest
 

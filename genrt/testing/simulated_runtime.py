@@ -1,7 +1,7 @@
 """A whole runtime without threads, run by one seeded scheduler.
 
-It has the real batcher, cache, answers and rounds of the engine's thread, over a simulated engine, and
-the event loops that are opened on it.
+It has the real batcher, cache, answers and rounds of the engine's thread. The engine and the event loops
+are simulated.
 
 Rules:
     One event happens at a time: a callback of a loop, a round of the engine's thread, or time passes. The

@@ -140,8 +140,8 @@ class BatchDraw(_BatchDraw):
         logprobs: float32 ``[n]``, the log-probability of drawing the token from the masked, tempered and
             renormalized row; -inf where there is no token.
         log_mass: float32 ``[n]``, ``logsumexp`` of the row over its mask. For the model's own row,
-            neither tempered nor truncated, it is the incremental log importance weight of drawing from
-            the masked model in place of the model.
+            neither tempered nor truncated, it is the incremental log importance weight of the draw: the
+            target is the model, the proposal the masked model.
         weights_version: ``AsyncLM.weights_version`` of the rows; not an item of the tuple.
     """
 
@@ -320,8 +320,8 @@ def _inverse(weights: Tensor, uniforms: Tensor) -> Tensor:
 
     That index has a positive weight if its row has one; otherwise it is 0. Weights are ``[n, m]``, and
     uniforms float64 ``[n, 1]``, at most ``LARGEST``. Parallel sums may fall by a rounding error where
-    they should stay equal. So only indices with a positive weight count, and the total is the greatest
-    sum at such an index, which exceeds every share of the total.
+    they should stay equal. So only indices with a positive weight count. The total is the greatest sum at
+    such an index, so that it exceeds every share of the total.
     """
     sums = weights.cumsum(dim=-1, dtype=torch.float64).mul_(weights > 0)
     passed = sums > sums.amax(dim=-1, keepdim=True) * uniforms

@@ -31,10 +31,11 @@ def byte_vocab(tokenizer: Any, vocab_size: int) -> list[bytes]:
 
         b"".join(byte_vocab[token_id] for token_id in token_ids) == text.encode()
 
-    It holds up to the one space that some tokenizers put in front of a text (and some also after each
-    added token in the text): the bytes of the first token include that space. The law excludes texts with
-    characters that the tokenizer has no tokens for. It also excludes texts that a tokenizer changes first
-    (NFC, lower case, added tokens that swallow adjacent spaces, U+2581 where it stands for a space).
+    It holds up to the one space that some tokenizers put in front of a text; the bytes of the first token
+    include that space. Some tokenizers also put one after each added token in the text. The law excludes
+    texts with characters that the tokenizer has no tokens for. It also excludes texts that a tokenizer
+    changes first (NFC, lower case, added tokens that swallow adjacent spaces, U+2581 where it stands for
+    a space).
 
     Every token is compared with the text that the tokenizer decodes it to. A RuntimeWarning names tokens
     that remain in doubt.

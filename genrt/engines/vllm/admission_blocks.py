@@ -1,9 +1,9 @@
 """Counts the KV blocks that the next step takes from the pool, to decide whether sequences are evicted.
 
 Prompts with a common prefix share blocks, so their lengths alone count far too many. For example, 256
-contexts of 2,048 tokens with 1,920 tokens in common take a tenth of the blocks of 256 distinct ones.
-Counting shared blocks needs a look-up for each full block of a prompt, so it is done only where the
-lengths do not fit.
+contexts of 2,048 tokens may have 1,920 tokens in common. They take a tenth of the blocks of 256 distinct
+contexts. Counting shared blocks needs a look-up for each full block of a prompt. So they are counted only
+where the lengths do not fit.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class _Stretches(NamedTuple):
 
 
 class BlockCopies:
-    """Copies blocks of the KV caches of one runner. It does not own the caches.
+    """Copies blocks of the KV caches of one runner. It keeps no references to the caches.
 
     Args:
         runner: vLLM's, with its caches; layers may share a cache.

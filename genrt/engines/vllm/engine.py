@@ -281,8 +281,8 @@ class VLLMEngine:
         on_host: Leaving | None = None,
         share: Share = no_share,
     ) -> None:
-        """Run the prepared step with these tokens, which are on their way to the host, if it has these
-        requests."""
+        """Run the prepared step with these tokens if it has these requests. ``on_host`` is their copy to
+        the host, if it was started."""
         if self._open is None or not self._open.steps.can_speculate(len(request_ids)):
             return
         try:

@@ -6,8 +6,9 @@ Rules:
     An engine opens, clears and shuts down only its own globals.
 
 Without this, opening an engine breaks the others: vLLM measures the memory of piecewise CUDA graphs and
-then clears every graph wrapper of the process. The new engine also captures its graphs into memory that
-other engines' graphs use on another stream, and replaces the workspace that these graphs write to.
+then clears every graph wrapper of the process. The new engine would capture its graphs into memory that
+other engines' graphs use on another stream. It would also replace the workspace that these graphs write
+to.
 
 All globals are looked up when an engine is opened. A vLLM that has them elsewhere is refused.
 """

@@ -24,7 +24,7 @@ Sent: TypeAlias = LogprobsRequest | ScoreRequest | Generated
 """A question that is sent to vLLM as one request."""
 
 Purpose: TypeAlias = Sent | PopulationDraw
-"""A question with its own vLLM request, or a population that shares out several requests."""
+"""A question with its own vLLM request, or a population, which has several."""
 
 
 class Answered(NamedTuple):

@@ -53,8 +53,8 @@ class OpenRequests:
     def match(self, requests: Sequence[LogprobsRequest | ScoreRequest]) -> list[str | None]:
         """Extend or fork resident sequences that lack only the last token of these contexts.
 
-        Return, for each question, the id of the vLLM request that continues with it, or ``None`` if the
-        question needs a new vLLM request.
+        Return the id of the vLLM request that serves each question; ``None`` if the question needs a new
+        vLLM request.
         """
         self._flush += 1
         matched: list[str | None] = []
@@ -231,8 +231,8 @@ class OpenRequests:
         return self._scheduler.take_answered()
 
     def keep(self, answered: Iterable[tuple[str, LogprobsRequest]]) -> None:
-        """Record after a step that each answered request is resident with its question's context, and
-        forget the sequences that were evicted for the step."""
+        """Record each answered request as resident with its question's context, after a step. Forget the
+        sequences that were evicted for the step."""
         for request_id in self._scheduler.take_evicted():
             self._forget(request_id)
             self._evicted += 1

@@ -2,8 +2,8 @@
 
 A population asks for one draw after the other. Each new sequence is one token longer than a sequence of
 an earlier question. Sequences are found by their number in that question, not by their contexts, so no
-object is made and no context is read for them. If that fails, the engine is asked for rows one by one and
-the population is *settled*: its sequences are found by their contexts once.
+object is made and no context is read for them. If that fails, the rows are requested one by one and the
+population is *settled*: its sequences are found by their contexts once.
 
 Rule:
     A sequence is found by number only if its vLLM request is as the population's question left it:

@@ -2,8 +2,8 @@
 
 A score is one vLLM request; its prompt is the text without its last token. After a forward the runner has
 the hidden states of all positions that it computed. Both runners look for vLLM's prompt logprobs in every
-step. There this file computes the logits of the wanted positions, a bounded number at a time, and turns
-them into log-probabilities as for rows. It keeps one entry of each row, or the row.
+step. At that point this file computes the logits of the wanted positions, a bounded number at a time. It
+turns them into log-probabilities, as for rows, and keeps one entry of each row, or the row.
 
 Rules:
     A score's cached prefix ends before its first wanted position, because no hidden states are computed
@@ -280,9 +280,9 @@ def positions_of(
 ) -> Positions:
     """Return the ``Positions`` of an engine.
 
-    They support no scores where the runner is in another process, where a prompt's hidden states are not
-    the rows' hidden states, where a cached prefix may end anywhere, or where the user's logits processors
-    change the rows' logits.
+    They support no scores in these cases: the runner is in another process; a prompt's hidden states are
+    not the rows' hidden states; a cached prefix may end anywhere; or the user's logits processors change
+    the rows' logits.
     """
     if (
         runner is None

@@ -109,7 +109,7 @@ class KeptPrefixes:
         while others and self._held + needed > self._most:
             self._give_up(others.pop(0))
         self._kept[prefix] = kept  # the newest is the last
-        # Set on the instance, so that it hides the class's method. Every token of every text calls it.
+        # Set on the instance only while prefixes are held, because every token of every text calls it.
         self._manager.allocate_slots = self._allocated
         self._take(prefix, kept)
         self._take_tail(prefix, kept)
@@ -153,8 +153,10 @@ class KeptPrefixes:
         return most
 
     def start_of(self, request: Request) -> tuple[list[Any], int] | None:
-        """Return the blocks with which a request can start, and the number of its tokens in them, where
-        the request starts with a prefix that fills its last block partly."""
+        """Return the blocks with which a request can start, and the number of its tokens in them.
+
+        Return ``None`` unless the request starts with a prefix whose partly filled last block is held.
+        """
         token_ids, found = request._all_token_ids, None
         for prefix, kept in self._kept.items():
             full = len(kept.blocks)

@@ -21,8 +21,8 @@ class Probe:
 
     Args:
         submit, step: the engine's.
-        in_progress: returns the other requests that the engine is computing.
-        put_back: receives the results of these requests, for the next step to return.
+        in_progress: returns all requests that the engine is computing.
+        put_back: receives the results of others' requests, for the next step to return.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ def undisturbed() -> Iterator[None]:
     - vLLM supports only its runner V1 there. An environment variable that demands V2 is set aside until
       vLLM has read it for the last time, when its engine is made.
     - vLLM looks for its kernels in every value of every module. It assumes that ``vars`` returns a
-      dictionary; an object that answers to any name, as numba's library does, returns something else. A
+      dictionary; an object that answers to any name, as numba's library does, returns a made-up object. A
       deprecated object, such as ``torch.distributed.reduce_op``, warns on any attribute access.
     - vLLM's bfloat16 attention uses a processor's AMX tiles without requesting them from Linux. That
       kills the process, unless a large matrix product has requested them before.

@@ -85,8 +85,7 @@ def self_test(engine: Tested, *, rounding: float, block_size: int) -> None:
 def _test_rows(engine: Tested, noise: float) -> None:
     """Raise EngineUnsupported if a row in a batch belongs to another request.
 
-    That is the case if the row differs from the same row alone by more than half of the distance between
-    that row and another row alone.
+    Each row is compared with the same row alone. The limit is half of that row's distance to another row.
     """
     contexts = [(0,), (1 % engine.vocab_size,), (1 % engine.vocab_size, 0)]
     alone = []
