@@ -492,7 +492,7 @@ def test_what_the_front_end_would_be_busy_with_is_refused(data: bytes, message: 
         b'{"token_ids": [' + b"1," * 2**17 + b'1], "stop": [3]}',
         b'{"prompt": "' + b"[{,}" * 2**21 + b'"}',
         b'{"prompt": "' + b'\\\\\\"[{,}' * 2**18 + b'"}',
-        *(b"no json" + b"," * 5000, b"{" * 200, b"", b'"'),
+        *(b"no json" + b"," * 5000, b"{" * 200, b"", b'"', b'"' + b"," * 4096 + b'"'),
     ],
 )
 def test_what_is_long_and_quickly_read_is_not(data: bytes) -> None:
