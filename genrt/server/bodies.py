@@ -29,7 +29,6 @@ REQUIRED: Any = object()
 LONGEST_TOKEN = 256
 """How many characters of a prompt a token may stand for; a longer prompt cannot fit any context."""
 
-
 LONG = 2**14
 """So many bytes are parsed in a millisecond or two."""
 
@@ -83,8 +82,8 @@ class Bodies:
 
 
 def check_counts(data: bytes, values: int) -> None:
-    """Raise InvalidRequest if JSON has more values than this, or a 64th as many lists and objects, or
-    strings beyond four times as many quotes."""
+    """Raise InvalidRequest if JSON has more values than this, or over a 64th as many lists and objects.
+    Where texts are full of quotes, four of them count as a value."""
     for again in (False, True):
         nested = data.count(b"[") + data.count(b"{")
         if nested <= values // 64 and nested + data.count(b",") <= values:
@@ -119,6 +118,8 @@ def check_front_end_body(data: bytes, values: int) -> Any:
         found = json.loads(data)
     except (ValueError, RecursionError):
         return None  # which the front end finds at once too
+    if not isinstance(found, dict | list):
+        return None
     check_depth(found)
     level: list[tuple[str, Any]] = [("body", found)]
     while level:

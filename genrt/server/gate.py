@@ -316,7 +316,9 @@ class _Answer:
             return
         body = memoryview(message.get("body", b""))
         size = len(body)
-        self._hold(size)
+        # Of what fits in a piece there is no more than requests; and a stream has begun.
+        held = size if size > PIECE and not self.has_events else 0
+        self._hold(held)
         try:
             late = asyncio.get_running_loop().time() + self._send_seconds + size / 2**20
             if self._start is not None:
@@ -327,7 +329,7 @@ class _Answer:
                 body = body[PIECE:]
             await self._sent({**message, "body": body}, late)
         finally:
-            self._hold(-size)
+            self._hold(-held)
 
     async def _sent(self, message: Message, late: float) -> None:
         now = asyncio.get_running_loop().time()

@@ -303,7 +303,7 @@ async def test_an_answer_that_nobody_reads_is_held_for_a_while(kind: bytes) -> N
 
     async def send(message: Any) -> None:
         if message["type"] == "http.response.body":
-            assert gate.held_bytes == READ_BY_NOBODY
+            assert gate.held_bytes == (0 if b"event" in kind else READ_BY_NOBODY)
             sent.append(len(message["body"]))
             await asyncio.Event().wait()
 
@@ -327,7 +327,7 @@ async def test_an_answer_leaves_whole_in_pieces() -> None:
 
 async def test_answers_take_no_more_room_than_there_is_for_all() -> None:
     """One that is on its way leaves no room for another, which is told so in place of its answer."""
-    gate = gate_of(b"application/json", 1000, held_bytes=1500)
+    gate = gate_of(b"application/json", 100_000, held_bytes=150_000)
     is_read, statuses = asyncio.Event(), list[int]()
 
     async def send(message: Any) -> None:
@@ -344,6 +344,22 @@ async def test_answers_take_no_more_room_than_there_is_for_all() -> None:
     await first
     await gate(SCOPE, nothing_more, send)
     assert (statuses, gate.held_bytes) == ([200, 429, 200], 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"), [("application/json", 2**16), ("text/event-stream", 2**17)]
+)
+async def test_small_answers_and_streams_need_no_room(kind: str, size: int) -> None:
+    """Or the large answers that others leave unread would cut them."""
+    gate = gate_of(kind.encode(), size, held_bytes=10)
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await gate(SCOPE, nothing_more, send)
+    assert sum(len(each.get("body", b"")) for each in sent) == size
+    assert sent[0]["status"] == 200
 
 
 async def test_a_client_that_does_not_read_is_dropped() -> None:
@@ -476,7 +492,7 @@ def test_what_the_front_end_would_be_busy_with_is_refused(data: bytes, message: 
         b'{"token_ids": [' + b"1," * 2**17 + b'1], "stop": [3]}',
         b'{"prompt": "' + b"[{,}" * 2**21 + b'"}',
         b'{"prompt": "' + b'\\\\\\"[{,}' * 2**18 + b'"}',
-        *(b"no json" + b"," * 5000, b"{" * 200, b"", b'"'),
+        *(b"no json" + b"," * 5000, b"{" * 200, b"", b'"', b'"' + b"," * 4096 + b'"'),
     ],
 )
 def test_what_is_long_and_quickly_read_is_not(data: bytes) -> None:

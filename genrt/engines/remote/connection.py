@@ -133,7 +133,7 @@ class Connection:
         self, method: str, path: str, body: bytes | None, headers: dict[str, str]
     ) -> tuple[int, bytes, float]:
         is_open = self._http.sock is not None
-        if not is_open:
+        if not is_open and not self._is_hung_up:
             self._http.connect()
             self._http.sock.settimeout(self._timeout)
         if self._is_hung_up:
