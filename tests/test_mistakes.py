@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import genrt
-from genrt.constraints import all_of, json_schema, regex
+from genrt.constraints import all_of, regex
 from genrt.engines.exact import NGram
 from genrt.errors import GenrtError, InvalidConstraint, InvalidRequest
 from genrt.inference import (
@@ -96,11 +96,6 @@ MISTAKES: dict[str, tuple[Callable[[AsyncLM], Any], type[GenrtError], str]] = {
         lambda lm: all_of([regex("a", lm)]),  # type: ignore[call-overload]
         InvalidConstraint,
         r"give them one by one, all_of\(\*constraints\)",
-    ),
-    "a pydantic model for a schema": (
-        lambda lm: json_schema(Schema, lm),  # type: ignore[arg-type]
-        InvalidConstraint,
-        r"give Schema\.model_json_schema\(\)",
     ),
     "a compiled regular expression": (
         lambda lm: regex(re.compile("a"), lm),  # type: ignore[arg-type]
