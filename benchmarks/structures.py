@@ -351,8 +351,8 @@ def spellings(value: Any, most: int = 60) -> Iterator[str]:
 
 
 def is_left_out(schema: Any, value: Any) -> bool:
-    """Return whether a valid value may be missing, as docs/guide/structures.md says: a negative multiple, a
-    letter that is one in some languages' ``\\w`` alone."""
+    """Return whether a valid value may be missing, as docs/guide/structures.md says: a negative multiple,
+    or a letter that ``\\w`` matches in some languages alone."""
     said, text = json.dumps(schema), json.dumps(value, ensure_ascii=False)
     return ("multipleOf" in said and "-" in text) or ("\\w" in said and not text.isascii())
 
