@@ -192,7 +192,7 @@ def test_tokens_without_bytes_are_never_allowed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "path"), [("x", []), ("ax", [1]), ("[a&&[^a]]", []), ("a{2}x|ab", [1, 1])]
+    ("pattern", "path"), [("x", []), ("ax", [1]), ("[^\\d\\D]", []), ("a{2}x|ab", [1, 1])]
 )
 def test_a_dead_end_is_an_empty_mask(pattern: str, path: list[int]) -> None:
     lm = lm_over(b"a", b"b")
@@ -229,13 +229,13 @@ def test_advancing_by_the_end_token_is_refused() -> None:
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        ("(", "unclosed group"),
-        ("a{", "repetition"),
-        ("[", "unclosed character class"),
-        (r"(?=a)b", "look-around"),
-        (r"(a)\1", "backreferences"),
-        (r"\bab", "lookarounds"),
-        ("a$b", "lookarounds"),
+        ("(", "a group is not closed"),
+        ("a{", "nothing that { could repeat"),
+        ("[", "a class is not closed"),
+        (r"(?=a)b", "look-ahead"),
+        (r"(a)\1", "back-reference"),
+        (r"\bab", "an assertion"),
+        ("a$b", "stands where it can never match"),
         ("a\\", "lone backslash"),
         ("\ud800", "lone surrogate"),
         (b"a", "as str"),

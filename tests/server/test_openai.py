@@ -436,6 +436,8 @@ WRONG: list[dict[str, Any]] = [
     *({"vllm_xargs": {"genrt_ticket": 1}}, {"vllm_xargs": {"genrt_text_seed": 1}}),
     *({"structured_outputs": {"regex": "("}}, {"structured_outputs": {"json": "{"}}),
     *({"structured_outputs": {"json": {"type": "integer", "minimum": 2, "maximum": 1}}},),
+    *({"structured_outputs": {"regex": r"\AParis\Z"}},),
+    *({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}},),
     *({"prompt_logprobs": 1}, {"echo": True, "logprobs": 1}),
     *({"logprob_token_ids": [1, 2]}, {"allowed_token_ids": [10**9]}, {"logit_bias": {"x": 1}}),
 ]
