@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import os
-import secrets
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NoReturn, Self, Unpack
@@ -47,7 +46,7 @@ class EngineOwner:
         self._thread = thread
         self._cache = cache
         self._limits = Limits(engine.vocab_size, engine.max_model_len)
-        self.runtime_id = secrets.token_hex(8)
+        self.runtime_id = thread.nonce
         self._adapters = AdapterNames(
             thread, engine.adapters if isinstance(engine, Reading) else {}
         )

@@ -31,7 +31,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as V2Logi
 
 from genrt.engines.vllm.laws import LawsV1, LawsV2, wants_law
 from genrt.errors import EngineUnsupported
-from genrt.tokens.rows import Leaving
+from genrt.tokens.rows import Leaving, corrected, normalised
 from genrt.tokens.sampling import mixed
 
 if TYPE_CHECKING:
@@ -70,9 +70,9 @@ def log_probabilities(logits: torch.Tensor, *, may_overwrite: bool = False) -> t
     second tensor of this size is allocated.
     """
     if not may_overwrite:
-        return logits.log_softmax(dim=-1, dtype=torch.float32)
+        return normalised(logits)
     wide = logits.float()
-    return torch.log_softmax(wide, dim=-1, out=wide)
+    return corrected(torch.log_softmax(wide, dim=-1, out=wide))
 
 
 class FiniteCheck:
