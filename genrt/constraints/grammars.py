@@ -99,9 +99,9 @@ def json_schema(
         InvalidConstraint: the schema is not one, says more than llguidance can do, allows nothing at all,
             or is too large or too complex; or there is no end token.
     """
-    if isinstance(schema, type) and hasattr(schema, "model_json_schema"):
-        schema = schema.model_json_schema()
-    lark = lark_of_schema(schema, whitespace)
+    of_model = getattr(schema, "model_json_schema", None)
+    given: Any = schema if of_model is None else of_model()
+    lark = lark_of_schema(given, whitespace)
     constraint = _Grammar(_Vocabulary.of(lm), lark, "JSON schema")
     if not constraint.start().packed().any() and matches_nothing(lark):
         raise InvalidConstraint("no finite value satisfies the JSON schema: change it")

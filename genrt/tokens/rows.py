@@ -27,7 +27,9 @@ def normalised(logits: Tensor) -> Tensor:
     entries. ``sum`` adds up in a tree, so that its total corrects that. -inf and NaN stay.
     """
     rows = logits.log_softmax(-1, dtype=torch.float32)
-    for part in rows.view(-1, rows.shape[-1]).split(AT_ONCE):
+    flat = rows.view(-1, rows.shape[-1])
+    for first in range(0, len(flat), AT_ONCE):
+        part = flat[first : first + AT_ONCE]
         part -= part.exp().sum(-1, keepdim=True).log_()
     return rows
 
