@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from genrt import demo
+from genrt.__main__ import main
 from genrt.engines.exact import NGram
 
 PATTERN = "(a|b){2,4}"
@@ -23,9 +23,7 @@ def model(tmp_path: Path) -> str:
 
 
 def run(*options: str) -> int:
-    parser = argparse.ArgumentParser()
-    demo.add_arguments(parser)
-    return demo.run(parser.parse_args(options))
+    return main(["demo", *options])
 
 
 def run_exact(model: str, *options: str) -> int:
