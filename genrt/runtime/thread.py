@@ -291,8 +291,8 @@ class EngineThread:
         self._loop.is_closing = True
         if threading.current_thread() is thread:
             return  # to the turn in progress, after which it tells everyone and ends
-        self._hang_up()
         told = self._batcher.close()
+        self._hang_up()  # not before: waiters are told that this is closed, not that a server is lost
         self._wake()
         # One that has not started cannot be waited for. It ends after its first round.
         if wait and told and thread.is_alive():
