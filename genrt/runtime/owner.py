@@ -259,8 +259,8 @@ class EngineOwner:
 
     def close(self) -> None:
         """End every waiter with ``Closed`` and free the engine; return when the step in progress has
-        ended, or after 5 seconds: the thread then frees the engine by itself, as when another vLLM opens in
-        this process, for which a step waits. Idempotent, from any thread."""
+        ended, or after 5 seconds: the thread then frees the engine by itself. A step takes so long while
+        another vLLM opens in this process. Idempotent, from any thread."""
         self._thread.close()
 
     async def aclose(self) -> None:
