@@ -113,6 +113,11 @@ class AdapterNames:
         loading = self._thread.call_alone(load_and_bind)
         try:
             await asyncio.wrap_future(loading)
+        except (
+            GeneratorExit
+        ):  # collected with its loop, whatever is locked: nothing may take a lock
+            loading.cancel()
+            raise
         except BaseException:
             loading.cancel()
             loading.add_done_callback(undo)

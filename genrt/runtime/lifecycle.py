@@ -358,7 +358,7 @@ class Lifecycle:
         """Note that another engine is open, with whole weights and all of its memory."""
         with self._lock:
             hold, self.are_weights_lost = self._owners_hold, False
-            self.run_exclusively(None)
+            self.owner = self._owners_hold = None
             if self.memory == "moving":
                 self.memory = "asleep"  # until ``wake_up`` is called
         if hold is not None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -334,6 +334,7 @@ async def test_every_operation_once_an_engine_stands_still_or_sleeps(
 names = st.sampled_from([*OPERATIONS, *(f"cancel {n}" for n in range(6))])
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(names, st.text("pr", max_size=8)), max_size=8),
     st.booleans(),
