@@ -22,7 +22,7 @@ Packed: TypeAlias = Callable[[int], bytes]
 """Returns the context of the sequence with this number."""
 
 
-Sequence: TypeAlias = tuple[Adapter | None, bytes]
+Resident: TypeAlias = tuple[Adapter | None, bytes]
 """An adapter and a context."""
 
 
@@ -30,8 +30,8 @@ class Residents:
     """Resident sequences by request id; a sequence is its adapter and its context."""
 
     def __init__(self) -> None:
-        self._by_id: dict[str, Sequence] = {}
-        self._ids_of: dict[Sequence, dict[str, None]] = {}  # all but the unfiled
+        self._by_id: dict[str, Resident] = {}
+        self._ids_of: dict[Resident, dict[str, None]] = {}  # all but the unfiled
         self._unfiled: dict[str, None] = {}
         # Those put later, with their adapter, whose contexts are and which of these is theirs.
         self._later: dict[str, tuple[Adapter | None, Packed, int]] = {}
