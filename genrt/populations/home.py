@@ -91,8 +91,8 @@ class Held:
         self.replace(origins)
 
     def replace(self, origins: Origins) -> None:
-        """Go on from others from now on. Those before are freed when the population ends, at the latest:
-        the engine goes on from them by itself."""
+        """Take other origins in place of these. The engine goes on from the ones before by itself, and
+        frees them."""
         self.origins = origins
         for each in origins.asked:
             each.users.add(self._key)
@@ -102,7 +102,7 @@ class Held:
                 each.users.discard(self._key)
 
     def close(self) -> None:
-        """Go on from nothing. Any thread may call it, also as a finalizer."""
+        """Give back the origins. Any thread may call it, also as a finalizer."""
         before, self._asked = self._asked, ()
         for each in before:
             each.users.discard(self._key)

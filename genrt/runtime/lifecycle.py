@@ -1,4 +1,4 @@
-"""What a runtime may do now: one state machine for pause, sleep, update, restart and close.
+"""The states of a runtime: one state machine for pause, sleep, update, restart and close.
 
 A *hold* makes later questions wait. A pause is a hold, and so is an update. A sleep needs a pause and
 makes one if there is none.

@@ -245,7 +245,7 @@ class EngineOwner:
 
     @twin_of(sleep, interrupted=INTERRUPTED)
     def sleep_sync(self, level: int = 1, **options: Unpack[PauseOptions]) -> int:
-        """Sleep as ``sleep`` does, blocking."""
+        """Have the engine sleep as ``sleep`` does, blocking."""
         return blocking(self._pauses.sleep(level, **options), undo=lambda done: done[1]())[0]
 
     # -- the runtime --------------------------------------------------------------------------

@@ -160,7 +160,7 @@ class EngineThread:
 
     @property
     def lifecycle(self) -> Lifecycle:
-        """What the runtime may do now. Raises Closed in a forked child."""
+        """The states of the runtime. Raises Closed in a forked child."""
         return self.batcher.lifecycle
 
     @property

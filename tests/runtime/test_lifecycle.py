@@ -31,6 +31,15 @@ MODELS = [NGram.random(SIZE, order=1, seed=seed) for seed in range(12)]
 LORA = NGram.random(SIZE, order=1, seed=99)
 
 
+VIOLATIONS: list[str] = []
+
+
+def violated(message: str) -> ProtocolViolation:
+    """Return what to raise; an engine after this one may hide it."""
+    VIOLATIONS.append(message)
+    return ProtocolViolation(message)
+
+
 class Parts:
     """The weights of ``StrictEngine``, a tensor for each token; whatever must not be is a violation.
 
@@ -48,7 +57,7 @@ class Parts:
 
     def check_usable(self) -> None:
         if self.asleep or self.is_lost or self.parts:
-            raise ProtocolViolation(f"computes with {self.asleep}, {self.is_lost}, {[*self.parts]}")
+            raise violated(f"computes with {self.asleep}, {self.is_lost}, {[*self.parts]}")
 
     def layout(self) -> dict[str, TensorForm]:
         form = TensorForm((SIZE,), (torch.float32,))
@@ -75,21 +84,21 @@ class Parts:
 
     def _check_awake(self) -> None:
         if "weights" in self.asleep:
-            raise ProtocolViolation("weights that sleep are written")
+            raise violated("weights that sleep are written")
 
     def check_sleep(self) -> None:
         pass
 
     def sleep(self, level: int) -> int:
         if self.asleep or self.parts:
-            raise ProtocolViolation(f"falls asleep with {self.asleep}, {[*self.parts]}")
+            raise violated(f"falls asleep with {self.asleep}, {[*self.parts]}")
         self.in_move()
         self.asleep, self.is_lost = SLEEPING_PARTS, level == 2
         return 1
 
     def wake_up(self, parts: frozenset[SleepingPart]) -> None:
         if not parts <= self.asleep:
-            raise ProtocolViolation(f"{parts} wake, but {self.asleep} sleep")
+            raise violated(f"{parts} wake, but {self.asleep} sleep")
         self.in_move()
         if not self.wakes:
             raise EngineFailed("there is no memory any more")
@@ -121,7 +130,7 @@ class StrictEngine(ExactEngine):
 
     def _check_adapters(self) -> None:
         if "weights" in self.weights.asleep or self.weights.parts:
-            raise ProtocolViolation("adapters change in an update or a sleep")
+            raise violated("adapters change in an update or a sleep")
 
 
 class ByHand(Rounds):
@@ -176,6 +185,7 @@ class World:
     """One runtime in the test's own thread, the work that was begun on it, and a client that asks."""
 
     def __init__(self, **options: Any) -> None:
+        VIOLATIONS.clear()
         cache = RowCache(0)
         self.thread = EngineThread(StrictEngine, cache, make_thread=ByHand, **options)
         self.lm = AsyncLM(self.thread, cache, self.thread.engine)
@@ -239,7 +249,8 @@ class World:
     async def end(self) -> None:
         """See that everybody is answered once the runtime goes on, by whole weights."""
         for _ in range(100):
-            await self.done(asyncio.ensure_future(self.lm.wake_up()))
+            await self.done(wake := asyncio.ensure_future(self.lm.wake_up()))
+            wake.exception()
             resumed(self)
             await self.go("pr" * 8)
             if all(each.done() for each in (*self.begun, *self.asked)):
@@ -252,7 +263,14 @@ class World:
             assert task.done(), task
             with contextlib.suppress(GenrtError):
                 task.result()
+        assert VIOLATIONS == []
         assert self.thread.lifecycle.state == "running"
+        if (
+            not self.thread.alive
+        ):  # only an update that was cancelled in the middle may end an engine
+            with pytest.raises(EngineDied, match="given up in the middle"):
+                self.lm.next_token_logprobs_sync([0])
+            self.lm.restart()
         self.ask()
         await self.done(self.asked[-1])
         self.asked[-1].result()
