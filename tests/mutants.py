@@ -1177,7 +1177,12 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "Residents.is_parent",
             "a guess may be another adapter's sequence",
-            Swap("other == adapter", "True"),
+            Swap("resident.adapter == adapter", "True"),
+        ),
+        (
+            "Residents.nearest",
+            "a context shares all of its tokens, the one to compute too",
+            Swap("min(best[1], most)", "best[1]"),
         ),
     ),
     *breaks(
@@ -1213,8 +1218,8 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         (
             "log_probabilities",
-            "half-precision logits give half-precision rows",
-            Swap("logits.log_softmax(dim=-1, dtype=torch.float32)", "logits.log_softmax(dim=-1)"),
+            "rows take the place of logits that somebody else reads",
+            Swap("not may_overwrite", "False"),
         ),
     ),
     *breaks(

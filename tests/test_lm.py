@@ -360,7 +360,7 @@ WRONG_LOADS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"max_wait_seconds": -1}, InvalidRequest, "max_wait_seconds must be at least 0"),
     ({"max_wait_seconds": math.inf}, InvalidRequest, "finite"),
     ({"engine": "transformers", "model": 3}, InvalidRequest, "model must be a name, a directory"),
-    ({"engine": "transformers"}, InvalidRequest, "got NGram"),
+    ({"engine": "transformers"}, InvalidRequest, "got a value of type NGram"),
     ({"engine": "exact", "model": "/no/such/place"}, ModelNotFound, "NGram.save"),
     ({"engine": "transformers", "model": "/no/such/place"}, ModelNotFound, "/no/such/place"),
     ({"engine": ScriptedEngine}, InvalidRequest, "must bring its own"),

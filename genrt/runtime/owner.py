@@ -37,16 +37,12 @@ class EngineOwner:
 
     Every ``AsyncLM`` is one. Safe from any thread and any event loop. A context manager both ways;
     leaving it closes the engine, and so does the end of the last reference to it.
-
-    Attributes:
-        runtime_id: tells this runtime from every other one, in any process.
     """
 
     def __init__(self, thread: EngineThread, cache: RowCache, engine: Engine) -> None:
         self._thread = thread
         self._cache = cache
         self._limits = Limits(engine.vocab_size, engine.max_model_len)
-        self.runtime_id = thread.nonce
         self._adapters = AdapterNames(
             thread, engine.adapters if isinstance(engine, Reading) else {}
         )
@@ -66,6 +62,11 @@ class EngineOwner:
         )
 
     # -- the model ----------------------------------------------------------------------------
+
+    @property
+    def runtime_id(self) -> str:
+        """An id that no other runtime has, of any process."""
+        return self._thread.nonce
 
     @property
     def vocab_size(self) -> int:

@@ -52,7 +52,7 @@ SPLIT = [
 NEAR_ZERO = (-75.0, -55.0)
 """Log-weights of very unlikely tokens, about 1e-32 to 1e-24, which float32 can still represent."""
 
-NOTHING, EVERYTHING = "[a&&[^a]]", "(?s:.*)"
+NOTHING, EVERYTHING = r"[^\d\D]", "(?s:.*)"
 """Patterns that match no text and every text."""
 
 

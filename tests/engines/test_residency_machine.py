@@ -7,24 +7,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from genrt.engines.residency import Residents
+from genrt.engines import residency
+from genrt.engines.residency import PIECE, Residents
 from genrt.questions.contexts import Adapter
 from genrt.questions.rows import LogprobsRequest
-
-LENGTH = 16
 
 ADAPTERS = [None, Adapter("a", 1), Adapter("a", 2)]
 
 Context = tuple[int, ...]
 
 contexts = st.tuples(
-    st.integers(0, 3 * LENGTH), st.lists(st.integers(0, 1), max_size=6).map(tuple)
+    st.integers(0, 3 * PIECE), st.lists(st.integers(0, 1), max_size=6).map(tuple)
 ).map(lambda parts: (*(n % 3 for n in range(parts[0])), *parts[1]))
 """Few tokens and long common beginnings, so that most sequences share something."""
+
+
+def shared(one: Sequence[int], other: Sequence[int]) -> int:
+    return next(
+        (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )
 
 
 def packed(context: Sequence[int]) -> bytes:
@@ -62,7 +69,7 @@ class ResidentsMachine(RuleBasedStateMachine):
         self.put(str(self.count), adapter, (*context[: max(0, end)], *tokens))
         return str(self.count)
 
-    @rule(name=names, more=st.lists(st.integers(0, 2), max_size=2 * LENGTH))
+    @rule(name=names, more=st.lists(st.integers(0, 2), max_size=2 * PIECE))
     def extend(self, name: str, more: list[int]) -> None:
         if name in self.known:
             adapter, context = self.known[name]
@@ -144,7 +151,7 @@ class ResidentsMachine(RuleBasedStateMachine):
         adapter, context = self.known.get(name, (None, ()))
         self.check(adapter, (*context, last))
 
-    @rule(name=names, keep=st.integers(1, 3 * LENGTH))
+    @rule(name=names, keep=st.integers(1, 3 * PIECE))
     def ask_part(self, name: str, keep: int) -> None:
         adapter, context = self.known.get(name, (None, ()))
         self.check(adapter, context[:keep] or (0,))
@@ -164,8 +171,10 @@ class ResidentsMachine(RuleBasedStateMachine):
         assert not self.residents._later
         for name in list(self.known):
             self.residents.remove(name)
-        assert not self.residents._ids_of
-        assert not self.residents._unfiled
+        assert not self.residents._by_digest
+        assert not self.residents._by_piece
+        assert not self.residents._without_digest
+        assert not self.residents._uncut
 
     def put(self, name: str, adapter: Adapter | None, context: Context) -> None:
         self.residents.put(name, adapter, packed(context))
@@ -190,6 +199,42 @@ class ResidentsMachine(RuleBasedStateMachine):
         assert parent == (parents[-1] if parents else None), "of several, the last put"
         for name in (*self.known, "unknown"):
             assert self.residents.is_parent(name, adapter, packed(asked)) == (name in parents)
+        common = {
+            name: shared(known, asked) for name, (a, known) in self.known.items() if a == adapter
+        }
+        best = max(common.values(), default=0)
+        found = self.residents.nearest(adapter, packed(asked))
+        if best < PIECE:
+            assert found is None
+            return
+        assert found is not None
+        assert found[1] == min(best, len(asked) - 1) <= common[found[0]]
+
+
+def test_sequences_are_cut_no_further_than_a_piece_behind_what_is_shared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Forty contexts of one text, as of its rows; then something else is asked, and half of the text."""
+    cut: list[int] = []
+
+    def counted(piece: int, context: bytes, start: int) -> int:
+        cut.append(start)
+        return chained(piece, context, start)
+
+    chained = residency._chained
+    monkeypatch.setattr(residency, "_chained", counted)
+    residents, text = Residents(), tuple(range(20 * PIECE))
+    for number in range(40):
+        residents.put(str(number), None, packed(text[: 20 * PIECE - number % PIECE]))
+    assert residents.nearest(None, packed((1, *text))) is None
+    assert len(cut) == 40 + 1
+    assert residents.nearest(None, packed((2, *text))) is None
+    assert len(cut) == 40 + 2
+    half = text[: 10 * PIECE]
+    found = residents.nearest(None, packed((*half, 0, *half)))
+    assert found is not None
+    assert found[1] == len(half)
+    assert len(cut) == 40 + 2 + 40 * 10 + 11
 
 
 TestResidentsMachine = ResidentsMachine.TestCase

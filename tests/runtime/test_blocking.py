@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -272,6 +271,7 @@ TWINS: dict[str, tuple[Callable[[AsyncLM, Path], object], Callable[[AsyncLM], ob
 }
 
 
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 @pytest.mark.parametrize("name", TWINS)
 def test_an_interrupt_out_of_a_twin_with_a_lasting_effect_leaves_none(
     name: str, tmp_path: Path
@@ -283,8 +283,7 @@ def test_an_interrupt_out_of_a_twin_with_a_lasting_effect_leaves_none(
     interrupted: list[str] = []
     with genrt.load(engine=Trained, restart="auto", cache_bytes=0) as lm:
         for number in itertools.count(1):
-            with warnings.catch_warnings(), contextlib.suppress(KeyboardInterrupt):
-                warnings.simplefilter("ignore")  # of a coroutine that was never begun
+            with contextlib.suppress(KeyboardInterrupt):
                 with interrupts.at_line(number) as moment:
                     twin(lm, tmp_path)
                 gc.collect()

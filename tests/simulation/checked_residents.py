@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 
-from genrt.engines.residency import Residents
+from genrt.engines.residency import PIECE, Residents
 from genrt.questions.contexts import TOKEN_BYTES, Adapter
 from genrt.testing.record import Violation
 
@@ -30,13 +30,13 @@ class CheckedResidents:
         return len(self._plain)
 
     def start(self, adapter: Adapter | None, context: bytes) -> None:
-        """Compute a context: from its parent, if there is one."""
-        parent = self._parent(adapter, context)
+        """Compute a context: from its parent or the nearest sequence, if there is one."""
+        parent, nearest = self._parent(adapter, context), self._nearest(adapter, context)
         if parent is not None and self._random.random() < 0.6:
             self.extended += 1
             self._put(parent, adapter, context)
         else:
-            self.forked += parent is not None
+            self.forked += parent is not None or nearest is not None
             self._put(str(self._count), adapter, context)
         while len(self._plain) > self._most:
             self.evicted += 1
@@ -84,3 +84,31 @@ class CheckedResidents:
         if any(self._residents.is_parent(name, adapter, context) for name in alike) != bool(alike):
             raise Violation(f"is_parent does not know {alike} as parents of {context!r}")
         return parent
+
+    def _nearest(self, adapter: Adapter | None, context: bytes) -> tuple[str, int] | None:
+        most = len(context) // TOKEN_BYTES - 1
+        shared = {
+            name: _shared(known, context)
+            for name, (other, known) in self._plain.items()
+            if other == adapter
+        }
+        best = max(shared.values(), default=0)
+        found = self._residents.nearest(adapter, context)
+        if best < PIECE:
+            if found is not None:
+                raise Violation(f"nearest finds {found}, but nothing shares {PIECE} tokens")
+            return None
+        if found is None or found[1] != min(best, most) or shared.get(found[0], 0) < found[1]:
+            raise Violation(f"nearest finds {found}, not the {best} tokens that are shared")
+        return found
+
+
+def _shared(one: bytes, other: bytes) -> int:
+    """Return how many tokens two contexts begin with together."""
+    most = min(len(one), len(other))
+    if one[:most] == other[:most]:
+        return most // TOKEN_BYTES
+    starts = range(0, most, TOKEN_BYTES)
+    return next(s for s in starts if one[s : s + TOKEN_BYTES] != other[s : s + TOKEN_BYTES]) // (
+        TOKEN_BYTES
+    )

@@ -84,7 +84,7 @@ def test_the_runs_come_to_every_corner() -> None:
     """Everything that can happen to a question and in an engine has happened in some run."""
     events: Counter[str] = Counter()
     counted: Counter[str] = Counter()
-    for seed in range(100):
+    for seed in range(110):
         report = simulate(seed)
         for line in report.trace:
             events.update(re.findall(r"^[A-Za-z ]+?(?= |$)", line))

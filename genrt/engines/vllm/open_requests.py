@@ -3,8 +3,9 @@
 A question whose context is a resident sequence plus one token *extends* it. If several questions extend
 the same sequence, the others *fork* it. After resampling, some sequences of the last flush have no
 further questions. A fork takes over the *seat* of such a sequence: its vLLM request and its place in the
-batch. A question without such a seat opens a new vLLM request, which shares the blocks of the sequence
-that it extends. Any other context opens a request that starts from vLLM's prefix cache.
+batch. A question without such a seat opens a new vLLM request, which shares the blocks of the nearest
+resident sequence. So does any other context that shares a prefix with a resident one: vLLM's prefix cache
+has full blocks alone, and a block of its CPU build has 128 tokens.
 
 Rule:
     A sequence that this flush extends or forks keeps its seat.
@@ -208,12 +209,16 @@ class OpenRequests:
         ]
 
     def share(self, request_id: str, request: LogprobsRequest | ScoreRequest) -> None:
-        """Let a request that was just added start from the resident sequence that it extends, if any."""
+        """Let a request that was just added start from the nearest resident sequence."""
         if isinstance(request, ScoreRequest):
             request = request.computed
         parent = self._residents.parent(request.adapter, request.packed)
         if parent is not None:
             self._scheduler.share(request_id, parent, len(request) - 1)
+            return
+        nearest = self._residents.nearest(request.adapter, request.packed)
+        if nearest is not None:
+            self._scheduler.share(request_id, *nearest)
 
     def request_of(self, row: LogprobsRequest) -> str | None:
         """Return the id of a resident request with this question's context, or ``None``."""

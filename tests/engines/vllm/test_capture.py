@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genrt.errors import EngineUnsupported
+from genrt.tokens.rows import normalised
 
 pytestmark = pytest.mark.vllm
 
@@ -27,7 +28,7 @@ def logits_of(*tickets: int | None) -> torch.Tensor:
 
 
 def row_of(ticket: int) -> torch.Tensor:
-    return logits_of(ticket)[0].log_softmax(dim=-1)
+    return normalised(logits_of(ticket)[0])
 
 
 def params(ticket: int | None) -> Any:

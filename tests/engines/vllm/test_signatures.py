@@ -26,7 +26,7 @@ pytestmark = pytest.mark.vllm
 
 FOLDER = Path(genrt.__file__).parent / "engines" / "vllm"
 MODULES = [f"genrt.engines.vllm.{path.stem}" for path in sorted(FOLDER.glob("[a-z]*.py"))]
-CONSTRUCTED_HERE = {"StructureCompilers"}
+CONSTRUCTED_HERE = {"GuidedStructures"}
 """Classes whose constructor only genrt calls."""
 
 

@@ -32,7 +32,8 @@ FILES = sorted(path.name for path in FOLDER.glob("*.py") if path.name != "signat
 """All but the one that reads vLLM's signatures by names, which touches no object of vLLM's."""
 
 PYTHONS: list[Any] = [
-    builtins, contextlib, contextlib.ExitStack, itertools, os, threading, threading.Condition,
+    builtins, contextlib, contextlib.ExitStack, itertools, os, re, re.compile(''), threading,
+    threading.Condition,
     time, warnings, weakref, Counter, OrderedDict, deque, Path, list, dict, set, str, bytes,
     Exception, __import__("gc"), __import__("shutil"), __import__("tempfile"),
     __import__("traceback"), np, np.ndarray, np.random, torch, torch.Tensor, torch.cuda,
