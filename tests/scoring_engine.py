@@ -9,6 +9,7 @@ from genrt.engines.exact import ExactEngine, NGram
 from genrt.engines.protocol import Finished
 from genrt.questions.request import Request
 from genrt.questions.scores import ScoreRequest
+from genrt.tokens.rows import normalised
 
 
 class ScoringEngine(ExactEngine):
@@ -33,7 +34,7 @@ class ScoringEngine(ExactEngine):
         for each in self._scored:
             assert isinstance(each, ScoreRequest)
             contexts = [row.token_ids for row in each.rows]
-            rows = self._model.logits(contexts, each.adapter).float().log_softmax(-1)
+            rows = normalised(self._model.logits(contexts, each.adapter))
             ends.append(Finished(each, each.answer([*rows])))
             self._count(scored_tokens=len(each))
         self._scored.clear()

@@ -131,8 +131,10 @@ class Hold:
             return await task
         finally:
             dropped.cancel()
-            if not task.done():
-                task.cancel()
+            task.cancel()
+            if task.done():  # maybe with an error, while the hold was dropped
+                _ = task.cancelled() or task.exception()
+            else:
                 task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
 

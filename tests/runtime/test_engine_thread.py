@@ -165,7 +165,7 @@ def test_an_interrupt_while_loading_abandons_it(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(engine, "close", closed.set)
     with monkeypatch.context() as patched:
-        patched.setattr(concurrent.futures.Future, "result", interrupted)
+        patched.setattr(concurrent.futures, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             genrt.load(engine=slow)
     gate.open()
