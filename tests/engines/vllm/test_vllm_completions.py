@@ -382,7 +382,7 @@ async def test_no_token_ends_an_unfinished_structure(
                     if "json_schema" in structure
                     else next(iter(structure.values())),
                 ),
-                stops,
+                [*stops, SECOND_END],
             )
             assert all(map(guide.took, each.token_ids))
             assert guide.is_over or each.truncated
