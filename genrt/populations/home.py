@@ -15,7 +15,7 @@ from genrt.runtime.adapter_names import AdapterNames
 from genrt.runtime.ask import Asker
 from genrt.runtime.thread import EngineThread
 
-__all__ = ["Held", "Home"]
+__all__ = ["PopulationOrigins", "Home"]
 
 FEW = 64
 """So few sequences are not shared by replicas: a step of half as many takes about as long."""
@@ -81,7 +81,7 @@ class Home:
                 self._thread.give_back(over)
 
 
-class Held:
+class PopulationOrigins:
     """The origins of one population, which the engine keeps for it until it is closed or collected."""
 
     def __init__(self, home: Home, origins: Origins) -> None:

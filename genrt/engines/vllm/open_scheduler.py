@@ -54,7 +54,7 @@ OPEN = "genrt_open"
 """The key in ``extra_args`` that marks a request as one to keep open."""
 
 
-class Held(Protocol):
+class HeldBlocks(Protocol):
     """Blocks that stay without a request."""
 
     def shared(self, request: Request) -> int:
@@ -80,7 +80,7 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         self.finished_req_ids: set[str]
         self.reset_preempted_req_ids: set[str]
         self.ahead = False
-        self.prefixes: Held | None = None
+        self.prefixes: HeldBlocks | None = None
         self.parked: dict[str, Request] = {}
         self.computed_tokens = self.forked = self.reseated = 0
         self._stalled = False  # no waiting request ran: the next step assumes the blocks they need
