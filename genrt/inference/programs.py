@@ -49,6 +49,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from types import CoroutineType
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import numpy as np
@@ -67,7 +68,7 @@ from genrt.runtime.together import together
 from genrt.tokens.texts import decoded
 
 T = TypeVar("T")
-M = TypeVar("M", bound=Callable[..., Coroutine[Any, Any, Any]])
+M = TypeVar("M", bound=Callable[..., Any])
 
 Weights: TypeAlias = Sequence[float] | NDArray[np.floating[Any]] | torch.Tensor
 """A user's own log-weights, on any device."""
@@ -132,7 +133,7 @@ def _tracked(method: M) -> M:
     """Wrap a method of ``Execution`` so that its coroutines are known until the program ends."""
 
     @functools.wraps(method)
-    def call(self: Execution, /, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
+    def call(self: Execution, /, *args: Any, **kwargs: Any) -> Any:
         coroutine = method(self, *args, **kwargs)
         self._coroutines.append(coroutine)
         return coroutine
@@ -155,7 +156,7 @@ class Execution:
         self._weighed = _Weighed()
         """The changes of weight since the last draw."""
         self._is_live = pause is None
-        self._coroutines: list[Coroutine[Any, Any, Any]] = []
+        self._coroutines: list[CoroutineType[Any, Any, Any]] = []
         """The calls of the program, so that an unawaited one is an error."""
         self._task: asyncio.Task[Any] | None = None
 
@@ -169,7 +170,7 @@ class Execution:
         for each in unawaited:
             each.close()
         if unawaited:
-            names = ", ".join(dict.fromkeys(f"p.{each.__name__}" for each in unawaited))
+            names = ", ".join(dict.fromkeys(f"p.{each.cr_code.co_name}" for each in unawaited))
             raise InvalidRequest(
                 f"the program never awaited {names}: write await before the call"
             ) from cause
