@@ -282,8 +282,8 @@ class Update:
                 )
 
     def release(self) -> None:
-        """Remove the copy, unless the runtime keeps it. Called after the last call on the engine's thread,
-        or once that has ended without it."""
+        """Remove the copy, unless the runtime keeps it. Nothing of this runs on the engine's thread
+        afterwards."""
         if self.taking.copy is not None and not self._is_kept:
             self.taking.copy.drop()
 
