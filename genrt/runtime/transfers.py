@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from genrt.engines.weights import Receiving, Weights, weights_of
-from genrt.errors import Closed, EngineFailed, EngineUnsupported, GenrtError, InvalidRequest
+from genrt.errors import Closed, EngineFailed, EngineUnsupported, InvalidRequest
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.lifecycle import Pending, check_pending
 from genrt.runtime.weights import Taking, Update, WeightUpdates
@@ -122,7 +122,7 @@ class Transfers:
     async def _through(self, function: Callable[[AnsweringEngine], Any], update: Update) -> Any:
         try:
             return await self._updates.called(function, owner=update)
-        except GenrtError:
+        except BaseException:  # cancelled too: without this part, the weights would be a mixture
             await self.give_up()
             raise
 
