@@ -148,10 +148,8 @@ async def test_a_part_that_is_cancelled_ends_the_update(lm: AsyncLM, passes: int
         return
     with pytest.raises(InvalidRequest, match="no update is under way"):
         await transfers.take({"table": OTHER.table})
-    try:
-        assert torch.equal(await lm.next_token_logprobs([1]), before)
-    except EngineDied as died:
-        assert "given up in the middle" in str(died)
+    [row] = await asyncio.gather(lm.next_token_logprobs([1]), return_exceptions=True)
+    assert isinstance(row, EngineDied) or torch.equal(row, before)  # type: ignore[arg-type]
 
 
 def test_an_update_that_is_given_up_in_the_middle_is_the_engines_death(lm: AsyncLM) -> None:
