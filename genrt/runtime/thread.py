@@ -249,8 +249,8 @@ class EngineThread:
     def call_soon(
         self, function: Callable[[AnsweringEngine], object], owner: object = None
     ) -> None:
-        """Have a function run as ``call_alone`` does, unless the thread ends first. Takes no lock, so that
-        coroutines may call it while they are collected. Does nothing in a forked child."""
+        """Have a function run as ``call_alone`` does, unless the thread ends first. Takes no lock, so
+        that coroutines may call it while they are collected. Does nothing in a forked child."""
         if os.getpid() == self._process:
             self._loop.call_soon(function, owner)
             self._wake()
