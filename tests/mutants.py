@@ -171,7 +171,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "Drawing._question",
             "a population that was cut is asked anywhere",
-            Swap("origins.asked or whole.asked", "origins.asked"),
+            Swap("origins.handles or whole.asked", "origins.handles"),
         ),
         only="walk",
     ),

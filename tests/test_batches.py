@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from genrt.populations.batches import Batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,10 +20,8 @@ from genrt.engines.exact import NGram
 from genrt.errors import InvalidRequest, TimedOut
 from genrt.lm import AsyncLM
 from genrt.populations import batches
-from genrt.populations.batches import Batches
-from genrt.questions.origins import Asked
-from genrt.questions.population_draws import PopulationDraw
-from genrt.questions.sequences import Sequences
+from genrt.questions.draws import PopulationDraw
+from genrt.questions.sequences import SequenceHandle, Sequences
 from tests.apart import drawn_apart
 from tests.engines.test_exact import adapter_directory
 
@@ -41,7 +40,7 @@ class Asking:
 
     def __init__(self, lm: AsyncLM) -> None:
         self.lm, self.batches = lm, Batches(lm._home)
-        self.contexts: dict[Asked, list[tuple[str | None, bytes]]] = {}
+        self.contexts: dict[SequenceHandle, list[tuple[str | None, bytes]]] = {}
         self.parts: list[PopulationDraw] = []
 
     async def ask(self, parts: Sequence[Any], *, timeout: float | None = None) -> list[Any]:
@@ -50,10 +49,10 @@ class Asking:
             name = part.adapter and part.adapter.name
             own = [(name, part.contexts.packed(n)) for n in range(len(part))]
             if part.origins is not None:
-                before = [each for asked in part.origins.asked for each in self.contexts[asked]]
+                before = [each for asked in part.origins.handles for each in self.contexts[asked]]
                 wanted = [(name, packed[:-4]) for _, packed in own]
                 assert [before[n] for n in part.origins.numbers.tolist()] == wanted
-            self.contexts[part.asked] = own
+            self.contexts[part.handle] = own
         return await self.lm._ask(parts, timeout=timeout)
 
     async def draw(
@@ -322,7 +321,7 @@ async def test_a_part_is_asked_where_most_of_it_was_answered(lm: AsyncLM) -> Non
     asking.batches._home.most_of = lambda count: -(-count // 2)  # type: ignore[method-assign]
     contexts = [[900 + n, 5] for n in range(10)]
     tokens = await asking.draw(contexts)
-    first, second = (part.asked for part in asking.parts)
+    first, second = (part.handle for part in asking.parts)
     longer = [[*each, token] for each, token in zip(contexts, tokens, strict=True)]
     contexts = [longer[n] for n in (9, 1, 2, 3, 4, 4, 6, 7, 8, 0)]
     masks = [[100 + n, 200 + n] for n in range(10)]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from genrt.errors import InvalidRequest
 from genrt.numbers import check_bool, check_int, shown
-from genrt.questions.token_ids import host_array
+from genrt.questions.contexts import host_array
 
 __all__ = ["check_pad_value", "unpadded", "verify_right_padding"]
 

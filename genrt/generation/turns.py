@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from genrt.errors import InvalidRequest
 from genrt.numbers import check_int
-from genrt.questions.token_ids import TokenIds, id_words
+from genrt.questions.contexts import TokenIds, id_words
 
 __all__ = ["splice_turn"]
 

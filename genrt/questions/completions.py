@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Literal, TypeAlias, get_args
+from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 from genrt.errors import InvalidRequest
 from genrt.numbers import check_bool, check_float, check_int, named, nearest, shown
-from genrt.questions.contexts import TOKEN_BYTES, Adapter, Limits, abbreviated, check_seed, seed_at
+from genrt.questions.contexts import Adapter, Limits, TokenIds, abbreviated, check_seed, seed_at
+from genrt.questions.request import Request
 from genrt.questions.samples import (
     DECODING_CHECKS,
     Check,
     DecodingOptions,
     check_among,
-    check_length,
     check_number,
+    check_room,
 )
-from genrt.questions.token_ids import TokenIds
 
 __all__ = [
     "Completion",
@@ -29,6 +29,10 @@ __all__ = [
     "FinishReason",
     "GenerateOptions",
     "LogprobsMode",
+    "NativeRequest",
+    "Streamed",
+    "Telling",
+    "Told",
     "TurnOptions",
     "completion_requests",
     "schema_text",
@@ -169,7 +173,7 @@ class Decoding:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class CompletionRequest:
+class CompletionRequest(Request):
     """The completion of ``token_ids`` by ``decoding``. The answer is a ``Completion``.
 
     Attributes:
@@ -187,7 +191,6 @@ class CompletionRequest:
     streamed: bool = False
     weights_version: int = 0
     _hash: int = field(init=False, compare=False)
-    weight: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         own = self.token_ids, self.decoding, self.seed, self.adapter, self.nonce, self.streamed
@@ -198,21 +201,7 @@ class CompletionRequest:
         """The temperature; 0 is greedy."""
         return self.decoding.temperature
 
-    @property
-    def nbytes(self) -> int:
-        """The memory that the context takes, packed."""
-        return len(self.token_ids) * TOKEN_BYTES
-
-    def bound_to(self, adapter: Adapter | None) -> CompletionRequest:
-        """Return the same question to another adapter."""
-        return replace(self, adapter=adapter)
-
-    def of_weights(self, version: int) -> CompletionRequest:
-        """Return the same question to this version of the weights."""
-        return replace(self, weights_version=version)
-
     def owned(self, result: Any) -> Any:
-        """Return the completion with dictionaries of the caller's own."""
         return replace(result, top_logprobs=tuple(map(dict, result.top_logprobs)))
 
     def __hash__(self) -> int:
@@ -228,6 +217,44 @@ class CompletionRequest:
             f"CompletionRequest({abbreviated(self.token_ids)}, {self.decoding!r}, seed={self.seed}, "
             f"adapter={self.adapter})"
         )
+
+
+class Telling(Protocol):
+    """Tracks what a native text's stream has delivered."""
+
+    def tell(self, outputs: Iterable[Any]) -> None:
+        """Note that the stream has delivered these outputs; they are not delivered again."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class NativeRequest(Request):
+    """A text after ``token_ids`` in the engine's own terms, for its own front ends.
+
+    The answer is a tuple of the engine's outputs. Two requests are equal if their nonces are; a runtime
+    uses no nonce twice.
+
+    Attributes:
+        asked: the engine's own parameters, and what was delivered: a ``Telling``.
+        nonce: decides the draws if ``asked`` has no seed.
+        streamed: whether outputs are delivered meanwhile; the answer then has the rest.
+    """
+
+    token_ids: tuple[int, ...] = field(compare=False)
+    asked: Any = field(compare=False)
+    nonce: int
+    adapter: Adapter | None = None
+    streamed: bool = False
+    weights_version: int = 0
+
+    def __repr__(self) -> str:
+        return f"NativeRequest({abbreviated(self.token_ids)}, adapter={self.adapter})"
+
+
+Streamed: TypeAlias = CompletionRequest | NativeRequest
+"""A text whose parts an engine can deliver while it draws."""
+
+Told: TypeAlias = Delta | tuple[Any, ...]
+"""A delivered part of a text, or of a native one."""
 
 
 class CompletionOptions(DecodingOptions, total=False):
@@ -335,7 +362,7 @@ def completion_requests(
     for place, token_ids in enumerate(contexts):
         ids = limits.token_ids(token_ids)
         wanted = max(limits.max_model_len - len(ids), 1) if max_tokens is None else max_tokens
-        decoding = Decoding(check_length(limits, len(ids), wanted), **checked)
+        decoding = Decoding(check_room(limits, len(ids), wanted), **checked)
         check_int("min_tokens", decoding.min_tokens, 0, decoding.max_tokens)
         nonce = next(nonces) if seed is None else None
         own = None if seed is None else seed_at(seed, place)

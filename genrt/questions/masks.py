@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from genrt.errors import InvalidRequest
-from genrt.questions.token_ids import Table, TokenIds, host_array, id_words
+from genrt.questions.contexts import Table, TokenIds, host_array, id_words
 
 __all__ = ["Mask", "Masks", "check_masks", "packed_mask", "packed_masks"]
 

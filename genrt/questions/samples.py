@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Required, TypeAlias, TypedDict
+from typing import Any, Required, TypeAlias, TypedDict
 
 from genrt.errors import ContextTooLong, InvalidRequest
 from genrt.numbers import check_float, check_int, nearest, shown
-from genrt.questions.contexts import TOKEN_BYTES, Adapter, Limits, abbreviated, check_seed, seed_at
-from genrt.questions.token_ids import TokenIds
+from genrt.questions.contexts import Adapter, Limits, TokenIds, abbreviated, check_seed, seed_at
+from genrt.questions.request import Request
 
 __all__ = [
     "DECODING_CHECKS",
@@ -19,8 +19,8 @@ __all__ = [
     "SampleOptions",
     "SampleRequest",
     "check_among",
-    "check_length",
     "check_number",
+    "check_room",
     "sample_request",
     "sample_requests",
 ]
@@ -34,7 +34,7 @@ the likeliest token's probability, which is at least 1 / vocab_size, any keeps t
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class SampleRequest:
+class SampleRequest(Request):
     """Up to ``max_tokens`` tokens drawn one after another after ``token_ids``. The answer is a tuple of
     token ids.
 
@@ -61,24 +61,6 @@ class SampleRequest:
     adapter: Adapter | None = None
     nonce: int | None = None
     weights_version: int = 0
-    weight: ClassVar[int] = 1
-
-    @property
-    def nbytes(self) -> int:
-        """The memory that the context takes, packed."""
-        return len(self.token_ids) * TOKEN_BYTES
-
-    def bound_to(self, adapter: Adapter | None) -> SampleRequest:
-        """Return the same question to another adapter."""
-        return replace(self, adapter=adapter)
-
-    def of_weights(self, version: int) -> SampleRequest:
-        """Return the same question to this version of the weights."""
-        return replace(self, weights_version=version)
-
-    def owned(self, result: object) -> object:
-        """Return the token ids, which nobody can change."""
-        return result
 
     def __repr__(self) -> str:
         return (
@@ -170,7 +152,7 @@ DECODING_CHECKS: dict[str, Check] = {
 """How the options that samples and completions share are read, by their names."""
 
 
-def check_length(limits: Limits, length: int, max_tokens: int) -> int:
+def check_room(limits: Limits, length: int, max_tokens: int) -> int:
     """Return ``max_tokens``. Raises ContextTooLong unless so many tokens fit behind ``length`` others."""
     room = limits.max_model_len - length
     if max_tokens > room:
@@ -204,7 +186,7 @@ def sample_request(
     checked = {name: DECODING_CHECKS[name](limits, name, each) for name, each in options.items()}
     checked["stop_token_ids"] = frozenset(checked.get("stop_token_ids", ()))
     seed = check_seed(seed)
-    check_length(limits, len(ids), max_tokens)
+    check_room(limits, len(ids), max_tokens)
     request = SampleRequest(ids, max_tokens, adapter=adapter, **checked)
     if request.temperature == 0.0:
         return request

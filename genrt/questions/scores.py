@@ -8,19 +8,25 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, ClassVar, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from genrt.errors import InvalidRequest
 from genrt.numbers import check_int
-from genrt.questions.candidates import Candidates, checked_temperature
-from genrt.questions.contexts import TOKEN_BYTES, Adapter, Limits, abbreviated, check_contexts
-from genrt.questions.reads import ReadRequest
-from genrt.questions.rows import LogprobsRequest, check_length, is_row
-from genrt.questions.token_ids import TokenIds, id_words
-from genrt.questions.tops import TopTokens
+from genrt.questions.contexts import (
+    TOKEN_BYTES,
+    Adapter,
+    Limits,
+    TokenIds,
+    abbreviated,
+    check_contexts,
+    id_words,
+)
+from genrt.questions.reads import Candidates, ReadRequest, TopTokens, checked_temperature
+from genrt.questions.request import Request
+from genrt.questions.rows import LogprobsRequest, check_length
 from genrt.tokens.sampling import GREEDY_BELOW
 
 __all__ = [
@@ -45,7 +51,7 @@ ENTRIES = 2**24
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class ScoreRequest:
+class ScoreRequest(Request):
     """The log-probabilities of a text's tokens from number ``start`` on, at least one of them.
 
     Its answer is a float32 tensor, for ``n = len(token_ids) - start`` tokens: on the host ``[n]``, or
@@ -67,7 +73,6 @@ class ScoreRequest:
     wanted: Wanted = "logprobs"
     temperature: float = 1.0
     _hash: int = field(init=False, compare=False)
-    weight: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         own = self.packed, self.start, self.adapter, self.weights_version, self.wanted
@@ -99,22 +104,6 @@ class ScoreRequest:
     def nbytes(self) -> int:
         """The memory that the text takes."""
         return len(self.packed)
-
-    def bound_to(self, adapter: Adapter | None) -> ScoreRequest:
-        """Return the same question to another adapter."""
-        return replace(self, adapter=adapter)
-
-    def of_weights(self, version: int) -> ScoreRequest:
-        """Return the same question to this version of the weights."""
-        return replace(self, weights_version=version)
-
-    def owned(self, result: object) -> object:
-        """Return a result for one caller alone; tensors are copied before, all at once."""
-        return result
-
-    def is_answer(self, rows: Sequence[Tensor], result: object, *, tolerance: float = 0.0) -> bool:
-        """Return whether this is the answer, given the row before each token."""
-        return is_row(self.answer(rows), result, tolerance=tolerance)
 
     def answer(self, rows: Sequence[Tensor]) -> Tensor:
         """Return the answer, given the row before each token."""

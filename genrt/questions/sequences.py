@@ -8,6 +8,7 @@ Rule:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple, Self, TypeAlias
 
@@ -16,15 +17,26 @@ import torch
 
 from genrt.errors import InvalidRequest
 from genrt.numbers import check_int, shown
-from genrt.questions.contexts import TOKEN_BYTES, Adapter, Limits, check_contexts
+from genrt.questions.contexts import (
+    TOKEN_BYTES,
+    Adapter,
+    Limits,
+    Table,
+    TokenIds,
+    advice_for,
+    check_contexts,
+    host_array,
+    id_words,
+)
 from genrt.questions.rows import LogprobsRequest
-from genrt.questions.token_ids import Table, TokenIds, advice_for, host_array, id_words
 
 __all__ = [
     "MOST_SEQUENCES",
     "Contexts",
     "Flags",
     "Integers",
+    "Origins",
+    "SequenceHandle",
     "Sequences",
     "check_flags",
     "check_integers",
@@ -46,15 +58,18 @@ GROWTH_BYTES = 20
 class Sequences:
     """Sequences of at least one token each, in a table that has room for the longest.
 
-    ``lengths`` is int64 ``[n]``. Whoever holds this changes it; nobody else has its arrays.
+    Attributes:
+        lengths: int64 ``[n]``.
+        origins: the sequences of earlier requests that these extend.
     """
 
-    def __init__(self, table: np.ndarray, lengths: np.ndarray) -> None:
-        self._table = table  # uint32 [n, room]; what is beyond a sequence's length means nothing
+    def __init__(
+        self, table: np.ndarray, lengths: np.ndarray, origins: Origins | None = None
+    ) -> None:
+        self._table = table  # uint32 [n, room], undefined beyond a sequence's length
         self.lengths = lengths
-        self._asked = np.zeros_like(
-            lengths
-        )  # how many tokens of each row a question may still read
+        self.origins = Origins.none(len(lengths)) if origins is None else origins
+        self._read = np.zeros_like(lengths)  # how many tokens of each row a request may still read
 
     @classmethod
     def copies(cls, limits: Limits, prompt: TokenIds, count: int) -> Self:
@@ -83,14 +98,16 @@ class Sequences:
         tables = [
             np.pad(each._table, ((0, 0), (0, room - each._table.shape[1]))) for each in several
         ]
-        return cls(np.concatenate(tables), np.concatenate([each.lengths for each in several]))
+        lengths = np.concatenate([each.lengths for each in several])
+        origins = Origins.joined([each.origins for each in several])
+        return cls(np.concatenate(tables), lengths, origins)
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def contexts(self, places: np.ndarray) -> Contexts:
         """Return the sequences at these places as they are now, without copying them."""
-        np.maximum(self._asked, self.lengths, out=self._asked)
+        np.maximum(self._read, self.lengths, out=self._read)
         return Contexts(self._table, places, self.lengths[places])
 
     def token_ids(self, place: int) -> list[int]:
@@ -121,19 +138,21 @@ class Sequences:
     def _write(self, places: np.ndarray, columns: np.ndarray, token_ids: np.ndarray) -> None:
         """Put tokens into the table, where a question may still read nothing."""
         needed, room = int(columns.max(initial=-1)) + 1, self._table.shape[1]
-        if needed > room or (columns < self._asked[places]).any():
+        if needed > room or (columns < self._read[places]).any():
             more = max(room, 16, needed - room) if needed > room else 0
             self._table = np.pad(self._table, ((0, 0), (0, more)))
-            self._asked[:] = 0
+            self._read[:] = 0
         self._table[places, columns] = token_ids
 
     def take(self, places: np.ndarray) -> Self:
         """Return a copy of the sequences at these places, any number of times each."""
-        return type(self)(self._table[places], self.lengths[places])
+        origins = self.origins.take(places)
+        return type(self)(self._table[places], self.lengths[places], origins)
 
     def cut(self, lengths: np.ndarray) -> None:
-        """Drop what is beyond these lengths, int64 ``[n]``."""
+        """Drop the tokens beyond these lengths, int64 ``[n]``."""
         self.lengths = np.minimum(self.lengths, lengths)
+        self.origins = self.origins.cut(lengths)
 
 
 class Contexts:
@@ -236,6 +255,108 @@ class _Growth(NamedTuple):
     numbers: np.ndarray
     tokens: np.ndarray
     kept: int
+
+
+class SequenceHandle:
+    """Stands for the sequences that one question was about; an engine forgets them with it.
+
+    Attributes:
+        contexts: these sequences, in a process that others tell of what goes on from them.
+        users: the populations that go on from them; each adds and discards a key of its own, which is
+            atomic: finalizers do it too, whatever is locked.
+    """
+
+    __slots__ = ("__weakref__", "contexts", "count", "users")
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.users: set[object] = set()
+        self.contexts: Contexts | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Origins:
+    """For each of several sequences the one that it goes on from.
+
+    Attributes:
+        asked: the questions that these were of.
+        numbers: which sequence of ``asked``, all in order, each goes on from: int64 ``[n]``, -1 for none.
+        lengths: how many tokens that sequence has, int64 ``[n]``.
+    """
+
+    handles: tuple[SequenceHandle, ...]
+    numbers: np.ndarray
+    lengths: np.ndarray
+
+    @classmethod
+    def none(cls, count: int) -> Self:
+        """Return the origins of sequences that nobody has asked about."""
+        return cls((), np.full(count, -1), np.zeros(count, np.int64))
+
+    @classmethod
+    def joined(cls, several: Sequence[Origins]) -> Self:
+        """Return the origins of all sequences of several, in order."""
+        asked = [each.handles for each in several]
+        starts = np.cumsum([0, *[sum(one.count for one in each) for each in asked]])
+        numbers = [
+            np.where(each.numbers < 0, -1, each.numbers + start)
+            for each, start in zip(several, starts, strict=False)
+        ]
+        lengths = [each.lengths for each in several]
+        return cls(sum(asked, ()), np.concatenate(numbers), np.concatenate(lengths)).needed()
+
+    def take(self, places: np.ndarray | slice) -> Self:
+        """Return those of the sequences at these places, any number of times each."""
+        return type(self)(self.handles, self.numbers[places], self.lengths[places])
+
+    def needed(self) -> Self:
+        """Return the same without the questions that no sequence goes on from, and each of them once:
+        first the one that most go on from, which decides who is asked."""
+        known = self.numbers >= 0
+        if not known.any():
+            return type(self).none(len(known))
+        if len(self.handles) == 1:
+            return self
+        ends = np.cumsum([each.count for each in self.handles])
+        of = np.searchsorted(ends, self.numbers, side="right")
+        different, counts = np.unique(of[known], return_counts=True)
+        most_first = different[np.argsort(-counts, kind="stable")]
+        asked = dict.fromkeys(self.handles[n] for n in most_first.tolist())
+        starts = dict(zip(asked, np.cumsum([0, *[each.count for each in asked]]), strict=False))
+        moved = [
+            starts.get(each, 0) - end + each.count
+            for each, end in zip(self.handles, ends, strict=True)
+        ]
+        numbers = np.where(known, self.numbers + np.array(moved)[np.where(known, of, 0)], -1)
+        return type(self)((*asked,), numbers, self.lengths)
+
+    def cut(self, lengths: np.ndarray) -> Self:
+        """Return what is left of them when the sequences are cut to at most these lengths."""
+        numbers = np.where(lengths < self.lengths, -1, self.numbers)
+        return type(self)(self.handles, numbers, self.lengths)
+
+    def go_on(self, lengths: np.ndarray) -> bool:
+        """Return whether every sequence, of these lengths now, has one token more than its origin."""
+        return bool(((self.numbers >= 0) & (self.lengths + 1 == lengths)).all())
+
+    def after(
+        self, asked: Sequence[SequenceHandle], places: np.ndarray, lengths: np.ndarray
+    ) -> Self:
+        """Return the origins once the sequences at these places have been asked about, in order, with
+        these lengths."""
+        count = len(self.numbers)
+        if len(places) == count:
+            return type(self)(tuple(asked), np.arange(count), lengths)
+        others = np.ones(count, bool)
+        others[places] = False
+        kept = type(self)(self.handles, np.where(others, self.numbers, -1), self.lengths).needed()
+        numbers, before = kept.numbers.copy(), kept.lengths.copy()
+        numbers[places] = sum(each.count for each in kept.handles) + np.arange(len(places))
+        before[places] = lengths
+        return type(self)((*kept.handles, *asked), numbers, before)
+
+
+# -- arguments ----------------------------------------------------------------------------------
 
 
 def check_integers(

@@ -28,9 +28,10 @@ from genrt.engines.protocol import Finished
 from genrt.engines.weights import SLEEPING_PARTS, SleepingPart
 from genrt.errors import EngineDied, EngineFailed
 from genrt.questions.contexts import Adapter
-from genrt.questions.population_draws import PopulationDraw
+from genrt.questions.draws import PopulationDraw
 from genrt.questions.request import Request
-from genrt.questions.rows import LogprobsRequest, is_row
+from genrt.questions.rows import LogprobsRequest
+from genrt.testing.answers import is_row
 from tests.cluster.simulated_populations import KeepingEngine, Seen, SimulatedPopulations
 from tests.runtime.test_pauses import SleepyWeights
 

@@ -16,18 +16,14 @@ from genrt.cluster.messages import LEAST_APART, AskedNumbers, dumped, flat, load
 from genrt.cluster.opening import _visible, environments, gpus_of
 from genrt.cluster.worker import _fits
 from genrt.errors import EngineUnsupported
-from genrt.questions.candidates import Candidates
 from genrt.questions.contexts import Adapter, Limits
-from genrt.questions.draws import DrawToken
-from genrt.questions.origins import Origins
-from genrt.questions.population_draws import PopulationDraw
-from genrt.questions.reads import ReadRequest
+from genrt.questions.draws import DrawToken, PopulationDraw
+from genrt.questions.reads import Candidates, ReadRequest, TopTokens
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.samples import SampleRequest
 from genrt.questions.scores import ScoreRequest
-from genrt.questions.sequences import Sequences
-from genrt.questions.tops import TopTokens
+from genrt.questions.sequences import Origins, Sequences
 
 ROW = LogprobsRequest([1, 2, 3], Adapter("a", 2), weights_version=5)
 REQUESTS: list[Request] = [
@@ -82,7 +78,7 @@ def test_the_question_of_a_population_is_the_same_one_at_the_other_end() -> None
     one = loaded(dumped(first, numbers.of), table)
     goes_on = population(Origins((first.asked,), np.arange(3), first.contexts.lengths))
     two = loaded(dumped(goes_on, numbers.of), table)
-    assert two.origins.asked == (one.asked,)
+    assert two.origins.handles == (one.asked,)
     assert two.asked is not one.asked
     assert [two.contexts.packed(n) for n in range(3)] == [
         goes_on.contexts.packed(n) for n in range(3)

@@ -30,9 +30,9 @@ from genrt.engines.adapters import CONFIG_NAME, WEIGHTS_NAME
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.errors import EngineDied, EngineFailed, InvalidAdapter, InvalidRequest
 from genrt.lm import AsyncLM
-from genrt.questions.origins import Asked
-from genrt.questions.population_draws import PopulationDraw
+from genrt.questions.draws import PopulationDraw
 from genrt.questions.request import Request
+from genrt.questions.sequences import SequenceHandle
 from tests.apart import drawn_apart_sync
 from tests.runtime.test_pauses import SleepyEngine
 from tests.scoring_engine import ScoringEngine
@@ -138,7 +138,7 @@ def test_a_large_batch_is_shared_and_each_part_goes_on_where_it_was_answered(
     until(two, "healthy")
     chance = random.Random(2)
     contexts = [[n % 11, n // 11 % 11, n // 121] for n in range(128)]
-    homes: dict[Asked, int] = {}
+    homes: dict[SequenceHandle, int] = {}
     victims = {8: 0, 11: -1}  # by then the first one may be gone, or there again
     for step in range(14):
         found = two.batch_draw_sync(contexts, seed=1000 * step, timeout=60)
@@ -146,7 +146,7 @@ def test_a_large_batch_is_shared_and_each_part_goes_on_where_it_was_answered(
         assert found.token_ids.tolist() == wanted.token_ids.tolist()
         assert torch.allclose(found.logprobs, wanted.logprobs, atol=1e-5)
         parts = [each for each in routes if each[0].asked not in homes]
-        homes |= {part.asked: home for part, home in parts}
+        homes |= {part.handle: home for part, home in parts}
         if step < 8:
             assert [len(part) for part, _ in parts] == [64, 64]
             assert {home for _, home in parts} == {0, 1}

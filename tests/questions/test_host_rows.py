@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from genrt.questions import host_rows
-from genrt.questions.host_rows import move_rows, moved_rows
+from genrt.questions.rows import move_rows, moved_rows
 
 
 def scattered(count: int, width: int) -> list[Tensor]:

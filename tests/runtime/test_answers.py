@@ -19,14 +19,11 @@ from genrt.engines.exact import ExactEngine, NGram
 from genrt.engines.protocol import Finished
 from genrt.errors import EngineDied, EngineFailed, GenrtError, NotFinite, OutOfMemory
 from genrt.questions import draws
-from genrt.questions.candidates import Candidates
 from genrt.questions.contexts import Adapter
 from genrt.questions.draws import DrawToken
-from genrt.questions.host_rows import HostRow
-from genrt.questions.reads import ReadRequest
+from genrt.questions.reads import Candidates, HostRow, ReadRequest, TopTokens
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
-from genrt.questions.tops import TopTokens
 from genrt.runtime import answers
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.cache import RowCache

@@ -25,12 +25,11 @@ from genrt.engines.vllm.lora import VLLMAdapters
 from genrt.engines.vllm.open_requests import OpenRequests, repeated
 from genrt.engines.vllm.told_first import ToldFirst
 from genrt.questions.contexts import Adapter
-from genrt.questions.origins import Asked
-from genrt.questions.population_draws import PopulationDraw, launched
+from genrt.questions.draws import PopulationDraw, launch_draws
 from genrt.questions.rows import LogprobsRequest, not_finite
-from genrt.questions.sequences import Contexts
-from genrt.tokens.draw_graphs import DrawGraphs
+from genrt.questions.sequences import Contexts, SequenceHandle
 from genrt.tokens.rows import Leaving, together
+from genrt.tokens.sampling import DrawGraphs
 
 __all__ = ["Drawn", "SeatedPopulations"]
 
@@ -98,7 +97,7 @@ class _Shared(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """The launched draws of populations.
+    """The launch_draws draws of populations.
 
     Attributes:
         ends: the result of each population.
@@ -123,7 +122,7 @@ class SeatedPopulations:
         self._open = open_requests
         self._adapters = adapters
         # The seats of each question; for a settled one, a function that finds them when needed.
-        self._known: WeakKeyDictionary[Asked, _Seats | Callable[[], _Seats | None]] = (
+        self._known: WeakKeyDictionary[SequenceHandle, _Seats | Callable[[], _Seats | None]] = (
             WeakKeyDictionary()
         )
         self._under_way: dict[PopulationDraw, _UnderWay] = {}
@@ -151,11 +150,11 @@ class SeatedPopulations:
         origins, adapter, kept = population.origins, population.adapter, self._open
         if kept is None:
             return None
-        known = [] if origins is None else [self._seats_of(asked) for asked in origins.asked]
+        known = [] if origins is None else [self._seats_of(asked) for asked in origins.handles]
         seats = [each for each in known if each is not None and each.adapter == adapter]
         if origins is None or len(seats) < len(known) or not seats:
             return None
-        request_ids, flushes, rows = _joined(seats, [each.count for each in origins.asked])
+        request_ids, flushes, rows = _joined(seats, [each.count for each in origins.handles])
         numbers, tokens = origins.numbers, population.contexts.last_tokens
         rows = rows[numbers]
         firsts, places = _different(rows << 32 | tokens)
@@ -291,7 +290,7 @@ class SeatedPopulations:
                 order = np.array([at[each] for each in seats.request_ids])
                 places[-1] = order if seats.places is None else order[seats.places]
         try:
-            draws, on_host = launched(several, rows, places, self._graphs)
+            draws, on_host = launch_draws(several, rows, places, self._graphs)
         except Exception as error:
             failed = survived(error)
             return Drawn([Finished(each, error=failed) for each in several])
@@ -312,7 +311,7 @@ class SeatedPopulations:
         request_ids: list[str] = []
         are_shared = False
         for population in several:
-            seats = self._known[population.asked] = self._ended(population).seats
+            seats = self._known[population.handle] = self._ended(population).seats
             are_shared = are_shared or (seats.places is not None and seats.own is None)
             request_ids += seats.own or seats.request_ids
         if self._open is not None:
@@ -352,9 +351,9 @@ class SeatedPopulations:
         """
         contexts, adapter, kept = population.contexts, population.adapter, self._open
         if kept is not None:
-            self._known[population.asked] = lambda: _settled(kept, contexts, adapter)
+            self._known[population.handle] = lambda: _settled(kept, contexts, adapter)
 
-    def _seats_of(self, asked: Asked) -> _Seats | None:
+    def _seats_of(self, asked: SequenceHandle) -> _Seats | None:
         known = self._known.get(asked)
         if known is None or isinstance(known, _Seats):
             return known
@@ -365,7 +364,7 @@ class SeatedPopulations:
             self._known[asked] = seats
         return seats
 
-    def release(self, several: Sequence[Asked]) -> list[str]:
+    def release(self, several: Sequence[SequenceHandle]) -> list[str]:
         """Forget these questions; return their requests that no other question has used since."""
         free: list[str] = []
         for asked in several:
