@@ -11,7 +11,7 @@ import torch
 from genrt.cluster.programs import run_program
 from genrt.engines.protocol import Engine
 from genrt.populations import Population, PopulationRuntime, Prompts, begin, draw_batch
-from genrt.questions.completions import Completion, GenerateOptions, TurnOptions
+from genrt.questions.completions import Completion, GenerateOptions, SampleOptions, TurnOptions
 from genrt.questions.contexts import TokenIds, check_contexts, check_seed, nonces_of
 from genrt.questions.draws import draw_request
 from genrt.questions.masks import Mask, Masks
@@ -24,7 +24,6 @@ from genrt.questions.reads import (
     top_request,
 )
 from genrt.questions.rows import Device, must_move, row_request
-from genrt.questions.samples import SampleOptions
 from genrt.questions.scores import (
     batch_score_requests,
     joined,

@@ -52,7 +52,7 @@ Ask: TypeAlias = Callable[..., Coroutine[Any, Any, list[Any]]]
 """Asks requests within ``timeout`` seconds, as ``Asker.ask`` does."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class PopulationRuntime:
     """The parts of a runtime that its populations use."""
 

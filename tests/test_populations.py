@@ -250,8 +250,8 @@ async def test_a_blocking_draw_is_gone_on_from_too(lm: AsyncLM) -> None:
         for _ in range(3):
             draws = population.draw_sync(seed=1) if is_blocking else await population.draw(seed=1)
             population.append(draws.token_ids)
-            assert len(population._origins.handles) == 1
-            assert population._origins.go_on(population.lengths.numpy())
+            assert len(population._sequences.origins.handles) == 1
+            assert population._sequences.origins.go_on(population.lengths.numpy())
 
 
 class GivenBack:

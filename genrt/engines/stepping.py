@@ -35,10 +35,9 @@ from genrt.errors import (
     UnknownAdapter,
 )
 from genrt.numbers import check_int
-from genrt.questions.completions import CompletionRequest, Decoding, Delta, Streamed
+from genrt.questions.completions import CompletionRequest, Decoding, Delta, SampleRequest, Streamed
 from genrt.questions.contexts import Adapter, seed_of
 from genrt.questions.request import Request, Result
-from genrt.questions.samples import SampleRequest
 from genrt.structures.guides import Guides
 from genrt.tokens.rows import normalised
 from genrt.tokens.sampling import check_parameters, draw, mixed, truncate

@@ -318,8 +318,8 @@ def launch_draws(
         alike = [several[number] for number in numbers]
         sizes = [len(each) for each in alike]
         masks = [each.masks for each in alike if each.masks is not None]
-        at = [places[number] for number in numbers]
-        at = [np.arange(n) if x is None else x for n, x in zip(sizes, at, strict=True)]
+        pairs = zip(sizes, [places[number] for number in numbers], strict=True)
+        at = [np.arange(size) if there is None else there for size, there in pairs]
         draws = draw_from_rows(
             rows,
             _one([each.seeds for each in alike], np.concatenate),

@@ -60,7 +60,7 @@ class Wanted:
     @property
     def group(self) -> Hashable:
         """Equal for reads that are answered together."""
-        return type(self)
+        return (type(self),)
 
     @staticmethod
     def answer(reads: Sequence[Read], engine: Answering) -> Iterable[object]:

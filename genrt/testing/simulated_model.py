@@ -13,15 +13,18 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from genrt.cluster.programs import ProgramRequest
 from genrt.engines.protocol import Completing, Engine
-from genrt.questions.completions import Completion, CompletionRequest, Decoding, NativeRequest
+from genrt.questions.completions import (
+    Completion,
+    CompletionRequest,
+    Decoding,
+    SampleRequest,
+)
 from genrt.questions.contexts import Adapter
 from genrt.questions.draws import PopulationDraw
 from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
-from genrt.questions.samples import SampleRequest
 from genrt.questions.scores import ScoreRequest
 from genrt.testing.answers import are_draws, is_answer, is_row, is_score
 
@@ -114,9 +117,9 @@ def is_right(model: Model, request: Request, result: Result, weights: int = 0) -
         return is_score(request, rows, result)
     if isinstance(request, LogprobsRequest):
         return is_row(model.answer(request, weights), result)
-    if isinstance(request, NativeRequest | ProgramRequest):  # not used in simulations
-        return False
-    return bool(result == model.answer(request, weights))
+    if isinstance(request, SampleRequest | CompletionRequest):
+        return bool(result == model.answer(request, weights))
+    return False  # simulations ask nothing else
 
 
 @lru_cache(maxsize=2**16)

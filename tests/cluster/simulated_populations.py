@@ -88,7 +88,7 @@ class KeepingEngine(ExactEngine):
         for population in taken:
             contexts = [row.token_ids for row in population.rows]
             rows = self._model.logits(contexts, population.adapter)
-            end = Finished(population, Leaving(population.drawn([*rows])))
+            end = Finished(population, Leaving(population.draw([*rows])))
             if self.tell is not None and self._seen.by_number % 2:
                 told.append(end)
             else:
@@ -190,7 +190,7 @@ class SimulatedPopulations:
     def take(self, end: Finished) -> list[Request]:
         """Take the right answer of a question, or its error; return the other questions of that draw,
         which nobody waits for after an error."""
-        walker = self._of[end.request.handle]  # type: ignore[union-attr]
+        walker = self._of[end.request.handle]  # type: ignore[attr-defined]
         if end.error is not None:
             others = [each for each, result in walker.asked.items() if result is None]
             self._fail(walker, end.error)
@@ -202,7 +202,7 @@ class SimulatedPopulations:
 
     def withdraw(self, request: Request) -> list[Request]:
         """Give up the draw that a question is of; return its questions."""
-        walker = self._of[request.handle]  # type: ignore[union-attr]
+        walker = self._of[request.handle]  # type: ignore[attr-defined]
         asked = [*walker.asked]
         if walker.drawing is not None:
             walker.drawing.close()
@@ -299,7 +299,7 @@ class SimulatedPopulations:
 
     def _over(self, walker: Walker) -> None:
         for each in walker.asked:
-            del self._of[each.handle]  # type: ignore[union-attr]
+            del self._of[each.handle]  # type: ignore[attr-defined]
         walker.drawing, walker.asked = None, {}
 
     def _placed(self) -> dict[int, list[Request]]:
@@ -318,7 +318,7 @@ class SimulatedPopulations:
         if walker is None:  # it has been withdrawn, and its replica told
             return
         usable, replicas = self._fleet._usable or (), self._fleet.replicas
-        before = walker.population._origins.handles
+        before = walker.population._sequences.origins.handles
         homes = [self._at[each] for each in before if each in self._at]
         there = {n for n, life in homes if replicas[n].life == life and n in usable}
         if len(there) == len({*homes}):  # and none of them is lost

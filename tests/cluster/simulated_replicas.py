@@ -289,7 +289,7 @@ class Simulation:
             assert is_row(model.row(request.token_ids), result, tolerance=1e-5), "stale"
             return
         rows = [model.row(each.token_ids).float() for each in request.rows]
-        token_ids, logprobs, log_mass = request.drawn(rows).T
+        token_ids, logprobs, log_mass = request.draw(rows).T
         assert result.token_ids.tolist() == token_ids.int().tolist(), "stale"
         assert torch.allclose(result.logprobs, logprobs.float(), atol=1e-5), "stale"
         assert torch.allclose(result.log_mass, log_mass.float(), atol=1e-5), "stale"

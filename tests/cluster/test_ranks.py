@@ -180,7 +180,7 @@ def test_all_ranks_do_the_same_in_the_same_order(seed: int) -> None:
         elif populations and kind == "settle":
             engine.settle(populations[-1])
         elif populations and kind == "release":
-            engine.release([populations.pop(0).asked])
+            engine.release([populations.pop(0).handle])
         elif kind == "keep":
             engine.prefixes.keep(logprobs(number))
         for other in others:

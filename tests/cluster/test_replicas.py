@@ -145,7 +145,7 @@ def test_a_large_batch_is_shared_and_each_part_goes_on_where_it_was_answered(
         wanted = drawn_apart_sync(alone, contexts, seed=1000 * step)
         assert found.token_ids.tolist() == wanted.token_ids.tolist()
         assert torch.allclose(found.logprobs, wanted.logprobs, atol=1e-5)
-        parts = [each for each in routes if each[0].asked not in homes]
+        parts = [each for each in routes if each[0].handle not in homes]
         homes |= {part.handle: home for part, home in parts}
         if step < 8:
             assert [len(part) for part, _ in parts] == [64, 64]

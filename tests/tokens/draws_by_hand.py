@@ -173,7 +173,7 @@ def by_kernels(case: Case) -> Tensor:
     from genrt.tokens import draw_kernels
 
     batch, numbers, mask, heat, places = case
-    return draw_kernels.drawn(
+    return draw_kernels.draw_fused(
         batch,
         numbers,
         mask=mask,
@@ -207,7 +207,7 @@ def by_graphs(case: Case, graphs: DrawGraphs) -> tuple[Tensor, Tensor]:
     ]
     if case.places is None:  # the first part is from the first rows, which need not be said
         several[0] = several[0]._replace(places=None)
-    found = graphs.drawn(case.batch, several)
+    found = graphs.launch(case.batch, several)
     assert found is not None
     whole, on_host = found
     assert torch.equal(whole.view(torch.int64), on_host.arrived().view(torch.int64))

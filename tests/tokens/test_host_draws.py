@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrt.tokens import host_draws
+from genrt.tokens import sampling
 from genrt.tokens.sampling import BLOCK, LARGEST, draw, draw_tokens, seeded_uniforms
 from tests.scripted import logprobs, population_of
 from tests.tokens.draws_by_hand import WIDTHS, Case, by_torch, cases, disagreements, packed
@@ -38,14 +38,16 @@ def left(rows: Tensor) -> list[Tensor]:
     """Return the rows that are left to another function, call by call."""
     calls: list[Tensor] = []
 
-    def otherwise(batch: Tensor, numbers: Tensor, *, heat: Tensor) -> Tensor:
+    def otherwise(batch: Tensor, numbers: Tensor, *, heat: Tensor, **_: None) -> Tensor:
         assert len(batch) == len(numbers) == len(heat)
         assert bool((heat == 1).all())
         calls.append(batch)
         return torch.full((len(batch), 3), 7.0, dtype=torch.float64)
 
     numbers = seeded_uniforms(range(len(rows)))
-    found = host_draws.drawn(rows, numbers, BLOCK, otherwise)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "draw_tokens", otherwise)
+        found = sampling._draw_on_host(rows, numbers)
     assert int((found == 7).all(-1).sum()) == sum(map(len, calls))
     return calls
 
@@ -132,7 +134,7 @@ def test_gapped_rows_and_rows_with_gradients_are_read_and_nothing_is_changed() -
 
 
 def test_float64_rows_and_temperatures_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(host_draws, "draw_tokens")
+    monkeypatch.delattr(sampling, "_draw_on_host")
     rows, numbers = normalised(4, 300), seeded_uniforms(range(4))
     heat = torch.tensor([1.0, 0.0, 0.5, 2.0])
     assert int(draw(rows, temperature=heat, uniforms=numbers).token_ids.min()) >= 0
@@ -142,9 +144,9 @@ def test_float64_rows_and_temperatures_are_torchs(monkeypatch: pytest.MonkeyPatc
 def test_a_population_draws_by_masks_that_it_may_not_write_to() -> None:
     rows, several = normalised(3, 300), population_of(*map(logprobs, range(3)))
     masks = packed(torch.arange(900).reshape(3, 300) % 5 > 0).numpy()
-    found = replace(several, masks=masks).drawn(rows)
+    found = replace(several, masks=masks).draw(rows)
     assert torch.equal(
         found, draw_tokens(rows, seeded_uniforms(several.seeds), mask=torch.tensor(masks))
     )
     masks.flags.writeable = False
-    assert torch.equal(found, replace(several, masks=masks).drawn(rows))
+    assert torch.equal(found, replace(several, masks=masks).draw(rows))
