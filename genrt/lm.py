@@ -25,7 +25,6 @@ from genrt.questions.reads import (
 )
 from genrt.questions.rows import Device, must_move, row_request
 from genrt.questions.scores import (
-    batch_score_requests,
     joined,
     row_chunks,
     score_requests,
@@ -224,9 +223,9 @@ class AsyncLM(EngineOwner):
     ) -> torch.Tensor:
         """Return each token's log-probability in ``continuation``, given those before it: float32
         ``[len(continuation)]`` on the host. vLLM computes the text once; others, a row for each token."""
-        own = self._limits, token_ids, continuation, self._adapters.bound(adapter)
+        own = self._limits, [token_ids], [continuation], self._adapters.bound(adapter)
         requests = score_requests(*own, in_one=self._thread.scores)
-        return joined(await self._ask(requests, timeout=timeout), [requests])[0]
+        return joined(await self._ask(requests[0], timeout=timeout), requests)[0]
 
     async def batch_score(
         self,
@@ -238,7 +237,7 @@ class AsyncLM(EngineOwner):
     ) -> list[torch.Tensor]:
         """Return what ``score`` does of each continuation after its context, all as one question."""
         own = self._limits, contexts, continuations, self._adapters.bound(adapter)
-        requests = batch_score_requests(*own, in_one=self._thread.scores)
+        requests = score_requests(*own, in_one=self._thread.scores)
         return joined(await self._ask([*chain(*requests)], timeout=timeout), requests)
 
     async def prompt_logprobs(
@@ -247,7 +246,7 @@ class AsyncLM(EngineOwner):
         """Return the score of a text's tokens after its first: float32 ``[len(token_ids) - 1]``."""
         own = self._limits, token_ids, self._adapters.bound(adapter)
         requests = text_requests(*own, in_one=self._thread.scores)
-        return joined(await self._ask(requests, timeout=timeout), [requests])[0]
+        return joined(await self._ask(requests[0], timeout=timeout), requests)[0]
 
     def prompt_rows(
         self,

@@ -169,8 +169,9 @@ def begin(
     given: Any = prompt
 
     def encoded(one: str | TokenIds) -> TokenIds:
-        tokenizer = runtime.thread.engine.tokenizer
-        return encode_prompt(tokenizer, one) if isinstance(one, str) else one
+        if isinstance(one, str):
+            return encode_prompt(runtime.thread.engine.tokenizer, one)
+        return one
 
     is_list = isinstance(given, Sequence) and len(given) > 0
     if isinstance(given, torch.Tensor | np.ndarray):

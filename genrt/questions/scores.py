@@ -32,7 +32,6 @@ from genrt.tokens.sampling import GREEDY_BELOW
 __all__ = [
     "ScoreRequest",
     "after_contexts",
-    "batch_score_requests",
     "entries",
     "greedy_joined",
     "greedy_requests",
@@ -156,13 +155,14 @@ def after_contexts(
     in_one: bool,
     temperature: float = 1.0,
 ) -> list[list[ReadRequest | ScoreRequest]]:
-    """Return the requests whose results, ``joined``, are the score of each continuation after its
-    context, packed and checked: one request for all tokens of one with ``in_one``, otherwise a read for
-    each, from the row after what comes before it. A single token is read too: its row may be there, and
-    others read from it.
+    """Return, for each continuation, the requests whose ``joined`` results are its score.
+
+    The contexts are packed and checked. With ``in_one``, a continuation of several tokens is one request.
+    Otherwise each token is a read of the row before it. A single token is always a read, because the row
+    may be cached, or shared with other reads.
 
     Raises:
-        InvalidRequest: bad token ids in a continuation, not as many continuations as contexts, or a
+        InvalidRequest: bad token ids in a continuation, not one continuation per context, or a
             temperature that is not above 0.
         ContextTooLong: a context and its continuation, less the last token, are too long together.
     """
@@ -172,43 +172,41 @@ def after_contexts(
             f"{len(contexts)} contexts and {len(given)} continuations: give one for each"
         )
     heat = checked_temperature(temperature)
-    return [
-        _score(limits, context, after, adapter, in_one, heat)
-        for context, after in zip(contexts, given, strict=True)
-    ]
-
-
-def _score(
-    limits: Limits,
-    context: bytes,
-    continuation: TokenIds,
-    adapter: Adapter | None,
-    in_one: bool,
-    temperature: float = 1.0,
-) -> list[ReadRequest | ScoreRequest]:
-    name = "continuation"
-    after = id_words(continuation, limits.vocab_size, allow_empty=True, name=name)
-    start = len(context) // TOKEN_BYTES
-    check_length(limits, start + max(len(after) - 1, 0))
-    score = ScoreRequest(context + after.tobytes(), start, adapter, temperature=temperature)
-    if in_one and len(after) > 1:
-        return [score]
-    pairs = zip(score.rows, after, strict=True)
-    return [ReadRequest(row, Candidates((each,), temperature)) for row, each in pairs]
+    found: list[list[ReadRequest | ScoreRequest]] = []
+    for context, continuation in zip(contexts, given, strict=True):
+        after = id_words(continuation, limits.vocab_size, allow_empty=True, name="continuation")
+        start = len(context) // TOKEN_BYTES
+        check_length(limits, start + max(len(after) - 1, 0))
+        score = ScoreRequest(context + after.tobytes(), start, adapter, temperature=heat)
+        if in_one and len(after) > 1:
+            found.append([score])
+        else:
+            pairs = zip(score.rows, after, strict=True)
+            found.append([ReadRequest(row, Candidates((each,), heat)) for row, each in pairs])
+    return found
 
 
 def score_requests(
     limits: Limits,
-    token_ids: TokenIds,
-    continuation: TokenIds,
+    contexts: Sequence[TokenIds],
+    continuations: Sequence[TokenIds],
     adapter: Adapter | None,
     *,
     in_one: bool,
-) -> list[ReadRequest | ScoreRequest]:
-    """Return the requests of one score, as ``after_contexts`` does; raise as that does, and for bad token
-    ids in the context."""
-    context = id_words(token_ids, limits.vocab_size).tobytes()
-    return _score(limits, context, continuation, adapter, in_one)
+) -> list[list[ReadRequest | ScoreRequest]]:
+    """Return the requests of ``after_contexts``; also raises InvalidRequest for bad contexts."""
+    packed = [id_words(each, limits.vocab_size).tobytes() for each in check_contexts(contexts)]
+    return after_contexts(limits, packed, continuations, adapter, in_one=in_one)
+
+
+def text_requests(
+    limits: Limits, token_ids: TokenIds, adapter: Adapter | None, *, in_one: bool
+) -> list[list[ReadRequest | ScoreRequest]]:
+    """Return the requests for the score of a text's tokens after its first; raises as
+    ``score_requests``."""
+    words = id_words(token_ids, limits.vocab_size)
+    own = [words[:1].tobytes()], [words[1:].tolist()], adapter
+    return after_contexts(limits, *own, in_one=in_one)
 
 
 def text_score_request(
@@ -235,28 +233,6 @@ def text_score_request(
     return ScoreRequest(words.tobytes(), start, adapter, wanted=wants, temperature=heat)
 
 
-def batch_score_requests(
-    limits: Limits,
-    contexts: Sequence[TokenIds],
-    continuations: Sequence[TokenIds],
-    adapter: Adapter | None,
-    *,
-    in_one: bool,
-) -> list[list[ReadRequest | ScoreRequest]]:
-    """Return what ``after_contexts`` does; raise as that does, and InvalidRequest for bad contexts."""
-    given = check_contexts(contexts)
-    packed = [id_words(each, limits.vocab_size).tobytes() for each in given]
-    return after_contexts(limits, packed, continuations, adapter, in_one=in_one)
-
-
-def text_requests(
-    limits: Limits, token_ids: TokenIds, adapter: Adapter | None, *, in_one: bool
-) -> list[ReadRequest | ScoreRequest]:
-    """Return the requests of a score of a text's tokens after its first; raise as ``score_requests``."""
-    words = id_words(token_ids, limits.vocab_size)
-    return _score(limits, words[:1].tobytes(), words[1:].tolist(), adapter, in_one)
-
-
 def greedy_requests(
     limits: Limits,
     token_ids: TokenIds,
@@ -267,8 +243,8 @@ def greedy_requests(
 ) -> list[ReadRequest | ScoreRequest]:
     """Return the requests of one score whose results, ``greedy_joined``, say too whether each token is
     the likeliest; raise as ``score_requests``."""
-    own = limits, token_ids, continuation, adapter
-    requests = score_requests(*own, in_one=in_one)
+    own = [token_ids], [continuation], adapter
+    [requests] = score_requests(limits, *own, in_one=in_one)
     scores = [replace(each, wanted="greedy") for each in requests if isinstance(each, ScoreRequest)]
     reads = [each for each in requests if isinstance(each, ReadRequest)]
     return [*scores, *reads, *(ReadRequest(each.row, TopTokens(1)) for each in reads)]

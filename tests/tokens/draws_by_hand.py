@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrt.tokens import draw_graphs, sampling
+from genrt.tokens import sampling
 from genrt.tokens.sampling import (
     BLOCK,
     GREEDY_BELOW,
