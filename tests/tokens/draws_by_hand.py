@@ -207,7 +207,9 @@ def by_graphs(case: Case, graphs: DrawGraphs) -> tuple[Tensor, Tensor]:
     ]
     if case.places is None:  # the first part is from the first rows, which need not be said
         several[0] = several[0]._replace(places=None)
-    found = graphs.launch(case.batch, several)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "has_kernels", lambda _: True)  # there is no GPU
+        found = graphs.launch(case.batch, several)
     assert found is not None
     whole, on_host = found
     assert torch.equal(whole.view(torch.int64), on_host.arrived().view(torch.int64))
@@ -217,7 +219,6 @@ def by_graphs(case: Case, graphs: DrawGraphs) -> tuple[Tensor, Tensor]:
 def main(widths: Sequence[int]) -> None:
     """Print every disagreement of the kernels with torch, with the law, and with themselves."""
     warnings.simplefilter("ignore")  # numpy's, of the interpreter: 0 / 0 and the logarithm of 0
-    vars(draw_graphs)["has_kernels"] = lambda _: True  # there is no GPU
     graphs = DrawGraphs()
     for width in widths:
         for number, case in enumerate(cases(width)):

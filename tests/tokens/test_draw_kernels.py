@@ -40,7 +40,7 @@ class Kernels:
         self.calls: list[dict[str, Any]] = []
         self.works = lambda: works
 
-    def draw_tokens(self, batch: Tensor, numbers: Tensor, **how: Any) -> Tensor:
+    def draw_fused(self, batch: Tensor, numbers: Tensor, **how: Any) -> Tensor:
         self.calls.append(how)
         return torch.ones(len(numbers), 3, dtype=torch.float64)
 
