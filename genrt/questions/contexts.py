@@ -45,7 +45,7 @@ TokenIds: TypeAlias = Sequence[int] | np.ndarray | torch.Tensor
 """Token ids as callers give them; a request holds them as a tuple of int."""
 
 TOKEN_BYTES = array("I").itemsize
-"""What a token id takes in a packed context."""
+"""The size of a token id in a packed context."""
 
 LAST_SEED = 2**63 - 1
 """The largest seed of a question."""
@@ -53,10 +53,10 @@ LAST_SEED = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A LoRA adapter as a request binds it: its name and which loading of that name.
+    """A LoRA adapter as a request binds it: a name and a version.
 
-    ``version`` grows with every ``add_adapter`` of the name, so a request never meets, and a cache
-    never returns, the weights that the name stood for before.
+    ``version`` grows with every ``add_adapter`` of the name, so requests and cached rows never use
+    earlier weights of that name.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Limits:
         """Return token ids as a tuple of int; messages call them ``name``.
 
         Raises:
-            InvalidRequest: they are no flat sequence of ints in the vocabulary, or empty.
+            InvalidRequest: not a flat sequence of ints in the vocabulary, or empty.
         """
         return tuple(id_words(token_ids, self.vocab_size, allow_empty=allow_empty, name=name))
 
@@ -87,7 +87,7 @@ def id_words(
     """Return the token ids as unsigned 32-bit numbers; messages call them ``name``.
 
     Raises:
-        InvalidRequest: they are no flat sequence of ints below ``vocab_size``, or empty.
+        InvalidRequest: not a flat sequence of ints below ``vocab_size``, or empty.
     """
     if type(token_ids) is not list and type(token_ids) is not tuple:
         token_ids = _sequence(token_ids, name)
@@ -108,7 +108,7 @@ def host_array(table: Table, name: str) -> np.ndarray:
     """Return a tensor or array as a plain array in the host's memory and byte order; not always a copy.
 
     Raises:
-        InvalidRequest: it holds no plain numbers: it is sparse, masked or on no device.
+        InvalidRequest: it is sparse, masked or on the device "meta".
     """
     if isinstance(table, np.ndarray):
         if isinstance(table, np.ma.MaskedArray):
@@ -128,7 +128,7 @@ def host_array(table: Table, name: str) -> np.ndarray:
 
 
 def advice_for(given: object) -> str:
-    """Return what a message adds about something that was given for token ids; may be empty."""
+    """Return advice for a message about a value that is not token ids; may be empty."""
     if isinstance(given, Mapping) and "input_ids" in given:
         return "; give its token ids, encoding['input_ids'], or lm.encode(text)"
     if isinstance(given, Mapping) and "role" in given:
@@ -143,7 +143,8 @@ def advice_for(given: object) -> str:
 
 
 def _sequence(token_ids: object, name: str) -> Sequence[int]:
-    """Return what is neither a list nor a tuple, if it is a sequence of token ids all the same."""
+    """Return token ids of another type as a sequence. Raises InvalidRequest if they are not a
+    sequence."""
     if isinstance(token_ids, torch.Tensor | np.ndarray):
         return _integers(token_ids, name)
     if isinstance(token_ids, str | bytes | bytearray | memoryview) or not isinstance(
@@ -155,7 +156,7 @@ def _sequence(token_ids: object, name: str) -> Sequence[int]:
 
 
 def _integers(token_ids: Table, name: str) -> list[int]:
-    """Return the ints of a flat array or tensor. Raises InvalidRequest if it is no such thing."""
+    """Return the ints of a flat array or tensor. Raises InvalidRequest for other shapes and types."""
     if isinstance(token_ids, torch.Tensor):
         dtype = token_ids.dtype
         integers = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
@@ -186,8 +187,8 @@ def _what_is_wrong(token_ids: Sequence[Any], vocab_size: int, name: str) -> str:
 def check_contexts(
     contexts: Sequence[TokenIds] | Table, name: str = "contexts"
 ) -> Sequence[TokenIds]:
-    """Return the contexts, each of which is still to be checked. Raises InvalidRequest, whose message
-    calls them ``name``, if these are no contexts in a sequence."""
+    """Return a sequence of contexts, without a check of each. Raises InvalidRequest, with this ``name``,
+    for anything else."""
     given: object = contexts
     if isinstance(given, np.ndarray | torch.Tensor) and given.ndim:
         given = list(host_array(given, name))
@@ -211,16 +212,16 @@ def abbreviated(token_ids: Sequence[int]) -> str:
 
 
 class Seeded(Protocol):
-    """A question whose answer is drawn."""
+    """A request with a random answer."""
 
     @property
     def seed(self) -> int | None:
-        """The number that fixes the draws, whatever else is in the batch."""
+        """Fixes the draws, independent of the rest of the batch."""
         ...
 
     @property
     def nonce(self) -> int | None:
-        """The number that sets apart equal questions without a seed, whose answers are independent."""
+        """Distinguishes equal requests without a seed, whose answers are independent."""
         ...
 
     @property
@@ -235,15 +236,14 @@ def check_seed(seed: int | None) -> int | None:
 
 
 def nonces_of(seed: int | None) -> Iterator[int]:
-    """Return the nonces of a runtime with this seed, from which is drawn what is asked without a seed.
-    They begin somewhere among 2**62 numbers, so that no two runtimes share them, nor are they the seeds
-    that users give."""
+    """Return a runtime's nonces, which decide the draws without a seed. They start at one of 2**62
+    numbers, so that runtimes do not share them, and users' seeds rarely equal them."""
     [first] = np.random.SeedSequence(seed).generate_state(1, np.uint64)
     return itertools.count(int(first) >> 2)
 
 
 def seed_at(seed: int, place: int) -> int:
-    """Return the seed of number ``place`` of what is drawn with ``seed``; after the last comes 0."""
+    """Return the seed of draw number ``place``; 0 follows the last seed."""
     return (seed + place) % (LAST_SEED + 1)
 
 
@@ -253,7 +253,7 @@ def seeds_at(seed: int, places: np.ndarray) -> np.ndarray:
 
 
 def seed_of(request: Seeded) -> int:
-    """Return what decides the draws: the seed; without one the nonce; with neither a number from the
+    """Return the number that decides the draws: the seed, else the nonce, else a random number of the
     system."""
     if request.seed is not None:
         return request.seed

@@ -76,7 +76,6 @@ class LogprobsRequest(Request):
 
     @property
     def nbytes(self) -> int:
-        """The memory that the context takes."""
         return len(self.packed)
 
     def of_weights(self, version: int) -> LogprobsRequest:
@@ -144,7 +143,7 @@ def move_rows(rows: Sequence[Tensor], block: Tensor) -> None:
         part = rows[start * size :][:size]
         try:
             places.copy_(together(part), non_blocking=True)
-        except torch.OutOfMemoryError:  # where rows that lie apart have no room to be together
+        except torch.OutOfMemoryError:  # there is no memory to gather scattered rows
             for place, row in zip(places, part, strict=True):
                 place.copy_(row, non_blocking=True)
     if first.is_cuda:
@@ -152,10 +151,10 @@ def move_rows(rows: Sequence[Tensor], block: Tensor) -> None:
 
 
 def must_move(device: Device | None, own: torch.device) -> bool:
-    """Return whether rows on ``own`` have to be moved to the host to be where they are wanted.
+    """Return whether rows on device ``own`` must be moved to the host to be on ``device``.
 
     Raises:
-        InvalidRequest: it is neither the rows' device nor the host.
+        InvalidRequest: ``device`` is neither the rows' device nor the host.
     """
     if device is None:
         return False
@@ -163,7 +162,7 @@ def must_move(device: Device | None, own: torch.device) -> bool:
         dict.fromkeys([repr(str(own)), "'cpu'"])
     )
     given: object = device
-    if not isinstance(given, str | int | torch.device):  # or torch's error would show what it is
+    if not isinstance(given, str | int | torch.device):  # torch's own error would show the value
         raise InvalidRequest(advice)
     try:
         wanted = torch.device(given)

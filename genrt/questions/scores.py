@@ -1,5 +1,4 @@
-"""Scores: the log-probabilities of a continuation's tokens, each given those before it; and all the rows
-before them."""
+"""Scores: the conditional log-probabilities of a continuation's tokens, and the rows before them."""
 
 from __future__ import annotations
 
@@ -43,26 +42,27 @@ __all__ = [
 ]
 
 Wanted: TypeAlias = Literal["logprobs", "greedy", "rows"]
-"""Wanted of a score's positions."""
+"""The answer of a score."""
 
 ENTRIES = 2**24
-"""How many entries the rows have, 4 bytes each, that are answered at a time unless the caller says."""
+"""The default number of entries, 4 bytes each, in the rows of one answer."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ScoreRequest(Request):
-    """The log-probabilities of a text's tokens from number ``start`` on, at least one of them.
+    """The log-probabilities of a text's tokens from position ``start`` on, at least one token.
 
-    Its answer is a float32 tensor, for ``n = len(token_ids) - start`` tokens: on the host ``[n]``, or
-    ``[2, n]`` with ``wanted="greedy"``, which also says by 1 and 0 which of them are the likeliest ones;
-    with ``wanted="rows"`` on the engine's device, ``[n, vocab_size]``, the rows before these tokens. The
-    log-probabilities are those of rows that are divided by ``temperature`` and normalised again. Only
-    an engine that is ``Scoring`` is given one: it computes the text once, and takes every position as it
-    comes by.
+    Rows are divided by ``temperature`` and normalized again. Only a ``Scoring`` engine takes this
+    request; it computes the text once. The answer is a float32 tensor for ``n = len(token_ids) - start``
+    tokens:
+
+    - ``wanted="logprobs"``: ``[n]`` on the host.
+    - ``wanted="greedy"``: ``[2, n]`` on the host; the second row is 1 where the token is the likeliest.
+    - ``wanted="rows"``: the rows before the tokens, ``[n, vocab_size]`` on the engine's device.
 
     Attributes:
-        packed: the text, context and continuation, packed as in ``LogprobsRequest``.
-        start: how many tokens of it are the context, at least one.
+        packed: context and continuation, packed as in ``LogprobsRequest``.
+        start: the number of tokens of the context, at least one.
     """
 
     packed: bytes
@@ -91,7 +91,7 @@ class ScoreRequest(Request):
 
     @property
     def computed(self) -> LogprobsRequest:
-        """The row after the longest context that the answer needs: all of the text but its last token."""
+        """The row after the longest context that the answer needs: the text without its last token."""
         return self._row(-TOKEN_BYTES)
 
     def _row(self, end: int) -> LogprobsRequest:
@@ -101,7 +101,7 @@ class ScoreRequest(Request):
 
     @property
     def nbytes(self) -> int:
-        """The memory that the text takes."""
+        """The memory of the text."""
         return len(self.packed)
 
     def answer(self, rows: Sequence[Tensor]) -> Tensor:
@@ -127,14 +127,16 @@ class ScoreRequest(Request):
 
 
 def entries(rows: Tensor, targets: Tensor, wanted: Wanted, heats: Tensor | None = None) -> Tensor:
-    """Return what is wanted of rows ``[n, vocab_size]``, whose tokens are the targets, int64 ``[n]``.
-    With temperatures, float64 ``[n]``, the rows are overwritten: no other matrix of their size is made.
-    Below ``GREEDY_BELOW`` the law is greedy, as ``truncate`` and draws have it."""
+    """Return the scores of targets, int64 ``[n]``, in rows ``[n, vocab_size]``.
+
+    With temperatures, float64 ``[n]``, the rows are overwritten, to save memory. Below ``GREEDY_BELOW``
+    the distribution is greedy, as in ``truncate``.
+    """
     likeliest = None if heats is None and wanted != "greedy" else rows.argmax(-1) == targets
     if heats is None:
         found = rows.gather(1, targets[:, None])[:, 0]
     else:
-        # The likeliest token is moved to 0 first, so that no temperature, however small, overflows.
+        # Move the likeliest token to 0 first, so that no temperature, however small, overflows.
         is_greedy = heats < GREEDY_BELOW
         divisors = heats.masked_fill(is_greedy, 1.0).clamp(max=torch.finfo(rows.dtype).max)
         rows = rows.sub_(rows.amax(dim=-1, keepdim=True)).div_(divisors.to(rows.dtype)[:, None])
@@ -217,11 +219,11 @@ def text_score_request(
     wanted: str,
     temperature: float,
 ) -> ScoreRequest:
-    """Return the request for the score of a text's tokens from number ``start`` on, of log-probabilities
-    with the likeliest ones (``"greedy"``) or without (``"logprobs"``).
+    """Return the request for the score of a text's tokens from position ``start`` on; ``wanted`` is
+    ``"logprobs"`` or ``"greedy"``.
 
     Raises:
-        InvalidRequest: bad token ids, or another argument that fits nothing; ContextTooLong.
+        InvalidRequest: bad token ids, or another argument out of range; ContextTooLong.
     """
     words = id_words(token_ids, limits.vocab_size)
     check_length(limits, len(words) - 1)
@@ -241,8 +243,8 @@ def greedy_requests(
     *,
     in_one: bool,
 ) -> list[ReadRequest | ScoreRequest]:
-    """Return the requests of one score whose results, ``greedy_joined``, say too whether each token is
-    the likeliest; raise as ``score_requests``."""
+    """Return the requests of one score for ``greedy_joined``, which needs the likeliest tokens too;
+    raises as ``score_requests``."""
     own = [token_ids], [continuation], adapter
     [requests] = score_requests(limits, *own, in_one=in_one)
     scores = [replace(each, wanted="greedy") for each in requests if isinstance(each, ScoreRequest)]
@@ -251,8 +253,8 @@ def greedy_requests(
 
 
 def greedy_joined(results: Sequence[Any], continuation: Sequence[int]) -> tuple[float, bool]:
-    """Return the sum of the log-probabilities, and whether every token is the likeliest one, given the
-    results of ``greedy_requests``."""
+    """Return the sum of the log-probabilities, and whether every token is the likeliest, from the results
+    of ``greedy_requests``."""
     if len(results) == 1:
         logprobs, is_likeliest = results[0]
         return float(logprobs.double().sum()), bool(is_likeliest.all())
@@ -271,13 +273,15 @@ def row_chunks(
     *,
     in_one: bool,
 ) -> Iterator[list[LogprobsRequest] | list[ScoreRequest]]:
-    """Yield questions whose answers are the rows before a text's tokens from number ``start`` on, in
-    order, at most ``chunk`` each: one request for all rows of one with ``in_one``, otherwise a row each,
-    to be stacked. Each is made when it is wanted, as it holds its context: by default the contexts of
-    one question take no more memory than its rows may. Arguments are checked at the call.
+    """Yield requests for the rows before a text's tokens from position ``start`` on, ``chunk`` rows at a
+    time.
+
+    With ``in_one``, a chunk is one request. Otherwise it is one request per row, to be stacked. A chunk
+    is created when it is needed, because it holds its contexts; by default these take no more memory than
+    its rows may. Arguments are checked at the call.
 
     Raises:
-        InvalidRequest: bad token ids, or numbers that fit nothing; ContextTooLong.
+        InvalidRequest: bad token ids, or numbers out of range; ContextTooLong.
     """
     words = id_words(token_ids, limits.vocab_size)
     check_int("start", start, 1, len(words))
@@ -296,6 +300,6 @@ def row_chunks(
 
 def joined(results: Sequence[Tensor], requests: Sequence[Sequence[object]]) -> list[Tensor]:
     """Return the log-probabilities of each continuation's tokens, float32 ``[len(continuation)]`` on the
-    host, given the results of all their requests in order."""
+    host, from the results of all requests in order."""
     found = iter(results)
     return [torch.cat([torch.empty(0), *islice(found, len(each))]) for each in requests]
