@@ -1501,13 +1501,13 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *breaks(
         "runtime.population_answers",
-        "test_batch_walks.py",
+        "test_shared_rows.py",
         (
             "PopulationAnswers.go_on",
             "two that go on alike have their rows computed twice",
             Swap("alike == 1", "True"),
         ),
-        only="at_once_after",
+        only="ask_at_once",
     ),
     *breaks(
         "populations",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,8 +15,6 @@ from genrt.engines.vllm import speculation
 from genrt.engines.vllm.populations import EarlyDelivery
 from genrt.engines.vllm.speculation import DecodeSteps
 from genrt.lm import AsyncLM
-from genrt.populations import Population
-from tests.apart import drawn_apart
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
@@ -60,21 +57,6 @@ def run_always_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speculation, "MISSES", 10**9)
     steady = property(lambda _: True, lambda _, value: None)
     monkeypatch.setattr(DecodeSteps, "_is_steady", steady, raising=False)
-
-
-async def all_the_same(populations: list[Population], quiet: AsyncLM, seed: int) -> None:
-    """Draw for all at once, as the quiet runtime does for each sequence, and append."""
-    found = await asyncio.gather(*(each.draw(seed=seed + n) for n, each in enumerate(populations)))
-    for n, (population, draws) in enumerate(zip(populations, found, strict=True)):
-        wanted = await drawn_apart(quiet, [*population], seed=seed + n)
-        assert draws.token_ids.tolist() == wanted.token_ids.tolist()
-        assert float((draws.logprobs - wanted.logprobs).abs().max()) < 1e-3
-        population.append(draws.token_ids)
-
-
-async def same(population: Population, quiet: AsyncLM, seed: int) -> None:
-    """Do the same with one population."""
-    await all_the_same([population], quiet, seed)
 
 
 def halved(rng: random.Random) -> list[int]:

@@ -1,40 +1,41 @@
-"""Random walks of a population whose questions are cancelled, timed out and overtaken by restarts, with
-others asking the same engine: each draw is that of a second, quiet runtime, and nothing is left over."""
+"""The walk of populations on vLLM, also with steps run ahead, and what ended populations give back."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import gc
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import genrt
-from genrt.errors import TimedOut
 from genrt.lm import AsyncLM
 from genrt.populations import Population
-from tests.apart import drawn_apart
 from tests.engines.vllm import ahead
-from tests.engines.vllm.ahead import COUNT, all_the_same, running_ahead
+from tests.engines.vllm.ahead import COUNT, run_always_ahead, running_ahead
+from tests.population_walk import EVENTS, Runtime, walk
+from tests.small_models import make_llama
 
 pytestmark = pytest.mark.vllm
 
 OPTIONS = ahead.OPTIONS | {"max_num_seqs": 24}
-LONGEST = 90
+BLOCK = 2 * 2 * 32 * 2 * 4 * 16
+"""Bytes: layers, KV heads, head size, K and V, of a float32, tokens."""
 
 
 @contextlib.contextmanager
 def opened(llama: Path, way: str) -> Iterator[tuple[AsyncLM, AsyncLM]]:
     """One that is walked on, also with steps run ahead of the question, as on a GPU; and a quiet one."""
+    options = OPTIONS | ({"kv_cache_memory_bytes": 100 * BLOCK} if way == "tight" else {})
     with (
         genrt.load(str(llama), engine_options=OPTIONS, cache_bytes=0) as quiet,
         # Also while the engine is opened again.
         running_ahead() if way == "ahead" else contextlib.nullcontext(),
-        genrt.load(str(llama), engine_options=OPTIONS, cache_bytes=0) as lm,
+        genrt.load(str(llama), engine_options=options, cache_bytes=0) as lm,
     ):
         yield lm, quiet
 
@@ -45,53 +46,35 @@ def runtimes(llama: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Asyn
         yield both
 
 
-class Walk:
-    """A population and what happens to it."""
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Other weights for ``llama``."""
+    return make_llama(tmp_path_factory.mktemp("other") / "model", seed=7)
 
-    def __init__(self, lm: AsyncLM, seed: int) -> None:
-        self.lm = lm
-        self.rng = random.Random(seed)
-        prompt = [self.rng.randrange(lm.vocab_size) for _ in range(20)]
-        self.population = lm.population(prompt, COUNT)
 
-    async def cancelled(self) -> None:
-        """A draw is given up, anywhere on its way."""
-        draw = asyncio.ensure_future(self.population.draw(seed=self.rng.randrange(99)))
-        for _ in range(self.rng.randrange(6)):
-            await asyncio.sleep(0)
-        if self.rng.random() < 0.5:  # one that has reached the engine, whose step goes on
-            await self.lm.next_token_logprobs([self.rng.randrange(300)])
-        draw.cancel()
-        await asyncio.gather(draw, return_exceptions=True)
+@contextlib.contextmanager
+def broken(how: str) -> Iterator[None]:
+    """Have the steps of all engines fail, or a row of theirs be not finite."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    async def timed_out(self) -> None:
-        with contextlib.suppress(TimedOut):
-            await self.population.draw(timeout=self.rng.choice([0.0, 0.0001, 0.002]))
+    from genrt.engines.vllm import capture, step_launches
 
-    async def restarted(self) -> None:
-        """In the middle of a draw, which fails or is answered."""
-        draw = asyncio.ensure_future(self.population.draw(seed=1))
-        await asyncio.sleep(0)
-        await asyncio.gather(self.lm.arestart(), draw, return_exceptions=True)
+    log_probabilities = capture.log_probabilities
 
-    async def evicted(self) -> None:
-        contexts = [[self.rng.randrange(300) for _ in range(40)] for _ in range(40)]
-        await self.lm.batch_next_token_logprobs(contexts)
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("scripted failure")
 
-    async def from_another_loop(self) -> None:
-        """A closed loop's population goes on in this one."""
-        await asyncio.to_thread(self.population.draw_sync, seed=3)
+    def poisoned(logits: torch.Tensor, **options: Any) -> torch.Tensor:
+        rows = log_probabilities(logits, **options).clone()
+        rows[-1, 0] = float("nan")
+        return rows
 
-    def change(self) -> None:
-        """Another population of the same sequences, copied, cut or joined."""
-        population, rng = self.population, self.rng
-        if rng.random() < 0.4:
-            population.resample([rng.randrange(COUNT) for _ in range(COUNT)])
-        if rng.random() < 0.1:
-            first, second = population.split([COUNT // 3, COUNT - COUNT // 3])
-            self.population = second.join(first)
-        if rng.random() < 0.05 or int(population.lengths.max()) > LONGEST:
-            self.population.cut([rng.randrange(15, 40) for _ in range(COUNT)])
+    with pytest.MonkeyPatch.context() as patch:
+        if how == "fails":
+            patch.setattr(GPUModelRunner, "_model_forward", fails)
+        else:
+            patch.setattr(step_launches, "log_probabilities", poisoned)
+        yield
 
 
 def left(lm: AsyncLM) -> tuple[int, int]:
@@ -101,73 +84,50 @@ def left(lm: AsyncLM) -> tuple[int, int]:
     return lm._thread.call(look).result()
 
 
-async def checked(population: Population, quiet: AsyncLM, beside: AsyncLM, seed: int) -> None:
-    """Draw, beside a question of its last sequence and one of nobody's, and append."""
-    contexts = list(population)
-    found, wanted, row = await asyncio.gather(
-        population.draw(seed=seed),
-        drawn_apart(quiet, contexts, seed=seed),
-        beside.next_token_logprobs(contexts[-1]),
-    )
-    assert found.token_ids.tolist() == wanted.token_ids.tolist()
-    assert float((found.logprobs - wanted.logprobs).abs().max()) < 1e-3
-    assert abs(float(row[found.token_ids[-1]]) - float(found.logprobs[-1])) < 1e-3
-    population.append(found.token_ids)
+async def walked(both: tuple[AsyncLM, AsyncLM], paths: list[Path], seed: int, steps: int) -> None:
+    lm, quiet = both
 
+    async def update() -> None:
+        paths.reverse()
+        for each in both:
+            await each.update_weights(paths[0])
 
-@pytest.mark.parametrize(
-    ("seed", "steps"),
-    [(0, 40), *(pytest.param(seed, 150, marks=pytest.mark.proof) for seed in range(1, 4))],
-)
-async def test_whatever_happens_to_its_questions_draws_are_those_of_its_sequences(
-    runtimes: tuple[AsyncLM, AsyncLM], seed: int, steps: int
-) -> None:
-    lm, quiet = runtimes
-    walk = Walk(lm, seed)
-    happenings = [walk.cancelled, walk.timed_out, walk.evicted, walk.from_another_loop]
-    for step in range(steps):
-        if step in (steps // 3, steps // 2):
-            await walk.restarted()
-        elif walk.rng.random() < 0.4:
-            await walk.rng.choice(happenings)()
-        await checked(walk.population, quiet, lm, seed=walk.rng.randrange(10**6))
-        walk.change()
+    runtime = Runtime(lm, quiet, EVENTS, longest=80, tolerance=1e-3, update=update, breaks=broken)
+    made = await walk(runtime, seed, steps, most=4)
+    if made.counts["updated"] % 2:
+        await update()
     assert left(lm) == (0, 0)
-    statistics = lm.statistics()
-    assert (statistics.batcher.queued, statistics.batcher.in_flight) == (0, 0)
-    assert statistics.engine.forked > 0  # since the last restart
-    assert statistics.engine.extended > 0
+    statistics = lm.statistics().engine
+    assert statistics.forked > 0  # since the last restart
+    assert statistics.extended > 0
 
 
-@pytest.mark.parametrize(
-    ("seed", "steps"),
-    [(0, 40), *(pytest.param(seed, 120, marks=pytest.mark.proof) for seed in range(1, 4))],
-)
-async def test_whatever_happens_to_some_of_several_at_once_all_draws_are_right(
-    runtimes: tuple[AsyncLM, AsyncLM], seed: int, steps: int
+PROOF = [pytest.param(seed, 150, marks=pytest.mark.proof) for seed in range(1, 4)]
+
+
+@pytest.mark.promise(number=36)
+@pytest.mark.parametrize(("seed", "steps"), [(0, 40), *PROOF])
+async def test_each_draw_is_its_own_context_s_on_vllm(
+    runtimes: tuple[AsyncLM, AsyncLM], llama: Path, other: Path, seed: int, steps: int
 ) -> None:
-    """Three populations, whose sequences are more than a step takes: what happens to one happens while
-    the others draw."""
-    lm, quiet = runtimes
-    walks = [Walk(lm, 10 * seed + n) for n in range(3)]
-    rng = random.Random(seed)
+    await walked(runtimes, [llama, other], seed, steps)
 
-    async def draws(several: list[Walk]) -> None:
-        await all_the_same([each.population for each in several], quiet, seed=rng.randrange(10**6))
 
-    for step in range(steps):
-        if step in (steps // 3, steps // 2):
-            await walks[step % 3].restarted()
-        elif rng.random() < 0.3:
-            walk = rng.choice(walks)
-            happening = rng.choice([walk.cancelled, walk.timed_out, walk.evicted])
-            await asyncio.gather(happening(), draws([each for each in walks if each is not walk]))
-        await draws(walks if rng.random() < 0.8 else rng.sample(walks, 2))
-        for walk in walks:
-            walk.change()
-    assert left(lm) == (0, 0)
-    for walk in walks:
-        walk.population.close()
+@pytest.mark.parametrize(("seed", "steps"), PROOF)
+async def test_and_with_hardly_any_memory(llama: Path, other: Path, seed: int, steps: int) -> None:
+    with opened(llama, "tight") as both:
+        await walked(both, [llama, other], seed, steps)
+        assert both[0].statistics().engine.evicted > 0
+
+
+@pytest.mark.parametrize(("seed", "steps"), [(0, 40), *PROOF])
+async def test_and_with_every_step_run_ahead(
+    llama: Path, other: Path, seed: int, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_always_ahead(monkeypatch)
+    with opened(llama, "ahead") as both:
+        await walked(both, [llama, other], seed, steps)
+        assert both[0].statistics().engine.speculated > 0
 
 
 # -- what is given back -------------------------------------------------------------------------

@@ -4,26 +4,28 @@ next one runs before anybody asks."""
 from __future__ import annotations
 
 import asyncio
-import gc
 import random
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import genrt
 from genrt.lm import AsyncLM
 from genrt.populations import Population
 from tests.apart import drawn_apart
 from tests.engines.vllm.ahead import (
-    all_the_same,
+    OPTIONS,
     halved,
     held,
     run_always_ahead,
-    same,
+    running_ahead,
     two_runtimes,
 )
+from tests.population_walk import draw_all
 
 pytestmark = pytest.mark.vllm
 
@@ -50,7 +52,7 @@ async def test_every_step_of_several_populations_has_run_before_they_ask(
     for step in range(12):
         if step == 4:
             before = lm.statistics().engine
-        await all_the_same(populations, quiet, seed=1000 * step)
+        await draw_all(populations, quiet, seed=1000 * step)
     after = lm.statistics().engine
     assert after.steps - before.steps == 8, "one forward a step for all"
     assert after.speculated - before.speculated == 8
@@ -67,7 +69,7 @@ async def test_resampling_one_or_all_of_them_stops_no_step_ahead(runtimes: Runti
     for step in range(24):
         if step == 8:
             before = lm.statistics().engine
-        await all_the_same([first, second], quiet, seed=1000 * step)
+        await draw_all([first, second], quiet, seed=1000 * step)
         first.resample(halved(rng))
         if step % 3 == 0:
             second.resample(halved(rng))
@@ -88,12 +90,12 @@ async def test_parts_of_one_population_are_not_given_the_same_spare_requests(
     for turn in range(6):
         whole = lm.population([[n, turn, 2] for n in range(12)])
         for step in range(3):
-            await same(whole, quiet, seed=step)
+            await draw_all([whole], quiet, seed=step)
         parts = [*whole.split([6, 6])] if way == "split" else [whole.take([n] * 3) for n in (0, 1)]
         for step in range(6):
             for part in parts:
                 part.resample([n // 2 for n in range(len(part))])
-            await all_the_same(parts, quiet, seed=100 * step)
+            await draw_all(parts, quiet, seed=100 * step)
         for each in (*parts, whole):
             each.close()
     assert held(lm) == (0, 0)
@@ -126,68 +128,81 @@ async def test_those_that_are_left_are_answered_from_a_step_of_all(runtimes: Run
     lm, quiet = runtimes
     populations = [lm.population([[n, k, 7] for n in range(6)]) for k in range(4)]
     for step in range(6):
-        await all_the_same(populations, quiet, seed=1000 * step)
+        await draw_all(populations, quiet, seed=1000 * step)
     before = lm.statistics().engine.speculated
     for step in range(3):
         populations.pop(step % len(populations)).close()
-        await all_the_same(populations, quiet, seed=50 + 1000 * step)
+        await draw_all(populations, quiet, seed=50 + 1000 * step)
     assert lm.statistics().engine.speculated - before == 3
     populations[0].close()
     assert held(lm) == (0, 0)
 
 
+# -- two runtimes of one process ----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A second random Llama of the same shape as ``llama``."""
+    from tests.small_models import make_llama
+
+    return make_llama(tmp_path_factory.mktemp("other") / "model", seed=7)
+
+
+@pytest.fixture(scope="module")
+def of_the_other(other: Path) -> Iterator[Runtimes]:
+    with two_runtimes(other) as both:
+        yield both
+
+
+def begun(lm: AsyncLM) -> list[Population]:
+    return [lm.population([[n, k, 4] for n in range(size)]) for k, size in enumerate((6, 3, 8))]
+
+
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("seed", range(4))
-async def test_whatever_becomes_of_a_step_of_several_draws_are_right(
-    runtimes: Runtimes, seed: int
+async def test_two_runtimes_that_both_run_ahead_do_not_see_each_other(
+    runtimes: Runtimes, of_the_other: Runtimes
 ) -> None:
-    """Some ask and some don't, some are resampled, cut, joined, closed, given up or asked about by
-    others; there are questions for rows in between."""
+    both = [(lm, quiet, begun(lm)) for lm, quiet in (runtimes, of_the_other)]
+    for step in range(12):
+        if step == 4:
+            before = [lm.statistics().engine.speculated for lm, _, _ in both]
+        await asyncio.gather(*(draw_all(each, quiet, step) for _, quiet, each in both))
+        if step == 7:
+            middle = [lm.statistics().engine.speculated for lm, _, _ in both]
+            assert [now - then for now, then in zip(middle, before, strict=True)] == [4, 4]
+            with running_ahead():
+                await of_the_other[0].arestart()
+    after = [lm.statistics().engine.speculated for lm, _, _ in both]
+    assert after[0] - middle[0] == 4
+    assert after[1] >= 2, "of an engine that is new"
+    for lm, _, populations in both:
+        for each in populations:
+            each.close()
+        assert held(lm) == (0, 0)
+
+
+@pytest.mark.usefixtures("always")
+async def test_a_runtime_that_is_closed_in_the_middle_leaves_the_other_as_it_was(
+    llama: Path, runtimes: Runtimes
+) -> None:
     lm, quiet = runtimes
-    rng = random.Random(seed)
-
-    def new(k: int) -> Population:
-        size = rng.randrange(1, 9)
-        if k % 2:
-            return lm.population([4, seed, k], size)
-        return lm.population([[n, k] for n in range(size)])
-
-    populations = [new(k) for k in range(4)]
-    for step in range(60):
-        asked = populations if rng.random() < 0.6 else rng.sample(populations, rng.randrange(1, 4))
-        beside: list[Any] = []
-        if rng.random() < 0.15:
-            beside.append(lm.next_token_logprobs(rng.choice([*rng.choice(populations)])))
-        if rng.random() < 0.15:
-            given_up = asyncio.ensure_future(rng.choice(populations).draw())
-            for _ in range(rng.randrange(5)):
-                await asyncio.sleep(0)
-            given_up.cancel()
-        seeds = [rng.randrange(10**6) for _ in asked]
-        own = [same(each, quiet, seed=s) for each, s in zip(asked, seeds, strict=True)]
-        await asyncio.gather(*own, *beside)
-        for place, population in enumerate(populations):
-            chance, size = rng.random(), len(population)
-            if chance < 0.3:
-                population.resample([rng.randrange(size) for _ in range(size)])
-            elif chance < 0.35:
-                population.cut([max(2, int(n) - rng.randrange(3)) for n in population.lengths])
-            elif chance < 0.4:
-                population.close()
-                populations[place] = new(10 + step)
-            elif chance < 0.45 and size > 1:
-                first, second = population.split([1, size - 1])
-                if rng.random() < 0.5:
-                    populations[place] = second.join(first)
-                else:
-                    populations[place], populations[(place + 1) % 4] = first, second
-        for population in populations:
-            if int(population.lengths.max()) > 100:
-                population.cut(20)
-    engine: Any = lm._thread.engine
-    assert lm._thread.call(lambda _: len(engine._in_progress)).result() == 0
-    assert lm.statistics().engine.speculated > 0
-    for each in populations:
+    mine = begun(lm)
+    for turn in range(2):
+        with ExitStack() as opened:
+            with running_ahead():
+                second = genrt.load(str(llama), engine_options=OPTIONS, cache_bytes=0)
+            opened.callback(second.close)
+            theirs = begun(second)
+            for step in range(3):
+                await asyncio.gather(
+                    draw_all(mine, quiet, seed=100 * turn + step),
+                    draw_all(theirs, quiet, seed=step),
+                )
+            left = [asyncio.ensure_future(each.draw()) for each in theirs]
+            await asyncio.sleep(0)
+        await asyncio.gather(*left, return_exceptions=True)
+        await draw_all(mine, quiet, seed=turn)
+    for each in mine:
         each.close()
-    populations.clear()
-    gc.collect()
+    assert held(lm) == (0, 0)

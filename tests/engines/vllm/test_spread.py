@@ -24,9 +24,9 @@ from tests.engines.vllm.ahead import (
     held,
     run_always_ahead,
     running_ahead,
-    same,
     two_runtimes,
 )
+from tests.population_walk import draw_all
 
 pytestmark = pytest.mark.vllm
 
@@ -53,7 +53,7 @@ async def test_steps_after_resampling_have_run_before_anybody_asks(
         for step in range(32):
             if step == 16:
                 before = lm.statistics().engine
-            await same(population, quiet, seed=100 * step)
+            await draw_all([population], quiet, seed=100 * step)
             population.resample(halved(rng))
     after = lm.statistics().engine
     assert after.speculated - before.speculated >= 15
@@ -89,7 +89,7 @@ async def test_rare_resampling_stops_no_step_ahead(runtimes: tuple[AsyncLM, Asyn
         for step in range(30):
             if step == 6:
                 before = lm.statistics().engine.speculated
-            await same(population, quiet, seed=100 * step)
+            await draw_all([population], quiet, seed=100 * step)
             if step % 7 == 3:
                 population.resample(halved(rng))
     assert lm.statistics().engine.speculated - before >= 23
@@ -100,7 +100,7 @@ async def test_sequences_that_end_stop_no_step_ahead(runtimes: tuple[AsyncLM, As
     lm, quiet = runtimes
     with lm.population([[n, 3, 4] for n in range(COUNT)]) as population:
         for step in range(4):
-            await same(population, quiet, seed=100 * step)
+            await draw_all([population], quiet, seed=100 * step)
         before = lm.statistics().engine.speculated
         for step in range(COUNT):
             where = [number >= step for number in range(COUNT)]
@@ -120,14 +120,14 @@ async def test_others_that_are_closed_stop_no_step_ahead(runtimes: tuple[AsyncLM
         other.append((await other.draw(seed=1)).token_ids)
     with lm.population([[n, 5, 4] for n in range(COUNT)]) as population:
         for step in range(8):
-            await same(population, quiet, seed=100 * step)
+            await draw_all([population], quiet, seed=100 * step)
         before, kept = lm.statistics().engine.speculated, [list(other) for other in others]
         for step, other in enumerate(others):
             other.close()
-            await same(population, quiet, seed=7 + 100 * step)
+            await draw_all([population], quiet, seed=7 + 100 * step)
         assert lm.statistics().engine.speculated - before == len(others)
         again = lm.population([context for contexts in kept for context in contexts])
-        await same(again, quiet, seed=3)
+        await draw_all([again], quiet, seed=3)
         again.close()
     assert held(lm) == (0, 0)
 
@@ -156,7 +156,7 @@ async def test_whatever_becomes_of_a_step_ahead_draws_are_right(
             for _ in range(rng.randrange(5)):
                 await asyncio.sleep(0)
             given_up.cancel()
-        await asyncio.gather(same(population, quiet, seed=rng.randrange(10**6)), *beside)
+        await asyncio.gather(draw_all([population], quiet, seed=rng.randrange(10**6)), *beside)
         chance = rng.random()
         if chance < 0.5:
             population.resample(halved(rng))
@@ -192,13 +192,13 @@ async def test_a_request_that_went_on_with_another_population_is_not_taken_for_w
     lm, quiet = runtimes
     population = lm.population([[n, 8, 9] for n in range(COUNT)])
     for step in range(3):
-        await same(population, quiet, seed=100 * step)
+        await draw_all([population], quiet, seed=100 * step)
     left = population.take(range(COUNT // 2))
     right = population.take([0, 1, 2, *range(COUNT // 2, COUNT)])
-    await same(left, quiet, seed=1)
+    await draw_all([left], quiet, seed=1)
     joined = right.join(left)
     for step in range(3):
-        await same(joined, quiet, seed=200 + 100 * step)
+        await draw_all([joined], quiet, seed=200 + 100 * step)
 
 
 @pytest.mark.usefixtures("always")
@@ -207,7 +207,7 @@ async def test_forks_are_evicted_like_every_sequence(runtimes: tuple[AsyncLM, As
     rng = random.Random(7)
     with lm.population([[n, 8, 9] for n in range(COUNT)]) as population:
         for step in range(12):
-            await same(population, quiet, seed=100 * step)
+            await draw_all([population], quiet, seed=100 * step)
             population.resample(halved(rng))
             if step % 4 == 3:
                 crowd = [[rng.randrange(300) for _ in range(40)] for _ in range(60)]
@@ -219,12 +219,12 @@ async def test_forks_are_forgotten_with_all_residents(runtimes: tuple[AsyncLM, A
     rng = random.Random(8)
     population = lm.population([[n, 8, 9] for n in range(COUNT)])
     for step in range(8):
-        await same(population, quiet, seed=100 * step)
+        await draw_all([population], quiet, seed=100 * step)
         population.resample(halved(rng))
     engine: Any = lm._thread.engine
     lm._thread.call(lambda _: engine.forget_residents()).result()
     assert held(lm) == (0, 0)
-    await same(population, quiet, seed=5)
+    await draw_all([population], quiet, seed=5)
     population.close()
 
 
@@ -274,7 +274,7 @@ async def test_whoever_asks_a_device_that_waits_is_told_before_the_next_step_is_
         prepare_next(forks)
 
     with lm.population([[n, 3, 5] for n in range(COUNT)]) as population:
-        await same(population, quiet, seed=0)  # in vLLM's own step
+        await draw_all([population], quiet, seed=0)  # in vLLM's own step
         monkeypatch.setattr(engine._populations.early_delivery, "is_due", lambda _: True)
         monkeypatch.setattr(steps, "prepare_next", late)
         for step in range(1, 5):
