@@ -19,9 +19,8 @@ from genrt.errors import ContextTooLong, EngineFailed, InvalidRequest, TimedOut
 from genrt.generation.many import Failed, Item, check_lm, generate_many
 from genrt.lm import AsyncLM
 from genrt.numbers import check_bool, check_int, named, shown
-from genrt.questions.completions import Completion, LogprobsMode
+from genrt.questions.completions import Completion, DecodingOptions, LogprobsMode
 from genrt.questions.contexts import LAST_SEED, check_seed, seed_at
-from genrt.questions.samples import DecodingOptions
 from genrt.questions.token_ids import host_array, id_words
 from genrt.runtime.blocking import blocking
 
