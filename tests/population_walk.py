@@ -45,6 +45,10 @@ EVENTS = (
 """What may happen to questions and engines between two draws."""
 
 
+MADE: list[Any] = [list, np.array, torch.tensor]
+"""The forms of numbers that callers give."""
+
+
 @dataclass(slots=True, eq=False)
 class Runtime:
     """A runtime to walk on.
@@ -124,7 +128,7 @@ class Walk:
         for each, way, where, draws in zip(several, ways, wheres, found, strict=True):
             await self.check(each, draws, way, where)
             tokens = draws.token_ids.tolist()
-            each.population.append(rng.choice([torch.tensor, list, np.array])(tokens))
+            each.population.append(rng.choice(MADE)(tokens))
             each.lists = [
                 one if token < 0 else [*one, token]
                 for one, token in zip(each.lists, tokens, strict=True)
@@ -313,7 +317,7 @@ class Walk:
     def _resample(self, each: Particles) -> None:
         count = len(each.lists)
         ancestors = self.rng.choices(range(count), k=max(1, count + self.rng.choice([0, 0, -1, 1])))
-        each.population.resample(self.rng.choice([torch.tensor, list, np.array])(ancestors))
+        each.population.resample(self.rng.choice(MADE)(ancestors))
         each.lists = [each.lists[ancestor] for ancestor in ancestors]
 
     def _cut(self, each: Particles, to: int | None = None) -> None:
@@ -332,8 +336,7 @@ class Walk:
 
     def _extend(self, each: Particles) -> None:
         more = [self.ids(self.rng.randrange(6)) for _ in each.lists]
-        made: list[Any] = [list, np.array, torch.tensor, tuple]
-        each.population.extend([self.rng.choice(made)(one) for one in more])
+        each.population.extend([self.rng.choice(MADE)(one) for one in more])
         each.lists = [[*one, *two] for one, two in zip(each.lists, more, strict=True)]
 
     def _split(self, each: Particles) -> None:
