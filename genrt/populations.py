@@ -462,6 +462,7 @@ class Population:
         Questions and changes then raise ``Closed``. The engine soon frees the sequences that no copy
         extends.
         """
+        self._sequences.origins = Origins.none(len(self))  # which hold the handles
         self._finalizer()
 
     def __enter__(self) -> Self:

@@ -152,7 +152,7 @@ def test_a_population_that_no_memory_is_left_for_fails_alone(
         raise RuntimeError("no")
 
     with monkeypatch.context() as patch:
-        patch.setattr(PopulationDraw, "drawn", none)
+        patch.setattr(PopulationDraw, "draw", none)
         ends = ended(engine)
     assert isinstance(ends[request].error, EngineFailed)
     assert ends[read(A)].error is None
