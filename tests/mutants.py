@@ -873,12 +873,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "questions.draws",
         "test_answers.py test_draw.py",
         (
-            "_drawn",
+            "DrawToken.answer",
             "the draws of a step share their randomness",
-            Swap("[seed_of(each) for each in asked]", "[seed_of(asked[0]) for each in asked]"),
+            Swap("[seed_of(each) for each in wanted]", "[seed_of(wanted[0]) for each in wanted]"),
         ),
         (
-            "_masks",
+            "DrawToken.answer",
             "beside masked draws those without a mask may draw nothing",
             Swap(r"b'\xff'", r"b'\x00'"),
         ),
@@ -978,7 +978,7 @@ MUTANTS: tuple[Mutant, ...] = (
             ),
         ),
         (
-            "drawn",
+            "draw_tokens",
             "a dead end draws the first token",
             Swap("token_ids.double().masked_fill_(dead, -1.0)", "token_ids.double()"),
         ),
