@@ -1223,7 +1223,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "engines.vllm.positions",
+        "engines.vllm.scores",
         "test_positions.py",
         (
             "Positions.put",
@@ -1246,7 +1246,7 @@ MUTANTS: tuple[Mutant, ...] = (
         only="runner_v2 or missed",
     ),
     *breaks(
-        "engines.vllm.positions",
+        "engines.vllm.scores",
         "test_positions.py",
         (
             "limit_hits",
@@ -1298,7 +1298,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "engines.vllm.speculation",
+        "engines.vllm.steps",
         "test_residency.py",
         (
             "DecodeSteps._tokens_of",
@@ -1308,7 +1308,7 @@ MUTANTS: tuple[Mutant, ...] = (
         only="population or between_two_steps or cancelled_extension",
     ),
     *breaks(
-        "engines.vllm.runner_v2",
+        "engines.vllm.runners",
         "test_runners.py",
         (
             "RunnerV2.reseat",
@@ -1340,7 +1340,7 @@ MUTANTS: tuple[Mutant, ...] = (
         only="30-4-4 or population",
     ),
     *breaks(
-        "engines.vllm.open_scheduler",
+        "engines.vllm.scheduler",
         "test_residency.py",
         (
             "OpenScheduler._evict",
@@ -1350,7 +1350,7 @@ MUTANTS: tuple[Mutant, ...] = (
         only="30-4-4 or population",
     ),
     *breaks(
-        "engines.vllm.open_scheduler",
+        "engines.vllm.scheduler",
         "test_residency.py",
         (
             "OpenScheduler.can_reseat",
@@ -1379,7 +1379,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "engines.vllm.admission_blocks",
+        "engines.vllm.scheduler",
         "test_admission_blocks.py",
         (
             "needed_blocks",
@@ -1389,7 +1389,7 @@ MUTANTS: tuple[Mutant, ...] = (
         only="nobody_holds",
     ),
     *breaks(
-        "engines.vllm.open_scheduler",
+        "engines.vllm.scheduler",
         "test_admission_blocks.py",
         (
             "OpenScheduler._make_room",
@@ -1413,7 +1413,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "engines.vllm.speculation",
+        "engines.vllm.steps",
         "test_spread.py",
         (
             "DecodeSteps._part_of",
@@ -1427,7 +1427,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "engines.vllm.runner_v2",
+        "engines.vllm.runners",
         "test_runners.py",
         (
             "RunnerV2.confirm",
@@ -1441,7 +1441,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "engines.vllm.seat_tables",
+        "engines.vllm.seats",
         "test_runners.py",
         (
             "SeatTables.write",
@@ -1453,7 +1453,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "engines.vllm.step_launches",
+        "engines.vllm.runners",
         "test_runners.py",
         (
             "_Several.put",
@@ -1462,7 +1462,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "engines.vllm.block_copies",
+        "engines.vllm.seats",
         "test_block_copies.py",
         (
             "_independent",
@@ -1573,7 +1573,7 @@ MUTANTS: tuple[Mutant, ...] = (
         only="copy_goes",
     ),
     *breaks(
-        "engines.vllm.open_requests",
+        "engines.vllm.sequences",
         "test_vllm_populations.py",
         (
             "OpenRequests.left",

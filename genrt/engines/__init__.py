@@ -74,7 +74,7 @@ def open_engine(
         from genrt.engines.transformers import open_transformers
 
         return open_transformers(model, options=options)
-    from genrt.engines.process import process_kept
+    from genrt.engines.vllm.process import process_kept
 
     with process_kept():
         logger = logging.getLogger("vllm")

@@ -30,6 +30,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as V2LogitsProcessor
 
 from genrt.engines.vllm.laws import LawsV1, LawsV2, wants_law
+from genrt.engines.vllm.requests import SEED, TEXT_SEED, TICKET
 from genrt.errors import EngineUnsupported
 from genrt.tokens.rows import Leaving, corrected, normalised
 from genrt.tokens.sampling import mixed
@@ -39,9 +40,6 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 
 __all__ = [
-    "SEED",
-    "TEXT_SEED",
-    "TICKET",
     "CaptureV1",
     "CaptureV2",
     "FiniteCheck",
@@ -51,15 +49,6 @@ __all__ = [
     "install",
     "log_probabilities",
 ]
-
-TICKET = "genrt_ticket"
-"""The key in ``extra_args`` of a logprobs request's ticket, an int."""
-
-SEED, TEXT_SEED = "genrt_seed", "genrt_text_seed"
-"""The keys in ``extra_args`` of the seeds of samples and completions that draw their tokens here.
-
-vLLM gets no seed then. For a prompt that is computed in parts, its runner V1 rewinds the request's
-generator; a CPU generator cannot do that, and the whole step would fail."""
 
 
 @torch.inference_mode()

@@ -15,6 +15,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -22,28 +23,27 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from vllm.config import VllmConfig
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from genrt.engines.process import heap_kept
 from genrt.engines.protocol import EngineStatistics, Finished
 from genrt.engines.vllm.capture import FiniteCheck, RemoteStore, RowStore, install
-from genrt.engines.vllm.config import translated, without_layers
-from genrt.engines.vllm.core_steps import CoreSteps, shut_down
-from genrt.engines.vllm.globals import Globals
 from genrt.engines.vllm.in_progress import InProgress, Purpose, Sent
 from genrt.engines.vllm.lora import VLLMAdapters
-from genrt.engines.vllm.open_requests import OpenRequests, open_requests
-from genrt.engines.vllm.open_scheduler import OpenScheduler
 from genrt.engines.vllm.populations import SeatedPopulations
-from genrt.engines.vllm.positions import positions_of
 from genrt.engines.vllm.prefixes import KeptPrefixes
-from genrt.engines.vllm.probe import Probe
+from genrt.engines.vllm.process import Globals, heap_kept
 from genrt.engines.vllm.rank import Share, no_share
+from genrt.engines.vllm.requests import translated
 from genrt.engines.vllm.samples import Samples, computed_tokens, new_tokens
+from genrt.engines.vllm.scheduler import OpenScheduler
+from genrt.engines.vllm.scores import positions_of
+from genrt.engines.vllm.self_check import Probe
 from genrt.engines.vllm.sending import Sending
-from genrt.engines.vllm.speculation import DecodedStep
+from genrt.engines.vllm.sequences import OpenRequests, open_requests
+from genrt.engines.vllm.steps import CoreSteps, DecodedStep, shut_down
 from genrt.engines.vllm.weights import VLLMWeights
 from genrt.errors import EngineDied, GenrtError
 from genrt.questions.completions import Decoding
@@ -55,7 +55,7 @@ from genrt.questions.rows import LogprobsRequest, not_finite
 from genrt.questions.scores import ScoreRequest
 from genrt.tokens.rows import Leaving
 
-__all__ = ["VLLMEngine"]
+__all__ = ["VLLMEngine", "changes_with_length", "without_layers"]
 
 
 class VLLMEngine:
@@ -452,3 +452,24 @@ class VLLMEngine:
     def _count(self, **more: float) -> None:
         for name, number in more.items():
             self._counted[name] += number
+
+
+def changes_with_length(config: VllmConfig) -> bool:
+    """Return whether vLLM computes the model otherwise from some ``max_model_len`` on, so that one more
+    could give another law: Phi 3's long factors of RoPE, Llama 4's temperatures of attention."""
+    text = config.model_config.hf_text_config
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
+    return "longrope" in str(rope) or str(getattr(text, "model_type", "")).startswith("llama4")
+
+
+def without_layers(config: VllmConfig) -> VllmConfig:
+    """Return a copy of the configuration without the model's layers. vLLM stores the layers of an open
+    model in it, with weights and KV cache, and front ends may send it to another process. Its
+    ``max_model_len`` is the model's."""
+    found = copy(config)
+    if not changes_with_length(config):
+        found.model_config = copy(config.model_config)
+        found.model_config.max_model_len -= 1
+    found.compilation_config = copy(config.compilation_config)
+    found.compilation_config.static_forward_context = {}
+    return found

@@ -22,7 +22,7 @@ import torch
 
 from genrt.engines.protocol import Finished, survived
 from genrt.engines.vllm.lora import VLLMAdapters
-from genrt.engines.vllm.open_requests import OpenRequests, repeated
+from genrt.engines.vllm.sequences import OpenRequests, repeated
 from genrt.engines.vllm.told_first import ToldFirst
 from genrt.questions.contexts import Adapter
 from genrt.questions.origins import Asked

@@ -26,7 +26,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request
 
-from genrt.engines.vllm.config import core_request, row_params
+from genrt.engines.vllm.requests import core_request, row_params
 from genrt.errors import UnknownAdapter
 from genrt.questions.contexts import Adapter
 from genrt.questions.rows import LogprobsRequest

@@ -9,12 +9,12 @@ from typing import Any
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreRequest
 
-from genrt.engines.vllm.config import core_request, row_params, translated
-from genrt.engines.vllm.globals import Globals
 from genrt.engines.vllm.in_progress import Sent
 from genrt.engines.vllm.lora import VLLMAdapters
-from genrt.engines.vllm.positions import Positions
+from genrt.engines.vllm.process import Globals
+from genrt.engines.vllm.requests import core_request, row_params, translated
 from genrt.engines.vllm.samples import Samples
+from genrt.engines.vllm.scores import Positions
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest
 

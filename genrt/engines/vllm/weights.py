@@ -23,8 +23,8 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from genrt.engines.vllm.config import translated
-from genrt.engines.vllm.globals import Globals
+from genrt.engines.vllm.process import Globals
+from genrt.engines.vllm.requests import translated
 from genrt.engines.weights import Layout, NamedTensors, SleepingPart, layout_of, weight_files
 from genrt.errors import EngineFailed, EngineUnsupported, InvalidWeights
 

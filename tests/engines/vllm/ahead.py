@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import genrt
-from genrt.engines.vllm import speculation
-from genrt.engines.vllm.speculation import DecodeSteps
+from genrt.engines.vllm import steps as speculation
+from genrt.engines.vllm.steps import DecodeSteps
 from genrt.engines.vllm.told_first import ToldFirst
 from genrt.lm import AsyncLM
 from genrt.populations import Population

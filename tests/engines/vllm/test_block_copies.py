@@ -23,7 +23,7 @@ def caches_in(order: str) -> list[torch.Tensor]:
     [("LBNHC", True), ("LBHNC", True), ("BLHNC", True), ("BLNHC", True), ("BHLNC", False)],
 )
 def test_a_block_is_found_where_it_is_one_stretch(order: str, is_one_stretch: bool) -> None:
-    from genrt.engines.vllm.block_copies import _alike
+    from genrt.engines.vllm.seats import _alike
 
     caches = caches_in(order)
     found = _alike(caches, BLOCKS)
@@ -36,7 +36,7 @@ def test_a_block_is_found_where_it_is_one_stretch(order: str, is_one_stretch: bo
 
 
 def test_blocks_in_parts_are_one_stretch_if_the_parts_follow_each_other() -> None:
-    from genrt.engines.vllm.block_copies import _alike
+    from genrt.engines.vllm.seats import _alike
 
     count = BLOCKS * HEADS * TOKENS * SIZE
     assert _alike([torch.arange(count).view(2 * BLOCKS, -1)], BLOCKS) == (48, 48)
@@ -47,7 +47,7 @@ def test_blocks_in_parts_are_one_stretch_if_the_parts_follow_each_other() -> Non
 
 
 def test_caches_that_differ_are_copied_one_by_one() -> None:
-    from genrt.engines.vllm.block_copies import _alike
+    from genrt.engines.vllm.seats import _alike
 
     assert _alike([torch.zeros(BLOCKS, 8), torch.zeros(BLOCKS, 16)], BLOCKS) is None
 
@@ -65,6 +65,6 @@ def test_caches_that_differ_are_copied_one_by_one() -> None:
 def test_what_is_copied_at_once_is_as_one_after_the_other(
     pairs: list[tuple[int, int]], groups: list[list[tuple[int, int]]]
 ) -> None:
-    from genrt.engines.vllm.block_copies import _independent
+    from genrt.engines.vllm.seats import _independent
 
     assert _independent(pairs) == groups

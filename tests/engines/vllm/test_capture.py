@@ -32,7 +32,7 @@ def row_of(ticket: int) -> torch.Tensor:
 
 
 def params(ticket: int | None) -> Any:
-    from genrt.engines.vllm.capture import TICKET
+    from genrt.engines.vllm.requests import TICKET
 
     return SimpleNamespace(extra_args=None if ticket is None else {TICKET: ticket}, seed=None)
 
@@ -111,7 +111,7 @@ def test_v1_completions_are_drawn_from_vllms_generator_whatever_is_discarded() -
     from vllm.platforms import current_platform
     from vllm.v1.sample.logits_processor import BatchUpdate
 
-    from genrt.engines.vllm.capture import TEXT_SEED
+    from genrt.engines.vllm.requests import TEXT_SEED
 
     current_platform.import_kernels()
 
@@ -139,7 +139,7 @@ def test_v1_seeded_draws_depend_on_the_seed_and_the_tokens_before_and_follow_mov
     from vllm.platforms import current_platform
     from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 
-    from genrt.engines.vllm.capture import SEED
+    from genrt.engines.vllm.requests import SEED
 
     current_platform.import_kernels()
 

@@ -12,7 +12,7 @@ import vllm
 
 import genrt
 from genrt.engines.vllm import signatures
-from genrt.engines.vllm.config import SUPPORTED
+from genrt.engines.vllm.opening import SUPPORTED
 from genrt.engines.vllm.signatures import (
     TABLE,
     check_signatures,

@@ -1,4 +1,4 @@
-"""globals.py: turns go round in the order in which they were asked for."""
+"""Turns go round in the order in which they were asked for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from genrt.engines.vllm.globals import Turns
+from genrt.engines.vllm.process import Turns
 from tests.scripted import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.vllm

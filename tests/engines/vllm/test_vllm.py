@@ -197,7 +197,7 @@ def test_the_longest_context_has_a_row_and_one_token_more_an_error(
 def test_models_that_change_with_the_length_get_none_more(
     text: dict[str, Any], changes: bool
 ) -> None:
-    from genrt.engines.vllm.config import changes_with_length
+    from genrt.engines.vllm.engine import changes_with_length
 
     model = SimpleNamespace(hf_text_config=SimpleNamespace(**text))
     assert changes_with_length(cast("Any", SimpleNamespace(model_config=model))) == changes
@@ -215,7 +215,7 @@ def test_models_that_change_with_the_length_get_none_more(
 def test_vllms_refusals_say_what_to_do(
     error: Exception, kind: type[Exception], advice: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from genrt.engines.vllm.config import translated
+    from genrt.engines.vllm.requests import translated
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     found = translated(error, "vLLM could not open it")
@@ -769,7 +769,7 @@ def test_what_cannot_be_opened_is_refused_with_the_reason(
 
 
 def test_the_row_cache_and_a_full_steps_rows_are_left_out_of_vllms_memory() -> None:
-    from genrt.engines.vllm.config import reserved_share
+    from genrt.engines.vllm.opening import reserved_share
 
     gib = 2**30
     share = reserved_share(8 * gib, cache_bytes=gib, max_num_seqs=1024, vocab_size=2**17)

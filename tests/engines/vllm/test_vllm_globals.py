@@ -19,8 +19,7 @@ from vllm.platforms import current_platform
 from vllm.v1.worker import workspace
 
 import genrt
-from genrt.engines.process import heap_kept
-from genrt.engines.vllm.globals import F32, Globals
+from genrt.engines.vllm.process import F32, Globals, heap_kept
 from genrt.errors import EngineUnsupported
 
 pytestmark = pytest.mark.vllm

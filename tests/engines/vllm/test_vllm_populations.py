@@ -17,7 +17,7 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason
 
 from genrt.engines.protocol import Finished
 from genrt.engines.vllm.engine import VLLMEngine
-from genrt.engines.vllm.step_launches import rows_of
+from genrt.engines.vllm.runners import rows_of
 from genrt.errors import EngineFailed, NotFinite
 from genrt.questions.contexts import Adapter, Limits
 from genrt.questions.origins import Origins
@@ -420,7 +420,7 @@ def test_a_population_that_fails_beside_others_leaves_nothing_wrong(
     turns: Turns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One row of it is not finite; the sequences of the others have grown."""
-    from genrt.engines.vllm import runner_v1
+    from genrt.engines.vllm import runners as runner_v1
 
     particles, beside = Particles(contexts_of(4, 20, seed=3)), LogprobsRequest((1, 2))
     turns.grow(particles)
@@ -633,7 +633,7 @@ def breaks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AbstractContextMana
     """Have the steps of an engine fail, or a row of theirs be not finite."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    from genrt.engines.vllm import capture, step_launches
+    from genrt.engines.vllm import capture, runners
 
     log_probabilities = capture.log_probabilities
 
@@ -651,7 +651,7 @@ def breaks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AbstractContextMana
             if how == "fails":
                 patch.setattr(GPUModelRunner, "_model_forward", fails)
             else:
-                patch.setattr(step_launches, "log_probabilities", poisoned)
+                patch.setattr(runners, "log_probabilities", poisoned)
             yield
 
     return broken

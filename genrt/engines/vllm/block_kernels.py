@@ -8,6 +8,7 @@ import triton.language as tl
 
 __all__ = ["copy_words"]
 
+
 WORDS = 1024
 """How many words of eight bytes one program copies."""
 

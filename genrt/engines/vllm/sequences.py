@@ -22,16 +22,16 @@ import torch
 from vllm.config import VllmConfig
 
 from genrt.engines.residency import Packed, Residents
-from genrt.engines.vllm.open_scheduler import OpenScheduler
-from genrt.engines.vllm.runner_v1 import RunnerV1
-from genrt.engines.vllm.runner_v2 import RunnerV2
+from genrt.engines.vllm.runners import RunnerV1, RunnerV2
+from genrt.engines.vllm.scheduler import OpenScheduler
 from genrt.engines.vllm.seats import Fork
-from genrt.engines.vllm.speculation import DecodeSteps
+from genrt.engines.vllm.steps import DecodeSteps
 from genrt.questions.contexts import Adapter
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest
 
 __all__ = ["OpenRequests", "open_requests", "repeated"]
+
 
 POPULATIONS = 64
 """How many flushes are remembered. The sequences of one flush form a population."""

@@ -31,15 +31,14 @@ from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from genrt.engines.vllm.capture import log_probabilities
+from genrt.engines.vllm.requests import FIRST
 from genrt.errors import EngineFailed, EngineUnsupported
 from genrt.questions.reads import moved
 from genrt.questions.scores import ScoreRequest, Wanted, entries
 from genrt.tokens.rows import Leaving
 
-__all__ = ["FIRST", "Positions", "attach", "positions_of"]
+__all__ = ["Positions", "attach", "positions_of"]
 
-FIRST = "genrt_first"
-"""The key in ``extra_args`` of the first position, counted from 0, whose hidden state is wanted."""
 
 ENTRIES = 2**25
 """The most logits computed at a time. They take 256 MiB at most with their float32 copy. That is enough

@@ -20,24 +20,39 @@ Rules:
 
 The parts of vLLM that this file uses are listed in ``docs/new_vllm.md``. ``self_check.py`` compares rows
 computed this way with rows computed without it.
+
+
+----
+
+Counts the KV blocks that the next step takes from the pool, to decide whether sequences are evicted.
+
+Prompts with a common prefix share blocks, so their lengths alone count far too many. For example, 256
+contexts of 2,048 tokens may have 1,920 tokens in common. They take a tenth of the blocks of 256 distinct
+contexts. Counting shared blocks needs a look-up for each full block of a prompt. So they are counted only
+where the lengths do not fit.
+
+
+----
+
+Builds vLLM's ``SchedulerOutput`` for a step of one more token for each of some known requests.
+
+The parts of vLLM that this file uses are listed in ``docs/new_vllm.md``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
-from genrt.engines.vllm.admission_blocks import most_blocks, needed_blocks
-from genrt.engines.vllm.decode_output import decode_output
-from genrt.engines.vllm.positions import FIRST
+from genrt.engines.vllm.requests import FIRST, OPEN
 from genrt.engines.vllm.runners import NextTokens
 from genrt.engines.vllm.seats import Fork, Seat, Seats
 
@@ -45,13 +60,11 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
-__all__ = ["OPEN", "OpenScheduler"]
+__all__ = ["OpenScheduler", "decode_output"]
+
 
 MOST_RECORDS = 65_536
 """The most open requests where KV blocks are the only bound."""
-
-OPEN = "genrt_open"
-"""The key in ``extra_args`` that marks a request as one to keep open."""
 
 
 class HeldBlocks(Protocol):
@@ -440,3 +453,82 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
     def _evict(self, request_id: str) -> None:
         self.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
         self._evicted.append(request_id)
+
+
+def most_blocks(scheduler: Any, waiting: Iterable[Request]) -> int:
+    """Return an upper bound of the blocks, as if requests shared only kept prefixes."""
+    # Two blocks more than a waiting request's full ones: one for its last tokens, one for a copied block.
+    size, prefixes = scheduler.block_size, scheduler.prefixes
+    blocks: int = len(scheduler.running)
+    for request in waiting:
+        blocks += request.num_tokens // size + 2
+        if prefixes is not None:
+            blocks -= prefixes.shared(request)
+    return blocks
+
+
+def needed_blocks(
+    scheduler: Any, waiting: Iterable[Request], donors: Mapping[str, tuple[str, int]]
+) -> int:
+    """Return the number of blocks for the requests that fit into one step's tokens.
+
+    Blocks that they share with a holder are not counted. Cached blocks without a holder are counted,
+    because they are taken from the pool too.
+    """
+    size, prefixes = scheduler.block_size, scheduler.prefixes
+    blocks, tokens_left = 0, int(scheduler.max_num_scheduled_tokens)
+    for request in scheduler.running:  # the rest of a prompt, or the next token
+        blocks += max(request.num_tokens // size + 1 - request.num_computed_tokens // size, 1)
+        tokens_left -= 1
+    for request in waiting:
+        if tokens_left <= 0:
+            break
+        cached = scheduler.kv_cache_manager.get_computed_blocks(request)[0].blocks[0]
+        held = sum(block.ref_cnt > 0 for block in cached)
+        tokens = len(cached) * size
+        if prefixes is not None:
+            held = max(held, prefixes.shared(request))
+        donor_id, of_donor = donors.get(request.request_id, ("", 0))
+        donor = scheduler.requests.get(donor_id)
+        if donor is not None:
+            of_donor = min(of_donor, donor.num_computed_tokens)
+            held, tokens = max(held, of_donor // size), max(tokens, of_donor)
+        blocks += request.num_tokens // size + 2 - held
+        tokens_left -= max(request.num_tokens - tokens, 1)
+    return blocks
+
+
+def decode_output(
+    requests: Sequence[Any],
+    new_blocks: Sequence[tuple[list[int], ...] | None],
+    finished: set[str],
+    preempted: set[str],
+    blocks_to_zero: Any,
+) -> SchedulerOutput:
+    """Return the step of one token for each of these requests.
+
+    Args:
+        new_blocks: the new blocks of each request, or ``None``.
+        finished, preempted, blocks_to_zero: the changes since the last step.
+    """
+    request_ids = [request.request_id for request in requests]
+    return SchedulerOutput(
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=CachedRequestData(
+            req_ids=request_ids,
+            resumed_req_ids=set(),
+            new_token_ids=[],
+            all_token_ids={},
+            new_block_ids=[*new_blocks],
+            num_computed_tokens=[request.num_computed_tokens for request in requests],
+            num_output_tokens=[len(request._output_token_ids) for request in requests],
+        ),
+        num_scheduled_tokens=dict.fromkeys(request_ids, 1),
+        total_num_scheduled_tokens=len(requests),
+        scheduled_spec_decode_tokens={},
+        scheduled_encoder_inputs={},
+        finished_req_ids=finished,
+        preempted_req_ids=preempted,
+        free_encoder_mm_hashes=[],
+        new_block_ids_to_zero=blocks_to_zero,
+    )
