@@ -37,8 +37,8 @@ PYTHONS: list[Any] = [
     threading.Condition,
     time, warnings, weakref, Counter, OrderedDict, deque, Path, list, dict, set, str, bytes,
     Exception, __import__("gc"), __import__("multiprocessing"), __import__("shutil"),
-    __import__("tempfile"), __import__("traceback"), np, np.ndarray, np.random, torch, torch.Tensor, torch.cuda,
-    torch.cuda.Stream, torch.ops, torch.finfo(torch.float32),
+    __import__("tempfile"), __import__("traceback"), np, np.ndarray, np.random, torch, torch.Tensor,
+    torch.cuda, torch.cuda.Stream, torch.ops, torch.finfo(torch.float32),
 ]  # fmt: skip
 """Whose attributes are not vLLM's."""
 OTHERS = {"Counter", "__qualname__", "atexit", "total_memory"}
