@@ -1234,8 +1234,8 @@ MUTANTS: tuple[Mutant, ...] = (
             "Positions.put",
             "what comes again after a preemption is taken twice",
             Swap(
-                "group.append(_Wanted(score, score.next, end, found))",
-                "group.append(_Wanted(score, span.computed, end, found))",
+                "group.append(_Part(score, score.next, end, found))",
+                "group.append(_Part(score, span.computed, end, found))",
             ),
         ),
         (

@@ -40,7 +40,6 @@ from genrt.engines.vllm.requests import translated
 from genrt.engines.vllm.samples import Samples, computed_tokens, new_tokens
 from genrt.engines.vllm.scheduler import OpenScheduler
 from genrt.engines.vllm.scores import positions_of
-from genrt.engines.vllm.self_check import Probe
 from genrt.engines.vllm.sending import Sending
 from genrt.engines.vllm.sequences import OpenRequests, open_requests
 from genrt.engines.vllm.steps import CoreSteps, DecodedStep, shut_down
@@ -128,8 +127,9 @@ class VLLMEngine:
 
     def statistics(self) -> EngineStatistics:
         more = {} if self._open is None else self._open.counts()
-        now = self._counted | more | {"kept_tokens": self.prefixes.tokens}
-        return EngineStatistics(**self._positions.counted(now))
+        more |= {"kept_tokens": self.prefixes.tokens, "scored_tokens": self._positions.scored_tokens}
+        moved = self._counted["bytes_to_host"] + self._positions.bytes_to_host
+        return EngineStatistics(**self._counted | more | {"bytes_to_host": moved})
 
     def submit(self, requests: Sequence[Request]) -> None:
         rows = [each for each in requests if isinstance(each, LogprobsRequest | ScoreRequest)]
@@ -377,7 +377,7 @@ class VLLMEngine:
         try:
             with self._globals:
                 self._adapters.add(adapter, path)
-            self._adapters.check_base(adapter, self.probe, self.probe.unused(self.vocab_size))
+            self._adapters.check_base(adapter, self.probe, self._unused_context())
         except BaseException:
             self.remove_adapter(adapter)
             raise
@@ -395,16 +395,41 @@ class VLLMEngine:
             bound = self._open.bound_to(adapter)
             self._abort([each for each in bound if each not in self._in_progress])
 
-    @property
-    def probe(self) -> Probe:
-        """Returns rows and scores that the engine itself needs."""
-        in_progress = lambda: [*self._in_progress.values(), *self._samples.waiting]
-        return Probe(self.submit, self.step, in_progress, lambda ends: self._ended.extend(ends))
+    def probe(self, requests: Sequence[LogprobsRequest] | Sequence[ScoreRequest]) -> list[Tensor]:
+        """Return rows or scores that the engine itself needs. Raise the error of one of them, or of the
+        step. The next step returns other requests that end meanwhile, also by a failed step."""
+        self.submit(requests)
+        ends: dict[Request, Finished] = {}
+        others: list[Finished] = []
+        try:
+            while len(ends) < len(requests):
+                bystanders = {each for each in self._under_way() if each not in requests}
+                try:
+                    finished = self.step()
+                except GenrtError as error:
+                    others += [Finished(each, error=error.fresh()) for each in bystanders]
+                    raise
+                others += [end for end in finished if end.request not in requests]
+                ends |= {end.request: end for end in finished if end.request in requests}
+        finally:
+            self._ended += others
+        for end in ends.values():
+            if end.error is not None:
+                raise end.error
+        return [cast("Tensor", ends[request].result) for request in requests]
+
+    def _under_way(self) -> list[Request]:
+        return [*self._in_progress.values(), *self._samples.waiting]
+
+    def _unused_context(self) -> tuple[int, ...]:
+        """Return a context that no request in progress has."""
+        used = {request.token_ids for request in self._under_way()}
+        return next((token,) for token in range(self.vocab_size) if (token,) not in used)
 
     def start_counting(self) -> None:
         """Reset the counters: the self-test's requests are not the caller's."""
         self._counted = dict.fromkeys(self._counted, 0)
-        self._positions.start_counting()
+        self._positions.scored_tokens = 0
         if self._open is not None:
             self._open.start_counting()
 

@@ -90,6 +90,7 @@ def open_vllm(
         finally:
             envs.enable_envs_cache()  # the engines' steps read it
     try:
+        check_signatures(vllm.__version__)  # opening has imported more modules
         engine = VLLMEngine(llm_engine, own, own_processors=bool(options.get("logits_processors")))
     except BaseException as error:
         with own:

@@ -1,29 +1,22 @@
 """Checks a vLLM engine at start-up: each row must come back to the request that asked for it.
 
 The check exercises every assumption about vLLM that is not part of its public interface.
-
-
-----
-
-Computes rows and scores for the engine itself, beside other requests in progress."""
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain, combinations
-from typing import Protocol, cast
 
 import torch
 
-from genrt.engines.protocol import EngineStatistics, Finished
+from genrt.engines.vllm.engine import VLLMEngine
 from genrt.errors import EngineUnsupported, GenrtError, NotFinite
-from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest
 
-__all__ = ["Probe", "self_test"]
-
+__all__ = ["self_test"]
 
 LIKELY = -15.0
 """Rows are compared where a log-probability is above this value."""
@@ -33,37 +26,7 @@ TF32 = 2.0**-10
 differ by 64 times the rounding: by half a nat in bfloat16, by 1/16 in float16 and float32."""
 
 
-class Tested(Protocol):
-    """The part of an engine that the tests use; ``VLLMEngine`` is one."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def max_model_len(self) -> int: ...
-
-    @property
-    def keeps_residents(self) -> bool: ...
-
-    @property
-    def scores(self) -> bool: ...
-
-    def probe(
-        self, requests: Sequence[LogprobsRequest] | Sequence[ScoreRequest]
-    ) -> list[torch.Tensor]: ...
-
-    def expect(self, rows: Sequence[LogprobsRequest], token_ids: torch.Tensor) -> None: ...
-
-    def statistics(self) -> EngineStatistics: ...
-
-    def forget_residents(self) -> object: ...
-
-    def stop_keeping(self) -> None: ...
-
-    def stop_scoring(self) -> None: ...
-
-
-def self_test(engine: Tested, *, rounding: float, block_size: int) -> None:
+def self_test(engine: VLLMEngine, *, rounding: float, block_size: int) -> None:
     """Ask for a few rows alone and in a batch, then by extending, forking and backtracking, then for
     scores.
 
@@ -88,7 +51,7 @@ def self_test(engine: Tested, *, rounding: float, block_size: int) -> None:
         engine.forget_residents()
 
 
-def _test_rows(engine: Tested, noise: float) -> None:
+def _test_rows(engine: VLLMEngine, noise: float) -> None:
     """Raise EngineUnsupported if a row in a batch belongs to another request.
 
     Each row is compared with the same row alone. The limit is half of that row's distance to another row.
@@ -117,7 +80,7 @@ def _test_rows(engine: Tested, noise: float) -> None:
             )
 
 
-def _test_residents(engine: Tested, noise: float, block_size: int) -> None:
+def _test_residents(engine: VLLMEngine, noise: float, block_size: int) -> None:
     """Compare rows of residents with fresh rows; switch residency off if they differ by more than noise.
 
     A wrong token or block yields the row of another context, which may be closer than the closest pair
@@ -182,7 +145,7 @@ def _test_residents(engine: Tested, noise: float, block_size: int) -> None:
     engine.forget_residents()
 
 
-def _test_scores(engine: Tested, noise: float, block_size: int) -> None:
+def _test_scores(engine: VLLMEngine, noise: float, block_size: int) -> None:
     """Compare scores with rows; switch scores off if they differ by more than noise.
 
     The text grows by its likeliest and second likeliest token in turn, so that neighbors differ. Rows
@@ -224,58 +187,3 @@ def _apart(row: torch.Tensor, other: torch.Tensor) -> float:
     """Return the largest difference at tokens that are likely in either row."""
     likely = torch.maximum(row, other) > LIKELY
     return float((row - other)[likely].abs().nan_to_num(posinf=1e9).max())
-
-
-class Probe:
-    """Asks an engine for rows and scores from its own thread.
-
-    Args:
-        submit, step: the engine's.
-        in_progress: returns all requests that the engine is computing.
-        put_back: receives the results of others' requests, for the next step to return.
-    """
-
-    def __init__(
-        self,
-        submit: Callable[[Sequence[Request]], None],
-        step: Callable[[], list[Finished]],
-        in_progress: Callable[[], Iterable[Request]],
-        put_back: Callable[[list[Finished]], None],
-    ) -> None:
-        self._submit = submit
-        self._step = step
-        self._in_progress = in_progress
-        self._put_back = put_back
-
-    def __call__(
-        self, requests: Sequence[LogprobsRequest] | Sequence[ScoreRequest]
-    ) -> list[torch.Tensor]:
-        """Return the rows or scores. Raise the error of one of them, or of the step.
-
-        Other requests that end meanwhile, also by a failing step, are returned by the next step.
-        """
-        self._submit(requests)
-        ends: dict[Request, Finished] = {}
-        others: list[Finished] = []
-        try:
-            while len(ends) < len(requests):
-                bystanders = dict.fromkeys(self._in_progress())
-                try:
-                    finished = self._step()
-                except GenrtError as error:
-                    failed = [request for request in bystanders if request not in requests]
-                    others += [Finished(request, error=error.fresh()) for request in failed]
-                    raise
-                others += [end for end in finished if end.request not in requests]
-                ends |= {end.request: end for end in finished if end.request in requests}
-        finally:
-            self._put_back(others)
-        for end in ends.values():
-            if end.error is not None:
-                raise end.error
-        return [cast("torch.Tensor", ends[request].result) for request in requests]
-
-    def unused(self, vocab_size: int) -> tuple[int, ...]:
-        """Return a context that no request in progress has."""
-        asked = {request.token_ids for request in self._in_progress()}
-        return next((token,) for token in range(vocab_size) if (token,) not in asked)
