@@ -847,7 +847,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "questions.samples",
+        "questions.completions",
         "test_lm.py",
         (
             "sample_requests",

@@ -165,7 +165,8 @@ class WeightUpdates:
             raise
         finally:
             with contextlib.suppress(Closed):  # in a forked child
-                self.thread.call_alone(update.end, update)
+                ending = self.thread.call_alone(update.end, update)
+                ending.add_done_callback(lambda _: update.release())
 
     def check_awake(self) -> None:
         """Raise InvalidRequest if the weights sleep."""
@@ -229,6 +230,7 @@ class Update:
         self._began_on: AnsweringEngine | None = None
         self._has_loaded = False
         self._is_over = False
+        self._is_kept = False
 
     def hold_questions(self, answering: AnsweringEngine) -> None:
         """Have questions wait from now on."""
@@ -263,6 +265,7 @@ class Update:
         self._is_over = True
         self._cache.clear()
         self._thread.weights.replace(version, self.taking.copy or self.taking.original)
+        self._is_kept = True
         self._thread.run_exclusively(None)
         lifecycle.take_down(self.hold, version)
         return version
@@ -278,14 +281,19 @@ class Update:
                     "its weights were being replaced, and that was given up in the middle"
                 )
 
+    def release(self) -> None:
+        """Remove the copy, unless the runtime keeps it. Nothing of this runs on the engine's thread
+        afterwards."""
+        if self.taking.copy is not None and not self._is_kept:
+            self.taking.copy.drop()
+
     def _die(self, error: BaseException) -> Any:
         self._give_up()
         raise EngineDied(f"its weights could not be replaced: {error}") from error
 
     def _give_up(self) -> None:
         self._is_over = True
-        if self.taking.copy is not None:
-            self.taking.copy.drop()
+        self.release()
         if self._thread.lifecycle.owner is self:
             self._thread.run_exclusively(None)
         self._thread.lifecycle.take_down(self.hold)

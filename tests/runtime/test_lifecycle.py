@@ -274,7 +274,13 @@ class World:
         self.ask()
         await self.done(self.asked[-1])
         self.asked[-1].result()
+        assert len(self.copies()) <= 1
         self.lm.close()
+
+    def copies(self) -> list[Path]:
+        """The directories of copied weights."""
+        root = self.thread.weights._root
+        return [] if root is None else [*root.iterdir()]
 
 
 def removed(world: World) -> None:
@@ -576,6 +582,25 @@ async def test_an_update_whose_trainer_hangs_is_told_of_a_restart_and_holds_up_n
     await world.done(after)
     after.result()
     await world.end()
+
+
+async def test_an_update_that_never_begins_leaves_no_copy() -> None:
+    world = World()
+    never = asyncio.Event()
+
+    async def chunks() -> AsyncIterator[Any]:
+        yield {"table.0": MODELS[1].table[0].clone()}
+        await never.wait()
+
+    hung = asyncio.ensure_future(world.lm.update_weights(chunks()))
+    after = world.begin("update")
+    await world.go("pr" * 20)
+    assert len(world.copies()) == 2
+    world.lm.close()
+    for update in (hung, after):
+        await world.done(update)
+        assert isinstance(update.exception(), GenrtError)
+    assert world.copies() == []
 
 
 async def test_an_update_whose_engine_dies_is_told_and_questions_go_on() -> None:

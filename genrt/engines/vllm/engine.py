@@ -127,7 +127,10 @@ class VLLMEngine:
 
     def statistics(self) -> EngineStatistics:
         more = {} if self._open is None else self._open.counts()
-        more |= {"kept_tokens": self.prefixes.tokens, "scored_tokens": self._positions.scored_tokens}
+        more |= {
+            "kept_tokens": self.prefixes.tokens,
+            "scored_tokens": self._positions.scored_tokens,
+        }
         moved = self._counted["bytes_to_host"] + self._positions.bytes_to_host
         return EngineStatistics(**self._counted | more | {"bytes_to_host": moved})
 
@@ -238,12 +241,12 @@ class VLLMEngine:
 
     def _drawn(self, asked: Sequence[PopulationDraw], step: DecodedStep) -> list[Finished]:
         """Draw for populations from a step of their own, and start the next step."""
-        tell = self.tell if self._populations.told_first.is_due(self.device) else None
+        tell = self.tell if self._populations.early_delivery.is_due(self.device) else None
         drawn = self._populations.drawn(asked, step.request_ids, step.rows, step.places)
         self._count(rows=self._in_progress.leave(step.request_ids))
         if tell is not None:
             tell(drawn.ends)
-        with self._populations.told_first.rest(is_told=tell is not None):
+        with self._populations.early_delivery.preparing(is_early=tell is not None):
             cast("OpenRequests", self._open).steps.prepare_next(self._populations.spread(asked))
             if (next_tokens := self._populations.answer(asked, drawn)) is not None:
                 self.speculate(*next_tokens)

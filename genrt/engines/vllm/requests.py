@@ -23,6 +23,7 @@ from genrt.models import offline_advice
 
 __all__ = [
     "FIRST",
+    "LAW",
     "NOT_COMPUTED",
     "OPEN",
     "SEED",
@@ -41,6 +42,9 @@ OPEN = "genrt_open"
 
 FIRST = "genrt_first"
 """The first position, counted from 0, of a score: the first one with a wanted hidden state."""
+
+LAW = "genrt_law"
+"""Marks a request that wants the log-probabilities of its law."""
 
 SEED, TEXT_SEED = "genrt_seed", "genrt_text_seed"
 """The seeds of samples and completions that draw their tokens in the capture.

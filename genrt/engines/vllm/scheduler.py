@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
-__all__ = ["OpenScheduler", "decode_output"]
+__all__ = ["OpenScheduler", "most_blocks", "needed_blocks"]
 
 
 MOST_RECORDS = 65_536
@@ -306,7 +306,7 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         finished, self.finished_req_ids = self.finished_req_ids, set()
         preempted, self.reset_preempted_req_ids = self.reset_preempted_req_ids, set()
         self.prev_step_scheduled_req_ids = {request.request_id for request in requests}
-        return decode_output(
+        return _decode_output(
             requests, new_blocks, finished, preempted, self._get_new_block_ids_to_zero()
         )
 
@@ -498,7 +498,7 @@ def needed_blocks(
     return blocks
 
 
-def decode_output(
+def _decode_output(
     requests: Sequence[Any],
     new_blocks: Sequence[tuple[list[int], ...] | None],
     finished: set[str],
