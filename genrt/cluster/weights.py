@@ -14,10 +14,10 @@ from typing import Any, Protocol, cast
 
 from genrt.engines.weights import (
     SLEEPING_PARTS,
-    Copying,
     KeptWeights,
     Layout,
     NamedTensors,
+    SavedWeights,
     SleepingPart,
 )
 from genrt.errors import EngineFailed, EngineUnsupported
@@ -70,7 +70,7 @@ class ReplicaWeights:
         self.asleep: frozenset[SleepingPart] = frozenset()
         self._engine = engine
         self._kept = KeptWeights()
-        self._coming: Copying | None = None
+        self._coming: SavedWeights | None = None
 
     def layout(self) -> Layout:
         """Return what one of the replicas' engines has."""
