@@ -42,7 +42,6 @@ from genrt.engines.weights import (
     weights_of,
 )
 from genrt.errors import (
-    Closed,
     EngineDied,
     EngineFailed,
     GenrtError,
@@ -52,7 +51,7 @@ from genrt.errors import (
 from genrt.numbers import check_bool, shown
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.cache import RowCache
-from genrt.runtime.lifecycle import DROPPED, Hold, Pending, Turns, check_pending
+from genrt.runtime.lifecycle import DROPPED, Hold, Pending, Turns, check_pending, follow
 from genrt.runtime.pauses import Pauses
 from genrt.runtime.thread import AT_ONCE_BYTES, EngineThread, aside
 
@@ -158,14 +157,16 @@ class WeightUpdates:
                 await self.called(partial(update.load, give=following.to(layout)), owner=update)
             check_complete(layout, taking.names)
             return await self.called(update.finish, owner=update)
-        except Exception:  # the caller finds the runtime as it is from then on
-            with contextlib.suppress(GenrtError):
-                await self.called(update.end, owner=update)
+        except GeneratorExit:  # collected with its loop, whatever is locked
+            self.thread.call_soon(update.end, update)
             raise
-        finally:
-            with contextlib.suppress(Closed):  # in a forked child
+        except BaseException as error:
+            with contextlib.suppress(GenrtError):  # Closed in a forked child
                 ending = self.thread.call_alone(update.end, update)
                 ending.add_done_callback(lambda _: update.release())
+                if isinstance(error, Exception):  # the caller then finds the runtime as it stays
+                    await asyncio.wrap_future(follow(ending))
+            raise
 
     def check_awake(self) -> None:
         """Raise InvalidRequest if the weights sleep."""
