@@ -98,7 +98,7 @@ class ReplicaWeights:
             return
         coming, self._coming = self._coming, None
         self.version += 1
-        self.files = tuple(map(str, sorted(coming.directory.iterdir())))
+        self.files = tuple(map(str, coming.files()))
         self._engine.renew()
         self._kept.replace(self.version, coming)
 
