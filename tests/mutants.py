@@ -1234,8 +1234,8 @@ MUTANTS: tuple[Mutant, ...] = (
             "Positions.put",
             "what comes again after a preemption is taken twice",
             Swap(
-                "group.append(_Part(score, score.next, end, found))",
-                "group.append(_Part(score, span.computed, end, found))",
+                "group.append(_ScorePart(score, score.next, end, found))",
+                "group.append(_ScorePart(score, span.computed, end, found))",
             ),
         ),
         (
@@ -1292,7 +1292,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "engines.vllm.self_check",
         "test_vllm_self_test.py",
         (
-            "self_test",
+            "run_self_check",
             "half a nat passes, whatever the network computes with",
             Swap("64 * max(rounding, TF32)", "0.5"),
         ),

@@ -142,7 +142,7 @@ class Residents:
     def of_context(self, adapter: Adapter | None, context: bytes) -> str | None:
         """Return the sequence, the latest of several, with this context."""
         self._digest_all()
-        for request_id in reversed(self._by_digest.get(_digest(adapter, context), {})):
+        for request_id in reversed(self._by_digest.get(_context_digest(adapter, context), {})):
             resident = self._by_id[request_id]
             if resident.context == context and resident.adapter == adapter:
                 return request_id
@@ -168,7 +168,7 @@ class Residents:
             resident = self._by_id[request_id]
             if resident.adapter != adapter or not resident.context.startswith(context[:shared]):
                 continue  # a hash collision
-            length = _common(resident.context, context, shared) // TOKEN_BYTES
+            length = _common_bytes(resident.context, context, shared) // TOKEN_BYTES
             if best is None or length > best[1]:
                 best = request_id, length
             if length >= most:
@@ -179,7 +179,7 @@ class Residents:
         self._put_all()
         for request_id in self._without_digest:
             resident = self._by_id[request_id]
-            resident.digest = digest = _digest(resident.adapter, resident.context)
+            resident.digest = digest = _context_digest(resident.adapter, resident.context)
             self._by_digest.setdefault(digest, {})[request_id] = None
         self._without_digest.clear()
 
@@ -206,7 +206,7 @@ def _drop(index: dict[int, dict[str, None]], key: int, request_id: str) -> None:
         index.pop(key, None)
 
 
-def _digest(adapter: Adapter | None, context: bytes) -> int:
+def _context_digest(adapter: Adapter | None, context: bytes) -> int:
     return hash((adapter, context))
 
 
@@ -214,7 +214,7 @@ def _chained(piece: int, context: bytes, start: int) -> int:
     return hash((piece, context[start : start + PIECE_BYTES]))
 
 
-def _common(one: bytes, other: bytes, known: int) -> int:
+def _common_bytes(one: bytes, other: bytes, known: int) -> int:
     """Return the length in bytes of the common tokens of two contexts; ``known`` of them are certain."""
     most = min(len(one), len(other))
     for start in range(known, most, TOKEN_BYTES):

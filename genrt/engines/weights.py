@@ -180,7 +180,7 @@ def check_tensors(
         found[name] = tensor
     for name in [name for name in found if layout[name].tied_to is not None]:
         twin = found.get(str(layout[name].tied_to))
-        if twin is None or not (_is_same(found[name], twin) or torch.equal(found[name], twin)):
+        if twin is None or not (_share_memory(found[name], twin) or torch.equal(found[name], twin)):
             raise InvalidWeights(
                 f"tensor {name!r} is tied to {layout[name].tied_to!r} in this model, but is not given "
                 "beside an equal one: leave it out"
@@ -211,7 +211,7 @@ def _check_tensor(layout: Layout, name: object, tensor: object, *, finite: bool)
         raise InvalidWeights(f"tensor {name!r} has NaN or infinity in it: give finite weights")
 
 
-def _is_same(one: Tensor, other: Tensor) -> bool:
+def _share_memory(one: Tensor, other: Tensor) -> bool:
     return one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
 
 
@@ -264,7 +264,7 @@ def forms_in(files: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
         some = lazy[:0] if shape else file.get_tensor(name)
         return torch.empty(shape, dtype=some.dtype, device="meta")
 
-    return _read(files, form)
+    return _read_tensors(files, form)
 
 
 class TensorsIn:
@@ -277,10 +277,10 @@ class TensorsIn:
         self.files = files
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return _read(self.files, lambda file, name: file.get_tensor(name))
+        return _read_tensors(self.files, lambda file, name: file.get_tensor(name))
 
 
-def _read(
+def _read_tensors(
     files: Sequence[Path], read: Callable[[Any, str], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     from safetensors import SafetensorError, safe_open
@@ -369,7 +369,7 @@ class KeptWeights:
                 f"weights of version {self.version} were read from {changed}, which has changed since, "
                 f"and no copy was kept: {advice}"
             )
-        _load(engine, self._saved.files())
+        _load_files(engine, self._saved.files())
 
     def restore(self, engine: object) -> None:
         """Load the saved weights, or the checkpoint's, into an engine that has dropped its weights.
@@ -377,10 +377,10 @@ class KeptWeights:
         if self.version:
             self.reload(engine)
         else:
-            _load(engine, weights_of(engine).checkpoint())
+            _load_files(engine, weights_of(engine).checkpoint())
 
 
-def _load(engine: object, files: Sequence[Path]) -> None:
+def _load_files(engine: object, files: Sequence[Path]) -> None:
     """Load complete weights. Raises EngineDied if that stops midway."""
     weights = weights_of(engine)
     weights.begin()

@@ -45,7 +45,7 @@ __all__ = [
     "RemoteStore",
     "RowStore",
     "WorkerRows",
-    "install",
+    "install_capture",
     "log_probabilities",
 ]
 
@@ -386,7 +386,7 @@ class LawsV2:
         return sampled, logits.float().index_copy(0, index, processed[index].float())
 
 
-def install(model_runner: Any, own_processors: bool) -> RowStore:
+def install_capture(model_runner: Any, own_processors: bool) -> RowStore:
     """Return the row store of a runner's capture.
 
     On a CPU, the capture also draws the V1 runner's samples. On both runners, the sampler then returns
@@ -418,9 +418,9 @@ class WorkerRows:
     model_runner: Any
 
     def genrt_install(self, own_processors: bool) -> None:
-        """Install the capture, as ``install`` does; the store stays in the worker."""
+        """Install the capture, as ``install_capture`` does; the store stays in the worker."""
         runner = self.model_runner
-        install(runner, own_processors)
+        install_capture(runner, own_processors)
         # On a CPU, vLLM allocates a later pipeline stage's input buffers only if it compiles the model.
         if runner.device.type == "cpu" and not get_pp_group().is_first_rank:
             runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(

@@ -29,14 +29,14 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from genrt.engines.protocol import EngineStatistics, Finished
-from genrt.engines.vllm.capture import FiniteCheck, RemoteStore, RowStore, install
+from genrt.engines.vllm.capture import FiniteCheck, RemoteStore, RowStore, install_capture
 from genrt.engines.vllm.in_progress import InProgress, Purpose, Sent
 from genrt.engines.vllm.lora import VLLMAdapters
 from genrt.engines.vllm.populations import SeatedPopulations
 from genrt.engines.vllm.prefixes import KeptPrefixes
 from genrt.engines.vllm.process import Globals, heap_kept
-from genrt.engines.vllm.rank import Share, no_share
-from genrt.engines.vllm.requests import translated
+from genrt.engines.vllm.rank import Share, keep_local
+from genrt.engines.vllm.requests import as_genrt_error
 from genrt.engines.vllm.samples import Samples, computed_tokens, new_tokens
 from genrt.engines.vllm.scheduler import OpenScheduler
 from genrt.engines.vllm.scores import positions_of
@@ -79,7 +79,7 @@ class VLLMEngine:
         with self._globals:
             if isinstance(llm_engine.model_executor, UniProcExecutor):
                 model_runner = core.model_executor.driver_worker.worker.model_runner
-                self._store = install(model_runner, own_processors)
+                self._store = install_capture(model_runner, own_processors)
             else:
                 self._store = RemoteStore(self._core.collective_rpc, own_processors, self.device)
         self._positions = positions_of(config, model_runner, core.scheduler, own_processors)
@@ -204,7 +204,7 @@ class VLLMEngine:
         except Exception as error:
             self._count(failed=in_progress, seconds=time.perf_counter() - started)
             self._recover()
-            raise translated(error, "the forward failed") from error
+            raise as_genrt_error(error, "the forward failed") from error
         self._count(seconds=time.perf_counter() - started)
         return finished
 
@@ -269,7 +269,7 @@ class VLLMEngine:
         self,
         rows: Sequence[LogprobsRequest],
         token_ids: Tensor,
-        told: Callable[[list[str]], Share] = lambda _: no_share,
+        told: Callable[[list[str]], Share] = lambda _: keep_local,
     ) -> None:
         """Run the prepared step with these tokens if it has these rows; call ``told`` on its ids."""
         if self._open is not None and self._open.steps.can_speculate(len(rows)):
@@ -282,7 +282,7 @@ class VLLMEngine:
         request_ids: list[str],
         tokens: Tensor,
         on_host: Leaving | None = None,
-        share: Share = no_share,
+        share: Share = keep_local,
     ) -> None:
         """Run the prepared step with these tokens if it has these requests. ``on_host`` is their copy to
         the host, if it was started."""

@@ -23,18 +23,18 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from genrt.engines.vllm.capture import CaptureV1, CaptureV2, WorkerRows
 from genrt.engines.vllm.engine import VLLMEngine, changes_with_length
-from genrt.engines.vllm.process import Globals, on_loopback, undisturbed
+from genrt.engines.vllm.process import Globals, gloo_on_loopback, undisturbed
 from genrt.engines.vllm.rank import LAUNCHED, Rank
 from genrt.engines.vllm.reasoning import NO_TOKENIZER, ReasoningParsers
-from genrt.engines.vllm.requests import NOT_COMPUTED, translated
+from genrt.engines.vllm.requests import NOT_COMPUTED, as_genrt_error
 from genrt.engines.vllm.scheduler import OpenScheduler
-from genrt.engines.vllm.self_check import self_test
+from genrt.engines.vllm.self_check import run_self_check
 from genrt.engines.vllm.signatures import check_signatures
 from genrt.engines.vllm.steps import shut_down
 from genrt.engines.vllm.structures import check_structures_config
 from genrt.errors import EngineUnsupported, InvalidRequest, ModelNotFound
 
-__all__ = ["check_version", "configure", "open_vllm", "reserved_share", "rounding"]
+__all__ = ["check_version", "configure", "open_vllm", "reserved_share", "rounding_error"]
 
 SUPPORTED = ((0, 32), (0, 34))
 """The supported versions of vLLM: from the first version up to, but without, the second."""
@@ -70,7 +70,7 @@ def open_vllm(
     check_signatures(vllm.__version__)
     own = Globals()
     preload = os.environ.get("LD_PRELOAD")
-    with own, on_loopback(), undisturbed():
+    with own, gloo_on_loopback(), undisturbed():
         envs.disable_envs_cache()  # the process's first engine froze it: read the variables again
         config = configure(checkpoint, options, reserve_bytes, residency=residency)
         if config.model_config.dtype is torch.float32:
@@ -86,7 +86,7 @@ def open_vllm(
             llm_engine = LLMEngine(config, executor, log_stats=False, multiprocess_mode=False)
         except Exception as error:
             _forget(config, error)
-            raise translated(error, f"vLLM could not open {checkpoint}") from error
+            raise as_genrt_error(error, f"vLLM could not open {checkpoint}") from error
         finally:
             envs.enable_envs_cache()  # the engines' steps read it
     try:
@@ -99,7 +99,9 @@ def open_vllm(
         _forget(config, error)
         raise
     try:
-        self_test(engine, rounding=rounding(config), block_size=config.cache_config.block_size)
+        run_self_check(
+            engine, rounding=rounding_error(config), block_size=config.cache_config.block_size
+        )
         engine.start_counting()
     except BaseException:
         engine.close()
@@ -185,10 +187,10 @@ def configure(
         config = EngineArgs(**options).create_engine_config(UsageContext.LLM_CLASS)
     except mistakes as error:
         if NOT_COMPUTED.search(str(error)):
-            raise translated(error, f"vLLM could not open {checkpoint}") from error
+            raise as_genrt_error(error, f"vLLM could not open {checkpoint}") from error
         raise InvalidRequest(f"vLLM does not take these engine_options: {error}") from error
     except Exception as error:
-        raise translated(error, f"vLLM could not open {checkpoint}") from error
+        raise as_genrt_error(error, f"vLLM could not open {checkpoint}") from error
     ReasoningParsers(config)  # raises before weights are loaded
     check_structures_config(config)
     if not changes_with_length(config):
@@ -244,7 +246,7 @@ def reserved_share(total: int, *, cache_bytes: int, max_num_seqs: int, vocab_siz
     return (cache_bytes + 3 * 4 * max_num_seqs * vocab_size) / total
 
 
-def rounding(config: VllmConfig) -> float:
+def rounding_error(config: VllmConfig) -> float:
     """Return the relative rounding error of the model's dtype, or at least bfloat16's where weights or
     the KV cache are quantized."""
     plain = ("auto", "float32", "float16", "bfloat16")

@@ -30,7 +30,7 @@ import torch
 
 from genrt.errors import EngineUnsupported
 
-__all__ = ["Globals", "Turns", "heap_kept", "on_loopback", "process_kept", "undisturbed"]
+__all__ = ["Globals", "ThreadTurns", "gloo_on_loopback", "heap_kept", "process_kept", "undisturbed"]
 
 F32 = "TRITON_F32_DEFAULT"
 GLOO = "GLOO_SOCKET_IFNAME"
@@ -44,7 +44,7 @@ _OPENING = threading.RLock()
 @contextmanager
 def process_kept() -> Iterator[None]:
     """Open an engine inside this context, on one thread. Changes by other threads stay."""
-    with _OPENING, _environment(), heap_kept(), _settings():
+    with _OPENING, _environment(), heap_kept(), _torch_settings():
         yield
 
 
@@ -120,7 +120,7 @@ _PRECISIONS = (
 
 
 @contextmanager
-def _settings() -> Iterator[None]:
+def _torch_settings() -> Iterator[None]:
     """Restore the exception hook, the start method of ``multiprocessing``, and torch's thread counts,
     precisions, defaults and ``set_num_threads``."""
     hook = sys.excepthook
@@ -157,7 +157,7 @@ def _settings() -> Iterator[None]:
 
 
 @contextmanager
-def on_loopback() -> Iterator[None]:
+def gloo_on_loopback() -> Iterator[None]:
     """Make torch's gloo, which vLLM uses for groups of one process, listen on the loopback interface.
     gloo reads the interface from the environment. A value that the user has set stays."""
     if GLOO in os.environ:
@@ -221,7 +221,7 @@ def _without_triton() -> Iterator[None]:
     if hasattr(torch.cpu, "_init_amx"):
         torch.cpu._init_amx()  # returns False without AMX
     demanded = os.environ.pop(V2, None)
-    dispatcher.vars, dispatcher.hasattr = _attributes, _has
+    dispatcher.vars, dispatcher.hasattr = _attributes, _has_attribute
     try:
         yield
     finally:
@@ -247,7 +247,7 @@ def _unbound() -> Iterator[None]:
         setattr(operators, BIND, bind)
 
 
-def _has(value: Any, name: str) -> bool:
+def _has_attribute(value: Any, name: str) -> bool:
     """Return ``hasattr(value, name)``, but True for ``__dict__`` without accessing the object.
     ``_attributes`` is empty for objects that have no ``__dict__``."""
     return name == "__dict__" or hasattr(value, name)
@@ -262,7 +262,7 @@ def _attributes(value: Any) -> Mapping[str, Any]:
     return found
 
 
-class Turns:
+class ThreadTurns:
     """A reentrant context manager that admits one thread at a time, in order of arrival.
 
     A thread that leaves and returns at once waits behind the others. So an engine that steps all the
@@ -301,7 +301,7 @@ class Turns:
             self._changed.notify_all()
 
 
-_TURNS = Turns()
+_TURNS = ThreadTurns()
 """The thread inside has its engine's globals in place."""
 
 

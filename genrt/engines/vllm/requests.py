@@ -29,9 +29,9 @@ __all__ = [
     "SEED",
     "TEXT_SEED",
     "TICKET",
+    "as_genrt_error",
     "core_request",
     "row_params",
-    "translated",
 ]
 
 TICKET = "genrt_ticket"
@@ -84,7 +84,7 @@ def row_params(ticket: int, *, open_for: int | None, first: int | None = None) -
     return params
 
 
-def translated(error: Exception, what: str) -> GenrtError:
+def as_genrt_error(error: Exception, what: str) -> GenrtError:
     """Return an error of vLLM or torch as one of genrt's, with the original as its cause."""
     if isinstance(error, GenrtError):
         return error

@@ -53,14 +53,14 @@ __all__ = [
     "InputTokens",
     "NextTokens",
     "Prepared",
-    "Rows",
+    "RowLaunches",
     "Runner",
     "RunnerV1",
     "RunnerV2",
     "Stopped",
     "prepared",
     "read_elsewhere",
-    "rows_of",
+    "step_rows",
 ]
 
 
@@ -182,7 +182,7 @@ MOST_SIZES = 4
 """The most step sizes with allocated rows."""
 
 
-def rows_of(logits: torch.Tensor) -> torch.Tensor:
+def step_rows(logits: torch.Tensor) -> torch.Tensor:
     """Return the rows of a step's logits, without synchronizing with the device."""
     return read_elsewhere(log_probabilities(logits, may_overwrite=True))
 
@@ -194,7 +194,7 @@ def read_elsewhere(rows: torch.Tensor) -> torch.Tensor:
     return rows
 
 
-class Rows:
+class RowLaunches:
     """Makes rows from hidden states that have the same address whenever there are as many.
 
     Args:
@@ -226,7 +226,7 @@ class _OfSize:
         self._rows = hidden_states
 
         def make() -> None:
-            self._rows = rows_of(compute_logits(hidden_states))
+            self._rows = step_rows(compute_logits(hidden_states))
 
         self._make = Repeated(make, graphs=graphs)
 
@@ -240,17 +240,17 @@ class InputTokens:
 
     def __init__(self, input_ids: torch.Tensor) -> None:
         self._input_ids = input_ids
-        self._several: dict[int, _Several] = {}
+        self._several: dict[int, _SizedInput] = {}
 
     def put(self, token_ids: torch.Tensor, order: Sequence[int] | None) -> None:
         """Write token ``order[i]``, or ``i``, at place ``i``; a negative number becomes token 0."""
         count = len(token_ids)
         if count not in self._several:
-            self._several[count] = _Several(self._input_ids[:count])
+            self._several[count] = _SizedInput(self._input_ids[:count])
         self._several[count].put(token_ids, order)
 
 
-class _Several:
+class _SizedInput:
     """``InputTokens`` for one number of tokens."""
 
     def __init__(self, input_ids: torch.Tensor) -> None:
@@ -279,7 +279,7 @@ class RunnerV1(Runner):
         self._runner = runner
         self._blocks = BlockCopies(runner)
         self._inputs = InputTokens(runner.input_ids.gpu)
-        self._rows = Rows(lambda hidden_states: runner.model.compute_logits(hidden_states))
+        self._rows = RowLaunches(lambda hidden_states: runner.model.compute_logits(hidden_states))
         if runner.device.type == "cuda" and runner.prepare_inputs_event is None:
             # A step is prepared while the previous step's copies may still read the same buffers.
             runner.prepare_inputs_event = torch.Event(runner.device)
@@ -327,7 +327,7 @@ class RunnerV1(Runner):
         is_graph = context.cudagraph_runtime_mode == CUDAGraphMode.FULL
         if is_graph and runner.lora_config is None:
             return self._rows.of(hidden_states)[: len(token_ids)]
-        return rows_of(runner.model.compute_logits(hidden_states[: len(token_ids)]))
+        return step_rows(runner.model.compute_logits(hidden_states[: len(token_ids)]))
 
     def confirm(self, step: Prepared, tokens: NextTokens) -> None:
         self.write(tokens)
@@ -425,7 +425,7 @@ class RunnerV1(Runner):
 
     def take_rows(self) -> tuple[list[str], torch.Tensor]:
         state, self._runner.execute_model_state = self._runner.execute_model_state, None
-        return list(self._runner.input_batch.req_ids), rows_of(state.logits)
+        return list(self._runner.input_batch.req_ids), step_rows(state.logits)
 
 
 MOST_KINDS = 16
@@ -433,7 +433,7 @@ MOST_KINDS = 16
 
 
 @dataclass(slots=True)
-class _Kind:
+class _StepKind:
     """The launches for steps of all batches with one CUDA graph and one number of requests. Their inputs
     and outputs have the same addresses for each of these batches.
 
@@ -455,7 +455,7 @@ class _Kind:
     place: Repeated | None = None
 
 
-class _Batch(NamedTuple):
+class _StepLaunch(NamedTuple):
     """The batch of a step and of the steps after it.
 
     Attributes:
@@ -465,7 +465,7 @@ class _Batch(NamedTuple):
 
     graph: Any
     slots: np.ndarray
-    kind: _Kind
+    kind: _StepKind
 
 
 class _Stopping:
@@ -484,8 +484,8 @@ class RunnerV2(Runner):
         self._blocks = BlockCopies(runner)
         self._seats = SeatTables(runner)
         self._inputs = InputTokens(runner.input_buffers.input_ids)
-        self._rows = Rows(lambda hidden_states: runner.model.compute_logits(hidden_states))
-        self._kinds: LRUCache[tuple[Any, int], _Kind] = LRUCache(MOST_KINDS)
+        self._rows = RowLaunches(lambda hidden_states: runner.model.compute_logits(hidden_states))
+        self._kinds: LRUCache[tuple[Any, int], _StepKind] = LRUCache(MOST_KINDS)
         self._is_moved = False  # blocks have changed since a forward looked them up
         # Requests with a speculated token that no caller asked for.
         self._overcounted: set[str] = set()
@@ -515,17 +515,17 @@ class RunnerV2(Runner):
             graph.cg_mode != CUDAGraphMode.FULL
         ):  # only a full graph can run without the rest of the step
             return None
-        launch = _Batch(graph, batch.idx_mapping_np, self._kind(graph, batch))
+        launch = _StepLaunch(graph, batch.idx_mapping_np, self._kind(graph, batch))
         return prepared(output, list(batch.req_ids), launch)
 
-    def _kind(self, graph: Any, batch: Any) -> _Kind:
+    def _kind(self, graph: Any, batch: Any) -> _StepKind:
         """Return the launches for the steps of a batch."""
         key, slots = (graph, len(batch.req_ids)), batch.idx_mapping_np
         kind = self._kinds.get(key)
         if kind is None:
             own = replace(batch, idx_mapping=torch.empty_like(batch.idx_mapping))
             count = Repeated(lambda: self._runner.postprocess_num_computed_tokens(own))
-            kind = self._kinds[key] = _Kind(own, slots, count)
+            kind = self._kinds[key] = _StepKind(own, slots, count)
         kind.batch.idx_mapping.copy_(batch.idx_mapping)
         kind.slots = slots
         return kind
@@ -612,7 +612,7 @@ class RunnerV2(Runner):
             batch, graph.cg_mode, tables, slots, runner.attn_groups, runner.kv_cache_config
         )
 
-    def _look_up(self, kind: _Kind) -> None:
+    def _look_up(self, kind: _StepKind) -> None:
         """Look up a step's changed blocks, and the slots of the positions in the input buffer."""
         place = self._runner.block_tables.num_blocks.gpu.data_ptr()
         if place not in kind.look_up:
@@ -630,7 +630,7 @@ class RunnerV2(Runner):
         runner, count = self._runner, len(token_ids)
         hidden_states = runner.cudagraph_manager.run_fullgraph(step.launch.graph)
         if runner.lora_config is not None:  # an adapter's logits depend on the batch's requests
-            return rows_of(runner.model.compute_logits(hidden_states[:count]))
+            return step_rows(runner.model.compute_logits(hidden_states[:count]))
         # The graph pads the batch, so there are rows of padding too.
         return self._rows.of(hidden_states)[:count]
 
@@ -670,4 +670,4 @@ class RunnerV2(Runner):
         batch = state.input_batch
         logits = self._runner.model.compute_logits(state.hidden_states[batch.logits_indices])
         self._runner.postprocess_num_computed_tokens(batch)
-        return list(batch.req_ids), rows_of(logits)
+        return list(batch.req_ids), step_rows(logits)

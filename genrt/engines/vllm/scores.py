@@ -83,7 +83,7 @@ class _Score:
         return self.first + len(self.targets)
 
 
-class _Part(NamedTuple):
+class _ScorePart(NamedTuple):
     """Positions ``begin`` to ``end`` of a score that a step computed, with their hidden states."""
 
     score: _Score
@@ -155,8 +155,8 @@ class Positions:
     @torch.inference_mode()
     def put(self, hidden_states: torch.Tensor, spans: Iterable[Span]) -> None:
         """Store the wanted positions that a step computed; ignore spans of other requests."""
-        entries_of: list[_Part] = []
-        rows_of: list[_Part] = []
+        entries_of: list[_ScorePart] = []
+        rows_of: list[_ScorePart] = []
         for span in spans:
             score = self._scores.get(span.request_id)
             if score is None or span.computed > score.next:  # ``take`` reports the gap
@@ -166,13 +166,13 @@ class Positions:
                 start = span.offset - span.computed
                 found = hidden_states[start + score.next : start + end]
                 group = rows_of if score.wanted == "rows" else entries_of
-                group.append(_Part(score, score.next, end, found))
+                group.append(_ScorePart(score, score.next, end, found))
         if rows_of:
             self._put_rows(rows_of)
         if entries_of:
             self._put_entries(entries_of)
 
-    def _put_rows(self, group: Sequence[_Part]) -> None:
+    def _put_rows(self, group: Sequence[_ScorePart]) -> None:
         rows = _cat([rows for _, rows in self._rows(group)])
         leaving, at = Leaving(rows[:, 0]), 0
         for score, begin, end, _ in group:
@@ -181,7 +181,7 @@ class Positions:
             score.parts.append((leaving, part))
             score.next, at = end, part.stop
 
-    def _put_entries(self, group: Sequence[_Part]) -> None:
+    def _put_entries(self, group: Sequence[_ScorePart]) -> None:
         targets = _cat([s.targets[begin - s.first : end - s.first] for s, begin, end, _ in group])
         greedy = any(each.score.wanted == "greedy" for each in group)
         wants: Wanted = "greedy" if greedy else "logprobs"
@@ -197,7 +197,7 @@ class Positions:
             score.parts.append((leaving, slice(at, at + end - begin)))
             score.next, at = end, at + end - begin
 
-    def _rows(self, group: Sequence[_Part]) -> Iterator[tuple[slice, torch.Tensor]]:
+    def _rows(self, group: Sequence[_ScorePart]) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield rows for some positions at a time, with the slice of positions."""
         hidden_states = _cat([each.hidden_states for each in group])
         loras = [each.score.lora for each in group for _ in range(each.begin, each.end)]
@@ -275,7 +275,7 @@ def positions_of(
 def attach(runner: Any, *, vocab_size: int) -> Positions:
     """Return ``Positions`` that see every step of a runner."""
     compute_logits = lambda hidden_states: runner.model.compute_logits(hidden_states)
-    activate = None if runner.lora_config is None else lambda loras: _activate(runner, loras)
+    activate = None if runner.lora_config is None else lambda loras: _set_adapters(runner, loras)
     positions = Positions(
         compute_logits, activate, vocab_size=vocab_size, device=torch.device(runner.device)
     )
@@ -332,7 +332,7 @@ def _spans_v2(batch: Any) -> Iterator[Span]:
         yield Span(request_id, *map(int, numbers))
 
 
-def _activate(runner: Any, loras: Sequence[LoRARequest | None]) -> None:
+def _set_adapters(runner: Any, loras: Sequence[LoRARequest | None]) -> None:
     """Make each hidden state's own adapter compute its logits. vLLM has set one adapter per row; the next
     step sets them again."""
     ids = tuple(0 if lora is None else lora.lora_int_id for lora in loras)

@@ -16,7 +16,7 @@ from genrt.errors import EngineUnsupported, GenrtError, NotFinite
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest
 
-__all__ = ["self_test"]
+__all__ = ["run_self_check"]
 
 LIKELY = -15.0
 """Rows are compared where a log-probability is above this value."""
@@ -26,7 +26,7 @@ TF32 = 2.0**-10
 differ by 64 times the rounding: by half a nat in bfloat16, by 1/16 in float16 and float32."""
 
 
-def self_test(engine: VLLMEngine, *, rounding: float, block_size: int) -> None:
+def run_self_check(engine: VLLMEngine, *, rounding: float, block_size: int) -> None:
     """Ask for a few rows alone and in a batch, then by extending, forking and backtracking, then for
     scores.
 
@@ -71,8 +71,8 @@ def _test_rows(engine: VLLMEngine, noise: float) -> None:
             f"{tuple(alone[0].shape)} for vocab_size={engine.vocab_size}"
         )
     for mine, other in ((0, 1), (1, 2), (2, 0)):
-        apart = _apart(alone[mine], alone[other])
-        moved = _apart(alone[mine], company[mine])
+        apart = _largest_difference(alone[mine], alone[other])
+        moved = _largest_difference(alone[mine], company[mine])
         if moved > 0.5 * apart and moved > noise:
             raise EngineUnsupported(
                 "vLLM's rows did not come back to the requests that asked for them: a row in company "
@@ -126,8 +126,10 @@ def _test_residents(engine: VLLMEngine, noise: float, block_size: int) -> None:
             for context in contexts:
                 engine.forget_residents()
                 fresh[-1] += engine.probe([LogprobsRequest(context)])
-        apart = min(_apart(*pair) for flush in fresh for pair in combinations(flush, 2))
-        moved = max(map(_apart, chain(*rows), chain(*fresh)))
+        apart = min(
+            _largest_difference(*pair) for flush in fresh for pair in combinations(flush, 2)
+        )
+        moved = max(map(_largest_difference, chain(*rows), chain(*fresh)))
         if moved > noise * max(1.0, apart / 4):
             raise EngineUnsupported(f"a row differs by {moved:.3g} from a fresh one")
         if extended == 0:
@@ -183,7 +185,7 @@ def _test_scores(engine: VLLMEngine, noise: float, block_size: int) -> None:
     engine.forget_residents()
 
 
-def _apart(row: torch.Tensor, other: torch.Tensor) -> float:
+def _largest_difference(row: torch.Tensor, other: torch.Tensor) -> float:
     """Return the largest difference at tokens that are likely in either row."""
     likely = torch.maximum(row, other) > LIKELY
     return float((row - other)[likely].abs().nan_to_num(posinf=1e9).max())

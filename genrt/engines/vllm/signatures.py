@@ -18,7 +18,14 @@ from typing import TypeAlias
 
 from genrt.errors import EngineUnsupported
 
-__all__ = ["TABLE", "Signatures", "check_signatures", "differences", "installed", "main"]
+__all__ = [
+    "TABLE",
+    "Signatures",
+    "check_signatures",
+    "differences",
+    "installed",
+    "record_installed",
+]
 
 Signatures: TypeAlias = dict[str, str | None]
 """The parameters of methods by dotted name; ``None`` where a class does not define the method itself."""
@@ -101,7 +108,7 @@ def _minor(version: str) -> str:
     return ".".join(version.split("+")[0].split(".")[:2])
 
 
-def main() -> None:
+def record_installed() -> None:
     """Record the signatures of the installed vLLM."""
     import vllm
 
@@ -116,4 +123,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    record_installed()

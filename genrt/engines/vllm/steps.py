@@ -365,7 +365,7 @@ class CoreSteps:
         if self.is_ahead:
             return self._finished(self._scheduler)
         stepped, _ = self._core.step()
-        return _first(stepped)
+        return _outputs_of(stepped)
 
     @property
     def is_ahead(self) -> bool:
@@ -396,16 +396,16 @@ class CoreSteps:
                 outputs, _ = self._core.step_with_batch_queue()
         finally:
             scheduler.ahead = False
-        return _first(outputs)
+        return _outputs_of(outputs)
 
     def _finished(self, scheduler: OpenScheduler) -> Sequence[EngineCoreOutput]:
         """Wait for the step under way and return its outputs. This is ``step_with_batch_queue`` without
         the scheduling of another step."""
         future, output, _ = self._core.batch_queue.pop()
-        return _first(scheduler.update_from_output(output, future.result()))
+        return _outputs_of(scheduler.update_from_output(output, future.result()))
 
 
-def _first(outputs: Any) -> Sequence[EngineCoreOutput]:
+def _outputs_of(outputs: Any) -> Sequence[EngineCoreOutput]:
     """Return the outputs for the only client."""
     found: Sequence[EngineCoreOutput] = outputs[0].outputs if outputs and 0 in outputs else ()
     return found

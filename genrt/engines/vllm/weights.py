@@ -24,7 +24,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from genrt.engines.vllm.process import Globals
-from genrt.engines.vllm.requests import translated
+from genrt.engines.vllm.requests import as_genrt_error
 from genrt.engines.weights import Layout, NamedTensors, SleepingPart, layout_of, weight_files
 from genrt.errors import EngineFailed, EngineUnsupported, InvalidWeights
 
@@ -126,12 +126,12 @@ class VLLMWeights:
         with self._globals:
             _synchronize()  # another stream may have computed them
             if self._places is None:
-                self._places = self._call(_begin)
+                self._places = self._call(_begin_reload)
             if self._is_here:
-                self._loaded.update(*self._call(_load, args=(tensors,)))
+                self._loaded.update(*self._call(_load_tensors, args=(tensors,)))
             else:  # send one tensor at a time to the other processes
                 for name, tensor in tensors:
-                    self._loaded.update(*self._call(_load, args=([(name, tensor.cpu())],)))
+                    self._loaded.update(*self._call(_load_tensors, args=([(name, tensor.cpu())],)))
             _synchronize()
 
     def check_receives(self) -> None:
@@ -149,7 +149,7 @@ class VLLMWeights:
             with self._globals:
                 self._call("init_weight_transfer_engine", kwargs=given)
         except Exception as error:
-            raise translated(error, "vLLM's workers do not meet the trainer") from error
+            raise as_genrt_error(error, "vLLM's workers do not meet the trainer") from error
 
     def disconnect(self) -> None:
         """Disconnect the workers from the trainer."""
@@ -178,7 +178,7 @@ class VLLMWeights:
         with self._globals:
             if is_sent:
                 self._call("finish_weight_update")
-            ends = self._call(_reset if is_sent else _finish)
+            ends = self._call(_reset if is_sent else _finish_reload)
         for before, (after, names) in zip(places or (), ends, strict=True):
             if before != after:
                 raise EngineFailed("vLLM has put weights elsewhere, where no CUDA graph finds them")
@@ -194,7 +194,7 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def _begin(worker: Any) -> dict[str, int]:
+def _begin_reload(worker: Any) -> dict[str, int]:
     """Start collecting weights in a worker; return the addresses of its parameters."""
     places = _places(worker)
     with set_current_vllm_config(worker.vllm_config):
@@ -203,13 +203,13 @@ def _begin(worker: Any) -> dict[str, int]:
 
 
 @torch.no_grad()
-def _load(worker: Any, tensors: NamedTensors) -> set[str]:
+def _load_tensors(worker: Any, tensors: NamedTensors) -> set[str]:
     """Load checkpoint tensors into a worker's model; return the names of the loaded parameters."""
     with set_current_vllm_config(worker.vllm_config):
         return set(worker.get_model().load_weights(iter(tensors)) or ())
 
 
-def _finish(worker: Any) -> tuple[dict[str, int], set[str]]:
+def _finish_reload(worker: Any) -> tuple[dict[str, int], set[str]]:
     """Finish loading in a worker; return the addresses and the checkpoint names of its parameters."""
     with set_current_vllm_config(worker.vllm_config):
         finalize_layerwise_reload(worker.get_model(), worker.vllm_config.model_config)
@@ -217,7 +217,7 @@ def _finish(worker: Any) -> tuple[dict[str, int], set[str]]:
 
 
 def _reset(worker: Any) -> tuple[dict[str, int], set[str]]:
-    """Drop a worker's caches of the old weights; return the same as ``_finish``."""
+    """Drop a worker's caches of the old weights; return the same as ``_finish_reload``."""
     runner, model = worker.model_runner, worker.get_model()
     runner.reset_lora_state()  # adapters are loaded again with the next request for each
     runner.reset_encoder_cache()

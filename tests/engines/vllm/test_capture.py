@@ -389,18 +389,18 @@ def test_forgotten_rows_are_gone_and_unknown_tickets_ignored() -> None:
 
 
 def test_the_store_of_a_v2_runner_is_its_captures() -> None:
-    from genrt.engines.vllm.capture import install
+    from genrt.engines.vllm.capture import install_capture
 
     capture = v2()
     sampler = SimpleNamespace(logits_processors=[object(), capture], sample=None, logprobs_mode="")
-    assert install(SimpleNamespace(sampler=sampler), own_processors=True) is capture.store
+    assert install_capture(SimpleNamespace(sampler=sampler), own_processors=True) is capture.store
 
 
 @pytest.mark.parametrize("own_processors", [True, False])
 def test_the_v1_runner_lists_output_tokens_only_for_processors_of_the_users(
     own_processors: bool,
 ) -> None:
-    from genrt.engines.vllm.capture import install
+    from genrt.engines.vllm.capture import install_capture
 
     capture = v1()
     batch = SimpleNamespace(
@@ -409,17 +409,17 @@ def test_the_v1_runner_lists_output_tokens_only_for_processors_of_the_users(
     draws = SimpleNamespace(forward=None)
     sampler = SimpleNamespace(topk_topp_sampler=draws, gather_logprobs=None)
     runner = SimpleNamespace(input_batch=batch, sampler=sampler, device=torch.device("cuda"))
-    assert install(runner, own_processors) is capture.store
+    assert install_capture(runner, own_processors) is capture.store
     assert batch.logitsprocs_need_output_token_ids is own_processors
 
 
 @pytest.mark.promise(number=24)
 def test_a_runner_without_the_capture_is_refused() -> None:
-    from genrt.engines.vllm.capture import install
+    from genrt.engines.vllm.capture import install_capture
 
     for processors in ({"sampler": SimpleNamespace(logits_processors=[])}, {"sampler": None}):
         with pytest.raises(EngineUnsupported, match="logits processor"):
-            install(SimpleNamespace(**processors), own_processors=False)
+            install_capture(SimpleNamespace(**processors), own_processors=False)
 
 
 # -- log-probabilities of the law ------------------------------------------------------------------

@@ -650,7 +650,7 @@ def test_rows_are_made_of_what_lies_there_now_and_for_few_sizes_at_once() -> Non
     from genrt.engines.vllm import runners
 
     hidden = torch.zeros(8, 1)
-    rows = runners.Rows(logits_of)
+    rows = runners.RowLaunches(logits_of)
     for count in (4, 2, 8, 4, 6, 1, 3):
         hidden[:, 0] = torch.arange(1000.0, 1008.0) * count
         assert seen(rows.of(hidden[:count])) == (hidden[:count, 0]).tolist()

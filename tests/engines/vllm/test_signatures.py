@@ -164,5 +164,5 @@ def test_the_command_records_a_version(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(signatures, "FILE", tmp_path / "signatures.json")
     monkeypatch.setattr(signatures, "TABLE", {"0.1": dict.fromkeys(TABLE["0.32"])})
     monkeypatch.setattr(vllm, "__version__", "0.32.9+cpu")
-    signatures.main()
+    signatures.record_installed()
     assert json.loads((tmp_path / "signatures.json").read_text())["0.32"] == TABLE["0.32"]

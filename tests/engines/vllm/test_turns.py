@@ -1,4 +1,4 @@
-"""Turns go round in the order in which they were asked for."""
+"""ThreadTurns go round in the order in which they were asked for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from genrt.engines.vllm.process import Turns
+from genrt.engines.vllm.process import ThreadTurns
 from tests.scripted import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.vllm
@@ -19,7 +19,7 @@ def started(function: Callable[[], None]) -> threading.Thread:
     return thread
 
 
-def wait_for(turns: Turns, count: int) -> None:
+def wait_for(turns: ThreadTurns, count: int) -> None:
     """Until so many threads wait."""
     enough = threading.Event()
     while len(turns._waiting) < count:
@@ -27,7 +27,7 @@ def wait_for(turns: Turns, count: int) -> None:
 
 
 def test_who_comes_back_at_once_waits_behind_those_who_were_there() -> None:
-    turns, order = Turns(), list[str]()
+    turns, order = ThreadTurns(), list[str]()
 
     def other(name: str) -> None:
         with turns:
@@ -46,7 +46,7 @@ def test_who_comes_back_at_once_waits_behind_those_who_were_there() -> None:
 
 
 def test_the_holder_enters_again_and_hands_over_when_it_is_out_of_all() -> None:
-    turns, order = Turns(), list[str]()
+    turns, order = ThreadTurns(), list[str]()
 
     def other() -> None:
         with turns:
@@ -64,7 +64,7 @@ def test_the_holder_enters_again_and_hands_over_when_it_is_out_of_all() -> None:
 
 
 def test_one_thread_at_a_time_is_in() -> None:
-    turns, inside, most = Turns(), list[int](), list[int]()
+    turns, inside, most = ThreadTurns(), list[int](), list[int]()
 
     def work() -> None:
         for _ in range(500):
@@ -85,7 +85,7 @@ def test_one_that_is_interrupted_while_it_waits_leaves_the_queue(
     let_in: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before or after the holder has left, with another thread behind it."""
-    turns, leave = Turns(), threading.Event()
+    turns, leave = ThreadTurns(), threading.Event()
     wait, own = turns._changed.wait, threading.get_ident()
 
     def hold() -> None:

@@ -215,10 +215,10 @@ def test_models_that_change_with_the_length_get_none_more(
 def test_vllms_refusals_say_what_to_do(
     error: Exception, kind: type[Exception], advice: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from genrt.engines.vllm.requests import translated
+    from genrt.engines.vllm.requests import as_genrt_error
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    found = translated(error, "vLLM could not open it")
+    found = as_genrt_error(error, "vLLM could not open it")
     assert isinstance(found, kind)
     assert advice in str(found)
     assert advice or "HF_HUB" not in str(found)

@@ -18,7 +18,7 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason
 from genrt.engines.protocol import Finished
 from genrt.engines.vllm.engine import VLLMEngine
 from genrt.engines.vllm.populations import EarlyDelivery
-from genrt.engines.vllm.runners import rows_of
+from genrt.engines.vllm.runners import step_rows
 from genrt.errors import EngineFailed, NotFinite
 from genrt.questions.completions import SampleRequest
 from genrt.questions.contexts import Adapter, Limits
@@ -429,13 +429,13 @@ def test_a_population_that_fails_beside_others_leaves_nothing_wrong(
     turns.finish(beside)
 
     def poisoned(logits: torch.Tensor) -> torch.Tensor:
-        rows = rows_of(logits).clone()
+        rows = step_rows(logits).clone()
         rows[2, 0] = float("nan")
         return rows
 
     question, other = particles.question(), LogprobsRequest((1, 2, 3))
     with monkeypatch.context() as patch:
-        patch.setattr(runner_v1, "rows_of", poisoned)
+        patch.setattr(runner_v1, "step_rows", poisoned)
         turns.submit(question, other)
         assert turns.by_number == 4
         turns.finish(question, other)
