@@ -300,7 +300,9 @@ class VLLMEngine:
     def _collect(self, outputs: Sequence[EngineCoreOutput]) -> list[Finished]:
         """Return the results of a step's outputs, with rows on the default stream."""
         # The outputs lack open requests, because their scheduler drops the token that ends a step.
-        answered = self._open.take_answered() if self._open is not None else []
+        answered: list[str] = []
+        if self._open is not None:
+            answered = self._core.engine_core.scheduler.take_answered()
         computed, new = computed_tokens(outputs), new_tokens(outputs)
         ended, over, others = self._samples.take(outputs)
         finished, last = self._in_progress.ended(others, self._populations)
@@ -395,7 +397,7 @@ class VLLMEngine:
     def _abort_idle(self, adapter: Adapter | None) -> None:
         """Forget an adapter's resident sequences that no question in progress extends."""
         if self._open is not None:
-            bound = self._open.bound_to(adapter)
+            bound = self._open.residents.bound_to(adapter)
             self._abort([each for each in bound if each not in self._in_progress])
 
     def probe(self, requests: Sequence[LogprobsRequest] | Sequence[ScoreRequest]) -> list[Tensor]:
@@ -443,7 +445,9 @@ class VLLMEngine:
                 self._steps.settle()
             self._populations.clear()
         if self._open is not None:
-            kept = self._open.request_ids()  # in order, which must be the same in every rank
+            kept = (
+                self._open.residents.request_ids()
+            )  # in order, which must be the same in every rank
             self._abort([each for each in kept if each not in self._in_progress])
         self.prefixes.give_up()
         return bool(self._core.reset_prefix_cache()) and not self._in_progress

@@ -1,28 +1,15 @@
-"""The interface to vLLM's model runners that open requests need: tokens, seats and logits.
+"""Drives vLLM's model runners V1 and V2 for open requests: tokens and seats in, rows out.
 
 A step can be *prepared* while the device still computes the previous step. ``execute_model`` then sets up
 everything except the tokens and is stopped right before the forward. When the tokens are known, they are
 written to the input buffer and the forward runs. It runs again if the first tokens were wrong. When the
 tokens are certain, the step is *confirmed*.
 
-The parts of vLLM that ``runner_v1.py`` and ``runner_v2.py`` use are listed in ``docs/new_vllm.md``.
-``self_check.py`` compares rows computed this way with rows computed without it.
+On a GPU, writing the tokens is one launch, and so is making rows from hidden states.
 
-
-----
-
-Writes tokens to the forward of a prepared step, and makes rows from it: one launch each on a GPU.
-
-The parts of vLLM that this file uses are listed in ``docs/new_vllm.md``.
-
-
-----
-
-Drives vLLM's model runner V1 for open requests; see ``runners.py``.
-
-----
-
-Drives vLLM's model runner V2 for open requests; see ``runners.py``."""
+The parts of vLLM that this file uses are listed in ``docs/new_vllm.md``. ``self_check.py`` compares rows
+computed this way with rows computed without it.
+"""
 
 from __future__ import annotations
 

@@ -5,45 +5,30 @@ token that vLLM sampled. The request then stays outside the running queue with i
 Appending the caller's token wakes it, and it is scheduled as a plain decode of one token.
 
 A new request that shares a prefix with a resident one takes the resident's blocks by reference. vLLM
-copies the last, partly shared block itself, as it does for its own sub-block prefix hits. A parked
-request that is no longer needed can go on as a fork of another one (*reseated*). No request ends or
-starts for that.
+copies the last, partly shared block, as it does for its own sub-block prefix hits. A parked request that
+is no longer needed can continue as a fork of another one (*reseated*), without a new request.
 
 ``decode_step`` schedules a step of woken requests alone, which is the step of a sampler. It does the part
 of ``schedule`` that such a step needs. vLLM schedules every other step.
 
 Rules:
     Running and waiting requests come before parked ones; the longest unused parked requests are finished.
+    Prompts with a common prefix share blocks: 256 contexts of 2,048 tokens with 1,920 common ones take a
+    tenth of the blocks of distinct ones. Counting these needs a look-up for each block. So they are
+    counted only if the lengths alone do not fit.
     Scheduling is synchronous: a step's tokens are known before the next one is scheduled. The exception
     is a step of texts alone while ``ahead`` is set: vLLM schedules it before the previous step has ended.
     Blocks are copied before anything else is done for the step that needs the copies.
 
 The parts of vLLM that this file uses are listed in ``docs/new_vllm.md``. ``self_check.py`` compares rows
 computed this way with rows computed without it.
-
-
-----
-
-Counts the KV blocks that the next step takes from the pool, to decide whether sequences are evicted.
-
-Prompts with a common prefix share blocks, so their lengths alone count far too many. For example, 256
-contexts of 2,048 tokens may have 1,920 tokens in common. They take a tenth of the blocks of 256 distinct
-contexts. Counting shared blocks needs a look-up for each full block of a prompt. So they are counted only
-where the lengths do not fit.
-
-
-----
-
-Builds vLLM's ``SchedulerOutput`` for a step of one more token for each of some known requests.
-
-The parts of vLLM that this file uses are listed in ``docs/new_vllm.md``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
@@ -52,6 +37,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request, RequestStatus
 
+from genrt.engines.vllm.prefixes import KeptPrefixes
 from genrt.engines.vllm.requests import FIRST, OPEN
 from genrt.engines.vllm.runners import NextTokens
 from genrt.engines.vllm.seats import Fork, Seat, Seats
@@ -65,18 +51,6 @@ __all__ = ["OpenScheduler", "most_blocks", "needed_blocks"]
 
 MOST_RECORDS = 65_536
 """The most open requests where KV blocks are the only bound."""
-
-
-class HeldBlocks(Protocol):
-    """Blocks that stay without a request."""
-
-    def shared(self, request: Request) -> int:
-        """Return how many of a request's blocks are held already."""
-        ...
-
-    def start_of(self, request: Request) -> tuple[list[Any], int] | None:
-        """Return the blocks with which a request can start, and the number of its tokens in them."""
-        ...
 
 
 class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
@@ -93,7 +67,7 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         self.finished_req_ids: set[str]
         self.reset_preempted_req_ids: set[str]
         self.ahead = False
-        self.prefixes: HeldBlocks | None = None
+        self.prefixes: KeptPrefixes | None = None
         self.parked: dict[str, Request] = {}
         self.computed_tokens = self.forked = self.reseated = 0
         self._stalled = False  # no waiting request ran: the next step assumes the blocks they need
@@ -306,8 +280,26 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         finished, self.finished_req_ids = self.finished_req_ids, set()
         preempted, self.reset_preempted_req_ids = self.reset_preempted_req_ids, set()
         self.prev_step_scheduled_req_ids = {request.request_id for request in requests}
-        return _decode_output(
-            requests, new_blocks, finished, preempted, self._get_new_block_ids_to_zero()
+        request_ids = [request.request_id for request in requests]
+        return SchedulerOutput(
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=CachedRequestData(
+                req_ids=request_ids,
+                resumed_req_ids=set(),
+                new_token_ids=[],
+                all_token_ids={},
+                new_block_ids=new_blocks,
+                num_computed_tokens=computed,
+                num_output_tokens=[len(request._output_token_ids) for request in requests],
+            ),
+            num_scheduled_tokens=dict.fromkeys(request_ids, 1),
+            total_num_scheduled_tokens=len(requests),
+            scheduled_spec_decode_tokens={},
+            scheduled_encoder_inputs={},
+            finished_req_ids=finished,
+            preempted_req_ids=preempted,
+            free_encoder_mm_hashes=[],
+            new_block_ids_to_zero=self._get_new_block_ids_to_zero(),
         )
 
     def _begin_decode_step(self) -> None:
@@ -496,39 +488,3 @@ def needed_blocks(
         blocks += request.num_tokens // size + 2 - held
         tokens_left -= max(request.num_tokens - tokens, 1)
     return blocks
-
-
-def _decode_output(
-    requests: Sequence[Any],
-    new_blocks: Sequence[tuple[list[int], ...] | None],
-    finished: set[str],
-    preempted: set[str],
-    blocks_to_zero: Any,
-) -> SchedulerOutput:
-    """Return the step of one token for each of these requests.
-
-    Args:
-        new_blocks: the new blocks of each request, or ``None``.
-        finished, preempted, blocks_to_zero: the changes since the last step.
-    """
-    request_ids = [request.request_id for request in requests]
-    return SchedulerOutput(
-        scheduled_new_reqs=[],
-        scheduled_cached_reqs=CachedRequestData(
-            req_ids=request_ids,
-            resumed_req_ids=set(),
-            new_token_ids=[],
-            all_token_ids={},
-            new_block_ids=[*new_blocks],
-            num_computed_tokens=[request.num_computed_tokens for request in requests],
-            num_output_tokens=[len(request._output_token_ids) for request in requests],
-        ),
-        num_scheduled_tokens=dict.fromkeys(request_ids, 1),
-        total_num_scheduled_tokens=len(requests),
-        scheduled_spec_decode_tokens={},
-        scheduled_encoder_inputs={},
-        finished_req_ids=finished,
-        preempted_req_ids=preempted,
-        free_encoder_mm_hashes=[],
-        new_block_ids_to_zero=blocks_to_zero,
-    )

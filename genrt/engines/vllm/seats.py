@@ -4,25 +4,9 @@ A fork takes over a request that is no longer needed. It shares the full blocks 
 last block. Blocks that the request and its donor had in common stay in place. Where sequences part late,
 most blocks are common, so the cost of a fork does not grow with their length.
 
-The parts of vLLM that this file uses are listed in ``docs/new_vllm.md``.
-
-
-----
-
-Writes the device tables of vLLM's model runner V2 for requests that take other seats.
-
-The tables hold each sequence's number of computed tokens, its length and its blocks. vLLM stages writes
-and applies them table by table; here all writes are one launch.
-
-The parts of vLLM that this file uses are listed in ``docs/new_vllm.md``.
-
-
-----
-
-Copies KV blocks in all layers at once.
-
-vLLM copies layer by layer, with two kernels each. On a GPU this file uses one kernel for all layers. It
-needs each block of a layer to be one stretch of memory, as in models with attention alone.
+``Seats`` changes the scheduler's requests, ``SeatTables`` the device tables of model runner V2, and
+``BlockCopies`` the KV caches. vLLM copies layer by layer, with two kernels each, and writes table by
+table. Here all layers, and all tables, take one launch each on a GPU.
 
 The parts of vLLM that this file uses are listed in ``docs/new_vllm.md``.
 """

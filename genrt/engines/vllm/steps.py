@@ -1,4 +1,4 @@
-"""Runs decode steps of open requests; prepares and speculates the next step while the device computes.
+"""Runs steps: vLLM's own, and decode steps of open requests, which are prepared and speculated.
 
 A *decode step* gives one token to sequences that were extended or forked, and does no other work.
 ``OpenScheduler`` schedules it, vLLM's runner runs it, and genrt takes its logits in place of sampling.
@@ -6,25 +6,16 @@ While the same sequences continue step after step, the next step is *prepared* w
 it lacks only its tokens. If the tokens were drawn on the device, the step is *speculated*: it runs with
 them before a caller asks for it.
 
+vLLM runs every other step. The next token of a text is drawn on the device, so steps of texts alone are
+scheduled while the previous step computes, by vLLM's asynchronous scheduling.
+
 Rules:
     Tokens are written where the runner reads them before the step that needs them.
     A speculated step answers only for the tokens that it ran with; for others the prepared step runs.
-    After ``MISSES`` prepared steps in a row that were not used, only every ``RETRY``-th step prepares the
-    next one. The same holds for speculated steps.
-
-
-----
-
-Runs vLLM's own steps, and schedules steps of texts before the previous step has ended.
-
-A text's next token is drawn on the device, and the next step reads it there. So the host can schedule
-that step and process the previous outputs while the device computes. This is vLLM's asynchronous
-scheduling. A row's next token comes from a caller, who chooses it after the step has ended.
-
-Rules:
-    Only steps of texts alone are scheduled ahead. A request for a row waits until the step under way has
-    ended, in a turn of its own.
-    After a row, the next ``PATIENCE`` steps are not scheduled ahead, because more rows are likely.
+    After ``MISSES`` unused prepared steps in a row, only every ``RETRY``-th step prepares the next one.
+    The same holds for speculated steps.
+    A request for a row waits for the end of a step that was scheduled ahead. After a row, the next
+    ``PATIENCE`` steps are not scheduled ahead, because more rows are likely.
 
 The parts of vLLM that this file uses are listed in ``docs/new_vllm.md``.
 """

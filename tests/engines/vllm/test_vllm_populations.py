@@ -224,15 +224,15 @@ def checked(engine: VLLMEngine, oracle: Oracle) -> Iterator[Turns]:
     kept: Any = engine._open
     scheduler: Any = engine._core.engine_core.scheduler
     assert set(kept._asked_in) == set(scheduler.parked) == set(scheduler.requests)
-    assert {*kept._residents._by_id, *kept._residents._later} == set(scheduler.requests)
+    assert {*kept.residents._by_id, *kept._residents._later} == set(scheduler.requests)
     gc.collect()
     assert len(engine._populations._known) <= 1, "of the last step"
     engine.forget_residents()
     assert not scheduler.requests
     assert not scheduler._waking
-    assert not len(kept._residents)
+    assert not len(kept.residents)
     assert not kept._asked_in
-    assert not kept._residents._by_digest
+    assert not kept.residents._by_digest
 
 
 def contexts_of(count: int, length: int, seed: int) -> list[list[int]]:
