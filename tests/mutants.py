@@ -1224,7 +1224,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *breaks(
         "engines.vllm.scores",
-        "test_positions.py",
+        "test_vllm_scores.py",
         (
             "Positions.put",
             "a span's positions are counted from the step's first token",
@@ -1247,7 +1247,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *breaks(
         "engines.vllm.scores",
-        "test_positions.py",
+        "test_vllm_scores.py",
         (
             "limit_hits",
             "a prefix in the cache hides the first wanted position",
@@ -1270,7 +1270,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *breaks(
         "engines.vllm.engine",
-        "test_positions.py",
+        "test_vllm_scores.py",
         (
             "VLLMEngine._decode",
             "the row of a prompt's first parts is never let go",
@@ -1280,7 +1280,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *breaks(
         "engines.vllm.in_progress",
-        "test_positions.py",
+        "test_vllm_scores.py",
         (
             "InProgress.end",
             "a cancelled score is kept",
@@ -1290,7 +1290,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *breaks(
         "engines.vllm.self_check",
-        "test_vllm_self_test.py",
+        "test_self_check.py",
         (
             "run_self_check",
             "half a nat passes, whatever the network computes with",
@@ -1299,7 +1299,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *breaks(
         "engines.vllm.steps",
-        "test_residency.py",
+        "test_sequences.py",
         (
             "DecodeSteps._tokens_of",
             "a prepared step is run although its sequences have moved on",
@@ -1326,7 +1326,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *breaks(
         "engines.vllm.seats",
-        "test_residency.py",
+        "test_sequences.py",
         (
             "Seats.take",
             "the copy of a shared block is forgotten",
@@ -1341,7 +1341,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *breaks(
         "engines.vllm.scheduler",
-        "test_residency.py",
+        "test_sequences.py",
         (
             "OpenScheduler._evict",
             "an evicted sequence is thought to be resident",
@@ -1351,7 +1351,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *breaks(
         "engines.vllm.scheduler",
-        "test_residency.py",
+        "test_sequences.py",
         (
             "OpenScheduler.can_reseat",
             "a fork takes the seat of another adapter's sequence",
@@ -1380,7 +1380,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *breaks(
         "engines.vllm.scheduler",
-        "test_admission_blocks.py",
+        "test_scheduler.py",
         (
             "needed_blocks",
             "blocks that are cached but free are thought to be held",
@@ -1390,7 +1390,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *breaks(
         "engines.vllm.scheduler",
-        "test_admission_blocks.py",
+        "test_scheduler.py",
         (
             "OpenScheduler._make_room",
             "sequences are evicted as if nothing were shared",
@@ -1468,7 +1468,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *breaks(
         "engines.vllm.seats",
-        "test_block_copies.py",
+        "test_seats.py",
         (
             "_independent",
             "a block is copied while it is written",

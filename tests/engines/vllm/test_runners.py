@@ -2,7 +2,7 @@
 positions, block tables, a step that is prepared, run twice and confirmed.
 
 What is scripted has the attributes that ``docs/new_vllm.md`` lists, and no others. The V1 runner's part
-runs for real, in ``test_residency.py``.
+runs for real, in ``test_sequences.py``.
 """
 
 from __future__ import annotations
