@@ -34,8 +34,6 @@ from genrt.launches import Graphs, Repeated, Staged
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-    from genrt.engines.vllm.seats import Seat
-
 __all__ = [
     "InputTokens",
     "NextTokens",
@@ -191,35 +189,23 @@ class RowLaunches:
     def __init__(self, compute_logits: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._compute_logits = compute_logits
         self._graphs = Graphs()
-        self._sizes: LRUCache[tuple[int, int], _OfSize] = LRUCache(MOST_SIZES)
+        # The launch for hidden states of one address and number, and its rows.
+        self._sizes: LRUCache[tuple[int, int], tuple[Repeated, list[torch.Tensor]]]
+        self._sizes = LRUCache(MOST_SIZES)
 
     def of(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the rows. They are valid until rows of the same size are made again."""
         key = hidden_states.data_ptr(), len(hidden_states)
         if key not in self._sizes:
-            self._sizes[key] = _OfSize(hidden_states, self._compute_logits, self._graphs)
-        return self._sizes[key].made()
+            compute_logits, made = self._compute_logits, [hidden_states]
 
+            def make() -> None:
+                made[0] = step_rows(compute_logits(hidden_states))
 
-class _OfSize:
-    """The rows of one number of hidden states."""
-
-    def __init__(
-        self,
-        hidden_states: torch.Tensor,
-        compute_logits: Callable[[torch.Tensor], torch.Tensor],
-        graphs: Graphs,
-    ) -> None:
-        self._rows = hidden_states
-
-        def make() -> None:
-            self._rows = step_rows(compute_logits(hidden_states))
-
-        self._make = Repeated(make, graphs=graphs)
-
-    def made(self) -> torch.Tensor:
-        self._make()
-        return self._rows
+            self._sizes[key] = Repeated(make, graphs=self._graphs), made
+        launch, rows = self._sizes[key]
+        launch()
+        return rows[0]
 
 
 class InputTokens:
