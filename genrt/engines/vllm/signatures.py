@@ -77,12 +77,9 @@ def installed(names: Mapping[str, object]) -> Signatures:
     """Return the signatures of these methods, without methods of modules that are not imported."""
     found: Signatures = {}
     for name in names:
-        owner, _, method = name.rpartition(".")
-        module, _, kind = owner.rpartition(".")
-        if owner in sys.modules:
-            found[name] = _signature(sys.modules[owner], method)
-        elif module in sys.modules:
-            found[name] = _signature(getattr(sys.modules[module], kind, None), method)
+        module, kind, method = _parts(name)
+        if (owner := sys.modules.get(module)) is not None:
+            found[name] = _signature(getattr(owner, kind, None) if kind else owner, method)
     return found
 
 
@@ -104,6 +101,13 @@ def _signature(owner: object, method: str) -> str | None:
     return str(inspect.Signature(plain))[1:-1]
 
 
+def _parts(name: str) -> tuple[str, str, str]:
+    """Return the module, the class, if any, and the method or function of a dotted name."""
+    module, _, method = name.rpartition(".")
+    above, _, kind = module.rpartition(".")
+    return (above, kind, method) if kind[:1].isupper() else (module, "", method)
+
+
 def _minor(version: str) -> str:
     return ".".join(version.split("+")[0].split(".")[:2])
 
@@ -113,11 +117,8 @@ def record_installed() -> None:
     import vllm
 
     names = dict.fromkeys(sorted(set().union(*TABLE.values())))
-    for owner in {name.rpartition(".")[0] for name in names}:
-        try:
-            importlib.import_module(owner)
-        except ModuleNotFoundError:  # a class
-            importlib.import_module(owner.rpartition(".")[0])
+    for module in {_parts(name)[0] for name in names}:
+        importlib.import_module(module)
     TABLE[_minor(vllm.__version__)] = installed(names)
     FILE.write_text(json.dumps(TABLE, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 

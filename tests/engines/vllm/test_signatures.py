@@ -28,13 +28,16 @@ pytestmark = pytest.mark.vllm
 
 FOLDER = Path(genrt.__file__).parent / "engines" / "vllm"
 MODULES = [f"genrt.engines.vllm.{path.stem}" for path in sorted(FOLDER.glob("[a-z]*.py"))]
-for owner in {name.rpartition(".")[0] for name in TABLE["0.32"]}:
-    try:
-        importlib.import_module(owner)
-    except ModuleNotFoundError:  # a class
-        importlib.import_module(owner.rpartition(".")[0])
 CONSTRUCTED_HERE = {"GuidedStructures"}
 """Classes whose constructor only genrt calls."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def all_imported() -> None:
+    for name in TABLE["0.32"]:
+        owner = name.rpartition(".")[0]
+        module, _, last = owner.rpartition(".")
+        importlib.import_module(module if last[0].isupper() else owner)
 
 
 def test_the_installed_vllm_has_the_recorded_signatures() -> None:
@@ -90,11 +93,17 @@ def test_every_kind_of_parameter_is_told_apart(monkeypatch: pytest.MonkeyPatch) 
     }
 
 
-def test_opening_imports_nothing_to_compare_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "vllm.v1.core.sched.scheduler.Scheduler.schedule"
-    monkeypatch.delitem(sys.modules, "vllm.v1.core.sched.scheduler")
-    assert installed({name: None}) == {}
-    assert "vllm.v1.core.sched.scheduler" not in sys.modules
+@pytest.mark.parametrize("module", sorted({name.rpartition(".")[0] for name in TABLE["0.32"]}))
+def test_what_is_not_imported_is_not_compared_and_not_imported(
+    module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    above, _, kind = module.rpartition(".")
+    gone = above if kind[0].isupper() else module
+    names = [name for name in TABLE["0.32"] if name.startswith(f"{module}.")]
+    monkeypatch.delitem(sys.modules, gone)
+    assert [name for name in names if name in installed(TABLE["0.32"])] == []
+    check_signatures("0.32.0")
+    assert gone not in sys.modules
 
 
 def test_every_override_of_a_vllm_method_is_recorded() -> None:
