@@ -269,13 +269,14 @@ class VLLMEngine:
         self,
         rows: Sequence[LogprobsRequest],
         token_ids: Tensor,
-        told: Callable[[list[str]], Share] = lambda _: keep_local,
+        share_of: Callable[[list[str]], Share] = lambda _: keep_local,
     ) -> None:
-        """Run the prepared step with these tokens if it has these rows; call ``told`` on its ids."""
+        """Run the prepared step with these tokens if it has these rows. ``share_of`` gets its requests
+        and returns the function that makes the tokens the same in all ranks."""
         if self._open is not None and self._open.steps.can_speculate(len(rows)):
             ids = dict(self._decoded)
             if len(found := [ids[row] for row in rows if row in ids]) == len(rows):
-                self.speculate(found, token_ids, share=told(found))
+                self.speculate(found, token_ids, share=share_of(found))
 
     def speculate(
         self,

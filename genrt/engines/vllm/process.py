@@ -254,7 +254,7 @@ def _has_attribute(value: Any, name: str) -> bool:
 
 
 def _attributes(value: Any) -> Mapping[str, Any]:
-    """Return the object's own ``__dict__``, whatever its ``__getattr__`` answers."""
+    """Return the object's own ``__dict__`` without calling its ``__getattr__``."""
     try:
         found: Mapping[str, Any] = object.__getattribute__(value, "__dict__")
     except AttributeError:
