@@ -12,17 +12,16 @@ import pytest
 
 from genrt.lm import AsyncLM
 from tests.apart import drawn_apart
-from tests.engines.vllm.test_population_walks import opened
+from tests.engines.vllm.ahead import two_runtimes
 
 pytestmark = pytest.mark.vllm
 
 COUNT = 8
-LONGEST = 80
 
 
-@pytest.fixture(scope="module", params=["at once", "ahead"])
+@pytest.fixture(scope="module", params=[False, True], ids=["at once", "ahead"])
 def runtimes(llama: Path, request: pytest.FixtureRequest) -> Iterator[tuple[AsyncLM, AsyncLM]]:
-    with opened(llama, request.param) as both:
+    with two_runtimes(llama, ahead=request.param, max_num_seqs=24) as both:
         yield both
 
 
