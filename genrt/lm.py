@@ -12,14 +12,13 @@ from genrt.cluster.programs import run_program
 from genrt.engines.protocol import Engine
 from genrt.populations import Batches, Home, Population, Prompts, begin
 from genrt.questions.candidates import candidates_request
-from genrt.questions.completions import Completion, GenerateOptions, TurnOptions
+from genrt.questions.completions import Completion, GenerateOptions, SampleOptions, TurnOptions
 from genrt.questions.contexts import check_contexts, check_seed, nonces_of
 from genrt.questions.draws import draw_request
 from genrt.questions.host_rows import Device, host_row, must_move
 from genrt.questions.masks import Mask, Masks
 from genrt.questions.prefixes import Prefix, PrefixOptions, WarmUpOptions
 from genrt.questions.rows import row_request
-from genrt.questions.samples import SampleOptions
 from genrt.questions.scores import (
     batch_score_requests,
     joined,

@@ -35,10 +35,9 @@ from genrt.errors import (
     UnknownAdapter,
 )
 from genrt.numbers import check_int
-from genrt.questions.completions import CompletionRequest, Decoding, Delta
+from genrt.questions.completions import CompletionRequest, Decoding, Delta, SampleRequest
 from genrt.questions.contexts import Adapter, seed_of
 from genrt.questions.request import Request, Result, Streamed
-from genrt.questions.samples import SampleRequest
 from genrt.structures.guides import Guides
 from genrt.tokens.parameters import check_parameters
 from genrt.tokens.rows import normalised

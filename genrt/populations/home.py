@@ -15,7 +15,7 @@ from genrt.runtime.adapter_names import AdapterNames
 from genrt.runtime.ask import Asker
 from genrt.runtime.thread import EngineThread
 
-__all__ = ["PopulationOrigins", "Home"]
+__all__ = ["Home", "PopulationOrigins"]
 
 FEW = 64
 """So few sequences are not shared by replicas: a step of half as many takes about as long."""

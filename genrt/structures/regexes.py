@@ -241,7 +241,7 @@ _READINGS: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }  # fmt: skip
 _DOTTED = (0x49, 0x69, 0x130, 0x131)
-"""I, i, İ and ı, which Python's re takes for one letter without case, and others for two or three."""
+"""I and i, with and without a dot: one letter to Python's re without case, several to others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -474,9 +474,9 @@ class _Parser:
                 ranges.append(member)
             else:
                 named += _READINGS[reading].get(member, (member,))
-        if self.flags.i and reading != "narrow":
-            if any(low <= code <= high for low, high in ranges for code in _DOTTED):
-                ranges += [(code, code) for code in _DOTTED]
+        is_dotted = any(low <= code <= high for low, high in ranges for code in _DOTTED)
+        if is_dotted and self.flags.i and reading != "narrow":
+            ranges += [(code, code) for code in _DOTTED]
         return Chars(tuple(ranges), tuple(named), negated, self.flags.i)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from genrt.engines.protocol import Scoring
+from genrt.questions.completions import SampleRequest
 from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
-from genrt.questions.samples import SampleRequest
 from genrt.questions.scores import ScoreRequest
 from genrt.testing.witness import Witness, expect
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from genrt.engines.protocol import Completing, Engine
-from genrt.questions.completions import Completion, CompletionRequest, Decoding
+from genrt.questions.completions import Completion, CompletionRequest, Decoding, SampleRequest
 from genrt.questions.contexts import Adapter
 from genrt.questions.native import NativeRequest
 from genrt.questions.population_draws import PopulationDraw
@@ -22,7 +22,6 @@ from genrt.questions.programs import ProgramRequest
 from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest, is_row
-from genrt.questions.samples import SampleRequest
 from genrt.questions.scores import ScoreRequest
 
 VOCAB_SIZE = 8

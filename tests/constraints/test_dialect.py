@@ -34,11 +34,11 @@ def takes(lark: str, text: str) -> bool:
         ("A.{3}B", ["AéébB", "AabcB"], ["Aa\nbB", "AééB"]),
         (r"\d\w\s", ["1a ", "٣é\u2003"], ["aa "]),
         # Python's classes and case, which differ from those of the Rust crate.
-        (r"\w+", ["é_²½٣", "ªⅧ①"], ["e\u0300", "\u203f", "\u200d"]),
+        (r"\w+", ["é_²½٣", "ª\u2167①"], ["e\u0300", "\u203f", "\u200d"]),
         (r"[\w-]\W", ["a\u0300", "-\u203f"], ["a²"]),
         (r"\s\S", ["\x1ca", "\x1fa"], ["a\x1c"]),
-        ("(?i)i[h-j]", ["Iı", "İj", "ıI"], ["i\u0300"]),
-        ("(?i)[^i]", ["a"], ["ı", "I", "İ"]),
+        ("(?i)i[h-j]", ["I\u0131", "\u0130j", "\u0131I"], ["i\u0300"]),
+        ("(?i)[^i]", ["a"], ["\u0131", "I", "\u0130"]),
         ("^a|b$", ["a", "b"], ["ab", ""]),
         ("(?:^a|b)c$", ["ac", "bc"], ["abc"]),
         ("(?x)a\n b # c\n d", ["abd"], ["a\nbd"]),
@@ -150,7 +150,7 @@ def test_what_is_not_a_pattern_is_outside_of_every_reading() -> None:
     assert takes(lark, '"a"')
     lark = lark_of_schema({"type": "string", "not": {"pattern": "(?i)i"}}, "spaced")
     assert takes(lark, '"a"')
-    assert not takes(lark, '"ı"')
+    assert not takes(lark, '"\u0131"')
 
 
 BASE = {"properties": {"a": {"type": "integer"}}, "required": ["a"]}
