@@ -372,7 +372,7 @@ MUTANTS: tuple[Mutant, ...] = (
             Swap("constants.ENABLE_RAY_CLUSTER = False", "pass"),
         ),
         (
-            "Connection.leave",
+            "RayConnection.leave",
             "the first runtime that closes ends the others' Ray",
             Swap("not self._users and self._is_ours", "self._is_ours"),
         ),
@@ -394,7 +394,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "packed_outcome",
             "an error that cannot be read again is sent back",
-            Drop("unpacked"),
+            Drop("unpickle_program"),
         ),
         only="cannot_travel",
     ),
@@ -417,7 +417,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "cluster.messages",
         "test_messages.py",
         (
-            "_known",
+            "_check_known",
             "a population's question is another one at each message",
             Swap("number not in asked", "True"),
         ),
@@ -445,7 +445,7 @@ MUTANTS: tuple[Mutant, ...] = (
             Swap("piece.memory[: len(free)] == free", "True"),
         ),
         (
-            "_leave",
+            "_release",
             "memory that nobody reads is never used again",
             Swap("os.getpid() == process", "False"),
         ),
