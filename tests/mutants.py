@@ -1549,7 +1549,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *breaks(
         "populations.batches",
-        "test_batch_walks.py",
+        "test_vllm_batches.py",
         (
             "Batches._remember",
             "two that ask after the same contexts go on each from its own",
@@ -1559,7 +1559,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *breaks(
         "runtime.population_answers",
-        "test_batch_walks.py",
+        "test_vllm_batches.py",
         (
             "PopulationAnswers.go_on",
             "two that go on alike have their rows computed twice",
