@@ -153,7 +153,7 @@ def breaks(
 
 MUTANTS: tuple[Mutant, ...] = (
     *breaks(
-        "populations.population",
+        "populations",
         "test_populations.py",
         (
             "Population.extend",
@@ -166,12 +166,12 @@ MUTANTS: tuple[Mutant, ...] = (
         only="extending",
     ),
     *breaks(
-        "populations.drawing",
+        "populations",
         "test_fleet_machine.py",
         (
-            "Drawing._question",
+            "PopulationRuntime.draw",
             "a population that was cut is asked anywhere",
-            Swap("origins.asked or whole.asked", "origins.asked"),
+            Swap("own.handles or origins.handles", "own.handles"),
         ),
         only="walk",
     ),
@@ -873,12 +873,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "questions.draws",
         "test_answers.py test_draw.py",
         (
-            "_drawn",
+            "DrawToken.answer",
             "the draws of a step share their randomness",
-            Swap("[seed_of(each) for each in asked]", "[seed_of(asked[0]) for each in asked]"),
+            Swap("[seed_of(each) for each in wanted]", "[seed_of(wanted[0]) for each in wanted]"),
         ),
         (
-            "_masks",
+            "DrawToken.answer",
             "beside masked draws those without a mask may draw nothing",
             Swap(r"b'\xff'", r"b'\x00'"),
         ),
@@ -903,7 +903,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("abbreviated", "messages hold whole prompts", Swap("4", "4096")),
     ),
     *breaks(
-        "questions.token_ids",
+        "questions.contexts",
         "test_arguments.py",
         (
             "id_words",
@@ -978,7 +978,7 @@ MUTANTS: tuple[Mutant, ...] = (
             ),
         ),
         (
-            "drawn",
+            "draw_tokens",
             "a dead end draws the first token",
             Swap("token_ids.double().masked_fill_(dead, -1.0)", "token_ids.double()"),
         ),
@@ -1505,73 +1505,20 @@ MUTANTS: tuple[Mutant, ...] = (
         only="not random",
     ),
     *breaks(
-        "populations.batches",
-        "test_batches.py",
-        (
-            "Batches._origins",
-            "a key decides which context another one goes on from",
-            Swap(
-                "numbers is not None and _go_on(batch.contexts, contexts, numbers)",
-                "numbers is not None",
-            ),
-        ),
-        (
-            "Batches._grown",
-            "contexts go on from those of another adapter",
-            Swap(
-                "batch.adapter == adapter and len(batch.contexts) == len(contexts)",
-                "len(batch.contexts) == len(contexts)",
-            ),
-        ),
-        (
-            "Batches.draw",
-            "masks are read when they are asked with, and later",
-            Swap(
-                "packed_masks(masks, count, home.limits.vocab_size, copies=True)",
-                "packed_masks(masks, count, home.limits.vocab_size)",
-            ),
-        ),
-        (
-            "_Batch.answered",
-            "contexts are numbered as they came, whatever order they were asked in",
-            Swap("numbers[places] = np.arange(len(places))", "numbers[:] = np.arange(len(places))"),
-        ),
-        (
-            "_Held.grown",
-            "an id that may become another number is taken for the one it was",
-            Swap("{int}.issuperset(map(type, chain(*self.lists)))", "True"),
-        ),
-        (
-            "_new_tokens",
-            "a list that was changed inside is drawn after as it was",
-            Swap("before != context", "False"),
-        ),
-    ),
-    *breaks(
-        "populations.batches",
-        "test_vllm_batches.py",
-        (
-            "Batches._remember",
-            "two that ask after the same contexts go on each from its own",
-            Swap("each.equals(batch)", "False"),
-        ),
-        only="at_once_after",
-    ),
-    *breaks(
         "runtime.population_answers",
-        "test_vllm_batches.py",
+        "test_shared_rows.py",
         (
             "PopulationAnswers.go_on",
             "two that go on alike have their rows computed twice",
             Swap("alike == 1", "True"),
         ),
-        only="at_once_after",
+        only="ask_at_once",
     ),
     *breaks(
-        "populations.home",
+        "populations",
         "test_population_walks.py",
         (
-            "Home.give_back",
+            "PopulationRuntime.give_back",
             "what a copy goes on from is given back with the original",
             Swap("not each.users", "True"),
         ),
@@ -1587,7 +1534,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "questions.origins",
+        "questions.sequences",
         "test_origins.py",
         (
             "Origins.cut",

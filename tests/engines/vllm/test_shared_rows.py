@@ -1,6 +1,4 @@
-"""Batches of lists on vLLM: what is computed for one that goes on, and what two at once share.
-
-Random walks of batches, on the exact engine, are in ``test_batches.py``."""
+"""Batches and populations that ask at once after the same contexts share their rows."""
 
 from __future__ import annotations
 
@@ -12,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from genrt.lm import AsyncLM
 from tests.apart import drawn_apart
-from tests.engines.vllm.ahead import Runtimes, two_runtimes
+from tests.engines.vllm.ahead import two_runtimes
 
 pytestmark = pytest.mark.vllm
 
@@ -21,7 +20,7 @@ COUNT = 8
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["at once", "ahead"])
-def runtimes(llama: Path, request: pytest.FixtureRequest) -> Iterator[Runtimes]:
+def runtimes(llama: Path, request: pytest.FixtureRequest) -> Iterator[tuple[AsyncLM, AsyncLM]]:
     with two_runtimes(llama, ahead=request.param, max_num_seqs=24) as both:
         yield both
 
@@ -32,7 +31,7 @@ def appended(contexts: list[list[int]], token_ids: list[int]) -> None:
 
 
 async def test_a_batch_that_goes_on_computes_a_token_a_context(
-    runtimes: Runtimes,
+    runtimes: tuple[AsyncLM, AsyncLM],
 ) -> None:
     """As lists that grow and as new ones, also after resampling."""
     lm, _ = runtimes
@@ -52,19 +51,22 @@ async def test_a_batch_that_goes_on_computes_a_token_a_context(
             contexts = [each.copy() for each in rng.choices(contexts, k=COUNT)]
 
 
-@pytest.mark.parametrize("same", [True, False], ids=["the same lists", "equal ones"])
-async def test_batches_at_once_after_the_same_contexts_share_their_rows(
-    runtimes: Runtimes, same: bool
+@pytest.mark.parametrize("way", ["lists", "populations"])
+async def test_those_that_ask_at_once_after_the_same_contexts_share_their_rows(
+    runtimes: tuple[AsyncLM, AsyncLM], way: str
 ) -> None:
     lm, quiet = runtimes
-    rng = random.Random(1 + same)
+    rng = random.Random(1 + (way == "lists"))
     contexts = [[rng.randrange(300) for _ in range(20)] for _ in range(COUNT)]
+    first = lm.population(contexts)
     for step in range(6):
-        others = contexts if same else [[int(str(n)) for n in each] for each in contexts]
         before = lm.statistics().engine
-        found = await asyncio.gather(
-            lm.batch_draw(contexts, seed=step), lm.batch_draw(others, seed=100 + step)
-        )
+        if way == "lists":
+            asked = [lm.batch_draw(contexts, seed=seed) for seed in (step, 100 + step)]
+        else:
+            second = first.take(range(COUNT))
+            asked = [first.draw(seed=step), second.draw(seed=100 + step)]
+        found = await asyncio.gather(*asked)
         after = lm.statistics().engine
         assert after.rows - before.rows == COUNT
         assert after.computed_tokens - before.computed_tokens == (COUNT if step else 20 * COUNT)
@@ -72,11 +74,12 @@ async def test_batches_at_once_after_the_same_contexts_share_their_rows(
             wanted = await drawn_apart(quiet, contexts, seed=seed)
             assert drawn.token_ids.tolist() == wanted.token_ids.tolist()
         appended(contexts, found[0].token_ids.tolist())
+        first.append(found[0].token_ids)
 
 
 @pytest.mark.parametrize("turns", range(5))
 async def test_one_that_is_given_up_takes_nothing_from_the_other(
-    runtimes: Runtimes, turns: int
+    runtimes: tuple[AsyncLM, AsyncLM], turns: int
 ) -> None:
     lm, quiet = runtimes
     contexts = [[n, turns, *range(20)] for n in range(COUNT)]
