@@ -211,7 +211,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "Health.opened",
             "a replica serves before it has weights and adapters",
-            Swap("self.state = State.STALE", "self.state = State.HEALTHY"),
+            Swap("self.state = ReplicaState.STALE", "self.state = ReplicaState.HEALTHY"),
         ),
         (
             "Health.tick",
@@ -986,7 +986,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *breaks(
         "inference.resampling",
         "test_resampling.py",
-        ("_inverse", "a weight of 0 has children", Swap("'right'", "'left'")),
+        ("_inverse_cdf", "a weight of 0 has children", Swap("'right'", "'left'")),
         (
             "residual",
             "the remainders count what is certain a second time",
@@ -1046,7 +1046,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "inference.proposals",
         "test_blocks.py",
         (
-            "_drawn",
+            "_draw_tokens",
             "a proposed token counts as drawn without a mask",
             Swap("found.logprobs.tolist()", "(found.logprobs + found.log_mass).tolist()"),
         ),
@@ -1066,7 +1066,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "inference.proposals",
         "test_inference.py test_text_model.py test_stops.py",
         (
-            "_drawn",
+            "_draw_tokens",
             "a weight grows by the token's probability, not by the mass of what may follow",
             Swap("found.log_mass", "found.logprobs"),
         ),
@@ -1091,7 +1091,11 @@ MUTANTS: tuple[Mutant, ...] = (
     *breaks(
         "inference.awrs",
         "test_awrs.py",
-        ("draw", "one accepted token is enough", Swap("len(accepted) < 2", "len(accepted) < 1")),
+        (
+            "draw_allowed",
+            "one accepted token is enough",
+            Swap("len(accepted) < 2", "len(accepted) < 1"),
+        ),
     ),
     *breaks(
         "inference.programs",
@@ -1112,7 +1116,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "inference.metropolis",
         "test_metropolis.py",
         (
-            "_log_ratio",
+            "_log_acceptance",
             "lengths do not count in the ratio",
             Swap("math.log(len(chain.growths) / len(new))", "0.0"),
         ),
