@@ -245,8 +245,9 @@ class _FaultyEngine:
             return self._inner.unsupported(decoding)
         return "it draws no completions"
 
-    def progress(self, streamed: Sequence[Streamed]) -> list[Any]:
-        assert isinstance(self._inner, Completing)
+    def progress(self, streamed: Sequence[Streamed]) -> Sequence[Any]:
+        if not isinstance(self._inner, Completing):
+            return [None] * len(streamed)
         told = self._inner.progress(streamed)
         return [
             delta if each in self._running else None
