@@ -592,8 +592,8 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "engines.vllm.positions",
-        "test_positions.py",
+        "engines.vllm.scores",
+        "test_vllm_scores.py",
         (
             "limit_hits",
             "a prefix in the cache hides the first wanted position",
@@ -602,8 +602,8 @@ MUTANTS: tuple[Mutant, ...] = (
         only="long_prefix",
     ),
     *breaks(
-        "engines.vllm.speculation",
-        "test_residency.py",
+        "engines.vllm.steps",
+        "test_sequences.py",
         (
             "DecodeSteps._tokens_of",
             "a prepared step is run although its sequences have moved on",
@@ -613,7 +613,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *breaks(
         "engines.vllm.seats",
-        "test_residency.py",
+        "test_sequences.py",
         (
             "Seats.take",
             "a fork overwrites a block that others have",
@@ -622,8 +622,8 @@ MUTANTS: tuple[Mutant, ...] = (
         only="30-4-4 or population",
     ),
     *breaks(
-        "engines.vllm.open_scheduler",
-        "test_residency.py",
+        "engines.vllm.scheduler",
+        "test_sequences.py",
         (
             "OpenScheduler._evict",
             "an evicted sequence is thought to be resident",
@@ -641,8 +641,8 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "engines.vllm.block_copies",
-        "test_block_copies.py",
+        "engines.vllm.seats",
+        "test_seats.py",
         (
             "_independent",
             "a block is copied while it is written",

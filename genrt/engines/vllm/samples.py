@@ -15,10 +15,9 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from genrt.engines.vllm.capture import SEED
 from genrt.engines.vllm.completions import COOLEST, HOTTEST, ORDERLY, Completions
-from genrt.engines.vllm.config import core_request
 from genrt.engines.vllm.native_texts import NativeTexts
+from genrt.engines.vllm.requests import SEED, core_request
 from genrt.errors import EngineFailed, GenrtError
 from genrt.questions.completions import CompletionRequest, SampleRequest
 from genrt.questions.contexts import seed_of
