@@ -443,9 +443,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "questions.draws",
         "test_answers.py test_draw.py",
         (
-            "_drawn",
+            "DrawToken.answer",
             "the draws of a step share their randomness",
-            Swap("[seed_of(each) for each in asked]", "[seed_of(asked[0]) for each in asked]"),
+            Swap("[seed_of(each) for each in wanted]", "[seed_of(wanted[0]) for each in wanted]"),
         ),
     ),
     *breaks(

@@ -40,7 +40,7 @@ ROOMS = (
     "generation",
     "loading.py",
     "lm.py",
-    "populations",
+    "populations.py",
     "cluster",
     "runtime",
     "engines",

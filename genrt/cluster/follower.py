@@ -27,8 +27,8 @@ from genrt.engines.protocol import EngineStatistics
 from genrt.engines.vllm.rank import Rank, broadcast_from_rank0, leave_ranks
 from genrt.engines.weights import TensorsIn
 from genrt.errors import GenrtError
-from genrt.questions.origins import Asked
-from genrt.questions.population_draws import PopulationDraw
+from genrt.questions.draws import PopulationDraw
+from genrt.questions.sequences import SequenceHandle
 
 __all__ = ["Follower", "Progress", "die_with", "main", "progress_of"]
 
@@ -64,7 +64,7 @@ class Follower:
         self._engine, self._answer = engine, answer
         self._draws: dict[int, PopulationDraw] = {}  # in progress, by the numbers of what they ask
         self._numbers: dict[PopulationDraw, int] = {}
-        self.asked: dict[int, Asked] = {}
+        self.asked: dict[int, SequenceHandle] = {}
 
     def take(self, kind: str, *arguments: Any) -> None:
         """Do what a message says. Raises RuntimeError if the ranks have parted."""

@@ -15,7 +15,7 @@ from genrt.constraints.tokens import tokens_of, words_of
 from genrt.errors import EngineUnsupported, InvalidRequest
 from genrt.lm import AsyncLM
 from genrt.numbers import check_float, is_truth_value
-from genrt.questions.token_ids import advice_for, host_array, id_words
+from genrt.questions.contexts import advice_for, host_array, id_words
 from genrt.structures.tokens import Tokens
 
 A = TypeVar("A", bound=NDArray[Any])

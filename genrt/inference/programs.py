@@ -62,8 +62,8 @@ from genrt.inference.model import DEAD, Growth
 from genrt.inference.resampling import Floats, normalised
 from genrt.lm import AsyncLM
 from genrt.numbers import check_float
+from genrt.questions.contexts import TokenIds
 from genrt.questions.masks import Mask, packed_mask
-from genrt.questions.token_ids import TokenIds
 from genrt.runtime.together import together
 from genrt.tokens.texts import decoded
 

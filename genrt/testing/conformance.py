@@ -24,13 +24,13 @@ from genrt.questions.completions import (
 )
 from genrt.questions.contexts import Adapter
 from genrt.questions.draws import DrawToken
-from genrt.questions.kinds import READ_KINDS
 from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.cache import RowCache
+from genrt.testing.answers import is_answer, is_score, read_examples
 from genrt.testing.witness import (
     Witness,
     bound_to,
@@ -266,11 +266,7 @@ def reads(witness: Witness) -> None:
     """Check that reads of rows on the engine's device agree with the rows, and share the rows."""
     requests = witness.questions(3)
     rows = dict(zip(requests, witness.rows_of(requests), strict=True))
-    examples = [
-        wanted
-        for kind in READ_KINDS
-        for wanted in kind.examples(witness.engine.vocab_size, witness.random)
-    ]
+    examples = read_examples(witness.engine.vocab_size, witness.random)
     asked = [ReadRequest(row, wanted) for row in requests for wanted in examples]
     before = witness.engine.statistics().rows
     together = _read(witness, asked)
@@ -281,7 +277,7 @@ def reads(witness: Witness) -> None:
     )
     for request, result in together.items():
         expect(
-            request.wanted.is_answer(rows[request.row], result, tolerance=witness.tolerance),
+            is_answer(request.wanted, rows[request.row], result, tolerance=witness.tolerance),
             f"{request} is answered by {result}, which is not what its row says",
         )
     # A recomputed row may differ by rounding, which changes only a few draws in 10,000.
@@ -437,8 +433,11 @@ def scores(witness: Witness) -> None:
     for request, *results in zip(asked, found, again, strict=True):
         for result in results:
             expect(
-                request.is_answer(
-                    [known[row] for row in request.rows], result, tolerance=witness.tolerance
+                is_score(
+                    request,
+                    [known[row] for row in request.rows],
+                    result,
+                    tolerance=witness.tolerance,
                 ),
                 f"{request} is answered by {result}, which is not what its rows say",
             )
@@ -458,7 +457,7 @@ def adapter_scores(
     for request, result in zip(asked, witness.ask(asked), strict=True):
         rows = witness.rows_of(request.rows)
         expect(
-            request.is_answer(rows, result, tolerance=witness.tolerance),
+            is_score(request, rows, result, tolerance=witness.tolerance),
             f"{request} among those of other adapters is answered by {result}",
         )
 

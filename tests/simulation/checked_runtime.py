@@ -20,7 +20,7 @@ from genrt.engines.residency import PIECE, Residents
 from genrt.errors import WAS_CLOSED, Closed, EngineDied, GenrtError, NotFinite
 from genrt.questions.completions import Completion, Delta
 from genrt.questions.contexts import TOKEN_BYTES, Adapter
-from genrt.questions.population_draws import PopulationDraw
+from genrt.questions.draws import PopulationDraw
 from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest

@@ -14,7 +14,7 @@ from genrt.engines.vllm.populations import SeatedPopulations
 from genrt.engines.vllm.samples import Generated, Samples
 from genrt.engines.vllm.scores import Positions
 from genrt.errors import EngineFailed
-from genrt.questions.population_draws import PopulationDraw
+from genrt.questions.draws import PopulationDraw
 from genrt.questions.rows import LogprobsRequest, not_finite
 from genrt.questions.scores import ScoreRequest
 

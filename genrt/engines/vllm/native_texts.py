@@ -30,8 +30,8 @@ from genrt.engines.vllm.completions import (
 from genrt.engines.vllm.requests import TEXT_SEED
 from genrt.engines.vllm.structures import GuidedStructures
 from genrt.errors import GenrtError, InvalidRequest, StreamCut
+from genrt.questions.completions import NativeRequest
 from genrt.questions.contexts import LAST_SEED
-from genrt.questions.native import NativeRequest
 from genrt.tokens.spellings import Spellings
 
 __all__ = ["NativeText", "NativeTexts"]
