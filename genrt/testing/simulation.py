@@ -19,7 +19,7 @@ from genrt.engines.protocol import Completing, Engine, Finished
 from genrt.errors import EngineDied, EngineFailed, InvalidRequest, NotFinite, OutOfMemory
 from genrt.lm import AsyncLM
 from genrt.questions.completions import Decoding
-from genrt.questions.request import Request, Streamed
+from genrt.questions.request import Request
 from genrt.runtime.batcher import Batcher
 from genrt.runtime.cache import RowCache
 from genrt.runtime.thread import EngineThread, Rounds
@@ -245,7 +245,7 @@ class _FaultyEngine:
             return self._inner.unsupported(decoding)
         return "it draws no completions"
 
-    def progress(self, streamed: Sequence[Streamed]) -> Sequence[Any]:
+    def progress(self, streamed: Sequence[Any]) -> Sequence[Any]:
         if not isinstance(self._inner, Completing):
             return [None] * len(streamed)
         told = self._inner.progress(streamed)
