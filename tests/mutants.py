@@ -497,7 +497,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *breaks(
         "inference.resampling",
         "test_resampling.py",
-        ("_inverse", "a weight of 0 has children", Swap("'right'", "'left'")),
+        ("_inverse_cdf", "a weight of 0 has children", Swap("'right'", "'left'")),
     ),
     *breaks(
         "inference.smc",
@@ -527,7 +527,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "inference.proposals",
         "test_inference.py test_text_model.py test_stops.py",
         (
-            "_drawn",
+            "_draw_tokens",
             "a weight grows by the token's probability, not by the mass of what may follow",
             Swap("found.log_mass", "found.logprobs"),
         ),
@@ -535,7 +535,11 @@ MUTANTS: tuple[Mutant, ...] = (
     *breaks(
         "inference.awrs",
         "test_awrs.py",
-        ("draw", "one accepted token is enough", Swap("len(accepted) < 2", "len(accepted) < 1")),
+        (
+            "draw_allowed",
+            "one accepted token is enough",
+            Swap("len(accepted) < 2", "len(accepted) < 1"),
+        ),
     ),
     *breaks(
         "inference.programs",
