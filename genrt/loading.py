@@ -7,6 +7,7 @@ import concurrent.futures
 import contextlib
 import logging
 import math
+import operator
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -114,7 +115,7 @@ def load(
         while not concurrent.futures.wait([thread.opened], PROGRESS_SECONDS).done:
             _log_progress(model, options, began)
         return _compare_vocabulary(
-            AsyncLM(thread, cache, thread.opened.result(), seed=options.get("seed"))
+            AsyncLM(thread, cache, thread.opened.result(), seed=_seed_of(options))
         )
     except BaseException:
         thread.close(wait=False)
@@ -130,12 +131,17 @@ async def aload(
     try:
         while not (await asyncio.wait([opened], timeout=PROGRESS_SECONDS))[0]:
             _log_progress(model, options, began)
-        lm = AsyncLM(thread, cache, await opened, seed=options.get("seed"))
+        lm = AsyncLM(thread, cache, await opened, seed=_seed_of(options))
         return await aside(partial(_compare_vocabulary, lm))
     except BaseException:
         opened.cancel()
         thread.close(wait=False)
         raise
+
+
+def _seed_of(options: LoadOptions) -> int | None:
+    seed = options.get("seed")
+    return None if seed is None else operator.index(seed)
 
 
 def _log_progress(model: object, options: LoadOptions, began: float) -> None:
@@ -169,27 +175,35 @@ def _start_checked(
     replica_limits: ReplicaLimits | None = None,
     cluster: str | None = None,
 ) -> tuple[EngineThread, RowCache]:
-    check_int("cache_bytes", cache_bytes, 0)
+    cache_bytes = check_int("cache_bytes", cache_bytes, 0)
     if max_batch_size is not None:
-        check_int("max_batch_size", max_batch_size, 1)
-    check_float("max_wait_seconds", max_wait_seconds, 0.0, math.inf)
-    check_int("max_queued_requests", max_queued_requests, 1)
-    check_int("max_queued_bytes", max_queued_bytes, 1)
+        max_batch_size = check_int("max_batch_size", max_batch_size, 1)
+    max_wait_seconds = check_float("max_wait_seconds", max_wait_seconds, 0.0, math.inf)
+    max_queued_requests = check_int("max_queued_requests", max_queued_requests, 1)
+    max_queued_bytes = check_int("max_queued_bytes", max_queued_bytes, 1)
     if seed is not None:
-        check_int("seed", seed, 0)
+        seed = check_int("seed", seed, 0)
     check_bool("residency", residency)
     check_replicas(replicas, replica_limits, cluster)
-    if restart not in (None, "auto"):
+    replicas = None if replicas is None else operator.index(replicas)
+    if not isinstance(restart, str | None) or restart not in (None, "auto"):
         raise InvalidRequest(f'restart must be "auto" or None, got {named(restart)}')
     if not isinstance(engine_options, Mapping | None):
         raise InvalidRequest(
-            f"engine_options must be a mapping of option names to values, got {engine_options!r}"
+            f"engine_options must be a mapping of option names to values, got {shown(engine_options)}"
         )
     if callable(engine) and (model is not None or engine_options):
         raise InvalidRequest(
             "model and engine_options are for engines opened by name: a function that makes an engine "
             "must bring its own"
         )
+    with contextlib.suppress(TypeError):  # not a path
+        try:
+            os.fsencode(cast("Any", model))
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(
+                f"model must be a path that a file can have: {error.reason}"
+            ) from error
     options = dict(engine_options or {})
     if not callable(engine):
         check_choice(engine, model, options)

@@ -26,7 +26,7 @@ from genrt.lm import AsyncLM
 from genrt.populations import Population
 from tests.apart import drawn_apart, drawn_apart_sync
 from tests.scoring_engine import ScoringEngine
-from tests.test_every_argument import WRONG
+from tests.test_every_argument import wrong_values
 
 SIZE = 7
 MODEL = NGram.random(SIZE, order=2, seed=3, zeros=0.2)
@@ -487,7 +487,7 @@ def test_a_wrong_argument_is_refused_and_changes_nothing(
     lm: AsyncLM, method: str, argument: str
 ) -> None:
     raw: list[str] = []
-    for value in WRONG:
+    for value in wrong_values():
         population = lm.population([1, 2], 2)
         given = {**METHODS[method], argument: value}
         try:
