@@ -30,10 +30,9 @@ from typing import Any, TypeAlias, TypedDict, TypeVar
 from torch import Tensor
 
 from genrt.engines.weights import (
-    Copying,
     Layout,
     NamedTensors,
-    Original,
+    SavedWeights,
     TensorsIn,
     Weights,
     check_complete,
@@ -114,7 +113,7 @@ class WeightUpdates:
             check_bool("keep", keep)
         self.check_awake()
         chunks = _Chunks(source)
-        original = Original(chunks.files) if keep is None and chunks.files else None
+        original = SavedWeights(chunks.files) if keep is None and chunks.files else None
         layout = await self.called(lambda answering: weights_of(answering.engine).layout())
         taking = Taking(layout, check_finite)
         known = [each async for each in chunks.known()]
@@ -191,8 +190,8 @@ class Taking:
     def __init__(self, layout: Layout, finite: bool) -> None:
         self.layout = layout
         self.names: set[str] = set()
-        self.copy: Copying | None = None
-        self.original: Original | None = None
+        self.copy: SavedWeights | None = None
+        self.original: SavedWeights | None = None
         self.is_given = False
         self._finite = finite
 
