@@ -162,7 +162,7 @@ def parameters(function: Callable[..., Any]) -> list[str]:
         each.name for each in found if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
     ]
     if any(each.kind is each.VAR_KEYWORD for each in found):
-        made = function.__init__ if isinstance(function, type) else function
+        made = vars(function)["__init__"] if isinstance(function, type) else function
         hints = get_type_hints(made)
         [options] = get_args(hints["options"])
         names += get_type_hints(options)
@@ -217,8 +217,8 @@ def _plain(message: str) -> str:
     message = re.sub(
         r"(there is|is a|has|bytes) [^ ]+( of shape [^ ]*)?(?= *[;:]|$)", r"\1 …", message
     )
-    message = re.sub(r"\b(is|are|has|was given|gave) .*?(?=( in it)?[:;] give)", r"\1 …", message)
     message = re.sub(r": .* is no constraint", ": … is no constraint", message)
+    message = re.sub(r"\b(is|are|has|was given|gave) .*?(?=( in it)?[:;] give)", r"\1 …", message)
     message = re.sub(r"\d+(, \d+)*", "N", message)
     return message if len(message) <= 200 else message[:200] + "…"
 
@@ -400,7 +400,7 @@ CALLS: dict[str, Call] = {
         {"prefix": [0], "suffix": [1], "max_tokens": 2},
         parameters(inference.infilling),
     ),
-    "regex": (lambda lm, **a: constraints.regex(lm=lm, **a), {}, ["pattern"]),
+    "regex": (lambda lm, **a: constraints.regex(lm=lm, **a), {"pattern": "a"}, ["pattern"]),
     "json_schema": (
         lambda lm, **a: constraints.json_schema(lm=lm, **a),
         {"schema": {"type": "null"}},
