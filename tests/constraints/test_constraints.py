@@ -25,8 +25,8 @@ from genrt.constraints import (
     all_of,
     bitmasks,
     json_schema,
-    masking,
     masks,
+    products,
     regex,
 )
 from genrt.errors import InvalidConstraint, InvalidRequest
@@ -345,7 +345,7 @@ async def test_masks_that_are_there_are_copied_without_another_thread(
     first.zero_()  # the caller's own
     assert torch.equal(await abitmasks(states), expected)
     assert len(changes) == 1
-    monkeypatch.setattr(masking, "QUICK_BYTES", 3 * 4 - 1)
+    monkeypatch.setattr(products, "QUICK_BYTES", 3 * 4 - 1)
     assert torch.equal(await abitmasks(states), expected)
     assert len(changes) == 2
 
@@ -356,7 +356,7 @@ def test_masks_are_computed_ahead_of_states_and_of_those_in_products() -> None:
     starts: list[Any] = [each.start() for each in (regex("ab", lm), both, regex("a*", lm))]
     alone, product, other = (start.advance(1) for start in starts)
     own: Any = Even(3)
-    masking.fill([alone, product, own, alone])
+    products.fill([alone, product, own, alone])
     assert (alone.words is None, other.words is None) == (False, True)
     assert [state.words is None for state in product.factors] == [False, False]
 
