@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol, Self, TypeAlias, TypeGuard, runtime_
 from torch import Tensor
 
 from genrt.errors import InvalidConstraint
+from genrt.numbers import displayed
 from genrt.structures.matching import Tokens, Words, packed, unpacked
 from genrt.tokens.vocabulary import checked_token_id
 
@@ -109,10 +110,11 @@ class MaskedConstraint(Protocol):
 
 def checked_constraint(constraint: Constraint) -> Constraint:
     """Return the constraint. Raises InvalidConstraint if it is another kind of object."""
-    if isinstance(constraint, type) or not isinstance(constraint, Constraint):
+    is_constraint = isinstance(constraint, Constraint) and callable(constraint.start)
+    if isinstance(constraint, type) or not is_constraint:
         raise InvalidConstraint(
-            f"{constraint!r} is no constraint: give what regex, json_schema, predicate and the like "
-            "return, or an object with a method start"
+            f"{displayed(constraint)} is no constraint: give what regex, json_schema, predicate "
+            "and the like return, or an object with a method start"
         )
     return constraint
 
@@ -120,7 +122,7 @@ def checked_constraint(constraint: Constraint) -> Constraint:
 def check_count(name: str, value: object) -> None:
     """Raise InvalidConstraint unless an argument is an integer of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InvalidConstraint(f"{name} is {value!r}: give an integer of at least 1")
+        raise InvalidConstraint(f"{name} is {displayed(value)}: give an integer of at least 1")
 
 
 def tokens_of(lm: AsyncLM) -> Tokens:
@@ -130,7 +132,9 @@ def tokens_of(lm: AsyncLM) -> Tokens:
         InvalidConstraint: not a runtime, or its tokenizer has no end token.
     """
     if not (hasattr(lm, "tokenizer") and hasattr(lm, "byte_vocab")):
-        raise InvalidConstraint(f"the lm is {lm!r}: give a runtime, as genrt.load returns it")
+        raise InvalidConstraint(
+            f"the lm is {displayed(lm)}: give a runtime, as genrt.load returns it"
+        )
     tokens = _tokens.get(lm)
     if tokens is None:
         tokens = _tokens.setdefault(lm, Tokens.read(lm.tokenizer, lm.byte_vocab))
