@@ -102,7 +102,9 @@ class DrawToken(Wanted):
         if any(each.mask is not None for each in wanted):
             size = -(-len(rows[0]) // 32) * 4
             every = b"\xff" * size
-            packed = b"".join([every if each.mask is None else each.mask for each in wanted])
+            packed = bytearray().join(
+                [every if each.mask is None else each.mask for each in wanted]
+            )
             masks = np.frombuffer(packed, np.uint8).reshape(len(wanted), size)
         if wanted[0].temperature != 1.0:
             heats = np.array([each.temperature for each in wanted])
