@@ -20,7 +20,7 @@ from genrt.questions.draws import merge_draws, population_draw
 from genrt.questions.masks import Masks, packed_masks
 from genrt.questions.reads import host_row
 from genrt.questions.rows import Device, check_length, must_move
-from genrt.questions.scores import after_contexts, joined
+from genrt.questions.scores import after_contexts, joined_scores
 from genrt.questions.sequences import (
     MOST_SEQUENCES,
     Contexts,
@@ -357,7 +357,7 @@ class Population:
         contexts = [row.packed for row in self._contexts(self._places(None)).rows(bound)]
         own = runtime.limits, contexts, continuations, bound
         requests = after_contexts(*own, in_one=runtime.thread.scores, temperature=temperature)
-        return joined(await self._ask([*chain(*requests)], timeout=timeout), requests)
+        return joined_scores(await self._ask([*chain(*requests)], timeout=timeout), requests)
 
     draw_sync = blocking_question(draw)
     logprobs_sync = blocking_question(logprobs)

@@ -970,7 +970,7 @@ MUTANTS: tuple[Mutant, ...] = (
             ),
         ),
         (
-            "_numbers",
+            "_random_numbers",
             "a row's draw depends on the generators of others",
             Swap(
                 "torch.cat([_rand(1, generator) for generator in generators])",
@@ -978,7 +978,7 @@ MUTANTS: tuple[Mutant, ...] = (
             ),
         ),
         (
-            "draw_tokens",
+            "draw_chunk",
             "a dead end draws the first token",
             Swap("token_ids.double().masked_fill_(dead, -1.0)", "token_ids.double()"),
         ),

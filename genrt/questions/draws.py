@@ -29,7 +29,7 @@ from genrt.tokens.sampling import (
     DrawGraphs,
     DrawInputs,
     copy_masks,
-    draw_tokens,
+    draw_chunk,
     rows_at_once,
     seeded_uniforms,
 )
@@ -239,7 +239,7 @@ class PopulationDraw(Request):
             )
 
     def draw(self, rows: Sequence[Tensor] | Tensor) -> Tensor:
-        """Return the draws from one row per sequence, as ``draw_tokens`` does."""
+        """Return the draws from one row per sequence, as ``draw_chunk`` does."""
         heats = None if self.temperature == 1.0 else np.full(len(self), self.temperature)
         return draw_from_rows(rows, self.seeds, self.masks, heats)
 
@@ -341,7 +341,7 @@ def draw_from_rows(
     heats: np.ndarray | None,
     places: np.ndarray | None = None,
 ) -> Tensor:
-    """Return one draw per seed as ``draw_tokens`` does, without waiting for the device.
+    """Return one draw per seed as ``draw_chunk`` does, without waiting for the device.
 
     All inputs are on their way before the rows are read, which may still be in computation.
 
@@ -369,7 +369,7 @@ def draw_from_rows(
         batch = rows if at is not None else rows[part]
         bits, hot, there = [None if x is None else x[part] for x in (mask, heat, at)]
         batch = batch if isinstance(batch, Tensor) else together(batch)
-        parts.append(draw_tokens(batch, numbers[part], mask=bits, heat=hot, places=there))
+        parts.append(draw_chunk(batch, numbers[part], mask=bits, heat=hot, places=there))
     return _one(parts, torch.cat)
 
 

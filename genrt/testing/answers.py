@@ -59,7 +59,7 @@ def are_draws(request: PopulationDraw, rows: Sequence[Tensor], result: object) -
     draws = map(Draw, *[numbers.tolist() for numbers in result])
     masks = [None] * len(rows) if request.masks is None else [m.tobytes() for m in request.masks]
     return all(
-        _is_draw(DrawToken(mask, request.temperature, seed=0), row, draw)
+        _is_possible_draw(DrawToken(mask, request.temperature, seed=0), row, draw)
         for row, mask, draw in zip(rows, masks, draws, strict=True)
     )
 
@@ -79,7 +79,9 @@ def _draws(vocab_size: int, generator: torch.Generator) -> list[Wanted]:
     return [DrawToken(mask, seed=8), free, DrawToken(mask, 0.0), DrawToken(mask, 2.0, seed=10)]
 
 
-def _is_draw(wanted: DrawToken, row: Tensor, result: object, tolerance: float = 0.0) -> bool:
+def _is_possible_draw(
+    wanted: DrawToken, row: Tensor, result: object, tolerance: float = 0.0
+) -> bool:
     """Return whether the token of a draw is possible, and its two numbers are those of that token."""
     if not isinstance(result, Draw):
         return False
@@ -132,7 +134,7 @@ def _is_on_host(_: HostRow, row: Tensor, result: object, tolerance: float) -> bo
 
 
 READS: dict[type[Wanted], ReadOracle] = {
-    DrawToken: ReadOracle(_draws, _is_draw),
+    DrawToken: ReadOracle(_draws, _is_possible_draw),
     TopTokens: ReadOracle(lambda size, _: [TopTokens(1), TopTokens(min(5, size))], _is_top),
     Candidates: ReadOracle(_candidates, _are_candidates),
     HostRow: ReadOracle(lambda *_: [HostRow()], _is_on_host),

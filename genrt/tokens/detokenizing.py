@@ -37,7 +37,7 @@ class TextStream:
     ) -> None:
         self._fast = getattr(tokenizer, "backend_tokenizer", None)
         self._skip = skip_special_tokens
-        self._decode = _decode(tokenizer, skip_special_tokens)
+        self._decode = _decoder(tokenizer, skip_special_tokens)
         self._ids = _tail(self._decode, prompt)
         self._before = self._decode(self._ids)
         self._whole = self._whole_characters()
@@ -101,14 +101,14 @@ def ends_inside_character(
     tokenizer: Any, prompt: Sequence[int], *, skip_special_tokens: bool = True
 ) -> bool:
     """Return whether a prompt's text ends inside a character, or with U+FFFD, which looks the same."""
-    decode = _decode(tokenizer, skip_special_tokens)
+    decode = _decoder(tokenizer, skip_special_tokens)
     last = decode([prompt[-1]]) if prompt else ""
     if last and not last.endswith(BROKEN):
         return False
     return decode(_tail(decode, prompt)).endswith(BROKEN)
 
 
-def _decode(tokenizer: Any, skip_special_tokens: bool) -> Decode:
+def _decoder(tokenizer: Any, skip_special_tokens: bool) -> Decode:
     if isinstance(tokenizer, BytesTokenizer):
         return tokenizer.decode
     fast = getattr(tokenizer, "backend_tokenizer", None)
