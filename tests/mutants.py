@@ -211,7 +211,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "Health.opened",
             "a replica serves before it has weights and adapters",
-            Swap("self.state = State.STALE", "self.state = State.HEALTHY"),
+            Swap("self.state = ReplicaState.STALE", "self.state = ReplicaState.HEALTHY"),
         ),
         (
             "Health.tick",
