@@ -303,7 +303,7 @@ class NativeRequest(Request):
     uses no nonce twice.
 
     Attributes:
-        asked: the engine's own parameters. Its ``tell(outputs)`` notes the outputs that the stream delivers.
+        asked: the engine's own parameters. Its ``tell(outputs)`` notes delivered outputs.
         nonce: decides the draws if ``asked`` has no seed.
         streamed: whether outputs are delivered meanwhile; the answer then has the rest.
     """
