@@ -153,7 +153,7 @@ class Decoding:
 
     @property
     def tells_law(self) -> bool:
-        """True if the log-probabilities are those of the sampling distribution."""
+        """True if log-probabilities come from the sampling distribution."""
         return self.logprobs is not None and self.logprobs_mode == "processed_logprobs"
 
     @property
@@ -280,7 +280,7 @@ class DecodingOptions(TypedDict, total=False):
 
 
 class SampleOptions(DecodingOptions, total=False):
-    """The options of ``AsyncLM.sample``, with those of ``DecodingOptions``.
+    """The options of ``AsyncLM.sample``, in addition to ``DecodingOptions``.
 
     Attributes:
         stop_token_ids: each ends the sample and is not returned. Add ``tokenizer.eos_token_id`` to stop
@@ -562,7 +562,7 @@ def check_room(limits: Limits, length: int, max_tokens: int) -> int:
 
 
 def _checked_options(limits: Limits, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the given options as fields of ``Decoding``, in plain types."""
+    """Return the options as fields of ``Decoding``, in plain types."""
     for name in options:
         if name not in CompletionOptions.__annotations__:
             raise InvalidRequest(
@@ -601,7 +601,7 @@ def _structure_option(given: dict[str, Any]) -> tuple[str, str | tuple[str, ...]
 
 
 def schema_text(schema: Mapping[str, Any] | str | bool | type) -> str:
-    """Return a JSON schema, in any of its forms, as a JSON text.
+    """Return a JSON schema of any form as a JSON text.
 
     Raises:
         InvalidRequest: it cannot be written as JSON, or is of another type.

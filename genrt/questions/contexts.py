@@ -1,6 +1,6 @@
 """Checks contexts and seeds: token ids become 32-bit words below the model's limits.
 
-Nothing here touches an engine. A request that is made in this folder can be computed.
+These functions use no engine. An engine can compute every request that this folder makes.
 """
 
 from __future__ import annotations

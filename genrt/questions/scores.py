@@ -105,7 +105,7 @@ class ScoreRequest(Request):
         return len(self.packed)
 
     def answer(self, rows: Sequence[Tensor]) -> Tensor:
-        """Return the answer, given the row before each token."""
+        """Return the answer, from the row before each token."""
         stacked, targets = torch.stack([*rows]), torch.tensor(self.token_ids[self.start :])
         if self.wanted == "rows":
             return stacked

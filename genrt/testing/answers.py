@@ -1,4 +1,4 @@
-"""The right answers of questions, by arithmetic that shares nothing with the engines' own."""
+"""The right answers of questions, by arithmetic independent of the engines."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ TOLERANCE = 1e-4
 
 
 class ReadOracle(NamedTuple):
-    """What tests know of one kind of read.
+    """The test data of one kind of read.
 
     Attributes:
-        examples: makes a few, given the size of the vocabulary and a generator.
-        is_answer: returns whether a result answers one, given the row and a tolerance.
+        examples: makes a few reads from the size of the vocabulary and a generator.
+        is_answer: returns whether a result answers a read, from the row and a tolerance.
     """
 
     examples: Callable[[int, torch.Generator], Sequence[Wanted]]
@@ -43,7 +43,7 @@ def is_row(row: Tensor, result: object, *, tolerance: float = 0.0) -> bool:
 
 
 def is_answer(wanted: Wanted, row: Tensor, result: object, *, tolerance: float = 0.0) -> bool:
-    """Return whether a result is what a read wants of the row."""
+    """Return whether a result answers a read of the row."""
     return READS[type(wanted)].is_answer(wanted, row, result, tolerance)
 
 
@@ -67,7 +67,7 @@ def are_draws(request: PopulationDraw, rows: Sequence[Tensor], result: object) -
 def is_score(
     request: ScoreRequest, rows: Sequence[Tensor], result: object, *, tolerance: float = 0.0
 ) -> bool:
-    """Return whether this is the answer of a score, given the row before each token."""
+    """Return whether this is the answer of a score, from the row before each token."""
     return is_row(request.answer(rows), result, tolerance=tolerance)
 
 
@@ -82,7 +82,7 @@ def _draws(vocab_size: int, generator: torch.Generator) -> list[Wanted]:
 def _is_possible_draw(
     wanted: DrawToken, row: Tensor, result: object, tolerance: float = 0.0
 ) -> bool:
-    """Return whether the token of a draw is possible, and its two numbers are those of that token."""
+    """Return whether the token of a draw is possible, with the right two numbers."""
     if not isinstance(result, Draw):
         return False
     tolerance = max(tolerance, TOLERANCE)
