@@ -1539,7 +1539,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *breaks(
         "questions.sequences",
-        "test_sequences.py",
+        "test_origins.py",
         (
             "Origins.cut",
             "a sequence that is cut goes on from what it was",
