@@ -32,9 +32,9 @@ from genrt.runtime.cache import RowCache
 from genrt.runtime.queue import Bindings
 from genrt.runtime.streams import Flow, Streams
 from genrt.runtime.waiters import Gatherings
-from genrt.testing.simulated_engine import Faults
 from genrt.tokens.rows import together
 from tests.simulation import soak
+from tests.simulation.engine import Faults
 from tests.simulation.simulation import simulate
 
 RUNS = 300

@@ -205,7 +205,7 @@ def checked(engine: VLLMEngine, oracle: Oracle) -> Iterator[Turns]:
     kept: Any = engine._open
     scheduler: Any = engine._core.engine_core.scheduler
     assert set(kept._asked_in) == set(scheduler.parked) == set(scheduler.requests)
-    assert {*kept.residents._by_id, *kept._residents._later} == set(scheduler.requests)
+    assert {*kept.residents._by_id, *kept.residents._later} == set(scheduler.requests)
     gc.collect()
     assert len(engine._populations._known) <= 1, "of the last step"
     engine.forget_residents()
