@@ -52,7 +52,7 @@ def infilling(
     before = prompt_ids(check_runtime(lm), prefix, name="the prefix")
     after = prompt_ids(lm, suffix, name="the suffix")
     name = adapter_name(adapter)
-    longest = check_int("max_tokens", max_tokens, 0)
+    longest = check_int("max_tokens", max_tokens, 0, 2**31)
     if constraint is not None:
         constraint_start(lm, constraint)
     needed = len(before) + longest + len(after) - 1
