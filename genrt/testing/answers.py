@@ -1,4 +1,4 @@
-"""The right answers of questions, by arithmetic independent of the engines."""
+"""Correct answers of reads, draws and scores, computed independently of the engines."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ def are_draws(request: PopulationDraw, rows: Sequence[Tensor], result: object) -
 def is_score(
     request: ScoreRequest, rows: Sequence[Tensor], result: object, *, tolerance: float = 0.0
 ) -> bool:
-    """Return whether this is the answer of a score, from the row before each token."""
+    """Return whether a result answers a score, given the row before each token."""
     return is_row(request.answer(rows), result, tolerance=tolerance)
 
 
 def _draws(vocab_size: int, generator: torch.Generator) -> list[Wanted]:
-    """Return draws with and without a mask, greedy ones and tempered ones."""
+    """Return draws with and without a mask, greedy and tempered draws."""
     allowed = torch.randperm(vocab_size, generator=generator)[: max(1, vocab_size // 3)]
     mask = packed_mask(allowed, vocab_size)
     free = DrawToken(seed=9)
@@ -82,7 +82,7 @@ def _draws(vocab_size: int, generator: torch.Generator) -> list[Wanted]:
 def _is_possible_draw(
     wanted: DrawToken, row: Tensor, result: object, tolerance: float = 0.0
 ) -> bool:
-    """Return whether the token of a draw is possible, with the right two numbers."""
+    """Return whether the token of a draw is possible and its two numbers are correct."""
     if not isinstance(result, Draw):
         return False
     tolerance = max(tolerance, TOLERANCE)
@@ -107,7 +107,7 @@ def _is_possible_draw(
 
 
 def _is_top(wanted: TopTokens, row: Tensor, result: object, tolerance: float) -> bool:
-    """Return whether these are ``k`` of the likeliest tokens in order, with their entries."""
+    """Return whether a result has the ``k`` likeliest tokens in order, with their entries."""
     if not isinstance(result, TopLogprobs) or len(set(result.token_ids.tolist())) != wanted.k:
         return False
     several = row.topk(wanted.k).values, row[result.token_ids.to(row.device)]
@@ -115,14 +115,14 @@ def _is_top(wanted: TopTokens, row: Tensor, result: object, tolerance: float) ->
 
 
 def _candidates(vocab_size: int, generator: torch.Generator) -> list[Wanted]:
-    """Return a few tokens, one of them twice, and no token."""
+    """Return a few tokens with a repetition, and no token."""
     ids = tuple(torch.randperm(vocab_size, generator=generator)[:5].tolist())
     ways = [Candidates((*ids, ids[0])), Candidates(()), Candidates(ids, 0.5), Candidates(ids, 3.0)]
     return [*ways]
 
 
 def _are_candidates(wanted: Candidates, row: Tensor, result: object, tolerance: float) -> bool:
-    """Return whether these are the row's entries."""
+    """Return whether a result has the row's entries."""
     if wanted.temperature != 1.0:
         row = truncate(row, temperature=wanted.temperature)
     return is_row(row[list(wanted.token_ids)], result, tolerance=tolerance)
