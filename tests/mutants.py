@@ -486,7 +486,7 @@ MUTANTS: tuple[Mutant, ...] = (
             ),
         ),
         (
-            "_numbers",
+            "_random_numbers",
             "a row's draw depends on the generators of others",
             Swap(
                 "torch.cat([_rand(1, generator) for generator in generators])",

@@ -1,6 +1,6 @@
 """Checks contexts and seeds: token ids become 32-bit words below the model's limits.
 
-Nothing here touches an engine. A request that is made in this folder can be computed.
+These functions use no engine. An engine can compute every request that this folder makes.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _sequence(token_ids: object, name: str) -> Sequence[int]:
     """Return token ids of another type as a sequence. Raises InvalidRequest if they are not a
     sequence."""
     if isinstance(token_ids, torch.Tensor | np.ndarray):
-        return _integers(token_ids, name)
+        return _integer_list(token_ids, name)
     if isinstance(token_ids, str | bytes | bytearray | memoryview) or not isinstance(
         token_ids, Sequence
     ):
@@ -155,7 +155,7 @@ def _sequence(token_ids: object, name: str) -> Sequence[int]:
     return token_ids
 
 
-def _integers(token_ids: Table, name: str) -> list[int]:
+def _integer_list(token_ids: Table, name: str) -> list[int]:
     """Return the ints of a flat array or tensor. Raises InvalidRequest for other shapes and types."""
     if isinstance(token_ids, torch.Tensor):
         dtype = token_ids.dtype

@@ -68,8 +68,8 @@ class Wanted:
         raise NotImplementedError
 
     def owned(self, result: Any) -> object:
-        """Return a result that one caller may change. Tensors do not come here: ``waiters.py`` copies
-        those of all callers at once."""
+        """Return a result that one caller may change. ``waiters.py`` copies tensors of all callers at
+        once instead."""
         return result
 
 
@@ -299,7 +299,7 @@ class PrefixOptions(TypedDict, total=False):
 
 
 class WarmUpOptions(PrefixOptions, total=False):
-    """The options of ``AsyncLM.warm_up``: those of ``PrefixOptions`` and of every question.
+    """The options of ``AsyncLM.warm_up``: ``PrefixOptions`` and the options of every question.
 
     Attributes:
         timeout: the seconds until TimedOut is raised. After a timeout or a cancellation during the last

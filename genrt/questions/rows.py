@@ -57,7 +57,7 @@ class LogprobsRequest(Request):
         weights_version: int = 0,
     ) -> None:
         if packed is None:
-            packed = (token_ids if type(token_ids) is array else _words(token_ids)).tobytes()
+            packed = (token_ids if type(token_ids) is array else _token_words(token_ids)).tobytes()
         # Every question makes one, and a frozen dataclass's own way takes 1.5 times as long.
         _set_packed(self, packed)
         _set_adapter(self, adapter)
@@ -91,7 +91,7 @@ class LogprobsRequest(Request):
         return f"LogprobsRequest({abbreviated(self.token_ids)}, adapter={self.adapter})"
 
 
-def _words(token_ids: Sequence[int]) -> array[int]:
+def _token_words(token_ids: Sequence[int]) -> array[int]:
     try:
         return array("I", token_ids)
     except OverflowError as error:
