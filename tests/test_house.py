@@ -343,7 +343,7 @@ def protocol_members() -> set[str]:
     """The documented members of the public protocols, which their implementations need not repeat."""
     return {
         name
-        for file in ("engines/protocol.py", "constraints/protocols.py", "constraints/tokens.py")
+        for file in ("engines/protocol.py", "constraints/protocols.py")
         for _, node in public(tree_of(file))
         if isinstance(node, ast.ClassDef)
         and any(isinstance(base, ast.Name) and base.id == "Protocol" for base in node.bases)

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from genrt.constraints.protocols import Constraint, check_count
-from genrt.constraints.tokens import PackedState, tokens_of
+from genrt.constraints.protocols import Constraint, PackedState, check_count, tokens_of
 from genrt.errors import InvalidConstraint, InvalidRequest
 from genrt.numbers import displayed
 from genrt.runtime.together import Asked
-from genrt.structures.tokens import Tokens, Words
+from genrt.structures.matching import Tokens, Words
 from genrt.tokens.texts import Predicate, Text
 from genrt.tokens.vocabulary import checked_token_id
 

@@ -13,8 +13,7 @@ from functools import lru_cache
 from typing import Any, Literal, TypeAlias
 
 from genrt.errors import InvalidConstraint
-from genrt.structures.lark import check_depth
-from genrt.structures.numbers import Numbers
+from genrt.structures.grammars import check_depth
 from genrt.structures.regexes import (
     ANY_TEXT,
     Both,
@@ -29,18 +28,21 @@ from genrt.structures.regexes import (
     in_json,
     literal,
 )
-from genrt.structures.schemas import Document, object_of, undone
-from genrt.structures.values import (
+from genrt.structures.schemas import (
     ANYTHING,
     KINDS,
     NOTHING,
     Arrays,
     Claims,
+    Document,
     Literals,
+    Numbers,
     Objects,
     Place,
     Strings,
     is_nothing,
+    object_of,
+    undone,
 )
 
 __all__ = ["Whitespace", "schema_rules"]
