@@ -209,7 +209,10 @@ def test_the_rule_against_circles_sees_them() -> None:
         ("if TYPE_CHECKING:\n from genrt.lm import AsyncLM", ["lm.py"]),
         ("from genrt.runtime.batcher import Batcher", ["runtime/batcher.py"]),
         ("importlib.import_module('genrt.testing')", ["testing/__init__.py"]),
-        ("from genrt.engines import open_by_name\nfrom genrt.tokens.rows import apart", []),
+        (
+            "from genrt.engines import open_by_name\nfrom genrt.tokens.rows import separate_copies",
+            [],
+        ),
         ("import torch, genrtx\nfrom numpy import load", []),
     ],
 )

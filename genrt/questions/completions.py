@@ -193,7 +193,7 @@ class SampleRequest(Request):
         min_p: draw among tokens with at least this share of the likeliest token's probability; 0.0 is
             off. seed: fixes the draws, independent of the rest of the batch.
         nonce: distinguishes requests without a seed, whose answers are independent, and decides their
-            draws; see ``seed_of``. ``None`` if equal requests have equal answers.
+            draws; see ``deciding_seed``. ``None`` if equal requests have equal answers.
     """
 
     token_ids: tuple[int, ...]

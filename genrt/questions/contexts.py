@@ -30,11 +30,11 @@ __all__ = [
     "advice_for",
     "check_contexts",
     "check_seed",
+    "deciding_seed",
     "host_array",
     "id_words",
     "nonces_of",
     "seed_at",
-    "seed_of",
     "seeds_at",
 ]
 
@@ -252,7 +252,7 @@ def seeds_at(seed: int, places: np.ndarray) -> np.ndarray:
     return (np.uint64(seed) + places.astype(np.uint64)) % np.uint64(LAST_SEED + 1)
 
 
-def seed_of(request: Seeded) -> int:
+def deciding_seed(request: Seeded) -> int:
     """Return the number that decides the draws: the seed, else the nonce, else a random number of the
     system."""
     if request.seed is not None:

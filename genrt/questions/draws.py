@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from genrt.numbers import check_float
-from genrt.questions.contexts import Adapter, Limits, TokenIds, check_seed, seed_of, seeds_at
+from genrt.questions.contexts import Adapter, Limits, TokenIds, check_seed, deciding_seed, seeds_at
 from genrt.questions.masks import Mask, Masks, packed_mask, packed_masks
 from genrt.questions.reads import Answering, Read, ReadRequest, Wanted, wanted_of
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest, row_request
 from genrt.questions.sequences import Contexts, Origins, SequenceHandle
-from genrt.tokens.rows import Leaving, moved, together
+from genrt.tokens.rows import Leaving, gather_rows, moved
 from genrt.tokens.sampling import (
     BatchDraw,
     Draw,
@@ -108,7 +108,7 @@ class DrawToken(Wanted):
             masks = np.frombuffer(packed, np.uint8).reshape(len(wanted), size)
         if wanted[0].temperature != 1.0:
             heats = np.array([each.temperature for each in wanted])
-        seeds = np.array([seed_of(each) for each in wanted], np.uint64)
+        seeds = np.array([deciding_seed(each) for each in wanted], np.uint64)
         whole = draw_from_rows(rows, seeds, masks, heats)
         on_host = Leaving(whole)
         engine.expect([read.request.row for read in reads], whole[:, 0])
@@ -368,7 +368,7 @@ def draw_from_rows(
         part = slice(start, start + size)
         batch = rows if at is not None else rows[part]
         bits, hot, there = [None if x is None else x[part] for x in (mask, heat, at)]
-        batch = batch if isinstance(batch, Tensor) else together(batch)
+        batch = batch if isinstance(batch, Tensor) else gather_rows(batch)
         parts.append(draw_chunk(batch, numbers[part], mask=bits, heat=hot, places=there))
     return _one(parts, torch.cat)
 

@@ -15,7 +15,7 @@ from genrt.errors import ContextTooLong, InvalidRequest, NotFinite
 from genrt.numbers import named
 from genrt.questions.contexts import TOKEN_BYTES, Adapter, Limits, TokenIds, abbreviated, id_words
 from genrt.questions.request import Request
-from genrt.tokens.rows import together
+from genrt.tokens.rows import gather_rows
 from genrt.tokens.sampling import rows_at_once
 
 __all__ = [
@@ -142,7 +142,7 @@ def move_rows(rows: Sequence[Tensor], block: Tensor) -> None:
     for start, places in enumerate(torch.split(block, size)):
         part = rows[start * size :][:size]
         try:
-            places.copy_(together(part), non_blocking=True)
+            places.copy_(gather_rows(part), non_blocking=True)
         except torch.OutOfMemoryError:  # there is no memory to gather scattered rows
             for place, row in zip(places, part, strict=True):
                 place.copy_(row, non_blocking=True)

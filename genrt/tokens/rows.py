@@ -42,7 +42,7 @@ def corrected(rows: Tensor) -> Tensor:
     return rows
 
 
-def together(rows: Sequence[Tensor]) -> Tensor:
+def gather_rows(rows: Sequence[Tensor]) -> Tensor:
     """Return the rows, at least one, as one tensor ``[n, width]`` in their order.
 
     For rows in one storage at even distances, such as a step's in order, the result is a view of that
@@ -97,14 +97,14 @@ def moved(numbers: Tensor, device: torch.device) -> Tensor:
 
 
 def stacked(rows: Sequence[Tensor]) -> Tensor:
-    """Return ``together`` in a storage of its own."""
-    whole = together(rows)
+    """Return ``gather_rows`` in a storage of its own."""
+    whole = gather_rows(rows)
     if whole.untyped_storage().data_ptr() == rows[0].untyped_storage().data_ptr():
         return whole.clone(memory_format=torch.contiguous_format)
     return whole
 
 
-def apart(rows: Sequence[Tensor]) -> list[Tensor]:
+def separate_copies(rows: Sequence[Tensor]) -> list[Tensor]:
     """Copy each row into a storage of its own. Raises if there is no memory for all copies."""
     if not rows:
         return []
