@@ -86,13 +86,13 @@ def check_timeout(seconds: float | None) -> float | None:
 
 
 def is_truth_value(value: object) -> bool:
-    """Return whether a value is a bool of any library, or an array of bools."""
+    """Return whether a value is a bool of any library, or holds bools."""
     return isinstance(value, bool) or getattr(value, "dtype", None) in (np.bool_, torch.bool)
 
 
 def shown(value: object) -> str:
-    """Return a number, a bool or ``None`` for a message. Of other values it shows only the type: they
-    may be prompts."""
+    """Return a number, a truth value or ``None`` for a message, and only the type of other values, which
+    may be private prompts."""
     if isinstance(value, int) and abs(value) >= _LONG:
         return f"an int of {value.bit_length()} bits"
     if isinstance(value, np.bool_):
@@ -103,7 +103,7 @@ def shown(value: object) -> str:
 
 
 def named(value: object) -> str:
-    """Return a value for a message about a name: a str in full, other values as ``shown``."""
+    """Return a str in full for a message about a name, and other values as ``shown`` does."""
     return repr(value) if isinstance(value, str) else shown(value)
 
 
@@ -116,7 +116,8 @@ def displayed(value: object) -> str:
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
-    """Return the end of a message about an unknown name: a similar known name, or an empty text."""
+    """Return a suggestion for the end of a message about an unknown name; empty if no known name is
+    near."""
     if not isinstance(name, str):
         return ""
     plain, names = name.lstrip("-").replace("-", "_"), list(known)
