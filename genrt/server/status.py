@@ -1,4 +1,4 @@
-"""The state of a server: a page for people, JSON for the page, counters for Prometheus."""
+"""The state of a server: the status page, its JSON, and counters for Prometheus."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from starlette.routing import Route
 from genrt.lm import AsyncLM
 from genrt.runtime.statistics import NO_COUNTERS, Statistics
 from genrt.server.bodies import finite, json_bytes
-from genrt.server.inferences import Running
-from genrt.server.routes import JSON
+from genrt.server.routes import JSON, Running
 
 __all__ = ["status_routes"]
 
 OWN_PAGE = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:"
 )
-"""The page loads its own parts and nothing else."""
+"""The policy of the page: it loads only its own parts."""
 
 PARTS = {"status.html": "text/html", "status.js": "text/javascript", "status.css": "text/css"}
 
@@ -35,7 +34,7 @@ def status_routes(
 
     Args:
         model: the name that clients call it by.
-        running: the inferences under way.
+        running: the inferences in progress.
         serving: how many requests are being served.
     """
     began = time.monotonic()
@@ -82,7 +81,7 @@ def _part(name: str) -> Callable[[Request], Any]:
 
 
 def _of_process() -> list[bytes]:
-    """Return what other libraries, vLLM's front end among them, count in this process."""
+    """Return the counters of other libraries in this process, such as vLLM's front end."""
     try:
         from prometheus_client import generate_latest
     except ImportError:
@@ -91,7 +90,7 @@ def _of_process() -> list[bytes]:
 
 
 def _counters(statistics: Statistics) -> list[bytes]:
-    """Return a runtime's counters as Prometheus reads them."""
+    """Return a runtime's counters in the format of Prometheus."""
     lines: list[bytes] = []
     for part, gauges in NO_COUNTERS.items():
         for name, value in asdict(getattr(statistics, part)).items():

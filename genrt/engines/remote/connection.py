@@ -20,8 +20,8 @@ from genrt.numbers import check_float
 
 __all__ = ["Connection", "ServerBusy"]
 
-MOST_ANSWERED = 2**33
-"""The largest answer that is read, in bytes."""
+MOST_ANSWERED = 2**28
+"""The largest answer that is read, in bytes, where no other bound is given."""
 
 CONNECT_SECONDS = 10.0
 """How long it takes at most to connect; nobody can hang up meanwhile."""
@@ -84,16 +84,16 @@ class Connection:
             pass
         raise EngineUnsupported(f"{self.url} is no genrt server: its {path} is no JSON object")
 
-    def post(self, path: str, body: bytes) -> bytes:
-        """Return the answer to a body, of questions whose answers don't depend on how often they are
-        asked.
+    def post(self, path: str, body: bytes, *, most: int = MOST_ANSWERED) -> bytes:
+        """Return the answer to a body, of ``most`` bytes at most. The questions' answers must not depend
+        on how often they are asked.
 
         Raises:
             ServerBusy: ask again later.
             EngineDied: the server cannot be reached, or does not let this client in.
-            EngineFailed: it failed. InvalidRequest: it refuses the body.
+            EngineFailed: it failed, or its answer is too large. InvalidRequest: it refuses the body.
         """
-        return self._call("POST", path, body)
+        return self._call("POST", path, body, most)
 
     def close(self) -> None:
         """Close the connection; the next call opens another."""
@@ -106,20 +106,20 @@ class Connection:
             with contextlib.suppress(OSError):
                 socket.socket.shutdown(line, socket.SHUT_RDWR)
 
-    def _call(self, method: str, path: str, body: bytes | None) -> bytes:
+    def _call(self, method: str, path: str, body: bytes | None, most: int = MOST_ANSWERED) -> bytes:
         headers = dict(self._headers)
         if body is not None:
             headers["content-type"] = "application/octet-stream"
         was_open = self._http.sock is not None
         try:
-            status, data, wait = self._once(method, path, body, headers)
+            status, data, wait = self._once(method, path, body, headers, most)
         except (http.client.HTTPException, OSError) as error:
             self._http.close()
             # A server closes connections that were idle, or is another one since.
             if not was_open or isinstance(error, TimeoutError):
                 raise self._unreachable(error) from error
             try:
-                status, data, wait = self._once(method, path, body, headers)
+                status, data, wait = self._once(method, path, body, headers, most)
             except (http.client.HTTPException, OSError) as again:
                 self._http.close()
                 raise self._unreachable(again) from again
@@ -130,7 +130,7 @@ class Connection:
         raise self._refused(status, data)
 
     def _once(
-        self, method: str, path: str, body: bytes | None, headers: dict[str, str]
+        self, method: str, path: str, body: bytes | None, headers: dict[str, str], most: int
     ) -> tuple[int, bytes, float]:
         is_open = self._http.sock is not None
         if not is_open and not self._is_hung_up:
@@ -140,7 +140,10 @@ class Connection:
             raise ConnectionAbortedError("this end has hung up")
         self._http.request(method, self._path + path, body, headers)
         with self._http.getresponse() as answer:
-            data = answer.read(MOST_ANSWERED)
+            data = answer.read(most + 1)
+            if len(data) > most:
+                self._http.close()
+                raise EngineFailed(f"{self.url}: its answer to {path} is over {most} bytes")
             if answer.length:  # which is what is missing; ``read`` does not mind
                 raise http.client.IncompleteRead(data, answer.length)
         wait = answer.headers.get("retry-after", "")

@@ -24,7 +24,7 @@ from torch import Tensor
 from genrt.engines.protocol import Finished
 from genrt.engines.remote.connection import Connection, ServerBusy
 from genrt.engines.remote.tokenizers import unpacked_tokenizer
-from genrt.engines.remote.wire import KINDS, Asked, answers_to, flush_of
+from genrt.engines.remote.wire import HEADER_BYTES, KINDS, Asked, answer_bytes, answers_to, flush_of
 from genrt.engines.stepping import SteppedEngine
 from genrt.engines.weights import Layout, NamedTensors
 from genrt.errors import (
@@ -36,6 +36,7 @@ from genrt.errors import (
     InvalidRequest,
     UnknownAdapter,
 )
+from genrt.numbers import check_int
 from genrt.questions.contexts import TOKEN_BYTES, Adapter
 from genrt.questions.draws import DrawToken, batch_draw
 from genrt.questions.population_draws import PopulationDraw
@@ -86,7 +87,7 @@ class RemoteEngine(SteppedEngine):
                 str(name): Adapter(str(name), int(version))
                 for name, version in dict(found["adapters"]).items()
             }
-            rows = _RemoteRows(int(found["vocab_size"]))
+            rows = _RemoteRows(check_int("vocab_size", found["vocab_size"], 1, 2**31))
             rows.tokenizer = unpacked_tokenizer(self._connection.get("/v1/tokenizer"))
             super().__init__(
                 rows, max_model_len=int(found["max_model_len"]), max_batch_size=max(1, most)
@@ -218,7 +219,8 @@ class RemoteEngine(SteppedEngine):
     def _asked(self, asked: Sequence[Asked]) -> list[Any]:
         """Return the server's results, errors among them."""
         body = flush_of(asked, self.fingerprint)
-        data = self._connection.post("/v1/flush", body)
+        most = sum(answer_bytes(each, self.vocab_size) for each in asked)
+        data = self._connection.post("/v1/flush", body, most=most + HEADER_BYTES)
         results, versions = answers_to(data, asked, self.vocab_size)
         for place, each in enumerate(asked):
             adapter = each.adapter

@@ -21,6 +21,8 @@ KEPT = frozenset({".json", ".txt", ".jinja", ".model"})
 MOST_BYTES = 2**28
 """The most that the files of a tokenizer take."""
 
+MOST_FILES = 64
+
 LIST = "bytes_tokenizer.json"
 
 
@@ -52,8 +54,8 @@ def unpacked_tokenizer(data: bytes) -> Any:
             files = archive.infolist()
             if not files:
                 return None
-            if sum(each.file_size for each in files) > MOST_BYTES:
-                raise ValueError(f"its files are over {MOST_BYTES} bytes")
+            if sum(each.file_size for each in files) > MOST_BYTES or len(files) > MOST_FILES:
+                raise ValueError(f"it has over {MOST_FILES} files, or {MOST_BYTES} bytes")
             if [each.filename for each in files] == [LIST]:
                 return _listed(json.loads(archive.read(LIST)))
             with Folder("tokenizer") as directory:

@@ -32,7 +32,17 @@ from genrt.questions.scores import ScoreRequest, text_score_request
 from genrt.questions.tops import TopTokens, top_request
 from genrt.tokens.sampling import Draw, TopLogprobs
 
-__all__ = ["KINDS", "AnotherModel", "Asked", "answers_of", "answers_to", "flush_of", "flush_to"]
+__all__ = [
+    "HEADER_BYTES",
+    "KINDS",
+    "AnotherModel",
+    "Asked",
+    "answer_bytes",
+    "answers_of",
+    "answers_to",
+    "flush_of",
+    "flush_to",
+]
 
 Asked: TypeAlias = LogprobsRequest | ReadRequest | ScoreRequest
 """What can be asked over a connection."""
@@ -44,6 +54,9 @@ T = TypeVar("T")
 
 ROUNDING = 1e-3
 """How far log-probabilities may be from those of a distribution."""
+
+HEADER_BYTES = 2**22
+"""The most bytes of an answer's header, but for its errors."""
 
 U4, I8, F4, F8 = (np.dtype(each) for each in ("<u4", "<i8", "<f4", "<f8"))
 
@@ -241,6 +254,18 @@ def answers_to(
     except (InvalidRequest, KeyError, TypeError, ValueError, AttributeError) as error:
         raise EngineFailed(f"the server's answer is none: {error}") from error
     return results, versions
+
+
+def answer_bytes(request: Asked, vocab_size: int) -> int:
+    """Return how many bytes the answer to a question has at most; one that fails has a message."""
+    wanted = request.wanted if isinstance(request, ReadRequest) else None
+    if isinstance(wanted, TopTokens):
+        count = 3 * wanted.k
+    elif isinstance(request, ScoreRequest):
+        count = 2 * len(request)
+    else:
+        count = vocab_size if wanted is None else len(getattr(wanted, "token_ids", (0,) * 6))
+    return F4.itemsize * count + 2**12
 
 
 def _result(request: Asked, reader: _Reader, vocab_size: int) -> Any:
