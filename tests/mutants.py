@@ -153,7 +153,7 @@ def breaks(
 
 MUTANTS: tuple[Mutant, ...] = (
     *breaks(
-        "populations.population",
+        "populations",
         "test_populations.py",
         (
             "Population.extend",
@@ -166,12 +166,12 @@ MUTANTS: tuple[Mutant, ...] = (
         only="extending",
     ),
     *breaks(
-        "populations.drawing",
+        "populations",
         "test_fleet_machine.py",
         (
-            "Drawing._question",
+            "PopulationRuntime.draw",
             "a population that was cut is asked anywhere",
-            Swap("origins.asked or whole.asked", "origins.asked"),
+            Swap("own.handles or origins.handles", "own.handles"),
         ),
         only="walk",
     ),
@@ -847,7 +847,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "questions.samples",
+        "questions.completions",
         "test_lm.py",
         (
             "sample_requests",
@@ -873,12 +873,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "questions.draws",
         "test_answers.py test_draw.py",
         (
-            "_drawn",
+            "DrawToken.answer",
             "the draws of a step share their randomness",
-            Swap("[seed_of(each) for each in asked]", "[seed_of(asked[0]) for each in asked]"),
+            Swap("[seed_of(each) for each in wanted]", "[seed_of(wanted[0]) for each in wanted]"),
         ),
         (
-            "_masks",
+            "DrawToken.answer",
             "beside masked draws those without a mask may draw nothing",
             Swap(r"b'\xff'", r"b'\x00'"),
         ),
@@ -903,7 +903,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("abbreviated", "messages hold whole prompts", Swap("4", "4096")),
     ),
     *breaks(
-        "questions.token_ids",
+        "questions.contexts",
         "test_arguments.py",
         (
             "id_words",
@@ -978,7 +978,7 @@ MUTANTS: tuple[Mutant, ...] = (
             ),
         ),
         (
-            "drawn",
+            "draw_tokens",
             "a dead end draws the first token",
             Swap("token_ids.double().masked_fill_(dead, -1.0)", "token_ids.double()"),
         ),
@@ -986,7 +986,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *breaks(
         "inference.resampling",
         "test_resampling.py",
-        ("_inverse", "a weight of 0 has children", Swap("'right'", "'left'")),
+        ("_inverse_cdf", "a weight of 0 has children", Swap("'right'", "'left'")),
         (
             "residual",
             "the remainders count what is certain a second time",
@@ -1046,7 +1046,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "inference.proposals",
         "test_blocks.py",
         (
-            "_drawn",
+            "_draw_tokens",
             "a proposed token counts as drawn without a mask",
             Swap("found.logprobs.tolist()", "(found.logprobs + found.log_mass).tolist()"),
         ),
@@ -1066,7 +1066,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "inference.proposals",
         "test_inference.py test_text_model.py test_stops.py",
         (
-            "_drawn",
+            "_draw_tokens",
             "a weight grows by the token's probability, not by the mass of what may follow",
             Swap("found.log_mass", "found.logprobs"),
         ),
@@ -1091,7 +1091,11 @@ MUTANTS: tuple[Mutant, ...] = (
     *breaks(
         "inference.awrs",
         "test_awrs.py",
-        ("draw", "one accepted token is enough", Swap("len(accepted) < 2", "len(accepted) < 1")),
+        (
+            "draw_allowed",
+            "one accepted token is enough",
+            Swap("len(accepted) < 2", "len(accepted) < 1"),
+        ),
     ),
     *breaks(
         "inference.programs",
@@ -1112,7 +1116,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "inference.metropolis",
         "test_metropolis.py",
         (
-            "_log_ratio",
+            "_log_acceptance",
             "lengths do not count in the ratio",
             Swap("math.log(len(chain.growths) / len(new))", "0.0"),
         ),
@@ -1223,8 +1227,8 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "engines.vllm.positions",
-        "test_positions.py",
+        "engines.vllm.scores",
+        "test_vllm_scores.py",
         (
             "Positions.put",
             "a span's positions are counted from the step's first token",
@@ -1234,8 +1238,8 @@ MUTANTS: tuple[Mutant, ...] = (
             "Positions.put",
             "what comes again after a preemption is taken twice",
             Swap(
-                "group.append(_Wanted(score, score.next, end, found))",
-                "group.append(_Wanted(score, span.computed, end, found))",
+                "group.append(_ScorePart(score, score.next, end, found))",
+                "group.append(_ScorePart(score, span.computed, end, found))",
             ),
         ),
         (
@@ -1246,8 +1250,8 @@ MUTANTS: tuple[Mutant, ...] = (
         only="runner_v2 or missed",
     ),
     *breaks(
-        "engines.vllm.positions",
-        "test_positions.py",
+        "engines.vllm.scores",
+        "test_vllm_scores.py",
         (
             "limit_hits",
             "a prefix in the cache hides the first wanted position",
@@ -1270,7 +1274,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *breaks(
         "engines.vllm.engine",
-        "test_positions.py",
+        "test_vllm_scores.py",
         (
             "VLLMEngine._decode",
             "the row of a prompt's first parts is never let go",
@@ -1280,7 +1284,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *breaks(
         "engines.vllm.in_progress",
-        "test_positions.py",
+        "test_vllm_scores.py",
         (
             "InProgress.end",
             "a cancelled score is kept",
@@ -1290,16 +1294,16 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *breaks(
         "engines.vllm.self_check",
-        "test_vllm_self_test.py",
+        "test_self_check.py",
         (
-            "self_test",
+            "run_self_check",
             "half a nat passes, whatever the network computes with",
             Swap("64 * max(rounding, TF32)", "0.5"),
         ),
     ),
     *breaks(
-        "engines.vllm.speculation",
-        "test_residency.py",
+        "engines.vllm.steps",
+        "test_sequences.py",
         (
             "DecodeSteps._tokens_of",
             "a prepared step is run although its sequences have moved on",
@@ -1308,7 +1312,7 @@ MUTANTS: tuple[Mutant, ...] = (
         only="population or between_two_steps or cancelled_extension",
     ),
     *breaks(
-        "engines.vllm.runner_v2",
+        "engines.vllm.runners",
         "test_runners.py",
         (
             "RunnerV2.reseat",
@@ -1326,7 +1330,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *breaks(
         "engines.vllm.seats",
-        "test_residency.py",
+        "test_sequences.py",
         (
             "Seats.take",
             "the copy of a shared block is forgotten",
@@ -1340,8 +1344,8 @@ MUTANTS: tuple[Mutant, ...] = (
         only="30-4-4 or population",
     ),
     *breaks(
-        "engines.vllm.open_scheduler",
-        "test_residency.py",
+        "engines.vllm.scheduler",
+        "test_sequences.py",
         (
             "OpenScheduler._evict",
             "an evicted sequence is thought to be resident",
@@ -1350,8 +1354,8 @@ MUTANTS: tuple[Mutant, ...] = (
         only="30-4-4 or population",
     ),
     *breaks(
-        "engines.vllm.open_scheduler",
-        "test_residency.py",
+        "engines.vllm.scheduler",
+        "test_sequences.py",
         (
             "OpenScheduler.can_reseat",
             "a fork takes the seat of another adapter's sequence",
@@ -1379,8 +1383,8 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "engines.vllm.admission_blocks",
-        "test_admission_blocks.py",
+        "engines.vllm.scheduler",
+        "test_scheduler.py",
         (
             "needed_blocks",
             "blocks that are cached but free are thought to be held",
@@ -1389,8 +1393,8 @@ MUTANTS: tuple[Mutant, ...] = (
         only="nobody_holds",
     ),
     *breaks(
-        "engines.vllm.open_scheduler",
-        "test_admission_blocks.py",
+        "engines.vllm.scheduler",
+        "test_scheduler.py",
         (
             "OpenScheduler._make_room",
             "sequences are evicted as if nothing were shared",
@@ -1400,21 +1404,26 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *breaks(
         "engines.vllm.populations",
-        "test_spread.py",
+        "test_steps.py",
         (
             "SeatedPopulations.go_on",
             "a request that comes twice is as the last of the two says",
             Swap("kept.untouched(pairs)", "kept.untouched(dict(pairs).items())"),
         ),
+    ),
+    *breaks(
+        "engines.vllm.populations",
+        "test_population_walks.py",
         (
             "SeatedPopulations.spread",
             "forks that nobody has asked for are resident for nobody",
             Drop("kept.keep_later"),
         ),
+        only="whatever",
     ),
     *breaks(
-        "engines.vllm.speculation",
-        "test_spread.py",
+        "engines.vllm.steps",
+        "test_steps.py",
         (
             "DecodeSteps._part_of",
             "a step ahead answers for other tokens than it was run with",
@@ -1427,7 +1436,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "engines.vllm.runner_v2",
+        "engines.vllm.runners",
         "test_runners.py",
         (
             "RunnerV2.confirm",
@@ -1441,7 +1450,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "engines.vllm.seat_tables",
+        "engines.vllm.seats",
         "test_runners.py",
         (
             "SeatTables.write",
@@ -1453,17 +1462,17 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "engines.vllm.step_launches",
+        "engines.vllm.runners",
         "test_runners.py",
         (
-            "_Several.put",
+            "_SizedInput.put",
             "tokens stand in the order of the step before",
             Swap("order != self._order", "False"),
         ),
     ),
     *breaks(
-        "engines.vllm.block_copies",
-        "test_block_copies.py",
+        "engines.vllm.seats",
+        "test_seats.py",
         (
             "_independent",
             "a block is copied while it is written",
@@ -1472,7 +1481,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *breaks(
         "engines.vllm.populations",
-        "test_spread.py",
+        "test_steps.py",
         (
             "SeatedPopulations._seats_all",
             "sequences that are equal at first wait for requests of their own",
@@ -1500,80 +1509,27 @@ MUTANTS: tuple[Mutant, ...] = (
         only="not random",
     ),
     *breaks(
-        "populations.batches",
-        "test_batches.py",
-        (
-            "Batches._origins",
-            "a key decides which context another one goes on from",
-            Swap(
-                "numbers is not None and _go_on(batch.contexts, contexts, numbers)",
-                "numbers is not None",
-            ),
-        ),
-        (
-            "Batches._grown",
-            "contexts go on from those of another adapter",
-            Swap(
-                "batch.adapter == adapter and len(batch.contexts) == len(contexts)",
-                "len(batch.contexts) == len(contexts)",
-            ),
-        ),
-        (
-            "Batches.draw",
-            "masks are read when they are asked with, and later",
-            Swap(
-                "packed_masks(masks, count, home.limits.vocab_size, copies=True)",
-                "packed_masks(masks, count, home.limits.vocab_size)",
-            ),
-        ),
-        (
-            "_Batch.answered",
-            "contexts are numbered as they came, whatever order they were asked in",
-            Swap("numbers[places] = np.arange(len(places))", "numbers[:] = np.arange(len(places))"),
-        ),
-        (
-            "_Held.grown",
-            "an id that may become another number is taken for the one it was",
-            Swap("{int}.issuperset(map(type, chain(*self.lists)))", "True"),
-        ),
-        (
-            "_new_tokens",
-            "a list that was changed inside is drawn after as it was",
-            Swap("before != context", "False"),
-        ),
-    ),
-    *breaks(
-        "populations.batches",
-        "test_batch_walks.py",
-        (
-            "Batches._remember",
-            "two that ask after the same contexts go on each from its own",
-            Swap("each.equals(batch)", "False"),
-        ),
-        only="at_once_after",
-    ),
-    *breaks(
         "runtime.population_answers",
-        "test_batch_walks.py",
+        "test_shared_rows.py",
         (
             "PopulationAnswers.go_on",
             "two that go on alike have their rows computed twice",
             Swap("alike == 1", "True"),
         ),
-        only="at_once_after",
+        only="ask_at_once",
     ),
     *breaks(
-        "populations.home",
+        "populations",
         "test_population_walks.py",
         (
-            "Home.give_back",
+            "PopulationRuntime.give_back",
             "what a copy goes on from is given back with the original",
             Swap("not each.users", "True"),
         ),
         only="copy_goes",
     ),
     *breaks(
-        "engines.vllm.open_requests",
+        "engines.vllm.sequences",
         "test_vllm_populations.py",
         (
             "OpenRequests.left",
@@ -1582,7 +1538,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "questions.origins",
+        "questions.sequences",
         "test_origins.py",
         (
             "Origins.cut",
@@ -1594,24 +1550,24 @@ MUTANTS: tuple[Mutant, ...] = (
         "generation.journal",
         "test_jobs.py",
         (
-            "Journal.begin",
+            "Journal.start",
             "a partial line of a killed job stays",
             Drop("os.ftruncate"),
         ),
         only="kill_at_any_byte",
     ),
     *breaks(
-        "generation.runs",
+        "generation.jobs",
         "test_jobs.py",
         (
             "JobRun._compare",
             "an answered row may change",
-            Swap("was not in (0, row.digest)", "False"),
+            Swap("is_finished and digests[row.index] != row.digest", "False"),
         ),
         (
-            "JobRun._end",
+            "JobRun._finish",
             "what ended with an interrupt is lost",
-            Instead("await walk.close()"),
+            Instead("await answers.close()"),
         ),
         only="changed or cancellation",
     ),

@@ -39,7 +39,7 @@ ROOMS = (
     "generation",
     "loading.py",
     "lm.py",
-    "populations",
+    "populations.py",
     "cluster",
     "runtime",
     "engines",

@@ -28,8 +28,8 @@ from genrt.errors import (
     UnknownAdapter,
 )
 from genrt.lm import AsyncLM
+from genrt.questions.completions import SampleRequest, sample_request
 from genrt.questions.request import Request
-from genrt.questions.samples import SampleRequest, sample_request
 from genrt.runtime.ask import MOST_AT_ONCE
 from tests.scripted import ScriptedEngine, logprobs, passes
 

@@ -37,7 +37,7 @@ from genrt.cluster.transport import Came, Gone, Pulsed
 from genrt.cluster.worker import with_rows
 from genrt.engines.protocol import Engine
 from genrt.errors import EngineUnsupported
-from genrt.questions.host_rows import moved_rows
+from genrt.questions.rows import moved_rows
 
 __all__ = ["Actors", "ReplicaActor"]
 

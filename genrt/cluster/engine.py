@@ -37,13 +37,11 @@ from genrt.cluster.worker import Answers, Facts, Renewal
 from genrt.engines.protocol import EngineStatistics, Finished, ReplicaStatistics
 from genrt.engines.remote.tokenizers import unpacked_tokenizer
 from genrt.errors import Closed, EngineDied, EngineFailed, GenrtError, InvalidRequest
-from genrt.questions.candidates import Candidates
-from genrt.questions.completions import Decoding
+from genrt.questions.completions import Decoding, Streamed, Told
 from genrt.questions.contexts import Adapter
-from genrt.questions.draws import DrawToken
-from genrt.questions.population_draws import PopulationDraw
-from genrt.questions.request import Request, Streamed, Told
-from genrt.questions.tops import TopTokens
+from genrt.questions.draws import DrawToken, PopulationDraw
+from genrt.questions.reads import Candidates, TopTokens
+from genrt.questions.request import Request
 
 __all__ = ["ReplicaEngine"]
 

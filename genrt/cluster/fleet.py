@@ -20,7 +20,7 @@ from genrt.cluster.health import Health, ReplicaLimits, State
 from genrt.cluster.routing import Router
 from genrt.engines.protocol import Finished
 from genrt.errors import EngineDied, EngineFailed, GenrtError, NotFinite, OutOfMemory
-from genrt.questions.population_draws import PopulationDraw
+from genrt.questions.draws import PopulationDraw
 from genrt.questions.request import Request
 
 __all__ = ["MOST_MOVES", "Fleet", "Replica"]
@@ -119,7 +119,7 @@ class Fleet:
             replica.work[request] = work
             self._at[request] = replica
             if isinstance(request, PopulationDraw):
-                self._router.stays(self._number_of(request.asked), number, len(request))
+                self._router.stays(self._number_of(request.handle), number, len(request))
             sent.setdefault(number, []).append(request)
         return sent
 

@@ -8,9 +8,8 @@ from dataclasses import fields, replace
 from typing import Any
 
 from genrt.engines.protocol import EngineStatistics, Finished
-from genrt.questions.completions import Delta
-from genrt.questions.native import NativeRequest
-from genrt.questions.request import Request, Streamed, Told
+from genrt.questions.completions import Delta, NativeRequest, Streamed, Told
+from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
 
 __all__ = ["ReplicaPrefixes", "ReplicaStreams", "joined", "summed"]

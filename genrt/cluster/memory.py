@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from genrt.questions.host_rows import move_rows
+from genrt.questions.rows import move_rows
 
 __all__ = ["Array", "Kept", "Memory", "Place"]
 

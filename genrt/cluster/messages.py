@@ -30,14 +30,12 @@ from torch import Tensor
 
 from genrt.cluster.frames import Outgoing
 from genrt.cluster.memory import Array, Memory
-from genrt.questions.draws import DrawToken
-from genrt.questions.origins import Asked, Origins
-from genrt.questions.population_draws import PopulationDraw
+from genrt.questions.draws import DrawToken, PopulationDraw
 from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest
-from genrt.questions.sequences import Contexts
+from genrt.questions.sequences import Contexts, Origins, SequenceHandle
 
 __all__ = ["AskedNumbers", "Flat", "Held", "dumped", "flat", "loaded", "outgoing", "unflattened"]
 
@@ -57,7 +55,7 @@ class AskedNumbers:
 
     def __init__(self) -> None:
         self.gone: deque[int] = deque()
-        self._numbers: dict[weakref.ref[Asked], int] = {}
+        self._numbers: dict[weakref.ref[SequenceHandle], int] = {}
         self._last = 0
 
     def of(self, asked: Any) -> int:
@@ -69,7 +67,7 @@ class AskedNumbers:
             number = self._numbers[known] = self._last
         return number
 
-    def _forget(self, asked: weakref.ref[Asked]) -> None:
+    def _forget(self, asked: weakref.ref[SequenceHandle]) -> None:
         self.gone.append(self._numbers.pop(asked))
 
 
@@ -78,23 +76,23 @@ class Held:
     forget them: those that go on from others, as what goes on once often does so again."""
 
     def __init__(self) -> None:
-        self._nbytes: WeakKeyDictionary[Asked, int] = WeakKeyDictionary()
+        self._nbytes: WeakKeyDictionary[SequenceHandle, int] = WeakKeyDictionary()
 
     def sent(self, draw: PopulationDraw) -> tuple[bool, bool]:
         """Return whether the sequences of a question can travel as their last tokens, and whether the
         other end is to hold them from now on."""
         if (origins := draw.origins) is None:
             return False, False
-        is_known = all(each in self._nbytes for each in origins.asked)
-        more = 0 if draw.asked in self._nbytes else draw.contexts.nbytes
+        is_known = all(each in self._nbytes for each in origins.handles)
+        more = 0 if draw.handle in self._nbytes else draw.contexts.nbytes
         if is_held := sum(self._nbytes.values()) + more <= MOST_HELD:
-            self._nbytes[draw.asked] = draw.contexts.nbytes
+            self._nbytes[draw.handle] = draw.contexts.nbytes
         return is_known, is_held
 
 
 def dumped(
     value: object,
-    numbers: Callable[[Asked], int] | None = None,
+    numbers: Callable[[SequenceHandle], int] | None = None,
     apart: list[Array] | None = None,
     held: Held | None = None,
 ) -> bytes:
@@ -106,7 +104,10 @@ def dumped(
     pickler.dispatch_table = copyreg.dispatch_table.copy() | _TABLE
     pickler.dispatch_table[PopulationDraw] = lambda draw: _taken_apart(draw, held)
     if numbers is not None:
-        pickler.dispatch_table[Asked] = lambda asked: (_asked, (numbers(asked), asked.count))
+        pickler.dispatch_table[SequenceHandle] = lambda asked: (
+            _asked,
+            (numbers(asked), asked.count),
+        )
     pickler.dump(value)
     return out.getvalue()
 
@@ -114,7 +115,7 @@ def dumped(
 def outgoing(
     value: object,
     memory: Memory,
-    numbers: Callable[[Asked], int] | None = None,
+    numbers: Callable[[SequenceHandle], int] | None = None,
     held: Held | None = None,
     rows: Sequence[Tensor] = (),
 ) -> Outgoing:
@@ -127,7 +128,7 @@ def outgoing(
 
 def loaded(
     data: bytes | memoryview,
-    asked: dict[int, Asked] | None = None,
+    asked: dict[int, SequenceHandle] | None = None,
     apart: Sequence[memoryview] = (),
 ) -> Any:
     """Return the value that ``dumped`` has made of; ``asked`` has the questions of populations that came
@@ -152,7 +153,7 @@ def _taking(apart: list[Array] | None) -> Callable[[pickle.PickleBuffer], bool] 
 
 class _Loading(pickle.Unpickler):
     def __init__(
-        self, data: io.BytesIO, asked: dict[int, Asked], apart: Sequence[memoryview]
+        self, data: io.BytesIO, asked: dict[int, SequenceHandle], apart: Sequence[memoryview]
     ) -> None:
         super().__init__(data, buffers=apart)
         self._asked = asked
@@ -164,13 +165,13 @@ class _Loading(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _known(asked: dict[int, Asked], number: int, count: int) -> Asked:
+def _known(asked: dict[int, SequenceHandle], number: int, count: int) -> SequenceHandle:
     if number not in asked:
-        asked[number] = Asked(count)
+        asked[number] = SequenceHandle(count)
     return asked[number]
 
 
-def _asked(number: int, count: int) -> Asked:
+def _asked(number: int, count: int) -> SequenceHandle:
     """Raise NotImplementedError: this names a population's question in bytes, for ``_Loading``."""
     raise NotImplementedError
 
@@ -183,20 +184,20 @@ def _taken_apart(draw: PopulationDraw, held: Held | None) -> tuple[Any, ...]:
     is_known, is_held = (False, False) if held is None else held.sent(draw)
     contexts = draw.contexts.last_tokens.astype(np.uint32) if is_known else draw.contexts
     more = draw.adapter, draw.masks, draw.temperature, draw.seeds, draw.origins
-    return _population, (draw.asked, is_held, contexts, *more, draw.weights_version)
+    return _population, (draw.handle, is_held, contexts, *more, draw.weights_version)
 
 
 def _population(
-    asked: Asked, is_held: bool, given: Contexts | np.ndarray, *more: Any
+    asked: SequenceHandle, is_held: bool, given: Contexts | np.ndarray, *more: Any
 ) -> PopulationDraw:
     if isinstance(given, np.ndarray):
         origins: Origins = more[4]
-        before = [cast("Contexts", each.contexts) for each in origins.asked]
+        before = [cast("Contexts", each.contexts) for each in origins.handles]
         given = Contexts.grown(before, origins.numbers, given)
     if is_held:  # others than these would keep the memory in which they came
         asked.contexts = given = given.kept()
     draw = PopulationDraw(given, *more)
-    object.__setattr__(draw, "asked", asked)
+    object.__setattr__(draw, "handle", asked)
     return draw
 
 

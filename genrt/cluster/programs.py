@@ -18,17 +18,54 @@ import pickle
 import traceback
 from collections.abc import Awaitable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from genrt.errors import InvalidRequest
 from genrt.numbers import check_timeout, shown
-from genrt.questions.programs import ProgramRequest
+from genrt.questions.request import Request
 from genrt.runtime.ask import within
 
-__all__ = ["Outcome", "outcome_of", "packed", "packed_outcome", "run_program", "unpacked"]
+__all__ = [
+    "Outcome",
+    "ProgramRequest",
+    "outcome_of",
+    "packed",
+    "packed_outcome",
+    "run_program",
+    "unpacked",
+]
 
 RUNTIME = "the runtime"
 """What stands for the runtime in bytes."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class ProgramRequest(Request):
+    """A program for a replica to run. The answer is its outcome, packed too. No two requests are equal.
+
+    Attributes:
+        packed: the program.
+        runtime: makes the runtime that the program asks: ``AsyncLM``.
+        seed: of an inference, or of a function's questions without a seed.
+    """
+
+    packed: bytes
+    runtime: Any
+    seed: int
+    weights_version: int = 0
+    token_ids: ClassVar[tuple[int, ...]] = ()
+    adapter: ClassVar[None] = None
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.packed)
+
+    def bound_to(self, adapter: object) -> ProgramRequest:
+        """Return the same program, which binds each of its questions itself."""
+        return self
+
+    def __repr__(self) -> str:
+        return f"ProgramRequest({len(self.packed)} bytes, seed={self.seed})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,15 +33,15 @@ from genrt.cluster.messages import AskedNumbers, Held, dumped, flat, loaded, out
 from genrt.engines import open_engine
 from genrt.engines.folders import Folder
 from genrt.engines.protocol import EngineStatistics, Finished
-from genrt.engines.vllm.rank import LAUNCHED, Rank, Share, leave, of_first
+from genrt.engines.vllm.rank import LAUNCHED, Rank, Share, broadcast_from_rank0, leave_ranks
 from genrt.engines.weights import Layout, SleepingPart, TensorsIn
 from genrt.errors import EngineDied, EngineUnsupported, GenrtError
-from genrt.questions.completions import Decoding
+from genrt.questions.completions import Decoding, Streamed, Told
 from genrt.questions.contexts import Adapter
-from genrt.questions.origins import Asked
-from genrt.questions.population_draws import PopulationDraw
-from genrt.questions.request import Request, Streamed, Told
+from genrt.questions.draws import PopulationDraw
+from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
+from genrt.questions.sequences import SequenceHandle
 
 __all__ = ["RANKED", "RankedEngine", "are_launched", "open_ranked", "with_ranks"]
 
@@ -183,7 +183,7 @@ class Ranks:
         except OSError as error:
             raise EngineDied(f"a rank is gone: {error}") from error
 
-    def number_of(self, asked: Asked) -> int:
+    def number_of(self, asked: SequenceHandle) -> int:
         """Return the number by which they know a population's question."""
         return self._numbers.of(asked)
 
@@ -288,7 +288,7 @@ class RankedEngine:
     def cancel(self, requests: Sequence[Request]) -> None:
         others = [each for each in requests if not isinstance(each, PopulationDraw)]
         draws = [
-            self._ranks.number_of(each.asked)
+            self._ranks.number_of(each.handle)
             for each in requests
             if isinstance(each, PopulationDraw)
         ]
@@ -296,21 +296,21 @@ class RankedEngine:
         self._engine.cancel(requests)
 
     def go_on(self, population: PopulationDraw) -> bool:
-        self._ranks.tell("go_on", self._ranks.number_of(population.asked), population)
+        self._ranks.tell("go_on", self._ranks.number_of(population.handle), population)
         return bool(self._engine.go_on(population))
 
     def settle(self, population: PopulationDraw) -> None:
         self._ranks.tell("settle", population)
         self._engine.settle(population)
 
-    def release(self, asked: Sequence[Asked]) -> None:
+    def release(self, asked: Sequence[SequenceHandle]) -> None:
         self._ranks.tell("release", [self._ranks.number_of(each) for each in asked])
         self._engine.release(asked)
 
     def expect(self, rows: Sequence[LogprobsRequest], token_ids: torch.Tensor) -> None:
         def told(request_ids: list[str]) -> Share:
             self._ranks.tell("speculate", request_ids)
-            return of_first
+            return broadcast_from_rank0
 
         self._engine.expect(rows, token_ids.contiguous(), told)
 
@@ -341,7 +341,7 @@ class RankedEngine:
             self._is_closed = True
             self._ranks.part()  # they close with this one: what they share may be waited for
             self._engine.close()
-            leave()
+            leave_ranks()
             self._ranks.close()
 
     def _agree(self, name: str, *arguments: Any) -> Any:

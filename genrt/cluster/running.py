@@ -23,18 +23,15 @@ from typing import Any, Protocol, cast
 import torch
 
 from genrt.cluster.joining import joined
-from genrt.cluster.programs import Outcome, outcome_of, packed_outcome, unpacked
+from genrt.cluster.programs import Outcome, ProgramRequest, outcome_of, packed_outcome, unpacked
 from genrt.engines.protocol import EngineStatistics, Finished, ReplicaStatistics
 from genrt.errors import EngineFailed, EngineUnsupported, NotFinite, OutOfMemory
-from genrt.questions.candidates import Candidates
-from genrt.questions.completions import Decoding
+from genrt.questions.completions import Decoding, Streamed, Told
 from genrt.questions.contexts import Adapter
-from genrt.questions.draws import DrawToken
-from genrt.questions.origins import Asked
-from genrt.questions.population_draws import PopulationDraw
-from genrt.questions.programs import ProgramRequest
-from genrt.questions.request import Request, Streamed, Told
-from genrt.questions.tops import TopTokens
+from genrt.questions.draws import DrawToken, PopulationDraw
+from genrt.questions.reads import Candidates, TopTokens
+from genrt.questions.request import Request
+from genrt.questions.sequences import SequenceHandle
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.cache import RowCache
 from genrt.runtime.thread import EngineThread, aside
@@ -140,7 +137,7 @@ class SharedEngine:
     def settle(self, population: PopulationDraw) -> None:
         """Do nothing: draws of populations are the other thread's."""
 
-    def release(self, asked: Sequence[Asked]) -> None:
+    def release(self, asked: Sequence[SequenceHandle]) -> None:
         """Have the other thread forget sequences."""
         self._other.post(lambda: self._other.answering.give_back(asked))
 

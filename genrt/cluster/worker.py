@@ -19,6 +19,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from genrt.cluster.messages import Flat, dumped, unflattened
+from genrt.cluster.programs import ProgramRequest
 from genrt.cluster.running import Programs, SharedEngine
 from genrt.engines.protocol import (
     Engine,
@@ -32,12 +33,11 @@ from genrt.engines.protocol import (
 from genrt.engines.remote.tokenizers import packed_tokenizer
 from genrt.engines.weights import Sleeping, SleepingPart, TensorsIn, weights_of
 from genrt.errors import EngineDied, EngineFailed, GenrtError, UnknownAdapter
-from genrt.questions.completions import CompletionRequest
+from genrt.questions.completions import CompletionRequest, Streamed
 from genrt.questions.contexts import Adapter
-from genrt.questions.origins import Asked
-from genrt.questions.programs import ProgramRequest
-from genrt.questions.request import Request, Streamed
+from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
+from genrt.questions.sequences import SequenceHandle
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.cache import RowCache
 
@@ -132,7 +132,7 @@ class Worker:
         self._adapters: dict[Adapter, None] = {}
         self._prefixes: dict[LogprobsRequest, None] = {}
         self._weights = 0
-        self.asked: dict[int, Asked] = {}
+        self.asked: dict[int, SequenceHandle] = {}
         self.rounds = 0
 
     @property

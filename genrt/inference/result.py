@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class Result:
     r"""Weighted texts, and how they came about: plain data, which no longer needs the runtime.
 
-    ``print`` shows the posterior's table; Jupyter shows it with the curves of the weights, the genealogy
-    of the particles, and what the runtime did.
+    ``print`` shows the posterior's table; Jupyter shows it with the genealogy of the particles and
+    the runtime's statistics; ``plot`` draws the curves of the weights.
 
     Attributes:
         texts: the particles' bytes as UTF-8, dead ones as far as they got. A byte that is not UTF-8, as
@@ -197,17 +197,17 @@ class Result:
         )
 
     def __repr__(self) -> str:
-        return rendering.one_line(self._summary)
+        return rendering.to_line(self._summary)
 
     def __str__(self) -> str:
-        return rendering.text(self._summary)
+        return rendering.to_text(self._summary)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """Show the result in a terminal's IPython."""
         printer.text(repr(self) if cycle else str(self))
 
     def _repr_html_(self) -> str:
-        return rendering.html(self._summary, self.genealogy() if self.infos else None)
+        return rendering.to_html(self._summary, self.genealogy() if self.infos else None)
 
     @property
     def _summary(self) -> Summary:

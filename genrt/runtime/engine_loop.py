@@ -21,8 +21,8 @@ from genrt.engines.adapters import Adapters
 from genrt.engines.protocol import Engine
 from genrt.engines.weights import KeptWeights
 from genrt.errors import WAS_CLOSED, Closed, EngineDied, GenrtError
-from genrt.questions.origins import Asked
 from genrt.questions.rows import LogprobsRequest
+from genrt.questions.sequences import SequenceHandle
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.batcher import Batcher
 from genrt.runtime.cache import RowCache
@@ -71,7 +71,7 @@ class EngineLoop:
         ] = collections.deque()
         self._deferred = self._calls.copy()  # while another owner's calls run exclusively
         self._calls_lock = threading.Lock()  # so that no call is added once the last was answered
-        self._given_back: collections.deque[Sequence[Asked]] = collections.deque()
+        self._given_back: collections.deque[Sequence[SequenceHandle]] = collections.deque()
         self.begin()
 
     def begin(self) -> None:
@@ -107,6 +107,11 @@ class EngineLoop:
                 future.set_exception(self._ended.fresh())
         return future
 
+    def call_soon(self, function: Callable[[AnsweringEngine], object], owner: object) -> None:
+        """Have a round call a function, unless the last one is over. This takes no lock: finalizers call
+        it."""
+        self._calls.append((concurrent.futures.Future(), function, owner))
+
     def interrupt(self) -> None:
         """Have a step that waits for engines elsewhere return soon; from any thread, taking no lock."""
         if self._answering is not None and self._answering.replicated is not None:
@@ -131,7 +136,7 @@ class EngineLoop:
             self.prefixes.discard(each)
             self.call(lambda _, each=each: self.answering.release(each))  # type: ignore[misc]
 
-    def give_back(self, asked: Sequence[Asked]) -> None:
+    def give_back(self, asked: Sequence[SequenceHandle]) -> None:
         """Have this engine forget soon what populations asked about. This takes no lock: finalizers call
         it, whatever is locked."""
         self._given_back.append(asked)

@@ -6,14 +6,14 @@ import operator
 import os
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NoReturn, Self, Unpack
 
 import torch
 
 from genrt.engines.protocol import Engine, Reading, tokenizer_of
 from genrt.engines.weights import SleepingPart
-from genrt.questions.contexts import Limits
-from genrt.questions.token_ids import TokenIds
+from genrt.questions.contexts import Limits, TokenIds
 from genrt.runtime.adapter_names import AdapterNames
 from genrt.runtime.ask import twin_of
 from genrt.runtime.blocking import blocking, blocking_twin
@@ -133,6 +133,11 @@ class EngineOwner:
     def adapters(self) -> tuple[str, ...]:
         """The names that ``adapter=`` takes."""
         return self._adapters.loaded()
+
+    def adapter_files(self, name: str) -> Path | None:
+        """Return the directory with this runtime's copy of an adapter's files: another one for each
+        loading of the name. ``None`` if the engine brings the adapter, or the name is not bound."""
+        return self._adapters.files(name)
 
     async def add_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
         """Load the LoRA adapter in directory ``path`` (safetensors) under ``name``.

@@ -27,8 +27,8 @@ from genrt.engines.adapters import Adapters
 from genrt.engines.protocol import Engine, EngineStatistics, ReplicaStatistics, scores_rows
 from genrt.engines.weights import KeptWeights
 from genrt.errors import Closed, EngineFailed
-from genrt.questions.origins import Asked
 from genrt.questions.rows import LogprobsRequest
+from genrt.questions.sequences import SequenceHandle
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.batcher import Batcher
 from genrt.runtime.cache import RowCache
@@ -246,6 +246,15 @@ class EngineThread:
         self._wake()
         return future
 
+    def call_soon(
+        self, function: Callable[[AnsweringEngine], object], owner: object = None
+    ) -> None:
+        """Have a function run as ``call_alone`` does, unless the thread ends first. Takes no lock, so
+        that coroutines may call it while they are collected. Does nothing in a forked child."""
+        if os.getpid() == self._process:
+            self._loop.call_soon(function, owner)
+            self._wake()
+
     def run_exclusively(self, owner: object | None, hold: Hold | None = None) -> None:
         """Run only this owner's calls, as ``EngineLoop.run_exclusively`` does. For the thread."""
         self._loop.run_exclusively(owner, hold)
@@ -260,7 +269,7 @@ class EngineThread:
         self._loop.release(prefix)
         self._wake()
 
-    def give_back(self, asked: Sequence[Asked]) -> None:
+    def give_back(self, asked: Sequence[SequenceHandle]) -> None:
         """Have the engine forget soon what these questions of populations were about; takes no lock.
 
         Raises:

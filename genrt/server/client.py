@@ -30,7 +30,7 @@ from genrt.engines.protocol import Fronted
 from genrt.engines.vllm.native_texts import NativeText
 from genrt.errors import Closed, GenrtError
 from genrt.lm import AsyncLM
-from genrt.questions.native import NativeRequest
+from genrt.questions.completions import NativeRequest
 from genrt.runtime.ask import Asker
 from genrt.runtime.passages import NativeFlow
 from genrt.server.gate import CLOSING, HTTPError, http_error

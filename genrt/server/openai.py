@@ -49,10 +49,10 @@ except ImportError:  # 0.32
     from vllm.entrypoints.launchers.launcher import validate_api_server_args
 
 from genrt.errors import EngineFailed, InvalidRequest
-from genrt.generation.turns import splice_turn
+from genrt.generation.conversations import splice_turn
 from genrt.lm import AsyncLM
 from genrt.numbers import named, shown
-from genrt.questions.token_ids import id_words
+from genrt.questions.contexts import id_words
 from genrt.server.bodies import Bodies, check_front_end_body, json_bytes
 from genrt.server.client import TASKS, RuntimeClient, TextFailed
 from genrt.server.gate import Application, HTTPError, Message, Receive, Scope, Send

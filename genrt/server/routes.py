@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import itertools
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias, TypeVar
 
@@ -32,8 +32,8 @@ from genrt.errors import (
 )
 from genrt.inference import SMC, Info, Result, State, TextModel
 from genrt.lm import AsyncLM
-from genrt.questions.contexts import LAST_SEED, Adapter
-from genrt.questions.host_rows import host_row
+from genrt.questions.contexts import LAST_SEED
+from genrt.questions.reads import host_row
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest
 from genrt.runtime.together import together

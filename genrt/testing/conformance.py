@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from genrt.engines.protocol import Keeping
+from genrt.questions.completions import SampleRequest
 from genrt.questions.contexts import Adapter
 from genrt.questions.draws import DrawToken
-from genrt.questions.kinds import READ_KINDS
 from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Result
 from genrt.questions.rows import LogprobsRequest
-from genrt.questions.samples import SampleRequest
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.cache import RowCache
+from genrt.testing.answers import is_answer, read_examples
 from genrt.testing.scoring import adapter_scores, scores
 from genrt.testing.witness import (
     Witness,
@@ -257,11 +257,7 @@ def reads(witness: Witness) -> None:
     """Check that reads of rows on the engine's device agree with the rows, and share the rows."""
     requests = witness.questions(3)
     rows = dict(zip(requests, witness.rows_of(requests), strict=True))
-    examples = [
-        wanted
-        for kind in READ_KINDS
-        for wanted in kind.examples(witness.engine.vocab_size, witness.random)
-    ]
+    examples = read_examples(witness.engine.vocab_size, witness.random)
     asked = [ReadRequest(row, wanted) for row in requests for wanted in examples]
     before = witness.engine.statistics().rows
     together = _read(witness, asked)
@@ -272,7 +268,7 @@ def reads(witness: Witness) -> None:
     )
     for request, result in together.items():
         expect(
-            request.wanted.is_answer(rows[request.row], result, tolerance=witness.tolerance),
+            is_answer(request.wanted, rows[request.row], result, tolerance=witness.tolerance),
             f"{request} is answered by {result}, which is not what its row says",
         )
     # A recomputed row may differ by rounding, which changes only a few draws in 10,000.

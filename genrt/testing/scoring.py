@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from genrt.engines.protocol import Scoring
+from genrt.questions.completions import SampleRequest
 from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
-from genrt.questions.samples import SampleRequest
 from genrt.questions.scores import ScoreRequest
+from genrt.testing.answers import is_score
 from genrt.testing.witness import Witness, expect
 
 __all__ = ["adapter_scores", "scores"]
@@ -53,8 +54,11 @@ def scores(witness: Witness) -> None:
     for request, *results in zip(asked, found, again, strict=True):
         for result in results:
             expect(
-                request.is_answer(
-                    [known[row] for row in request.rows], result, tolerance=witness.tolerance
+                is_score(
+                    request,
+                    [known[row] for row in request.rows],
+                    result,
+                    tolerance=witness.tolerance,
                 ),
                 f"{request} is answered by {result}, which is not what its rows say",
             )
@@ -74,6 +78,6 @@ def adapter_scores(
     for request, result in zip(asked, witness.ask(asked), strict=True):
         rows = witness.rows_of(request.rows)
         expect(
-            request.is_answer(rows, result, tolerance=witness.tolerance),
+            is_score(request, rows, result, tolerance=witness.tolerance),
             f"{request} among those of other adapters is answered by {result}",
         )

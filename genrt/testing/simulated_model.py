@@ -14,16 +14,19 @@ import torch
 from torch import Tensor
 
 from genrt.engines.protocol import Completing, Engine
-from genrt.questions.completions import Completion, CompletionRequest, Decoding
+from genrt.questions.completions import (
+    Completion,
+    CompletionRequest,
+    Decoding,
+    SampleRequest,
+)
 from genrt.questions.contexts import Adapter
-from genrt.questions.native import NativeRequest
-from genrt.questions.population_draws import PopulationDraw
-from genrt.questions.programs import ProgramRequest
+from genrt.questions.draws import PopulationDraw
 from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request, Result
-from genrt.questions.rows import LogprobsRequest, is_row
-from genrt.questions.samples import SampleRequest
+from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest
+from genrt.testing.answers import are_draws, is_answer, is_row, is_score
 
 VOCAB_SIZE = 8
 
@@ -102,19 +105,21 @@ Model: TypeAlias = HashedModel | EngineModel
 
 def is_right(model: Model, request: Request, result: Result, weights: int = 0) -> bool:
     """Return whether a result answers its request: exactly for results that the engine computes, and by
-    ``is_answer`` for reads."""
+    ``answers.py`` for reads, draws and scores."""
     if getattr(result, "weights_version", request.weights_version) != request.weights_version:
         return False
     if isinstance(request, ReadRequest):
-        return request.wanted.is_answer(model.answer(request.row, weights), result)
+        return is_answer(request.wanted, model.answer(request.row, weights), result)
     if isinstance(request, PopulationDraw | ScoreRequest):
-        rows = request.rows
-        return request.is_answer([model.answer(row, weights) for row in rows], result)
+        rows = [model.answer(row, weights) for row in request.rows]
+        if isinstance(request, PopulationDraw):
+            return are_draws(request, rows, result)
+        return is_score(request, rows, result)
     if isinstance(request, LogprobsRequest):
         return is_row(model.answer(request, weights), result)
-    if isinstance(request, NativeRequest | ProgramRequest):  # not used in simulations
-        return False
-    return bool(result == model.answer(request, weights))
+    if isinstance(request, SampleRequest | CompletionRequest):
+        return bool(result == model.answer(request, weights))
+    return False  # simulations ask nothing else
 
 
 @lru_cache(maxsize=2**16)

@@ -91,7 +91,7 @@ class SimulatedRuntime:
         self.lm = AsyncLM(self.thread, self.cache, self.thread.engine, seed=seed)
         self._ask, self._stream = self.lm._ask, self.lm._stream
         self.lm._ask, self.lm._ask_sync = self.ask, self.ask_sync
-        self.lm._home.asker = cast("Asker", self)  # it has the two methods of an Asker
+        self.lm._populations.asker = cast("Asker", self)  # it has the two methods of an Asker
         self.lm._stream, self.lm._stream_sync = self.stream, self.stream_sync
 
     def make_cache(self, max_bytes: int) -> RowCache:

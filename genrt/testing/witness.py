@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from genrt.engines.protocol import Engine, EngineStatistics, Finished
+from genrt.questions.completions import SampleRequest
 from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
-from genrt.questions.samples import SampleRequest
 from genrt.runtime.statistics import NO_COUNTERS
 from genrt.tokens.sampling import Draw, TopLogprobs
 

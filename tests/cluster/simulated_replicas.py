@@ -28,9 +28,10 @@ from genrt.engines.protocol import Finished
 from genrt.engines.weights import SLEEPING_PARTS, SleepingPart
 from genrt.errors import EngineDied, EngineFailed
 from genrt.questions.contexts import Adapter
-from genrt.questions.population_draws import PopulationDraw
+from genrt.questions.draws import PopulationDraw
 from genrt.questions.request import Request
-from genrt.questions.rows import LogprobsRequest, is_row
+from genrt.questions.rows import LogprobsRequest
+from genrt.testing.answers import is_row
 from tests.cluster.simulated_populations import KeepingEngine, Seen, SimulatedPopulations
 from tests.runtime.test_pauses import SleepyWeights
 
@@ -288,7 +289,7 @@ class Simulation:
             assert is_row(model.row(request.token_ids), result, tolerance=1e-5), "stale"
             return
         rows = [model.row(each.token_ids).float() for each in request.rows]
-        token_ids, logprobs, log_mass = request.drawn(rows).T
+        token_ids, logprobs, log_mass = request.draw(rows).T
         assert result.token_ids.tolist() == token_ids.int().tolist(), "stale"
         assert torch.allclose(result.logprobs, logprobs.float(), atol=1e-5), "stale"
         assert torch.allclose(result.log_mass, log_mass.float(), atol=1e-5), "stale"

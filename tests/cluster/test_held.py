@@ -20,10 +20,9 @@ from genrt.cluster.memory import Memory
 from genrt.cluster.messages import LEAST_APART, AskedNumbers, Held, dumped, loaded, outgoing
 from genrt.questions import sequences
 from genrt.questions.contexts import Limits
-from genrt.questions.origins import Asked, Origins
-from genrt.questions.population_draws import PopulationDraw
+from genrt.questions.draws import PopulationDraw
 from genrt.questions.rows import LogprobsRequest
-from genrt.questions.sequences import Contexts, Sequences
+from genrt.questions.sequences import Contexts, Origins, SequenceHandle, Sequences
 from tests.questions.test_origins import AsLists
 
 Lists = list[list[int]]
@@ -34,7 +33,7 @@ class Hop:
 
     def __init__(self) -> None:
         self.numbers, self.held = AskedNumbers(), Held()
-        self.table: dict[int, Asked] = {}
+        self.table: dict[int, SequenceHandle] = {}
         self.sent = 0
 
     def carry(self, draw: PopulationDraw) -> PopulationDraw:
@@ -70,15 +69,15 @@ class FarEnds(AsLists):
 
     def questions(
         self, contexts: Contexts, places: np.ndarray, sizes: list[int], data: Any
-    ) -> list[Asked]:
-        origins, asked, start = self.origins.take(places), list[Asked](), 0
+    ) -> list[SequenceHandle]:
+        origins, asked, start = self.origins.take(places), list[SequenceHandle](), 0
         goes_on = origins.go_on(contexts.lengths)
         for size in sizes:
             part = slice(start, start := start + size)
             of = origins.take(part).needed() if goes_on else None
             seeds = np.zeros(size, np.uint64)
             draw = PopulationDraw(contexts.part(part), None, None, 1.0, seeds, of)
-            asked.append(draw.asked)
+            asked.append(draw.handle)
             way = data.draw(st.lists(st.sampled_from(self.ways), min_size=1, max_size=2))
             for near, far in way:
                 first = near.carry(draw)
@@ -151,7 +150,7 @@ def steps(count: int, length: int) -> Iterator[PopulationDraw]:
         seeds = np.zeros(count, np.uint64)
         draw = PopulationDraw(contexts, None, None, 1.0, seeds, origins if goes_on else None)
         yield draw
-        origins = origins.after([draw.asked], np.arange(count), contexts.lengths)
+        origins = origins.after([draw.handle], np.arange(count), contexts.lengths)
         whole.append(np.full(count, 3))
 
 
@@ -219,7 +218,7 @@ def test_what_goes_on_from_some_that_are_not_held_too_travels_whole() -> None:
     tables = [Sequences(each.table[:, :502].copy(), each.lengths) for each in (some, more)]
     joined = Sequences.joined(tables)
     known = [
-        Origins((each.asked,), np.arange(20), each.contexts.lengths) for each in (first, second)
+        Origins((each.handle,), np.arange(20), each.contexts.lengths) for each in (first, second)
     ]
     joined.append(np.full(40, 5))
     contexts, seeds = joined.contexts(np.arange(40)), np.zeros(40, np.uint64)

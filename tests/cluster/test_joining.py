@@ -13,7 +13,7 @@ from genrt.cluster.joining import ReplicaStreams
 from genrt.cluster.messages import dumped, loaded
 from genrt.engines.protocol import Finished
 from genrt.errors import EngineFailed
-from genrt.questions.native import NativeRequest
+from genrt.questions.completions import NativeRequest
 
 
 @dataclass

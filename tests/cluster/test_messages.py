@@ -16,18 +16,14 @@ from genrt.cluster.messages import LEAST_APART, AskedNumbers, dumped, flat, load
 from genrt.cluster.opening import _visible, environments, gpus_of
 from genrt.cluster.worker import _fits
 from genrt.errors import EngineUnsupported
-from genrt.questions.candidates import Candidates
+from genrt.questions.completions import SampleRequest
 from genrt.questions.contexts import Adapter, Limits
-from genrt.questions.draws import DrawToken
-from genrt.questions.origins import Origins
-from genrt.questions.population_draws import PopulationDraw
-from genrt.questions.reads import ReadRequest
+from genrt.questions.draws import DrawToken, PopulationDraw
+from genrt.questions.reads import Candidates, ReadRequest, TopTokens
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
-from genrt.questions.samples import SampleRequest
 from genrt.questions.scores import ScoreRequest
-from genrt.questions.sequences import Sequences
-from genrt.questions.tops import TopTokens
+from genrt.questions.sequences import Origins, Sequences
 
 ROW = LogprobsRequest([1, 2, 3], Adapter("a", 2), weights_version=5)
 REQUESTS: list[Request] = [
@@ -80,15 +76,15 @@ def test_the_question_of_a_population_is_the_same_one_at_the_other_end() -> None
     numbers, table = AskedNumbers(), dict[int, Any]()
     first = population()
     one = loaded(dumped(first, numbers.of), table)
-    goes_on = population(Origins((first.asked,), np.arange(3), first.contexts.lengths))
+    goes_on = population(Origins((first.handle,), np.arange(3), first.contexts.lengths))
     two = loaded(dumped(goes_on, numbers.of), table)
-    assert two.origins.asked == (one.asked,)
-    assert two.asked is not one.asked
+    assert two.origins.handles == (one.handle,)
+    assert two.handle is not one.handle
     assert [two.contexts.packed(n) for n in range(3)] == [
         goes_on.contexts.packed(n) for n in range(3)
     ]
     assert two.weights_version == 4
-    number = numbers.of(first.asked)
+    number = numbers.of(first.handle)
     del first, goes_on
     gc.collect()
     assert number in numbers.gone
@@ -97,7 +93,7 @@ def test_the_question_of_a_population_is_the_same_one_at_the_other_end() -> None
 def test_what_was_loaded_is_gone_with_its_last_user() -> None:
     """Not only once the collector comes: its memory is wanted for the next message."""
     first = population()
-    goes_on = population(Origins((first.asked,), np.arange(3), first.contexts.lengths))
+    goes_on = population(Origins((first.handle,), np.arange(3), first.contexts.lengths))
     data, table = dumped(goes_on, AskedNumbers().of), dict[int, Any]()
     gc.collect()
     gc.disable()

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import genrt
 from genrt.cluster.messages import dumped, flat, loaded
-from genrt.cluster.programs import packed, unpacked
+from genrt.cluster.programs import ProgramRequest, packed, unpacked
 from genrt.cluster.serving import Rounds
 from genrt.cluster.worker import Worker
 from genrt.constraints import all_of, json_schema, potential, predicate, regex, strings
@@ -37,7 +37,6 @@ from genrt.inference import (
     infilling,
 )
 from genrt.lm import AsyncLM
-from genrt.questions.programs import ProgramRequest
 from tests.cluster.test_replicas import QUICK, adapter_in, processes
 
 VOCABULARY = [b"a", b"b", b"c", b"ab", b" ", b"1", b"2", b""]

@@ -15,7 +15,7 @@ from genrt.engines.protocol import EngineStatistics
 from genrt.errors import GenrtError, NotFinite
 from genrt.questions.completions import Completion, Delta
 from genrt.questions.contexts import Adapter
-from genrt.questions.population_draws import PopulationDraw
+from genrt.questions.draws import PopulationDraw
 from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest

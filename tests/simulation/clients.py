@@ -19,10 +19,9 @@ import torch
 
 from genrt.engines.adapters import CONFIG_NAME, WEIGHTS_NAME
 from genrt.errors import EngineFailed, GenrtError, UnknownAdapter
-from genrt.questions.host_rows import HostRow
-from genrt.questions.kinds import READ_KINDS
-from genrt.questions.reads import ReadRequest
+from genrt.questions.reads import HostRow, ReadRequest
 from genrt.questions.rows import LogprobsRequest
+from genrt.testing.answers import read_examples
 from genrt.testing.record import Violation
 from genrt.testing.simulated_model import VOCAB_SIZE
 from genrt.testing.virtual_loop import VirtualLoop
@@ -30,11 +29,7 @@ from tests.simulation.checked_runtime import CheckedRuntime
 
 ADAPTERS = ("a", "b")
 
-EXAMPLES = [
-    wanted
-    for kind in READ_KINDS
-    for wanted in kind.examples(VOCAB_SIZE, torch.Generator().manual_seed(0))
-]
+EXAMPLES = read_examples(VOCAB_SIZE, torch.Generator().manual_seed(0))
 MOST_LOOPS = 4
 
 _Kind: TypeAlias = Callable[[list[int], str | None], Awaitable[None]]

@@ -303,7 +303,12 @@ def who_asked_a_row_that_is_read_is_forgotten(patch: Patch) -> None:
 
 
 def masks_are_dropped(patch: Patch) -> None:
-    patch.setattr(genrt.questions.draws, "_masks", lambda asked, row: None)
+    draw = genrt.questions.draws.draw_from_rows
+    patch.setattr(
+        genrt.questions.draws,
+        "draw_from_rows",
+        lambda rows, seeds, masks, *more: draw(rows, seeds, None, *more),
+    )
 
 
 def seeded_draws_depend_on_their_batch(patch: Patch) -> None:

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from genrt.engines.protocol import Finished
 from genrt.errors import WAS_CLOSED, Closed, EngineDied, GenrtError
-from genrt.questions.population_draws import PopulationDraw
+from genrt.questions.draws import PopulationDraw
 from genrt.questions.request import Request
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.batcher import Batcher

@@ -17,15 +17,15 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason
 
 from genrt.engines.protocol import Finished
 from genrt.engines.vllm.engine import VLLMEngine
-from genrt.engines.vllm.step_launches import rows_of
+from genrt.engines.vllm.populations import EarlyDelivery
+from genrt.engines.vllm.runners import step_rows
 from genrt.errors import EngineFailed, NotFinite
+from genrt.questions.completions import SampleRequest
 from genrt.questions.contexts import Adapter, Limits
-from genrt.questions.origins import Origins
-from genrt.questions.population_draws import PopulationDraw
+from genrt.questions.draws import PopulationDraw
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
-from genrt.questions.samples import SampleRequest
-from genrt.questions.sequences import Contexts, Sequences
+from genrt.questions.sequences import Contexts, Origins, Sequences
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.cache import RowCache
 from genrt.tokens.sampling import BatchDraw
@@ -76,7 +76,7 @@ class Particles:
 
     def answered(self, question: PopulationDraw, places: Sequence[int] | None = None) -> None:
         at = np.arange(len(self.lists)) if places is None else np.array(places)
-        self.origins = self.origins.after([question.asked], at, question.contexts.lengths)
+        self.origins = self.origins.after([question.handle], at, question.contexts.lengths)
 
     def append(self, token_ids: Sequence[int]) -> None:
         self.sequences.append(np.array(token_ids))
@@ -145,7 +145,7 @@ class Turns:
         if isinstance(request, LogprobsRequest):
             assert float((found - wanted[0]).abs().max()) < TOLERANCE
             return found
-        tokens, logprobs, log_mass = request.drawn(wanted).unbind(dim=-1)
+        tokens, logprobs, log_mass = request.draw(wanted).unbind(dim=-1)
         assert found.token_ids.tolist() == tokens.long().tolist()
         assert float((found.logprobs - logprobs).abs().max()) < TOLERANCE
         assert float((found.log_mass - log_mass).abs().max()) < TOLERANCE
@@ -223,15 +223,15 @@ def checked(engine: VLLMEngine, oracle: Oracle) -> Iterator[Turns]:
     kept: Any = engine._open
     scheduler: Any = engine._core.engine_core.scheduler
     assert set(kept._asked_in) == set(scheduler.parked) == set(scheduler.requests)
-    assert {*kept._residents._by_id, *kept._residents._later} == set(scheduler.requests)
+    assert {*kept.residents._by_id, *kept._residents._later} == set(scheduler.requests)
     gc.collect()
     assert len(engine._populations._known) <= 1, "of the last step"
     engine.forget_residents()
     assert not scheduler.requests
     assert not scheduler._waking
-    assert not len(kept._residents)
+    assert not len(kept.residents)
     assert not kept._asked_in
-    assert not kept._residents._by_digest
+    assert not kept.residents._by_digest
 
 
 def contexts_of(count: int, length: int, seed: int) -> list[list[int]]:
@@ -420,7 +420,7 @@ def test_a_population_that_fails_beside_others_leaves_nothing_wrong(
     turns: Turns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One row of it is not finite; the sequences of the others have grown."""
-    from genrt.engines.vllm import runner_v1
+    from genrt.engines.vllm import runners as runner_v1
 
     particles, beside = Particles(contexts_of(4, 20, seed=3)), LogprobsRequest((1, 2))
     turns.grow(particles)
@@ -428,13 +428,13 @@ def test_a_population_that_fails_beside_others_leaves_nothing_wrong(
     turns.finish(beside)
 
     def poisoned(logits: torch.Tensor) -> torch.Tensor:
-        rows = rows_of(logits).clone()
+        rows = step_rows(logits).clone()
         rows[2, 0] = float("nan")
         return rows
 
     question, other = particles.question(), LogprobsRequest((1, 2, 3))
     with monkeypatch.context() as patch:
-        patch.setattr(runner_v1, "rows_of", poisoned)
+        patch.setattr(runner_v1, "step_rows", poisoned)
         turns.submit(question, other)
         assert turns.by_number == 4
         turns.finish(question, other)
@@ -633,7 +633,7 @@ def breaks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AbstractContextMana
     """Have the steps of an engine fail, or a row of theirs be not finite."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    from genrt.engines.vllm import capture, step_launches
+    from genrt.engines.vllm import capture, runners
 
     log_probabilities = capture.log_probabilities
 
@@ -651,7 +651,7 @@ def breaks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AbstractContextMana
             if how == "fails":
                 patch.setattr(GPUModelRunner, "_model_forward", fails)
             else:
-                patch.setattr(step_launches, "log_probabilities", poisoned)
+                patch.setattr(runners, "log_probabilities", poisoned)
             yield
 
     return broken
@@ -722,3 +722,36 @@ def test_rows_after_one_that_is_not_finite_leave_no_request(
         turns.finish(question)
     assert isinstance(turns.ends.pop(question).error, NotFinite)
     assert turns.engine.forget_residents(), "or new weights would be refused"
+
+
+@pytest.mark.parametrize(
+    ("absence", "device", "is_idle", "is_early"),
+    [
+        (0.1, "cuda", True, True),
+        (1.9, "cuda", True, True),
+        (2.1, "cuda", True, False),
+        (0.1, "cuda", False, False),
+        (0.1, "cpu", True, False),
+    ],
+)
+def test_draws_are_delivered_early_to_a_caller_that_asks_again_soon(
+    monkeypatch: pytest.MonkeyPatch, absence: float, device: str, is_idle: bool, is_early: bool
+) -> None:
+    class Stream:
+        def query(self) -> bool:
+            return is_idle
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream())
+    now = delivered_at = 100.0
+    early = EarlyDelivery(lambda: now)
+    found = []
+    for _ in range(4):
+        now = max(now, delivered_at + absence)
+        early.requested()
+        now += 3.0  # the forward
+        found.append(early.is_due(torch.device(device)))
+        delivered_at = now
+        with early.preparing(is_early=found[-1]):
+            now += 1.0
+        delivered_at = delivered_at if found[-1] else now
+    assert found == [False, *[is_early] * 3], "nothing is known of the first"

@@ -26,8 +26,13 @@ from genrt.inference import (
     TextModel,
     importance_sampling,
 )
-from genrt.inference.display.charts import MOST_POINTS, thinned
-from genrt.inference.display.legible import abbreviated, escaped_attribute, label, printable, width
+from genrt.inference.display.formatting import (
+    escape_attribute,
+    label,
+    printable,
+    shorten,
+    width,
+)
 from genrt.lm import AsyncLM
 from tests import runs
 
@@ -61,7 +66,7 @@ def test_the_table_is_the_posterior(real: Result) -> None:
     posterior = real.posterior()
     assert len(posterior) <= 10
     shown = dict(zip(cells(root, "text"), cells(root, "weight")[::2], strict=False))
-    assert shown == {abbreviated(label(text), 100): f"{weight:.4f}" for text, weight in posterior}
+    assert shown == {shorten(label(text), 100): f"{weight:.4f}" for text, weight in posterior}
     counts = [int(count) for count in cells(root, "weight")[1 : 2 * len(posterior) : 2]]
     assert sum(counts) == np.isfinite(real.log_weights).sum()
 
@@ -128,32 +133,6 @@ def test_figures_are_those_of_the_result(real: Result) -> None:
         assert (f"{alive} of them alive" in plain) == (alive < len(real.texts))
     assert f"log_evidence={real.log_evidence:.3f}, ess={real.ess:.1f}" in repr(real)
     assert f"{len(real.infos)} steps" in repr(real)
-
-
-def test_curves_go_through_the_infos() -> None:
-    result = runs.drawn(16, 30, seed=2)
-    svg = next(
-        each for each in parsed(result).iter() if each.get("aria-label", "").startswith("eff")
-    )
-    *_, curve = [each for each in svg.iter() if each.get("stroke-linejoin")]
-    points = [
-        tuple(map(float, point.split()))
-        for point in (curve.get("d") or "").removeprefix("M").split("L")
-    ]
-    ess = [info.ess for info in result.infos]
-    heights = [108 - each / 16 * (108 - 26) for each in ess]
-    assert [y for _, y in points] == pytest.approx(heights, abs=0.06)
-    assert [x for x, _ in points] == pytest.approx(np.linspace(40, 302, 30), abs=0.06)
-
-
-def test_a_thinned_curve_keeps_its_ends_and_extremes() -> None:
-    rng = np.random.default_rng(0)
-    for length in (1, MOST_POINTS, MOST_POINTS + 1, 12_345):
-        y = rng.normal(size=length)
-        places = thinned(y)
-        assert len(places) <= MOST_POINTS
-        assert np.all(np.diff(places) > 0)
-        assert {0, length - 1, int(y.argmin()), int(y.argmax())} <= set(places.tolist())
 
 
 def test_a_run_in_which_everything_died_says_so() -> None:
@@ -330,22 +309,22 @@ def test_ipython_prints_the_table_and_notebooks_a_genealogy(real: Result) -> Non
 def test_lines_are_abbreviated_to_a_width_that_counts_wide_characters_twice() -> None:
     wide = "\N{CJK UNIFIED IDEOGRAPH-65E5}" * 30
     assert width(wide) == 60
-    short = abbreviated(wide, 21)
+    short = shorten(wide, 21)
     assert width(short) <= 21
     assert short.count("\N{HORIZONTAL ELLIPSIS}") == 1
-    assert abbreviated("a" * 21, 21) == "a" * 21
-    assert len(abbreviated("a" + "\N{COMBINING TILDE}" * 5000, 10)) <= 80
+    assert shorten("a" * 21, 21) == "a" * 21
+    assert len(shorten("a" + "\N{COMBINING TILDE}" * 5000, 10)) <= 80
 
 
 @pytest.mark.parametrize("text", ["<" * 99, "é" * 99, "\N{GRINNING FACE}" * 99, "&lt;" * 30])
 @pytest.mark.parametrize("most", [10, 50, 400, 10_000])
 def test_attributes_are_bounded_in_bytes_and_never_cut_an_entity(text: str, most: int) -> None:
-    shown = escaped_attribute(text, most=most)
+    shown = escape_attribute(text, most=most)
     assert len(shown.encode()) <= most
     value = ET.fromstring(f'<a b="{shown}"/>').get("b")
     assert value is not None
     assert text.startswith(value.removesuffix("\N{HORIZONTAL ELLIPSIS}"))
-    assert (value == text) == (len(escaped_attribute(text, most=10**6).encode()) <= most)
+    assert (value == text) == (len(escape_attribute(text, most=10**6).encode()) <= most)
 
 
 @pytest.mark.parametrize(
