@@ -285,7 +285,7 @@ def _named(name: str) -> LoRARequest:
 
 
 class _Adapters(MutableMapping[str, LoRARequest]):
-    """The adapters of a runtime, as vLLM's front end keeps them: it adds one that the client has loaded."""
+    """The adapters of a runtime, as vLLM's front end keeps them. The client loads those it adds."""
 
     def __init__(self, lm: AsyncLM) -> None:
         self._lm = lm
@@ -328,7 +328,7 @@ Writes: TypeAlias = Callable[..., Awaitable[Written]]
 
 def _with_turns(lm: AsyncLM, write: Writes) -> Writes:
     """Return a function like vLLM's ``OnlineRenderer.preprocess_chat`` that keeps the tokens the model
-    drew. It raises InvalidRequest for a prefix that is not a list of tokens, or not of the conversation."""
+    drew. It raises InvalidRequest for a prefix that is not a list of tokens of the conversation."""
 
     async def written(request: Any, messages: list[Any], *given: Any, **options: Any) -> Written:
         prefix = _prefix_of(request, messages)

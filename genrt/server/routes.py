@@ -19,8 +19,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from genrt.constraints import MaskedConstraint, grammar, json_schema, regex
-from genrt.engines.remote.tokenizers import packed_tokenizer
-from genrt.engines.remote.wire import AnotherModel, Asked, answers_of, flush_to
+from genrt.engines.remote.wire import AnotherModel, Asked, answers_of, flush_to, packed_tokenizer
 from genrt.errors import (
     Closed,
     EngineDied,

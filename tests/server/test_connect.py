@@ -23,8 +23,14 @@ from genrt.constraints import regex
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.engines.remote.connection import ServerBusy
 from genrt.engines.remote.engine import RemoteEngine
-from genrt.engines.remote.tokenizers import packed_tokenizer, unpacked_tokenizer
-from genrt.engines.remote.wire import answers_of, answers_to, flush_of, flush_to
+from genrt.engines.remote.wire import (
+    answers_of,
+    answers_to,
+    flush_of,
+    flush_to,
+    packed_tokenizer,
+    unpacked_tokenizer,
+)
 from genrt.errors import EngineFailed, EngineUnsupported, InvalidRequest, NotFinite
 from genrt.inference import SMC, TextModel
 from genrt.lm import AsyncLM
