@@ -27,8 +27,8 @@ __all__ = [
     "TokenList",
     "check_front_end_body",
     "contexts_of",
-    "finite",
     "json_bytes",
+    "json_number",
     "longest_text",
     "parse_body",
 ]
@@ -70,8 +70,8 @@ class Bodies:
 
     Args:
         values: how many values the JSON of one may have.
-        text: how many characters each text of it may have, for vLLM's front end.
-        ids: how many token ids a list of it may have, for vLLM's front end.
+        text: the most characters of each text, for vLLM's front end.
+        ids: the most token ids of a list, for vLLM's front end.
     """
 
     def __init__(self, values: int, *, text: int = SHORT_TEXT, ids: int = 2**22) -> None:
@@ -96,7 +96,7 @@ class Bodies:
 
 
 class JSONBody(BaseModel):
-    """A JSON object of known members. Lists of it are ``FailFast``: their first wrong member ends it."""
+    """A JSON object of known members. Its lists fail at their first wrong member."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -109,7 +109,7 @@ def parse_body(kind: type[B], data: bytes, values: int) -> B:
     """
     check_counts(data, values)
     if LONG_NUMBER.search(data):
-        _check_integers(data)
+        _check_digits(data)
     try:
         return kind.model_validate_json(data)
     except ValidationError as error:
@@ -137,7 +137,7 @@ def check_counts(data: bytes, values: int) -> None:
 
 
 def check_front_end_body(data: bytes, bodies: Bodies) -> Any:
-    """Return the value of long JSON, and ``None`` for short one.
+    """Return the value of long JSON, and null for short JSON.
 
     Raises InvalidRequest for a body that would keep vLLM's front end busy for seconds: for each member of
     a list it collects a dozen errors. Only lists of token ids may be long."""
@@ -208,7 +208,7 @@ def longest_text(lm: AsyncLM) -> int:
     return max(SHORT_TEXT, CHARACTERS_PER_TOKEN * lm.max_model_len)
 
 
-def finite(number: float) -> float | None:
+def json_number(number: float) -> float | None:
     """Return a number as JSON has it: null stands for -inf."""
     return number if math.isfinite(number) else None
 
@@ -218,7 +218,7 @@ def json_bytes(value: object) -> bytes:
     return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
 
 
-def _check_integers(data: bytes) -> None:
+def _check_digits(data: bytes) -> None:
     """Raise InvalidRequest for an integer of too many digits."""
     if LONG_NUMBER.search(STRINGS.sub(b"", data)):
         raise InvalidRequest(f"a number of the body has over {DIGITS} digits")

@@ -59,7 +59,7 @@ class TextFailed(GenerationError):  # type: ignore[misc]
 
 
 def _refused(name: str) -> Callable[..., Coroutine[Any, Any, NoReturn]]:
-    """Return a method that refuses what only the runtime's owner may do."""
+    """Return a method that refuses an action of the runtime's owner."""
 
     async def refuse(*_: Any, **__: Any) -> NoReturn:
         raise NotImplementedError(f"the server does not offer {name}: ask the runtime's owner")
@@ -136,7 +136,7 @@ class RuntimeClient(EngineClient):  # type: ignore[misc]
         is_streamed = kind != RequestOutputKind.FINAL_ONLY
         texts = [
             self._text(text, adapter, is_streamed)
-            for text in _texts(made, prompt_text, is_streamed)
+            for text in _native_texts(made, prompt_text, is_streamed)
         ]
         async with aclosing(merge_async_iterators(*texts)) as outputs:
             async for output in _merged(outputs, len(texts), kind):
@@ -208,12 +208,12 @@ class RuntimeClient(EngineClient):  # type: ignore[misc]
 
     @property
     def dead_error(self) -> BaseException:
-        """The error of requests to a runtime that answers nothing; a restart may end that state."""
+        """The error of requests to a dead runtime; a restart may end that state."""
         error: BaseException = TextFailed(Closed("the runtime is closed, or its engine has died"))
         return error
 
     async def check_health(self) -> None:
-        """Raise ``dead_error`` if the runtime answers nothing."""
+        """Raise ``dead_error`` if the runtime is dead."""
         if self.errored:
             raise self.dead_error
 
@@ -230,7 +230,7 @@ class RuntimeClient(EngineClient):  # type: ignore[misc]
     do_log_stats = notify_kv_transfer_request_rejected = _nothing
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Free what the front end holds. The runtime goes on."""
+        """Free the front end's resources. The runtime goes on."""
         self.renderer.shutdown()
 
     start_profile = stop_profile = _refused("profiles")
@@ -243,7 +243,9 @@ class RuntimeClient(EngineClient):  # type: ignore[misc]
     pause_generation = resume_generation = _refused("pauses")
 
 
-def _texts(made: EngineCoreRequest, prompt: str | None, is_streamed: bool) -> list[NativeText]:
+def _native_texts(
+    made: EngineCoreRequest, prompt: str | None, is_streamed: bool
+) -> list[NativeText]:
     """Return a text for each of ``n``. With a seed, number ``i`` has ``seed + i``, as in vLLM."""
     params = made.sampling_params
     if is_streamed:  # outputs come in pieces, and ``_merged`` joins them
@@ -264,7 +266,7 @@ def _texts(made: EngineCoreRequest, prompt: str | None, is_streamed: bool) -> li
 async def _merged(
     outputs: AsyncGenerator[tuple[int, RequestOutput], None], count: int, kind: RequestOutputKind
 ) -> AsyncGenerator[RequestOutput, None]:
-    """Yield the outputs of ``count`` texts as vLLM yields those of one prompt: in pieces, cumulated, or
+    """Yield the outputs of ``count`` texts as vLLM does for one prompt: in pieces, cumulated, or
     once at the end. Only the last is ``finished``."""
     running = count
     so_far: RequestOutput | None = None

@@ -95,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
     if options.engine == "vllm" and importlib.util.find_spec("vllm") is None:
         raise EngineNotInstalled(NO_VLLM)
     engine_options, front_end = ({}, {}) if not options.vllm else _of_vllm(options)
-    adapters = _adapters(options.adapter)
+    adapters = _adapter_directories(options.adapter)
     if adapters and options.engine == "vllm":
         engine_options = {
             "enable_lora": True,
@@ -175,7 +175,7 @@ def _greeting(options: argparse.Namespace, url: str, key: str | None) -> str:
     return f"genrt: serving {name} on {url}, {'with the' if key else 'without a'} key; {clients}"
 
 
-def _adapters(given: Sequence[str]) -> dict[str, Path]:
+def _adapter_directories(given: Sequence[str]) -> dict[str, Path]:
     """Return the adapters' directories by their names.
 
     Raises:

@@ -95,7 +95,7 @@ class ServerLimits:
             descriptors. One more closes the oldest idle one, those without a shown key first.
         requests: how many requests are served at once; more get a 429.
         held_bytes: how many bytes all bodies and answers may take together.
-        values: how many values the JSON of a body may have; lists and members of objects: a 64th of it.
+        values: how many values the JSON of a body may have; lists and members of objects, a 64th.
         contexts: the most contexts, continuations and particles of one request to genrt's own routes.
         answer_bytes: the largest answer of genrt's own routes.
         update_seconds: how long a trainer may pause in the middle of an update of the weights.
@@ -127,7 +127,7 @@ class HTTPError(Exception):
 
     Args:
         status: of the answer, 400 to 599.
-        message: says what is wrong, and what to do about it.
+        message: says the problem and its solution.
         headers: of the answer.
     """
 
@@ -222,7 +222,7 @@ class Gate:
         self._limits = limits
         self._is_healthy = is_healthy
         self._on_key = on_key
-        self._answers: set[_Answer] = set()
+        self._answers: set[_AnswerStream] = set()
         self.held_bytes = 0
 
     @property
@@ -240,7 +240,7 @@ class Gate:
         """Serve one request."""
         if scope["type"] != "http":
             raise RuntimeError(f"the server speaks HTTP only, not {scope['type']}")
-        answer = _Answer(send, self._limits.send_seconds, self._hold)
+        answer = _AnswerStream(send, self._limits.send_seconds, self._hold)
         error: HTTPError
         try:
             if scope["path"] == "/health" and scope["method"] in ("GET", "HEAD"):
@@ -265,7 +265,7 @@ class Gate:
             return  # uvicorn closes a connection whose answer has no end
         except Exception as failed:
             if answer.is_left:
-                return  # the application failed because the client left
+                return  # the client's absence made the application fail
             found = _error_in(failed)
             if found is None:
                 logger.exception("%s %s failed", scope["method"], scope["path"])
@@ -357,12 +357,12 @@ class Gate:
             body += part
 
 
-class _Answer:
+class _AnswerStream:
     """The answer to one request.
 
     Attributes:
-        is_begun: whether some of it was sent.
-        has_events: whether it is a stream of events that has begun.
+        is_begun: whether a part was sent.
+        has_events: whether it is an open stream of events.
         is_left: whether the client does not read it.
         time: the timeout that ends the request when the server closes.
     """
@@ -376,7 +376,7 @@ class _Answer:
         self.time = asyncio.timeout(None)
 
     async def send(self, message: Message) -> None:
-        """Send a part of it.
+        """Send a part of the answer.
 
         Raises:
             ClientLeft: the client does not read. HTTPError: all clients' answers take too many bytes.

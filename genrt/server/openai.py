@@ -132,12 +132,12 @@ def front_end_options(options: Mapping[str, Any]) -> Namespace:
 
 
 def options_of(arguments: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return arguments of ``vllm serve`` as options of the engine, and of the front end: those that
+    """Return arguments of ``vllm serve`` as options of the engine, and of the front end, where they
     differ from vLLM's defaults.
 
     Raises:
         SystemExit: vLLM does not understand them.
-        InvalidRequest: genrt has an argument of its own for that, or would not do what it says.
+        InvalidRequest: genrt has an argument of its own for that, or does not support it.
     """
     if any(each.partition("=")[0] == "--config" for each in arguments):  # it would be read at once
         raise InvalidRequest("genrt's server reads no --config: give its options one by one")
@@ -170,8 +170,8 @@ async def openai_application(
     Args:
         lm: a runtime over vLLM.
         model: the name that clients call it by.
-        arguments: of ``vllm serve``; what they say of the engine has no effect any more.
-        bodies: reads those that the application gets, before it does.
+        arguments: of ``vllm serve``; those about the engine have no effect.
+        bodies: checks the bodies of requests before the application.
 
     Raises:
         InvalidRequest: vLLM does not take them.
@@ -191,7 +191,7 @@ async def openai_application(
         raise InvalidRequest(f"vLLM's front end does not take these options: {error}") from error
     except Exception as error:
         raise EngineFailed(f"vLLM's front end cannot be set up: {error}") from error
-    application.state.openai_serving_models.lora_requests = _Adapters(lm)
+    application.state.openai_serving_models.lora_requests = _ServedAdapters(lm)
     renderer = application.state.online_renderer
     renderer.preprocess_chat = _with_turns(lm, renderer.preprocess_chat)
     _keep_failures(application)
@@ -199,12 +199,12 @@ async def openai_application(
     routes[:] = [each for each in routes if getattr(each, "path", None) not in CLOSED]
     if application.openapi_url is not None:
         application.router.routes.insert(0, _schema_route(application))
-    return _checked(application, bodies), client
+    return _with_checks(application, bodies), client
 
 
 def _keep_failures(application: Any) -> None:
-    """Have texts that fail end with their own error: as an answer, or raised out of a stream, whose last
-    event the server writes."""
+    """Have texts that fail end with their own error: as an answer, or raised out of a stream; the server
+    writes its last event."""
 
     async def answer(_: Request, error: Exception) -> Response:
         told = error.answer if isinstance(error, TextFailed) else HTTPError(500, str(error))
@@ -220,8 +220,8 @@ def _keep_failures(application: Any) -> None:
             part._convert_generation_error_to_streaming_response = fail
 
 
-def _checked(application: Application, bodies: Bodies) -> Application:
-    """Return the application behind a check of its bodies."""
+def _with_checks(application: Application, bodies: Bodies) -> Application:
+    """Return the application behind a check of bodies."""
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
         parts = [await receive()]  # the whole body
@@ -279,24 +279,24 @@ def _schema_route(application: Any) -> Route:
     return Route(application.openapi_url, schema, include_in_schema=False)
 
 
-def _named(name: str) -> LoRARequest:
+def _lora_request(name: str) -> LoRARequest:
     # A front end reads only the name.
     return LoRARequest(lora_name=name, lora_int_id=1, lora_path=name)
 
 
-class _Adapters(MutableMapping[str, LoRARequest]):
-    """The adapters of a runtime, as vLLM's front end keeps them. The client loads those it adds."""
+class _ServedAdapters(MutableMapping[str, LoRARequest]):
+    """A runtime's adapters, as vLLM's front end keeps them. The client has loaded those it adds."""
 
     def __init__(self, lm: AsyncLM) -> None:
         self._lm = lm
 
     def _now(self) -> dict[str, LoRARequest]:
-        return {name: _named(name) for name in self._lm.adapters}
+        return {name: _lora_request(name) for name in self._lm.adapters}
 
     def __getitem__(self, name: str) -> LoRARequest:
         if name not in self._lm.adapters:
             raise KeyError(name)
-        return _named(name)
+        return _lora_request(name)
 
     def values(self) -> ValuesView[LoRARequest]:
         return self._now().values()  # also where one is removed before it is looked up
@@ -360,7 +360,7 @@ def _prefix_of(request: Any, messages: Sequence[Any]) -> Sequence[Any] | None:
         for each in reversed(messages):
             if isinstance(each, Mapping) and "prompt_token_ids" in each:
                 parts = [each["prompt_token_ids"], each.get("generation_token_ids")]
-                found = _joined(parts)
+                found = _drawn_tokens(parts)
                 break
     if found is None:
         return None
@@ -369,7 +369,7 @@ def _prefix_of(request: Any, messages: Sequence[Any]) -> Sequence[Any] | None:
     return found
 
 
-def _joined(parts: Sequence[Any]) -> list[Any]:
+def _drawn_tokens(parts: Sequence[Any]) -> list[Any]:
     if not all(isinstance(each, list) for each in parts):
         raise InvalidRequest(
             "a message with prompt_token_ids needs generation_token_ids too, both lists of token ids"

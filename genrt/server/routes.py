@@ -19,7 +19,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from genrt.constraints import MaskedConstraint, grammar, json_schema, regex
-from genrt.engines.remote.wire import AnotherModel, Asked, answers_of, flush_to, packed_tokenizer
+from genrt.engines.remote.wire import AnotherModel, Question, answers_of, flush_to, packed_tokenizer
 from genrt.errors import (
     Closed,
     EngineDied,
@@ -42,8 +42,8 @@ from genrt.server.bodies import (
     JSONBody,
     TokenList,
     contexts_of,
-    finite,
     json_bytes,
+    json_number,
     parse_body,
 )
 from genrt.server.gate import ClientLeft, HTTPError, ServerLimits, error_event, http_error
@@ -88,7 +88,7 @@ class ScoreBody(JSONBody):
 
 
 class InferBody(JSONBody):
-    """Body of ``/v1/infer``: a prompt, the form of its texts, and settings of SMC."""
+    """Body of ``/v1/infer``: a prompt, a form, and settings of SMC."""
 
     prompt: str | TokenList
     particles: int
@@ -124,7 +124,7 @@ BODIES: dict[str, type[JSONBody]] = {
 """The bodies of genrt's own JSON routes."""
 
 
-async def _data(request: Request, kind: str) -> bytes:
+async def _body_data(request: Request, kind: str) -> bytes:
     """Return the body. Raises HTTPError for another content type: pages of other sites may send some
     types without asking."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != kind:
@@ -134,8 +134,8 @@ async def _data(request: Request, kind: str) -> bytes:
     return await request.body()
 
 
-async def _json(request: Request, bodies: Bodies, kind: type[B]) -> B:
-    data = await _data(request, JSON)
+async def _json_body(request: Request, bodies: Bodies, kind: type[B]) -> B:
+    data = await _body_data(request, JSON)
     return await bodies.read(data, lambda data: parse_body(kind, data, bodies.values))
 
 
@@ -185,7 +185,7 @@ class Questions:
 
     async def _rows(self, request: Request) -> Response:
         lm, limits = self._lm, self._limits
-        body = await _json(request, self._bodies, RowsBody)
+        body = await _json_body(request, self._bodies, RowsBody)
         contexts = await self._contexts(body.prompts, "prompts")
         k, adapter = body.top, body.adapter
         size = 24 * k if k is not None else 4 * lm.vocab_size
@@ -206,7 +206,7 @@ class Questions:
         def written() -> Response:
             data = [  # one by one, so that other threads run in between
                 json_bytes(
-                    {"token_ids": ids.tolist(), "logprobs": [*map(finite, logprobs.tolist())]}
+                    {"token_ids": ids.tolist(), "logprobs": [*map(json_number, logprobs.tolist())]}
                 )
                 for ids, logprobs in found
             ]
@@ -215,20 +215,24 @@ class Questions:
         return await self._bodies.aside(written)
 
     async def _draws(self, request: Request) -> Response:
-        body = await _json(request, self._bodies, DrawBody)
+        body = await _json_body(request, self._bodies, DrawBody)
         contexts = await self._contexts(body.prompts, "prompts")
         options: dict[str, Any] = {"temperature": body.temperature, "seed": body.seed}
         options = {name: value for name, value in options.items() if value is not None}
         draws = self._lm.batch_draw(contexts, masks=body.masks, adapter=body.adapter, **options)
         drawn = await _while_connected(request, draws)
         data = [
-            {"token_id": token_id, "logprob": finite(logprob), "log_mass": finite(log_mass)}
+            {
+                "token_id": token_id,
+                "logprob": json_number(logprob),
+                "log_mass": json_number(log_mass),
+            }
             for token_id, logprob, log_mass in zip(*(each.tolist() for each in drawn), strict=True)
         ]
         return _answer({"data": data})
 
     async def _scores(self, request: Request) -> Response:
-        body, most = await _json(request, self._bodies, ScoreBody), self._limits.contexts
+        body, most = await _json_body(request, self._bodies, ScoreBody), self._limits.contexts
         prompts = await self._contexts(body.prompts, "prompts")
         if len(body.continuations) != len(prompts):
             raise InvalidRequest(
@@ -241,7 +245,10 @@ class Questions:
             )
         scores = self._lm.batch_score(prompts, continuations, adapter=body.adapter)
         data = [
-            {"logprobs": list(map(finite, each.tolist())), "total": finite(float(each.sum()))}
+            {
+                "logprobs": list(map(json_number, each.tolist())),
+                "total": json_number(float(each.sum())),
+            }
             for each in await _while_connected(request, scores)
         ]
         return _answer({"data": data})
@@ -293,7 +300,7 @@ class Inferences:
     The answer is the posterior with its weights and evidence. A stream has an event for each step first.
 
     Attributes:
-        running: those in progress, by their numbers.
+        running: the inferences in progress, by their numbers.
     """
 
     def __init__(self, lm: AsyncLM, limits: ServerLimits, bodies: Bodies) -> None:
@@ -309,14 +316,14 @@ class Inferences:
         return [Route("/v1/infer", self._infer, methods=["POST"])]
 
     async def _infer(self, request: Request) -> Response:
-        body = await _json(request, self._bodies, InferBody)
+        body = await _json_body(request, self._bodies, InferBody)
         # A form may take long to compile, and a prompt to tokenize.
         smc = await self._bodies.tokenize(lambda: self._smc(body))
         seed = secrets.randbits(62) if body.seed is None else body.seed
         if body.stream:
             return StreamingResponse(self._events(smc, seed), media_type="text/event-stream")
         result = await _while_connected(request, self._run(smc, seed, lambda info: None))
-        data = await self._bodies.aside(lambda: json_bytes(_result(result, seed)))
+        data = await self._bodies.aside(lambda: json_bytes(_result_json(result, seed)))
         return Response(data, media_type=JSON)
 
     def _smc(self, body: InferBody) -> SMC:
@@ -360,7 +367,9 @@ class Inferences:
         try:
             while (info := await steps.get()) is not None:
                 yield _event("step", _step(info))
-            yield await self._bodies.aside(lambda: _event("result", _result(run.result(), seed)))
+            yield await self._bodies.aside(
+                lambda: _event("result", _result_json(run.result(), seed))
+            )
         except GenrtError as error:
             yield error_event(http_error(error))
         finally:
@@ -391,22 +400,22 @@ def _step(info: Info) -> dict[str, Any]:
     return {
         "step": info.step,
         "ess": info.ess,
-        "log_evidence": finite(info.log_evidence),
+        "log_evidence": json_number(info.log_evidence),
         "resampled": info.resampled,
         "unfinished": info.unfinished,
     }
 
 
-def _result(result: Result, seed: int) -> dict[str, Any]:
+def _result_json(result: Result, seed: int) -> dict[str, Any]:
     particles = zip(result.texts, result.token_ids, result.log_weights.tolist(), strict=True)
     return {
         "posterior": [{"text": text, "weight": weight} for text, weight in result.posterior()],
-        "log_evidence": finite(result.log_evidence),
+        "log_evidence": json_number(result.log_evidence),
         "ess": result.ess,
         "steps": len(result.infos),
         "seed": seed,
         "particles": [
-            {"text": text, "token_ids": list(ids), "log_weight": finite(weight)}
+            {"text": text, "token_ids": list(ids), "log_weight": json_number(weight)}
             for text, ids, weight in particles
         ],
     }
@@ -437,7 +446,7 @@ class ConnectRoutes:
         ]
 
     def _fingerprint(self) -> str:
-        """Return a digest of what rows depend on, apart from their contexts. New weights change it, and
+        """Return a digest of the model, its weights and the process. New weights change it, and
         the runtime's nonce tells weights of two processes apart."""
         lm = self._lm
         named = f"{self._model}/{lm.vocab_size}/{lm.max_model_len}/{lm._thread.nonce}"
@@ -465,7 +474,7 @@ class ConnectRoutes:
         return Response(self._tokenizer_data, media_type="application/zip")
 
     async def _flush(self, request: Request) -> Response:
-        lm, data, now = self._lm, await _data(request, BYTES), self._fingerprint()
+        lm, data, now = self._lm, await _body_data(request, BYTES), self._fingerprint()
         bound, most = lm._adapters.bound, self._most
         try:
             questions = await asyncio.to_thread(
@@ -487,11 +496,11 @@ class ConnectRoutes:
         answer = await asyncio.to_thread(answers_of, results, versions)
         return Response(answer, media_type=BYTES)
 
-    async def _answers(self, questions: Sequence[Asked | GenrtError]) -> list[Any]:
+    async def _answers(self, questions: Sequence[Question | GenrtError]) -> list[Any]:
         """Return the results of a flush, with an error in the place of each question that fails.
 
         Raises:
-            Closed, EngineDied: the runtime answers nothing any more.
+            Closed, EngineDied: the runtime is dead.
         """
         requests = [
             host_row(each)
@@ -503,7 +512,7 @@ class ConnectRoutes:
         results = iter(await self._results(requests))
         return [each if isinstance(each, GenrtError) else next(results) for each in questions]
 
-    async def _results(self, requests: Sequence[Asked]) -> list[Any]:
+    async def _results(self, requests: Sequence[Question]) -> list[Any]:
         lm = self._lm
         try:
             return [*await lm._ask(requests)]
@@ -530,8 +539,8 @@ class ConnectRoutes:
 class TrainerRoutes:
     """The routes that vLLM's ``HTTPVLLMWeightSyncClient`` calls to update the weights.
 
-    Only the server's owner enables them. Requests of pages in browsers are refused. An update whose
-    trainer pauses for too long is dropped, and so is one when the server closes.
+    Only the server's owner enables them. Requests of pages in browsers are refused. An update is
+    dropped if the trainer pauses for too long, and so is one when the server closes.
 
     Args:
         silent_seconds: how long a trainer may pause in the middle of an update.
@@ -593,7 +602,7 @@ class TrainerRoutes:
             await self._transfers.give_up()
 
     async def _connect(self, request: Request) -> object:
-        body = await _json(request, self._bodies, InitBody)
+        body = await _json_body(request, self._bodies, InitBody)
         try:
             await self._transfers.connect(body.init_info)
         except EngineFailed as error:  # the trainer's own description is wrong
@@ -609,7 +618,9 @@ class TrainerRoutes:
         return {}
 
     async def _take(self, request: Request) -> object:
-        await self._transfers.take((await _json(request, self._bodies, UpdateBody)).update_info)
+        await self._transfers.take(
+            (await _json_body(request, self._bodies, UpdateBody)).update_info
+        )
         return {}
 
     async def _finish(self, _: Request) -> object:

@@ -1,12 +1,12 @@
-"""A server: a runtime's HTTP front end, on a thread and an event loop of its own.
+"""A server: a runtime's HTTP front end, on a thread and its own event loop.
 
 Rules:
     The runtime stays its owner's: closing a server leaves it open, and closing it leaves the server up,
     which then answers 503.
     The thread ends with ``close``, with the context, or with the interpreter. Requests in progress get
     ``shutdown_seconds`` to end; then they are cancelled.
-    Connections without a request make room for new ones: the longest idle first, and before them those
-    that have shown no key. If all have a request, a new connection is closed.
+    Connections without a request make room for new ones: the longest idle first, and before them
+    clients without a shown key. If all have a request, a new connection is closed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from genrt.server.gate import (
 from genrt.server.routes import ConnectRoutes, Inferences, Questions, TrainerRoutes
 from genrt.server.status import status_routes
 
-__all__ = ["Connection", "Connections", "Server", "bound_socket", "serving"]
+__all__ = ["ClientConnection", "Connections", "Server", "bound_socket", "serving"]
 
 HEAD_BYTES = 2**16
 """The longest head of a request, and the longest line between the chunks of a body."""
@@ -69,8 +69,8 @@ class Connections:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._open: set[Connection] = set()
-        self._idle: tuple[dict[Connection, None], ...] = (
+        self._open: set[ClientConnection] = set()
+        self._idle: tuple[dict[ClientConnection, None], ...] = (
             {},
             {},
         )  # without and with a key, oldest first
@@ -78,7 +78,7 @@ class Connections:
     def __len__(self) -> int:
         return len(self._open)
 
-    def add(self, connection: Connection) -> bool:
+    def add(self, connection: ClientConnection) -> bool:
         """Take in a connection; return whether there is room for it. An idle one may be closed."""
         if len(self._open) >= self._most:
             idle = self._idle[False] or self._idle[True]
@@ -91,17 +91,17 @@ class Connections:
         self.mark_idle(connection)
         return True
 
-    def mark_idle(self, connection: Connection) -> None:
+    def mark_idle(self, connection: ClientConnection) -> None:
         """Note that a connection has no request, from now on."""
         if connection in self._open:
             self._idle[connection.is_known][connection] = None
 
-    def mark_busy(self, connection: Connection) -> None:
+    def mark_busy(self, connection: ClientConnection) -> None:
         """Note that a connection has a request."""
         for each in self._idle:
             each.pop(connection, None)
 
-    def remove(self, connection: Connection) -> None:
+    def remove(self, connection: ClientConnection) -> None:
         """Forget a connection that is closed."""
         self._open.discard(connection)
         self.mark_busy(connection)
@@ -112,7 +112,7 @@ class Connections:
             each.abort()
 
 
-class Connection(asyncio.BufferedProtocol):
+class ClientConnection(asyncio.BufferedProtocol):
     """One client's connection: bounds in front of uvicorn's HTTP.
 
     uvicorn waits for ever for the head of a request, and parses all that it has of a body at once.
@@ -308,7 +308,7 @@ class Server:
         return self
 
     def close(self) -> None:
-        """Take no more requests, wait for those under way, and free the address. Idempotent."""
+        """Take no more requests, wait for the ones in progress, and free the address. Idempotent."""
         self._is_closing = True
         atexit.unregister(self.close)
         if self._uvicorn is not None:
@@ -377,13 +377,13 @@ class Server:
             )
 
         async def serve(scope: Scope, receive: Receive, send: Send) -> None:
-            connection: Connection = scope["state"]["connection"]
+            connection: ClientConnection = scope["state"]["connection"]
             await connection.serve(application, scope, receive, send)
 
         def connect(
             config: Any, server_state: Any, app_state: Any, _loop: Any = None
-        ) -> Connection:
-            connection = Connection(connections, limits.head_seconds)
+        ) -> ClientConnection:
+            connection = ClientConnection(connections, limits.head_seconds)
             state = {**app_state, "connection": connection}
             connection.http = H11Protocol(config, server_state, state, _loop)
             return connection
@@ -457,7 +457,7 @@ def serving(
     Args:
         host: the address to listen on. By default only this machine can ask.
         port: 0 is any free one; ``Server.url`` has it.
-        api_key: what clients have to show, at least 8 characters; needed for any other address.
+        api_key: the key that clients must show, at least 8 characters; needed for any other address.
         model: the name that clients call the model by.
         limits: how much clients may ask at once.
         options: for vLLM's front end, by their names in ``vllm serve``: ``enable_auto_tool_choice``,
@@ -499,7 +499,7 @@ class _Uvicorn(uvicorn.Server):
     Args:
         on_started: called when it listens.
         shutdown_seconds: how long requests in progress may go on.
-        ends: called after that, a second apart: each ends requests that the one before has left.
+        ends: called after that, a second apart: each ends remaining requests.
     """
 
     def __init__(

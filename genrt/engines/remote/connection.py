@@ -18,7 +18,7 @@ from typing import Any
 from genrt.errors import EngineDied, EngineFailed, EngineUnsupported, GenrtError, InvalidRequest
 from genrt.numbers import check_float
 
-__all__ = ["Connection", "ServerBusy"]
+__all__ = ["ServerBusy", "ServerConnection"]
 
 MOST_ANSWERED = 2**28
 """The default bound on an answer, in bytes."""
@@ -39,7 +39,7 @@ class ServerBusy(Exception):
         self.seconds = seconds
 
 
-class Connection:
+class ServerConnection:
     """Calls one server, from one thread.
 
     Args:

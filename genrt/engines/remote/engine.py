@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from genrt.engines.protocol import Finished
-from genrt.engines.remote.connection import Connection, ServerBusy
+from genrt.engines.remote.connection import ServerBusy, ServerConnection
 from genrt.engines.remote.wire import (
     HEADER_BYTES,
     KINDS,
-    Asked,
+    Question,
     answer_bytes,
     answers_to,
     flush_of,
@@ -81,9 +81,9 @@ class RemoteEngine(SteppedEngine):
         api_key: str | None = None,
         *,
         timeout: float = 600.0,
-        on_connection: Callable[[Connection], None] = lambda connection: None,
+        on_connection: Callable[[ServerConnection], None] = lambda connection: None,
     ) -> None:
-        self._connection = Connection(url, api_key, timeout)
+        self._connection = ServerConnection(url, api_key, timeout)
         on_connection(self._connection)
         try:
             found = self._connection.get_json("/v1/runtime")
@@ -134,7 +134,7 @@ class RemoteEngine(SteppedEngine):
         drawing, direct = self._next()
         self._drew_last = bool(drawing)
         contexts = [LogprobsRequest(each.context, each.request.adapter) for each in drawing]
-        asked: list[Asked] = [*contexts]
+        asked: list[Question] = [*contexts]
         for request in direct:
             asked += _questions(request)
         try:
@@ -153,7 +153,7 @@ class RemoteEngine(SteppedEngine):
             place += count
             del self._direct[request]
         rows = sum(isinstance(each, LogprobsRequest) for each in direct)
-        computed = sum(_length(each) for each in asked[len(contexts) :])
+        computed = sum(_token_count(each) for each in asked[len(contexts) :])
         scored = sum(len(each) for each in direct if isinstance(each, ScoreRequest))
         self._count(rows=rows, computed_tokens=computed, scored_tokens=scored)
         if not drawing:
@@ -220,7 +220,7 @@ class RemoteEngine(SteppedEngine):
             taken.append(request)
         return taken
 
-    def _asked(self, asked: Sequence[Asked]) -> list[Any]:
+    def _asked(self, asked: Sequence[Question]) -> list[Any]:
         """Return the server's results, errors among them."""
         body = flush_of(asked, self.fingerprint)
         most = sum(answer_bytes(each, self.vocab_size) for each in asked)
@@ -286,16 +286,16 @@ class _RemoteRows:
         """Do nothing: the engine closes the connection."""
 
 
-def _length(asked: Asked) -> int:
+def _token_count(asked: Question) -> int:
     """Return the number of tokens of a question's text."""
     row = asked.row if isinstance(asked, ReadRequest) else asked
     return len(row.packed) // TOKEN_BYTES
 
 
-def _questions(request: Request) -> list[Asked]:
+def _questions(request: Request) -> list[Question]:
     """Return a request's questions: for a population, a draw for each sequence."""
     if not isinstance(request, PopulationDraw):
-        return [cast("Asked", request)]
+        return [cast("Question", request)]
     masks = [None] * len(request) if request.masks is None else map(bytes, request.masks)
     seeds = request.seeds.tolist()
     return [
@@ -305,7 +305,7 @@ def _questions(request: Request) -> list[Asked]:
 
 
 def _finished(request: Request, results: Sequence[Any]) -> Finished:
-    """Return a finished request. A population fails if one of its draws does."""
+    """Return a finished request. A population fails with any of its draws."""
     failed = next((each for each in results if isinstance(each, GenrtError)), None)
     if failed is not None:
         return Finished(request, error=failed.fresh())

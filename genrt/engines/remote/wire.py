@@ -4,9 +4,9 @@ Flushes and answers have the length of a JSON header (4 bytes, little-endian), t
 little-endian numbers. A flush has token ids of the distinct contexts, uint32; candidates, uint32;
 distinct masks, packed as in ``DrawToken``. The answers have, in order: rows, candidates' entries and
 scores, float32; draws, 3 float64; top tokens, int64, and their entries, float32. A tokenizer is a zip
-archive of its files, in formats without code, or of the list of its tokens.
+archive of its files, in formats without code, or a list of tokens.
 
-Nothing in here runs code from the other end, and every number is checked before use.
+No code from the other end runs here, and every number is checked before use.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ __all__ = [
     "HEADER_BYTES",
     "KINDS",
     "AnotherModel",
-    "Asked",
+    "Question",
     "answer_bytes",
     "answers_of",
     "answers_to",
@@ -57,7 +57,7 @@ __all__ = [
     "unpacked_tokenizer",
 ]
 
-Asked: TypeAlias = LogprobsRequest | ReadRequest | ScoreRequest
+Question: TypeAlias = LogprobsRequest | ReadRequest | ScoreRequest
 """The requests that a connection carries."""
 
 KINDS = frozenset({DrawToken, Candidates, TopTokens})
@@ -74,7 +74,7 @@ HEADER_BYTES = 2**22
 U4, I8, F4, F8 = (np.dtype(each) for each in ("<u4", "<i8", "<f4", "<f8"))
 
 
-def flush_of(asked: Sequence[Asked], model: str) -> bytes:
+def flush_of(asked: Sequence[Question], model: str) -> bytes:
     """Return questions as bytes, for the model of this fingerprint."""
     contexts: dict[bytes, int] = {}
     masks: dict[bytes, int] = {}
@@ -114,7 +114,7 @@ def flush_of(asked: Sequence[Asked], model: str) -> bytes:
         "questions": questions,
     }
     ids = [np.frombuffer(packed, np.uint32).astype(U4).tobytes() for packed in contexts]
-    return _joined(header, [*ids, np.array(candidates, U4).tobytes(), *masks])
+    return _framed(header, [*ids, np.array(candidates, U4).tobytes(), *masks])
 
 
 def flush_to(
@@ -124,7 +124,7 @@ def flush_to(
     *,
     model: str,
     most: int,
-) -> list[Asked | GenrtError]:
+) -> list[Question | GenrtError]:
     """Return the questions of a flush, with an error in the place of each invalid one.
 
     Args:
@@ -137,7 +137,7 @@ def flush_to(
     """
     if int.from_bytes(data[:4], "little") > 256 * (most + 16):  # a question takes less
         raise InvalidRequest(f"a flush has {most} questions at most")
-    header, rest = _apart(data)
+    header, rest = _unframed(data)
     if header.get("model") != model:
         raise AnotherModel
     lengths, questions = header.get("contexts"), header.get("questions")
@@ -168,7 +168,9 @@ def flush_to(
     reader.end()
     of_candidates = iter(candidates)
     return [
-        _asked(limits, question, contexts[question[1]], adapters[question[2]], masks, of_candidates)
+        _request_of(
+            limits, question, contexts[question[1]], adapters[question[2]], masks, of_candidates
+        )
         for question in picked
     ]
 
@@ -199,14 +201,14 @@ def _question(given: Any, contexts: int, adapters: int) -> list[Any]:
     return given
 
 
-def _asked(
+def _request_of(
     limits: Limits,
     question: list[Any],
     context: np.ndarray,
     adapter: Adapter | GenrtError | None,
     masks: Sequence[np.ndarray],
     candidates: Iterator[np.ndarray],
-) -> Asked | GenrtError:
+) -> Question | GenrtError:
     kind = question[0]
     wanted = next(candidates) if kind == "candidates" else np.empty(0, np.int64)
     if isinstance(adapter, GenrtError):
@@ -241,25 +243,25 @@ def answers_of(results: Sequence[Any], versions: dict[str, int]) -> bytes:
             parts.append(result.logprobs.numpy().astype(F4).tobytes())
         else:
             parts.append(result.numpy().astype(F4, copy=False).tobytes())
-    return _joined({"errors": failed, "adapters": versions}, parts)
+    return _framed({"errors": failed, "adapters": versions}, parts)
 
 
 def answers_to(
-    data: bytes, asked: Sequence[Asked], vocab_size: int
+    data: bytes, asked: Sequence[Question], vocab_size: int
 ) -> tuple[list[Any], dict[str, int]]:
     """Return the results that bytes hold, errors among them, and the versions of the adapters. A result
     that no model gives is an error of the server's, for its question alone.
 
     Raises:
-        EngineFailed: they hold no results of these questions.
+        EngineFailed: they are malformed.
     """
     try:
-        header, rest = _apart(data)
+        header, rest = _unframed(data)
         reader, failed = _Reader(rest), header["errors"]
         results: list[Any] = [
-            _error(*failed[str(place)])
+            _error_of(*failed[str(place)])
             if str(place) in failed
-            else _checked(request, _result(request, reader, vocab_size), vocab_size)
+            else _verified(request, _read_result(request, reader, vocab_size), vocab_size)
             for place, request in enumerate(asked)
         ]
         reader.end()
@@ -269,7 +271,7 @@ def answers_to(
     return results, versions
 
 
-def answer_bytes(request: Asked, vocab_size: int) -> int:
+def answer_bytes(request: Question, vocab_size: int) -> int:
     """Return how many bytes the answer to a question has at most; one that fails has a message."""
     wanted = request.wanted if isinstance(request, ReadRequest) else None
     if isinstance(wanted, TopTokens):
@@ -281,7 +283,7 @@ def answer_bytes(request: Asked, vocab_size: int) -> int:
     return F4.itemsize * count + 2**12
 
 
-def _result(request: Asked, reader: _Reader, vocab_size: int) -> Any:
+def _read_result(request: Question, reader: _Reader, vocab_size: int) -> Any:
     wanted = request.wanted if isinstance(request, ReadRequest) else None
     if isinstance(wanted, DrawToken):
         token_id, logprob, log_mass = reader.take(F8, 3).tolist()
@@ -289,20 +291,22 @@ def _result(request: Asked, reader: _Reader, vocab_size: int) -> Any:
             raise InvalidRequest("a draw's token is outside the vocabulary")
         return Draw(int(token_id), logprob, log_mass)
     if isinstance(wanted, TopTokens):
-        return TopLogprobs(_tensor(reader.take(I8, wanted.k)), _tensor(reader.take(F4, wanted.k)))
+        return TopLogprobs(
+            _to_tensor(reader.take(I8, wanted.k)), _to_tensor(reader.take(F4, wanted.k))
+        )
     if isinstance(request, ScoreRequest):
-        found = _tensor(reader.take(F4, len(request) * (1 + (request.wanted == "greedy"))))
+        found = _to_tensor(reader.take(F4, len(request) * (1 + (request.wanted == "greedy"))))
         return found.view(2, -1) if request.wanted == "greedy" else found
     count = vocab_size if wanted is None else len(wanted.token_ids)  # type: ignore[attr-defined]
-    return _tensor(reader.take(F4, count))
+    return _to_tensor(reader.take(F4, count))
 
 
-def _checked(request: Asked, result: Any, vocab_size: int) -> Any:
+def _verified(request: Question, result: Any, vocab_size: int) -> Any:
     """Return a result, or an error if it cannot be a model's."""
     wanted = request.wanted if isinstance(request, ReadRequest) else None
     is_sound = True
     if isinstance(wanted, DrawToken):
-        is_sound = _is_draw(wanted, result)
+        is_sound = _is_valid_draw(wanted, result)
     elif isinstance(wanted, TopTokens):
         ids, logprobs = result
         is_sound = (
@@ -334,7 +338,7 @@ def _are_entries(logprobs: Tensor) -> bool:
     return bool((logprobs <= ROUNDING).all()) and float(logprobs.exp().sum()) <= 1.0 + ROUNDING
 
 
-def _is_draw(wanted: DrawToken, draw: Draw) -> bool:
+def _is_valid_draw(wanted: DrawToken, draw: Draw) -> bool:
     token_id, logprob, log_mass = draw
     if token_id == -1:
         return wanted.mask is not None and logprob == log_mass == -math.inf
@@ -347,12 +351,12 @@ def _is_draw(wanted: DrawToken, draw: Draw) -> bool:
     return logprob == 0.0 if wanted.temperature == 0.0 else logprob > -math.inf
 
 
-def _tensor(numbers: np.ndarray) -> Tensor:
+def _to_tensor(numbers: np.ndarray) -> Tensor:
     """Return a copy of the numbers in the byte order of this machine."""
     return torch.from_numpy(numbers.astype(numbers.dtype.newbyteorder("=")))
 
 
-def _error(kind: str, message: str) -> GenrtError:
+def _error_of(kind: str, message: str) -> GenrtError:
     """Return an error from its class name and message."""
     found = getattr(errors, kind, EngineFailed) if kind in errors.__all__ else EngineFailed
     made: GenrtError = found(message)
@@ -381,12 +385,12 @@ class _Reader:
             raise InvalidRequest("its arrays are longer than its header says")
 
 
-def _joined(header: dict[str, Any], parts: Sequence[Any]) -> bytes:
+def _framed(header: dict[str, Any], parts: Sequence[Any]) -> bytes:
     encoded = json.dumps(header, allow_nan=False, separators=(",", ":")).encode()
     return b"".join([len(encoded).to_bytes(4, "little"), encoded, *parts])
 
 
-def _apart(data: bytes) -> tuple[dict[str, Any], memoryview]:
+def _unframed(data: bytes) -> tuple[dict[str, Any], memoryview]:
     """Return the header and the bytes after it. Raises InvalidRequest if the header is malformed."""
     view = memoryview(data)
     size = int.from_bytes(view[:4], "little")
@@ -415,7 +419,7 @@ TOKEN_LIST = "bytes_tokenizer.json"
 
 
 def packed_tokenizer(tokenizer: Any) -> bytes:
-    """Return a tokenizer as a zip archive; an empty one for ``None``."""
+    """Return a tokenizer as a zip archive; an empty archive for ``None``."""
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
         if isinstance(tokenizer, BytesTokenizer):
@@ -432,7 +436,7 @@ def packed_tokenizer(tokenizer: Any) -> bytes:
 
 
 def unpacked_tokenizer(data: bytes) -> Any:
-    """Return the tokenizer of an archive, and ``None`` for an empty one.
+    """Return the tokenizer of an archive, and ``None`` for an empty archive.
 
     Raises:
         EngineFailed: the archive is malformed, or transformers cannot read its files.
@@ -445,24 +449,24 @@ def unpacked_tokenizer(data: bytes) -> Any:
             if sum(each.file_size for each in files) > MOST_BYTES or len(files) > MOST_FILES:
                 raise ValueError(f"it has over {MOST_FILES} files, or {MOST_BYTES} bytes")
             if [each.filename for each in files] == [TOKEN_LIST]:
-                return _listed(json.loads(archive.read(TOKEN_LIST)))
+                return _token_list(json.loads(archive.read(TOKEN_LIST)))
             with Folder("tokenizer") as directory:
                 for each in files:
                     name = PurePosixPath(each.filename)
                     if len(name.parts) != 1 or name.suffix not in SUFFIXES or "\\" in each.filename:
                         raise ValueError(f"{each.filename} is not a file of a tokenizer")
                     (directory / name.name).write_bytes(archive.read(each))
-                return _loaded(str(directory))
+                return _read_tokenizer(str(directory))
     except Exception as error:  # transformers raises errors of any type
         raise EngineFailed(f"the server's tokenizer cannot be read: {error}") from error
 
 
-def _listed(value: dict[str, Any]) -> BytesTokenizer:
+def _token_list(value: dict[str, Any]) -> BytesTokenizer:
     tokens = [base64.b64decode(each) for each in value["vocabulary"]]
     return BytesTokenizer(tokens, eos_token_id=value["eos_token_id"])
 
 
-def _loaded(directory: str) -> Any:
+def _read_tokenizer(directory: str) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
