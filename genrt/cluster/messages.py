@@ -6,7 +6,7 @@ has started, over sockets of which nobody else holds an end. Nothing from a file
 Rules:
     A context's hash is made anew at the other end: every process hashes bytes in its own way.
     Questions of populations, which stand for their sequences, travel as numbers; each end has a table.
-    Sequences that go on from some that the other end holds travel as their last tokens; see ``Held``.
+    Sequences whose beginning the other end holds travel as their last tokens: ``RemotePopulations``.
     Rows, and other arrays of any size, travel beside the bytes where these are frames; see ``frames.py``.
 """
 
@@ -37,7 +37,16 @@ from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest
 from genrt.questions.sequences import Contexts, Origins, SequenceHandle
 
-__all__ = ["AskedNumbers", "Flat", "Held", "dumped", "flat", "loaded", "outgoing", "unflattened"]
+__all__ = [
+    "AskedNumbers",
+    "Flat",
+    "RemotePopulations",
+    "dump_message",
+    "load_message",
+    "outgoing",
+    "split_questions",
+    "unflattened",
+]
 
 MOST_HELD = 2**28
 """How many bytes of sequences the other end of a connection holds at most."""
@@ -71,7 +80,7 @@ class AskedNumbers:
         self.gone.append(self._numbers.pop(asked))
 
 
-class Held:
+class RemotePopulations:
     """The populations' questions whose sequences the other end of a connection holds until it is told to
     forget them: those that go on from others, as what goes on once often does so again."""
 
@@ -90,11 +99,11 @@ class Held:
         return is_known, is_held
 
 
-def dumped(
+def dump_message(
     value: object,
     numbers: Callable[[SequenceHandle], int] | None = None,
     apart: list[Array] | None = None,
-    held: Held | None = None,
+    held: RemotePopulations | None = None,
 ) -> bytes:
     """Return a value as bytes; ``numbers`` gives those of populations' questions. Large arrays are added
     to ``apart``, where there is one, in place of being copied. What was dumped with the same ``held`` has
@@ -105,7 +114,7 @@ def dumped(
     pickler.dispatch_table[PopulationDraw] = lambda draw: _taken_apart(draw, held)
     if numbers is not None:
         pickler.dispatch_table[SequenceHandle] = lambda asked: (
-            _asked,
+            _question_reference,
             (numbers(asked), asked.count),
         )
     pickler.dump(value)
@@ -116,23 +125,23 @@ def outgoing(
     value: object,
     memory: Memory,
     numbers: Callable[[SequenceHandle], int] | None = None,
-    held: Held | None = None,
+    held: RemotePopulations | None = None,
     rows: Sequence[Tensor] = (),
 ) -> Outgoing:
     """Return a value as a frame to be sent, with its large arrays beside it, and rows of one length as
-    the last of these; else as ``dumped``."""
+    the last of these; else as ``dump_message``."""
     arrays: list[Array] = []
-    data = dumped(value, numbers, arrays, held)
+    data = dump_message(value, numbers, arrays, held)
     return Outgoing(data, arrays, memory, rows)
 
 
-def loaded(
+def load_message(
     data: bytes | memoryview,
     asked: dict[int, SequenceHandle] | None = None,
     apart: Sequence[memoryview] = (),
 ) -> Any:
-    """Return the value that ``dumped`` has made of; ``asked`` has the questions of populations that came
-    before, and gets those that are new. Arrays that were apart have the memory that is given here."""
+    """Return the value that ``dump_message`` wrote. ``asked`` has the earlier questions of
+    populations, and gets the new ones. Arrays outside the bytes have the memory of ``apart``."""
     return _Loading(io.BytesIO(data), {} if asked is None else asked, apart).load()
 
 
@@ -159,28 +168,28 @@ class _Loading(pickle.Unpickler):
         self._asked = asked
 
     def find_class(self, module: str, name: str) -> Any:
-        if name == _asked.__name__ and module == __name__:
+        if name == _question_reference.__name__ and module == __name__:
             # No method: this would have itself in its memo, and with it what it has loaded.
-            return partial(_known, self._asked)
+            return partial(_check_known, self._asked)
         return super().find_class(module, name)
 
 
-def _known(asked: dict[int, SequenceHandle], number: int, count: int) -> SequenceHandle:
+def _check_known(asked: dict[int, SequenceHandle], number: int, count: int) -> SequenceHandle:
     if number not in asked:
         asked[number] = SequenceHandle(count)
     return asked[number]
 
 
-def _asked(number: int, count: int) -> SequenceHandle:
+def _question_reference(number: int, count: int) -> SequenceHandle:
     """Raise NotImplementedError: this names a population's question in bytes, for ``_Loading``."""
     raise NotImplementedError
 
 
-def _row(packed: bytes, adapter: Any, version: int) -> LogprobsRequest:
+def _restore_row(packed: bytes, adapter: Any, version: int) -> LogprobsRequest:
     return LogprobsRequest(packed=packed, adapter=adapter, weights_version=version)
 
 
-def _taken_apart(draw: PopulationDraw, held: Held | None) -> tuple[Any, ...]:
+def _taken_apart(draw: PopulationDraw, held: RemotePopulations | None) -> tuple[Any, ...]:
     is_known, is_held = (False, False) if held is None else held.sent(draw)
     contexts = draw.contexts.last_tokens.astype(np.uint32) if is_known else draw.contexts
     more = draw.adapter, draw.masks, draw.temperature, draw.seeds, draw.origins
@@ -205,12 +214,12 @@ def _contexts(table: np.ndarray, lengths: np.ndarray) -> Contexts:
     return Contexts(table, np.arange(len(lengths)), lengths)
 
 
-def _tensor(numbers: np.ndarray) -> Tensor:
+def _restore_tensor(numbers: np.ndarray) -> Tensor:
     # What was read from bytes cannot be written to, and belongs to nobody else.
     return torch.from_numpy(numbers if numbers.flags.writeable else numbers.copy())
 
 
-def _needed(contexts: Contexts) -> tuple[Any, ...]:
+def _required_arrays(contexts: Contexts) -> tuple[Any, ...]:
     table, longest = contexts.table, int(contexts.lengths.max(initial=0))
     if table.shape[1] > longest or not np.array_equal(contexts.places, np.arange(len(table))):
         table = table[contexts.places, :longest]
@@ -218,14 +227,14 @@ def _needed(contexts: Contexts) -> tuple[Any, ...]:
 
 
 _TABLE: dict[type, Callable[[Any], Any]] = {
-    LogprobsRequest: lambda row: (_row, (row.packed, row.adapter, row.weights_version)),
+    LogprobsRequest: lambda row: (_restore_row, (row.packed, row.adapter, row.weights_version)),
     ReadRequest: lambda read: (ReadRequest, (read.row, read.wanted)),
     ScoreRequest: lambda score: (
         ScoreRequest,
         tuple(getattr(score, each.name) for each in fields(ScoreRequest) if each.init),
     ),
-    Contexts: _needed,
-    Tensor: lambda tensor: (_tensor, (tensor.detach().cpu().numpy(),)),
+    Contexts: _required_arrays,
+    Tensor: lambda tensor: (_restore_tensor, (tensor.detach().cpu().numpy(),)),
 }
 
 
@@ -239,7 +248,7 @@ class Flat(NamedTuple):
     masks: Sequence[int] = ()
 
 
-def flat(asked: Sequence[tuple[int, Request]]) -> tuple[Flat, Flat, list[Any]]:
+def split_questions(asked: Sequence[tuple[int, Request]]) -> tuple[Flat, Flat, list[Any]]:
     """Return tickets and questions as rows, draws and all others."""
     rows: list[Any] = []
     contexts: list[bytes] = []
@@ -271,17 +280,17 @@ def _one_after_the_other(parts: Sequence[bytes]) -> bytes | np.ndarray:
 
 
 def unflattened(rows: Flat, draws: Flat, others: Sequence[Any]) -> list[tuple[int, Request]]:
-    """Return the tickets and questions that ``flat`` has taken apart."""
+    """Return the tickets and questions that ``split_questions`` has taken apart."""
     asked: list[tuple[int, Request]] = []
     data, at = memoryview(rows.data), 0
     for ticket, length, *of_row in rows.values:
-        asked.append((ticket, _row(bytes(data[at : at + length]), *of_row)))
+        asked.append((ticket, _restore_row(bytes(data[at : at + length]), *of_row)))
         at += length
     data, at = memoryview(draws.data), 0
     starts = accumulate(draws.masks, initial=len(data) - sum(draws.masks))
     masks = [bytes(data[at : at + n]) for at, n in zip(starts, draws.masks, strict=False)]
     for ticket, length, adapter, version, mask, *of_draw in draws.values:
-        row = _row(bytes(data[at : at + length]), adapter, version)
+        row = _restore_row(bytes(data[at : at + length]), adapter, version)
         at += length
         wanted = DrawToken(None if mask < 0 else masks[mask], *of_draw)
         asked.append((ticket, ReadRequest(row, wanted)))

@@ -28,11 +28,11 @@ from genrt.runtime.ask import within
 __all__ = [
     "Outcome",
     "ProgramRequest",
-    "outcome_of",
-    "packed",
     "packed_outcome",
+    "pickle_program",
+    "program_outcome",
     "run_program",
-    "unpacked",
+    "unpickle_program",
 ]
 
 RUNTIME = "the runtime"
@@ -95,17 +95,18 @@ async def run_program(lm: Any, work: object, seed: int, timeout: float | None) -
     seconds = check_timeout(timeout)
     await lm._ask(())  # which a closed runtime refuses
     if not getattr(lm._thread.engine, "runs_programs", False):
-        own = outcome_of(work, lm._of_seed(seed), seed)
+        own = program_outcome(work, lm._of_seed(seed), seed)
         return (await (own if seconds is None else within(seconds, own))).result()
     try:
-        request = ProgramRequest(packed(work, lm), type(lm), seed)
+        request = ProgramRequest(pickle_program(work, lm), type(lm), seed)
     except Exception as error:
         raise InvalidRequest(
-            f"the program cannot be sent to a replica: {type(error).__name__}: {error}. {_advice()}"
+            f"the program cannot be sent to a replica: {type(error).__name__}: {error}. "
+            f"{_pickling_advice()}"
         ) from error
     [data] = await lm._ask((request,), timeout=timeout)
     try:
-        outcome: Outcome = unpacked(data, lm)
+        outcome: Outcome = unpickle_program(data, lm)
     except Exception as error:
         raise InvalidRequest(
             f"what the program returned cannot be read here: {type(error).__name__}: {error}"
@@ -113,7 +114,7 @@ async def run_program(lm: Any, work: object, seed: int, timeout: float | None) -
     return outcome.result()
 
 
-async def outcome_of(work: Any, lm: Any, seed: int) -> Outcome:
+async def program_outcome(work: Any, lm: Any, seed: int) -> Outcome:
     """Run a program over this runtime. Cancelling it, or what ends a process, is raised."""
     try:
         run = getattr(work, "run", None)
@@ -131,7 +132,7 @@ async def _awaited(running: Awaitable[Any]) -> Any:
     return await running
 
 
-def packed(value: object, lm: Any) -> bytes:
+def pickle_program(value: object, lm: Any) -> bytes:
     """Return a value as bytes, with a mark for this runtime. Raises whatever pickling it raises."""
 
     class Packing(_pickler()):  # type: ignore[misc]
@@ -143,8 +144,8 @@ def packed(value: object, lm: Any) -> bytes:
     return out.getvalue()
 
 
-def unpacked(data: bytes, lm: Any) -> Any:
-    """Return the value that ``packed`` has made of, with this runtime in it."""
+def unpickle_program(data: bytes, lm: Any) -> Any:
+    """Return the value that ``pickle_program`` has made of, with this runtime in it."""
 
     class Unpacking(pickle.Unpickler):
         def persistent_load(self, mark: object) -> Any:
@@ -158,16 +159,16 @@ def packed_outcome(outcome: Outcome, lm: Any) -> bytes:
     error = outcome.error
     where = "" if error is None else "".join(traceback.format_exception(error))
     try:
-        data = packed(Outcome(outcome.value, error, where), lm)
+        data = pickle_program(Outcome(outcome.value, error, where), lm)
         if error is not None:
-            unpacked(data, lm)  # which some errors cannot be
+            unpickle_program(data, lm)  # which some errors cannot be
     except Exception as failed:
         what = "returned" if error is None else "raised"
         refused = InvalidRequest(
             f"the program {what} {shown(outcome.value if error is None else error)}, which cannot be "
             f"sent back from its replica: {type(failed).__name__}: {failed}"
         )
-        data = packed(Outcome(None, refused, where), lm)
+        data = pickle_program(Outcome(None, refused, where), lm)
     return data
 
 
@@ -180,7 +181,7 @@ def _pickler() -> Any:
     return cloudpickle.Pickler
 
 
-def _advice() -> str:
+def _pickling_advice() -> str:
     if _pickler() is pickle.Pickler:
         return "Install cloudpickle, or give a function of a module, with arguments that can be pickled"
     return "Give a function, with what it uses, that can be pickled"

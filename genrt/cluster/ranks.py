@@ -29,7 +29,14 @@ import torch
 from genrt.cluster.follower import progress_of
 from genrt.cluster.frames import Frames, Outgoing, received
 from genrt.cluster.memory import Memory
-from genrt.cluster.messages import AskedNumbers, Held, dumped, flat, loaded, outgoing
+from genrt.cluster.messages import (
+    AskedNumbers,
+    RemotePopulations,
+    dump_message,
+    load_message,
+    outgoing,
+    split_questions,
+)
 from genrt.engines import open_engine
 from genrt.engines.folders import Folder
 from genrt.engines.protocol import EngineStatistics, Finished
@@ -129,7 +136,7 @@ class Ranks:
 
     def __init__(self, count: int, lost: Callable[[str], object] | None = None) -> None:
         self._lost = lost or _end_process
-        self._numbers, self._held = AskedNumbers(), Held()
+        self._numbers, self._held = AskedNumbers(), RemotePopulations()
         self._is_closed = False
         self._folder = Folder("ranks")
         # vLLM names shared memory by the file.
@@ -163,7 +170,7 @@ class Ranks:
         """Have each open its engine, in which it waits for the others."""
         for number, (link, _, _) in enumerate(self._links, 1):
             message = number, self.store, model, options, residency
-            Outgoing(dumped(message)).send_to([link])
+            Outgoing(dump_message(message)).send_to([link])
 
     def unname(self) -> None:
         """Take away the names of the memory that the ranks share on a CPU, once all have it: it goes with
@@ -178,7 +185,7 @@ class Ranks:
         told = outgoing(message, self._memory, self._numbers.of, self._held)
         try:
             if gone:
-                Outgoing(dumped(("forget", gone))).send_to(links)
+                Outgoing(dump_message(("forget", gone))).send_to(links)
             told.send_to(links)
         except OSError as error:
             raise EngineDied(f"a rank is gone: {error}") from error
@@ -205,7 +212,7 @@ class Ranks:
     def _answer(self, number: int, link: socket.socket, frames: Frames) -> Any:
         while (came := received(link, frames)) is not None:
             for each in came:
-                return loaded(each.data)
+                return load_message(each.data)
         raise EngineDied(f"rank {number} is gone")
 
     def part(self) -> None:
@@ -269,7 +276,7 @@ class RankedEngine:
         return bool(self._engine.scores)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        rows, draws, others = flat([(0, each) for each in requests])
+        rows, draws, others = split_questions([(0, each) for each in requests])
         self._ranks.tell("submit", rows, draws, others)
         # In the order in which the others find them.
         are_rows = [type(each) is LogprobsRequest for each in requests]

@@ -22,8 +22,14 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from genrt.cluster.joining import joined
-from genrt.cluster.programs import Outcome, ProgramRequest, outcome_of, packed_outcome, unpacked
+from genrt.cluster.joining import join_stream_parts
+from genrt.cluster.programs import (
+    Outcome,
+    ProgramRequest,
+    packed_outcome,
+    program_outcome,
+    unpickle_program,
+)
 from genrt.engines.protocol import EngineStatistics, Finished, ReplicaStatistics
 from genrt.errors import EngineFailed, EngineUnsupported, NotFinite, OutOfMemory
 from genrt.questions.completions import Decoding, Streamed, Told
@@ -128,7 +134,7 @@ class SharedEngine:
         if new:
             self._streams |= {each: deque() for each in new}
             self._other.post(partial(self._other.stream, new, self))
-        return [joined(self._streams.get(each)) for each in streamed]
+        return [join_stream_parts(self._streams.get(each)) for each in streamed]
 
     def go_on(self, population: PopulationDraw) -> bool:
         """Return False: the other thread finds the sequences."""
@@ -226,8 +232,8 @@ class Programs:
     async def _run(self, request: ProgramRequest) -> tuple[bytes | None, EngineFailed | None]:
         lm = await self._runtime_for(request)
         try:
-            work = await aside(partial(unpacked, request.packed, lm))
-            outcome = await outcome_of(work, lm._of_seed(request.seed), request.seed)
+            work = await aside(partial(unpickle_program, request.packed, lm))
+            outcome = await program_outcome(work, lm._of_seed(request.seed), request.seed)
         except BaseException as error:  # of the program's own, and no end of this process
             outcome = Outcome(error=error)
         failed = outcome.error

@@ -29,7 +29,10 @@ from genrt.runtime.cache import RowCache
 from genrt.runtime.lifecycle import Hold
 from genrt.runtime.prefixes import PrefixesToKeep
 
-__all__ = ["EngineLoop"]
+__all__ = ["COMPUTES", "EngineLoop"]
+
+COMPUTES = object()
+"""The owner of calls that may run a forward."""
 
 T = TypeVar("T")
 
@@ -98,7 +101,8 @@ class EngineLoop:
         self, function: Callable[[AnsweringEngine], T], owner: object = None
     ) -> concurrent.futures.Future[T]:
         """Have a round call ``function(engine)``; from any thread. While calls of an owner run
-        exclusively, all others wait."""
+        exclusively, all others wait. The owner ``COMPUTES`` never is exclusive, and its calls also wait
+        while a part of the engine's memory sleeps."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
         with self._calls_lock:
             if self._ended is None:
@@ -202,7 +206,8 @@ class EngineLoop:
             answering.give_back(self._given_back.popleft())
         for _ in range(len(self._calls)):  # and not those that come meanwhile: others wait
             future, function, owner = self._calls.popleft()
-            if lifecycle.owner is not None and owner is not lifecycle.owner:
+            is_others = lifecycle.owner is not None and owner is not lifecycle.owner
+            if is_others or (owner is COMPUTES and lifecycle.memory != "awake"):
                 self._deferred.append((future, function, owner))
                 continue
             if future.set_running_or_notify_cancel():

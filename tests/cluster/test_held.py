@@ -17,7 +17,14 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from genrt.cluster import messages
 from genrt.cluster.frames import Frames, received
 from genrt.cluster.memory import Memory
-from genrt.cluster.messages import LEAST_APART, AskedNumbers, Held, dumped, loaded, outgoing
+from genrt.cluster.messages import (
+    LEAST_APART,
+    AskedNumbers,
+    RemotePopulations,
+    dump_message,
+    load_message,
+    outgoing,
+)
 from genrt.questions import sequences
 from genrt.questions.contexts import Limits
 from genrt.questions.draws import PopulationDraw
@@ -32,16 +39,16 @@ class Hop:
     """A connection: what its sender knows of the receiver, and what that one has."""
 
     def __init__(self) -> None:
-        self.numbers, self.held = AskedNumbers(), Held()
+        self.numbers, self.held = AskedNumbers(), RemotePopulations()
         self.table: dict[int, SequenceHandle] = {}
         self.sent = 0
 
     def carry(self, draw: PopulationDraw) -> PopulationDraw:
         """Return a question as it comes out at the other end."""
         self.forget()
-        data = dumped(draw, self.numbers.of, held=self.held)
+        data = dump_message(draw, self.numbers.of, held=self.held)
         self.sent = len(data)
-        found: PopulationDraw = loaded(data, self.table)
+        found: PopulationDraw = load_message(data, self.table)
         return found
 
     def forget(self) -> None:
@@ -61,7 +68,7 @@ class FarEnds(AsLists):
     @initialize(growth=st.sampled_from([0, 2, 20]), most=st.sampled_from([0, 200, 2**28]))
     def bounds(self, growth: int, most: int) -> None:
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(sequences, "GROWTH_BYTES", growth)
+        self.patch.setattr(sequences, "EXTENSION_BYTES", growth)
         self.patch.setattr(messages, "MOST_HELD", most)
         self.most = most
         self.ways = [(Hop(), Hop()), (Hop(), Hop())]
@@ -258,7 +265,7 @@ def test_what_is_held_does_not_keep_the_memory_in_which_it_came() -> None:
             came = received(other, frames)
             assert came is not None
             [frame] = came
-            found = loaded(frame.data, hop.table, frame.arrays)
+            found = load_message(frame.data, hop.table, frame.arrays)
             del frame, came, found
         assert len(memory._pieces) == 1  # of which the second question's sequences are free too
         assert [each.memory[0] for each in memory._pieces] == [0]

@@ -12,7 +12,14 @@ import torch
 
 import genrt
 from genrt.cluster.memory import Array
-from genrt.cluster.messages import LEAST_APART, AskedNumbers, dumped, flat, loaded, unflattened
+from genrt.cluster.messages import (
+    LEAST_APART,
+    AskedNumbers,
+    dump_message,
+    load_message,
+    split_questions,
+    unflattened,
+)
 from genrt.cluster.opening import _visible, environments, gpus_of
 from genrt.cluster.worker import _fits
 from genrt.errors import EngineUnsupported
@@ -55,14 +62,14 @@ def _is_flat(request: Request) -> bool:
 
 def test_requests_come_out_equal_whatever_their_kind() -> None:
     pairs = list(enumerate(REQUESTS))
-    found = dict(unflattened(*loaded(dumped(flat(pairs)))))
+    found = dict(unflattened(*load_message(dump_message(split_questions(pairs)))))
     assert found == dict(pairs)
-    assert loaded(dumped(REQUESTS)) == REQUESTS
+    assert load_message(dump_message(REQUESTS)) == REQUESTS
     many = [*enumerate(REQUESTS * (LEAST_APART // 16))]
     arrays: list[Array] = []
-    data = dumped(flat(many), apart=arrays)
+    data = dump_message(split_questions(many), apart=arrays)
     assert len(arrays) == 2
-    assert unflattened(*loaded(data, None, [each for [each] in arrays])) == [
+    assert unflattened(*load_message(data, None, [each for [each] in arrays])) == [
         *[each for each in many if type(each[1]) is LogprobsRequest],
         *[each for each in many if isinstance(getattr(each[1], "wanted", None), DrawToken)],
         *[each for each in many if not _is_flat(each[1])],
@@ -75,9 +82,9 @@ def test_requests_come_out_equal_whatever_their_kind() -> None:
 def test_the_question_of_a_population_is_the_same_one_at_the_other_end() -> None:
     numbers, table = AskedNumbers(), dict[int, Any]()
     first = population()
-    one = loaded(dumped(first, numbers.of), table)
+    one = load_message(dump_message(first, numbers.of), table)
     goes_on = population(Origins((first.handle,), np.arange(3), first.contexts.lengths))
-    two = loaded(dumped(goes_on, numbers.of), table)
+    two = load_message(dump_message(goes_on, numbers.of), table)
     assert two.origins.handles == (one.handle,)
     assert two.handle is not one.handle
     assert [two.contexts.packed(n) for n in range(3)] == [
@@ -94,11 +101,11 @@ def test_what_was_loaded_is_gone_with_its_last_user() -> None:
     """Not only once the collector comes: its memory is wanted for the next message."""
     first = population()
     goes_on = population(Origins((first.handle,), np.arange(3), first.contexts.lengths))
-    data, table = dumped(goes_on, AskedNumbers().of), dict[int, Any]()
+    data, table = dump_message(goes_on, AskedNumbers().of), dict[int, Any]()
     gc.collect()
     gc.disable()
     try:
-        found = loaded(data, table)
+        found = load_message(data, table)
         tokens = weakref.ref(found.contexts.table)
         del found
         assert tokens() is None

@@ -20,7 +20,7 @@ import torch
 from genrt import loading
 from genrt.cluster import ranks as ranks_module
 from genrt.cluster.follower import Follower, progress_of
-from genrt.cluster.messages import AskedNumbers, Held, dumped, loaded
+from genrt.cluster.messages import AskedNumbers, RemotePopulations, dump_message, load_message
 from genrt.cluster.opening import gpus_of
 from genrt.cluster.ranks import RankedEngine, Ranks, are_launched, open_ranked
 from genrt.engines.protocol import EngineStatistics, Finished
@@ -126,13 +126,13 @@ class Here(Ranks):
             for n, engine in enumerate(engines)
         ]
         self._links = [(each, each, each) for each in range(len(engines))]  # type: ignore[misc]
-        self._every = [(each, Held()) for each in self.followers]
+        self._every = [(each, RemotePopulations()) for each in self.followers]
 
     def tell(self, *message: Any) -> None:
         gone = [self._numbers.gone.popleft() for _ in range(len(self._numbers.gone))]
         for each, held in self._every:
             for one in (("forget", gone), message) if gone else (message,):
-                each.take(*loaded(dumped(one, self._numbers.of, held=held), each.asked))
+                each.take(*load_message(dump_message(one, self._numbers.of, held=held), each.asked))
 
     def _answer(self, number: int, *_: Any) -> Any:
         return self.answers[number - 1].pop(0)

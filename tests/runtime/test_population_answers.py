@@ -24,10 +24,10 @@ from genrt.questions.rows import LogprobsRequest
 from genrt.questions.sequences import Origins, SequenceHandle
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.cache import RowCache
-from genrt.testing.simulated_model import is_right
 from genrt.tokens.rows import Leaving
 from genrt.tokens.sampling import BatchDraw, Draw
 from tests.scripted import ScriptedEngine, contexts_of, expected_row, logprobs
+from tests.simulation.engine import is_right
 
 A, B, C = logprobs(1), logprobs(2), logprobs(3)
 VOCAB_SIZE = ScriptedEngine.vocab_size
