@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 import genrt
 from genrt.cluster.arguments import ReplicaOptions, add_replica_arguments, replica_options
-from genrt.engines.adapters import least_lora_rank
 from genrt.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -192,6 +191,7 @@ def _run(given: dict[str, Any]) -> int:
     from genrt import models
     from genrt.cluster.opening import check_replicas
     from genrt.engines import check_choice
+    from genrt.engines.adapters import least_lora_rank
     from genrt.generation.jobs import Job
 
     replicas = replica_options(given)
