@@ -56,7 +56,7 @@ def regex(pattern: str, lm: AsyncLM) -> MaskedConstraint:
         InvalidConstraint: the pattern is not in the dialect or is too complex, or there is no end token.
     """
     lark = lark_of_regex(pattern)
-    return _Grammar(_Vocabulary.of(lm), lark, name_of_regex(pattern))
+    return _CompiledConstraint(_Vocabulary.of(lm), lark, name_of_regex(pattern))
 
 
 def json_schema(
@@ -77,8 +77,7 @@ def json_schema(
     Names that are not in ``properties`` may occur twice. A ``pattern`` is searched for in the
     string; where validators read it differently, only strings are drawn on which they agree.
 
-    Parts that no finite value satisfies are left out, so that masks lead only to beginnings of
-    valid texts.
+    Parts without a finite value are removed, so that masks lead only to prefixes of valid texts.
 
     A ``format`` is checked where it is known (date, time, date-time, duration, email, hostname, ipv4,
     ipv6, uuid, uri), and is an error where not. So is a keyword that looks misspelt, and one that
@@ -93,15 +92,17 @@ def json_schema(
     Args:
         whitespace: ``"spaced"``, one space after each comma and colon, as Python's ``json.dumps`` and
             most models write; ``"compact"``, none at all; ``"flexible"``, any between the parts, which
-            makes the texts of even one value infinitely many. There is none around the whole.
+            makes the texts of even one value infinitely many. No white space surrounds the whole.
             ``whitespace_flexible``, ``item_separator`` and ``key_separator``, in the schema under
             ``"x-guidance"``, go before it.
 
     Raises:
-        InvalidConstraint: the schema is not one, says more than can be compiled, allows nothing at all,
+        InvalidConstraint: the schema is not one, says more than can be compiled, allows no value,
             or is too large or too complex; or there is no end token.
     """
-    return _Grammar(_Vocabulary.of(lm), lark_of_schema(schema, whitespace), "JSON schema")
+    return _CompiledConstraint(
+        _Vocabulary.of(lm), lark_of_schema(schema, whitespace), "JSON schema"
+    )
 
 
 def grammar(
@@ -115,27 +116,27 @@ def grammar(
     common.NUMBER``, ``%ignore``, inline ``%json {schema}`` as in ``json_schema``. There are no
     priorities, templates or look-around. **A terminal takes the longest match**, and what could
     have matched less is not tried again: ``A "a"`` with ``A: /a+/`` derives no text at all, and
-    ``("a" | "ab") "b"`` only ``abb``. That is fast, and right for grammars over words, as those of
+    ``("a" | "ab") "b"`` only ``abb``. That is fast, and right for grammars over words, as in
     programming languages are. Names of special tokens, and the rule options ``stop``,
-    ``max_tokens`` and ``temperature``, are refused, since what they say is not about the text.
+    ``max_tokens`` and ``temperature``, are refused, because they do not describe the text.
 
     ``"ebnf"`` is that of GBNF: ``root ::= item ("," item)*``, literals, classes ``[a-z]`` and ``[^\n]``,
     ``.`` for any character, ``? * + {2} {2,} {2,5}``, groups, ``#`` comments. It has no terminals: every
     text that can be derived is in the set, character by character, and masks cost more.
 
-    Alternatives of an EBNF that derive no finite text (``a ::= "x" a``) are left out, and a grammar
-    without others is refused. Those of Lark are not looked for: masks may lead into them. A grammar
+    Alternatives of an EBNF that derive no finite text (``a ::= "x" a``) are removed, and a grammar
+    without others is refused. In Lark they stay, and masks may lead into them. A grammar
     that is nested through more than 1,000 rules, each in the one before, or has more than 200,000
     parts, is refused.
 
     Raises:
-        InvalidConstraint: the grammar does not compile, asks for what is refused, derives nothing, or is
+        InvalidConstraint: the grammar does not compile, has refused options, derives no text, or is
             too large or too complex; or there is no end token.
     """
     lark = lark_of_grammar(text, syntax)
     vocabulary = _Vocabulary.of(lm)
     try:
-        return _Grammar(vocabulary, lark, "grammar")
+        return _CompiledConstraint(vocabulary, lark, "grammar")
     except InvalidConstraint as error:
         raise InvalidConstraint(f"{error}{syntax_advice(text, syntax)}") from error
 
@@ -192,9 +193,9 @@ class _Vocabulary:
                 state.words = row.copy()
 
     def _compute(self, matchers: Sequence[Any], words: Words) -> bool:
-        """Have matchers compute their masks: one after the other, and in parallel what is left after
-        ``QUICK`` seconds; return whether all took less. Most masks take some microseconds, and to wake
-        threads takes longer."""
+        """Compute the masks of matchers one after the other, and after ``QUICK`` seconds the others in
+        parallel. Return whether all took less. Most masks take some microseconds, less than waking
+        threads."""
         count, size = words.shape
         first, until = words.ctypes.data, time.perf_counter() + QUICK
         for number, matcher in enumerate(matchers):
@@ -210,7 +211,7 @@ class _Vocabulary:
 _vocabularies: weakref.WeakKeyDictionary[AsyncLM, _Vocabulary] = weakref.WeakKeyDictionary()
 
 
-class _Grammar:
+class _CompiledConstraint:
     """A constraint that llguidance runs, from a grammar in its Lark dialect."""
 
     def __init__(self, vocabulary: _Vocabulary, lark: str, name: str) -> None:
@@ -228,7 +229,7 @@ class _Grammar:
         return self._start
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Grammar, self._made_of
+        return _CompiledConstraint, self._made_of
 
     def __repr__(self) -> str:
         return f"<constraint: {self._rules.name}>"
@@ -240,19 +241,19 @@ class _Rules:
     Attributes:
         matcher: at the start, never used but to be copied.
         name: the constraint's, for messages.
-        states: those that somebody holds, and some that are gone, by the bytes of their texts, which
-            alone decide what may follow, whatever tokens spell them; used under the vocabulary's lock.
+        states: weak references to states, by the bytes of their texts. The bytes decide the next tokens,
+            however tokens spell them. Used under the vocabulary's lock.
     """
 
     def __init__(self, vocabulary: _Vocabulary, matcher: Any, name: str) -> None:
         self.vocabulary, self.matcher, self.name = vocabulary, matcher, name
         self.vocab_size = len(vocabulary.tokens)
         self.states: dict[bytes, weakref.ref[GrammarState]] = {}
-        self._most = 1024  # so many are looked through for those that are gone
+        self._most = 1024  # the size at which dead references are removed
 
     def keep(self, data: bytes, state: GrammarState) -> GrammarState:
         """Return a state, which is found by its bytes from now on."""
-        # No WeakValueDictionary: what it does at each state's end costs more than a look at all of them.
+        # No WeakValueDictionary: its work at each state's end costs more than a scan of all states.
         if len(self.states) >= self._most:
             self.states = {data: held for data, held in self.states.items() if held() is not None}
             self._most = 1024 + 2 * len(self.states)
@@ -289,7 +290,7 @@ class GrammarState(PackedState):
         if len(walk.tokens) > length:
             tokens = walk.tokens[:length]
             matcher = walk.matcher.deep_copy()
-            # A matcher that met a dead end or a limit takes nothing back.
+            # After a dead end or a limit a matcher cannot roll back.
             if not matcher.rollback(len(walk.tokens) - length):
                 matcher = self._rules.matcher.deep_copy()
                 matcher.consume_tokens(tokens)
@@ -346,7 +347,7 @@ def strings(texts: Iterable[str], lm: AsyncLM) -> MaskedConstraint:
     encoded = sorted({_utf8(text) for text in texts})
     if not encoded:
         raise InvalidConstraint("there are no texts: give at least one, '' for the empty text")
-    return _Strings(encoded, tokens_of(lm))
+    return _TextList(encoded, tokens_of(lm))
 
 
 def _utf8(text: str) -> bytes:
@@ -360,7 +361,7 @@ def _utf8(text: str) -> bytes:
         ) from error
 
 
-class _Strings:
+class _TextList:
     """The constraint: sorted texts, so that texts with a common prefix are neighbors.
 
     A state is a range of texts and the length of the prefix that they share.
@@ -378,7 +379,7 @@ class _Strings:
         return self.state(0, len(self.texts), 0)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Strings, (self.texts, self.tokens)
+        return _TextList, (self.texts, self.tokens)
 
     def __repr__(self) -> str:
         shown = ", ".join(repr(text.decode()) for text in self.texts[:3])
@@ -398,7 +399,7 @@ class _StringState(PackedState):
 
     __slots__ = ("_end", "_first", "_length", "_of")
 
-    def __init__(self, of: _Strings, first: int, end: int, length: int) -> None:
+    def __init__(self, of: _TextList, first: int, end: int, length: int) -> None:
         super().__init__(len(of.tokens))
         self._of = of
         self._first = first

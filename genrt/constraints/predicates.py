@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from genrt.constraints.protocols import Constraint, PackedState, check_count, tokens_of
+from genrt.constraints.protocols import Constraint, PackedState, check_positive, tokens_of
 from genrt.errors import InvalidConstraint, InvalidRequest
 from genrt.numbers import displayed
 from genrt.runtime.together import Asked
@@ -45,7 +45,7 @@ def predicate(
         raise InvalidConstraint(
             f"the predicate is {displayed(function)}: give a function of a Text"
         )
-    check_count("max_concurrent", max_concurrent)
+    check_positive("max_concurrent", max_concurrent)
     if name is not None and not isinstance(name, str):
         raise InvalidConstraint(f"the predicate's name is {displayed(name)}: give it as str")
     name = name or str(getattr(function, "__qualname__", None) or repr(function))

@@ -21,7 +21,7 @@ from genrt.constraints.protocols import (
     MaskedConstraint,
     PackedState,
     State,
-    check_count,
+    check_positive,
     checked_constraint,
     is_checked,
     tokens_of,
@@ -310,7 +310,7 @@ def potential(
         InvalidConstraint: not a constraint, ``cache_size`` is under 1, or ``lm`` is needed.
     """
     checked_constraint(constraint)
-    check_count("cache_size", cache_size)
+    check_positive("cache_size", cache_size)
     tokens = getattr(constraint, "tokens", None) if lm is None else tokens_of(lm)
     start = constraint.start()
     if not is_checked(start):

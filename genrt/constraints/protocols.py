@@ -119,7 +119,7 @@ def checked_constraint(constraint: Constraint) -> Constraint:
     return constraint
 
 
-def check_count(name: str, value: object) -> None:
+def check_positive(name: str, value: object) -> None:
     """Raise InvalidConstraint unless an argument is an integer of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InvalidConstraint(f"{name} is {displayed(value)}: give an integer of at least 1")

@@ -49,7 +49,7 @@ def checked_lark(lark: str, rules_of: Callable[[Any, str], list[str]]) -> str:
     A text that is not Lark comes back as it is: llguidance's message says best where it is wrong.
 
     Args:
-        rules_of: makes the lines of the rules of a schema, the first of which defines the rule of a name.
+        rules_of: makes the rules of a schema, as lines. The first line defines the named rule.
 
     Raises:
         InvalidConstraint: it names special tokens, is nested too deeply or too large, or has a regular
@@ -64,9 +64,9 @@ def checked_lark(lark: str, rules_of: Callable[[Any, str], list[str]]) -> str:
         )
     for before, token in pairwise(tokens):
         _refuse_what_is_no_text(before, token)
-    named = _named(tokens)
+    named = _names_by_rule(tokens)
     for start in ("start", *named):
-        check_depth(start, lambda name: named.get(name, ()), "grammar")
+        check_rule_depth(start, lambda name: named.get(name, ()), "grammar")
     prefix = "json"
     while any(name.lower().startswith(prefix) for name in named):
         prefix += "x"
@@ -75,7 +75,7 @@ def checked_lark(lark: str, rules_of: Callable[[Any, str], list[str]]) -> str:
     position = 0
     for token in tokens:
         if token.kind == "regex":
-            part = _regex(token.text)
+            part = _checked_regex(token.text)
         elif token.text == "%json":
             part = f"{prefix}{len(lines)}"
             lines.append(rules_of(token.value, part))
@@ -89,7 +89,7 @@ def checked_lark(lark: str, rules_of: Callable[[Any, str], list[str]]) -> str:
 
 
 def _tokens(lark: str) -> list[_Token] | None:
-    """Return the tokens of a text, without spaces and comments; ``None`` where none fits."""
+    """Return the tokens of a text, without spaces and comments, or ``None`` if a place fits no token."""
     decoder, position, found = json.JSONDecoder(), 0, [_Token("newline", "", 0, 0)]
     while position < len(lark):
         match = _LARK_PARTS.match(lark, position)
@@ -126,7 +126,7 @@ def _refuse_what_is_no_text(before: _Token, token: _Token) -> None:
         )
 
 
-def _named(tokens: Iterable[_Token]) -> dict[str, list[str]]:
+def _names_by_rule(tokens: Iterable[_Token]) -> dict[str, list[str]]:
     """Return the rules and terminals that each rule or terminal names, by its own name."""
     found: dict[str, list[str]] = {}
     own: list[str] = []
@@ -142,7 +142,7 @@ def _named(tokens: Iterable[_Token]) -> dict[str, list[str]]:
     return found
 
 
-def _regex(source: str) -> str:
+def _checked_regex(source: str) -> str:
     text, _, flags = source[1:].rpartition("/")
     for letter in flags:
         if letter not in "isx":
@@ -154,7 +154,7 @@ def _regex(source: str) -> str:
     return f"/{regex_text(parsed(prefix + text, name))}/"
 
 
-def check_depth(start: str, named: Callable[[str], Iterable[str]], what: str) -> None:
+def check_rule_depth(start: str, named: Callable[[str], Iterable[str]], what: str) -> None:
     """Raise InvalidConstraint if a rule leads to another through too many rules, each in the one before.
 
     The search is depth first, as llguidance compiles: by recursion, on a stack that can overflow.
@@ -208,38 +208,38 @@ def lark_of_ebnf(text: str) -> str:
         match = _EBNF_PARTS.match(text, position)
         kind = None if match is None else match.lastgroup
         if match is None or (body is None and kind not in ("space", "rule")):
-            raise _error(text, position, f"{text[position]!r} is not expected here")
+            raise _syntax_error(text, position, f"{text[position]!r} is not expected here")
         part = match[kind] if kind else ""
         if kind == "rule":
             if depth:
-                raise _error(text, position, "a group is not closed before this rule")
+                raise _syntax_error(text, position, "a group is not closed before this rule")
             if part in rules:
-                raise _error(text, position, f"there is a second rule {part!r}")
+                raise _syntax_error(text, position, f"there is a second rule {part!r}")
             body = rules[part] = []
         elif body is not None and kind != "space":
             depth += (part == "(") - (part == ")") if kind == "sign" else 0
             if depth > _MOST_GROUPS:
-                raise _error(text, position, "groups are too deeply nested")
+                raise _syntax_error(text, position, "groups are too deeply nested")
             if depth < 0:
-                raise _error(text, position, "nothing is open that ')' could close")
+                raise _syntax_error(text, position, "nothing is open that ')' could close")
             if kind == "times" and (not body or body[-1] in "(|" or body[-1][-1] in "?*+}"):
-                raise _error(text, position, f"there is nothing that {part!r} could repeat")
+                raise _syntax_error(text, position, f"there is nothing that {part!r} could repeat")
             if kind == "name":
                 used.setdefault(part, position)
             body.append(_lark(match))
         position = match.end()
     if depth:
-        raise _error(text, len(text), "a group is not closed")
+        raise _syntax_error(text, len(text), "a group is not closed")
     for name, place in used.items():
         if name not in rules:
-            raise _error(text, place, f"there is no rule {name!r}")
+            raise _syntax_error(text, place, f"there is no rule {name!r}")
     if "root" not in rules:
         raise InvalidConstraint(
             "the EBNF grammar has no rule 'root', which it starts from: write root ::= …"
         )
     bodies = {_rule_name(name): body for name, body in rules.items()}
     named = {name: [part for part in body if part in bodies] for name, body in bodies.items()}
-    check_depth(_rule_name("root"), named.__getitem__, "EBNF grammar")
+    check_rule_depth(_rule_name("root"), named.__getitem__, "EBNF grammar")
     alive = _alive(bodies)
     if _rule_name("root") not in alive:
         dead = [repr(name) for name in rules if _rule_name(name) not in alive]
@@ -254,7 +254,7 @@ def lark_of_ebnf(text: str) -> str:
 
 
 def _alive(rules: dict[str, list[str]]) -> set[str]:
-    """Return the rules that derive a finite text. A mask would lead from others to a prefix of nothing.
+    """Return the rules that derive a finite text. Masks would lead from other rules to dead ends.
 
     Cf. Hopcroft, Motwani and Ullman, Introduction to Automata Theory, Languages, and Computation, 7.1.
     """
@@ -271,7 +271,7 @@ def _alive(rules: dict[str, list[str]]) -> set[str]:
 def _kept(body: list[str], alive: Collection[str], at: int = 0) -> tuple[str | None, int]:
     """Return the alternatives from a place to the end of their group, and where that is.
 
-    Those that need a rule that is not alive are left out; ``None`` if none remains.
+    Alternatives that need a dead rule are removed. The text is ``None`` if all are removed.
     """
     options: list[list[str] | None] = [[]]
     while at < len(body) and body[at] != ")":
@@ -324,10 +324,10 @@ def _class(match: re.Match[str]) -> str:
         high = _character(letters, "high") if letters["high"] else low
         if low > high:
             problem = f"the range {low}-{high} is empty: turn it round"
-            raise _error(match.string, match.start(), problem)
+            raise _syntax_error(match.string, match.start(), problem)
         ranges.append((low, high))
     if not ranges:
-        raise _error(match.string, match.start(), "the class is empty")
+        raise _syntax_error(match.string, match.start(), "the class is empty")
     if opening == "[^" and _is_all(ranges):
         return _DEAD
     inside = "".join(f"{character_code(low)}-{character_code(high)}" for low, high in ranges)
@@ -351,10 +351,10 @@ def _character(match: re.Match[str], group: str | int = 0) -> str:
     if digits:
         code = int(digits, 16)
         if code > 0x10FFFF or 0xD800 <= code < 0xE000:
-            raise _error(match.string, match.start(group), f"{written} is no character")
+            raise _syntax_error(match.string, match.start(group), f"{written} is no character")
         return chr(code)
     if kind and kind not in _ESCAPES:
-        raise _error(match.string, match.start(group), f"the escape {written} is not known")
+        raise _syntax_error(match.string, match.start(group), f"the escape {written} is not known")
     return _ESCAPES[kind] if kind else written
 
 
@@ -365,7 +365,7 @@ def _rule_name(name: str) -> str:
     )
 
 
-def _error(text: str, position: int, problem: str) -> InvalidConstraint:
+def _syntax_error(text: str, position: int, problem: str) -> InvalidConstraint:
     line = text.count("\n", 0, position) + 1
     column = position - (text.rfind("\n", 0, position) + 1) + 1
     return InvalidConstraint(

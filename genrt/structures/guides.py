@@ -48,7 +48,7 @@ _FIRST_RULE = {
 
 
 def name_of_regex(pattern: str) -> str:
-    """Return what messages call a regular expression."""
+    """Return the name of a regular expression in messages."""
     return f"regular expression {pattern[:60]!r}{'…' if len(pattern) > 60 else ''}"
 
 
@@ -71,7 +71,7 @@ def lark_of_regex(pattern: str) -> str:
 
 
 def lark_of_choice(texts: Sequence[str]) -> str:
-    """Return the grammar of exactly these texts, of which there is one at least.
+    """Return the grammar of exactly these texts, at least one.
 
     Raises:
         InvalidConstraint: one holds a lone surrogate.
@@ -83,7 +83,7 @@ def lark_of_choice(texts: Sequence[str]) -> str:
 def lark_of_schema(schema: object, whitespace: Whitespace, *, closed: bool = False) -> str:
     """Return the grammar of the JSON texts of the values that are valid under a schema.
 
-    With ``closed``, objects have no other properties than those named, where no schema speaks of others.
+    With ``closed``, objects have only named properties, unless a schema describes other properties.
 
     Raises:
         InvalidConstraint: the schema is not one, or says more than can be compiled; or no such
@@ -97,7 +97,7 @@ def lark_of_schema(schema: object, whitespace: Whitespace, *, closed: bool = Fal
 
 
 def compact_schema(text: str) -> str:
-    """Return the JSON text of a schema whose texts have no white space between their parts."""
+    """Return a schema, as a JSON text, with the option that forbids white space between parts."""
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError):
@@ -114,8 +114,7 @@ def texts_of_choice(text: str) -> tuple[str, ...]:
 
 
 def syntax_of(grammar: str) -> Syntax:
-    """Return the syntax in which a grammar is written: EBNF if one of its lines has ``::=``, as vLLM
-    tells them apart."""
+    """Return the syntax of a grammar: EBNF if a line has ``::=``, else Lark, as in vLLM."""
     lines = (re.sub(r"(#|//).*$", "", line) for line in grammar.split("\n"))
     return "ebnf" if any("::=" in line for line in lines) else "lark"
 
@@ -124,7 +123,7 @@ def lark_of_grammar(text: str, syntax: Syntax) -> str:
     """Return a grammar for llguidance.
 
     Raises:
-        InvalidConstraint: it does not parse, an EBNF derives nothing, or is too large; or no such syntax.
+        InvalidConstraint: it does not parse, an EBNF derives no text, it is too large, or no such syntax.
     """
     if not isinstance(text, str):
         raise InvalidConstraint(f"the grammar is {displayed(text)}: give its text as str")
@@ -140,7 +139,7 @@ def lark_of_grammar(text: str, syntax: Syntax) -> str:
 
 
 def syntax_advice(text: str, syntax: Syntax) -> str:
-    """Return what to add to the error of a grammar that looks as if it were in the other syntax."""
+    """Return advice for the error of a grammar that seems to be in the other syntax."""
     other = "lark" if syntax == "ebnf" else "ebnf"
     if not _FIRST_RULE[other].search(text) or _FIRST_RULE[syntax].search(text):
         return ""
@@ -194,9 +193,9 @@ class _Tags:
         return "\n".join([f"start: {start}", *self._lines])
 
     def _form(self, form: Any, *, is_last: bool = False) -> str:
-        """Return a part of a rule; ``is_last``: nothing comes after it."""
+        """Return a part of a rule; ``is_last``: the text ends after it."""
         made: dict[str, Callable[[], str]] = {
-            "const_string": lambda: _literal(form["value"]),
+            "const_string": lambda: _text_terminal(form["value"]),
             "json_schema": lambda: self._schema(form),
             "regex": lambda: f"/{regex_text(parsed(form['pattern'], 'structural tag'))}/",
             "sequence": lambda: self._sequence(form["elements"], is_last),
@@ -207,7 +206,9 @@ class _Tags:
             "optional": lambda: f"({self._form(form['content'])})?",
             "plus": lambda: f"({self._form(form['content'])})+",
             "star": lambda: f"({self._form(form['content'])})*",
-            "repeat": lambda: f"({self._form(form['content'])}){_times(form['min'], form['max'])}",
+            "repeat": lambda: (
+                f"({self._form(form['content'])}){_repetition(form['min'], form['max'])}"
+            ),
             "tags_with_separator": lambda: self._separated(form),
             "triggered_tags": lambda: self._triggered(form, is_last),
             "any_text": lambda: self._any_text(form, is_last),
@@ -258,7 +259,7 @@ class _Tags:
     def _text(self, excluded: Any) -> str:
         """Return the terminal of any text without some texts."""
         name = f"G{len(self._lines)}"
-        found = "|".join(regex_text(parsed(_escaped(each), "text")) for each in excluded)
+        found = "|".join(regex_text(parsed(_codes(each), "text")) for each in excluded)
         body = f"{_ANY} & ~/(?s:.*)(?:{found})(?s:.*)/" if excluded else _ANY
         self._lines.append(f"{name}: {body}")
         return name
@@ -267,7 +268,7 @@ class _Tags:
         """Return a tag, without the trigger with which it begins."""
         content, ends = tag["content"], tag["end"]
         ends = [ends] if isinstance(ends, str) else ends
-        begin = _literal(tag["begin"][len(trigger) :])
+        begin = _text_terminal(tag["begin"][len(trigger) :])
         if content["type"] == "any_text":
             options = []
             for end in ends:
@@ -277,15 +278,17 @@ class _Tags:
                     )
                 text = self._text(content.get("excludes", ()))
                 name = f"g{len(self._lines)}"
-                self._lines.append(f"{name}[lazy]: {text} {_literal(end)}")
+                self._lines.append(f"{name}[lazy]: {text} {_text_terminal(end)}")
                 options.append(f"{begin} {name}")
             return self._rule(*options)
         inside = self._form(content)
-        return self._rule(*(f"{begin} {inside} {_literal(end)}" for end in ends))
+        return self._rule(*(f"{begin} {inside} {_text_terminal(end)}" for end in ends))
 
     def _separated(self, form: Any) -> str:
         tag = self._rule(*(self._tag(each, "") for each in form["tags"]))
-        more = "" if form.get("stop_after_first") else f" ({_literal(form['separator'])} {tag})*"
+        more = (
+            "" if form.get("stop_after_first") else f" ({_text_terminal(form['separator'])} {tag})*"
+        )
         return self._rule(f"{tag}{more}", *([] if form.get("at_least_one") else ['""']))
 
     def _triggered(self, form: Any, is_last: bool) -> str:
@@ -304,7 +307,7 @@ class _Tags:
                     f"the structural tag {tag['begin']!r} begins with none of the triggers"
                 )
             name = f"g{len(self._lines)}"
-            self._lines.append(f"{name}[lazy]: {text} {_literal(trigger)}")
+            self._lines.append(f"{name}[lazy]: {text} {_text_terminal(trigger)}")
             later.append(f"{name} {self._tag(tag, trigger)}")
             first.append(self._tag(tag, ""))
         some = self._rule(*later)
@@ -315,16 +318,16 @@ class _Tags:
         return self._rule(f"{some}* {end}") if end else self._rule(some, text)
 
 
-def _times(low: int, high: int) -> str:
+def _repetition(low: int, high: int) -> str:
     return f"{{{low},{'' if high < 0 else high}}}"
 
 
-def _escaped(text: str) -> str:
+def _codes(text: str) -> str:
     return "".join(map(character_code, text))
 
 
-def _literal(text: str) -> str:
-    return f"/{_escaped(text)}/" if text else '""'
+def _text_terminal(text: str) -> str:
+    return f"/{_codes(text)}/" if text else '""'
 
 
 Structure: TypeAlias = tuple[str, str | tuple[str, ...]]
@@ -332,7 +335,7 @@ Structure: TypeAlias = tuple[str, str | tuple[str, ...]]
 from vLLM's front ends also ``structural_tag`` (a JSON text)."""
 
 MOST_KEPT = 64
-"""How many structures stay compiled, the last ones that were asked for."""
+"""The number of structures that stay compiled, the most recently used."""
 
 
 class Guides:
@@ -343,7 +346,7 @@ class Guides:
         self._vocab_size = vocab_size
         self._larks: LRUCache[Structure, str] = LRUCache(MOST_KEPT)
         self._lock = threading.Lock()  # of ``_larks``
-        self._compiling = threading.Lock()  # of what follows
+        self._compiling = threading.Lock()  # of the next two
         self._starts: LRUCache[Structure, Any] = LRUCache(MOST_KEPT)
         self._vocabulary: Any = None
 
@@ -369,7 +372,7 @@ class Guides:
         """Return the guide of a new text, which any of the tokens ``ends`` and the end token end.
 
         Raises:
-            InvalidRequest: as ``check``; or the vocabulary's bytes cannot be told.
+            InvalidRequest: as ``check``; or the vocabulary's bytes are not known.
         """
         with self._compiling:
             start = self._starts.get(structure)

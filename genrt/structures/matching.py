@@ -36,7 +36,7 @@ class Tokens:
 
     @staticmethod
     def read(tokenizer: Any, byte_vocab: Iterable[bytes]) -> Tokens:
-        """Return the tokens of a tokenizer, whose bytes are known.
+        """Return the tokens of a tokenizer, with their bytes.
 
         Raises:
             InvalidConstraint: it names no end token.
@@ -70,7 +70,7 @@ class Tokens:
 
     @cached_property
     def texts(self) -> list[bytes | None]:
-        """The bytes that each token adds to a text; ``None`` for one that stands for no text."""
+        """The bytes that each token adds to a text, or no bytes object for tokens without text."""
         texts = [token if self.is_open(i) else None for i, token in enumerate(self.byte_vocab)]
         return [*texts[: self.eos_token_id], None, *texts[self.eos_token_id + 1 :]]
 
@@ -121,7 +121,7 @@ def set_bits(words: Words, token_ids: Iterable[int], allowed: bool) -> None:
 
 
 def unpacked(words: Words, vocab_size: int) -> Tensor:
-    """Unpack words ``[..., n]`` into bool ``[..., vocab_size]``, in memory of its own."""
+    """Unpack words ``[..., n]`` into a new tensor, bool ``[..., vocab_size]``."""
     bits = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little")
     return torch.from_numpy(np.ascontiguousarray(bits[..., :vocab_size]).view(np.bool_))
 
@@ -167,7 +167,7 @@ class _Tokenizer:
         self.special_token_ids = sorted(tokens.special)
 
     def __call__(self, text: str | bytes) -> list[int]:
-        # Asked only for the tokens of forced text, which no_forcing turns off: masks would then
+        # llguidance calls this only to force text. no_forcing turns that off, because masks would then
         # admit one tokenization alone.
         return []
 
@@ -176,19 +176,19 @@ def new_matcher(tokenizer: Any, lark: str) -> Any:
     """Return a matcher at the start of a grammar; one that does not compile is in an error state."""
     from llguidance import LLMatcher, LLParserLimits
 
-    # The last options win, so they come after the text, whose lines so keep their numbers.
+    # The last options win. They come after the text, so that line numbers in messages stay right.
     grammar = LLMatcher.grammar_from_lark(f'{lark}\n%llguidance {{"no_forcing": true}}')
     return LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**_LIMITS))
 
 
 def byte_matcher(lark: str) -> Any:
     """Return a matcher over bytes: token 0 is the end token, and ``1 + byte`` a byte."""
-    return new_matcher(_bytes(), lark)
+    return new_matcher(_byte_tokenizer(), lark)
 
 
 def matches_nothing(lark: str) -> bool:
-    """Tell whether no text begins as the grammar wants: for a grammar of one terminal, whether that
-    matches nothing at all. False for a grammar that does not compile."""
+    """Return whether a grammar has no first token. For a single terminal: whether it has no match.
+    False for a grammar that does not compile."""
     matcher = byte_matcher(lark)
     return not matcher.is_error() and _is_dead(matcher)
 
@@ -225,7 +225,7 @@ def check_begins(lark: str) -> None:
 
 
 @cache
-def _bytes() -> Any:
+def _byte_tokenizer() -> Any:
     byte_vocab = (b"<end>", *(bytes([i]) for i in range(256)))
     return new_tokenizer(Tokens(byte_vocab, 0, frozenset({0})))
 

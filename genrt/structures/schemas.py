@@ -1,7 +1,7 @@
-"""What JSON schemas allow: read and checked, then as facts for each type of value.
+"""JSON schemas: read and checked, then turned into facts for each type of value.
 
-Drafts 4 to 2020-12 are read together. Older keywords keep the meaning of their draft, whatever
-``$schema`` says: ``items`` as a list, ``additionalItems``, ``dependencies``, ``exclusiveMinimum: true``.
+Drafts 4 to 2020-12 are read together. Older keywords keep the meaning of their draft under any
+``$schema``: ``items`` as a list, ``additionalItems``, ``dependencies``, ``exclusiveMinimum: true``.
 A ``$ref`` replaces the keywords beside it only in a schema of draft 7 or older.
 
 Rules:
@@ -189,13 +189,13 @@ def undone(what: str) -> InvalidConstraint:
 
 
 def object_of(schema: object) -> Schema:
-    """Return a schema as an object of its own, read from its JSON text.
+    """Return a schema as a new object, read from its JSON text.
 
     Args:
         schema: a mapping, a JSON text, a bool, or a pydantic model's class.
 
     Raises:
-        InvalidConstraint: it is none of these, or false, or has no JSON form.
+        InvalidConstraint: it is another kind of object, is false, or has no JSON form.
     """
     wrong = (
         f"the JSON schema is {displayed(schema)}: give a dict, a JSON text, a pydantic model or True for "
@@ -217,7 +217,7 @@ def object_of(schema: object) -> Schema:
     except (TypeError, ValueError) as error:
         raise InvalidConstraint(f"the JSON schema has no JSON form: {error}") from error
     try:
-        rules = json.loads(text, parse_constant=_refuse_constant)
+        rules = json.loads(text, parse_constant=_refuse_nan)
     except (ValueError, RecursionError) as error:
         raise InvalidConstraint(f"the JSON schema is not a JSON text: {error}") from error
     if rules is True:
@@ -229,7 +229,7 @@ def object_of(schema: object) -> Schema:
     return rules
 
 
-def _refuse_constant(name: str) -> None:
+def _refuse_nan(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
@@ -265,7 +265,7 @@ class Document:
             if self._ref_is_alone and "$ref" in schema:
                 for key in [key for key in schema if key not in ("$ref", *_DEFINITIONS)]:
                     del schema[key]
-            _check(schema)
+            _check_keywords(schema)
             if not (self._ref_is_alone and "$ref" in schema):
                 identity = schema.get("id" if self._is_first else "$id", "")
                 if isinstance(identity, str) and identity:
@@ -325,7 +325,7 @@ def _inside(schema: Schema) -> Iterator[Any]:
             yield schema[key]
 
 
-def _check(schema: Schema) -> None:
+def _check_keywords(schema: Schema) -> None:
     """Raise InvalidConstraint for a keyword that is unknown, used wrongly, or too large."""
     for key, value in schema.items():
         if key not in _KNOWN:
@@ -418,14 +418,14 @@ def fraction_of(value: int | float) -> Fraction:
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """The numbers within bounds, of a kind, and among those listed.
+    """The numbers of a kind within bounds, perhaps from a list.
 
     Attributes:
-        is_integer: whether all are integers; ``False``: none is; ``None``: both.
-        low, high: the bounds, each with whether it is itself left out; ``None`` without a bound.
-        multiple: of which all are multiples.
-        listed: the texts of the only numbers; ``None``: all.
-        unlisted: numbers that are left out.
+        is_integer: ``True``: only integers; ``False``: no integers; else both.
+        low, high: the bounds, each with whether it is exclusive.
+        multiple: the numbers are multiples of this number.
+        listed: the texts of the only numbers.
+        unlisted: excluded numbers.
     """
 
     is_integer: bool | None = None
@@ -436,7 +436,7 @@ class Numbers:
     unlisted: frozenset[Fraction] = frozenset()
 
     def __and__(self, other: Numbers) -> Numbers | None:
-        """Return the numbers of both; ``None`` if there are none, as far as is seen."""
+        """Return the intersection, or ``None`` if it is visibly empty."""
         if None not in (self.is_integer, other.is_integer) and self.is_integer != other.is_integer:
             return None
         lows = [each for each in (self.low, other.low) if each]
@@ -477,7 +477,7 @@ class Numbers:
         return [text for text in self.listed or () if self.has(Fraction(text))]
 
     def finite(self) -> list[str] | None:
-        """Return the texts of all numbers if they are few, each once; else ``None``."""
+        """Return the texts of all numbers, each once, if they are few."""
         if self.listed is not None:
             by_value = {Fraction(text): text for text in reversed(self.kept())}
             return list(reversed(by_value.values()))
@@ -532,7 +532,7 @@ class Numbers:
                 parts.append(Raw(_at_least(*low)))
             if high is not None:
                 parts.append(Raw(_at_most(*high)))
-            # A reader of floats rounds more digits to what the bound, or an integer, leaves out.
+            # A reader of floats would round more digits to an excluded bound or integer.
             if self.is_integer is False or any(each and each[1] for each in (low, high)):
                 parts.append(Raw("(?:[0-9]*|[0-9.]{1,16})"))
             nodes.append(Both(tuple(_signed(part, sign) for part in parts)))
@@ -623,7 +623,7 @@ def _decimal(number: Fraction) -> str:
 
 
 def _at_least(bound: Fraction, strict: bool) -> str:
-    """Return the decimals from a bound on, which is not negative; or those above it."""
+    """Return the decimals at or above a bound from 0 on; ``strict``: above it."""
     whole, _, part = _decimal(bound).partition(".")
     greater = [f"[1-9][0-9]{{{len(whole)},}}"]
     greater += [
@@ -642,7 +642,7 @@ def _at_least(bound: Fraction, strict: bool) -> str:
 
 
 def _at_most(bound: Fraction, strict: bool) -> str:
-    """Return the decimals up to a bound, which is not negative; or those below it."""
+    """Return the decimals at or below a bound from 0 on; ``strict``: below it."""
     whole, _, part = _decimal(bound).partition(".")
     less = [f"[1-9][0-9]{{0,{len(whole) - 2}}}"] if len(whole) > 1 else []
     less += ["0"] if whole != "0" else []
@@ -675,11 +675,11 @@ Claim: TypeAlias = tuple[int, bool]
 """The number of a schema, and whether it holds."""
 
 Place: TypeAlias = frozenset[Claim]
-"""What is said of one value."""
+"""The claims about one value."""
 
 ANYTHING: Place = frozenset()
 NOTHING: Place = frozenset({(-1, True)})
-"""The claim that no value meets."""
+"""A claim that no value meets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -720,7 +720,7 @@ class Arrays:
     """Arrays of some length.
 
     Attributes:
-        items: of each schema that speaks of items, those of the first places, and of all others.
+        items: by schema, the places of the first items, and the place of all other items.
         contained: places, from which item on, and how many times at least and at most one comes.
     """
 
@@ -742,7 +742,7 @@ class Arrays:
         return None if found.high is not None and found.low > found.high else found
 
     def place(self, index: int) -> Place:
-        """Return what is said of an item."""
+        """Return the place of an item."""
         parts = (first[index] if index < len(first) else rest for first, rest in self.items)
         return ANYTHING.union(*parts)
 
@@ -766,7 +766,7 @@ class Objects:
     """Objects of some properties.
 
     Attributes:
-        names: of each schema that speaks of properties, what it says.
+        names: by schema, the places of properties.
         allowed: places that the names have to meet, as strings.
     """
 
@@ -816,7 +816,7 @@ class Claims:
         self._made: dict[str, Schema] = {}  # by their texts
 
     def place(self, schema: Any, holds: bool = True) -> Place:
-        """Return the place of which a schema holds, or does not."""
+        """Return the place where a schema holds, or does not."""
         if isinstance(schema, bool):
             return ANYTHING if schema == holds else NOTHING
         number = self._numbers.get(id(schema))
@@ -850,7 +850,7 @@ class Claims:
             if not claim[1]:
                 raise undone("a 'not' around a schema that refers to itself")
             self._loops += 1
-            return []  # a schema that needs itself has no value of its own
+            return []  # a schema that needs itself adds no value
         loops = self._loops
         self._open.add(key)
         try:
@@ -890,7 +890,7 @@ class Claims:
         return False
 
     def of_name(self, objects: Objects, name: str) -> Place:
-        """Return what is said of a property."""
+        """Return the place of a property."""
         place = ANYTHING
         for names in objects.names:
             given = dict(names.properties).get(name)
@@ -898,9 +898,9 @@ class Claims:
             is_surely = given is not None
             for pattern, inside in names.patterns:
                 narrow, wide = self.pattern(pattern)
-                if _has(wide, name):
+                if _matches(wide, name):
                     place |= inside
-                    is_surely |= _has(narrow, name)
+                    is_surely |= _matches(narrow, name)
             if not is_surely and names.others is not None:
                 place |= names.others
         for allowed in objects.allowed:
@@ -923,7 +923,7 @@ class Claims:
         return _either(part(False) for part in self._parts(schema, kind))
 
     def _parts(self, schema: Schema, kind: str) -> Iterator[Callable[[bool], Cases]]:
-        """Yield what a schema says of a type. Each returns the values that meet it, or that do not."""
+        """Yield a schema's conditions on a type. Each returns the values that meet it, or fail it."""
         if "type" in schema:
             types = schema["type"]
             yield lambda holds: _of_types([types] if isinstance(types, str) else types, kind, holds)
@@ -982,8 +982,8 @@ class Claims:
         return _either(found)
 
     def _listed(self, values: list[Any], kind: str, holds: bool) -> Cases:
-        """Return the values of a list, or those that are not in it."""
-        own = [value for value in values if _kind_of(value) == kind]
+        """Return the values of a list, or the other values."""
+        own = [value for value in values if _json_kind(value) == kind]
         if not own:
             return [] if holds else [_ALL[kind]]
         match kind:
@@ -1087,7 +1087,9 @@ class Claims:
             names = tuple(dict.fromkeys(schema["required"]))
             yield (
                 lambda holds: (
-                    [Objects(required=names)] if holds else [_without(name) for name in names]
+                    [Objects(required=names)]
+                    if holds
+                    else [_without_property(name) for name in names]
                 )
             )
         low, high = int(schema.get("minProperties", 0)), schema.get("maxProperties")
@@ -1098,7 +1100,7 @@ class Claims:
                 lambda holds: (
                     [Objects(allowed=(self.place(schema["propertyNames"]),))]
                     if holds
-                    else (_raise(undone("a 'not' of propertyNames")))
+                    else (_refusing(undone("a 'not' of propertyNames")))
                 )
             )
         keys = ("dependentRequired", "dependentSchemas", "dependencies")
@@ -1129,14 +1131,14 @@ class Claims:
         if isinstance(then, list):
             then = self._kept({"required": then})
         met = _both([Objects(required=(name,))], self._of(then, "object", holds))
-        return [_without(name), *met] if holds else met
+        return [_without_property(name), *met] if holds else met
 
 
-def _raise(error: InvalidConstraint) -> Cases:
+def _refusing(error: InvalidConstraint) -> Cases:
     raise error
 
 
-def _without(name: str) -> Objects:
+def _without_property(name: str) -> Objects:
     return Objects((Names(((name, NOTHING),)),))
 
 
@@ -1201,7 +1203,9 @@ def _of_numbers(schema: Schema) -> Iterator[Callable[[bool], Cases]]:
         else:
             yield (
                 lambda holds: (
-                    [Numbers(multiple=step)] if holds else _raise(undone("a 'not' of multipleOf"))
+                    [Numbers(multiple=step)]
+                    if holds
+                    else _refusing(undone("a 'not' of multipleOf"))
                 )
             )
 
@@ -1247,7 +1251,7 @@ def _format(name: str, holds: bool) -> frozenset[Node]:
     return frozenset(found)
 
 
-def _kind_of(value: object) -> str:
+def _json_kind(value: object) -> str:
     if value is None or isinstance(value, bool):
         return "null" if value is None else "boolean"
     kinds = {int: "number", float: "number", str: "string", list: "array", dict: "object"}
@@ -1266,5 +1270,5 @@ def is_nothing(node: Node) -> bool:
     return matches_nothing("\n".join([f"start: {terminals.name(node)}", *terminals.lines()]))
 
 
-def _has(node: Node, text: str) -> bool:
+def _matches(node: Node, text: str) -> bool:
     return not is_nothing(Both((node, literal(text))))
