@@ -83,7 +83,6 @@ OPTIONAL = {
 VLLM_FILES = {file for file in FILES if file.startswith("engines/vllm/")}
 VLLM_FILES |= {
     "server/client.py",
-    "server/failures.py",
     "server/openai.py",
 }  # the front end, which is vLLM's own
 
