@@ -601,12 +601,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "engines.completions",
         "test_completions.py",
         (
-            "Writing.law",
+            "CompletionState.law",
             "a stop token may be drawn before min_tokens are",
             Swap("len(drawn) < decoding.min_tokens", "False"),
         ),
         (
-            "Writing._stop",
+            "CompletionState._stop",
             "a stop string over two tokens is missed",
             Swap("max(0, seen - len(stop) + 1)", "seen"),
         ),
@@ -1279,10 +1279,10 @@ MUTANTS: tuple[Mutant, ...] = (
         only="comes_alone",
     ),
     *breaks(
-        "engines.vllm.in_progress",
+        "engines.vllm.requests",
         "test_positions.py",
         (
-            "InProgress.end",
+            "CoreRequests.end",
             "a cancelled score is kept",
             Drop("self._positions.forget"),
         ),

@@ -14,7 +14,6 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from genrt.engines.folders import Folder
 from genrt.errors import GenrtError, InvalidAdapter, UnknownAdapter
@@ -114,11 +113,11 @@ def _files(path: Path) -> list[Path]:
     ]
 
 
-def check_adapter_directory(path: Path) -> dict[str, Any]:
-    """Return an adapter's configuration; refuse a directory that no engine should open. Every engine
-    calls this before it reads an adapter.
+def check_adapter_directory(path: Path) -> None:
+    """Refuse a directory that no engine should open as an adapter. A runtime checks a directory once,
+    before it copies the files for its engines.
 
-    A pickled file beside the safetensors one is left unread and does no harm.
+    Pickled files beside the safetensors are neither read nor copied.
 
     Raises:
         InvalidAdapter: there is no such directory; its configuration is missing or is no JSON object;
@@ -146,4 +145,3 @@ def check_adapter_directory(path: Path) -> dict[str, Any]:
         raise InvalidAdapter(f"{path / CONFIG_NAME} cannot be read as JSON: {error}") from error
     if not isinstance(config, dict):
         raise InvalidAdapter(f"{path / CONFIG_NAME} is not a JSON object: save the adapter again")
-    return config

@@ -29,8 +29,8 @@ __all__ = [
     "SampleRequest",
     "TurnOptions",
     "check_among",
-    "check_length",
     "check_number",
+    "check_room",
     "completion_requests",
     "sample_request",
     "sample_requests",
@@ -38,13 +38,13 @@ __all__ = [
 ]
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
-"""Why a text is over: it came to an end, it is as long as it may be, or the engine gave it up."""
+"""Why a text ended: something stopped it, it reached ``max_tokens``, or the engine aborted it."""
 
 LogprobsMode: TypeAlias = Literal["raw_logprobs", "processed_logprobs"]
-"""Which law log-probabilities are of: the model's, or the one that tokens were drawn from."""
+"""The law of log-probabilities: the model's, or the one that tokens are drawn from."""
 
 STRUCTURES = ("json_schema", "regex", "grammar", "choice")
-"""The options that each prescribe a form; a completion has one of them at most."""
+"""The options that prescribe a text's structure. A completion has at most one of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,8 @@ class Completion:
     """A text that the engine has drawn, and how it ended.
 
     Attributes:
-        text: without special tokens, and without what stopped it, unless the options say otherwise.
-        token_ids: all tokens that were drawn, one that stopped it included.
+        text: the text. Unless the options say otherwise, it lacks special tokens and the stop string.
+        token_ids: all drawn tokens, including one that stopped the text.
         prompt_token_ids: the tokens before them.
         logprobs: of each drawn token, its log-probability in the model's row (with a structure, among the
             tokens that it admits), or as ``logprobs_mode=`` says. Empty unless ``logprobs=`` is given.
@@ -64,9 +64,9 @@ class Completion:
             anything but "stop".
         seconds: from when the engine took the request to its end.
         seconds_to_first_token: from when the engine took the request to its first token.
-        reasoning: what the model thought before the text, where that is told apart; see
-            ``split_reasoning``. Its tokens are among ``token_ids``.
-        weights_version: the version of the weights that drew all of it: ``AsyncLM.weights_version`` then.
+        reasoning: the reasoning before the text, where it is separated; see ``split_reasoning``. Its
+            tokens are in ``token_ids``.
+        weights_version: ``AsyncLM.weights_version`` of the weights that drew it.
     """
 
     text: str
@@ -89,18 +89,18 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A part of a stream, drawn since the one before: several tokens, where they came faster than they
-    were read. The texts of all deltas are the completion's, and so are their tokens.
+    """The part of a stream that was drawn since the part before. It has several tokens if the reader is
+    slower than the engine. All deltas together have the completion's text and tokens.
 
     Attributes:
-        text: what follows the text so far. Characters of which a part is still to be drawn, or that may
-            begin a stop string, come later.
+        text: the continuation of the text. Incomplete characters, and characters that may begin a stop
+            string, come in a later delta.
         token_ids: the tokens drawn.
         logprobs: of these tokens, as a completion's.
         top_logprobs: at these tokens' places, as a completion's.
         start: how many tokens were drawn before these.
         text_start: how many characters of text came before these.
-        reasoning: what follows the completion's reasoning so far.
+        reasoning: the continuation of the completion's reasoning.
         reasoning_start: how many characters of it came before these.
         finish_reason: the completion's, of the last delta; ``None`` before.
         stop_reason: the completion's, of the last delta.
@@ -120,11 +120,11 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """How a completion's tokens are drawn, and how it ends; ``CompletionOptions`` and
-    ``DecodingOptions`` document them.
+    """How tokens are drawn, and how a text ends. ``CompletionOptions`` and ``DecodingOptions`` document
+    the fields.
 
     ``structure`` is the name of one of ``STRUCTURES`` and its value: a JSON text, a pattern, a grammar,
-    or the texts to choose from. ``template`` has the options of a chat's template that are plain values.
+    or the texts to choose from. ``template`` has the plain values among a chat template's options.
     """
 
     max_tokens: int
@@ -152,12 +152,12 @@ class Decoding:
 
     @property
     def tells_law(self) -> bool:
-        """True if log-probabilities are wanted, and are those of the law that tokens are drawn from."""
+        """True if log-probabilities of the law that tokens are drawn from are wanted."""
         return self.logprobs is not None and self.logprobs_mode == "processed_logprobs"
 
     @property
     def of_text(self) -> str | None:
-        """The name of an option here that means nothing without a tokenizer."""
+        """The name of an option that needs a tokenizer, if there is one."""
         if self.structure is not None:
             return self.structure[0]
         return next((name for name in ("stop", "bad_words") if getattr(self, name)), None)
@@ -172,11 +172,11 @@ class Decoding:
 
 
 HIGHEST_TEMPERATURE = 2.0**100
-"""A higher one has the same law in float32, in which vLLM computes: every token is as likely. One beyond
-float32 would make the logits of masked tokens NaN."""
+"""Higher temperatures have the same law in vLLM's float32: all tokens are equally likely. A temperature
+beyond float32 would make the logits of masked tokens NaN."""
 LEAST_TOP_P = 2.0**-126
-"""The least positive normal float32, in which vLLM computes. A smaller ``top_p`` has the same law: below
-the likeliest token's probability, which is at least 1 / vocab_size, any keeps that token alone."""
+"""The least positive normal float32. Smaller values of ``top_p`` have the same law: the likeliest token
+has a probability of at least 1 / vocab_size, so it alone is kept."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -185,15 +185,12 @@ class SampleRequest:
     token ids.
 
     Attributes:
-        max_tokens: how many at most, at least 1.
-        stop_token_ids: drawing any of these ends the sample; it is not part of the result.
-        temperature: 0 is greedy; otherwise logits are divided by it.
-        top_p: the likeliest tokens that have this probability together are kept; 1.0 is off.
-        top_k: so many of the likeliest tokens are kept; 0 is off.
-        min_p: tokens of at least this share of the likeliest one's probability are kept; 0.0 is off.
-        seed: fixes the draws, whatever else is in the batch.
-        nonce: sets apart the requests whose answers are independent draws (those with no seed), and is
-            what they are drawn from: see ``seed_of``. ``None`` where equal requests have equal answers.
+        max_tokens: the most tokens, at least 1.
+        stop_token_ids: any of these tokens ends the sample; it is not part of the result.
+        temperature, top_p, top_k, min_p: as in ``DecodingOptions``.
+        seed: makes the draws reproducible in any batch.
+        nonce: the seed of a request without one; see ``seed_of``. Requests with different nonces are
+            independent draws. ``None`` where equal requests have equal answers.
     """
 
     token_ids: tuple[int, ...]
@@ -208,6 +205,24 @@ class SampleRequest:
     nonce: int | None = None
     weights_version: int = 0
     weight: ClassVar[int] = 1
+    streamed: ClassVar[bool] = False
+
+    @property
+    def decoding(self) -> Decoding:
+        """How the tokens are drawn, as a completion's: only ``stop_token_ids`` end it early."""
+        return Decoding(
+            self.max_tokens,
+            self.temperature,
+            self.top_p,
+            self.top_k,
+            self.min_p,
+            stop_token_ids=tuple(sorted(self.stop_token_ids)),
+            ignore_eos=True,
+        )
+
+    def result(self, drawn: Sequence[int], reason: FinishReason) -> tuple[int, ...]:
+        """Return the drawn tokens without the one that stopped the sample."""
+        return tuple(drawn[:-1] if reason == "stop" else drawn)
 
     @property
     def nbytes(self) -> int:
@@ -223,7 +238,7 @@ class SampleRequest:
         return replace(self, weights_version=version)
 
     def owned(self, result: object) -> object:
-        """Return the token ids, which nobody can change."""
+        """Return the token ids, a tuple."""
         return result
 
     def __repr__(self) -> str:
@@ -238,10 +253,9 @@ class CompletionRequest:
     """The completion of ``token_ids`` by ``decoding``. The answer is a ``Completion``.
 
     Attributes:
-        seed: fixes the draws, whatever else is in the batch.
-        nonce: sets apart the requests whose answers are independent draws, as in ``SampleRequest``.
-        streamed: whether the engine tells what is drawn meanwhile. Such a request has a nonce of its
-            own, whatever its seed: no two callers share it.
+        seed, nonce: as in ``SampleRequest``.
+        streamed: whether the engine delivers the text in parts. Such a request always has its own nonce,
+            so that no two callers share it.
     """
 
     token_ids: tuple[int, ...]
@@ -284,7 +298,7 @@ class CompletionRequest:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Another process hashes its texts by another key.
+        # Another process hashes strings with another key.
         own = self.token_ids, self.decoding, self.seed, self.adapter, self.nonce, self.streamed
         return type(self), (*own, self.weights_version)
 
@@ -296,13 +310,13 @@ class CompletionRequest:
 
 
 class DecodingOptions(TypedDict, total=False):
-    """The options of whatever is drawn token by token.
+    """The options of samples and completions.
 
     Attributes:
-        temperature: logits are divided by it; below 1e-5 it is greedy.
-        top_p: keep the likeliest tokens that have this probability together; 1.0 is off.
-        top_k: keep so many of the likeliest tokens; 0 is off.
-        min_p: keep tokens of at least this share of the likeliest one's probability; 0.0 is off.
+        temperature: divides the logits; below 1e-5, decoding is greedy.
+        top_p: keeps the likeliest tokens with this total probability; 1.0 is off.
+        top_k: keeps this many of the likeliest tokens; 0 is off.
+        min_p: keeps tokens with at least this share of the likeliest token's probability; 0.0 is off.
     """
 
     temperature: float
@@ -312,13 +326,12 @@ class DecodingOptions(TypedDict, total=False):
 
 
 class SampleOptions(DecodingOptions, total=False):
-    """The options of ``AsyncLM.sample``, with those of ``DecodingOptions``.
+    """The options of ``AsyncLM.sample``, beside ``DecodingOptions``.
 
     Attributes:
-        stop_token_ids: any of these ends the sample, and is not returned. Nothing else ends it early:
-            give ``tokenizer.eos_token_id`` to stop there.
-        seed: makes the draws reproducible, whatever else is in the batch. Without one, equal calls are
-            independent draws.
+        stop_token_ids: any of these tokens ends the sample and is not returned. Nothing else ends it
+            early: include ``tokenizer.eos_token_id`` to stop there.
+        seed: makes the draws reproducible in any batch. Without a seed, calls are independent draws.
     """
 
     max_tokens: Required[int]
@@ -328,36 +341,36 @@ class SampleOptions(DecodingOptions, total=False):
 
 
 class CompletionOptions(DecodingOptions, total=False):
-    """How a completion is drawn, with ``DecodingOptions``, and how it ends. Names and meanings are those
-    of vLLM's ``SamplingParams``.
+    """The options of a completion, beside ``DecodingOptions``. Names and meanings are those of vLLM's
+    ``SamplingParams``.
 
     Attributes:
-        max_tokens: how many tokens at most; by default as many as the context leaves room for.
-        stop: a text, or several, each of which ends the completion where it begins.
-        stop_token_ids: tokens that end the completion, and are not in its text.
-        include_stop_str_in_output: whether the text keeps what stopped it.
+        max_tokens: the most tokens; by default, as many as fit after the context.
+        stop: one or several texts that end the completion where they begin.
+        stop_token_ids: tokens that end the completion and are not in its text.
+        include_stop_str_in_output: whether the text includes the stop string or token.
         skip_special_tokens: whether the text leaves out special tokens.
-        min_tokens: how many tokens are drawn before anything may end the completion. A structure that is
-            complete, and that no token continues, ends it before.
-        presence_penalty: is subtracted from the logits of tokens that were drawn; -2 to 2.
+        min_tokens: the number of tokens before anything may end the completion. A complete structure
+            that no token continues ends it earlier.
+        presence_penalty: is subtracted from the logits of drawn tokens; -2 to 2.
         frequency_penalty: is subtracted once for each time that a token was drawn; -2 to 2.
-        repetition_penalty: divides positive logits, and multiplies negative ones, of tokens in the prompt
-            or drawn; 0.01 to 100.
-        bad_words: texts that are not to be drawn: as they stand, and after one blank, by the tokens that
-            the tokenizer has for them. White space that a text begins with is part of it.
-        logit_bias: what is added to the logits of some tokens; -100 to 100.
-        ignore_eos: whether the model's end token ends nothing.
-        logprobs: whether log-probabilities are returned, and of how many of the likeliest tokens at each
-            place besides the drawn one's: 0 is of none. By default none are.
-        logprobs_mode: "raw_logprobs", the default, are the model's; "processed_logprobs" those of the law
-            that tokens are drawn from, after penalties, temperature and truncation: 0 where it is greedy.
+        repetition_penalty: divides positive logits, and multiplies negative logits, of tokens that were
+            drawn or are in the prompt; 0.01 to 100.
+        bad_words: texts that are not drawn, in the tokenizer's spellings with and without a blank before
+            them. Leading white space is part of a text.
+        logit_bias: numbers that are added to the logits of tokens; -100 to 100.
+        ignore_eos: whether the model's end token does not end the completion.
+        logprobs: the number of likeliest tokens whose log-probabilities are returned beside the drawn
+            token's. With 0 the drawn token's alone is returned; by default, none.
+        logprobs_mode: "raw_logprobs", the default, are the model's. "processed_logprobs" are those of the
+            law that tokens are drawn from, after penalties, temperature and truncation; 0 if greedy.
         json_schema: the JSON schema of the text: a dict, a JSON text, or a pydantic model.
         regex: a pattern that the whole text matches.
-        grammar: a grammar, as vLLM's structured outputs take it, of the whole text.
-        choice: the texts of which one is drawn.
-        split_reasoning: whether what the model thinks first is told apart from its text, and a structure
-            is that of the text alone. It takes vLLM with the option ``reasoning_parser``; there it is
-            the default in chats. Nothing is told apart where the prompt has ended the thinking already.
+        grammar: a grammar of the whole text, in a form of vLLM's structured outputs.
+        choice: the texts to choose from.
+        split_reasoning: whether the reasoning is separated from the text, so that a structure applies to
+            the text alone. It needs vLLM's option ``reasoning_parser``, and is then the default in
+            chats. Nothing is separated if the prompt already ends the reasoning.
     """
 
     max_tokens: int | None
@@ -382,13 +395,12 @@ class CompletionOptions(DecodingOptions, total=False):
 
 
 class GenerateOptions(CompletionOptions, total=False):
-    """The options of ``AsyncLM.generate``: those of ``CompletionOptions`` and of every question.
+    """The options of ``AsyncLM.generate``: ``CompletionOptions`` and the options of every question.
 
     Attributes:
-        seed: makes the text reproducible, whatever else is in the batch. Without one, calls are
-            independent draws.
-        adapter: the name of the adapter to ask; by default the base model.
-        timeout: after so many seconds TimedOut is raised, and the question withdrawn.
+        seed: makes the text reproducible in any batch. Without a seed, calls are independent draws.
+        adapter: the name of an adapter; by default, the base model.
+        timeout: the seconds after which the question is withdrawn and TimedOut is raised.
     """
 
     seed: int | None
@@ -397,10 +409,10 @@ class GenerateOptions(CompletionOptions, total=False):
 
 
 class TurnOptions(GenerateOptions, total=False):
-    """The options of ``AsyncLM.chat``: those of ``GenerateOptions`` and of the chat template.
+    """The options of ``AsyncLM.chat``: ``GenerateOptions`` and the options of the chat template.
 
     Attributes:
-        tools: what the model may call, as transformers' ``apply_chat_template`` takes it.
+        tools: the tools that the model may call, as for transformers' ``apply_chat_template``.
         chat_template_kwargs: other options of the template, such as ``enable_thinking``.
     """
 
@@ -430,7 +442,7 @@ def sample_request(
     checked = {name: DECODING_CHECKS[name](limits, name, each) for name, each in options.items()}
     checked["stop_token_ids"] = frozenset(checked.get("stop_token_ids", ()))
     seed = check_seed(seed)
-    check_length(limits, len(ids), max_tokens)
+    check_room(limits, len(ids), max_tokens)
     request = SampleRequest(ids, max_tokens, adapter=adapter, **checked)
     if request.temperature == 0.0:
         return request
@@ -481,15 +493,15 @@ def completion_requests(
         InvalidRequest: an option is unknown, of the wrong type or out of range.
         ContextTooLong: a context and ``max_tokens`` are too long together.
     """
-    checked, seed = _checked(limits, options), check_seed(seed)
+    checked, seed = _decoding_fields(limits, options), check_seed(seed)
     if template is not None:
-        checked |= {"is_chat": True, "template": _plain(template)}
+        checked |= {"is_chat": True, "template": _template_options(template)}
     max_tokens = checked.pop("max_tokens", None)
     requests: list[CompletionRequest] = []
     for place, token_ids in enumerate(contexts):
         ids = limits.token_ids(token_ids)
         wanted = max(limits.max_model_len - len(ids), 1) if max_tokens is None else max_tokens
-        decoding = Decoding(check_length(limits, len(ids), wanted), **checked)
+        decoding = Decoding(check_room(limits, len(ids), wanted), **checked)
         check_int("min_tokens", decoding.min_tokens, 0, decoding.max_tokens)
         nonce = next(nonces) if seed is None else None
         own = None if seed is None else seed_at(seed, place)
@@ -550,7 +562,7 @@ DECODING_CHECKS: dict[str, Check] = {
 """How the options that samples and completions share are read, by their names."""
 
 
-def check_length(limits: Limits, length: int, max_tokens: int) -> int:
+def check_room(limits: Limits, length: int, max_tokens: int) -> int:
     """Return ``max_tokens``. Raises ContextTooLong unless so many tokens fit behind ``length`` others."""
     room = limits.max_model_len - length
     if max_tokens > room:
@@ -562,7 +574,7 @@ def check_length(limits: Limits, length: int, max_tokens: int) -> int:
     return max_tokens
 
 
-def _checked(limits: Limits, options: Mapping[str, Any]) -> dict[str, Any]:
+def _decoding_fields(limits: Limits, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of ``Decoding`` that were given, in plain types."""
     for name in options:
         if name not in CompletionOptions.__annotations__:
@@ -576,7 +588,7 @@ def _checked(limits: Limits, options: Mapping[str, Any]) -> dict[str, Any]:
     return checked | {"structure": structure}
 
 
-def _plain(template: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+def _template_options(template: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     """Return the options of a template that a reasoning parser may want to know."""
     plain = {k: v for k, v in template.items() if isinstance(v, bool | int | float | str | None)}
     return tuple((name, value) for name, value in plain.items() if name != "chat_template")
@@ -645,7 +657,7 @@ def _check_encodable(name: str, text: str) -> None:
         ) from error
 
 
-def _bias(limits: Limits, name: str, value: object) -> tuple[tuple[int, float], ...]:
+def _logit_bias(limits: Limits, name: str, value: object) -> tuple[tuple[int, float], ...]:
     if not isinstance(value, Mapping):
         raise InvalidRequest(f"{name} must map token ids to numbers, got {shown(value)}")
     pairs = [
@@ -668,7 +680,7 @@ _CHECKS: dict[str, Check] = DECODING_CHECKS | {
     "frequency_penalty": check_number(-2.0, 2.0),
     "repetition_penalty": check_number(0.01, 100.0),
     "bad_words": _texts,
-    "logit_bias": _bias,
+    "logit_bias": _logit_bias,
     "ignore_eos": _bool,
     "logprobs_mode": check_among(get_args(LogprobsMode)),
     "split_reasoning": lambda _, name, value: None if value is None else check_bool(name, value),

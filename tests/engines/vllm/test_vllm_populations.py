@@ -574,7 +574,7 @@ class Walk:
         elif how < 0.22:
             with self.breaks("not finite"):
                 turns.step()
-        while turns.engine._in_progress or turns.engine._ended or len(turns.engine._samples):
+        while turns.engine._in_progress or turns.engine._ended or len(turns.engine._texts):
             turns.step()
         for row in beside:
             if row in turns.ends:
