@@ -1223,8 +1223,8 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "engines.vllm.positions",
-        "test_positions.py",
+        "engines.vllm.scores",
+        "test_vllm_scores.py",
         (
             "Positions.put",
             "a span's positions are counted from the step's first token",
@@ -1234,8 +1234,8 @@ MUTANTS: tuple[Mutant, ...] = (
             "Positions.put",
             "what comes again after a preemption is taken twice",
             Swap(
-                "group.append(_Wanted(score, score.next, end, found))",
-                "group.append(_Wanted(score, span.computed, end, found))",
+                "group.append(_ScorePart(score, score.next, end, found))",
+                "group.append(_ScorePart(score, span.computed, end, found))",
             ),
         ),
         (
@@ -1246,8 +1246,8 @@ MUTANTS: tuple[Mutant, ...] = (
         only="runner_v2 or missed",
     ),
     *breaks(
-        "engines.vllm.positions",
-        "test_positions.py",
+        "engines.vllm.scores",
+        "test_vllm_scores.py",
         (
             "limit_hits",
             "a prefix in the cache hides the first wanted position",
@@ -1270,7 +1270,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *breaks(
         "engines.vllm.engine",
-        "test_positions.py",
+        "test_vllm_scores.py",
         (
             "VLLMEngine._decode",
             "the row of a prompt's first parts is never let go",
@@ -1279,8 +1279,8 @@ MUTANTS: tuple[Mutant, ...] = (
         only="comes_alone",
     ),
     *breaks(
-        "engines.vllm.requests",
-        "test_positions.py",
+        "engines.vllm.in_progress",
+        "test_vllm_scores.py",
         (
             "CoreRequests.end",
             "a cancelled score is kept",
@@ -1290,16 +1290,16 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *breaks(
         "engines.vllm.self_check",
-        "test_vllm_self_test.py",
+        "test_self_check.py",
         (
-            "self_test",
+            "run_self_check",
             "half a nat passes, whatever the network computes with",
             Swap("64 * max(rounding, TF32)", "0.5"),
         ),
     ),
     *breaks(
-        "engines.vllm.speculation",
-        "test_residency.py",
+        "engines.vllm.steps",
+        "test_sequences.py",
         (
             "DecodeSteps._tokens_of",
             "a prepared step is run although its sequences have moved on",
@@ -1308,7 +1308,7 @@ MUTANTS: tuple[Mutant, ...] = (
         only="population or between_two_steps or cancelled_extension",
     ),
     *breaks(
-        "engines.vllm.runner_v2",
+        "engines.vllm.runners",
         "test_runners.py",
         (
             "RunnerV2.reseat",
@@ -1326,7 +1326,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *breaks(
         "engines.vllm.seats",
-        "test_residency.py",
+        "test_sequences.py",
         (
             "Seats.take",
             "the copy of a shared block is forgotten",
@@ -1340,8 +1340,8 @@ MUTANTS: tuple[Mutant, ...] = (
         only="30-4-4 or population",
     ),
     *breaks(
-        "engines.vllm.open_scheduler",
-        "test_residency.py",
+        "engines.vllm.scheduler",
+        "test_sequences.py",
         (
             "OpenScheduler._evict",
             "an evicted sequence is thought to be resident",
@@ -1350,8 +1350,8 @@ MUTANTS: tuple[Mutant, ...] = (
         only="30-4-4 or population",
     ),
     *breaks(
-        "engines.vllm.open_scheduler",
-        "test_residency.py",
+        "engines.vllm.scheduler",
+        "test_sequences.py",
         (
             "OpenScheduler.can_reseat",
             "a fork takes the seat of another adapter's sequence",
@@ -1379,8 +1379,8 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "engines.vllm.admission_blocks",
-        "test_admission_blocks.py",
+        "engines.vllm.scheduler",
+        "test_scheduler.py",
         (
             "needed_blocks",
             "blocks that are cached but free are thought to be held",
@@ -1389,8 +1389,8 @@ MUTANTS: tuple[Mutant, ...] = (
         only="nobody_holds",
     ),
     *breaks(
-        "engines.vllm.open_scheduler",
-        "test_admission_blocks.py",
+        "engines.vllm.scheduler",
+        "test_scheduler.py",
         (
             "OpenScheduler._make_room",
             "sequences are evicted as if nothing were shared",
@@ -1400,21 +1400,26 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *breaks(
         "engines.vllm.populations",
-        "test_spread.py",
+        "test_steps.py",
         (
             "SeatedPopulations.go_on",
             "a request that comes twice is as the last of the two says",
             Swap("kept.untouched(pairs)", "kept.untouched(dict(pairs).items())"),
         ),
+    ),
+    *breaks(
+        "engines.vllm.populations",
+        "test_population_walks.py",
         (
             "SeatedPopulations.spread",
             "forks that nobody has asked for are resident for nobody",
             Drop("kept.keep_later"),
         ),
+        only="whatever",
     ),
     *breaks(
-        "engines.vllm.speculation",
-        "test_spread.py",
+        "engines.vllm.steps",
+        "test_steps.py",
         (
             "DecodeSteps._part_of",
             "a step ahead answers for other tokens than it was run with",
@@ -1427,7 +1432,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "engines.vllm.runner_v2",
+        "engines.vllm.runners",
         "test_runners.py",
         (
             "RunnerV2.confirm",
@@ -1441,7 +1446,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "engines.vllm.seat_tables",
+        "engines.vllm.seats",
         "test_runners.py",
         (
             "SeatTables.write",
@@ -1453,17 +1458,17 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "engines.vllm.step_launches",
+        "engines.vllm.runners",
         "test_runners.py",
         (
-            "_Several.put",
+            "_SizedInput.put",
             "tokens stand in the order of the step before",
             Swap("order != self._order", "False"),
         ),
     ),
     *breaks(
-        "engines.vllm.block_copies",
-        "test_block_copies.py",
+        "engines.vllm.seats",
+        "test_seats.py",
         (
             "_independent",
             "a block is copied while it is written",
@@ -1472,7 +1477,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *breaks(
         "engines.vllm.populations",
-        "test_spread.py",
+        "test_steps.py",
         (
             "SeatedPopulations._seats_all",
             "sequences that are equal at first wait for requests of their own",
@@ -1573,7 +1578,7 @@ MUTANTS: tuple[Mutant, ...] = (
         only="copy_goes",
     ),
     *breaks(
-        "engines.vllm.open_requests",
+        "engines.vllm.sequences",
         "test_vllm_populations.py",
         (
             "OpenRequests.left",
@@ -1594,24 +1599,24 @@ MUTANTS: tuple[Mutant, ...] = (
         "generation.journal",
         "test_jobs.py",
         (
-            "Journal.begin",
+            "Journal.start",
             "a partial line of a killed job stays",
             Drop("os.ftruncate"),
         ),
         only="kill_at_any_byte",
     ),
     *breaks(
-        "generation.runs",
+        "generation.jobs",
         "test_jobs.py",
         (
             "JobRun._compare",
             "an answered row may change",
-            Swap("was not in (0, row.digest)", "False"),
+            Swap("is_finished and digests[row.index] != row.digest", "False"),
         ),
         (
-            "JobRun._end",
+            "JobRun._finish",
             "what ended with an interrupt is lost",
-            Instead("await walk.close()"),
+            Instead("await answers.close()"),
         ),
         only="changed or cancellation",
     ),

@@ -56,7 +56,7 @@ RIGHT: dict[str, dict[str, Any]] = {
 """Arguments of each question that are right; the ``_sync`` twins take the same."""
 
 ELSEWHERE = {"add_adapter", "remove_adapter", "clear_cache", "statistics", "close", "restart"}
-ELSEWHERE |= {"aclose", "arestart", "connect"}
+ELSEWHERE |= {"adapter_files", "aclose", "arestart", "connect"}
 ELSEWHERE |= {"update_weights", "pause", "resume", "sleep", "wake_up", "reset_prefix_cache"}
 """What asks nothing."""
 

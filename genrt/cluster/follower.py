@@ -24,7 +24,7 @@ from genrt.cluster.frames import Frames, Outgoing, received
 from genrt.cluster.messages import Flat, dumped, loaded, unflattened
 from genrt.engines import open_engine
 from genrt.engines.protocol import EngineStatistics
-from genrt.engines.vllm.rank import Rank, leave, of_first
+from genrt.engines.vllm.rank import Rank, broadcast_from_rank0, leave_ranks
 from genrt.engines.weights import TensorsIn
 from genrt.errors import GenrtError
 from genrt.questions.origins import Asked
@@ -94,7 +94,7 @@ class Follower:
     def _take_speculate(self, request_ids: list[str]) -> None:
         """Run a step with the tokens that rank 0 has drawn, on its device."""
         tokens = torch.empty(len(request_ids), dtype=torch.float64, device=self._engine.device)
-        self._engine.speculate(request_ids, tokens, share=of_first)
+        self._engine.speculate(request_ids, tokens, share=broadcast_from_rank0)
 
     def _take_settle(self, population: PopulationDraw) -> None:
         self._engine.settle(population)
@@ -155,7 +155,7 @@ def main(port: int, parent: int, receiver: int) -> None:
                 kind, *arguments = loaded(each.data, follower.asked, each.arrays)
                 if kind == "close":
                     engine.close()
-                    leave()
+                    leave_ranks()
                     return
                 follower.take(kind, *arguments)
     except BrokenPipeError:

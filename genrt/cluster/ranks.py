@@ -33,7 +33,7 @@ from genrt.cluster.messages import AskedNumbers, Held, dumped, flat, loaded, out
 from genrt.engines import open_engine
 from genrt.engines.folders import Folder
 from genrt.engines.protocol import EngineStatistics, Finished
-from genrt.engines.vllm.rank import LAUNCHED, Rank, Share, leave, of_first
+from genrt.engines.vllm.rank import LAUNCHED, Rank, Share, broadcast_from_rank0, leave_ranks
 from genrt.engines.weights import Layout, SleepingPart, TensorsIn
 from genrt.errors import EngineDied, EngineUnsupported, GenrtError
 from genrt.questions.completions import Decoding
@@ -310,7 +310,7 @@ class RankedEngine:
     def expect(self, rows: Sequence[LogprobsRequest], token_ids: torch.Tensor) -> None:
         def told(request_ids: list[str]) -> Share:
             self._ranks.tell("speculate", request_ids)
-            return of_first
+            return broadcast_from_rank0
 
         self._engine.expect(rows, token_ids.contiguous(), told)
 
@@ -341,7 +341,7 @@ class RankedEngine:
             self._is_closed = True
             self._ranks.part()  # they close with this one: what they share may be waited for
             self._engine.close()
-            leave()
+            leave_ranks()
             self._ranks.close()
 
     def _agree(self, name: str, *arguments: Any) -> Any:

@@ -66,6 +66,12 @@ class AdapterNames:
             )
         return adapter
 
+    def files(self, name: str) -> Path | None:
+        """Return the directory with the runtime's copy of an adapter's files, ``None`` if there is no
+        copy: the engine brings the adapter, or the name is not bound."""
+        adapter = self.by_name.get(name)
+        return next((copy for each, copy in self._thread.adapters if each == adapter), None)
+
     def rebound(self, requests: Sequence[Request], error: UnknownAdapter) -> list[Request]:
         """Return requests whose adapter the engine does not know, bound to what its name stands for now:
         another thread has loaded or removed it while they were made.

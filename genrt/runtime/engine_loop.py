@@ -107,6 +107,11 @@ class EngineLoop:
                 future.set_exception(self._ended.fresh())
         return future
 
+    def call_soon(self, function: Callable[[AnsweringEngine], object], owner: object) -> None:
+        """Have a round call a function, unless the last one is over. This takes no lock: finalizers call
+        it."""
+        self._calls.append((concurrent.futures.Future(), function, owner))
+
     def interrupt(self) -> None:
         """Have a step that waits for engines elsewhere return soon; from any thread, taking no lock."""
         if self._answering is not None and self._answering.replicated is not None:

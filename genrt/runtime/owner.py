@@ -6,6 +6,7 @@ import operator
 import os
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NoReturn, Self, Unpack
 
 import torch
@@ -133,6 +134,11 @@ class EngineOwner:
     def adapters(self) -> tuple[str, ...]:
         """The names that ``adapter=`` takes."""
         return self._adapters.loaded()
+
+    def adapter_files(self, name: str) -> Path | None:
+        """Return the directory with this runtime's copy of an adapter's files: another one for each
+        loading of the name. ``None`` if the engine brings the adapter, or the name is not bound."""
+        return self._adapters.files(name)
 
     async def add_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
         """Load the LoRA adapter in directory ``path`` (safetensors) under ``name``.

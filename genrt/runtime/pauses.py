@@ -88,6 +88,10 @@ class Pauses:
             if is_own:
                 await self._called(lambda _: lifecycle.put_up(hold))
             await hold.wait()
+        except GeneratorExit:  # collected with its loop, whatever is locked
+            if is_own:
+                self._thread.call_soon(lambda _: lifecycle.end_pause(hold))
+            raise
         except BaseException:
             if is_own:
                 lifecycle.end_pause(hold)
@@ -116,6 +120,9 @@ class Pauses:
             falling = self._thread.call_alone(fall)
             try:
                 freed = await asyncio.wrap_future(falling)
+            except GeneratorExit:  # as above: the engine wakes, whatever became of this call
+                self._thread.call_soon(self._taking_back(hold, is_own), self)
+                raise
             except BaseException:
                 if falling.cancel():  # it has not begun
                     if is_own:
@@ -146,7 +153,9 @@ class Pauses:
 
     def _take_back(self, hold: Hold, is_own: bool) -> concurrent.futures.Future[None]:
         """Wake the engine of a sleep that failed or was cancelled, and end the pause if it is its own."""
+        return self._thread.call_alone(self._taking_back(hold, is_own), self)
 
+    def _taking_back(self, hold: Hold, is_own: bool) -> Callable[[AnsweringEngine], None]:
         def take_back(answering: AnsweringEngine) -> None:
             lifecycle = self._lifecycle
             if hold is not lifecycle.pause:  # it has ended, by a restart
@@ -156,7 +165,7 @@ class Pauses:
             if is_own or lifecycle.is_sleeps_own:
                 lifecycle.end_pause(hold)
 
-        return self._thread.call_alone(take_back, self)
+        return take_back
 
     async def wake_up(self, tags: Collection[SleepingPart] | None = None) -> bool:
         """Have the engine's memory back, or these parts of it, and go on once all is there;

@@ -246,6 +246,15 @@ class EngineThread:
         self._wake()
         return future
 
+    def call_soon(
+        self, function: Callable[[AnsweringEngine], object], owner: object = None
+    ) -> None:
+        """Have a function run as ``call_alone`` does, unless the thread ends first. Takes no lock, so
+        that coroutines may call it while they are collected. Does nothing in a forked child."""
+        if os.getpid() == self._process:
+            self._loop.call_soon(function, owner)
+            self._wake()
+
     def run_exclusively(self, owner: object | None, hold: Hold | None = None) -> None:
         """Run only this owner's calls, as ``EngineLoop.run_exclusively`` does. For the thread."""
         self._loop.run_exclusively(owner, hold)

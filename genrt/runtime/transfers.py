@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from genrt.engines.weights import Receiving, Weights, weights_of
-from genrt.errors import Closed, EngineFailed, EngineUnsupported, GenrtError, InvalidRequest
+from genrt.errors import EngineFailed, EngineUnsupported, InvalidRequest
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.lifecycle import Pending, check_pending
 from genrt.runtime.weights import Taking, Update, WeightUpdates
@@ -115,14 +114,13 @@ class Transfers:
         it."""
         update, self._update = self._update, None
         if update is not None:
-            with contextlib.suppress(Closed):
-                self._updates.thread.call_alone(update.end, update)
+            self._updates.thread.call_soon(update.end, update)
             self._end_turn()
 
     async def _through(self, function: Callable[[AnsweringEngine], Any], update: Update) -> Any:
         try:
             return await self._updates.called(function, owner=update)
-        except GenrtError:
+        except BaseException:  # cancelled too: without this part, the weights would be a mixture
             await self.give_up()
             raise
 

@@ -30,10 +30,9 @@ from typing import Any, TypeAlias, TypedDict, TypeVar
 from torch import Tensor
 
 from genrt.engines.weights import (
-    Copying,
     Layout,
     NamedTensors,
-    Original,
+    SavedWeights,
     TensorsIn,
     Weights,
     check_complete,
@@ -43,7 +42,6 @@ from genrt.engines.weights import (
     weights_of,
 )
 from genrt.errors import (
-    Closed,
     EngineDied,
     EngineFailed,
     GenrtError,
@@ -53,7 +51,7 @@ from genrt.errors import (
 from genrt.numbers import check_bool, shown
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.cache import RowCache
-from genrt.runtime.lifecycle import DROPPED, Hold, Pending, Turns, check_pending
+from genrt.runtime.lifecycle import DROPPED, Hold, Pending, Turns, check_pending, follow
 from genrt.runtime.pauses import Pauses
 from genrt.runtime.thread import AT_ONCE_BYTES, EngineThread, aside
 
@@ -115,7 +113,7 @@ class WeightUpdates:
             check_bool("keep", keep)
         self.check_awake()
         chunks = _Chunks(source)
-        original = Original(chunks.files) if keep is None and chunks.files else None
+        original = SavedWeights(chunks.files) if keep is None and chunks.files else None
         layout = await self.called(lambda answering: weights_of(answering.engine).layout())
         taking = Taking(layout, check_finite)
         known = [each async for each in chunks.known()]
@@ -159,13 +157,16 @@ class WeightUpdates:
                 await self.called(partial(update.load, give=following.to(layout)), owner=update)
             check_complete(layout, taking.names)
             return await self.called(update.finish, owner=update)
-        except Exception:  # the caller finds the runtime as it is from then on
-            with contextlib.suppress(GenrtError):
-                await self.called(update.end, owner=update)
+        except GeneratorExit:  # collected with its loop, whatever is locked
+            self.thread.call_soon(update.end, update)
             raise
-        finally:
-            with contextlib.suppress(Closed):  # in a forked child
-                self.thread.call_alone(update.end, update)
+        except BaseException as error:
+            with contextlib.suppress(GenrtError):  # Closed in a forked child
+                ending = self.thread.call_alone(update.end, update)
+                ending.add_done_callback(lambda _: update.release())
+                if isinstance(error, Exception):  # the caller then finds the runtime as it stays
+                    await asyncio.wrap_future(follow(ending))
+            raise
 
     def check_awake(self) -> None:
         """Raise InvalidRequest if the weights sleep."""
@@ -189,8 +190,8 @@ class Taking:
     def __init__(self, layout: Layout, finite: bool) -> None:
         self.layout = layout
         self.names: set[str] = set()
-        self.copy: Copying | None = None
-        self.original: Original | None = None
+        self.copy: SavedWeights | None = None
+        self.original: SavedWeights | None = None
         self.is_given = False
         self._finite = finite
 
@@ -229,6 +230,7 @@ class Update:
         self._began_on: AnsweringEngine | None = None
         self._has_loaded = False
         self._is_over = False
+        self._is_kept = False
 
     def hold_questions(self, answering: AnsweringEngine) -> None:
         """Have questions wait from now on."""
@@ -263,6 +265,7 @@ class Update:
         self._is_over = True
         self._cache.clear()
         self._thread.weights.replace(version, self.taking.copy or self.taking.original)
+        self._is_kept = True
         self._thread.run_exclusively(None)
         lifecycle.take_down(self.hold, version)
         return version
@@ -278,14 +281,19 @@ class Update:
                     "its weights were being replaced, and that was given up in the middle"
                 )
 
+    def release(self) -> None:
+        """Remove the copy, unless the runtime keeps it. Nothing of this runs on the engine's thread
+        afterwards."""
+        if self.taking.copy is not None and not self._is_kept:
+            self.taking.copy.drop()
+
     def _die(self, error: BaseException) -> Any:
         self._give_up()
         raise EngineDied(f"its weights could not be replaced: {error}") from error
 
     def _give_up(self) -> None:
         self._is_over = True
-        if self.taking.copy is not None:
-            self.taking.copy.drop()
+        self.release()
         if self._thread.lifecycle.owner is self:
             self._thread.run_exclusively(None)
         self._thread.lifecycle.take_down(self.hold)

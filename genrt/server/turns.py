@@ -12,7 +12,7 @@ from copy import deepcopy
 from typing import Any, TypeAlias
 
 from genrt.errors import InvalidRequest
-from genrt.generation.turns import splice_turn
+from genrt.generation.conversations import splice_turn
 from genrt.lm import AsyncLM
 from genrt.numbers import shown
 from genrt.questions.token_ids import id_words

@@ -24,7 +24,7 @@ from genrt.cluster.messages import AskedNumbers, Held, dumped, loaded
 from genrt.cluster.opening import gpus_of
 from genrt.cluster.ranks import RankedEngine, Ranks, are_launched, open_ranked
 from genrt.engines.protocol import EngineStatistics, Finished
-from genrt.engines.vllm.rank import of_first
+from genrt.engines.vllm.rank import broadcast_from_rank0
 from genrt.engines.weights import TensorsIn
 from genrt.errors import EngineDied, EngineUnsupported, GenrtError, InvalidAdapter, InvalidRequest
 from genrt.loading import load
@@ -105,7 +105,7 @@ class Recorded:
             self.speculate(request_ids, tokens, told(request_ids))
 
     def speculate(self, request_ids: list[str], tokens: torch.Tensor, share: Any) -> None:
-        assert share is of_first
+        assert share is broadcast_from_rank0
         assert tokens.is_contiguous()
         assert tokens.dtype == torch.float64
         self._note("speculate", *request_ids, len(tokens))

@@ -266,7 +266,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": BATCH + 9, "pad_value": 9}, "token ids of row 0 must be in the vocabulary"),
     ({"pad_value": None}, "pad_value must be an int, got None: .* eos_token_id will do"),
     ({"pad_value": 1.5}, "pad_value must be an int"),
-    ({"pad_value": 2**40, "input_ids": BATCH.int()}, "none of the torch.int32"),
+    ({"pad_value": 2**40, "input_ids": BATCH.int()}, "does not fit torch.int32"),
     ({"stop_strings": [["a"]]}, "stop_strings is given for 1 samples, and the batch has 2"),
     ({"stop_strings": [["a"], 5]}, "stop must be a list of texts, got 5"),
     ({"stop_token_ids": [[1], [2], [3]]}, "stop_token_ids is given for 3 samples"),
@@ -419,12 +419,12 @@ async def test_what_was_drawn_in_time_is_kept_beside_texts_that_are_whole(
     partial = dataclasses.replace(
         late, token_ids=late.token_ids[:2], logprobs=late.logprobs[:2], finish_reason="abort"
     )
-    ask = many.Asked.ask
+    ask = many.ItemRunner.run
 
     async def late_for_one(asked: Any, number: int, item: Any) -> Any:
         return Failed(TimedOut("late"), partial) if number == 1 else await ask(asked, number, item)
 
-    monkeypatch.setattr(many.Asked, "ask", late_for_one)
+    monkeypatch.setattr(many.ItemRunner, "run", late_for_one)
     found = await rollout(held, ids, lengths, **options, on_timeout="truncate", timeout=60)
     assert found.generation_lengths.tolist() == [6, 2, 6]
     assert found.truncated.tolist() == [True] * 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ from genrt.lm import AsyncLM
 from genrt.runtime.cache import RowCache
 from genrt.runtime.lifecycle import State
 from genrt.runtime.thread import EngineThread, Rounds
+from genrt.runtime.transfers import Transfers
 from tests.scripted import Gate, ProtocolViolation
 
 SIZE = 3
@@ -85,6 +87,18 @@ class Parts:
     def _check_awake(self) -> None:
         if "weights" in self.asleep:
             raise violated("weights that sleep are written")
+
+    def check_receives(self) -> None:
+        pass
+
+    def connect(self, init_info: Any) -> None:
+        pass
+
+    def disconnect(self) -> None:
+        pass
+
+    def receive(self, update_info: Any) -> None:
+        self.load(update_info)
 
     def check_sleep(self) -> None:
         pass
@@ -274,7 +288,13 @@ class World:
         self.ask()
         await self.done(self.asked[-1])
         self.asked[-1].result()
+        assert len(self.copies()) <= 1
         self.lm.close()
+
+    def copies(self) -> list[Path]:
+        """The directories of copied weights."""
+        root = self.thread.weights._root
+        return [] if root is None else [*root.iterdir()]
 
 
 def removed(world: World) -> None:
@@ -536,6 +556,65 @@ async def test_the_states_by_their_names(
     await world.end()
 
 
+class Watched:
+    """A lock that knows whether it is taken while something is collected."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+        self.is_collecting = False
+        self.was_taken = False
+
+    def __enter__(self) -> None:
+        self.was_taken |= self.is_collecting
+        self._lock.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.__exit__(*error)
+
+    def _is_owned(self) -> bool:
+        return bool(self._lock._is_owned())
+
+
+@pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning")
+@pytest.mark.parametrize("rounds", range(8))
+@pytest.mark.parametrize(
+    "name", ["pause", "sleep", "sleep deeply", "wake_up", "update", "add_adapter", "transfer"]
+)
+def test_what_is_collected_with_its_loop_takes_no_lock_and_ends(name: str, rounds: int) -> None:
+    """Whatever thread collects it may hold one of them."""
+    loop = asyncio.new_event_loop()
+
+    async def begin() -> World:
+        world = World()
+        if name == "transfer":
+            work = Transfers(world.lm._weights).start("finish")
+            world.begun.append(asyncio.ensure_future(work))
+        else:
+            world.begin(name)
+        await world.go("pr" * rounds)
+        return world
+
+    world = loop.run_until_complete(begin())
+    batcher, engine_loop = world.thread.batcher, world.thread._loop
+    lock, calls = Watched(batcher._lock), Watched(engine_loop._calls_lock)
+    batcher._lock = batcher.lifecycle._lock = lock  # type: ignore[assignment]
+    engine_loop._calls_lock = calls  # type: ignore[assignment]
+    [work] = world.begun
+    world.begun.clear()
+    is_over = work.done()
+    work._log_destroy_pending = False  # type: ignore[attr-defined]
+    del work
+    loop.close()
+    for _ in range(6):
+        lock.is_collecting = calls.is_collecting = True
+        gc.collect()
+        lock.is_collecting = calls.is_collecting = False
+        assert [lock.was_taken, calls.was_taken] == [False, False]
+        world.rounds.go_round()
+    if not (is_over and name == "transfer"):  # which goes on, and is its owner's to end
+        asyncio.run(world.end())
+
+
 # -- restarts ---------------------------------------------------------------------------------
 
 
@@ -576,6 +655,25 @@ async def test_an_update_whose_trainer_hangs_is_told_of_a_restart_and_holds_up_n
     await world.done(after)
     after.result()
     await world.end()
+
+
+async def test_an_update_that_never_begins_leaves_no_copy() -> None:
+    world = World()
+    never = asyncio.Event()
+
+    async def chunks() -> AsyncIterator[Any]:
+        yield {"table.0": MODELS[1].table[0].clone()}
+        await never.wait()
+
+    hung = asyncio.ensure_future(world.lm.update_weights(chunks()))
+    after = world.begin("update")
+    await world.go("pr" * 20)
+    assert len(world.copies()) == 2
+    world.lm.close()
+    for update in (hung, after):
+        await world.done(update)
+        assert isinstance(update.exception(), GenrtError)
+    assert world.copies() == []
 
 
 async def test_an_update_whose_engine_dies_is_told_and_questions_go_on() -> None:

@@ -1,5 +1,5 @@
 """Prefixes that are warmed up: computed once, kept by every engine of the runtime until they are given
-up. What vLLM does is in test_kept_prefixes.py."""
+up. What vLLM does is in test_vllm_prefixes.py."""
 
 from __future__ import annotations
 

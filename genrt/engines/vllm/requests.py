@@ -1,201 +1,123 @@
-"""Sends requests to vLLM's core and tracks them: the purpose of each, and the questions that they answer.
+"""Builds vLLM requests for rows and texts, marks them for genrt's hooks, and translates vLLM's errors.
 
-Each request has its own vLLM id, which is never used again.
+vLLM passes ``SamplingParams.extra_args`` to logits processors and schedulers. The keys in it that genrt
+uses are listed here.
 """
 
 from __future__ import annotations
 
-import itertools
+import re
+import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from copy import copy
 
-import torch
+from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
-from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.exceptions import EngineDeadError
 
-from genrt.engines.protocol import Finished
-from genrt.engines.vllm.config import core_request, row_params, translated
-from genrt.engines.vllm.globals import Globals
-from genrt.engines.vllm.lora import VLLMAdapters
-from genrt.engines.vllm.populations import SeatedPopulations
-from genrt.engines.vllm.positions import Positions
-from genrt.engines.vllm.texts import TextRequest, VLLMTexts
-from genrt.errors import EngineFailed
-from genrt.questions.population_draws import PopulationDraw
-from genrt.questions.rows import LogprobsRequest, not_finite
-from genrt.questions.scores import ScoreRequest
+from genrt.engines.protocol import failure
+from genrt.errors import EngineDied, EngineUnsupported, GenrtError, InvalidRequest, ModelNotFound
+from genrt.models import offline_advice
 
-__all__ = ["CoreRequests", "Purpose", "Sent"]
+__all__ = [
+    "FIRST",
+    "LAW",
+    "NOT_COMPUTED",
+    "OPEN",
+    "SEED",
+    "TICKET",
+    "as_genrt_error",
+    "core_request",
+    "row_params",
+]
 
-Sent: TypeAlias = LogprobsRequest | ScoreRequest | TextRequest
-"""A question that is sent to vLLM as one request."""
+TICKET = "genrt_ticket"
+"""The number by which the capture knows a request for a row."""
 
-Purpose: TypeAlias = Sent | PopulationDraw
-"""A question with its own vLLM request, or a population, which has several."""
+OPEN = "genrt_open"
+"""Marks a request as one to keep open after its row."""
+
+FIRST = "genrt_first"
+"""The first position, counted from 0, of a score: the first one with a wanted hidden state."""
+
+LAW = "genrt_law"
+"""Marks a request that wants the log-probabilities of its law."""
+
+SEED = "genrt_seed"
+"""The seed of a text that draws its tokens in the capture.
+
+vLLM gets no seed then. For a prompt that is computed in parts, its runner V1 rewinds the request's
+generator; a CPU generator cannot do that, and the whole step would fail."""
+
+NOT_COMPUTED = re.compile(r"head.?size|attention backend|architectures .* not supported", re.I)
+"""The errors by which vLLM refuses a model whose layers it has no kernels for."""
 
 
-class Answered(NamedTuple):
-    """The results of a step's rows.
-
-    Attributes:
-        kept: the vLLM requests that are now resident, each with the question of its context.
-        over: the requests that vLLM must forget.
-    """
-
-    finished: list[Finished]
-    kept: list[tuple[str, LogprobsRequest]]
-    over: list[str]
+LOGPROBS = SamplingParams(
+    max_tokens=1,
+    temperature=0.0,
+    seed=0,  # without a seed the V2 runner would draw one from numpy's global generator
+    ignore_eos=True,
+    detokenize=False,
+    output_kind=RequestOutputKind.FINAL_ONLY,
+)
+"""The parameters of a request for a row: one greedy token, which is not read."""
 
 
-class CoreRequests(dict[str, Purpose]):
-    """Maps the ids of vLLM requests in progress to their purposes. A request holds its adapter, text and
-    positions until it ends.
+def row_params(ticket: int, *, open_for: int | None, first: int | None = None) -> SamplingParams:
+    """Return the sampling parameters of a request for the row with this ticket.
 
     Args:
-        room: the most tokens of an open request; ``None`` if no request stays open.
+        open_for: the most tokens for which the request stays open; ``None`` if it ends with the row.
+        first: the first wanted position of a score.
     """
+    params = copy(LOGPROBS)
+    params.extra_args = {TICKET: ticket}
+    if first is not None:
+        params.extra_args[FIRST] = first
+    if open_for is not None:
+        params.extra_args[OPEN] = True
+        params.max_tokens = open_for
+    return params
 
-    def __init__(
-        self,
-        core: Any,
-        own: Globals,
-        adapters: VLLMAdapters,
-        texts: VLLMTexts,
-        positions: Positions,
-        room: int | None,
-    ) -> None:
-        super().__init__()
-        self.room = room
-        self._core = core
-        self._globals = own
-        self._adapters = adapters
-        self._texts = texts
-        self._positions = positions
-        self._tickets = itertools.count(1)
 
-    def send(self, request: Sent) -> str:
-        """Send a request and return its vLLM id: its ticket as a decimal number.
+def as_genrt_error(error: Exception, what: str) -> GenrtError:
+    """Return an error of vLLM or torch as one of genrt's, with the original as its cause."""
+    if isinstance(error, GenrtError):
+        return error
+    kind: type[GenrtError]
+    if isinstance(error, VLLMValidationError):
+        kind = InvalidRequest
+    elif isinstance(error, EngineDeadError):
+        kind = EngineDied
+    elif isinstance(error, OSError) and not isinstance(error, ConnectionError):
+        kind = ModelNotFound
+    elif NOT_COMPUTED.search(str(error)):
+        kind = EngineUnsupported
+    else:
+        return failure(error, what)
+    advice = offline_advice() if kind is ModelNotFound else ""
+    if kind is EngineUnsupported:
+        advice = '. genrt.load(…, engine="transformers") computes such models, more slowly'
+    translated = kind(f"{what}: {type(error).__name__}: {error}{advice}")
+    translated.__cause__ = error
+    return translated
 
-        Raises:
-            GenrtError: vLLM refused the request and holds no part of it.
-        """
-        ticket = next(self._tickets)
-        try:
-            lora = self._adapters.request(request.adapter)
-            with self._globals:
-                self._core.add_request(self._made(ticket, request, lora))
-        except Exception as error:
-            self._texts.forget([str(ticket)])
-            self._positions.forget([str(ticket)])
-            refused = translated(error, "vLLM does not take this request")
-            raise refused from refused.__cause__  # ``refused`` may be ``error`` itself
-        return str(ticket)
 
-    def send_all(self, rows: Sequence[LogprobsRequest]) -> list[str]:
-        """Send these requests as ``send`` does. If one is refused, abort the others and raise."""
-        sent: list[str] = []
-        try:
-            sent += map(self.send, rows)
-        except BaseException:
-            with self._globals:
-                self._core.abort_requests(sent)
-            raise
-        return sent
-
-    def _made(self, ticket: int, request: Sent, lora: LoRARequest | None) -> EngineCoreRequest:
-        if not isinstance(request, LogprobsRequest | ScoreRequest):
-            return self._texts.begin(str(ticket), request, lora)
-        row = request.computed if isinstance(request, ScoreRequest) else request
-        # An open request ends by itself only at its last possible token.
-        most = None if self.room is None else self.room - len(row)
-        first = None
-        if isinstance(request, ScoreRequest):
-            self._positions.begin(str(ticket), request, lora)
-            first = request.start - 1
-        params = row_params(ticket, open_for=most, first=first)
-        return core_request(str(ticket), row.token_ids, params, lora)
-
-    def begin(self, request_id: str, request: Sent) -> None:
-        """Track a request that vLLM has."""
-        if request.adapter is not None:
-            self._adapters.hold(request.adapter)
-        self[request_id] = request
-
-    def end(self, request_id: str) -> Purpose:
-        """Remove a request and return its purpose. A population releases its adapter itself."""
-        request = self.pop(request_id)
-        if isinstance(request, PopulationDraw):
-            return request
-        if isinstance(request, ScoreRequest):
-            self._positions.forget([request_id])
-        elif not isinstance(request, LogprobsRequest):
-            self._texts.forget([request_id])
-        if request.adapter is not None:
-            self._adapters.release(request.adapter)
-        return request
-
-    def leave(self, request_ids: Sequence[str]) -> int:
-        """Remove the requests of a population that was drawn; return their number."""
-        for request_id in request_ids:
-            del self[request_id]
-        return len(request_ids)
-
-    def answered(
-        self,
-        request_ids: Sequence[str],
-        rows: Sequence[torch.Tensor | None],
-        populations: SeatedPopulations,
-    ) -> Answered:
-        """End the vLLM requests with these rows or scores; ``None`` stands for one that is not finite."""
-        finished: list[Finished] = []
-        kept: list[tuple[str, LogprobsRequest]] = []
-        over: list[str] = []
-        for request_id, row in zip(request_ids, rows, strict=True):
-            request = self.end(request_id)
-            end: Finished | None = None
-            if isinstance(request, PopulationDraw):
-                end = populations.put(request, request_id, row)
-                if end is None and request not in populations:
-                    over.append(request_id)  # an earlier row has failed the population
-                    continue
-            elif row is None:
-                end = Finished(request, error=not_finite())
-            else:
-                end = Finished(request, row)
-                if isinstance(request, LogprobsRequest):
-                    kept.append((request_id, request))
-                elif isinstance(request, ScoreRequest):
-                    kept.append((request_id, request.computed))
-            if row is None:
-                over.append(request_id)
-            if end is not None:
-                finished.append(end)
-        return Answered(finished, kept, over)
-
-    def ended(
-        self, outputs: Sequence[EngineCoreOutput], populations: SeatedPopulations
-    ) -> tuple[list[Finished], list[str]]:
-        """Return the questions that vLLM's outputs end, and the requests that finished with a row."""
-        finished: list[Finished] = []
-        last: list[str] = []
-        for output in outputs:
-            reason = output.finish_reason
-            if output.request_id not in self or reason is None:
-                continue
-            if reason in (FinishReason.STOP, FinishReason.LENGTH):
-                last.append(output.request_id)
-                continue
-            request = self.end(output.request_id)
-            if not isinstance(request, PopulationDraw) or populations.forget(request):
-                error = EngineFailed(f"vLLM ended the request with {reason}")
-                finished.append(Finished(request, error=error))
-        return finished, last
-
-    def orphans_of(self, finished: Sequence[Finished]) -> list[str]:
-        """Return the remaining vLLM requests of populations that failed by one of their rows."""
-        failed = [
-            end.request
-            for end in finished
-            if end.error is not None and isinstance(end.request, PopulationDraw)
-        ]
-        return [each for each, request in self.items() if request in failed] if failed else []
+def core_request(
+    request_id: str, token_ids: Sequence[int], params: SamplingParams, lora: LoRARequest | None
+) -> EngineCoreRequest:
+    """Return a request in the form that vLLM's core takes."""
+    return EngineCoreRequest(
+        request_id=request_id,
+        prompt_token_ids=list(token_ids),
+        mm_features=None,
+        sampling_params=params,
+        pooling_params=None,
+        arrival_time=time.time(),
+        lora_request=lora,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )

@@ -34,8 +34,8 @@ from vllm.v1.engine import FinishReason as CoreFinishReason
 from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from genrt.engines.vllm.capture import LAW, SEED
 from genrt.engines.vllm.reasoning import NO_PARSER, Reasoning, ReasoningParsers
+from genrt.engines.vllm.requests import LAW, SEED
 from genrt.engines.vllm.structures import GuidedStructures
 from genrt.errors import EngineFailed, GenrtError, InvalidRequest, StreamCut
 from genrt.questions.completions import (

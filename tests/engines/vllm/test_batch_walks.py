@@ -16,7 +16,7 @@ import pytest
 from genrt.errors import TimedOut
 from genrt.lm import AsyncLM
 from tests.apart import drawn_apart
-from tests.engines.vllm.test_population_walks import opened
+from tests.engines.vllm.ahead import Runtimes, two_runtimes
 from tests.small_models import make_llama
 
 pytestmark = pytest.mark.vllm
@@ -25,9 +25,9 @@ COUNT = 8
 LONGEST = 80
 
 
-@pytest.fixture(scope="module", params=["at once", "ahead"])
-def runtimes(llama: Path, request: pytest.FixtureRequest) -> Iterator[tuple[AsyncLM, AsyncLM]]:
-    with opened(llama, request.param) as both:
+@pytest.fixture(scope="module", params=[False, True], ids=["at once", "ahead"])
+def runtimes(llama: Path, request: pytest.FixtureRequest) -> Iterator[Runtimes]:
+    with two_runtimes(llama, ahead=request.param, max_num_seqs=24) as both:
         yield both
 
 
@@ -122,7 +122,7 @@ class Walk:
     [(0, 40), *(pytest.param(seed, 150, marks=pytest.mark.proof) for seed in range(1, 4))],
 )
 async def test_whatever_happens_to_its_questions_a_batch_s_draws_are_those_of_its_contexts(
-    runtimes: tuple[AsyncLM, AsyncLM], llama: Path, other: Path, seed: int, steps: int
+    runtimes: Runtimes, llama: Path, other: Path, seed: int, steps: int
 ) -> None:
     lm, quiet = runtimes
     walk = Walk(lm, quiet, seed)
@@ -155,7 +155,7 @@ def appended(contexts: list[list[int]], token_ids: list[int]) -> None:
 
 
 async def test_a_batch_that_goes_on_computes_a_token_a_context(
-    runtimes: tuple[AsyncLM, AsyncLM],
+    runtimes: Runtimes,
 ) -> None:
     """As lists that grow and as new ones, also after resampling."""
     lm, _ = runtimes
@@ -177,7 +177,7 @@ async def test_a_batch_that_goes_on_computes_a_token_a_context(
 
 @pytest.mark.parametrize("same", [True, False], ids=["the same lists", "equal ones"])
 async def test_batches_at_once_after_the_same_contexts_share_their_rows(
-    runtimes: tuple[AsyncLM, AsyncLM], same: bool
+    runtimes: Runtimes, same: bool
 ) -> None:
     lm, quiet = runtimes
     rng = random.Random(1 + same)
@@ -199,7 +199,7 @@ async def test_batches_at_once_after_the_same_contexts_share_their_rows(
 
 @pytest.mark.parametrize("turns", range(5))
 async def test_one_that_is_given_up_takes_nothing_from_the_other(
-    runtimes: tuple[AsyncLM, AsyncLM], turns: int
+    runtimes: Runtimes, turns: int
 ) -> None:
     lm, quiet = runtimes
     contexts = [[n, turns, *range(20)] for n in range(COUNT)]

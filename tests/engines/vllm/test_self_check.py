@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import pytest
 import torch
 
 from genrt.engines.protocol import EngineStatistics
-from genrt.engines.vllm.self_check import self_test
+from genrt.engines.vllm.self_check import run_self_check
 from genrt.errors import EngineUnsupported
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest
@@ -137,7 +138,7 @@ def examined(engine: Engine, rounding: float) -> tuple[bool, list[str]]:
     """Return whether residents are kept after a self-test, and what it warns of."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        self_test(engine, rounding=rounding, block_size=engine.block_size)
+        run_self_check(cast("Any", engine), rounding=rounding, block_size=engine.block_size)
     return engine.keeps_residents, [str(each.message) for each in caught]
 
 
@@ -172,7 +173,9 @@ def test_a_row_that_goes_to_another_is_found_however_little_rows_differ(
 ) -> None:
     for company in (slice(None, None, -1), slice(2, None)):
         with pytest.raises((EngineUnsupported, IndexError)):
-            self_test(Engine(scale, company=company), rounding=rounding, block_size=16)
+            run_self_check(
+                cast("Any", Engine(scale, company=company)), rounding=rounding, block_size=16
+            )
 
 
 @pytest.mark.promise(number=24)

@@ -22,29 +22,35 @@ import torch
 from vllm.config import VllmConfig
 
 from genrt.engines.residency import Packed, Residents
-from genrt.engines.vllm.open_scheduler import OpenScheduler
-from genrt.engines.vllm.runner_v1 import RunnerV1
-from genrt.engines.vllm.runner_v2 import RunnerV2
+from genrt.engines.vllm.runners import RunnerV1, RunnerV2
+from genrt.engines.vllm.scheduler import OpenScheduler
 from genrt.engines.vllm.seats import Fork
-from genrt.engines.vllm.speculation import DecodeSteps
+from genrt.engines.vllm.steps import DecodeSteps
 from genrt.questions.contexts import Adapter
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest
 
 __all__ = ["OpenRequests", "open_requests", "repeated"]
 
+
 POPULATIONS = 64
 """How many flushes are remembered. The sequences of one flush form a population."""
 
 
 class OpenRequests:
-    """The open requests of an engine with its scheduler in this process; ``steps`` computes them."""
+    """The open requests of an engine with its scheduler in this process.
+
+    Attributes:
+        steps: computes them.
+        residents: the sequences that can be extended or forked.
+        flush: the number of the last flush.
+    """
 
     def __init__(self, scheduler: OpenScheduler, steps: DecodeSteps) -> None:
         self.steps = steps
         self._scheduler = scheduler
-        self._residents = Residents()
-        self._flush = self._matched_in = 0
+        self.residents = Residents()
+        self.flush = self._matched_in = 0
         self._asked_in: dict[str, int] = {}
         self._order: list[str] = []  # of the last population that was extended
         self._populations: OrderedDict[int, list[str]] = OrderedDict()
@@ -57,14 +63,14 @@ class OpenRequests:
         Return the id of the vLLM request that serves each question; ``None`` if the question needs a new
         vLLM request.
         """
-        self._flush += 1
+        self.flush += 1
         matched: list[str | None] = []
         forks: list[tuple[int, str, LogprobsRequest]] = []
         extended: dict[str, int] = {}
-        parked, residents = self._scheduler.parked, self._residents
+        parked, residents = self._scheduler.parked, self.residents
         # Sequences that are extended step after step mostly come in the same order.
         guesses = self._populations.get(self._matched_in, ())[: len(requests)]
-        self._matched_in = self._flush
+        self._matched_in = self.flush
         for request, guess in zip_longest(requests, guesses):
             if isinstance(request, ScoreRequest):
                 matched.append(None)
@@ -116,7 +122,7 @@ class OpenRequests:
     def _reseat(self, forks: Sequence[Fork]) -> None:
         """Make parked requests continue as forks. There must be room for them."""
         for fork in forks:
-            self._residents.remove(fork.request.request_id)
+            self.residents.remove(fork.request.request_id)
         self.steps.reseat(self._scheduler.reseat(forks))
 
     def go_on(
@@ -158,7 +164,7 @@ class OpenRequests:
         self._extended += len(parents) - len(forked)
         for place, request_id in added.items():
             request_ids[place] = request_id
-        self._flush += 1
+        self.flush += 1
         self.remember(request_ids)
         return request_ids
 
@@ -184,7 +190,7 @@ class OpenRequests:
         if not scheduler.can_reseat(forks, beside=len(forks) + len(scheduler.running)):
             return None
         self._reseat(forks)
-        self._asked_in.update((fork.request.request_id, self._flush) for fork in forks)
+        self._asked_in.update((fork.request.request_id, self.flush) for fork in forks)
         return [[fork.request.request_id for fork in each] for each in found]
 
     def _wake_in_order(self, request_ids: list[str], token_ids: list[int]) -> None:
@@ -212,28 +218,24 @@ class OpenRequests:
         """Let a request that was just added start from the nearest resident sequence."""
         if isinstance(request, ScoreRequest):
             request = request.computed
-        parent = self._residents.parent(request.adapter, request.packed)
+        parent = self.residents.parent(request.adapter, request.packed)
         if parent is not None:
             self._scheduler.share(request_id, parent, len(request) - 1)
             return
-        nearest = self._residents.nearest(request.adapter, request.packed)
+        nearest = self.residents.nearest(request.adapter, request.packed)
         if nearest is not None:
             self._scheduler.share(request_id, *nearest)
 
     def request_of(self, row: LogprobsRequest) -> str | None:
         """Return the id of a resident request with this question's context, or ``None``."""
-        return self._residents.of_context(row.adapter, row.packed)
+        return self.residents.of_context(row.adapter, row.packed)
 
     def remember(self, request_ids: Sequence[str]) -> None:
         """Record these requests, which serve the questions of one flush, as one population."""
-        self._asked_in.update(dict.fromkeys(request_ids, self._flush))
-        self._populations[self._flush] = [*request_ids]
+        self._asked_in.update(dict.fromkeys(request_ids, self.flush))
+        self._populations[self.flush] = [*request_ids]
         if len(self._populations) > POPULATIONS:
             self._populations.popitem(last=False)
-
-    def take_answered(self) -> list[str]:
-        """Return and clear the requests that one of vLLM's own steps answered."""
-        return self._scheduler.take_answered()
 
     def keep(self, answered: Iterable[tuple[str, LogprobsRequest]]) -> None:
         """Record each answered request as resident with its question's context, after a step. Forget the
@@ -242,7 +244,7 @@ class OpenRequests:
             self._forget(request_id)
             self._evicted += 1
         for request_id, request in answered:
-            self._residents.put(request_id, request.adapter, request.packed)
+            self.residents.put(request_id, request.adapter, request.packed)
 
     def keep_later(
         self, numbers: dict[str, int], adapter: Adapter | None, contexts: Packed
@@ -252,7 +254,7 @@ class OpenRequests:
         The requests stop being resident with their old contexts at once. The new contexts are read, by
         number, only when a lookup needs them.
         """
-        self._residents.put_later(numbers, adapter, contexts)
+        self.residents.put_later(numbers, adapter, contexts)
 
     def untouched(self, requests: Sequence[tuple[str, int]]) -> bool:
         """Return whether all these are parked and no flush has used them since the given one."""
@@ -265,7 +267,7 @@ class OpenRequests:
 
     def resident(self, adapter: Adapter | None, context: bytes) -> tuple[str, int] | None:
         """Return the parked request with this context and the flush that used it last."""
-        request_id = self._residents.of_context(adapter, context)
+        request_id = self.residents.of_context(adapter, context)
         # A request under way may be growing beyond the context that it is known by.
         if request_id is None or request_id not in self._scheduler.parked:
             return None
@@ -276,11 +278,6 @@ class OpenRequests:
         """The most sequences that a step computes."""
         return int(self._scheduler.max_num_running_reqs)
 
-    @property
-    def flush(self) -> int:
-        """The number of the last flush."""
-        return self._flush
-
     def forget(self, request_ids: Iterable[str]) -> None:
         """Forget requests that vLLM no longer knows."""
         gone = set(request_ids)
@@ -289,7 +286,7 @@ class OpenRequests:
         self.steps.forget(gone)
 
     def _forget(self, request_id: str) -> None:
-        self._residents.remove(request_id)
+        self.residents.remove(request_id)
         self._asked_in.pop(request_id, None)
 
     def counts(self) -> dict[str, int]:
@@ -301,7 +298,7 @@ class OpenRequests:
             "evicted": self._evicted,
             "prepared": self.steps.prepared,
             "speculated": self.steps.speculated,
-            "resident": len(self._residents),
+            "resident": len(self.residents),
         }
 
     def start_counting(self) -> None:
@@ -309,14 +306,6 @@ class OpenRequests:
         self._scheduler.computed_tokens = self._scheduler.forked = self._scheduler.reseated = 0
         self.steps.prepared = self.steps.speculated = 0
         self._extended = self._evicted = 0
-
-    def request_ids(self) -> list[str]:
-        """Return the ids of all resident sequences, including any that are being extended."""
-        return self._residents.request_ids()
-
-    def bound_to(self, adapter: Adapter | None) -> list[str]:
-        """Return the ids of an adapter's resident sequences."""
-        return self._residents.bound_to(adapter)
 
 
 def open_requests(

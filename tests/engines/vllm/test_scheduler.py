@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import genrt
-from genrt.engines.vllm.admission_blocks import most_blocks, needed_blocks
+from genrt.engines.vllm.scheduler import most_blocks, needed_blocks
 from genrt.lm import AsyncLM
 
 pytestmark = pytest.mark.vllm

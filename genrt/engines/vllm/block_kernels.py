@@ -8,14 +8,19 @@ import triton.language as tl
 
 __all__ = ["copy_words"]
 
+
 WORDS = 1024
-"""How many words of eight bytes one program copies."""
+"""The number of words of eight bytes that one program copies."""
 
 
 def copy_words(bases: torch.Tensor, pairs: torch.Tensor, words: int, stride: int) -> None:
-    """Copy, after each of the addresses ``bases``, int64 ``[layers]``, the stretches of so many words
-    with the numbers ``pairs[:, 0]`` to those with the numbers ``pairs[:, 1]``, int64 ``[n, 2]``, without
-    synchronizing with the device. A stretch begins ``stride`` words after the one before; none is both.
+    """Copy block ``pairs[i, 0]`` to block ``pairs[i, 1]`` in every layer, without synchronizing.
+
+    Args:
+        bases: the address of each layer's first block, int64 ``[layers]``.
+        pairs: int64 ``[n, 2]``; no block is both a source and a target.
+        words: the words of eight bytes in a block.
+        stride: the words between the starts of two blocks.
     """
     grid = (len(pairs), len(bases), triton.cdiv(words, WORDS))
     _copy[grid](bases, pairs, words, stride, BLOCK=WORDS)

@@ -1,16 +1,15 @@
 """Computes scores: log-probabilities or rows at many positions of a text, from the forwards that run it.
 
-A score is one vLLM request; its prompt is the text without its last token. After a forward the runner has
-the hidden states of all positions that it computed. Both runners look for vLLM's prompt logprobs in every
-step. At that point this file computes the logits of the wanted positions, a bounded number at a time. It
-turns them into log-probabilities, as for rows, and keeps one entry of each row, or the row.
+A score is one vLLM request; its prompt is the text without its last token. Both runners
+look for vLLM's prompt logprobs after each forward, when they have the hidden states of all computed
+positions. There this file computes the wanted rows, a bounded number at a time, and keeps one entry of
+each row, or the row.
 
 Rules:
     A score's cached prefix ends before its first wanted position, because no hidden states are computed
     for cached tokens. The score's own blocks serve later requests.
-    Positions are taken by number and in order, over as many steps as the text needs. After a preemption
-    they come again; positions that are already taken are skipped. A request that ends without some is an
-    error.
+    Positions are taken once and in order, over as many steps as the text needs. After a preemption they
+    come again and are skipped. A request that ends without some is an error.
     A position is NaN if its row is not finite, and only its request fails.
     In a step of scores alone runner V2 draws no tokens, because their tokens and last rows are not read.
 
@@ -31,15 +30,14 @@ from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from genrt.engines.vllm.capture import log_probabilities
+from genrt.engines.vllm.requests import FIRST
 from genrt.errors import EngineFailed, EngineUnsupported
 from genrt.questions.reads import moved
 from genrt.questions.scores import ScoreRequest, Wanted, entries
 from genrt.tokens.rows import Leaving
 
-__all__ = ["FIRST", "Positions", "attach", "positions_of"]
+__all__ = ["Positions", "attach", "positions_of"]
 
-FIRST = "genrt_first"
-"""The key in ``extra_args`` of the first position, counted from 0, whose hidden state is wanted."""
 
 ENTRIES = 2**25
 """The most logits computed at a time. They take 256 MiB at most with their float32 copy. That is enough
@@ -85,7 +83,7 @@ class _Score:
         return self.first + len(self.targets)
 
 
-class _Wanted(NamedTuple):
+class _ScorePart(NamedTuple):
     """Positions ``begin`` to ``end`` of a score that a step computed, with their hidden states."""
 
     score: _Score
@@ -128,15 +126,10 @@ class Positions:
         self._compute_logits = self._activate = None
         self._scores.clear()
 
-    def counted(self, counters: dict[str, Any]) -> dict[str, Any]:
-        """Return an engine's counters plus the scores' counters; a token moves 4 bytes to the host."""
-        moved = 0 if self._device.type == "cpu" else 4 * self.scored_tokens
-        all_moved = counters["bytes_to_host"] + moved
-        return counters | {"scored_tokens": self.scored_tokens, "bytes_to_host": all_moved}
-
-    def start_counting(self) -> None:
-        """Set the counters to 0."""
-        self.scored_tokens = 0
+    @property
+    def bytes_to_host(self) -> int:
+        """The number of bytes that have moved to the host, 4 for each scored token."""
+        return 0 if self._device.type == "cpu" else 4 * self.scored_tokens
 
     def begin(self, request_id: str, request: ScoreRequest, lora: LoRARequest | None) -> None:
         """Start the score of a request that is sent to vLLM next.
@@ -162,8 +155,8 @@ class Positions:
     @torch.inference_mode()
     def put(self, hidden_states: torch.Tensor, spans: Iterable[Span]) -> None:
         """Store the wanted positions that a step computed; ignore spans of other requests."""
-        entries_of: list[_Wanted] = []
-        rows_of: list[_Wanted] = []
+        entries_of: list[_ScorePart] = []
+        rows_of: list[_ScorePart] = []
         for span in spans:
             score = self._scores.get(span.request_id)
             if score is None or span.computed > score.next:  # ``take`` reports the gap
@@ -173,17 +166,14 @@ class Positions:
                 start = span.offset - span.computed
                 found = hidden_states[start + score.next : start + end]
                 group = rows_of if score.wanted == "rows" else entries_of
-                group.append(_Wanted(score, score.next, end, found))
+                group.append(_ScorePart(score, score.next, end, found))
         if rows_of:
             self._put_rows(rows_of)
         if entries_of:
             self._put_entries(entries_of)
 
-    def _put_rows(self, group: Sequence[_Wanted]) -> None:
-        """Store the rows of these positions."""
-        hidden_states = _cat([each.hidden_states for each in group])
-        loras = [each.score.lora for each in group for _ in range(each.begin, each.end)]
-        rows = _cat([rows for _, rows in self._rows(hidden_states, loras)])
+    def _put_rows(self, group: Sequence[_ScorePart]) -> None:
+        rows = _cat([rows for _, rows in self._rows(group)])
         leaving, at = Leaving(rows[:, 0]), 0
         for score, begin, end, _ in group:
             part = slice(at, at + end - begin)
@@ -191,40 +181,26 @@ class Positions:
             score.parts.append((leaving, part))
             score.next, at = end, part.stop
 
-    def _put_entries(self, group: Sequence[_Wanted]) -> None:
-        """Store the wanted entries of the rows at these positions."""
-        targets = [s.targets[begin - s.first : end - s.first] for s, begin, end, _ in group]
-        loras = [each.score.lora for each in group for _ in range(each.begin, each.end)]
+    def _put_entries(self, group: Sequence[_ScorePart]) -> None:
+        targets = _cat([s.targets[begin - s.first : end - s.first] for s, begin, end, _ in group])
         greedy = any(each.score.wanted == "greedy" for each in group)
         wants: Wanted = "greedy" if greedy else "logprobs"
         heats = [each.score.temperature for each in group for _ in range(each.begin, each.end)]
         heat = torch.tensor(heats, dtype=torch.float64)
         heated = None if set(heats) == {1.0} else moved(heat, self._device)
-        places = _cat([each.hidden_states for each in group])
-        leaving, at = Leaving(self._entries(places, _cat(targets), loras, wants, heated)), 0
+        found = [
+            entries(rows, targets[part], wants, None if heated is None else heated[part])
+            for part, rows in self._rows(group)
+        ]
+        leaving, at = Leaving(_cat(found, dim=-1)), 0
         for score, begin, end, _ in group:
             score.parts.append((leaving, slice(at, at + end - begin)))
             score.next, at = end, at + end - begin
 
-    def _entries(
-        self,
-        hidden_states: torch.Tensor,
-        targets: torch.Tensor,
-        loras: Sequence[LoRARequest | None],
-        wanted: Wanted,
-        heats: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Return the wanted entries of each position's row, float32 ``[n]`` or ``[2, n]``."""
-        found = [
-            entries(rows, targets[part], wanted, None if heats is None else heats[part])
-            for part, rows in self._rows(hidden_states, loras)
-        ]
-        return _cat(found, dim=-1)
-
-    def _rows(
-        self, hidden_states: torch.Tensor, loras: Sequence[LoRARequest | None]
-    ) -> Iterator[tuple[slice, torch.Tensor]]:
+    def _rows(self, group: Sequence[_ScorePart]) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield rows for some positions at a time, with the slice of positions."""
+        hidden_states = _cat([each.hidden_states for each in group])
+        loras = [each.score.lora for each in group for _ in range(each.begin, each.end)]
         compute_logits = cast("Logits", self._compute_logits)  # not None, since there are scores
         for start in range(0, len(hidden_states), self._at_once):
             part = slice(start, start + self._at_once)
@@ -299,7 +275,7 @@ def positions_of(
 def attach(runner: Any, *, vocab_size: int) -> Positions:
     """Return ``Positions`` that see every step of a runner."""
     compute_logits = lambda hidden_states: runner.model.compute_logits(hidden_states)
-    activate = None if runner.lora_config is None else lambda loras: _activate(runner, loras)
+    activate = None if runner.lora_config is None else lambda loras: _set_adapters(runner, loras)
     positions = Positions(
         compute_logits, activate, vocab_size=vocab_size, device=torch.device(runner.device)
     )
@@ -356,7 +332,7 @@ def _spans_v2(batch: Any) -> Iterator[Span]:
         yield Span(request_id, *map(int, numbers))
 
 
-def _activate(runner: Any, loras: Sequence[LoRARequest | None]) -> None:
+def _set_adapters(runner: Any, loras: Sequence[LoRARequest | None]) -> None:
     """Make each hidden state's own adapter compute its logits. vLLM has set one adapter per row; the next
     step sets them again."""
     ids = tuple(0 if lora is None else lora.lora_int_id for lora in loras)

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import genrt
-from genrt.engines.vllm.runner_v1 import RunnerV1
-from genrt.engines.vllm.speculation import MISSES, RETRY, DecodeSteps
+from genrt.engines.vllm.runners import RunnerV1
+from genrt.engines.vllm.steps import MISSES, RETRY, DecodeSteps
 from genrt.lm import AsyncLM
 from genrt.tokens.sampling import BatchDraw
 from tests.apart import drawn_apart_sync
@@ -343,9 +343,9 @@ def test_the_runner_always_has_a_slot(
 ) -> None:
     """Where, as in the V2 runner, a request takes a slot for as long as it is known: contexts that share
     a prefix with one resident sequence, or each with its own, and are as many as there are slots."""
-    from genrt.engines.vllm import open_scheduler
+    from genrt.engines.vllm import scheduler
 
-    monkeypatch.setattr(open_scheduler, "MOST_RECORDS", 9)
+    monkeypatch.setattr(scheduler, "MOST_RECORDS", 9)
     with load(llama, blocks=400, max_num_seqs=8) as lm:  # 8 texts at once, and a row beside them
         runner: Any = lm._thread.engine
         runner = runner._core.engine_core.model_executor.driver_worker.worker.model_runner
@@ -588,7 +588,7 @@ def test_many_adapters_residents_stay_apart(llama: Path, loras: tuple[Path, Path
 def test_where_residents_rows_are_wrong_they_are_switched_off_with_one_warning(
     llama: Path, oracle: Callable[[Sequence[int]], torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from genrt.engines.vllm import runner_v1
+    from genrt.engines.vllm import runners as runner_v1
 
     monkeypatch.setattr(runner_v1.RunnerV1, "write", lambda *_: None)
     with warnings.catch_warnings(record=True) as warned:

@@ -524,7 +524,7 @@ def batch_of(computed: dict[str, int], counts: Sequence[int]) -> Any:
 
 def test_runner_v2_shows_every_step_by_request() -> None:
     """Rows are sorted anew in every step; texts come in chunks, and again after a preemption."""
-    from genrt.engines.vllm.positions import attach
+    from genrt.engines.vllm.scores import attach
 
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(5, 11, generator=generator)
@@ -572,7 +572,7 @@ def test_runner_v2_shows_every_step_by_request() -> None:
 
 def test_runner_v2_draws_no_tokens_where_nobody_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a step of nothing but scores; how many were drawn is said all the same, none of a first part."""
-    from genrt.engines.vllm import positions as module
+    from genrt.engines.vllm import scores as module
 
     def counted(drawn: torch.Tensor, *columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As vLLM's kernel for prompts, with its arguments."""

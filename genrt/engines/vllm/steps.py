@@ -1,4 +1,4 @@
-"""Runs decode steps of open requests; prepares and speculates the next step while the device computes.
+"""Runs steps: vLLM's own, and decode steps of open requests, which are prepared and speculated.
 
 A *decode step* gives one token to sequences that were extended or forked, and does no other work.
 ``OpenScheduler`` schedules it, vLLM's runner runs it, and genrt takes its logits in place of sampling.
@@ -6,28 +6,37 @@ While the same sequences continue step after step, the next step is *prepared* w
 it lacks only its tokens. If the tokens were drawn on the device, the step is *speculated*: it runs with
 them before a caller asks for it.
 
+vLLM runs every other step. The next token of a text is drawn on the device, so steps of texts alone are
+scheduled while the previous step computes, by vLLM's asynchronous scheduling.
+
 Rules:
     Tokens are written where the runner reads them before the step that needs them.
     A speculated step answers only for the tokens that it ran with; for others the prepared step runs.
-    After ``MISSES`` prepared steps in a row that were not used, only every ``RETRY``-th step prepares the
-    next one. The same holds for speculated steps.
+    After ``MISSES`` unused prepared steps in a row, only every ``RETRY``-th step prepares the next one.
+    The same holds for speculated steps.
+    A request for a row waits for the end of a step that was scheduled ahead. After a row, the next
+    ``PATIENCE`` steps are not scheduled ahead, because more rows are likely.
+
+The parts of vLLM that this file uses are listed in ``docs/new_vllm.md``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.engine.core_client import EngineCoreClient
 
-from genrt.engines.vllm.open_scheduler import OpenScheduler
-from genrt.engines.vllm.runners import NextTokens, Prepared, Runner
+from genrt.engines.vllm.runners import NextTokens, Prepared, Runner, read_elsewhere
+from genrt.engines.vllm.scheduler import OpenScheduler
 from genrt.engines.vllm.seats import Seat
-from genrt.engines.vllm.step_launches import read_elsewhere
 from genrt.tokens.rows import Leaving
 
-__all__ = ["DecodeSteps", "DecodedStep"]
+__all__ = ["CoreSteps", "DecodeSteps", "DecodedStep", "shut_down"]
+
 
 MISSES = 3
 """The number of misses in a row after which preparing, or speculating, becomes the exception."""
@@ -299,3 +308,95 @@ class DecodeSteps:
 def _pinned(numbers: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return numbers in host memory that a CUDA device can copy without blocking the host."""
     return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+PATIENCE = 4
+"""The number of steps after a row that are not scheduled ahead."""
+
+
+def shut_down(llm_engine: Any) -> None:
+    """Shut an engine core down as ``EngineCore.shutdown`` does, except for state that other engines of
+    this process use."""
+    llm_engine.engine_core._finalizer.detach()  # it would shut down the shared state too
+    # Remove hooks of torch's compiler while the model exists: they would keep its weights in memory.
+    getattr(llm_engine, "_finalizer", lambda: None)()
+    core = llm_engine.engine_core.engine_core
+    core.structured_output_manager.clear_backend()
+    core.model_executor.shutdown()
+    core.scheduler.shutdown()
+
+
+class CoreSteps:
+    """The steps of one engine's core.
+
+    Args:
+        client: vLLM's client of the core.
+        scheduler: the core's if it is genrt's; only that one can be switched to scheduling ahead.
+        runner: the model runner, if it is in this process.
+    """
+
+    def __init__(
+        self, client: EngineCoreClient, scheduler: OpenScheduler | None, runner: Any = None
+    ) -> None:
+        self._client: Any = client
+        self._runner = runner
+        self._scheduler = scheduler
+        self._core: Any = self._client.engine_core if scheduler is not None else None
+        self._can_be_ahead = getattr(self._core, "batch_queue", None) is not None
+        self._without_rows = 0
+
+    def run(self, *, only_texts: bool) -> Sequence[EngineCoreOutput]:
+        """Return the outputs of the step under way, or, if there is no such step, of the next one."""
+        if self._scheduler is None:
+            outputs: Sequence[EngineCoreOutput] = self._client.get_output().outputs
+            return outputs
+        self._without_rows = self._without_rows + 1 if only_texts else 0
+        if self._can_be_ahead and only_texts and self._without_rows > PATIENCE:
+            return self._ahead(self._scheduler)
+        if self.is_ahead:
+            return self._finished(self._scheduler)
+        stepped, _ = self._core.step()
+        return _outputs_of(stepped)
+
+    @property
+    def is_ahead(self) -> bool:
+        """True while a step is under way with unread outputs."""
+        return self._can_be_ahead and bool(self._core.batch_queue)
+
+    def settle(self) -> None:
+        """Wait for the steps under way and drop their outputs."""
+        while self._scheduler is not None and self.is_ahead:
+            self._finished(self._scheduler)
+
+    def forget(self) -> None:
+        """Forget the steps under way, after a step that failed."""
+        if self._can_be_ahead:
+            self._core.batch_queue.clear()
+        if self._runner is not None:
+            # The state of a forward with undrawn tokens, for example because a mask failed. With it,
+            # runner V1 refuses every later step.
+            self._runner.execute_model_state = None
+
+    def _ahead(self, scheduler: OpenScheduler) -> Sequence[EngineCoreOutput]:
+        """Schedule a step and return the outputs of the previous one. The first of many such steps has
+        no outputs yet."""
+        scheduler.ahead = True
+        try:
+            outputs, _ = self._core.step_with_batch_queue()
+            if outputs is None and self.is_ahead:
+                outputs, _ = self._core.step_with_batch_queue()
+        finally:
+            scheduler.ahead = False
+        return _outputs_of(outputs)
+
+    def _finished(self, scheduler: OpenScheduler) -> Sequence[EngineCoreOutput]:
+        """Wait for the step under way and return its outputs. This is ``step_with_batch_queue`` without
+        the scheduling of another step."""
+        future, output, _ = self._core.batch_queue.pop()
+        return _outputs_of(scheduler.update_from_output(output, future.result()))
+
+
+def _outputs_of(outputs: Any) -> Sequence[EngineCoreOutput]:
+    """Return the outputs for the only client."""
+    found: Sequence[EngineCoreOutput] = outputs[0].outputs if outputs and 0 in outputs else ()
+    return found
