@@ -14,6 +14,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from genrt.engines.folders import Folder
 from genrt.errors import GenrtError, InvalidAdapter, UnknownAdapter
