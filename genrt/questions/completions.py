@@ -56,7 +56,7 @@ class Completion:
         token_ids: all drawn tokens, including one that stopped the text.
         prompt_token_ids: the tokens before them.
         logprobs: of each drawn token, its log-probability in the model's row (with a structure, among the
-            tokens that it admits), or as ``logprobs_mode=`` says. Empty unless ``logprobs=`` is given.
+            tokens that it admits), or as ``logprobs_mode=`` says. Empty without ``logprobs=``.
         top_logprobs: at each place, the likeliest tokens of the row with their log-probabilities, as many
             as were asked for.
         finish_reason: "stop", "length" (as long as it may be) or "abort".
@@ -575,7 +575,7 @@ def check_room(limits: Limits, length: int, max_tokens: int) -> int:
 
 
 def _decoding_fields(limits: Limits, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of ``Decoding`` that were given, in plain types."""
+    """Return the fields of ``Decoding`` that the options set, in plain types."""
     for name in options:
         if name not in CompletionOptions.__annotations__:
             raise InvalidRequest(
@@ -614,10 +614,10 @@ def _structure(given: dict[str, Any]) -> tuple[str, str | tuple[str, ...]] | Non
 
 
 def schema_text(schema: Mapping[str, Any] | str | bool | type) -> str:
-    """Return a JSON schema as its text, whatever it is given as.
+    """Return a JSON schema, in any of its forms, as a text.
 
     Raises:
-        InvalidRequest: it cannot be written as JSON, or is nothing that a schema is given as.
+        InvalidRequest: it cannot be written as JSON, or has the wrong type.
     """
     given: Any = schema
     if isinstance(given, str) and given:

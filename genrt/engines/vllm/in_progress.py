@@ -1,4 +1,4 @@
-"""Sends requests to vLLM's core and tracks them: the purpose of each, and the questions that they answer.
+"""Sends requests to vLLM's core, and tracks their purposes until they end.
 
 Each request has its own vLLM id, which is never used again.
 """
@@ -77,7 +77,7 @@ class CoreRequests(dict[str, Purpose]):
         """Send a request and return its vLLM id: its ticket as a decimal number.
 
         Raises:
-            GenrtError: vLLM refused the request and holds no part of it.
+            GenrtError: vLLM refused the request and has forgotten it.
         """
         ticket = next(self._tickets)
         try:
@@ -146,7 +146,7 @@ class CoreRequests(dict[str, Purpose]):
         rows: Sequence[torch.Tensor | None],
         populations: SeatedPopulations,
     ) -> Answered:
-        """End the vLLM requests with these rows or scores; ``None`` stands for one that is not finite."""
+        """End the vLLM requests with these rows or scores; ``None`` stands for numbers that are not finite."""
         finished: list[Finished] = []
         kept: list[tuple[str, LogprobsRequest]] = []
         over: list[str] = []

@@ -88,7 +88,7 @@ class NativeText:
     Attributes:
         core: the request as vLLM's input processor makes it; it is not changed.
         prompt: the text of the prompt, for a front end that repeats it.
-        index: the number of this text among those of one prompt.
+        index: the number of this text among the texts of one prompt.
         told: the tokens that were delivered to the reader of a stream.
         told_text: the number of characters that were delivered.
     """
@@ -216,7 +216,7 @@ class _FrontEndState(_TextState):
     """A text of one of vLLM's front ends in progress.
 
     Attributes:
-        outputs: those that have not been handed over.
+        outputs: the outputs to hand over next.
         error: the error with which the text will end.
     """
 
@@ -235,7 +235,7 @@ class _FrontEndState(_TextState):
             return None
 
     def _handed_over(self) -> tuple[RequestOutput, ...]:
-        """Return the outputs since the last call, without those that were delivered before a restart.
+        """Return the outputs since the last call, without tokens that were delivered before a restart.
 
         Raises:
             StreamCut: the restarted text differs from the delivered one.
@@ -273,7 +273,7 @@ class _FrontEndState(_TextState):
 
 
 class VLLMTexts:
-    """The texts of one vLLM engine: those in progress, and those that wait for a slot.
+    """The texts of one vLLM engine: in progress, or waiting for a slot.
 
     Args:
         slots: how many requests the engine runs at once, rows included.
@@ -316,7 +316,7 @@ class VLLMTexts:
         self._waiting.update((each, None) for each in requests if isinstance(each, TextRequest))
 
     def admitted(self) -> Iterator[TextRequest]:
-        """Yield the texts that get a slot; begin each before the next is asked for."""
+        """Yield the texts that get a slot; begin each text before taking the next."""
         while self._waiting and len(self._in_progress) < self._most:
             request = next(iter(self._waiting))
             del self._waiting[request]
@@ -489,7 +489,7 @@ class VLLMTexts:
             params._all_stop_token_ids = {*(params.stop_token_ids or ())}
 
     def _leave_out_prompt(self, detokenizer: Any, request: EngineCoreRequest) -> None:
-        """Keep a prompt that ends inside a character out of the text: vLLM would repeat all of it."""
+        """Keep a prompt that ends inside a character out of the text, where vLLM would repeat the prompt."""
         if not isinstance(detokenizer, FastIncrementalDetokenizer):
             return
         prompt, skip = request.prompt_token_ids or (), detokenizer.skip_special_tokens
@@ -559,7 +559,7 @@ class VLLMTexts:
         return over
 
     def progress(self, streamed: Sequence[Streamed]) -> list[Told | None]:
-        """Return the part of each text that was drawn since the last call; ``None`` if there is none."""
+        """Return the part of each text that was drawn since the last call, if any."""
         ids = [self._streamed.get(request, "") for request in streamed]
         texts = [self._in_progress.get(request_id) for request_id in ids]
         unread = [
