@@ -146,7 +146,7 @@ class CoreRequests(dict[str, Purpose]):
         rows: Sequence[torch.Tensor | None],
         populations: SeatedPopulations,
     ) -> Answered:
-        """End the vLLM requests with these rows or scores; ``None`` stands for numbers that are not finite."""
+        """End these vLLM requests with rows or scores; ``None`` stands for one that is not finite."""
         finished: list[Finished] = []
         kept: list[tuple[str, LogprobsRequest]] = []
         over: list[str] = []
