@@ -489,7 +489,7 @@ class VLLMTexts:
             params._all_stop_token_ids = {*(params.stop_token_ids or ())}
 
     def _leave_out_prompt(self, detokenizer: Any, request: EngineCoreRequest) -> None:
-        """Keep a prompt that ends inside a character out of the text: vLLM would repeat the whole prompt."""
+        """Keep a prompt that ends inside a character out of the text: vLLM would repeat all of it."""
         if not isinstance(detokenizer, FastIncrementalDetokenizer):
             return
         prompt, skip = request.prompt_token_ids or (), detokenizer.skip_special_tokens
