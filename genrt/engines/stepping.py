@@ -34,13 +34,12 @@ from genrt.errors import (
     UnknownAdapter,
 )
 from genrt.numbers import check_int
-from genrt.questions.completions import CompletionRequest, Decoding, Delta, SampleRequest
+from genrt.questions.completions import CompletionRequest, Decoding, Delta, SampleRequest, Streamed
 from genrt.questions.contexts import Adapter, seed_of
-from genrt.questions.request import Request, Streamed
+from genrt.questions.request import Request
 from genrt.structures.guides import Guides
-from genrt.tokens.parameters import check_parameters
 from genrt.tokens.rows import normalised
-from genrt.tokens.sampling import draw, mixed, truncate
+from genrt.tokens.sampling import check_parameters, draw, mixed, truncate
 from genrt.tokens.spellings import Spellings
 
 
@@ -290,7 +289,7 @@ class SteppedEngine:
         return list(tensor.tolist())
 
     def _begun(self, request: Request) -> _Progress:
-        """Return a request's progress before its first step. Raises InvalidRequest for a text that
+        """Return a request's progress before its first step. Raises InvalidRequest for a completion that
         cannot be begun."""
         progress = _Progress(request)
         if isinstance(request, SampleRequest | CompletionRequest):
@@ -315,7 +314,8 @@ class SteppedEngine:
             )
             if (reason := self.unsupported(decoding)) is not None:
                 raise InvalidRequest(reason)
-        count = len(request.token_ids)
+        token_ids = request.token_ids  # unpacked at every access
+        count = len(token_ids)
         if count == 0:
             raise InvalidRequest("the context is empty: give at least one token id")
         if count + new > self.max_model_len:
@@ -323,7 +323,7 @@ class SteppedEngine:
                 f"{count} token ids and {new} to sample exceed max_model_len "
                 f"{self.max_model_len}: shorten the context"
             )
-        if not 0 <= min(request.token_ids) <= max(request.token_ids) < self.vocab_size:
+        if not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
             raise InvalidRequest(f"a token id is outside 0 .. {self.vocab_size - 1}")
         if request.adapter is not None and request.adapter not in self._adapters:
             raise UnknownAdapter(f"{request.adapter} is not loaded: add it first")

@@ -16,7 +16,7 @@ from genrt.generation.many import check_lm
 from genrt.lm import AsyncLM
 from genrt.numbers import check_int, shown
 from genrt.questions.completions import Completion, GenerateOptions
-from genrt.questions.token_ids import TokenIds, id_words
+from genrt.questions.contexts import TokenIds, id_words
 from genrt.tokens import encoding
 
 __all__ = ["Conversation", "Message", "Trajectory", "splice_turn"]

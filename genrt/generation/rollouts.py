@@ -20,8 +20,7 @@ from genrt.generation.many import Failed, Item, check_lm, generate_many
 from genrt.lm import AsyncLM
 from genrt.numbers import check_bool, check_int, named, shown
 from genrt.questions.completions import Completion, DecodingOptions, LogprobsMode
-from genrt.questions.contexts import LAST_SEED, check_seed, seed_at
-from genrt.questions.token_ids import host_array, id_words
+from genrt.questions.contexts import LAST_SEED, check_seed, host_array, id_words, seed_at
 from genrt.runtime.blocking import blocking
 
 __all__ = [

@@ -50,7 +50,7 @@ class Ends:
         return min((place for place in places if place >= 0), default=None)
 
 
-def ends_of(stop: Any, *, eos_token_id: int | None, vocab_size: int) -> Ends:
+def parse_stop(stop: Any, *, eos_token_id: int | None, vocab_size: int) -> Ends:
     """Read ``stop=``. Raises InvalidRequest if it is empty, or has something of another type or an id out
     of range in it."""
     if stop is None:

@@ -33,8 +33,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genrt.errors import InvalidRequest
-from genrt.inference.checks import frozen, seed_of, seeds_of_step, state_of
-from genrt.inference.counting import counting
+from genrt.inference.checks import frozen, model_seed, seeds_of_step, state_of
+from genrt.inference.counting import start_counting
 from genrt.inference.diagnostics import ChainStatistics
 from genrt.inference.model import Growth, Model, checked_model, grown
 from genrt.inference.result import Result
@@ -162,7 +162,7 @@ class MetropolisHastings:
         prefixes = [chain.growths[: cuts[place]] for place, chain in here.items()]
         moved = await self._finished(prefixes, seeds)
         ratios = np.full(len(chains), -math.inf)
-        ratios[places] = list(map(_log_ratio, here.values(), moved, cuts[places]))
+        ratios[places] = list(map(_log_acceptance, here.values(), moved, cuts[places]))
         accepted = np.zeros(len(chains), dtype=np.bool_)
         accepted[places] = thresholds <= ratios[places]
         for place, new in zip(places, moved, strict=True):
@@ -191,7 +191,7 @@ class MetropolisHastings:
             on_step: called after every step.
             progress: show a bar, in a notebook or on stderr.
         """
-        state, counted = self.init(seed), counting(self._model)
+        state, counted = self.init(seed), start_counting(self._model)
         visits: list[_Visits] = []
         made: list[Moves] = []
         with progress_bar("MH", self._num_steps + 1, shown=progress) as show:
@@ -281,7 +281,7 @@ class MetropolisHastings:
                 histories[place][-1].particle if histories[place] else self._model.start()
                 for place in places
             ]
-            growths = await grown(self._model, particles, seed_of(seeds.spawn(1)[0]))
+            growths = await grown(self._model, particles, model_seed(seeds.spawn(1)[0]))
             for place, growth in zip(places, growths, strict=True):
                 histories[place].append(growth)
 
@@ -298,7 +298,7 @@ def _goes_on(growths: Sequence[Growth]) -> bool:
     return not growths or (growths[-1].log_weight > -math.inf and not growths[-1].particle.finished)
 
 
-def _log_ratio(chain: Chain, new: Sequence[Growth], cut: int) -> float:
+def _log_acceptance(chain: Chain, new: Sequence[Growth], cut: int) -> float:
     gained = sum(growth.log_weight for growth in new[cut:])
     lost = sum(growth.log_weight for growth in chain.growths[cut:])
     return gained - lost + math.log(len(chain.growths) / len(new))

@@ -29,7 +29,7 @@ import numpy as np
 
 from genrt.errors import InvalidRequest
 from genrt.inference.checks import check_callable, frozen, seeds_of_step, state_of
-from genrt.inference.counting import counting, drawn_tokens
+from genrt.inference.counting import drawn_tokens, start_counting
 from genrt.inference.model import DEAD, Model, checked_model, grown
 from genrt.inference.resampling import Ancestors, Floats, Resampler, systematic
 from genrt.inference.result import Result
@@ -160,7 +160,7 @@ class SMC:
             on_step: called after every step.
             progress: show a bar, in a notebook or on stderr.
         """
-        state, counted = self.init(seed), counting(self._model)
+        state, counted = self.init(seed), start_counting(self._model)
         infos = []
         with progress_bar("SMC", self._model.max_steps, shown=progress) as show:
             while not state.done:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Literal, Required, TypeAlias, TypedDict, get_args
+from typing import Any, ClassVar, Literal, Protocol, Required, TypeAlias, TypedDict, get_args
 
 from genrt.errors import ContextTooLong, InvalidRequest
 from genrt.numbers import check_bool, check_float, check_int, named, nearest, shown
-from genrt.questions.contexts import TOKEN_BYTES, Adapter, Limits, abbreviated, check_seed, seed_at
-from genrt.questions.token_ids import TokenIds
+from genrt.questions.contexts import Adapter, Limits, TokenIds, abbreviated, check_seed, seed_at
+from genrt.questions.request import Request
 
 __all__ = [
     "DECODING_CHECKS",
@@ -25,8 +25,12 @@ __all__ = [
     "FinishReason",
     "GenerateOptions",
     "LogprobsMode",
+    "NativeRequest",
     "SampleOptions",
     "SampleRequest",
+    "Streamed",
+    "Telling",
+    "Told",
     "TurnOptions",
     "check_among",
     "check_number",
@@ -38,13 +42,13 @@ __all__ = [
 ]
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
-"""Why a text ended: something stopped it, it reached ``max_tokens``, or the engine aborted it."""
+"""Why a text is over: it came to an end, it is as long as it may be, or the engine gave it up."""
 
 LogprobsMode: TypeAlias = Literal["raw_logprobs", "processed_logprobs"]
-"""The law of log-probabilities: the model's, or the one that tokens are drawn from."""
+"""Which law log-probabilities are of: the model's, or the one that tokens were drawn from."""
 
 STRUCTURES = ("json_schema", "regex", "grammar", "choice")
-"""The options that prescribe a text's structure. A completion has at most one of them."""
+"""The options that each prescribe a form; a completion has one of them at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,21 +56,21 @@ class Completion:
     """A text that the engine has drawn, and how it ended.
 
     Attributes:
-        text: the text. Unless the options say otherwise, it lacks special tokens and the stop string.
-        token_ids: all drawn tokens, including one that stopped the text.
+        text: by default without special tokens and without the stop string.
+        token_ids: all tokens that were drawn, one that stopped it included.
         prompt_token_ids: the tokens before them.
-        logprobs: of each drawn token, its log-probability in the model's row (with a structure, among the
-            tokens that it admits), or as ``logprobs_mode=`` says. Empty without ``logprobs=``.
-        top_logprobs: at each place, the likeliest tokens of the row with their log-probabilities, as many
-            as were asked for.
+        logprobs: the log-probability of each drawn token in the model's row (with a structure, among the
+            tokens that it admits), or by ``logprobs_mode=``. Empty without ``logprobs=``.
+        top_logprobs: at each place, the ``logprobs=`` likeliest tokens of the row with their
+            log-probabilities.
         finish_reason: "stop", "length" (as long as it may be) or "abort".
-        stop_reason: the stop string or the token id that stopped it; ``None`` for the end token, and for
-            anything but "stop".
+        stop_reason: the stop string or token id at the end; ``None`` for the end token and for other
+            finish reasons.
         seconds: from when the engine took the request to its end.
         seconds_to_first_token: from when the engine took the request to its first token.
-        reasoning: the reasoning before the text, where it is separated; see ``split_reasoning``. Its
-            tokens are in ``token_ids``.
-        weights_version: ``AsyncLM.weights_version`` of the weights that drew it.
+        reasoning: the model's reasoning before the text, with ``split_reasoning``. Its tokens are among
+            ``token_ids``.
+        weights_version: ``AsyncLM.weights_version`` at the time of the draws.
     """
 
     text: str
@@ -83,27 +87,26 @@ class Completion:
 
     @property
     def truncated(self) -> bool:
-        """True if the text was cut off. A text that is to have a structure has it unless it was."""
+        """True if the text was cut off, so that it may violate its structure."""
         return self.finish_reason != "stop"
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The part of a stream that was drawn since the part before. It has several tokens if the reader is
-    slower than the engine. All deltas together have the completion's text and tokens.
+    """A part of a stream: the tokens since the last part. The texts and tokens of all deltas together are
+    the completion's.
 
     Attributes:
-        text: the continuation of the text. Incomplete characters, and characters that may begin a stop
-            string, come in a later delta.
+        text: the new text. Incomplete characters, and text that may begin a stop string, come later.
         token_ids: the tokens drawn.
-        logprobs: of these tokens, as a completion's.
-        top_logprobs: at these tokens' places, as a completion's.
-        start: how many tokens were drawn before these.
-        text_start: how many characters of text came before these.
-        reasoning: the continuation of the completion's reasoning.
-        reasoning_start: how many characters of it came before these.
-        finish_reason: the completion's, of the last delta; ``None`` before.
-        stop_reason: the completion's, of the last delta.
+        logprobs: for these tokens, as in a completion.
+        top_logprobs: for these tokens, as in a completion.
+        start: the number of earlier tokens.
+        text_start: the number of earlier characters.
+        reasoning: the new reasoning.
+        reasoning_start: the number of earlier characters of reasoning.
+        finish_reason: in the last delta, the completion's; ``None`` before.
+        stop_reason: in the last delta, the completion's.
     """
 
     text: str
@@ -120,11 +123,10 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """How tokens are drawn, and how a text ends. ``CompletionOptions`` and ``DecodingOptions`` document
-    the fields.
+    """The checked options of a completion; ``CompletionOptions`` and ``DecodingOptions`` document them.
 
-    ``structure`` is the name of one of ``STRUCTURES`` and its value: a JSON text, a pattern, a grammar,
-    or the texts to choose from. ``template`` has the plain values among a chat template's options.
+    ``structure`` is a name of ``STRUCTURES`` and its value: a JSON text, a pattern, a grammar, or a
+    choice of texts. ``template`` has the plain options of a chat's template.
     """
 
     max_tokens: int
@@ -152,7 +154,7 @@ class Decoding:
 
     @property
     def tells_law(self) -> bool:
-        """True if log-probabilities of the law that tokens are drawn from are wanted."""
+        """True if the log-probabilities are those of the sampling distribution."""
         return self.logprobs is not None and self.logprobs_mode == "processed_logprobs"
 
     @property
@@ -172,25 +174,28 @@ class Decoding:
 
 
 HIGHEST_TEMPERATURE = 2.0**100
-"""Higher temperatures have the same law in vLLM's float32: all tokens are equally likely. A temperature
-beyond float32 would make the logits of masked tokens NaN."""
+"""A higher one has the same law in float32, in which vLLM computes: every token is as likely. One beyond
+float32 would make the logits of masked tokens NaN."""
 LEAST_TOP_P = 2.0**-126
-"""The least positive normal float32. Smaller values of ``top_p`` have the same law: the likeliest token
-has a probability of at least 1 / vocab_size, so it alone is kept."""
+"""The least positive normal float32, in which vLLM computes. A smaller ``top_p`` has the same law: below
+the likeliest token's probability, which is at least 1 / vocab_size, any keeps that token alone."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class SampleRequest:
-    """Up to ``max_tokens`` tokens drawn one after another after ``token_ids``. The answer is a tuple of
-    token ids.
+class SampleRequest(Request):
+    """Up to ``max_tokens`` tokens drawn after ``token_ids``. The answer is a tuple of token ids.
 
     Attributes:
-        max_tokens: the most tokens, at least 1.
-        stop_token_ids: any of these tokens ends the sample; it is not part of the result.
-        temperature, top_p, top_k, min_p: as in ``DecodingOptions``.
-        seed: makes the draws reproducible in any batch.
-        nonce: the seed of a request without one; see ``seed_of``. Requests with different nonces are
-            independent draws. ``None`` where equal requests have equal answers.
+        max_tokens: at least 1.
+        stop_token_ids: a token that ends the sample and is not part of the result.
+        temperature: 0 is greedy; otherwise logits are divided by it.
+        top_p: draw among the likeliest tokens with this joint probability; 1.0 is off.
+        top_k: draw among this many of the likeliest tokens; 0 is off.
+        min_p: draw among tokens with at least this share of the likeliest token's probability; 0.0 is
+            off.
+        seed: fixes the draws, independent of the rest of the batch.
+        nonce: distinguishes requests without a seed, whose answers are independent, and decides their
+            draws; see ``seed_of``. ``None`` if equal requests have equal answers.
     """
 
     token_ids: tuple[int, ...]
@@ -204,12 +209,12 @@ class SampleRequest:
     adapter: Adapter | None = None
     nonce: int | None = None
     weights_version: int = 0
-    weight: ClassVar[int] = 1
+
     streamed: ClassVar[bool] = False
 
     @property
     def decoding(self) -> Decoding:
-        """How the tokens are drawn, as a completion's: only ``stop_token_ids`` end it early."""
+        """The options as those of a completion that only ``stop_token_ids`` end early."""
         return Decoding(
             self.max_tokens,
             self.temperature,
@@ -224,23 +229,6 @@ class SampleRequest:
         """Return the drawn tokens without the one that stopped the sample."""
         return tuple(drawn[:-1] if reason == "stop" else drawn)
 
-    @property
-    def nbytes(self) -> int:
-        """The memory that the context takes, packed."""
-        return len(self.token_ids) * TOKEN_BYTES
-
-    def bound_to(self, adapter: Adapter | None) -> SampleRequest:
-        """Return the same question to another adapter."""
-        return replace(self, adapter=adapter)
-
-    def of_weights(self, version: int) -> SampleRequest:
-        """Return the same question to this version of the weights."""
-        return replace(self, weights_version=version)
-
-    def owned(self, result: object) -> object:
-        """Return the token ids, a tuple."""
-        return result
-
     def __repr__(self) -> str:
         return (
             f"SampleRequest({abbreviated(self.token_ids)}, max_tokens={self.max_tokens}, "
@@ -249,13 +237,14 @@ class SampleRequest:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class CompletionRequest:
+class CompletionRequest(Request):
     """The completion of ``token_ids`` by ``decoding``. The answer is a ``Completion``.
 
     Attributes:
-        seed, nonce: as in ``SampleRequest``.
-        streamed: whether the engine delivers the text in parts. Such a request always has its own nonce,
-            so that no two callers share it.
+        seed: fixes the draws, independent of the rest of the batch.
+        nonce: distinguishes independent draws, as in ``SampleRequest``.
+        streamed: whether the engine delivers parts meanwhile. A streamed request always has a nonce, so
+            no two callers share it.
     """
 
     token_ids: tuple[int, ...]
@@ -266,7 +255,6 @@ class CompletionRequest:
     streamed: bool = False
     weights_version: int = 0
     _hash: int = field(init=False, compare=False)
-    weight: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         own = self.token_ids, self.decoding, self.seed, self.adapter, self.nonce, self.streamed
@@ -277,28 +265,14 @@ class CompletionRequest:
         """The temperature; 0 is greedy."""
         return self.decoding.temperature
 
-    @property
-    def nbytes(self) -> int:
-        """The memory that the context takes, packed."""
-        return len(self.token_ids) * TOKEN_BYTES
-
-    def bound_to(self, adapter: Adapter | None) -> CompletionRequest:
-        """Return the same question to another adapter."""
-        return replace(self, adapter=adapter)
-
-    def of_weights(self, version: int) -> CompletionRequest:
-        """Return the same question to this version of the weights."""
-        return replace(self, weights_version=version)
-
     def owned(self, result: Any) -> Any:
-        """Return the completion with dictionaries of the caller's own."""
         return replace(result, top_logprobs=tuple(map(dict, result.top_logprobs)))
 
     def __hash__(self) -> int:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Another process hashes strings with another key.
+        # Another process hashes its texts by another key.
         own = self.token_ids, self.decoding, self.seed, self.adapter, self.nonce, self.streamed
         return type(self), (*own, self.weights_version)
 
@@ -313,10 +287,11 @@ class DecodingOptions(TypedDict, total=False):
     """The options of samples and completions.
 
     Attributes:
-        temperature: divides the logits; below 1e-5, decoding is greedy.
-        top_p: keeps the likeliest tokens with this total probability; 1.0 is off.
-        top_k: keeps this many of the likeliest tokens; 0 is off.
-        min_p: keeps tokens with at least this share of the likeliest token's probability; 0.0 is off.
+        temperature: divides the logits; below 1e-5 it is greedy.
+        top_p: draw among the likeliest tokens with this joint probability; 1.0 is off.
+        top_k: draw among this many of the likeliest tokens; 0 is off.
+        min_p: draw among tokens with at least this share of the likeliest token's probability; 0.0 is
+            off.
     """
 
     temperature: float
@@ -326,12 +301,13 @@ class DecodingOptions(TypedDict, total=False):
 
 
 class SampleOptions(DecodingOptions, total=False):
-    """The options of ``AsyncLM.sample``, beside ``DecodingOptions``.
+    """The options of ``AsyncLM.sample``, with those of ``DecodingOptions``.
 
     Attributes:
-        stop_token_ids: any of these tokens ends the sample and is not returned. Nothing else ends it
-            early: include ``tokenizer.eos_token_id`` to stop there.
-        seed: makes the draws reproducible in any batch. Without a seed, calls are independent draws.
+        stop_token_ids: each ends the sample and is not returned. Add ``tokenizer.eos_token_id`` to stop
+            there; otherwise the sample continues.
+        seed: makes the draws reproducible, independent of the rest of the batch. Without one, equal calls
+            are independent draws.
     """
 
     max_tokens: Required[int]
@@ -340,37 +316,75 @@ class SampleOptions(DecodingOptions, total=False):
     adapter: str | None
 
 
-class CompletionOptions(DecodingOptions, total=False):
-    """The options of a completion, beside ``DecodingOptions``. Names and meanings are those of vLLM's
-    ``SamplingParams``.
+class Telling(Protocol):
+    """Tracks what a native text's stream has delivered."""
+
+    def tell(self, outputs: Iterable[Any]) -> None:
+        """Note that the stream has delivered these outputs; they are not delivered again."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class NativeRequest(Request):
+    """A text after ``token_ids`` in the engine's own terms, for its own front ends.
+
+    The answer is a tuple of the engine's outputs. Two requests are equal if their nonces are; a runtime
+    uses no nonce twice.
 
     Attributes:
-        max_tokens: the most tokens; by default, as many as fit after the context.
-        stop: one or several texts that end the completion where they begin.
+        asked: the engine's own parameters, and what was delivered: a ``Telling``.
+        nonce: decides the draws if ``asked`` has no seed.
+        streamed: whether outputs are delivered meanwhile; the answer then has the rest.
+    """
+
+    token_ids: tuple[int, ...] = field(compare=False)
+    asked: Any = field(compare=False)
+    nonce: int
+    adapter: Adapter | None = None
+    streamed: bool = False
+    weights_version: int = 0
+
+    def __repr__(self) -> str:
+        return f"NativeRequest({abbreviated(self.token_ids)}, adapter={self.adapter})"
+
+
+Streamed: TypeAlias = CompletionRequest | NativeRequest
+"""A text whose parts an engine can deliver while it draws."""
+
+Told: TypeAlias = Delta | tuple[Any, ...]
+"""A delivered part of a text, or of a native one."""
+
+
+class CompletionOptions(DecodingOptions, total=False):
+    """The options of a completion, with ``DecodingOptions``; names and meanings are vLLM's
+    (``SamplingParams``).
+
+    Attributes:
+        max_tokens: the most tokens; by default the rest of the context length.
+        stop: a text or several; the completion ends at the beginning of the first of them.
         stop_token_ids: tokens that end the completion and are not in its text.
-        include_stop_str_in_output: whether the text includes the stop string or token.
-        skip_special_tokens: whether the text leaves out special tokens.
-        min_tokens: the number of tokens before anything may end the completion. A complete structure
-            that no token continues ends it earlier.
+        include_stop_str_in_output: whether the text includes the stop string.
+        skip_special_tokens: whether the text excludes special tokens.
+        min_tokens: the least tokens before the completion may end. A complete structure that no token
+            continues ends it earlier.
         presence_penalty: is subtracted from the logits of drawn tokens; -2 to 2.
         frequency_penalty: is subtracted once for each time that a token was drawn; -2 to 2.
-        repetition_penalty: divides positive logits, and multiplies negative logits, of tokens that were
-            drawn or are in the prompt; 0.01 to 100.
-        bad_words: texts that are not drawn, in the tokenizer's spellings with and without a blank before
-            them. Leading white space is part of a text.
-        logit_bias: numbers that are added to the logits of tokens; -100 to 100.
-        ignore_eos: whether the model's end token does not end the completion.
-        logprobs: the number of likeliest tokens whose log-probabilities are returned beside the drawn
-            token's. With 0 the drawn token's alone is returned; by default, none.
+        repetition_penalty: divides the positive logits, and multiplies the negative ones, of tokens in
+            the prompt or the text; 0.01 to 100.
+        bad_words: forbidden texts, also after one space, by all of the tokenizer's spellings. Leading
+            white space is part of a text.
+        logit_bias: numbers to add to the logits of some tokens; -100 to 100.
+        ignore_eos: whether the text continues after the model's end token.
+        logprobs: returns log-probabilities of the drawn tokens, and of so many of the likeliest tokens at
+            each place. By default it returns no log-probabilities.
         logprobs_mode: "raw_logprobs", the default, are the model's. "processed_logprobs" are those of the
-            law that tokens are drawn from, after penalties, temperature and truncation; 0 if greedy.
+            sampling distribution, after penalties, temperature and truncation; 0 if it is greedy.
         json_schema: the JSON schema of the text: a dict, a JSON text, or a pydantic model.
         regex: a pattern that the whole text matches.
-        grammar: a grammar of the whole text, in a form of vLLM's structured outputs.
+        grammar: a grammar of the whole text, as in vLLM's structured outputs.
         choice: the texts to choose from.
-        split_reasoning: whether the reasoning is separated from the text, so that a structure applies to
-            the text alone. It needs vLLM's option ``reasoning_parser``, and is then the default in
-            chats. Nothing is separated if the prompt already ends the reasoning.
+        split_reasoning: whether the model's reasoning is separate from its text, so that a structure
+            applies to the text alone. It needs vLLM's option ``reasoning_parser``, and is then the
+            default in chats. If the prompt ends the reasoning, there is no separation.
     """
 
     max_tokens: int | None
@@ -398,9 +412,10 @@ class GenerateOptions(CompletionOptions, total=False):
     """The options of ``AsyncLM.generate``: ``CompletionOptions`` and the options of every question.
 
     Attributes:
-        seed: makes the text reproducible in any batch. Without a seed, calls are independent draws.
-        adapter: the name of an adapter; by default, the base model.
-        timeout: the seconds after which the question is withdrawn and TimedOut is raised.
+        seed: makes the text reproducible, independent of the rest of the batch. Without one, calls are
+            independent draws.
+        adapter: the name of the adapter to ask; by default the base model.
+        timeout: after so many seconds TimedOut is raised, and the question withdrawn.
     """
 
     seed: int | None
@@ -412,7 +427,7 @@ class TurnOptions(GenerateOptions, total=False):
     """The options of ``AsyncLM.chat``: ``GenerateOptions`` and the options of the chat template.
 
     Attributes:
-        tools: the tools that the model may call, as for transformers' ``apply_chat_template``.
+        tools: the tools that the model may call, as in transformers' ``apply_chat_template``.
         chat_template_kwargs: other options of the template, such as ``enable_thinking``.
     """
 
@@ -493,9 +508,9 @@ def completion_requests(
         InvalidRequest: an option is unknown, of the wrong type or out of range.
         ContextTooLong: a context and ``max_tokens`` are too long together.
     """
-    checked, seed = _decoding_fields(limits, options), check_seed(seed)
+    checked, seed = _checked(limits, options), check_seed(seed)
     if template is not None:
-        checked |= {"is_chat": True, "template": _template_options(template)}
+        checked |= {"is_chat": True, "template": _plain(template)}
     max_tokens = checked.pop("max_tokens", None)
     requests: list[CompletionRequest] = []
     for place, token_ids in enumerate(contexts):
@@ -516,12 +531,12 @@ Check: TypeAlias = Callable[[Limits, str, Any], Any]
 
 
 def check_number(low: float, high: float = math.inf) -> Check:
-    """Return the check of a number from ``low`` to ``high``."""
+    """Return a check that a number is from ``low`` to ``high``."""
     return lambda _, name, value: check_float(name, value, low, high)
 
 
 def check_among(names: Collection[str]) -> Check:
-    """Return the check of a text that is one of these."""
+    """Return a check that a text is one of these names."""
 
     def check(_: Limits, name: str, value: object) -> object:
         if not isinstance(value, str) or value not in names:
@@ -574,8 +589,8 @@ def check_room(limits: Limits, length: int, max_tokens: int) -> int:
     return max_tokens
 
 
-def _decoding_fields(limits: Limits, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of ``Decoding`` that the options set, in plain types."""
+def _checked(limits: Limits, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the given options as fields of ``Decoding``, in plain types."""
     for name in options:
         if name not in CompletionOptions.__annotations__:
             raise InvalidRequest(
@@ -588,7 +603,7 @@ def _decoding_fields(limits: Limits, options: Mapping[str, Any]) -> dict[str, An
     return checked | {"structure": structure}
 
 
-def _template_options(template: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+def _plain(template: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     """Return the options of a template that a reasoning parser may want to know."""
     plain = {k: v for k, v in template.items() if isinstance(v, bool | int | float | str | None)}
     return tuple((name, value) for name, value in plain.items() if name != "chat_template")
@@ -614,10 +629,10 @@ def _structure(given: dict[str, Any]) -> tuple[str, str | tuple[str, ...]] | Non
 
 
 def schema_text(schema: Mapping[str, Any] | str | bool | type) -> str:
-    """Return a JSON schema, in any of its forms, as a text.
+    """Return a JSON schema, in any of its forms, as a JSON text.
 
     Raises:
-        InvalidRequest: it cannot be written as JSON, or has the wrong type.
+        InvalidRequest: it cannot be written as JSON, or is of another type.
     """
     given: Any = schema
     if isinstance(given, str) and given:
@@ -628,7 +643,7 @@ def schema_text(schema: Mapping[str, Any] | str | bool | type) -> str:
         if isinstance(given, Mapping | bool):
             given = dict(given) if isinstance(given, Mapping) else given
             return json.dumps(given, allow_nan=False)
-    except Exception as error:  # a pydantic model's are of its own kinds
+    except Exception as error:  # pydantic has error types of its own
         raise InvalidRequest(f"json_schema is not JSON: {error}") from error
     raise InvalidRequest(
         f"json_schema must be a dict, a JSON text or a pydantic model, got {shown(schema)}"
@@ -657,7 +672,7 @@ def _check_encodable(name: str, text: str) -> None:
         ) from error
 
 
-def _logit_bias(limits: Limits, name: str, value: object) -> tuple[tuple[int, float], ...]:
+def _bias(limits: Limits, name: str, value: object) -> tuple[tuple[int, float], ...]:
     if not isinstance(value, Mapping):
         raise InvalidRequest(f"{name} must map token ids to numbers, got {shown(value)}")
     pairs = [
@@ -680,7 +695,7 @@ _CHECKS: dict[str, Check] = DECODING_CHECKS | {
     "frequency_penalty": check_number(-2.0, 2.0),
     "repetition_penalty": check_number(0.01, 100.0),
     "bad_words": _texts,
-    "logit_bias": _logit_bias,
+    "logit_bias": _bias,
     "ignore_eos": _bool,
     "logprobs_mode": check_among(get_args(LogprobsMode)),
     "split_reasoning": lambda _, name, value: None if value is None else check_bool(name, value),

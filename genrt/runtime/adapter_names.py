@@ -19,6 +19,7 @@ from genrt.numbers import named
 from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request
 from genrt.runtime.answers import AnsweringEngine
+from genrt.runtime.engine_loop import COMPUTES
 from genrt.runtime.thread import AT_ONCE_BYTES, EngineThread, in_background
 
 __all__ = ["AdapterNames"]
@@ -116,7 +117,7 @@ class AdapterNames:
                 with contextlib.suppress(GenrtError):  # closed, or lost in a restart
                     self.remove(name)
 
-        loading = self._thread.call_alone(load_and_bind)
+        loading = self._thread.call_alone(load_and_bind, COMPUTES)
         try:
             await asyncio.wrap_future(loading)
         except (

@@ -37,12 +37,13 @@ from genrt.engines.protocol import (
 )
 from genrt.engines.weights import weights_of
 from genrt.errors import EngineDied, EngineFailed, GenrtError, InvalidAdapter
+from genrt.questions.completions import Streamed, Told
 from genrt.questions.contexts import Adapter
-from genrt.questions.origins import Asked
-from genrt.questions.population_draws import PopulationDraw
+from genrt.questions.draws import PopulationDraw
 from genrt.questions.reads import Read, ReadRequest
-from genrt.questions.request import Request, Streamed, Told
+from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
+from genrt.questions.sequences import SequenceHandle
 from genrt.runtime.cache import RowCache
 from genrt.runtime.population_answers import FoundRows, PopulationAnswers
 from genrt.runtime.prefixes import PrefixesToKeep
@@ -420,7 +421,7 @@ class AnsweringEngine:
         if self._kept is not None:
             self._kept.release(prefix)
 
-    def give_back(self, asked: Sequence[Asked]) -> None:
+    def give_back(self, asked: Sequence[SequenceHandle]) -> None:
         """Have the engine forget sequences that no population goes on from."""
         self._populations.release(asked)
 

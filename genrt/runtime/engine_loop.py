@@ -21,15 +21,18 @@ from genrt.engines.adapters import Adapters
 from genrt.engines.protocol import Engine
 from genrt.engines.weights import KeptWeights
 from genrt.errors import WAS_CLOSED, Closed, EngineDied, GenrtError
-from genrt.questions.origins import Asked
 from genrt.questions.rows import LogprobsRequest
+from genrt.questions.sequences import SequenceHandle
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.batcher import Batcher
 from genrt.runtime.cache import RowCache
 from genrt.runtime.lifecycle import Hold
 from genrt.runtime.prefixes import PrefixesToKeep
 
-__all__ = ["EngineLoop"]
+__all__ = ["COMPUTES", "EngineLoop"]
+
+COMPUTES = object()
+"""The owner of calls that may run a forward."""
 
 T = TypeVar("T")
 
@@ -71,7 +74,7 @@ class EngineLoop:
         ] = collections.deque()
         self._deferred = self._calls.copy()  # while another owner's calls run exclusively
         self._calls_lock = threading.Lock()  # so that no call is added once the last was answered
-        self._given_back: collections.deque[Sequence[Asked]] = collections.deque()
+        self._given_back: collections.deque[Sequence[SequenceHandle]] = collections.deque()
         self.begin()
 
     def begin(self) -> None:
@@ -98,7 +101,8 @@ class EngineLoop:
         self, function: Callable[[AnsweringEngine], T], owner: object = None
     ) -> concurrent.futures.Future[T]:
         """Have a round call ``function(engine)``; from any thread. While calls of an owner run
-        exclusively, all others wait."""
+        exclusively, all others wait. The owner ``COMPUTES`` never is exclusive, and its calls also wait
+        while a part of the engine's memory sleeps."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
         with self._calls_lock:
             if self._ended is None:
@@ -136,7 +140,7 @@ class EngineLoop:
             self.prefixes.discard(each)
             self.call(lambda _, each=each: self.answering.release(each))  # type: ignore[misc]
 
-    def give_back(self, asked: Sequence[Asked]) -> None:
+    def give_back(self, asked: Sequence[SequenceHandle]) -> None:
         """Have this engine forget soon what populations asked about. This takes no lock: finalizers call
         it, whatever is locked."""
         self._given_back.append(asked)
@@ -202,7 +206,8 @@ class EngineLoop:
             answering.give_back(self._given_back.popleft())
         for _ in range(len(self._calls)):  # and not those that come meanwhile: others wait
             future, function, owner = self._calls.popleft()
-            if lifecycle.owner is not None and owner is not lifecycle.owner:
+            is_others = lifecycle.owner is not None and owner is not lifecycle.owner
+            if is_others or (owner is COMPUTES and lifecycle.memory != "awake"):
                 self._deferred.append((future, function, owner))
                 continue
             if future.set_running_or_notify_cancel():

@@ -13,8 +13,7 @@ import torch
 
 from genrt.engines.protocol import Engine, Reading, tokenizer_of
 from genrt.engines.weights import SleepingPart
-from genrt.questions.contexts import Limits
-from genrt.questions.token_ids import TokenIds
+from genrt.questions.contexts import Limits, TokenIds
 from genrt.runtime.adapter_names import AdapterNames
 from genrt.runtime.ask import twin_of
 from genrt.runtime.blocking import blocking, blocking_twin

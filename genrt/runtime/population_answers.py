@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from genrt.engines.protocol import Engine, Finished, Populating, survived
-from genrt.questions.origins import Asked
-from genrt.questions.population_draws import PopulationDraw
+from genrt.questions.draws import PopulationDraw
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest, not_finite
+from genrt.questions.sequences import SequenceHandle
 from genrt.tokens.rows import Leaving
 from genrt.tokens.sampling import BatchDraw
 
@@ -69,7 +69,7 @@ class PopulationAnswers:
         self._populating = engine if isinstance(engine, Populating) else None
         self._expect = expect
         self.going_on: dict[Request, None] = {}
-        self._wrong: list[Asked] = []  # whose rows were not finite, to be released
+        self._wrong: list[SequenceHandle] = []  # whose rows were not finite, to be released
 
     def go_on(self, populations: Sequence[PopulationDraw]) -> dict[Request, None]:
         """Have the engine take those of the populations that go on by number; return these."""
@@ -94,7 +94,7 @@ class PopulationAnswers:
         self.going_on.clear()
         self._wrong.clear()
 
-    def release(self, asked: Sequence[Asked]) -> None:
+    def release(self, asked: Sequence[SequenceHandle]) -> None:
         """Have the engine forget sequences that it knows by number."""
         if self._populating is not None:
             self._populating.release(asked)
@@ -109,7 +109,7 @@ class PopulationAnswers:
         found = self.found.pop(population)
         try:
             rows = found.of_sequences()
-            whole = population.drawn(rows)
+            whole = population.draw(rows)
             on_host = Leaving(whole)
             # Before anything waits for the tokens.
             self._expect(population.rows, whole[:, 0])
@@ -144,7 +144,7 @@ class PopulationAnswers:
         except Exception as error:
             return Finished(population, error=survived(error))
         if np.isnan(draws.log_mass.numpy()).any():
-            self._wrong.append(population.asked)
+            self._wrong.append(population.handle)
             return Finished(population, error=not_finite())
         return Finished(population, draws)
 
@@ -164,7 +164,7 @@ def _times(populations: Sequence[PopulationDraw]) -> list[int]:
     if len(populations) == 1:
         return [1]
     ways = [
-        (origins.asked, origins.numbers.tobytes(), each.contexts.last_tokens.tobytes())
+        (origins.handles, origins.numbers.tobytes(), each.contexts.last_tokens.tobytes())
         for each in populations
         if (origins := each.origins) is not None
     ]

@@ -18,8 +18,9 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Sequence
 from typing import cast
 
+from genrt.questions.completions import Streamed
 from genrt.questions.contexts import Adapter
-from genrt.questions.request import Request, Streamed
+from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.cache import RowCache
 from genrt.runtime.streams import Streams

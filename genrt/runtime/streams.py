@@ -25,8 +25,7 @@ from types import TracebackType
 from typing import Any, Self, cast
 
 from genrt.errors import GenrtError, StreamCut
-from genrt.questions.completions import Completion, CompletionRequest, Delta
-from genrt.questions.request import Streamed, Told
+from genrt.questions.completions import Completion, CompletionRequest, Delta, Streamed, Told
 from genrt.runtime.passages import Passage
 
 __all__ = ["Flow", "Stream", "Streams", "SyncStream"]

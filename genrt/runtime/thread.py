@@ -27,8 +27,8 @@ from genrt.engines.adapters import Adapters
 from genrt.engines.protocol import Engine, EngineStatistics, ReplicaStatistics, scores_rows
 from genrt.engines.weights import KeptWeights
 from genrt.errors import Closed, EngineFailed
-from genrt.questions.origins import Asked
 from genrt.questions.rows import LogprobsRequest
+from genrt.questions.sequences import SequenceHandle
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.batcher import Batcher
 from genrt.runtime.cache import RowCache
@@ -269,7 +269,7 @@ class EngineThread:
         self._loop.release(prefix)
         self._wake()
 
-    def give_back(self, asked: Sequence[Asked]) -> None:
+    def give_back(self, asked: Sequence[SequenceHandle]) -> None:
         """Have the engine forget soon what these questions of populations were about; takes no lock.
 
         Raises:

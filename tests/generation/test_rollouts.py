@@ -33,7 +33,7 @@ from genrt.lm import AsyncLM
 from tests.generation.test_many import EOS, MODEL, ROOM, Engine, nothing_left
 from tests.runtime.test_pauses import SleepyEngine
 from tests.scripted import Gate, passes
-from tests.testing.test_testing import adapter_directories
+from tests.testing.test_conformance import adapter_directories
 
 SHORT = 12
 """The context of the runtime on which batches are drawn: prompts fill it."""

@@ -16,7 +16,15 @@ import genrt
 from genrt.constraints import predicate, regex
 from genrt.engines.exact import NGram
 from genrt.errors import InvalidRequest
-from genrt.inference import END_TOKEN, BestOfN, Drawn, Kept, Rejection, Result, TextModel
+from genrt.inference import (
+    END_TOKEN,
+    BestOfN,
+    Rejection,
+    RejectionState,
+    Result,
+    SampledText,
+    TextModel,
+)
 from genrt.testing import (
     assert_samples_from,
     assert_unbiased,
@@ -69,7 +77,7 @@ def test_the_evidence_is_unbiased_over_all_points_at_which_it_stops(
                     ways = math.comb(drawn, kept) if drawn == max_texts else 0
                 probability = ways * share**kept * (1 - share) ** max(drawn - kept, 0)
                 if probability:
-                    state = Kept((Text(),) * kept, drawn, 1, 0)
+                    state = RejectionState((Text(),) * kept, drawn, 1, 0)
                     assert sampler.is_done(state)
                     total += probability
                     mean += probability * math.exp(sampler.result(state).log_evidence)
@@ -142,7 +150,9 @@ def same(first: Result, second: Result) -> bool:
     )
 
 
-def keeping(seen: list[tuple[Drawn, ...]]) -> Callable[[Kept, tuple[Drawn, ...]], None]:
+def keeping(
+    seen: list[tuple[SampledText, ...]],
+) -> Callable[[RejectionState, tuple[SampledText, ...]], None]:
     return lambda state, batch: seen.append(batch)
 
 
@@ -157,7 +167,7 @@ async def test_a_run_is_its_steps_and_a_seed_makes_it() -> None:
                 max_texts=300,
                 batch_size=4,
             )
-            seen: list[tuple[Drawn, ...]] = []
+            seen: list[tuple[SampledText, ...]] = []
             result = await sampler.run(2, on_step=keeping(seen))
             results.append(result)
             state, batches = sampler.init(2), []

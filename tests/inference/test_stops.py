@@ -24,7 +24,7 @@ from genrt.inference import (
     TextModel,
     importance_sampling,
 )
-from genrt.inference.ends import ends_of
+from genrt.inference.ends import parse_stop
 from genrt.lm import AsyncLM
 from genrt.testing import assert_samples_from, assert_weighted_samples_from, exact_posterior
 
@@ -71,7 +71,7 @@ CONSTRAINTS: dict[str, Any] = {
 
 def test_a_text_ends_before_the_first_of_the_strings_that_one_token_completes() -> None:
     for stop in itertools.permutations(["ca", "bc", "ab"]):
-        ends = ends_of(list(stop), eos_token_id=EOS, vocab_size=5)
+        ends = parse_stop(list(stop), eos_token_id=EOS, vocab_size=5)
         assert ends.cut(b"xabca", 3) == 1  # with "bca", drawn after "xa"
         assert ends.cut(b"xbca", 3) == 1
 

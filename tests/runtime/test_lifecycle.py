@@ -135,7 +135,7 @@ class StrictEngine(ExactEngine):
         return super().step()
 
     def add_adapter(self, adapter: Any, path: Path) -> None:
-        self._check_adapters()
+        self.weights.check_usable()  # vLLM computes rows with it
         super().add_adapter(adapter, path)
 
     def remove_adapter(self, adapter: Any) -> None:
@@ -517,6 +517,22 @@ async def test_an_adapter_goes_after_an_update_and_after_a_sleep() -> None:
     world.begin("wake_up")
     await world.go("pr" * 4)
     assert len([*world.thread.adapters]) == 0
+    await world.end()
+
+
+async def test_an_adapter_is_loaded_once_all_memory_is_awake() -> None:
+    """vLLM compares rows with and without it, which takes the KV cache."""
+    world = World()
+    for name in ("sleep", "wake the weights", "add_adapter", "update"):
+        world.begin(name)
+        await world.go("pr" * 40)
+    _, _, adding, update = world.begun
+    update.result()
+    assert not adding.done()
+    world.begin("wake_up")
+    await world.done(adding)
+    adding.result()
+    assert world.lm.adapters == ("a",)
     await world.end()
 
 

@@ -25,7 +25,7 @@ from genrt.errors import (
 )
 from genrt.lm import AsyncLM
 from genrt.questions.contexts import Adapter
-from genrt.questions.prefixes import prefix_request
+from genrt.questions.reads import prefix_request
 from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.prefixes import MOST_PREFIXES
 from tests.scripted import PATIENCE_SECONDS, Gate, ScriptedEngine, logprobs, passes

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 import genrt
 from genrt.errors import Closed, EngineFailed, InvalidRequest, NotFinite, TimedOut
 from genrt.questions.contexts import Adapter
-from genrt.questions.reads import ReadRequest
+from genrt.questions.reads import ReadRequest, TopTokens
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
-from genrt.questions.tops import TopTokens
 from genrt.runtime.queue import GOOD_STEPS, Admission, Flight
 from genrt.runtime.streams import Streams
 from genrt.runtime.waiters import Entry, Waiter

@@ -44,13 +44,13 @@ from genrt.engines.vllm.steps import CoreSteps, DecodedStep, shut_down
 from genrt.engines.vllm.texts import VLLMTexts, computed_token_count, new_token_count
 from genrt.engines.vllm.weights import VLLMWeights
 from genrt.errors import EngineDied, GenrtError
-from genrt.questions.completions import Decoding
+from genrt.questions.completions import Decoding, Streamed, Told
 from genrt.questions.contexts import Adapter
-from genrt.questions.origins import Asked
-from genrt.questions.population_draws import PopulationDraw
-from genrt.questions.request import Request, Streamed, Told
+from genrt.questions.draws import PopulationDraw
+from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest, not_finite
 from genrt.questions.scores import ScoreRequest
+from genrt.questions.sequences import SequenceHandle
 from genrt.tokens.rows import Leaving
 
 __all__ = ["VLLMEngine", "changes_with_length", "without_layers"]
@@ -180,7 +180,7 @@ class VLLMEngine:
     def settle(self, population: PopulationDraw) -> None:
         self._populations.settle(population)
 
-    def release(self, asked: Sequence[Asked]) -> None:
+    def release(self, asked: Sequence[SequenceHandle]) -> None:
         self._abort(self._populations.release(asked))
 
     def step(self) -> list[Finished]:

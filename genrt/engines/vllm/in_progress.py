@@ -21,7 +21,7 @@ from genrt.engines.vllm.requests import as_genrt_error, core_request, row_params
 from genrt.engines.vllm.scores import Positions
 from genrt.engines.vllm.texts import TextRequest, VLLMTexts
 from genrt.errors import EngineFailed
-from genrt.questions.population_draws import PopulationDraw
+from genrt.questions.draws import PopulationDraw
 from genrt.questions.rows import LogprobsRequest, not_finite
 from genrt.questions.scores import ScoreRequest
 

@@ -26,12 +26,11 @@ from genrt.engines.protocol import Finished, survived
 from genrt.engines.vllm.lora import VLLMAdapters
 from genrt.engines.vllm.sequences import OpenRequests, repeated
 from genrt.questions.contexts import Adapter
-from genrt.questions.origins import Asked
-from genrt.questions.population_draws import PopulationDraw, launched
+from genrt.questions.draws import PopulationDraw, launch_draws
 from genrt.questions.rows import LogprobsRequest, not_finite
-from genrt.questions.sequences import Contexts
-from genrt.tokens.draw_graphs import DrawGraphs
+from genrt.questions.sequences import Contexts, SequenceHandle
 from genrt.tokens.rows import Leaving, together
+from genrt.tokens.sampling import DrawGraphs
 
 __all__ = ["EarlyDelivery", "LaunchedDraws", "SeatedPopulations"]
 
@@ -152,9 +151,9 @@ class SeatedPopulations:
         self._open = open_requests
         self._adapters = adapters
         # The seats of each question; for a settled one, a function that finds them when needed.
-        self._known: WeakKeyDictionary[Asked, _Requests | Callable[[], _Requests | None]] = (
-            WeakKeyDictionary()
-        )
+        self._known: WeakKeyDictionary[
+            SequenceHandle, _Requests | Callable[[], _Requests | None]
+        ] = WeakKeyDictionary()
         self._under_way: dict[PopulationDraw, _Requests] = {}
         self._graphs = DrawGraphs()
         self.early_delivery = EarlyDelivery()
@@ -180,11 +179,13 @@ class SeatedPopulations:
         origins, adapter, kept = population.origins, population.adapter, self._open
         if kept is None:
             return None
-        known = [] if origins is None else [self._seats_of(asked) for asked in origins.asked]
+        known = [] if origins is None else [self._seats_of(asked) for asked in origins.handles]
         seats = [each for each in known if each is not None and each.adapter == adapter]
         if origins is None or len(seats) < len(known) or not seats:
             return None
-        request_ids, flushes, rows = _joined_requests(seats, [each.count for each in origins.asked])
+        request_ids, flushes, rows = _joined_requests(
+            seats, [each.count for each in origins.handles]
+        )
         numbers, tokens = origins.numbers, population.contexts.last_tokens
         rows = rows[numbers]
         firsts, places = _different(rows << 32 | tokens)
@@ -319,7 +320,7 @@ class SeatedPopulations:
                 order = np.array([at[each] for each in seats.request_ids])
                 places[-1] = order if seats.places is None else order[seats.places]
         try:
-            draws, on_host = launched(several, rows, places, self._graphs)
+            draws, on_host = launch_draws(several, rows, places, self._graphs)
         except Exception as error:
             failed = survived(error)
             return LaunchedDraws([Finished(each, error=failed) for each in several])
@@ -340,7 +341,7 @@ class SeatedPopulations:
         request_ids: list[str] = []
         are_shared = False
         for population in several:
-            seats = self._known[population.asked] = self._ended(population)
+            seats = self._known[population.handle] = self._ended(population)
             are_shared = are_shared or (seats.places is not None and seats.own is None)
             request_ids += seats.own or seats.request_ids
         if self._open is not None:
@@ -380,9 +381,9 @@ class SeatedPopulations:
         """
         contexts, adapter, kept = population.contexts, population.adapter, self._open
         if kept is not None:
-            self._known[population.asked] = lambda: _settled(kept, contexts, adapter)
+            self._known[population.handle] = lambda: _settled(kept, contexts, adapter)
 
-    def _seats_of(self, asked: Asked) -> _Requests | None:
+    def _seats_of(self, asked: SequenceHandle) -> _Requests | None:
         known = self._known.get(asked)
         if known is None or isinstance(known, _Requests):
             return known
@@ -393,7 +394,7 @@ class SeatedPopulations:
             self._known[asked] = seats
         return seats
 
-    def release(self, several: Sequence[Asked]) -> list[str]:
+    def release(self, several: Sequence[SequenceHandle]) -> list[str]:
         """Forget these questions; return their requests that no other question has used since."""
         free: list[str] = []
         for asked in several:

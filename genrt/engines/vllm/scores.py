@@ -32,9 +32,8 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from genrt.engines.vllm.capture import log_probabilities
 from genrt.engines.vllm.requests import FIRST
 from genrt.errors import EngineFailed, EngineUnsupported
-from genrt.questions.reads import moved
 from genrt.questions.scores import ScoreRequest, Wanted, entries
-from genrt.tokens.rows import Leaving
+from genrt.tokens.rows import Leaving, moved
 
 __all__ = ["Positions", "attach", "positions_of"]
 

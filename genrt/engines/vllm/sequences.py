@@ -13,7 +13,6 @@ Rule:
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -33,10 +32,6 @@ from genrt.questions.scores import ScoreRequest
 __all__ = ["OpenRequests", "open_requests", "repeated"]
 
 
-POPULATIONS = 64
-"""How many flushes are remembered. The sequences of one flush form a population."""
-
-
 class OpenRequests:
     """The open requests of an engine with its scheduler in this process.
 
@@ -50,10 +45,10 @@ class OpenRequests:
         self.steps = steps
         self._scheduler = scheduler
         self.residents = Residents()
-        self.flush = self._matched_in = 0
-        self._asked_in: dict[str, int] = {}
+        self.flush = 0
+        self._asked_in: dict[str, int] = {}  # the last flush of each request
         self._order: list[str] = []  # of the last population that was extended
-        self._populations: OrderedDict[int, list[str]] = OrderedDict()
+        self._guesses: list[str] = []  # the requests of the last flush of questions by content
         self._extended = 0
         self._evicted = 0
 
@@ -69,9 +64,7 @@ class OpenRequests:
         extended: dict[str, int] = {}
         parked, residents = self._scheduler.parked, self.residents
         # Sequences that are extended step after step mostly come in the same order.
-        guesses = self._populations.get(self._matched_in, ())[: len(requests)]
-        self._matched_in = self.flush
-        for request, guess in zip_longest(requests, guesses):
+        for request, guess in zip_longest(requests, self._guesses[: len(requests)]):
             if isinstance(request, ScoreRequest):
                 matched.append(None)
                 continue
@@ -102,14 +95,15 @@ class OpenRequests:
     def _fork(self, forks: Sequence[tuple[int, str, LogprobsRequest]]) -> dict[int, str]:
         """Give seats to forks of these parents while seats last; return the request ids by place in the
         flush."""
-        passed_over: dict[int, list[str]] = {}
-        parents = {parent for _, parent, _ in forks}
+        parked, parents = self._scheduler.parked, {parent for _, parent, _ in forks}
+        # The requests that no later flush has used, this one included, by the flush of a parent.
+        unused: dict[int, list[str]] = {self._asked_in.get(parent, 0): [] for parent in parents}
+        for request_id, flush in self._asked_in.items():
+            if flush in unused and request_id in parked and request_id not in parents:
+                unused[flush].append(request_id)
         seated: dict[int, str] = {}
         for place, parent, request in forks:
-            population = self._asked_in.get(parent, 0)
-            if population not in passed_over:
-                passed_over[population] = self._passed_over(population, parents)
-            free = passed_over[population]
+            free = unused[self._asked_in.get(parent, 0)]
             while free and place not in seated:
                 request_id = free.pop()
                 fork = self._scheduler.forks([request_id], [parent], len(request) - 1)
@@ -165,7 +159,7 @@ class OpenRequests:
         for place, request_id in added.items():
             request_ids[place] = request_id
         self.flush += 1
-        self.remember(request_ids)
+        self._asked_in.update(dict.fromkeys(request_ids, self.flush))
         return request_ids
 
     def spread(
@@ -203,17 +197,6 @@ class OpenRequests:
             self._order = [*request_ids]
         self._wake([*request_ids], token_ids)
 
-    def _passed_over(self, population: int, parents: set[str]) -> list[str]:
-        """Return the requests of a population that no later flush has used, this one included."""
-        parked, asked_in = self._scheduler.parked, self._asked_in
-        return [
-            request_id
-            for request_id in self._populations.get(population, ())
-            if request_id in parked
-            and request_id not in parents
-            and asked_in.get(request_id) == population
-        ]
-
     def share(self, request_id: str, request: LogprobsRequest | ScoreRequest) -> None:
         """Let a request that was just added start from the nearest resident sequence."""
         if isinstance(request, ScoreRequest):
@@ -230,12 +213,10 @@ class OpenRequests:
         """Return the id of a resident request with this question's context, or ``None``."""
         return self.residents.of_context(row.adapter, row.packed)
 
-    def remember(self, request_ids: Sequence[str]) -> None:
-        """Record these requests, which serve the questions of one flush, as one population."""
+    def remember(self, request_ids: list[str]) -> None:
+        """Record the requests that serve the questions of the last ``match``."""
         self._asked_in.update(dict.fromkeys(request_ids, self.flush))
-        self._populations[self.flush] = [*request_ids]
-        if len(self._populations) > POPULATIONS:
-            self._populations.popitem(last=False)
+        self._guesses = request_ids
 
     def keep(self, answered: Iterable[tuple[str, LogprobsRequest]]) -> None:
         """Record each answered request as resident with its question's context, after a step. Forget the

@@ -44,11 +44,13 @@ from genrt.questions.completions import (
     Decoding,
     Delta,
     FinishReason,
+    NativeRequest,
     SampleRequest,
+    Streamed,
+    Told,
 )
 from genrt.questions.contexts import LAST_SEED, seed_of
-from genrt.questions.native import NativeRequest
-from genrt.questions.request import Request, Result, Streamed, Told
+from genrt.questions.request import Request, Result
 from genrt.tokens.detokenizing import TextStream, ends_inside_character
 from genrt.tokens.sampling import GREEDY_BELOW
 from genrt.tokens.spellings import Spellings

@@ -22,11 +22,10 @@ from genrt.engines.vllm.runners import step_rows
 from genrt.errors import EngineFailed, NotFinite
 from genrt.questions.completions import SampleRequest
 from genrt.questions.contexts import Adapter, Limits
-from genrt.questions.origins import Origins
-from genrt.questions.population_draws import PopulationDraw
+from genrt.questions.draws import PopulationDraw
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
-from genrt.questions.sequences import Contexts, Sequences
+from genrt.questions.sequences import Contexts, Origins, Sequences
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.cache import RowCache
 from genrt.tokens.sampling import BatchDraw
@@ -77,7 +76,7 @@ class Particles:
 
     def answered(self, question: PopulationDraw, places: Sequence[int] | None = None) -> None:
         at = np.arange(len(self.lists)) if places is None else np.array(places)
-        self.origins = self.origins.after([question.asked], at, question.contexts.lengths)
+        self.origins = self.origins.after([question.handle], at, question.contexts.lengths)
 
     def append(self, token_ids: Sequence[int]) -> None:
         self.sequences.append(np.array(token_ids))
@@ -146,7 +145,7 @@ class Turns:
         if isinstance(request, LogprobsRequest):
             assert float((found - wanted[0]).abs().max()) < TOLERANCE
             return found
-        tokens, logprobs, log_mass = request.drawn(wanted).unbind(dim=-1)
+        tokens, logprobs, log_mass = request.draw(wanted).unbind(dim=-1)
         assert found.token_ids.tolist() == tokens.long().tolist()
         assert float((found.logprobs - logprobs).abs().max()) < TOLERANCE
         assert float((found.log_mass - log_mass).abs().max()) < TOLERANCE
@@ -224,7 +223,7 @@ def checked(engine: VLLMEngine, oracle: Oracle) -> Iterator[Turns]:
     kept: Any = engine._open
     scheduler: Any = engine._core.engine_core.scheduler
     assert set(kept._asked_in) == set(scheduler.parked) == set(scheduler.requests)
-    assert {*kept.residents._by_id, *kept._residents._later} == set(scheduler.requests)
+    assert {*kept.residents._by_id, *kept.residents._later} == set(scheduler.requests)
     gc.collect()
     assert len(engine._populations._known) <= 1, "of the last step"
     engine.forget_residents()

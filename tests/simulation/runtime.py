@@ -1,7 +1,7 @@
 """A whole runtime without threads, run by one seeded scheduler.
 
 It has the real batcher, cache, answers and rounds of the engine's thread. The engine and the event loops
-are simulated.
+are simulated. Streams compare each delta with the expected completion.
 
 Rules:
     One event happens at a time: a callback of a loop, a round of the engine's thread, or time passes. The
@@ -18,26 +18,138 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
-from genrt.engines.protocol import Engine
 from genrt.lm import AsyncLM
-from genrt.questions.completions import CompletionRequest, Delta
+from genrt.questions.completions import Completion, CompletionRequest, Delta
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.ask import Asker
 from genrt.runtime.batcher import Batcher
 from genrt.runtime.cache import RowCache
-from genrt.runtime.streams import SyncStream
-from genrt.runtime.thread import EngineThread, Rounds
+from genrt.runtime.streams import Stream, SyncStream
+from genrt.runtime.thread import EngineThread
 from genrt.runtime.waiters import Waiter
-from genrt.testing.record import Record, Violation
-from genrt.testing.simulated_engine import Faults, SimulatedEngine
-from genrt.testing.simulated_model import Model, is_right
-from genrt.testing.simulated_streams import WatchedStream
+from genrt.testing.simulation import VirtualRounds
 from genrt.testing.virtual_loop import VirtualClock, VirtualLoop
+from tests.simulation.engine import Faults, Model, Record, SimulatedEngine, Violation, is_right
+
+
+class Simulated(Protocol):
+    """The part of a simulated runtime that its streams need.
+
+    Attributes:
+        model: has the correct completions.
+        unanswered: the numbers of callers that still wait.
+    """
+
+    model: Model
+    record: Record
+    numbers: Iterator[int]
+    weights: dict[int, int]
+    unanswered: dict[int, asyncio.AbstractEventLoop]
+
+    def is_right(self, request: Request, result: Result, version: int) -> bool:
+        """Return whether this is the answer for the weights of this version."""
+        ...
+
+
+class WatchedStream(Stream):
+    """A stream that compares each delta with the expected completion.
+
+    A simulation that observes more overrides ``began``, ``whole`` and ``left``.
+    """
+
+    def __init__(self, stream: Stream, runtime: Simulated, timeout: float | None) -> None:
+        super().__init__(stream._deltas, stream._flow, stream._request)
+        self.runtime = runtime
+        self.timeout = timeout
+        self._number: int | None = None
+        self._is_over = False
+        self._start = self._text_start = 0
+
+    async def __anext__(self) -> Delta:
+        if self._number is None:
+            self._number = next(self.runtime.numbers)
+            self.runtime.record.add("streamed", self._number, self._request)
+            self.began()
+        self.runtime.unanswered[self._number] = asyncio.get_running_loop()
+        try:
+            delta = await super().__anext__()
+        except StopAsyncIteration:
+            self._end("read")
+            raise
+        except GeneratorExit:  # garbage-collected with its loop, at any moment
+            raise
+        except BaseException as error:
+            self._end(type(error).__name__)
+            self.left(error)
+            raise
+        finally:
+            self.runtime.unanswered.pop(self._number, None)
+        self._check(delta)
+        return delta
+
+    async def aclose(self) -> None:
+        await super().aclose()
+        if self._end("left"):
+            self.left(GeneratorExit())
+
+    def __del__(self) -> None:
+        self._end("dropped")
+
+    def began(self) -> None:
+        """Note that the request is about to be sent."""
+
+    def whole(self, completion: Completion) -> None:
+        """Note that the last delta has come."""
+
+    def left(self, error: BaseException) -> None:
+        """Note the error that ended the stream before its last delta."""
+
+    def _end(self, how: str) -> bool:
+        """Record the end; return whether the stream had begun and had not ended before."""
+        if self._number is None or self._is_over:
+            return False
+        self._is_over = True
+        self.runtime.record.add(how, self._number)
+        return True
+
+    def _check(self, delta: Delta) -> None:
+        request, wrong = self._request, self.runtime.record.violated
+        version = self._flow.weights_version
+        numbers = self.runtime.weights
+        expected = cast("Completion", self.runtime.model.answer(request, numbers[version]))
+        start, end = self._start, self._start + len(delta.token_ids)
+        text_start, text_end = self._text_start, self._text_start + len(delta.text)
+        if (delta.start, delta.text_start) != (start, text_start):
+            wrong(f"{request} has a gap: at {start} tokens and {text_start} letters came {delta}")
+        self._start, self._text_start = end, text_end
+        if (
+            delta.token_ids != expected.token_ids[start:end]
+            or delta.text != expected.text[text_start:text_end]
+            or delta.logprobs != expected.logprobs[start:end]
+            or delta.top_logprobs != expected.top_logprobs[start:end]
+        ):
+            wrong(f"{request} was brought what is not its own: {delta} of {expected}")
+        partial, so_far = self.partial, (expected.text[:text_end], expected.top_logprobs[:end])
+        if (partial.text, partial.top_logprobs) != so_far:
+            wrong(f"{request} has read {partial}, not {so_far}")
+        if delta.finish_reason is None:
+            if end == start and text_end == text_start:
+                wrong(f"{request} was brought nothing")
+            return
+        self._end("whole")
+        ends = (delta.finish_reason, delta.stop_reason)
+        is_whole = end == len(expected.token_ids) and text_end == len(expected.text)
+        if not is_whole or ends != (expected.finish_reason, expected.stop_reason):
+            wrong(f"{request} has ended in {delta}, which is not the end of {expected}")
+        if self.completion is None or not self.runtime.is_right(request, self.completion, version):
+            wrong(f"{request} has ended with {self.completion}, not with {expected}")
+        self.whole(self.completion)
+
 
 T = TypeVar("T")
 
@@ -55,6 +167,7 @@ class SimulatedRuntime:
 
     engine_type: type[SimulatedEngine] = SimulatedEngine
     stream_type: type[WatchedStream] = WatchedStream
+    on_interrupt: Callable[[VirtualLoop], None]
 
     def __init__(
         self,
@@ -73,7 +186,7 @@ class SimulatedRuntime:
         self.clock = VirtualClock()
         self.loops: list[VirtualLoop] = []
         self.stopped: set[VirtualLoop] = set()
-        self.unanswered: set[int] = set()
+        self.unanswered: dict[int, asyncio.AbstractEventLoop] = {}
         self.weights = {0: 0}  # the weights' number for each version
         self.numbers: Iterator[int] = itertools.count()
         self._engine_share = random.choice([0.05, 0.3, 0.7])
@@ -91,7 +204,7 @@ class SimulatedRuntime:
         self.lm = AsyncLM(self.thread, self.cache, self.thread.engine, seed=seed)
         self._ask, self._stream = self.lm._ask, self.lm._stream
         self.lm._ask, self.lm._ask_sync = self.ask, self.ask_sync
-        self.lm._home.asker = cast("Asker", self)  # it has the two methods of an Asker
+        self.lm._populations.asker = cast("Asker", self)  # it has the two methods of an Asker
         self.lm._stream, self.lm._stream_sync = self.stream, self.stream_sync
 
     def make_cache(self, max_bytes: int) -> RowCache:
@@ -118,8 +231,8 @@ class SimulatedRuntime:
 
     def _make_rounds(
         self, round: Callable[[], float | None], close: Callable[..., None]
-    ) -> SimulatedRounds:
-        self.rounds = SimulatedRounds(round, self.clock)
+    ) -> VirtualRounds:
+        self.rounds = VirtualRounds(round, self.clock)
         return self.rounds
 
     # -- questions ----------------------------------------------------------------------------
@@ -129,7 +242,7 @@ class SimulatedRuntime:
     ) -> list[Result]:
         """Ask as an AsyncLM does, and check and record the answers."""
         number, asked_at = next(self.numbers), self.lm.weights_version
-        self.unanswered.add(number)
+        self.unanswered[number] = asyncio.get_running_loop()
         self.record.add("asked", number, *requests)
         try:
             results = await self._ask(requests, stacked=stacked, timeout=timeout)
@@ -139,7 +252,7 @@ class SimulatedRuntime:
             self.record.add(type(error).__name__, number)
             raise
         finally:
-            self.unanswered.discard(number)
+            self.unanswered.pop(number, None)
         self.record.add("answered", number)
         found = [*zip(requests, results[0] if stacked else results, strict=True)]
         versions = range(asked_at, self.lm.weights_version + 1)
@@ -301,19 +414,24 @@ class SimulatedRuntime:
 
     def run_one(self, loop: VirtualLoop) -> None:
         """Run a loop's next callback."""
-        loop.run_one()
+        try:
+            loop.run_one()
+        except KeyboardInterrupt:
+            self.on_interrupt(loop)
 
     # -- what must hold -----------------------------------------------------------------------
+
+    def check_rest(self) -> None:
+        """Check what can be checked when no event is possible; ``CheckedRuntime`` has more."""
 
     def check_nothing_is_left(self) -> None:
         """Raise a Violation unless all callers have their answers and the batcher is empty. Call it when
         no event is possible."""
         for loop in self.loops:
             self.check_reports(loop)
-        if self.unanswered:
-            raise Violation(
-                f"nothing can happen any more, but nobody told {sorted(self.unanswered)}"
-            )
+        waiting = [number for number, loop in self.unanswered.items() if not loop.is_closed()]
+        if waiting:
+            raise Violation(f"nothing can happen any more, but nobody told {waiting}")
         s = self.batcher.statistics()
         if s.queued + s.in_flight + s.waiting:
             raise Violation(f"nobody waits, but there is something to do: {self.batcher}")
@@ -345,57 +463,3 @@ class BusyCache(RowCache):
         errors = super().put_all(rows)
         self.runtime.meanwhile()
         return errors
-
-
-class SimulatedRounds(Rounds):
-    """Rounds without a thread, each run by ``go_round``. Between rounds it sleeps until it is woken or
-    due, as the thread does, so a missing wake is detected."""
-
-    def __init__(self, round: Callable[[], float | None], clock: VirtualClock) -> None:
-        super().__init__(round, lambda **_: None)
-        self.is_at_work = self.is_turning = False
-        self.alarm = math.inf
-        self._clock = clock
-        self._is_awake = False
-        self._is_over = False
-
-    def go_round(self) -> None:
-        self._is_awake, self.alarm, self.is_at_work = False, math.inf, True
-        try:
-            seconds = self._round()
-        finally:
-            self.is_at_work = self.is_turning = False
-        if seconds is None:
-            self._is_over = True
-        elif seconds > 0.0:
-            self.alarm = self._clock.now + seconds
-        else:
-            self._is_awake = True
-
-    @property
-    def is_due(self) -> bool:
-        """True if it is awake or its alarm has passed."""
-        is_free = not self._is_over and not self.is_at_work
-        return is_free and (self._is_awake or self.alarm <= self._clock.now)
-
-    # -- as a thread --------------------------------------------------------------------------
-
-    def start(self) -> None:
-        """Run rounds until the engine is open and there is no work; a real start blocks as long."""
-        self._is_awake = True
-        while self._is_awake:
-            self.go_round()
-
-    def wake(self) -> None:
-        self._is_awake = True
-
-    def join(self, timeout: float | None = None) -> None:
-        """Run the last round, unless a round is running, which cannot be waited for."""
-        if not self.is_at_work and not self._is_over:
-            self.go_round()
-
-    def is_alive(self) -> bool:
-        return not self._is_over
-
-    def open(self, open_engine: Callable[[], Engine]) -> Engine:
-        return open_engine()

@@ -12,9 +12,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from genrt.errors import InvalidRequest
+from genrt.interop import byte_trie as trie_module
+from genrt.interop.byte_trie import ByteTrie
 from genrt.interop.foreign import importing
-from genrt.tokens import trie as trie_module
-from genrt.tokens.trie import ByteTrie
 from genrt.tokens.vocabulary import byte_vocab
 
 TOKENS = st.lists(st.sampled_from(list(b"ab\xff")), max_size=5).map(bytes)

@@ -1,21 +1,18 @@
-"""`run_simulated` and `simulate` in users' hands: samplers of their own, on every order of events."""
+"""``run_simulated``: users' own samplers, on every order of events."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
 import genrt
 from genrt.engines.exact import NGram
-from genrt.engines.protocol import Finished
-from genrt.errors import EngineDied, EngineFailed
+from genrt.errors import EngineDied, EngineFailed, OutOfMemory
 from genrt.lm import AsyncLM
-from genrt.testing import Faults, Report, run_simulated, simulate
-from genrt.testing.simulated_engine import SimulatedEngine
+from genrt.testing import Faults, run_simulated
 
 MODEL = NGram.random(5, seed=0)
 
@@ -88,15 +85,33 @@ def test_a_sampler_meets_every_fault() -> None:
     assert max(failures) > 2
     with pytest.raises(EngineDied):
         run_simulated(particles, seed=0, faults=Faults(death=1.0))
+    with pytest.raises(OutOfMemory):
+        run_simulated(particles, seed=0, faults=Faults(out_of_memory_above=0))
 
 
-def test_blocking_calls_work_in_a_simulation() -> None:
-    async def both(lm: AsyncLM) -> bool:
-        waiting = asyncio.ensure_future(lm.next_token_logprobs([1, 2]))
-        blocking = lm.batch_next_token_logprobs_sync([[1, 2], [2]])
-        return torch.equal(await waiting, blocking[0])
+def test_a_call_that_would_block_the_only_thread_is_refused() -> None:
+    async def blocking(lm: AsyncLM) -> None:
+        lm.batch_next_token_logprobs_sync([[1, 2], [2]])
 
-    assert all(run_simulated(both, seed=seed, model=MODEL) for seed in range(10))
+    with pytest.raises(genrt.InvalidRequest, match="await the question"):
+        run_simulated(blocking, seed=0, model=MODEL)
+
+
+def test_texts_and_streams_are_those_of_the_model() -> None:
+    async def texts(lm: AsyncLM) -> list[Any]:
+        found: list[Any] = [await lm.generate([1], max_tokens=5, seed=2)]
+        stream = lm.stream([1], max_tokens=5, seed=2)
+        found.append("".join([delta.text async for delta in stream]))
+        with lm.population([1], 3) as population:
+            for step in range(3):
+                population.append((await population.draw(seed=10 * step)).token_ids)
+            return [found[0].text, found[1], [*population], await lm.score([1], [2, 3])]
+
+    with genrt.load(MODEL, engine="exact") as lm:
+        expected = asyncio.run(texts(lm))
+    assert expected[0] == expected[1]
+    for seed in range(5):
+        assert str(run_simulated(texts, seed=seed, model=MODEL)) == str(expected)
 
 
 def test_sleeping_takes_no_time() -> None:
@@ -161,88 +176,3 @@ def test_what_a_sampler_raises_comes_out() -> None:
 
     with pytest.raises(genrt.InvalidRequest, match="99"):
         run_simulated(wrong, seed=0)
-
-
-async def rows(lm: AsyncLM) -> None:
-    await lm.next_token_logprobs([1])
-
-
-async def stacks(lm: AsyncLM) -> None:
-    await lm.batch_next_token_logprobs([[1], [2]])
-
-
-async def draws(lm: AsyncLM) -> None:
-    await lm.draw([1], mask=[3])
-
-
-async def tops(lm: AsyncLM) -> None:
-    await lm.top_logprobs([1], 2)
-
-
-async def candidates(lm: AsyncLM) -> None:
-    await lm.token_logprobs([1], [0, 3])
-
-
-async def blocking(lm: AsyncLM) -> None:
-    lm.token_logprobs_sync([1], [0, 3])
-
-
-@pytest.mark.parametrize("asking", [rows, stacks, draws, tops, candidates, blocking])
-def test_a_wrong_answer_is_found(
-    asking: Callable[[AsyncLM], Coroutine[Any, Any, None]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each is read from a row, or is one, that is not the question's own."""
-    finished = SimulatedEngine._ends
-
-    def mixed_up(*args: Any) -> list[Finished]:
-        ends = finished(*args)
-        return [Finished(end.request, cast("torch.Tensor", end.result).roll(1)) for end in ends]
-
-    run_simulated(asking, seed=0)
-    monkeypatch.setattr(SimulatedEngine, "_ends", mixed_up)
-    with pytest.raises(AssertionError, match=r"^seed 0: .+ were answered wrongly"):
-        run_simulated(asking, seed=0)
-
-
-# -- everything at once -------------------------------------------------------------------------------
-
-
-def simulate_many() -> list[Report]:
-    return [simulate(seed) for seed in range(40)]
-
-
-def test_the_runtime_stands_up_to_a_simulation() -> None:
-    reports = simulate_many()
-    assert [(report.seed, report.operations) for report in reports] == [(s, 100) for s in range(40)]
-    assert simulate(3) == simulate(3)
-    assert simulate(3).trace != simulate(4).trace
-
-
-def test_a_simulation_has_the_faults_it_is_given() -> None:
-    traces = ["\n".join(simulate(seed, faults=Faults(step=0.5)).trace) for seed in range(5)]
-    assert all("step failed" in trace and "EngineFailed" in trace for trace in traces)
-
-
-def test_a_simulation_finds_what_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(genrt.runtime.waiters, "apart", list)  # callers share their rows
-    with pytest.raises(AssertionError, match=r"^seed \d+: .+\nreplay with simulate\(\d+, op"):
-        simulate_many()
-
-
-@pytest.mark.promise(number=34)
-def test_updates_under_load_are_never_seen_in_part() -> None:
-    """The weights are replaced while others ask, cancel and time out, engines fail and die: every answer
-    is of one version, and of none from before it was asked."""
-    reports = [simulate(seed, updates=True) for seed in range(60)]
-    assert sum(report.updates for report in reports) > 50
-    assert simulate(3, updates=True) == simulate(3, updates=True)
-
-
-@pytest.mark.proof
-@pytest.mark.promise(number=34)
-def test_a_thousand_updates_under_load_leave_no_stale_answer() -> None:
-    done, seed = 0, 1000
-    while done < 1000:
-        done += simulate(seed, updates=True).updates
-        seed += 1
-    assert done >= 1000
