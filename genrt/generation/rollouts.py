@@ -208,11 +208,15 @@ class PolicyGeneration:
                     f"{name} here are for all samples: give those of each with the batch"
                 )
         ids, lengths = (torch.empty(shape, dtype=torch.int64) for shape in ((0, 0), (0,)))
-        _RolloutBatch(lm, ids, lengths, options, "PolicyGeneration")  # checks the options
+        _RolloutBatch(lm, ids, lengths, options, "PolicyGeneration")  # checks its own options
+        stops = given.pop("stop_strings", None)
+        if not isinstance(stops, str | list | tuple | None):
+            raise InvalidRequest(
+                f"stop_strings must be a text or a list of texts, got {shown(stops)}"
+            )
         self._lm = lm
         self._is_colocated, self._is_asleep = colocated, False
         self._seed = check_seed(given.pop("seed", None))
-        stops = given.pop("stop_strings", None)
         self._stops = [stops] if isinstance(stops, str) else list(stops or ())
         self._options = given
 

@@ -69,7 +69,7 @@ def format_of(path: Path, chosen: str | None = None) -> str:
             f"the name of {path} does not say its format: give --input-format (input_format=), one of "
             f"{known}"
         )
-    if chosen not in known:
+    if not isinstance(chosen, str) or chosen not in known:
         raise InvalidRequest(f"input_format must be one of {known}, got {named(chosen)}")
     return chosen
 
@@ -291,7 +291,7 @@ class RowPrompts:
     ) -> None:
         if template is None and messages_column is None:
             template, messages_column = _default_columns(first)
-        elif None not in (template, messages_column):
+        elif template is not None and messages_column is not None:
             raise InvalidRequest(
                 "give one of prompt_template (--prompt-template) and messages_column "
                 "(--messages-column)"

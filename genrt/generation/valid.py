@@ -260,7 +260,7 @@ class UntilValid:
         **options: Unpack[ValidOptions],
     ) -> None:
         given: dict[str, Any] = {**options}
-        self._target = check_int("target", target, 1)
+        self._target = check_int("target", target, 1, 2**53)
         self._batch_size = min(max(self._target, PROBE), 100)
         self._validator = RecordValidator(validate, given.pop("parse", None))
         self._max_attempts = _check_bound("max_attempts", given.pop("max_attempts", None))

@@ -49,7 +49,7 @@ from genrt.questions.completions import (
     Streamed,
     Told,
 )
-from genrt.questions.contexts import LAST_SEED, seed_of
+from genrt.questions.contexts import LAST_SEED, deciding_seed
 from genrt.questions.request import Request, Result
 from genrt.tokens.detokenizing import TextStream, ends_inside_character
 from genrt.tokens.sampling import GREEDY_BELOW
@@ -426,7 +426,7 @@ class VLLMTexts:
             top_p=decoding.top_p,
             top_k=decoding.top_k,
             min_p=decoding.min_p,
-            seed=None if greedy else seed_of(request),
+            seed=None if greedy else deciding_seed(request),
             stop=list(decoding.stop),
             stop_token_ids=list(decoding.stop_token_ids),
             include_stop_str_in_output=decoding.include_stop_str_in_output,
