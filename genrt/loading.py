@@ -115,7 +115,7 @@ def load(
         while not concurrent.futures.wait([thread.opened], PROGRESS_SECONDS).done:
             _log_progress(model, options, began)
         return _compare_vocabulary(
-            AsyncLM(thread, cache, thread.opened.result(), seed=_seed_of(options))
+            AsyncLM(thread, cache, thread.opened.result(), seed=_option_seed(options))
         )
     except BaseException:
         thread.close(wait=False)
@@ -131,7 +131,7 @@ async def aload(
     try:
         while not (await asyncio.wait([opened], timeout=PROGRESS_SECONDS))[0]:
             _log_progress(model, options, began)
-        lm = AsyncLM(thread, cache, await opened, seed=_seed_of(options))
+        lm = AsyncLM(thread, cache, await opened, seed=_option_seed(options))
         return await aside(partial(_compare_vocabulary, lm))
     except BaseException:
         opened.cancel()
@@ -139,7 +139,7 @@ async def aload(
         raise
 
 
-def _seed_of(options: LoadOptions) -> int | None:
+def _option_seed(options: LoadOptions) -> int | None:
     seed = options.get("seed")
     return None if seed is None else operator.index(seed)
 
