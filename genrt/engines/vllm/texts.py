@@ -35,7 +35,7 @@ from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from genrt.engines.vllm.reasoning import NO_PARSER, Reasoning, ReasoningParsers
-from genrt.engines.vllm.requests import LAW, SEED
+from genrt.engines.vllm.requests import LAW, SEED, core_request
 from genrt.engines.vllm.structures import GuidedStructures
 from genrt.errors import EngineFailed, GenrtError, InvalidRequest, StreamCut
 from genrt.questions.completions import (
@@ -397,10 +397,13 @@ class VLLMTexts:
                 params.skip_special_tokens = reasoning.skip_special_tokens
             if decoding.structure is not None and self._structures is not None:
                 asked = self._structures.to_params(decoding.structure)
-        prompt = tokens_input(list(request.token_ids))
-        made = self._inputs.process_inputs(
-            request_id, prompt, params, self._tasks, lora_request=lora
-        )
+        if isinstance(request, SampleRequest):  # vLLM's checks would take most of the time
+            made = core_request(request_id, request.token_ids, params, lora)
+        else:
+            prompt = tokens_input(list(request.token_ids))
+            made = self._inputs.process_inputs(
+                request_id, prompt, params, self._tasks, lora_request=lora
+            )
         # A structure begins where the reasoning ends.
         made.reasoning_ended = reasoning is None or reasoning.is_over
         if reasoning is not None:
