@@ -25,7 +25,7 @@ from genrt.questions.reads import (
 )
 from genrt.questions.rows import Device, must_move, row_request
 from genrt.questions.scores import (
-    joined,
+    joined_scores,
     row_chunks,
     score_requests,
     text_requests,
@@ -225,7 +225,7 @@ class AsyncLM(EngineOwner):
         ``[len(continuation)]`` on the host. vLLM computes the text once; others, a row for each token."""
         own = self._limits, [token_ids], [continuation], self._adapters.bound(adapter)
         requests = score_requests(*own, in_one=self._thread.scores)
-        return joined(await self._ask(requests[0], timeout=timeout), requests)[0]
+        return joined_scores(await self._ask(requests[0], timeout=timeout), requests)[0]
 
     async def batch_score(
         self,
@@ -238,7 +238,7 @@ class AsyncLM(EngineOwner):
         """Return what ``score`` does of each continuation after its context, all as one question."""
         own = self._limits, contexts, continuations, self._adapters.bound(adapter)
         requests = score_requests(*own, in_one=self._thread.scores)
-        return joined(await self._ask([*chain(*requests)], timeout=timeout), requests)
+        return joined_scores(await self._ask([*chain(*requests)], timeout=timeout), requests)
 
     async def prompt_logprobs(
         self, token_ids: TokenIds, *, adapter: str | None = None, timeout: float | None = None
@@ -246,7 +246,7 @@ class AsyncLM(EngineOwner):
         """Return the score of a text's tokens after its first: float32 ``[len(token_ids) - 1]``."""
         own = self._limits, token_ids, self._adapters.bound(adapter)
         requests = text_requests(*own, in_one=self._thread.scores)
-        return joined(await self._ask(requests[0], timeout=timeout), requests)[0]
+        return joined_scores(await self._ask(requests[0], timeout=timeout), requests)[0]
 
     def prompt_rows(
         self,

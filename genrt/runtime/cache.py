@@ -21,7 +21,7 @@ from genrt.errors import GenrtError
 from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
-from genrt.tokens.rows import apart
+from genrt.tokens.rows import separate_copies
 
 __all__ = ["CacheStatistics", "RowCache"]
 
@@ -111,7 +111,7 @@ class RowCache:
         kept, passing = self._divided(rows)
         if not kept:
             return
-        copies = apart(list(kept.values()))
+        copies = separate_copies(list(kept.values()))
         with self._lock:
             self._evictions += sum(request not in self._rows for request in passing)
             for request, copy in zip(kept, copies, strict=True):

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Literal, TypedDict, TypeVar
 
-from genrt.engines.remote.connection import Connection
+from genrt.engines.remote.connection import ServerConnection
 from genrt.engines.remote.engine import RemoteEngine
 from genrt.errors import EngineFailed, InvalidRequest
 from genrt.numbers import check_int, named
@@ -80,7 +80,7 @@ def _started(
         raise InvalidRequest(f'restart must be "auto" or None, got {named(restart)}')
     cache = RowCache(cache_bytes)
     engines: list[RemoteEngine] = []
-    lines: list[Connection] = []
+    lines: list[ServerConnection] = []
 
     def open_engine() -> RemoteEngine:
         lines.clear()

@@ -27,7 +27,7 @@ from genrt.engines.protocol import failure
 from genrt.errors import GenrtError
 from genrt.questions.request import Request, Result
 from genrt.runtime.passages import Passage
-from genrt.tokens.rows import apart, stacked
+from genrt.tokens.rows import separate_copies, stacked
 
 __all__ = [
     "PATIENCE",
@@ -278,7 +278,7 @@ def _own(waiters: Sequence[Waiter]) -> Iterator[list[Result]]:
         if not waiter.stacked
         for result in results
     ]
-    copies = iter(apart([result for result in apiece if isinstance(result, Tensor)]))
+    copies = iter(separate_copies([result for result in apiece if isinstance(result, Tensor)]))
     for waiter, results in zip(waiters, found, strict=True):
         if waiter.stacked:
             yield [stacked(results)]

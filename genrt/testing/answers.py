@@ -25,8 +25,8 @@ class ReadOracle(NamedTuple):
     """The test data of one kind of read.
 
     Attributes:
-        examples: makes a few, given the size of the vocabulary and a generator.
-        is_answer: returns whether a result answers one, given the row and a tolerance.
+        examples: makes a few reads from the size of the vocabulary and a generator.
+        is_answer: returns whether a result answers a read, from the row and a tolerance.
     """
 
     examples: Callable[[int, torch.Generator], Sequence[Wanted]]

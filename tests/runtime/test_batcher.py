@@ -25,7 +25,7 @@ from genrt.runtime.ask import MOST_AT_ONCE
 from genrt.runtime.batcher import Batcher
 from genrt.runtime.cache import RowCache
 from genrt.runtime.waiters import PATIENCE, TOLD_AT_ONCE, Waiter, deliver
-from genrt.tokens.rows import apart
+from genrt.tokens.rows import separate_copies
 from tests.scripted import (
     PATIENCE_SECONDS,
     ByHand,
@@ -728,7 +728,7 @@ async def test_a_steps_rows_are_copied_together(
 
     def counted(rows: list[torch.Tensor]) -> list[torch.Tensor]:
         copied.append(len(rows))
-        return apart(rows)
+        return separate_copies(rows)
 
     for module in ("waiters", "cache"):
         monkeypatch.setattr(f"genrt.runtime.{module}.apart", counted)

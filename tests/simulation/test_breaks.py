@@ -32,7 +32,7 @@ from genrt.runtime.cache import RowCache
 from genrt.runtime.queue import Bindings
 from genrt.runtime.streams import Flow, Streams
 from genrt.runtime.waiters import Gatherings
-from genrt.tokens.rows import together
+from genrt.tokens.rows import gather_rows
 from tests.simulation import soak
 from tests.simulation.engine import Faults
 from tests.simulation.simulation import simulate
@@ -107,15 +107,15 @@ def rows_go_by_position(patch: Patch) -> None:
 
 
 def rows_are_handed_out_as_views(patch: Patch) -> None:
-    patch.setattr(genrt.runtime.waiters, "apart", list)
+    patch.setattr(genrt.runtime.waiters, "separate_copies", list)
 
 
 def rows_are_cached_as_views(patch: Patch) -> None:
-    patch.setattr(genrt.runtime.cache, "apart", list)
+    patch.setattr(genrt.runtime.cache, "separate_copies", list)
 
 
 def a_stack_is_a_view(patch: Patch) -> None:
-    patch.setattr(genrt.runtime.waiters, "stacked", together)
+    patch.setattr(genrt.runtime.waiters, "stacked", gather_rows)
 
 
 def the_key_lacks_the_adapter(patch: Patch) -> None:
