@@ -20,7 +20,9 @@ from genrt.engines.weights import SLEEPING_PARTS, Sleeping, SleepingPart, weight
 from genrt.errors import EngineUnsupported, InvalidRequest, Paused
 from genrt.numbers import check_int, named, shown
 from genrt.runtime.answers import AnsweringEngine
-from genrt.runtime.lifecycle import ASLEEP, Hold, Lifecycle, Pending, Turns, check_pending
+from genrt.runtime.batcher import Hold, Pending
+from genrt.runtime.concurrency import Turns
+from genrt.runtime.lifecycle import ASLEEP, Lifecycle, check_pending
 from genrt.runtime.thread import EngineThread
 
 __all__ = ["Asked", "PauseOptions", "Pauses"]
@@ -60,11 +62,6 @@ class Pauses:
     def _lifecycle(self) -> Lifecycle:
         return self._thread.lifecycle
 
-    @property
-    def is_paused(self) -> bool:
-        """True from the call of ``pause`` to that of ``resume``, or to a restart."""
-        return self._lifecycle.is_paused
-
     def check_awake(self, part: SleepingPart) -> None:
         """Raise InvalidRequest if this part of the engine sleeps."""
         is_asleep = self._lifecycle.memory == "asleep"
@@ -86,7 +83,7 @@ class Pauses:
         lifecycle = self._lifecycle
         try:
             if is_own:
-                await self._called(lambda _: lifecycle.put_up(hold))
+                await self._called(lambda _: self._thread.batcher.put_up(hold))
             await hold.wait()
         except BaseException:
             if is_own:
@@ -113,7 +110,7 @@ class Pauses:
             is_own = hold is own
             await self._stand_still(hold, is_own=is_own)
             fall = partial(self._fall_asleep, hold=hold, is_own=is_own, level=level)
-            falling = self._thread.call_alone(fall)
+            falling = self._thread.call(fall)
             try:
                 freed = await asyncio.wrap_future(falling)
             except BaseException:
@@ -137,7 +134,7 @@ class Pauses:
     ) -> int:
         sleeping = _sleeping(answering.engine)
         self._lifecycle.begin_sleep(hold, is_own=is_own, level=level)
-        self._thread.run_exclusively(self)  # calls that would use the memory wait
+        self._thread.run_exclusively(self._lifecycle)  # calls that would use the memory wait
         try:
             answering.begin_update()  # what is computed is lost
             return sleeping.sleep(level)
@@ -156,7 +153,7 @@ class Pauses:
             if is_own or lifecycle.is_sleeps_own:
                 lifecycle.end_pause(hold)
 
-        return self._thread.call_alone(take_back, self)
+        return self._thread.call(take_back, self._lifecycle)
 
     async def wake_up(self, tags: Collection[SleepingPart] | None = None) -> bool:
         """Have the engine's memory back, or these parts of it, and go on once all is there;
@@ -166,7 +163,7 @@ class Pauses:
         try:
             if self._lifecycle.memory == "awake":
                 return True
-            return await self._called(partial(self._wake, parts=parts), self)
+            return await self._called(partial(self._wake, parts=parts), self._lifecycle)
         finally:
             end_turn()
 
@@ -194,11 +191,11 @@ class Pauses:
 
     def _moved(self, sleeping: Sleeping) -> bool:
         asleep = sleeping.asleep
-        self._thread.run_exclusively(self if "weights" in asleep else None)
-        return self._lifecycle.moved(is_awake=not asleep)
+        self._thread.run_exclusively(self._lifecycle if "weights" in asleep else None)
+        return self._lifecycle.moved(asleep)
 
     async def _called(self, function: Callable[[AnsweringEngine], T], owner: object = None) -> T:
-        return await asyncio.wrap_future(self._thread.call_alone(function, owner))
+        return await asyncio.wrap_future(self._thread.call(function, owner))
 
 
 def _nothing() -> None:

@@ -19,7 +19,8 @@ from genrt.numbers import named
 from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request
 from genrt.runtime.answers import AnsweringEngine
-from genrt.runtime.thread import AT_ONCE_BYTES, EngineThread, in_background
+from genrt.runtime.concurrency import AT_ONCE_BYTES, in_background
+from genrt.runtime.thread import EngineThread
 
 __all__ = ["AdapterNames"]
 
@@ -110,7 +111,7 @@ class AdapterNames:
                 with contextlib.suppress(GenrtError):  # closed, or lost in a restart
                     self.remove(name)
 
-        loading = self._thread.call_alone(load_and_bind)
+        loading = self._thread.call(load_and_bind)
         try:
             await asyncio.wrap_future(loading)
         except (
