@@ -15,7 +15,7 @@ from genrt.engines import ENGINES
 from genrt.engines.exact import NGram
 from genrt.errors import InvalidRequest
 from genrt.inference import SMC, Result, TextModel
-from genrt.inference.display.legible import printable
+from genrt.inference.display.formatting import printable
 from genrt.lm import AsyncLM
 from genrt.runtime.statistics import Statistics
 

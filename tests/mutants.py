@@ -451,22 +451,22 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "runtime.lifecycle",
+        "runtime.batcher",
         "test_new_weights.py test_simulating.py",
         (
-            "Lifecycle.stop",
+            "Batcher.join",
             "questions run by half of the new weights",
-            Instead("return False"),
+            Swap("self.holds and requests", "False"),
         ),
         (
-            "Lifecycle.is_passed",
+            "Batcher._is_passed_unseen",
             "weights are replaced under what was asked before",
-            Instead("return True"),
+            Instead("return self._is_watched"),
         ),
         (
-            "Lifecycle.take_down",
+            "Batcher.take_down",
             "a stream goes on by other weights than it began with",
-            Swap("self._admission.told_in_part()", "()"),
+            Swap("self._in_line()", "()"),
         ),
         only="version or weights or update",
     ),
@@ -477,7 +477,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "Update.end",
             "half of the new weights answer when an update is given up",
-            Swap("self._began_on is answering", "False"),
+            Swap("self._engine is answering", "False"),
         ),
         (
             "Update.begin",
@@ -514,15 +514,19 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "runtime.waiters",
+        "runtime.batcher",
         "test_batcher.py",
-        ("Gatherings._quiet", "a loop's third pass is not waited for", Swap("PATIENCE", "2")),
+        (
+            "Batcher._look_for_more",
+            "a loop's third pass is not waited for",
+            Swap("MAX_PASSES", "2"),
+        ),
     ),
     *breaks(
         "runtime.ask",
         "test_batcher.py",
         (
-            "AtOnce.go_round",
+            "Unawaited.let_others_run",
             "a loop of cached questions never lets its event loop run",
             Drop("asyncio.sleep"),
         ),
@@ -534,14 +538,14 @@ MUTANTS: tuple[Mutant, ...] = (
             "Batcher._drop",
             "a cancelled waiter takes its request from the others",
             Swap(
-                "entry is None or entry.waiters.pop(waiter, self) is self or entry.waiters",
-                "entry is None or entry.waiters.pop(waiter, self) is self",
+                "entry is None or entry.waiters.pop(waiter, None) is None or entry.waiters",
+                "entry is None or entry.waiters.pop(waiter, None) is None",
             ),
         ),
         (
             "Batcher._drop",
             "what was cancelled in the queue is sent all the same",
-            Drop("self._ready.discard"),
+            Swap("self._ready.pop(entry, 0)", "0"),
         ),
         (
             "Batcher._settle",
@@ -557,14 +561,14 @@ MUTANTS: tuple[Mutant, ...] = (
             "Batcher.turn",
             "what needs no forward ends the turn",
             Swap(
-                "self._settle(self._sent(engine, flush))",
-                "return self._settle(self._sent(engine, flush))",
+                "self._settle(self._submit(engine, flush))",
+                "return self._settle(self._submit(engine, flush))",
             ),
         ),
-        ("Batcher._sweep", "what a closed loop left behind is sent", Drop("self._cancel")),
+        ("Batcher._take", "what a closed loop left behind is sent", Drop("self._cancel")),
         ("Batcher.leave", "the engine is not told of a withdrawn request", Drop("self._wake")),
         (
-            "Batcher._stepped",
+            "Batcher._step",
             "the rest of a failed step is not withdrawn from the engine",
             Drop("engine.cancel"),
         ),
@@ -573,19 +577,19 @@ MUTANTS: tuple[Mutant, ...] = (
         "runtime.batcher",
         "test_queue.py test_recovery.py",
         (
-            "Batcher._let_go",
+            "Batcher.close",
             "who waits for room is not told of the close",
-            Swap("dict.fromkeys(self._admission.clear())", "dict()"),
+            Swap("self._in_line()", "()"),
         ),
         (
             "Batcher._requeue",
             "what ran out of memory goes behind what came later",
-            Swap("self._ready.put_back", "self._ready.add"),
+            Swap("reversed(again)", "again"),
         ),
         (
             "Batcher._requeue",
             "what was cancelled is sent again after running out of memory",
-            Swap("entry in withdrawn", "False"),
+            Swap("entry in self._withdrawn", "False"),
         ),
     ),
     *breaks(
@@ -594,7 +598,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "Batcher.close",
             "who closes in the middle of a question goes on in it",
-            Swap("self._lock._is_owned()", "False"),
+            Swap("self.lock._is_owned()", "False"),
         ),
     ),
     *breaks(
@@ -635,59 +639,59 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "runtime.queue",
+        "runtime.batcher",
         "test_batcher.py",
         (
-            "Entries.register",
+            "Batcher._register",
             "a request that was withdrawn stays so when it is asked again",
-            Drop("self._flight.rescue"),
+            Drop("self._withdrawn.pop"),
         ),
         (
-            "Entries.register",
+            "Batcher._register",
             "an equal question does not join one in flight",
             Swap("entry is None", "entry is None or entry.in_flight"),
         ),
         (
-            "Bindings.free",
+            "Batcher._removable",
             "an adapter is removed while requests are bound to it",
             Instead("return list(self._retired)"),
         ),
     ),
     *breaks(
-        "runtime.queue",
+        "runtime.batcher",
         "test_batcher.py",
         (
-            "Ready.take",
+            "Batcher._take_ready",
             "the newest requests go first",
-            Swap("self._entries.popitem(last=False)", "self._entries.popitem(last=True)"),
+            Swap("ready.popitem(last=False)", "ready.popitem(last=True)"),
         ),
     ),
     *breaks(
-        "runtime.queue",
+        "runtime.batcher",
         "test_queue.py test_recovery.py",
         (
-            "Admission.must_wait",
+            "Batcher._must_wait",
             "newcomers overtake those who wait for room",
-            Swap("self._clients", "False"),
+            Swap("not self._line", "True"),
         ),
         (
-            "Admission.admit",
+            "Batcher._enter",
             "one client's questions all enter before the next one's",
-            Drop("self._waiting.move_to_end"),
+            Drop("self._line.move_to_end"),
         ),
         (
-            "Admission.leave",
+            "Batcher._leave_queue",
             "the bytes of what left the queue are counted for ever",
-            Swap("self._bytes -= nbytes", "pass"),
+            Swap("self._queued_bytes -= entry.request.nbytes", "pass"),
         ),
         (
-            "Flight.grow",
+            "Batcher._settle",
             "after running out of memory flushes stay small for good",
-            Instead("pass"),
+            Swap("2 * self.most_in_flight", "self.most_in_flight"),
         ),
     ),
     *breaks(
-        "runtime.queue",
+        "runtime.batcher",
         "test_weights.py",
         (
             "_size",
@@ -695,25 +699,25 @@ MUTANTS: tuple[Mutant, ...] = (
             Swap("weight += request.weight", "weight += 1"),
         ),
         (
-            "Ready.take",
+            "Batcher._take_ready",
             "what is larger than all the room is never sent",
             Swap("weight > room and not is_idle", "weight > room"),
         ),
         (
-            "Flight.shrink",
+            "Batcher._send_less",
             "after running out of memory populations are halved as one request each",
-            Swap("self._weight // 2", "len(self._entries) // 2"),
+            Swap("self._flight_weight // 2", "len(self._flight) // 2"),
         ),
     ),
     *breaks(
-        "runtime.waiters",
+        "runtime.batcher",
         "test_batcher.py test_draw.py",
         (
             "_own",
             "waiters get views of the step's rows",
             Swap(
-                "apart([result for result in apiece if isinstance(result, Tensor)])",
-                "[result for result in apiece if isinstance(result, Tensor)]",
+                "apart(shared)",
+                "shared",
             ),
         ),
         (
@@ -722,13 +726,13 @@ MUTANTS: tuple[Mutant, ...] = (
             Swap("request.owned(result)", "result"),
         ),
         (
-            "_resolve",
+            "_resolve_all",
             "whether a future is done already is not looked at",
-            Swap("_DONE", "contextlib.nullcontext()"),
+            Swap("_IS_DONE", "contextlib.nullcontext()"),
         ),
     ),
     *breaks(
-        "runtime.waiters",
+        "runtime.batcher",
         "test_simulation.py",
         (
             "deliver",
@@ -764,7 +768,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "RowCache._put",
             "the cache keeps the step's row itself, a view",
-            Swap("apart(list(kept.values()))", "list(kept.values())"),
+            Swap("apart([row for _, row in kept])", "[row for _, row in kept]"),
         ),
         (
             "RowCache.forget",
@@ -790,7 +794,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "runtime.population_answers",
+        "runtime.answers",
         "test_population_answers.py",
         (
             "FoundRows.__init__",
@@ -802,9 +806,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "runtime.answers",
         "test_answers.py test_draw.py",
         (
-            "AnsweringEngine._left",
+            "AnsweringEngine._without",
             "the last who reads from a row takes it from who asked for it",
-            Swap("[] if row in self._asked else [row]", "[row]"),
+            Swap("row.is_asked", "False"),
         ),
         (
             "AnsweringEngine.step",
@@ -813,26 +817,26 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "runtime.engine_loop",
+        "runtime.thread",
         "test_engine_thread.py test_recovery.py",
         (
-            "EngineLoop._serve",
+            "EngineThread._run",
             "a call that was cancelled ends the thread",
             Swap("future.set_running_or_notify_cancel()", "True"),
         ),
         (
-            "EngineLoop._may_restart",
+            "EngineThread._may_restart",
             "an engine that dies of every question is opened for ever",
             Swap("self._answered != before", "True"),
         ),
         (
-            "EngineLoop._open",
+            "EngineThread._open",
             "after a restart the adapters are gone",
             Drop("self._batcher.fail"),
         ),
-        ("EngineLoop.round", "the engine is left open", Drop("answering.close")),
+        ("EngineThread.round", "the engine is left open", Drop("answering.close")),
         (
-            "EngineLoop._end",
+            "EngineThread._end",
             "calls that came too late are never answered",
             Drop("future.set_exception"),
         ),
@@ -841,13 +845,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "runtime.thread",
         "test_engine_thread.py test_recovery.py",
         (
-            "EngineThread._check_process",
+            "EngineThread.batcher",
             "a forked child uses the thread of its parent",
-            Instead("pass"),
+            Instead("return self._batcher"),
         ),
     ),
     *breaks(
-        "questions.samples",
+        "questions.completions",
         "test_lm.py",
         (
             "sample_requests",
@@ -856,7 +860,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "runtime.adapter_names",
+        "runtime.adapters",
         "test_lm.py",
         (
             "AdapterNames._retire",
@@ -1080,7 +1084,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "runtime.blocking",
+        "runtime.concurrency",
         "test_blocking.py",
         (
             "_Run.cancel",
@@ -1132,9 +1136,9 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "runtime.together",
+        "runtime.concurrency",
         "test_predicates.py",
-        ("Asked.about", "a cancelled check goes on in its thread", Drop("stop.set")),
+        ("ConcurrentCalls.about", "a cancelled check goes on in its thread", Drop("stop.set")),
     ),
     *breaks(
         "constraints.products",
@@ -1553,10 +1557,10 @@ MUTANTS: tuple[Mutant, ...] = (
         only="at_once_after",
     ),
     *breaks(
-        "runtime.population_answers",
+        "runtime.answers",
         "test_batch_walks.py",
         (
-            "PopulationAnswers.go_on",
+            "_Populations.go_on",
             "two that go on alike have their rows computed twice",
             Swap("alike == 1", "True"),
         ),

@@ -48,6 +48,7 @@ ROOMS = (
     "tokens",
     "models.py",
     "launches.py",
+    "progress.py",
     "numbers.py",
     "errors.py",
 )

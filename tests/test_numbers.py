@@ -22,7 +22,7 @@ from genrt.engines.exact import ExactEngine, NGram
 from genrt.errors import ContextTooLong, InvalidRequest
 from genrt.lm import AsyncLM
 from genrt.numbers import check_float, check_int, shown
-from genrt.questions.samples import SampleRequest
+from genrt.questions.completions import SampleRequest
 from genrt.tokens.parameters import check_parameters
 from genrt.tokens.sampling import GREEDY_BELOW, draw, seeded_uniforms, truncate
 

@@ -24,8 +24,6 @@ from genrt.engines.protocol import (
     Engine,
     EngineStatistics,
     Finished,
-    Fronted,
-    Keeping,
     check_supported,
     survived,
 )
@@ -161,8 +159,10 @@ class Worker:
             engine.max_batch_size,
             packed_tokenizer(engine.tokenizer),
             refused or None,
-            bool(getattr(engine, "scores", False)),
-            dumped(engine.vllm_config) if isinstance(engine, Fronted) else None,
+            self.answering.capabilities.scores,
+            dumped(self.answering.full.vllm_config)
+            if self.answering.capabilities.serves_vllm
+            else None,
         )
 
     def take(self, kind: str, *arguments: Any) -> None:
@@ -256,12 +256,10 @@ class Worker:
             else:
                 new.append(request)
         try:
-            self.answering.submit(new)
+            self._ended += self.answering.submit(new)
         except Exception as error:
             failed = survived(error)
             self._ended += [Finished(request, error=failed) for request in new]
-        else:
-            self._ended += self.answering.ready()
 
     def _take_cancel(self, tickets: Sequence[int]) -> None:
         asked: list[tuple[int | SharedEngine, Request]] = []
@@ -348,14 +346,14 @@ class Worker:
         self.answering.forget_residents()
 
     def _keep(self, prefix: LogprobsRequest) -> None:
-        if prefix not in self._prefixes and isinstance(self.answering.engine, Keeping):
+        if prefix not in self._prefixes and self.answering.capabilities.keeps_prefixes:
             self._prefixes[prefix] = None
-            self.answering.engine.prefixes.keep(prefix)
+            self.answering.full.prefixes.keep(prefix)
 
     def _release(self, prefix: LogprobsRequest) -> None:
-        if prefix in self._prefixes and isinstance(self.answering.engine, Keeping):
+        if prefix in self._prefixes and self.answering.capabilities.keeps_prefixes:
             del self._prefixes[prefix]
-            self.answering.engine.prefixes.release(prefix)
+            self.answering.full.prefixes.release(prefix)
 
     def _layout(self) -> Any:
         return dict(weights_of(self.answering.engine).layout())

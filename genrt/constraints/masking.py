@@ -14,7 +14,7 @@ from genrt.constraints.products import ProductState
 from genrt.constraints.protocols import CheckedState, ConstraintState, State, is_checked
 from genrt.constraints.tokens import PackedState, words_of
 from genrt.errors import InvalidRequest
-from genrt.runtime.together import together
+from genrt.runtime.concurrency import together
 from genrt.structures.tokens import Words, packed, unpacked
 
 QUICK_BYTES = 2 << 20

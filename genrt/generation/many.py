@@ -27,11 +27,11 @@ from genrt.errors import (
 from genrt.generation.walk import Source, Walk
 from genrt.lm import AsyncLM
 from genrt.numbers import check_bool, check_int, check_timeout, named, nearest, shown
+from genrt.progress import progress_bar
 from genrt.questions.completions import STRUCTURES, Completion, GenerateOptions, TurnOptions
 from genrt.questions.contexts import check_seed, seed_at
 from genrt.questions.token_ids import TokenIds
-from genrt.runtime.blocking import blocking_generator
-from genrt.runtime.progress import progress_bar
+from genrt.runtime.concurrency import blocking_generator
 from genrt.runtime.streams import Stream
 
 __all__ = [

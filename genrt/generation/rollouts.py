@@ -20,11 +20,10 @@ from genrt.generation.many import Failed, Item, generate_many
 from genrt.generation.padding import check_pad_value, unpadded
 from genrt.lm import AsyncLM
 from genrt.numbers import check_int, named, shown
-from genrt.questions.completions import Completion, LogprobsMode
+from genrt.questions.completions import Completion, DecodingOptions, LogprobsMode
 from genrt.questions.contexts import LAST_SEED, check_seed, seed_at
-from genrt.questions.samples import DecodingOptions
 from genrt.questions.token_ids import id_words
-from genrt.runtime.blocking import blocking
+from genrt.runtime.concurrency import blocking
 
 __all__ = [
     "Rollout",

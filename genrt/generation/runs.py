@@ -36,8 +36,7 @@ from genrt.lm import AsyncLM
 from genrt.numbers import shown
 from genrt.questions.completions import Completion, GenerateOptions
 from genrt.questions.contexts import seed_at
-from genrt.runtime.blocking import blocking_twin
-from genrt.runtime.thread import aside
+from genrt.runtime.concurrency import aside, blocking_twin
 
 __all__ = ["JobRun", "JobSettings"]
 

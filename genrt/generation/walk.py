@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from genrt.runtime.ask import MOST_AT_ONCE
+from genrt.runtime.ask import MAX_UNAWAITED
 
 T = TypeVar("T")
 
@@ -87,13 +87,13 @@ class Walk(Generic[T]):
     async def take(self) -> tuple[int, T] | None:
         """Wait for the next result and return it with its item's number; ``None`` after the last.
 
-        The loop goes round after every ``MOST_AT_ONCE`` results that were there already.
+        The loop goes round after every ``MAX_UNAWAITED`` results that were there already.
         Cancelling loses nothing: the walk goes on, and the next call returns the result.
 
         Raises what handling that item raised; and what the source raised, after the results of all items
         that it yielded.
         """
-        if self._at_once >= MOST_AT_ONCE:
+        if self._at_once >= MAX_UNAWAITED:
             self._at_once = 0
             await asyncio.sleep(0)
         while True:

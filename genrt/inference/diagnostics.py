@@ -42,7 +42,7 @@ import torch
 from numpy.typing import NDArray
 
 from genrt.errors import InvalidRequest
-from genrt.inference.display.legible import label
+from genrt.inference.display.formatting import label
 from genrt.inference.resampling import Floats
 
 INDICATED = 10

@@ -42,13 +42,15 @@ of large language models using probabilistic programs*.
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import math
 import types
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from types import CoroutineType
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
@@ -58,15 +60,15 @@ from genrt.errors import InvalidRequest
 from genrt.inference import checks
 from genrt.inference.model import DEAD, Growth
 from genrt.inference.resampling import Floats, normalised
-from genrt.inference.unawaited import Questions, check_returned, question
 from genrt.lm import AsyncLM
 from genrt.numbers import check_float
 from genrt.questions.masks import Mask, packed_mask
 from genrt.questions.token_ids import TokenIds
-from genrt.runtime.together import together
+from genrt.runtime.concurrency import together
 from genrt.tokens.texts import decoded
 
 T = TypeVar("T")
+M = TypeVar("M", bound=Callable[..., Any])
 
 Weights: TypeAlias = Sequence[float] | NDArray[np.floating[Any]] | torch.Tensor
 """A user's own log-weights, on any device."""
@@ -127,6 +129,18 @@ class _Drawn(NamedTuple):
     log_share: float = 0.0
 
 
+def _tracked(method: M) -> M:
+    """Wrap a method of ``Execution`` so that its coroutines are known until the program ends."""
+
+    @functools.wraps(method)
+    def call(self: Execution, /, *args: Any, **kwargs: Any) -> Any:
+        coroutine = method(self, *args, **kwargs)
+        self._coroutines.append(coroutine)
+        return coroutine
+
+    return cast("M", call)
+
+
 class Execution:
     """The argument of a program: one particle's own randomness, and its weight.
 
@@ -142,8 +156,24 @@ class Execution:
         self._weighed = _Weighed()
         """The changes of weight since the last draw."""
         self._is_live = pause is None
-        self._questions = Questions()
+        self._coroutines: list[CoroutineType[Any, Any, Any]] = []
+        """The calls of the program, so that an unawaited one is an error."""
         self._task: asyncio.Task[Any] | None = None
+
+    def _check_awaited(self, cause: Exception | None = None) -> None:
+        """Raise InvalidRequest, from ``cause``, if the program never awaited one of its calls."""
+        unawaited = [
+            each
+            for each in self._coroutines
+            if inspect.getcoroutinestate(each) == inspect.CORO_CREATED
+        ]
+        for each in unawaited:
+            each.close()
+        if unawaited:
+            names = ", ".join(dict.fromkeys(f"p.{each.cr_code.co_name}" for each in unawaited))
+            raise InvalidRequest(
+                f"the program never awaited {names}: write await before the call"
+            ) from cause
 
     def _begin(self, rng: np.random.Generator) -> None:
         """Begin a step in the running task, with this randomness."""
@@ -156,7 +186,7 @@ class Execution:
         self._log_weight = 0.0
         self._drawn = DEAD
 
-    @question
+    @_tracked
     async def sample(
         self,
         token_ids: TokenIds,
@@ -204,7 +234,7 @@ class Execution:
         self._record(asked, self._drawn)
         return self._drawn
 
-    @question
+    @_tracked
     async def condition(
         self, token_ids: TokenIds, continuation: TokenIds, *, adapter: str | None = None
     ) -> None:
@@ -239,7 +269,7 @@ class Execution:
         self._log_weight += log_weight
         self._has_weighed = self._has_drawn
 
-    @question
+    @_tracked
     async def uniform(self) -> float:
         """Draw a number uniformly from [0, 1).
 
@@ -253,7 +283,7 @@ class Execution:
         self._record(asked, drawn)
         return drawn
 
-    @question
+    @_tracked
     async def choice(self, values: Sequence[T], *, log_weights: Weights | None = None) -> T:
         """Draw one of the values, uniformly, or in proportion to the exponentials of ``log_weights``.
 
@@ -466,8 +496,7 @@ class Program:
             finished, value = await _until_pause(coroutine)
         except (AttributeError, TypeError, ValueError) as error:
             # A forgotten await: a coroutine was used as a value.
-            if (forgotten := execution._questions.forgotten()) is not None:
-                raise forgotten from error
+            execution._check_awaited(error)
             raise
         finally:
             # Breaks the cycle: the task holds the result, which holds the execution.
@@ -475,14 +504,17 @@ class Program:
         log_weight, token_id = execution._log_weight, execution._drawn
         if log_weight == -math.inf:
             coroutine.close()
-            execution._questions.forgotten()
+            for each in execution._coroutines:
+                each.close()
             return Growth(particle, log_weight, DEAD)
         if finished:
-            if (forgotten := execution._questions.forgotten()) is not None:
-                raise forgotten
+            execution._check_awaited()
             if not execution._is_live:
                 raise _impure("returned where it had drawn before")
-            check_returned(value)
+            if inspect.isawaitable(value):
+                raise InvalidRequest(
+                    f"the program returned an unawaited {type(value).__name__}: write await before it"
+                )
         token_ids = particle.token_ids if token_id == DEAD else (*particle.token_ids, token_id)
         live = [] if finished else [(execution, coroutine)]
         choices = tuple(execution._choices)

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class Result:
     r"""Weighted texts, and how they came about: plain data, which no longer needs the runtime.
 
-    ``print`` shows the posterior's table; Jupyter shows it with the curves of the weights, the genealogy
-    of the particles, and what the runtime did.
+    ``print`` shows the posterior's table; Jupyter shows it with the genealogy of the particles and
+    the runtime's statistics; ``plot`` draws the curves of the weights.
 
     Attributes:
         texts: the particles' bytes as UTF-8, dead ones as far as they got. A byte that is not UTF-8, as

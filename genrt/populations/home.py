@@ -11,11 +11,11 @@ import torch
 from genrt.errors import Closed
 from genrt.questions.contexts import Limits
 from genrt.questions.origins import Asked, Origins
-from genrt.runtime.adapter_names import AdapterNames
+from genrt.runtime.adapters import AdapterNames
 from genrt.runtime.ask import Asker
 from genrt.runtime.thread import EngineThread
 
-__all__ = ["PopulationOrigins", "Home"]
+__all__ = ["Home", "PopulationOrigins"]
 
 FEW = 64
 """So few sequences are not shared by replicas: a step of half as many takes about as long."""
@@ -50,12 +50,12 @@ class Home:
     @property
     def scores(self) -> bool:
         """True if the engine takes score requests."""
-        return self._thread.scores
+        return self._thread.capabilities.scores
 
     @property
     def most(self) -> int:
         """How many sequences are asked about by one request at most."""
-        return self._thread.most_together
+        return self._thread.max_weight
 
     def most_of(self, count: int) -> int:
         """Return the same for a batch of so many, which replicas share."""
@@ -65,7 +65,7 @@ class Home:
     @property
     def weights_version(self) -> int:
         """The version of the weights that answer."""
-        return self._thread.weights_version
+        return self._thread.batcher.weights_version
 
     @property
     def tokenizer(self) -> Any:

@@ -13,7 +13,7 @@ import torch
 from genrt.errors import Closed, InvalidRequest
 from genrt.numbers import check_int, shown
 from genrt.populations.drawing import Drawing
-from genrt.populations.home import PopulationOrigins, Home
+from genrt.populations.home import Home, PopulationOrigins
 from genrt.questions.contexts import check_contexts
 from genrt.questions.host_rows import Device, host_row, must_move
 from genrt.questions.masks import Masks
@@ -61,7 +61,9 @@ class Population:
         self._sequences = sequences
         self._adapter = adapter
         # What the engine knows the sequences by; every change of the sequences is one of these too.
-        self._held = PopulationOrigins(home, Origins.none(len(sequences)) if origins is None else origins)
+        self._held = PopulationOrigins(
+            home, Origins.none(len(sequences)) if origins is None else origins
+        )
         self._finalizer = weakref.finalize(self, self._held.close)
         self._finalizer.atexit = False
         self._is_closed = False

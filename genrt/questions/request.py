@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
-from genrt.questions.completions import CompletionRequest, Delta
+from genrt.questions.completions import CompletionRequest, Delta, SampleRequest
 from genrt.questions.native import NativeRequest
 from genrt.questions.population_draws import PopulationDraw
 from genrt.questions.programs import ProgramRequest
 from genrt.questions.reads import ReadRequest
 from genrt.questions.rows import LogprobsRequest
-from genrt.questions.samples import SampleRequest
 from genrt.questions.scores import ScoreRequest
 
 __all__ = ["Request", "Result", "Streamed", "Told"]

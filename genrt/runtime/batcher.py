@@ -258,6 +258,7 @@ class Batcher:
         self._counted: Counter[str] = Counter()  # by names of BatcherStatistics
         self._entries: dict[Request, Entry] = {}
         self._loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _Loop] = WeakKeyDictionary()
+        self._gathering: dict[_Loop, None] = {}  # the loops that have gathered something
         self._leaving: deque[Waiter] = deque()
         # The queue: its bounds, its size, and the waiters in line, by client.
         self._max_queued = max_queued_requests, max_queued_bytes
@@ -301,8 +302,7 @@ class Batcher:
                     wake = False
                 elif self._must_wait(waiter):
                     self._wait_in_line(waiter)
-                    for loop in self._loops.values():
-                        self._send_gathered(loop)
+                    self._send_all_gathered()
                     wake = bool(self._ready)
                 else:
                     wake = self._gather(waiter.loop, self._register(waiter))
@@ -340,7 +340,8 @@ class Batcher:
         """Find or join each request, under the lock; return the entries that have to be sent."""
         if self._observer is not None:
             self._observer.registering(waiter)
-        waiter.results = results = [None] * len(waiter.requests)
+        results: list[Result | None] = [None] * len(waiter.requests)
+        waiter.results = results
         entries, counted, borrow, send = self._entries, self._counted, self._cache.borrow, []
         for place, request in enumerate(waiter.requests):
             weight = request.weight
@@ -388,6 +389,7 @@ class Batcher:
             asking.gathered, asking.weight, asking.questions, asking.passes = {}, 0, 0, 0
             loop.call_soon(self._look_for_more, loop, asking, 0)
         asking.questions += 1
+        self._gathering[asking] = None
         for entry in entries:
             if entry not in asking.gathered:
                 asking.gathered[entry] = None
@@ -423,7 +425,13 @@ class Batcher:
             self._returning.pop(asking, None)
         return wake
 
+    def _send_all_gathered(self) -> None:
+        """Send the entries of every loop without waiting for quiet, under the lock."""
+        for asking in [*self._gathering]:
+            self._send_gathered(asking)
+
     def _send_gathered(self, asking: _Loop) -> bool:
+        self._gathering.pop(asking, None)
         if not asking.gathered:
             return False
         entries, asking.gathered, asking.weight = asking.gathered, {}, 0
@@ -683,6 +691,7 @@ class Batcher:
             for loop in [each for each in self._loops if each.is_closed()]:
                 released.append(asking := self._loops.pop(loop))
                 self._returning.pop(asking, None)
+                self._gathering.pop(asking, None)
                 self._leaving.extend(asking.waiters)
             while self._leaving:
                 released.append(waiter := self._leaving.popleft())
@@ -851,8 +860,7 @@ class Batcher:
         with self.lock:
             if hold.is_down:
                 return
-            for loop in self._loops.values():  # a loop may stand still
-                self._send_gathered(loop)
+            self._send_all_gathered()  # a loop may stand still
             if hold.pending == "restart":
                 in_line = [*self._in_line()]
                 asked = {waiter: None for e in self._entries.values() for waiter in e.waiters}
@@ -947,6 +955,7 @@ class Batcher:
                 released += [self._entries, self._line, self._ready, self._flight]
                 self._entries, self._line, self._ready = {}, OrderedDict(), OrderedDict()
                 self._flight, self._withdrawn, self._returning = {}, {}, {}
+                self._gathering = {}
                 self._queued = self._queued_bytes = self._ready_weight = self._flight_weight = 0
                 self.streams.by_loop.clear()
                 self._bound.clear()

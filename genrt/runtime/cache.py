@@ -85,7 +85,7 @@ class RowCache:
         for end in finished if self.max_bytes else ():
             if isinstance(end.request, LogprobsRequest) and isinstance(end.result, Tensor):
                 rows[end.request] = end.result
-        errors = self.put_all(rows) if rows else {}
+        errors = self.put_all(rows)
         return {each: failure(error) for each, error in errors.items()} if errors else {}
 
     def put_all(self, rows: dict[LogprobsRequest, Tensor]) -> dict[LogprobsRequest, Exception]:

@@ -44,7 +44,7 @@ Only ``running`` answers new questions. Only ``running`` and ``draining`` step t
 
 Rules:
     State changes under the batcher's lock. The engine's thread alone puts holds up and moves memory.
-    ``batcher.py`` makes questions wait. They are asked, of the present weights, when the last hold is down.
+    ``batcher.py`` makes questions wait. When the last hold is down, they are asked of the new weights.
     A partly delivered stream is asked again too; delivered tokens are skipped. It fails if the weights
     are replaced meanwhile: the rest of the text would come from other weights.
     An engine that replaces one that slept sleeps as that one did, before anything else.

@@ -14,7 +14,7 @@ from genrt.engines.protocol import Engine, tokenizer_of
 from genrt.engines.weights import SleepingPart
 from genrt.questions.contexts import Limits
 from genrt.questions.token_ids import TokenIds
-from genrt.runtime.adapter_names import AdapterNames
+from genrt.runtime.adapters import AdapterNames
 from genrt.runtime.cache import RowCache
 from genrt.runtime.concurrency import aside, blocking, blocking_twin, twin_of
 from genrt.runtime.pauses import PauseOptions, Pauses

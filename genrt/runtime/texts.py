@@ -9,13 +9,19 @@ from typing import Any, TypeAlias
 from genrt.engines.protocol import check_supported, tokenizer_of
 from genrt.errors import InvalidRequest
 from genrt.numbers import shown
-from genrt.questions.completions import CompletionRequest, TurnOptions, completion_requests
+from genrt.questions.completions import (
+    CompletionRequest,
+    SampleOptions,
+    SampleRequest,
+    TurnOptions,
+    completion_requests,
+    sample_requests,
+)
 from genrt.questions.contexts import Limits
 from genrt.questions.prefixes import Prefix, PrefixOptions, WarmUpOptions, prefix_request
 from genrt.questions.reads import ReadRequest
-from genrt.questions.samples import SampleOptions, SampleRequest, sample_requests
 from genrt.questions.token_ids import TokenIds
-from genrt.runtime.adapter_names import AdapterNames
+from genrt.runtime.adapters import AdapterNames
 from genrt.runtime.thread import EngineThread
 from genrt.tokens import encoding
 

@@ -139,7 +139,8 @@ class WeightUpdates:
             finally:
                 end_turn()
         except BaseException:
-            update.drop_copy()
+            if not update.is_under_way:
+                update.release()
             raise
 
     async def _replace(self, update: Update, known: Sequence[NamedTensors], chunks: _Chunks) -> int:
@@ -148,10 +149,10 @@ class WeightUpdates:
             await self.begin(update)
             for chunk in known:
                 await self.called(partial(update.load, give=update.giving(chunk)), owner=update)
-            while (chunk := await update.hold.unless_dropped(chunks.take())) is not None:
-                await _looked_at(chunk, update.check)
-                await _looked_at(chunk, update.keep)
-                await self.called(partial(update.load, give=update.giving(chunk)), owner=update)
+            while (more := await update.hold.unless_dropped(chunks.take())) is not None:
+                await _looked_at(more, update.check)
+                await _looked_at(more, update.keep)
+                await self.called(partial(update.load, give=update.giving(more)), owner=update)
             check_complete(update.layout, update.names)
             return await self.called(update.finish, owner=update)
         except Exception:  # the caller finds the runtime as it is from then on
@@ -160,7 +161,8 @@ class WeightUpdates:
             raise
         finally:
             with contextlib.suppress(Closed):  # in a forked child
-                self.thread.call(update.end, update)
+                ending = self.thread.call(update.end, update)
+                ending.add_done_callback(lambda _: update.release())
 
     async def begin(self, update: Update) -> None:
         """Begin an update: return once questions wait, and everything computed is forgotten."""
@@ -186,7 +188,7 @@ class Update:
         hold: makes questions wait until the end.
         names: the tensors that have been checked.
         kept: the copy, or the files to be read again, for another engine.
-        is_under_way: whether the engine's thread keeps or drops the copy.
+        is_under_way: whether the engine's thread may use this.
     """
 
     def __init__(
@@ -203,6 +205,7 @@ class Update:
         self._engine: AnsweringEngine | None = None  # on which it began
         self._has_loaded = False
         self._is_over = False
+        self._is_kept = False
 
     def check(self, tensors: NamedTensors) -> None:
         """Note tensors that fit; raises as ``check_tensors``."""
@@ -253,6 +256,7 @@ class Update:
         self._is_over = True
         self._cache.clear()
         self._thread.weights.replace(version, self.kept)
+        self._is_kept = True
         self._thread.run_exclusively(None)
         self._thread.lifecycle.are_weights_lost = False
         self._thread.batcher.take_down(self.hold, version)
@@ -269,9 +273,10 @@ class Update:
                     "its weights were being replaced, and that was given up in the middle"
                 )
 
-    def drop_copy(self) -> None:
-        """Remove the copy of an update that did not come under way."""
-        if self.kept is not None and not self.is_under_way:
+    def release(self) -> None:
+        """Remove the copy, unless the runtime keeps it. Nothing of this runs on the engine's thread
+        afterwards."""
+        if self.kept is not None and not self._is_kept:
             self.kept.drop()
 
     def _die(self, error: BaseException) -> Any:
@@ -280,8 +285,7 @@ class Update:
 
     def _give_up(self) -> None:
         self._is_over = True
-        if self.kept is not None:
-            self.kept.drop()
+        self.release()
         if self._thread.lifecycle.owner is self:
             self._thread.run_exclusively(None)
         self._thread.batcher.take_down(self.hold)

@@ -45,7 +45,7 @@ def remote_routes(lm: AsyncLM, model: str, limits: ServerLimits) -> list[Route]:
             "vocab_size": lm.vocab_size,
             "max_model_len": lm.max_model_len,
             "most_questions": most,
-            "scores": lm._thread.scores,
+            "scores": lm._thread.capabilities.scores,
             "adapters": {name: each.version for name, each in adapters if each is not None},
         }
         return Response(json_bytes(found), media_type=JSON)
@@ -83,7 +83,7 @@ def remote_routes(lm: AsyncLM, model: str, limits: ServerLimits) -> list[Route]:
 
 
 def _is_taken(lm: AsyncLM, asked: object) -> bool:
-    return lm._thread.scores or not isinstance(asked, ScoreRequest)
+    return lm._thread.capabilities.scores or not isinstance(asked, ScoreRequest)
 
 
 def _is_swapped(lm: AsyncLM, adapter: Adapter | None) -> bool:

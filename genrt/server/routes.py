@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from genrt.errors import GenrtError, InvalidRequest
 from genrt.lm import AsyncLM
-from genrt.runtime.together import together
+from genrt.runtime.concurrency import together
 from genrt.server.asgi import HTTPError, http_error
 from genrt.server.bodies import Bodies, Body, contexts_of, finite, json_bytes
 from genrt.server.gate import ClientLeft, ServerLimits

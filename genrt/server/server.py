@@ -26,7 +26,7 @@ from starlette.routing import Route, Router
 from genrt.errors import EngineFailed, InvalidRequest
 from genrt.lm import AsyncLM
 from genrt.numbers import check_bool, check_float, check_int, named
-from genrt.runtime.thread import aside
+from genrt.runtime.concurrency import aside
 from genrt.server.asgi import Application, Receive, Scope, Send
 from genrt.server.bodies import Bodies
 from genrt.server.connections import Connections, connection_kind

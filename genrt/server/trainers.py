@@ -21,7 +21,7 @@ from starlette.routing import Route
 
 from genrt.errors import EngineFailed
 from genrt.lm import AsyncLM
-from genrt.runtime.transfers import Transfers
+from genrt.runtime.weights import Transfers
 from genrt.server.asgi import HTTPError
 from genrt.server.bodies import Body, json_bytes
 from genrt.server.routes import JSON, answering, body_of

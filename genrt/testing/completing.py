@@ -9,7 +9,6 @@ from typing import cast
 
 import torch
 
-from genrt.engines.protocol import Completing
 from genrt.questions.completions import Completion, CompletionRequest, Decoding, Delta
 from genrt.questions.request import Result
 from genrt.testing.witness import Witness, bound_to, expect
@@ -19,19 +18,19 @@ from genrt.tokens.sampling import truncate
 
 def options(witness: Witness) -> None:
     """Check that the engine reports which options it supports, and supports the options without text."""
-    if isinstance(witness.engine, Completing):
+    if witness.capabilities.completes:
         plain = Decoding(4, top_k=3, min_tokens=2, logit_bias=((1, 1.0),), logprobs=1)
-        reason = witness.engine.unsupported(plain)
+        reason = witness.full.unsupported(plain)
         expect(reason is None, f"completions with {plain} must be drawn: {reason}")
         for decoding in (Decoding(4, stop=("a",)), Decoding(4, structure=("regex", "a"))):
-            reason = witness.engine.unsupported(decoding)
+            reason = witness.full.unsupported(decoding)
             name = decoding.of_text or ""
             expect(reason is None or name in reason, f"{reason!r} does not say that it is {name!r}")
 
 
 def greedy_completions(witness: Witness) -> None:
     """Check that greedy draws are the likeliest tokens and that log-probabilities agree with the rows."""
-    if not isinstance(witness.engine, Completing):
+    if not witness.capabilities.completes:
         return
     prompt, count = witness.context(), min(8, witness.many_tokens)
     drawn = Decoding(count, temperature=0.0, ignore_eos=True, logprobs=2)
@@ -75,7 +74,7 @@ def greedy_completions(witness: Witness) -> None:
 
 def laws(witness: Witness) -> None:
     """Check that requests for the law's log-probabilities get them, also when mixed with others."""
-    if not isinstance(witness.engine, Completing):
+    if not witness.capabilities.completes:
         return
     prompt, count = witness.context(), min(6, witness.many_tokens)
     drawn = Decoding(count, ignore_eos=True, logprobs=0)
@@ -104,7 +103,7 @@ def laws(witness: Witness) -> None:
 def random_completions(witness: Witness) -> None:
     """Check that a seed fixes a completion in any batch, that unseeded completions are independent, and
     that a cancelled one does not come back."""
-    if not isinstance(witness.engine, Completing):
+    if not witness.capabilities.completes:
         return
     prompt = witness.context()
     drawn = Decoding(min(12, witness.many_tokens), temperature=2.0, ignore_eos=True)
@@ -132,8 +131,7 @@ def random_completions(witness: Witness) -> None:
 def streams(witness: Witness) -> None:
     """Check that streamed deltas are consecutive parts of the completion, each delivered once, and that
     cancelled or finished completions have no further deltas."""
-    engine = witness.engine
-    if not isinstance(engine, Completing):
+    if not witness.capabilities.completes:
         return
     drawn = Decoding(witness.many_tokens, temperature=2.0, ignore_eos=True, logprobs=0)
     asked = [
@@ -149,7 +147,7 @@ def streams(witness: Witness) -> None:
         for end in witness.step():
             if isinstance(end.request, CompletionRequest):
                 results[end.request] = _whole(end.result)
-        for request, delta in zip(asked, engine.progress(asked), strict=True):
+        for request, delta in zip(asked, witness.full.progress(asked), strict=True):
             if delta is not None:
                 expect(
                     request in witness.in_progress,
@@ -184,7 +182,7 @@ def structures(witness: Witness) -> None:
     """Check that a text has its structure unless it is truncated, if the engine supports structures."""
     texts = Decoding(16, structure=("choice", ("ab", "ba")))
     engine = witness.engine
-    if not isinstance(engine, Completing) or engine.unsupported(texts) is not None:
+    if not witness.capabilities.completes or witness.full.unsupported(texts) is not None:
         return
     # After tokens that are part of a character, a text may start with the rest of that character.
     prompt = tuple(encode(engine.tokenizer, "abba"))

@@ -13,14 +13,13 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from genrt.engines.protocol import Keeping
+from genrt.questions.completions import SampleRequest
 from genrt.questions.contexts import Adapter
 from genrt.questions.draws import DrawToken
 from genrt.questions.kinds import READ_KINDS
 from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Result
 from genrt.questions.rows import LogprobsRequest
-from genrt.questions.samples import SampleRequest
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.cache import RowCache
 from genrt.testing.scoring import adapter_scores, scores
@@ -296,9 +295,9 @@ def _read(witness: Witness, asked: Sequence[ReadRequest]) -> dict[ReadRequest, R
 def prefixes(witness: Witness) -> None:
     """Check that ``prefixes`` contains a context from ``keep`` to ``release``, and that rows of contexts
     that start with it do not change."""
-    if not isinstance(witness.engine, Keeping):
+    if not witness.capabilities.keeps_prefixes:
         return
-    kept = witness.engine.prefixes
+    kept = witness.full.prefixes
     prefix = LogprobsRequest(witness.context(witness.longest_prompt))
     asked = [LogprobsRequest((*prefix.token_ids, token)) for token in (0, 1)]
     before = witness.rows_of([prefix, *asked])

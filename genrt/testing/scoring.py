@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from genrt.engines.protocol import Scoring
+from genrt.questions.completions import SampleRequest
 from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
-from genrt.questions.samples import SampleRequest
 from genrt.questions.scores import ScoreRequest
 from genrt.testing.witness import Witness, expect
 
@@ -21,7 +20,7 @@ def scores(witness: Witness) -> None:
     Scores are mixed with rows and samples, and their texts share prefixes. A cancelled score must not
     come back.
     """
-    if not isinstance(witness.engine, Scoring) or not witness.engine.scores:
+    if not witness.capabilities.scores:
         return
     most = witness.longest_prompt
     texts = [witness.context(most), witness.context(most // 2), witness.context(2)]
@@ -33,7 +32,7 @@ def scores(witness: Witness) -> None:
     ]
     text = LogprobsRequest(texts[1]).packed
     asked += [ScoreRequest(text, 2, wanted="greedy")]
-    if getattr(witness.engine, "scores_rows", True):
+    if witness.capabilities.scores_rows:
         asked += [ScoreRequest(text, 1, wanted="rows")]
     asked += [ScoreRequest(text, 2, temperature=heat) for heat in (0.4, 2.5)]
     company: list[Request] = [*witness.questions(2)]
@@ -67,7 +66,7 @@ def adapter_scores(
     witness: Witness, context: tuple[int, ...], bound: Sequence[Adapter | None]
 ) -> None:
     """Check that a score uses its own adapter, among scores with other adapters."""
-    if len(context) < 3 or not getattr(witness.engine, "scores", False):
+    if len(context) < 3 or not witness.capabilities.scores:
         return
     text = LogprobsRequest(context).packed
     asked = [ScoreRequest(text, 1, adapter) for adapter in bound]

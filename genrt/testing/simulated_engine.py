@@ -26,11 +26,16 @@ from torch import Tensor
 from genrt.engines.protocol import EngineStatistics, Finished
 from genrt.engines.weights import Layout, NamedTensors, TensorForm
 from genrt.errors import EngineDied, EngineFailed, GenrtError, NotFinite, OutOfMemory
-from genrt.questions.completions import Completion, CompletionRequest, Decoding, Delta
+from genrt.questions.completions import (
+    Completion,
+    CompletionRequest,
+    Decoding,
+    Delta,
+    SampleRequest,
+)
 from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
-from genrt.questions.samples import SampleRequest
 from genrt.questions.scores import ScoreRequest
 from genrt.testing.record import Record
 from genrt.testing.simulated_model import Model

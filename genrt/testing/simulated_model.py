@@ -8,13 +8,13 @@ from collections.abc import Callable
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
-from genrt.engines.protocol import Completing, Engine
-from genrt.questions.completions import Completion, CompletionRequest, Decoding
+from genrt.engines.protocol import Engine, FullEngine, capabilities_of
+from genrt.questions.completions import Completion, CompletionRequest, Decoding, SampleRequest
 from genrt.questions.contexts import Adapter
 from genrt.questions.native import NativeRequest
 from genrt.questions.population_draws import PopulationDraw
@@ -22,7 +22,6 @@ from genrt.questions.programs import ProgramRequest
 from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest, is_row
-from genrt.questions.samples import SampleRequest
 from genrt.questions.scores import ScoreRequest
 
 VOCAB_SIZE = 8
@@ -86,8 +85,8 @@ class EngineModel:
 
     def unsupported(self, decoding: Decoding) -> str | None:
         """Return the reason why the engine does not support these options, or ``None``."""
-        if isinstance(self._engine, Completing):
-            return self._engine.unsupported(decoding)
+        if capabilities_of(self._engine).completes:
+            return cast("FullEngine", self._engine).unsupported(decoding)
         return "it draws no completions"
 
     def add_adapter(self, adapter: Adapter, path: Path) -> None:

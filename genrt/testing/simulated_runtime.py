@@ -28,11 +28,10 @@ from genrt.questions.completions import CompletionRequest, Delta
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.ask import Asker
-from genrt.runtime.batcher import Batcher
+from genrt.runtime.batcher import Batcher, Waiter
 from genrt.runtime.cache import RowCache
 from genrt.runtime.streams import SyncStream
-from genrt.runtime.thread import EngineThread, Rounds
-from genrt.runtime.waiters import Waiter
+from genrt.runtime.thread import EngineThread, LoopThread
 from genrt.testing.record import Record, Violation
 from genrt.testing.simulated_engine import Faults, SimulatedEngine
 from genrt.testing.simulated_model import Model, is_right
@@ -101,7 +100,7 @@ class SimulatedRuntime:
     def make_batcher(self, cache: RowCache, **options: Any) -> Batcher:
         """Return the batcher."""
         time = self.clock.time
-        return Batcher(cache, observer=self, clock=time, cpu_clock=time, **options)
+        return Batcher(cache, observer=self, clock=time, **options)
 
     def _open_engine(self) -> SimulatedEngine:
         self.engine = self.engine_type(
@@ -317,7 +316,7 @@ class SimulatedRuntime:
         s = self.batcher.statistics()
         if s.queued + s.in_flight + s.waiting:
             raise Violation(f"nobody waits, but there is something to do: {self.batcher}")
-        if streams := self.batcher._flight.streams.by_loop:
+        if streams := self.batcher.streams.by_loop:
             raise Violation(f"nobody reads, but {streams} are still told of")
 
     def check_reports(self, loop: VirtualLoop) -> None:
@@ -347,7 +346,7 @@ class BusyCache(RowCache):
         return errors
 
 
-class SimulatedRounds(Rounds):
+class SimulatedRounds(LoopThread):
     """Rounds without a thread, each run by ``go_round``. Between rounds it sleeps until it is woken or
     due, as the thread does, so a missing wake is detected."""
 

@@ -17,6 +17,7 @@ from genrt.cluster.opening import _visible, environments, gpus_of
 from genrt.cluster.worker import _fits
 from genrt.errors import EngineUnsupported
 from genrt.questions.candidates import Candidates
+from genrt.questions.completions import SampleRequest
 from genrt.questions.contexts import Adapter, Limits
 from genrt.questions.draws import DrawToken
 from genrt.questions.origins import Origins
@@ -24,7 +25,6 @@ from genrt.questions.population_draws import PopulationDraw
 from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
-from genrt.questions.samples import SampleRequest
 from genrt.questions.scores import ScoreRequest
 from genrt.questions.sequences import Sequences
 from genrt.questions.tops import TopTokens

@@ -14,10 +14,10 @@ from scipy.stats import chi2
 
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.errors import InvalidAdapter, InvalidRequest, ModelNotFound
+from genrt.questions.completions import SampleRequest
 from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
-from genrt.questions.samples import SampleRequest
 from genrt.testing import check_engine
 from genrt.tokens.sampling import truncate
 

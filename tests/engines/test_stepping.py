@@ -24,10 +24,10 @@ from genrt.errors import (
     OutOfMemory,
     UnknownAdapter,
 )
+from genrt.questions.completions import SampleRequest
 from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
-from genrt.questions.samples import SampleRequest
 
 V = 8
 

@@ -27,10 +27,10 @@ from genrt.errors import (
     NotFinite,
     OutOfMemory,
 )
+from genrt.questions.completions import SampleRequest
 from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
-from genrt.questions.samples import SampleRequest
 from genrt.testing import check_engine
 from tests.small_models import make_llama, make_lora
 

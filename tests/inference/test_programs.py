@@ -351,10 +351,6 @@ async def drops_condition(p: Execution) -> Any:
     return await p.sample([0])
 
 
-async def forgets_in_a_dictionary(p: Execution) -> Any:
-    return {"a": [(1, p.lm.draw([0]))]}
-
-
 async def forgets_a_task(p: Execution) -> Any:
     return asyncio.ensure_future(asyncio.sleep(0))
 
@@ -362,28 +358,20 @@ async def forgets_a_task(p: Execution) -> Any:
 @pytest.mark.parametrize(
     ("program", "message"),
     [
-        (forgets_sample, r"forgets_sample never awaited p.sample in line \d+: write await"),
-        (forgets_and_uses, "never awaited p.sample in line"),
-        (forgets_and_calls, "never awaited p.choice in line"),
-        (forgets_and_adds, "never awaited p.uniform in line"),
-        (forgets_and_asks, "never awaited p.choice in line"),
-        (forgets_and_observes, "never awaited p.uniform in line"),
-        (drops_condition, "never awaited p.condition in line"),
-        (forgets_in_a_dictionary, "not awaited, of .*draw: write await"),
-        (forgets_a_task, "not awaited, of Task"),
+        (forgets_sample, "never awaited p.sample: write await"),
+        (forgets_and_uses, "never awaited p.sample: write await"),
+        (forgets_and_calls, "never awaited p.choice: write await"),
+        (forgets_and_adds, "never awaited p.uniform: write await"),
+        (forgets_and_asks, "never awaited p.choice: write await"),
+        (forgets_and_observes, "never awaited p.uniform: write await"),
+        (drops_condition, "never awaited p.condition: write await"),
+        (forgets_a_task, "returned an unawaited .*Task"),
     ],
 )
-async def test_a_forgotten_await_is_told_with_its_line(program: Any, message: str) -> None:
+async def test_a_forgotten_await_is_an_error(program: Any, message: str) -> None:
     with genrt.load(MODEL, engine="exact") as lm, pytest.raises(InvalidRequest, match=message):
         await SMC(Program(lm, program), num_particles=3).run(0)
     gc.collect()
-
-
-async def test_the_line_is_that_of_the_call() -> None:
-    with genrt.load(MODEL, engine="exact") as lm, pytest.raises(InvalidRequest) as caught:
-        await SMC(Program(lm, drops_condition), num_particles=3).run(0)
-    line = drops_condition.__code__.co_firstlineno + 2
-    assert f"p.condition in line {line}:" in str(caught.value)
 
 
 async def test_awaiting_later_is_not_forgetting() -> None:

@@ -20,8 +20,7 @@ import genrt
 from genrt.engines.exact import NGram
 from genrt.errors import InvalidRequest, ModelNotFound
 from genrt.lm import AsyncLM
-from genrt.questions.completions import CompletionOptions, GenerateOptions
-from genrt.questions.samples import SampleOptions
+from genrt.questions.completions import CompletionOptions, GenerateOptions, SampleOptions
 from tests import children
 
 pytestmark = [pytest.mark.vllm, pytest.mark.promise(number=25)]
@@ -114,7 +113,7 @@ import asyncio, json, logging, traceback
 logging.basicConfig(level=logging.DEBUG)
 import genrt
 from genrt.questions.rows import LogprobsRequest
-from genrt.questions.samples import SampleRequest
+from genrt.questions.completions import SampleRequest
 from genrt.engines.vllm.capture import RowStore
 
 options = {"dtype": "float32", "max_num_seqs": 8, "kv_cache_memory_bytes": 2**24}

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from transformers import BatchEncoding
 
 from genrt.errors import ContextTooLong, InvalidRequest
+from genrt.questions.completions import SampleRequest, sample_request
 from genrt.questions.contexts import Adapter, Limits, check_contexts
 from genrt.questions.rows import row_request
-from genrt.questions.samples import SampleRequest, sample_request
 
 masked: Any = np.ma.array
 """Not annotated by NumPy."""

@@ -23,7 +23,7 @@ from genrt.errors import EngineDied, EngineFailed, GenrtError, InvalidRequest
 from genrt.lm import AsyncLM
 from genrt.runtime.cache import RowCache
 from genrt.runtime.lifecycle import State
-from genrt.runtime.thread import EngineThread, Rounds
+from genrt.runtime.thread import EngineThread, LoopThread
 from tests.scripted import Gate, ProtocolViolation
 
 SIZE = 3
@@ -133,7 +133,7 @@ class StrictEngine(ExactEngine):
             raise violated("adapters change in an update or a sleep")
 
 
-class ByHand(Rounds):
+class ByHand(LoopThread):
     """The engine's thread, whose rounds the test takes."""
 
     def __init__(self, round: Callable[[], float | None], close: Callable[..., None]) -> None:
@@ -274,7 +274,13 @@ class World:
         self.ask()
         await self.done(self.asked[-1])
         self.asked[-1].result()
+        assert len(self.copies()) <= 1
         self.lm.close()
+
+    def copies(self) -> list[Path]:
+        """The directories of copied weights."""
+        root = self.thread.weights._root
+        return [] if root is None else [*root.iterdir()]
 
 
 def removed(world: World) -> None:
@@ -578,6 +584,25 @@ async def test_an_update_whose_trainer_hangs_is_told_of_a_restart_and_holds_up_n
     await world.end()
 
 
+async def test_an_update_that_never_begins_leaves_no_copy() -> None:
+    world = World()
+    never = asyncio.Event()
+
+    async def chunks() -> AsyncIterator[Any]:
+        yield {"table.0": MODELS[1].table[0].clone()}
+        await never.wait()
+
+    hung = asyncio.ensure_future(world.lm.update_weights(chunks()))
+    after = world.begin("update")
+    await world.go("pr" * 20)
+    assert len(world.copies()) == 2
+    world.lm.close()
+    for update in (hung, after):
+        await world.done(update)
+        assert isinstance(update.exception(), GenrtError)
+    assert world.copies() == []
+
+
 async def test_an_update_whose_engine_dies_is_told_and_questions_go_on() -> None:
     world = World(restarts=True)
     never = asyncio.Event()
@@ -593,7 +618,7 @@ async def test_an_update_whose_engine_dies_is_told_and_questions_go_on() -> None
     def die(_: object) -> None:
         raise EngineDied("its process has gone")
 
-    world.thread.call_alone(die, owner)
+    world.thread.call(die, owner)
     world.ask()
     await world.go("pr" * 6)
     with pytest.raises(EngineFailed, match="restarted"):
@@ -625,3 +650,29 @@ async def test_nothing_falls_while_another_thread_moves_memory(level: int) -> No
         assert torch.allclose(await asked, MODELS[0].row([1]), atol=1e-6)
         await lm.sleep(level)
         await lm.wake_up()
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("is_in_part", [False, True])
+async def test_an_engine_that_dies_asleep_is_opened_asleep(level: int, is_in_part: bool) -> None:
+    """Others, such as a trainer, were given the memory of its device."""
+    world = World(restarts=True)
+    await world.done(asyncio.ensure_future(world.lm.sleep(level)))
+    if is_in_part:
+        await world.done(asyncio.ensure_future(world.lm.wake_up(["weights"])))
+    dead: Any = world.thread.engine
+    asleep = dead.weights.asleep
+    assert asleep == ({"kv_cache"} if is_in_part else SLEEPING_PARTS)
+
+    def die(_: object) -> None:
+        raise EngineDied("its process has gone")
+
+    world.thread.call(die, world.thread.lifecycle.owner)
+    world.ask()
+    await world.go("pr" * 6)
+    opened: Any = world.thread.engine
+    assert opened is not dead
+    assert opened.weights.asleep == asleep
+    assert world.thread.lifecycle.state == "asleep"
+    assert not world.asked[0].done()
+    await world.end()

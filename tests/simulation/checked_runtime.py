@@ -19,8 +19,8 @@ from genrt.questions.population_draws import PopulationDraw
 from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
+from genrt.runtime.batcher import Waiter
 from genrt.runtime.cache import RowCache
-from genrt.runtime.waiters import Waiter
 from genrt.testing.record import Violation
 from genrt.testing.simulated_engine import SimulatedEngine
 from genrt.testing.simulated_runtime import BusyCache, SimulatedRuntime, coroutine_of
@@ -140,7 +140,7 @@ class CheckedRuntime(SimulatedRuntime):
         return _CheckedCache(max_bytes, self)
 
     def make_batcher(self, cache: RowCache, **options: Any) -> WatchedBatcher:
-        options |= {"clock": self.clock.time, "cpu_clock": self.clock.time}
+        options |= {"clock": self.clock.time}
         return WatchedBatcher(cache, self.ledger, self.record, observer=self, **options)
 
     async def ask(
@@ -218,28 +218,26 @@ class CheckedRuntime(SimulatedRuntime):
 
     def _check_parts(self) -> None:
         """Check that nothing is kept for who waited, and that a thread that ended closed its engine."""
-        loop, batcher = self.thread._loop, self.batcher
-        answering = loop.answering
-        kept = (answering._readers, answering._asked, answering._cached, answering._refused)
-        if any(kept):
+        thread, batcher = self.thread, self.batcher
+        if kept := thread.answering._in_progress:
             raise Violation(f"nobody waits, but the answers keep {kept}")
         held = (
             batcher._entries,
-            batcher._gatherings,
+            [each for each in batcher._loops.values() if each.waiters or each.gathered],
             batcher._ready,
+            batcher._ready_weight,
             batcher._flight,
-            batcher._flight._withdrawn,
-            batcher._admission,
-            batcher._on_loops._waiters,
-            batcher._bindings._bound,
-            batcher._flight.streams.by_loop,
-            batcher._left,
-            batcher._bindings if self.thread.alive else (),
+            batcher._withdrawn,
+            batcher._line,
+            batcher._bound,
+            batcher.streams.by_loop,
+            batcher._leaving,
+            batcher._retired if thread.alive else (),
         )
         if any(held):
             raise Violation(f"nobody waits, but the batcher holds {held}: {batcher}")
-        if loop._calls:
-            raise Violation(f"{len(loop._calls)} calls were never made")
+        if thread._calls:
+            raise Violation(f"{len(thread._calls)} calls were never made")
         if not self.rounds.is_alive() and not self.engine.closed:
             raise Violation("the thread has ended, but the engine is open")
 

@@ -29,7 +29,7 @@ class WatchedBatcher(Batcher):
 
     def held(self) -> AbstractContextManager[object]:
         """Return the batcher's lock."""
-        return self._lock
+        return self.lock
 
     def turn(self, engine: AnsweringEngine) -> None:
         self._ledger.turning()
@@ -49,7 +49,7 @@ class WatchedBatcher(Batcher):
 
     def close(self, reason: GenrtError | None = None) -> bool:
         was_closed = self.is_closed
-        if not was_closed and not self._lock._is_owned():  # type: ignore[attr-defined]
+        if not was_closed and not self.lock._is_owned():  # type: ignore[attr-defined]
             self._ledger.closed(reason or Closed(WAS_CLOSED))
         done = super().close(reason)
         if done and not was_closed:
@@ -76,18 +76,15 @@ class _WatchedEngine:
         self.remove_adapter = engine.remove_adapter
         self.progress = engine.progress
 
-    def submit(self, requests: Sequence[Request]) -> None:
+    def submit(self, requests: Sequence[Request]) -> list[Finished]:
         self._ledger.submitted(requests)
         try:
-            self._engine.submit(requests)
+            ends = self._engine.submit(requests)
         except EngineDied:
             raise
         except Exception as error:
             self._ledger.submit_failed(requests, error)
             raise
-
-    def ready(self) -> list[Finished]:
-        ends = self._engine.ready()
         self._ledger.finished(ends)
         return ends
 

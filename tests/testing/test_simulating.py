@@ -224,7 +224,7 @@ def test_a_simulation_has_the_faults_it_is_given() -> None:
 
 
 def test_a_simulation_finds_what_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(genrt.runtime.waiters, "apart", list)  # callers share their rows
+    monkeypatch.setattr(genrt.runtime.batcher, "apart", list)  # callers share their rows
     with pytest.raises(AssertionError, match=r"^seed \d+: .+\nreplay with simulate\(\d+, op"):
         simulate_many()
 

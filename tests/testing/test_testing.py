@@ -16,11 +16,16 @@ from torch import Tensor
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.engines.protocol import Engine, EngineStatistics, Finished
 from genrt.errors import EngineFailed
-from genrt.questions.completions import Completion, CompletionRequest, Decoding, Delta
+from genrt.questions.completions import (
+    Completion,
+    CompletionRequest,
+    Decoding,
+    Delta,
+    SampleRequest,
+)
 from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
-from genrt.questions.samples import SampleRequest
 from genrt.testing import check_engine
 
 MODEL = NGram.random(16, order=2, seed=3)

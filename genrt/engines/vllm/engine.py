@@ -238,12 +238,12 @@ class VLLMEngine:
 
     def _drawn(self, asked: Sequence[PopulationDraw], step: DecodedStep) -> list[Finished]:
         """Draw for populations from a step of their own, and start the next step."""
-        tell = self.tell if self._populations.told_first.is_due(self.device) else None
+        tell = self.tell if self._populations.early_delivery.is_due(self.device) else None
         drawn = self._populations.drawn(asked, step.request_ids, step.rows, step.places)
         self._count(rows=self._in_progress.leave(step.request_ids))
         if tell is not None:
             tell(drawn.ends)
-        with self._populations.told_first.rest(is_told=tell is not None):
+        with self._populations.early_delivery.preparing(is_early=tell is not None):
             cast("OpenRequests", self._open).steps.prepare_next(self._populations.spread(asked))
             if (next_tokens := self._populations.answer(asked, drawn)) is not None:
                 self.speculate(*next_tokens)

@@ -30,13 +30,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
 
 from genrt.engines.vllm.admission_blocks import most_blocks, needed_blocks
-from genrt.engines.vllm.decode_output import decode_output
 from genrt.engines.vllm.positions import FIRST
 from genrt.engines.vllm.runners import NextTokens
 from genrt.engines.vllm.seats import Fork, Seat, Seats
@@ -293,7 +292,7 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         finished, self.finished_req_ids = self.finished_req_ids, set()
         preempted, self.reset_preempted_req_ids = self.reset_preempted_req_ids, set()
         self.prev_step_scheduled_req_ids = {request.request_id for request in requests}
-        return decode_output(
+        return _decode_output(
             requests, new_blocks, finished, preempted, self._get_new_block_ids_to_zero()
         )
 
@@ -440,3 +439,39 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
     def _evict(self, request_id: str) -> None:
         self.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
         self._evicted.append(request_id)
+
+
+def _decode_output(
+    requests: Sequence[Any],
+    new_blocks: Sequence[tuple[list[int], ...] | None],
+    finished: set[str],
+    preempted: set[str],
+    blocks_to_zero: Any,
+) -> SchedulerOutput:
+    """Return the step of one token for each of these requests.
+
+    Args:
+        new_blocks: the new blocks of each request, or ``None``.
+        finished, preempted, blocks_to_zero: the changes since the last step.
+    """
+    request_ids = [request.request_id for request in requests]
+    return SchedulerOutput(
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=CachedRequestData(
+            req_ids=request_ids,
+            resumed_req_ids=set(),
+            new_token_ids=[],
+            all_token_ids={},
+            new_block_ids=[*new_blocks],
+            num_computed_tokens=[request.num_computed_tokens for request in requests],
+            num_output_tokens=[len(request._output_token_ids) for request in requests],
+        ),
+        num_scheduled_tokens=dict.fromkeys(request_ids, 1),
+        total_num_scheduled_tokens=len(requests),
+        scheduled_spec_decode_tokens={},
+        scheduled_encoder_inputs={},
+        finished_req_ids=finished,
+        preempted_req_ids=preempted,
+        free_encoder_mm_hashes=[],
+        new_block_ids_to_zero=blocks_to_zero,
+    )

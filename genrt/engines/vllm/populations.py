@@ -12,6 +12,8 @@ Rule:
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -23,7 +25,6 @@ import torch
 from genrt.engines.protocol import Finished, survived
 from genrt.engines.vllm.lora import VLLMAdapters
 from genrt.engines.vllm.open_requests import OpenRequests, repeated
-from genrt.engines.vllm.told_first import ToldFirst
 from genrt.questions.contexts import Adapter
 from genrt.questions.origins import Asked
 from genrt.questions.population_draws import PopulationDraw, launched
@@ -32,7 +33,7 @@ from genrt.questions.sequences import Contexts
 from genrt.tokens.draw_graphs import DrawGraphs
 from genrt.tokens.rows import Leaving, together
 
-__all__ = ["Drawn", "SeatedPopulations"]
+__all__ = ["Drawn", "EarlyDelivery", "SeatedPopulations"]
 
 MOST_FORKS = 64
 """The most forks that are made for sequences before the next question, while the forward runs."""
@@ -111,6 +112,44 @@ class Drawn(NamedTuple):
     on_host: Leaving | None = None
 
 
+class EarlyDelivery:
+    """Decides whether a population's draws are delivered before or after the next step is prepared.
+
+    Delivery and preparation both run on the engine's thread. Early delivery hides its own time if the
+    device is idle and the caller asks again before the step is prepared. A caller with more work between
+    two draws is served last, while the device computes.
+
+    Args:
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._delivered_at = 0.0
+        self._absence = self._preparation = float("inf")
+
+    def requested(self) -> None:
+        """Record that a caller asks for draws."""
+        self._absence = self._clock() - self._delivered_at
+
+    def is_due(self, device: torch.device) -> bool:
+        """Return whether the draws are delivered before the next step is prepared."""
+        if device.type != "cuda":
+            return False
+        # Two busy threads slow each other down, so a caller may take twice as long as the preparation.
+        if not self._absence <= 2.0 * self._preparation < float("inf"):
+            return False
+        return bool(torch.cuda.current_stream(device).query())
+
+    @contextlib.contextmanager
+    def preparing(self, *, is_early: bool) -> Iterator[None]:
+        """Measure the preparation of the next step; with ``is_early`` the draws are delivered before."""
+        began = self._clock()
+        yield
+        ended = self._clock()
+        self._preparation, self._delivered_at = ended - began, began if is_early else ended
+
+
 class SeatedPopulations:
     """The populations of an engine.
 
@@ -128,7 +167,7 @@ class SeatedPopulations:
         )
         self._under_way: dict[PopulationDraw, _UnderWay] = {}
         self._graphs = DrawGraphs()
-        self.told_first = ToldFirst()
+        self.early_delivery = EarlyDelivery()
 
     def __len__(self) -> int:
         """Return the number of populations in progress."""
@@ -147,7 +186,7 @@ class SeatedPopulations:
         the requests of forks that find no seat. If ``begin`` raises, the error passes through and no
         state has changed.
         """
-        self.told_first.asked()
+        self.early_delivery.requested()
         origins, adapter, kept = population.origins, population.adapter, self._open
         if kept is None:
             return None

@@ -20,11 +20,10 @@ from genrt.engines.vllm.completions import COOLEST, HOTTEST, ORDERLY, Completion
 from genrt.engines.vllm.config import core_request
 from genrt.engines.vllm.native_texts import NativeTexts
 from genrt.errors import EngineFailed, GenrtError
-from genrt.questions.completions import CompletionRequest
+from genrt.questions.completions import CompletionRequest, SampleRequest
 from genrt.questions.contexts import seed_of
 from genrt.questions.native import NativeRequest
 from genrt.questions.request import Request, Result, Streamed, Told
-from genrt.questions.samples import SampleRequest
 from genrt.tokens.sampling import GREEDY_BELOW
 
 __all__ = ["Generated", "Samples", "computed_tokens", "new_tokens", "sample_params"]

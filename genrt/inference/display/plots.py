@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from genrt.errors import ExtraNotInstalled, InvalidRequest
-from genrt.inference.display.charts import BLUE, GREY, ORANGE
-from genrt.inference.display.legible import abbreviated, count_of
+from genrt.inference.display.formatting import BLUE, GREY, ORANGE, abbreviated, count_of
 from genrt.inference.display.summary import Curves, Summary
 from genrt.inference.resampling import Floats
 from genrt.inference.state import Info

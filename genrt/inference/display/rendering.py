@@ -1,7 +1,7 @@
 """A result as text for a terminal, and as a piece of HTML for a notebook, of bounded size.
 
 The HTML stands by itself: no scripts, nothing from anywhere, colours of the page around it. Its parts are
-the figures, the posterior's table, the curves of the weights, the genealogy, and what the runtime did.
+the figures, the posterior's table, the genealogy, and the runtime's statistics.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from genrt.inference.diagnostics import ChainStatistics
-from genrt.inference.display.charts import BLUE, charts
-from genrt.inference.display.genealogy import Genealogy
-from genrt.inference.display.legible import (
+from genrt.inference.display.formatting import (
+    BLUE,
     abbreviated,
     count_of,
     escaped,
@@ -22,6 +21,7 @@ from genrt.inference.display.legible import (
     fixed,
     number,
 )
+from genrt.inference.display.genealogy import Genealogy
 from genrt.inference.display.summary import Entry, Summary
 from genrt.runtime.statistics import Statistics
 
@@ -47,7 +47,6 @@ STYLE = f"""
   overflow-wrap: anywhere; }}
 .genrt .bar {{ width: 120px; height: 10px; margin-top: 5px; }}
 .genrt .bar div {{ height: 10px; border-radius: 1px; background: {BLUE}; opacity: .75; }}
-.genrt .curves {{ display: flex; flex-wrap: wrap; gap: 12px 26px; margin: 0 0 10px; }}
 .genrt .wide {{ overflow-x: auto; }}
 .genrt details {{ margin: 0 0 10px; }}
 .genrt summary {{ cursor: pointer; margin: 0 0 6px; }}
@@ -101,9 +100,6 @@ def html(summary: Summary, genealogy: Genealogy | None) -> str:
         "</div>",
         *_table(summary),
     ]
-    if summary.curves is not None:
-        drawn = charts(summary.curves, particles=summary.particles)
-        parts += ['<div class="curves">', *(f"<div>{each}</div>" for each in drawn), "</div>"]
     if genealogy is not None:
         parts += [
             '<details open=""><summary>genealogy</summary>',

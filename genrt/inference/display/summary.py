@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genrt.inference.diagnostics import ChainStatistics, key_of
-from genrt.inference.display.legible import count_of, label
+from genrt.inference.display.formatting import count_of, label
 from genrt.inference.resampling import Floats, effective_sample_size, log_mean_exp, normalised
 from genrt.inference.state import Deaths, Info
 from genrt.runtime.statistics import Statistics

@@ -13,8 +13,8 @@ import pytest
 
 import genrt
 from genrt.engines.vllm import speculation
+from genrt.engines.vllm.populations import EarlyDelivery
 from genrt.engines.vllm.speculation import DecodeSteps
-from genrt.engines.vllm.told_first import ToldFirst
 from genrt.lm import AsyncLM
 from genrt.populations import Population
 from tests.apart import drawn_apart
@@ -31,9 +31,9 @@ COUNT = 12
 @contextmanager
 def running_ahead() -> Iterator[None]:
     """Engines that are opened in here run steps ahead, and tell of half of them first, as on a GPU."""
-    original, begin, chance = DecodeSteps.__init__, ToldFirst.__init__, random.Random(0)
+    original, begin, chance = DecodeSteps.__init__, EarlyDelivery.__init__, random.Random(0)
 
-    def begin_so(self: ToldFirst) -> None:
+    def begin_so(self: EarlyDelivery) -> None:
         begin(self)
         self.is_due = lambda device: chance.random() < 0.5  # type: ignore[method-assign]
 
@@ -42,7 +42,7 @@ def running_ahead() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(DecodeSteps, "__init__", init)
-        patched.setattr(ToldFirst, "__init__", begin_so)
+        patched.setattr(EarlyDelivery, "__init__", begin_so)
         yield
 
 

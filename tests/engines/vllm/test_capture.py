@@ -426,7 +426,7 @@ def test_a_runner_without_the_capture_is_refused() -> None:
 
 
 def wanting(law: bool) -> Any:
-    from genrt.engines.vllm.laws import LAW
+    from genrt.engines.vllm.capture import LAW
 
     return SimpleNamespace(extra_args={LAW: True} if law else None, seed=None)
 
@@ -435,7 +435,7 @@ class SamplerV1:
     """As much of vLLM's as the laws follow: draws, then gathers the first token of every row."""
 
     def __init__(self, capture: Any) -> None:
-        from genrt.engines.vllm.laws import LawsV1
+        from genrt.engines.vllm.capture import LawsV1
 
         self.topk_topp_sampler = SimpleNamespace(forward=self.draw)
         self.gather_logprobs = self.gather
@@ -486,7 +486,7 @@ class SamplerV2:
     logprobs_mode = "raw_logprobs"
 
     def __init__(self, capture: Any) -> None:
-        from genrt.engines.vllm.laws import LawsV2
+        from genrt.engines.vllm.capture import LawsV2
 
         self.modes: list[str] = []
         self.processes = True
@@ -522,7 +522,7 @@ def test_v2_the_law_is_told_where_it_is_wanted_whatever_the_order_of_the_rows() 
 
 
 def test_a_sampler_that_gathers_otherwise_is_refused() -> None:
-    from genrt.engines.vllm.laws import LawsV1, LawsV2
+    from genrt.engines.vllm.capture import LawsV1, LawsV2
 
     for laws in (LawsV1, LawsV2):
         with pytest.raises(EngineUnsupported, match="gathers log-probabilities otherwise"):
@@ -535,7 +535,7 @@ def test_v2s_own_sampler_tells_each_row_what_its_request_wants(
     """vLLM's ``Sampler``, with its Triton kernels written in torch: the way of the logits through it."""
     from vllm.v1.worker.gpu.sample import sampler as module
 
-    from genrt.engines.vllm.laws import LawsV2
+    from genrt.engines.vllm.capture import LawsV2
 
     capture, heat, top_k = v2(), torch.tensor([0.5, 2.0, 0.7]), torch.tensor([2, VOCAB, 3])
     for slot, law in enumerate((True, False, True)):

@@ -275,7 +275,7 @@ async def test_whoever_asks_a_device_that_waits_is_told_before_the_next_step_is_
 
     with lm.population([[n, 3, 5] for n in range(COUNT)]) as population:
         await same(population, quiet, seed=0)  # in vLLM's own step
-        monkeypatch.setattr(engine._populations.told_first, "is_due", lambda _: True)
+        monkeypatch.setattr(engine._populations.early_delivery, "is_due", lambda _: True)
         monkeypatch.setattr(steps, "prepare_next", late)
         for step in range(1, 5):
             found = await population.draw(seed=100 * step)

@@ -27,8 +27,8 @@ from genrt.errors import (
     NotFinite,
 )
 from genrt.lm import AsyncLM
+from genrt.questions.completions import SampleRequest
 from genrt.questions.rows import LogprobsRequest
-from genrt.questions.samples import SampleRequest
 from genrt.tokens import sampling
 
 pytestmark = pytest.mark.vllm

@@ -17,18 +17,19 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason
 
 from genrt.engines.protocol import Finished
 from genrt.engines.vllm.engine import VLLMEngine
+from genrt.engines.vllm.populations import EarlyDelivery
 from genrt.engines.vllm.step_launches import rows_of
 from genrt.errors import EngineFailed, NotFinite
+from genrt.questions.completions import SampleRequest
 from genrt.questions.contexts import Adapter, Limits
 from genrt.questions.origins import Origins
 from genrt.questions.population_draws import PopulationDraw
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
-from genrt.questions.samples import SampleRequest
 from genrt.questions.sequences import Contexts, Sequences
-from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.cache import RowCache
 from genrt.tokens.sampling import BatchDraw
+from tests.scripted import Answers
 
 pytestmark = pytest.mark.vllm
 
@@ -108,7 +109,7 @@ class Turns:
 
     def __init__(self, engine: VLLMEngine, oracle: Oracle) -> None:
         self.engine = engine
-        self.answering = AnsweringEngine(engine, RowCache(0))
+        self.answering = Answers(engine, RowCache(0))
         self.oracle = oracle
         self.ends: dict[Request, Finished] = {}
         self.went_on = 0
@@ -722,3 +723,36 @@ def test_rows_after_one_that_is_not_finite_leave_no_request(
         turns.finish(question)
     assert isinstance(turns.ends.pop(question).error, NotFinite)
     assert turns.engine.forget_residents(), "or new weights would be refused"
+
+
+@pytest.mark.parametrize(
+    ("absence", "device", "is_idle", "is_early"),
+    [
+        (0.1, "cuda", True, True),
+        (1.9, "cuda", True, True),
+        (2.1, "cuda", True, False),
+        (0.1, "cuda", False, False),
+        (0.1, "cpu", True, False),
+    ],
+)
+def test_draws_are_delivered_early_to_a_caller_that_asks_again_soon(
+    monkeypatch: pytest.MonkeyPatch, absence: float, device: str, is_idle: bool, is_early: bool
+) -> None:
+    class Stream:
+        def query(self) -> bool:
+            return is_idle
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream())
+    now = delivered_at = 100.0
+    early = EarlyDelivery(lambda: now)
+    found = []
+    for _ in range(4):
+        now = max(now, delivered_at + absence)
+        early.requested()
+        now += 3.0  # the forward
+        found.append(early.is_due(torch.device(device)))
+        delivered_at = now
+        with early.preparing(is_early=found[-1]):
+            now += 1.0
+        delivered_at = delivered_at if found[-1] else now
+    assert found == [False, *[is_early] * 3], "nothing is known of the first"

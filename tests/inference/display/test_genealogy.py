@@ -13,8 +13,8 @@ import pytest
 
 from genrt.errors import InvalidRequest
 from genrt.inference import Result
-from genrt.inference.display.legible import printable, said
-from genrt.inference.display.lineages import Branch, Tree, lineage, tree_of
+from genrt.inference.display.formatting import printable, said
+from genrt.inference.display.genealogy import Branch, Tree, lineage, tree_of
 from tests import runs
 
 EVERYTHING = 10_000

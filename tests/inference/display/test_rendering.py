@@ -26,8 +26,13 @@ from genrt.inference import (
     TextModel,
     importance_sampling,
 )
-from genrt.inference.display.charts import MOST_POINTS, thinned
-from genrt.inference.display.legible import abbreviated, escaped_attribute, label, printable, width
+from genrt.inference.display.formatting import (
+    abbreviated,
+    escaped_attribute,
+    label,
+    printable,
+    width,
+)
 from genrt.lm import AsyncLM
 from tests import runs
 
@@ -128,32 +133,6 @@ def test_figures_are_those_of_the_result(real: Result) -> None:
         assert (f"{alive} of them alive" in plain) == (alive < len(real.texts))
     assert f"log_evidence={real.log_evidence:.3f}, ess={real.ess:.1f}" in repr(real)
     assert f"{len(real.infos)} steps" in repr(real)
-
-
-def test_curves_go_through_the_infos() -> None:
-    result = runs.drawn(16, 30, seed=2)
-    svg = next(
-        each for each in parsed(result).iter() if each.get("aria-label", "").startswith("eff")
-    )
-    *_, curve = [each for each in svg.iter() if each.get("stroke-linejoin")]
-    points = [
-        tuple(map(float, point.split()))
-        for point in (curve.get("d") or "").removeprefix("M").split("L")
-    ]
-    ess = [info.ess for info in result.infos]
-    heights = [108 - each / 16 * (108 - 26) for each in ess]
-    assert [y for _, y in points] == pytest.approx(heights, abs=0.06)
-    assert [x for x, _ in points] == pytest.approx(np.linspace(40, 302, 30), abs=0.06)
-
-
-def test_a_thinned_curve_keeps_its_ends_and_extremes() -> None:
-    rng = np.random.default_rng(0)
-    for length in (1, MOST_POINTS, MOST_POINTS + 1, 12_345):
-        y = rng.normal(size=length)
-        places = thinned(y)
-        assert len(places) <= MOST_POINTS
-        assert np.all(np.diff(places) > 0)
-        assert {0, length - 1, int(y.argmin()), int(y.argmax())} <= set(places.tolist())
 
 
 def test_a_run_in_which_everything_died_says_so() -> None:

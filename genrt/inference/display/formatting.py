@@ -1,4 +1,4 @@
-"""Texts of any content made legible: no control characters, bounded lengths, known widths.
+"""Formats any text, number or count for display: no control characters, bounded width.
 
 The output of a model or a program may hold terminal escapes, marks that turn the direction of the text
 after them, markup, or a megabyte in one line. Everything that is shown of it goes through here.
@@ -15,6 +15,9 @@ from itertools import accumulate
 from typing import Any
 
 from genrt.tokens.texts import decoded
+
+BLUE, ORANGE, GREY = "#2f7fc1", "#d55e00", "#8b929c"
+"""Distinct with any kind of color vision, and visible on white and on black."""
 
 ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
 MINUS = "\N{MINUS SIGN}"
