@@ -1,6 +1,6 @@
-"""The command ``genrt generate``: a job by its arguments, from the first check to the table.
+"""The command ``genrt generate``: a job from command-line arguments.
 
-What it needs is imported once its arguments are understood, so that ``--help`` is quick.
+Heavy packages are imported after the arguments are parsed, so that ``--help`` is quick.
 """
 
 from __future__ import annotations
@@ -24,13 +24,24 @@ from genrt.cluster.arguments import ReplicaOptions, add_replica_arguments, repli
 from genrt.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from genrt.generation.reports import JobReport
+    from genrt.generation.jobs import JobReport
     from genrt.lm import AsyncLM
 
 __all__ = ["add_arguments", "run"]
 
 ADAPTER = "adapter"
-"""The name by which the runtime knows the adapter."""
+"""The name of the adapter in the runtime."""
+
+HARMLESS = frozenset(
+    """
+    block_size cpu_offload_gb disable_log_stats distributed_executor_backend download_dir
+    enable_chunked_prefill enable_prefix_caching enforce_eager gpu_memory_utilization
+    kv_cache_memory_bytes load_format max_batch_size max_loras max_lora_rank max_num_batched_tokens
+    max_num_seqs max_parallel_loading_workers num_gpu_blocks_override pipeline_parallel_size
+    scheduling_policy swap_space tensor_parallel_size use_tqdm_on_load
+    """.split()  # noqa: SIM905
+)
+"""Engine options that may change between two runs of a job: they do not change the model's answers."""
 
 EXITS = """\
 exit codes: 0 all rows are in the output, none with an error; 1 an error ended the job; 2 it was refused
@@ -39,7 +50,7 @@ on from there."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments. Those that are not given are not set."""
+    """Declare the command's arguments. Options that are not used are not set."""
     parser.description = (
         "Write a text for each row of INPUT as a line of OUTPUT. OUTPUT is the job's memory: run the "
         "command again after any interruption, or after rows were added to INPUT, and it goes on."
@@ -49,133 +60,120 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.argument_default = argparse.SUPPRESS
     parser.add_argument("input", metavar="INPUT", help="rows: .jsonl, .ndjson, .csv or .tsv")
     parser.add_argument("output", metavar="OUTPUT", help="lines of JSON, one for each row")
-    _what_is_asked(parser.add_argument_group("what is asked"))
-    _model(parser.add_argument_group("the model"))
     add_replica_arguments(parser)
-    _drawing(parser.add_argument_group("how texts are drawn, as lm.generate takes it"))
-    _job(parser.add_argument_group("the job"))
+    for title, options in _options().items():
+        group = parser.add_argument_group(title)
+        for name, kind, text in options:
+            group.add_argument(f"--{name}", help=text or None, **kind)
 
 
-def _what_is_asked(group: argparse._ArgumentGroup) -> None:
-    option = group.add_argument
-    option(
-        "--prompt-template",
-        metavar="TEXT",
-        type=_text,
-        help="the prompt, {column} standing for a row's value; @FILE reads it from a file (default: "
-        "the column prompt or messages, where the rows have one)",
-    )
-    option("--messages-column", metavar="NAME", help="the column that has a conversation, as JSON")
-    option(
-        "--system-message",
-        metavar="TEXT",
-        type=_text,
-        help="put before every conversation (or @FILE)",
-    )
-    option("--chat", action="store_true", help="the template's text is a message of the user's")
-    option("--chat-template-kwargs", metavar="JSON", type=_json, help="for the chat template")
-    option("--input-format", metavar="FORMAT", help="jsonl, csv or tsv (default: by INPUT's name)")
-    option("--limit", metavar="N", type=int, help="only the first N rows")
-
-
-def _model(group: argparse._ArgumentGroup) -> None:
-    option = group.add_argument
-    option("--model", help="a checkpoint directory or a model's name (default: the embedded model)")
-    option("--engine", default="vllm", help="vllm, transformers or exact (default: vllm)")
-    option(
-        "--engine-options",
-        metavar="JSON",
-        type=_json,
-        default={},
-        help="to vLLM's EngineArgs, or transformers' from_pretrained, as they are",
-    )
-    option("--adapter", metavar="DIRECTORY", help="a LoRA adapter; turns on vLLM's enable_lora")
-
-
-def _drawing(group: argparse._ArgumentGroup) -> None:
-    option = group.add_argument
-    option(
-        "--max-tokens", metavar="N", type=int, help="(default: what the context leaves room for)"
-    )
-    for name in ("temperature", "top-p", "min-p"):
-        option(f"--{name}", metavar="X", type=float)
-    option("--top-k", metavar="N", type=int)
-    option("--seed", metavar="N", type=int, help="row i is drawn with N + i (default: 0)")
-    option("--timeout", metavar="SECONDS", type=float, help="for each row")
-    option("--stop", metavar="TEXT", action="append", help="ends the text; may be repeated")
-    option("--stop-token-ids", metavar="ID", type=int, nargs="+")
-    option("--min-tokens", metavar="N", type=int)
-    option("--bad-words", metavar="TEXT", nargs="+")
-    option("--logit-bias", metavar="JSON", type=_bias, help="what is added, by token id")
-    option("--logprobs", metavar="N", type=int, help="in the lines, with N likeliest tokens each")
-    option("--logprobs-mode", metavar="MODE", help="raw_logprobs (default) or processed_logprobs")
-    for name in ("presence", "frequency", "repetition"):
-        option(f"--{name}-penalty", metavar="X", type=float)
-    option("--ignore-eos", action="store_true")
-    option("--include-stop-str-in-output", action="store_true")
-    option("--skip-special-tokens", action=argparse.BooleanOptionalAction)
-    option("--schema", metavar="FILE", dest="json_schema", type=_file, help="a JSON schema")
-    option("--regex", metavar="PATTERN")
-    option("--grammar", metavar="TEXT", type=_text, help="(or @FILE)")
-    option("--choice", metavar="TEXT", nargs="+")
-    option(
-        "--split-reasoning",
-        action=argparse.BooleanOptionalAction,
-        help="apart from the text; needs vLLM's option reasoning_parser (default: in chats, with that)",
-    )
-
-
-def _job(group: argparse._ArgumentGroup) -> None:
-    option = group.add_argument
-    option(
-        "--keep-columns",
-        metavar="NAME",
-        nargs="*",
-        help="the columns that lines repeat: none without names (default: all)",
-    )
-    option(
-        "--retry-errors",
-        metavar="TYPE",
-        nargs="*",
-        help="ask rows with an error again, or only with these types of errors",
-    )
-    option("--overwrite", action="store_true", help="start over")
-    option(
-        "--num-retries-invalid",
-        metavar="N",
-        type=int,
-        help="draw a text that has not its schema again, up to N times (default: 0)",
-    )
-    option(
-        "--sort-by-length",
-        action="store_true",
-        help="ask the longest prompts first; all rows that are left are then in memory",
-    )
-    option("--concurrency", metavar="N", type=int, help="rows under way at once")
-    option(
-        "--max-consecutive-failures",
-        metavar="N",
-        type=int,
-        help="stop after so many in a row; 0 is no bound (default: 10)",
-    )
-    option(
-        "--heartbeat",
-        metavar="SECONDS",
-        type=float,
-        help="between two lines of progress; 0 is none (default: 15)",
-    )
-    option(
-        "--log-prompts",
-        action="store_true",
-        help="log failed rows with their prompts and the messages of their errors",
-    )
+def _options() -> dict[str, list[tuple[str, dict[str, Any], str]]]:
+    """Return the options by group: name, arguments of argparse, help. Names and defaults are those of
+    ``Job`` and ``lm.chat``."""
+    integer: dict[str, Any] = {"metavar": "N", "type": int}
+    number: dict[str, Any] = {"metavar": "X", "type": float}
+    seconds: dict[str, Any] = {"metavar": "SECONDS", "type": float}
+    text: dict[str, Any] = {"metavar": "TEXT", "type": _text}
+    texts: dict[str, Any] = {"metavar": "TEXT", "nargs": "+"}
+    mapping: dict[str, Any] = {"metavar": "JSON", "type": _json}
+    flag: dict[str, Any] = {"action": "store_true"}
+    switch: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+    name: dict[str, Any] = {"metavar": "NAME"}
+    return {
+        "what is asked": [
+            (
+                "prompt-template",
+                text,
+                "the prompt, {column} standing for a row's value; @FILE reads it from a file (default: "
+                "the column prompt or messages, where the rows have one)",
+            ),
+            ("messages-column", name, "the column that has a conversation, as JSON"),
+            ("system-message", text, "put before every conversation (or @FILE)"),
+            ("chat", flag, "the template's text is a message of the user's"),
+            ("chat-template-kwargs", mapping, "for the chat template"),
+            ("input-format", name, "jsonl, csv or tsv (default: by INPUT's name)"),
+            ("limit", integer, "only the first N rows"),
+        ],
+        "the model": [
+            ("model", {}, "a checkpoint directory or a model's name (default: the embedded model)"),
+            ("engine", {"default": "vllm"}, "vllm, transformers or exact (default: vllm)"),
+            (
+                "engine-options",
+                mapping | {"default": {}},
+                "to vLLM's EngineArgs, or transformers' from_pretrained, as they are",
+            ),
+            ("adapter", {"metavar": "DIRECTORY"}, "a LoRA adapter; turns on vLLM's enable_lora"),
+        ],
+        "how texts are drawn, as lm.generate takes it": [
+            ("max-tokens", integer, "(default: the rest of the context)"),
+            ("temperature", number, ""),
+            ("top-p", number, ""),
+            ("min-p", number, ""),
+            ("top-k", integer, ""),
+            ("seed", integer, "row i is drawn with N + i (default: 0)"),
+            ("timeout", seconds, "for each row"),
+            ("stop", {"metavar": "TEXT", "action": "append"}, "ends the text; may be repeated"),
+            ("stop-token-ids", {"metavar": "ID", "type": int, "nargs": "+"}, ""),
+            ("min-tokens", integer, ""),
+            ("bad-words", texts, ""),
+            ("logit-bias", {"metavar": "JSON", "type": _bias}, "added to logits, by token id"),
+            ("logprobs", integer, "in the lines, with N likeliest tokens each"),
+            ("logprobs-mode", name, "raw_logprobs (default) or processed_logprobs"),
+            ("presence-penalty", number, ""),
+            ("frequency-penalty", number, ""),
+            ("repetition-penalty", number, ""),
+            ("ignore-eos", flag, ""),
+            ("include-stop-str-in-output", flag, ""),
+            ("skip-special-tokens", switch, ""),
+            (
+                "schema",
+                {"metavar": "FILE", "dest": "json_schema", "type": _file},
+                "a JSON schema",
+            ),
+            ("regex", {"metavar": "PATTERN"}, ""),
+            ("grammar", text, "(or @FILE)"),
+            ("choice", texts, ""),
+            (
+                "split-reasoning",
+                switch,
+                "needs vLLM's option reasoning_parser (default: in chats, with that)",
+            ),
+        ],
+        "the job": [
+            (
+                "keep-columns",
+                name | {"nargs": "*"},
+                "the columns that lines repeat: none without names (default: all)",
+            ),
+            (
+                "retry-errors",
+                {"metavar": "TYPE", "nargs": "*"},
+                "run rows with an error again, or only with these types of errors",
+            ),
+            ("overwrite", flag, "start over"),
+            ("num-retries-invalid", integer, "redraw invalid texts, up to N times (default: 0)"),
+            (
+                "sort-by-length",
+                flag,
+                "longest prompts first; the remaining rows are then in memory",
+            ),
+            ("concurrency", integer, "rows under way at once"),
+            (
+                "max-consecutive-failures",
+                integer,
+                "stop after so many in a row; 0 is no bound (default: 10)",
+            ),
+            ("heartbeat", seconds, "between two lines of progress; 0 is never (default: 15)"),
+            ("log-prompts", flag, "log failed rows with their prompts and error messages"),
+        ],
+    }
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the job: messages on stderr, the table on stdout. Return the exit code; ``EXITS`` has them.
+    """Run the job: messages on stderr, the table on stdout. Return the exit code; see ``EXITS``.
 
     Raises:
-        GenrtError: it was refused before it began, or an error ended it.
+        GenrtError: the job was refused, or an error ended it.
     """
     with _terminable(), _long_fields():
         try:
@@ -207,8 +205,9 @@ def _run(given: dict[str, Any]) -> int:
             engine_options = {"enable_lora": True, "max_lora_rank": _rank(adapter)} | engine_options
     check_choice(engine, model, engine_options)
     found = str(model) if engine == "exact" else models.resolve(model)
-    job = Job(**given, model=found, model_options=_decisive(engine, engine_options, adapter))
-    with job.begin() as running:
+    compared = {name: each for name, each in engine_options.items() if name not in HARMLESS}
+    job = Job(**given, model=found, model_options={"engine": engine, **compared})
+    with job.begin(adapter=adapter) as running:
         try:
             if running.report().left:
                 options = engine_options, replicas
@@ -221,23 +220,14 @@ def _run(given: dict[str, Any]) -> int:
 
 
 def _show(report: JobReport) -> None:
-    """Print the table. What it is printed to may be full, or gone: the job's end is another's to tell."""
+    """Print the table. A full or closed stdout does not fail the job."""
     try:
         print(report, flush=True)
     except OSError as error:
         print(f"genrt generate: no table: {error.strerror or error}", file=sys.stderr)
-        # What is not written is written at the interpreter's end, and would fail again.
+        # The interpreter flushes stdout at its end, which would fail again.
         with open(os.devnull, "w") as nothing:
             os.dup2(nothing.fileno(), sys.stdout.fileno())
-
-
-def _decisive(engine: str, options: dict[str, Any], adapter: str | None) -> dict[str, Any]:
-    """Return what else decides the model's answers."""
-    from genrt.generation.fingerprints import HARMLESS, model_part
-
-    decisive = {name: value for name, value in options.items() if name not in HARMLESS}
-    weights = None if adapter is None else model_part(adapter)["digest"]
-    return {"engine": engine, **decisive, "adapter": weights}
 
 
 @contextlib.contextmanager
@@ -259,7 +249,7 @@ def _loaded(
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """Have SIGTERM interrupt the job as Ctrl-C does, so that what has ended is written."""
+    """Make SIGTERM interrupt the job as Ctrl-C does, so that finished rows are written."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -272,7 +262,7 @@ def _terminable() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _long_fields() -> Iterator[None]:
-    """Have CSV's fields be of any length: this process is the command's own."""
+    """Allow CSV fields of any length; the limit belongs to the process."""
     before = csv.field_size_limit(2**31 - 1)
     try:
         yield
@@ -281,7 +271,7 @@ def _long_fields() -> Iterator[None]:
 
 
 def _rank(adapter: str) -> int:
-    """Return the least ``max_lora_rank`` of vLLM that an adapter fits in."""
+    """Return the smallest ``max_lora_rank`` of vLLM for an adapter."""
     try:
         config = json.loads(Path(adapter, "adapter_config.json").read_bytes())
         rank = int(config["r"])

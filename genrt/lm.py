@@ -15,24 +15,26 @@ from genrt.engines.remote.connection import Connection
 from genrt.engines.remote.engine import RemoteEngine
 from genrt.errors import EngineFailed, InvalidRequest
 from genrt.numbers import check_int, named
-from genrt.populations import Batches, Home, Population, Prompts, begin
-from genrt.questions.candidates import candidates_request
+from genrt.populations import Population, PopulationRuntime, Prompts, begin, draw_batch
 from genrt.questions.completions import Completion, GenerateOptions, SampleOptions, TurnOptions
-from genrt.questions.contexts import check_contexts, check_seed, nonces_of
+from genrt.questions.contexts import TokenIds, check_contexts, check_seed, nonces_of
 from genrt.questions.draws import draw_request
-from genrt.questions.host_rows import Device, host_row, must_move
 from genrt.questions.masks import Mask, Masks
-from genrt.questions.prefixes import Prefix, PrefixOptions, WarmUpOptions
-from genrt.questions.rows import row_request
+from genrt.questions.reads import (
+    Prefix,
+    PrefixOptions,
+    WarmUpOptions,
+    candidates_request,
+    host_row,
+    top_request,
+)
+from genrt.questions.rows import Device, must_move, row_request
 from genrt.questions.scores import (
-    batch_score_requests,
     joined,
     row_chunks,
     score_requests,
     text_requests,
 )
-from genrt.questions.token_ids import TokenIds
-from genrt.questions.tops import top_request
 from genrt.runtime.ask import Asker, blocking_chunks, blocking_question, blocking_stream
 from genrt.runtime.cache import RowCache
 from genrt.runtime.concurrency import blocking_twin
@@ -111,8 +113,7 @@ class AsyncLM(EngineOwner):
         self._nonces = nonces_of(seed)
         own = self._limits, self._adapters, self._nonces
         self._texts = Texts(self._thread, *own)
-        self._home = Home(self._thread, self._asker, *own)
-        self._batches = Batches(self._home)
+        self._populations = PopulationRuntime(self._thread, self._asker, *own)
 
     def _of_seed(self, seed: int) -> Self:
         """Return this runtime, equal to itself, with a seed of its own."""
@@ -217,10 +218,10 @@ class AsyncLM(EngineOwner):
         """Draw after each of ``contexts``, in order, as one question; return tensors on the host.
 
         ``masks`` has a mask, or ``None``, for each context: a sequence, or the rows of a bool or packed
-        tensor. With a ``seed``, context ``i`` is drawn with seed ``seed + i``. Contexts that are those of
-        an earlier batch and one token more each go on from it, as a population's do."""
+        tensor. With a ``seed``, context ``i`` is drawn with seed ``seed + i``. A sampler that grows
+        the same contexts step by step is faster as a ``population``."""
         own = contexts, masks, temperature, seed, adapter, timeout
-        return await self._batches.draw(self._ask, *own)
+        return await draw_batch(self._populations, self._ask, *own)
 
     async def token_logprobs(
         self,
@@ -257,9 +258,9 @@ class AsyncLM(EngineOwner):
     ) -> torch.Tensor:
         """Return each token's log-probability in ``continuation``, given those before it: float32
         ``[len(continuation)]`` on the host. vLLM computes the text once; others, a row for each token."""
-        own = self._limits, token_ids, continuation, self._adapters.bound(adapter)
+        own = self._limits, [token_ids], [continuation], self._adapters.bound(adapter)
         requests = score_requests(*own, in_one=self._thread.capabilities.scores)
-        return joined(await self._ask(requests, timeout=timeout), [requests])[0]
+        return joined(await self._ask(requests[0], timeout=timeout), requests)[0]
 
     async def batch_score(
         self,
@@ -271,7 +272,7 @@ class AsyncLM(EngineOwner):
     ) -> list[torch.Tensor]:
         """Return what ``score`` does of each continuation after its context, all as one question."""
         own = self._limits, contexts, continuations, self._adapters.bound(adapter)
-        requests = batch_score_requests(*own, in_one=self._thread.capabilities.scores)
+        requests = score_requests(*own, in_one=self._thread.capabilities.scores)
         return joined(await self._ask([*chain(*requests)], timeout=timeout), requests)
 
     async def prompt_logprobs(
@@ -280,7 +281,7 @@ class AsyncLM(EngineOwner):
         """Return the score of a text's tokens after its first: float32 ``[len(token_ids) - 1]``."""
         own = self._limits, token_ids, self._adapters.bound(adapter)
         requests = text_requests(*own, in_one=self._thread.capabilities.scores)
-        return joined(await self._ask(requests, timeout=timeout), [requests])[0]
+        return joined(await self._ask(requests[0], timeout=timeout), requests)[0]
 
     def prompt_rows(
         self,
@@ -311,7 +312,7 @@ class AsyncLM(EngineOwner):
         together as arrays; nothing is computed yet. Raises InvalidRequest if these are no prompts, or
         ``n`` is missing for one or given for several; UnknownAdapter.
         """
-        return begin(self._home, prompt, n, adapter)
+        return begin(self._populations, prompt, n, adapter)
 
     # -- samples and texts --------------------------------------------------------------------
 

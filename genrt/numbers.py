@@ -18,6 +18,7 @@ __all__ = [
     "check_float",
     "check_int",
     "check_timeout",
+    "displayed",
     "is_truth_value",
     "named",
     "nearest",
@@ -105,6 +106,14 @@ def named(value: object) -> str:
     """Return what a message shows where a name was expected: a str in full, anything else as ``shown``
     does."""
     return repr(value) if isinstance(value, str) else shown(value)
+
+
+def displayed(value: object) -> str:
+    """Return the ``repr`` of a value for a message. Large integers are described instead."""
+    try:
+        return repr(value)
+    except ValueError:  # Python refuses to print integers of over 4,300 digits
+        return shown(value)
 
 
 def nearest(name: object, known: Iterable[str]) -> str:

@@ -21,7 +21,7 @@ from genrt.engines.protocol import Engine, EngineStatistics, Finished
 from genrt.errors import GenrtError
 from genrt.questions.completions import SampleRequest
 from genrt.questions.contexts import Adapter, Limits
-from genrt.questions.population_draws import PopulationDraw
+from genrt.questions.draws import PopulationDraw
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.sequences import Contexts, Sequences

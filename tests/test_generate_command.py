@@ -276,9 +276,7 @@ def test_texts_may_be_an_adapters(folder: Path, capsys: pytest.CaptureFixture[st
     for changed in (["--adapter", str(other)], []):
         capsys.readouterr()
         assert generate(folder, *changed) == 2
-        said = refusal(capsys)
-        assert '"adapter"' in said
-        assert "another adapter" in said or "another model_options" in said
+        assert "another adapter" in refusal(capsys)
     capsys.readouterr()
     assert generate(folder, "--adapter", str(folder / "absent")) == 2
     assert "absent" in refusal(capsys)

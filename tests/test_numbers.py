@@ -23,8 +23,7 @@ from genrt.errors import ContextTooLong, InvalidRequest
 from genrt.lm import AsyncLM
 from genrt.numbers import check_float, check_int, shown
 from genrt.questions.completions import SampleRequest
-from genrt.tokens.parameters import check_parameters
-from genrt.tokens.sampling import GREEDY_BELOW, draw, seeded_uniforms, truncate
+from genrt.tokens.sampling import GREEDY_BELOW, check_parameters, draw, seeded_uniforms, truncate
 
 quick = settings(max_examples=120, deadline=None)
 

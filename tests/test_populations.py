@@ -4,20 +4,16 @@ each sequence would."""
 from __future__ import annotations
 
 import asyncio
-import copy
+import contextlib
 import gc
-import random
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import genrt
 from genrt.engines.exact import ExactEngine, NGram
@@ -25,8 +21,11 @@ from genrt.errors import Closed, ContextTooLong, InvalidRequest, TimedOut, Unkno
 from genrt.lm import AsyncLM
 from genrt.populations import Population
 from tests.apart import drawn_apart, drawn_apart_sync
+from tests.cluster.simulated_populations import KeepingEngine, Seen
+from tests.engines.test_exact import adapter_directory
+from tests.population_walk import EVENTS, Runtime, walk
 from tests.scoring_engine import ScoringEngine
-from tests.test_every_argument import WRONG
+from tests.test_every_argument import wrong_values
 
 SIZE = 7
 MODEL = NGram.random(SIZE, order=2, seed=3, zeros=0.2)
@@ -38,130 +37,86 @@ def lm() -> Iterator[AsyncLM]:
         yield opened
 
 
-def masks_for(chance: random.Random, count: int) -> list[list[int] | None]:
-    return [
-        None if chance.random() < 0.3 else chance.sample(range(SIZE), chance.randint(0, 4))
-        for _ in range(count)
-    ]
+class Broken:
+    """Makes a step of an exact engine fail, or a row of it be not finite, once."""
+
+    def __init__(self, lm: AsyncLM) -> None:
+        self.lm = lm
+
+    @contextlib.contextmanager
+    def __call__(self, how: str) -> Iterator[None]:
+        engine: Any = self.lm._thread.engine
+        with pytest.MonkeyPatch.context() as patch:
+            logits = engine._model.logits
+
+            def fails() -> None:
+                patch.undo()
+                raise RuntimeError("scripted failure")
+
+            def not_finite(*of: Any) -> torch.Tensor:
+                patch.undo()
+                found: torch.Tensor = logits(*of).clone()
+                found[-1] = torch.nan
+                return found
+
+            if how == "fails":
+                patch.setattr(engine, "step", fails)
+            else:
+                patch.setattr(engine._model, "logits", not_finite)
+            yield
 
 
-class AsLists(RuleBasedStateMachine):
-    """Every change, beside the same change of a list of lists; every question, beside the same one about
-    the lists."""
+@contextlib.asynccontextmanager
+async def exact_runtime(kind: str, adapter: Path) -> AsyncIterator[Runtime]:
+    """A runtime over an exact engine: a plain one, one that scores, or one that goes on by number."""
+    seen = Seen()
 
-    @initialize(
-        prompt=st.lists(st.integers(0, SIZE - 1), min_size=1),
-        n=st.integers(0, 6),
-        kind=st.sampled_from([ExactEngine, ScoringEngine]),
-    )
-    def begin(self, prompt: list[int], n: int, kind: type[ExactEngine]) -> None:
-        self.lm = genrt.load(engine=lambda: kind(MODEL, max_model_len=40), cache_bytes=0)
-        self.population = self.lm.population(prompt[:10], n)
-        self.lists = [prompt[:10] for _ in range(n)]
-        self.kept: list[tuple[Population, list[list[int]]]] = []
+    def opened() -> ExactEngine:
+        if kind == "by number":
+            return KeepingEngine(MODEL, seen)
+        return (ScoringEngine if kind == "scores" else ExactEngine)(MODEL, max_model_len=48)
 
-    def teardown(self) -> None:
-        if hasattr(self, "lm"):
-            for population, lists in self.kept:
-                assert [*population] == lists
-            self.lm.close()
+    tables = [MODEL._table, NGram.random(SIZE, order=2, seed=8)._table]
+    with (
+        genrt.load(engine=opened, cache_bytes=0) as lm,
+        genrt.load(
+            MODEL, engine="exact", cache_bytes=0, engine_options={"max_model_len": 48}
+        ) as quiet,
+    ):
+        for each in (lm, quiet):
+            await each.add_adapter("a", adapter)
 
-    @rule(chance=st.randoms(use_true_random=False))
-    def append(self, chance: random.Random) -> None:
-        tokens = [chance.randint(-1, SIZE - 1) for _ in self.lists]
-        made: list[Any] = [list, np.array, torch.tensor]
-        self.population.append(chance.choice(made)(tokens))
-        self.lists = [
-            each if token < 0 else [*each, token]
-            for each, token in zip(self.lists, tokens, strict=True)
-        ]
+        async def update() -> None:
+            tables.reverse()
+            for each in (lm, quiet):
+                await each.update_weights({"table": tables[0]})
 
-    @rule(chance=st.randoms(use_true_random=False))
-    def extend(self, chance: random.Random) -> None:
-        most = chance.choice([1, 3, 20])
-        tokens = [
-            [chance.randrange(SIZE) for _ in range(chance.randint(0, most))] for _ in self.lists
-        ]
-        made: list[Any] = [list, np.array, torch.tensor, tuple]
-        self.population.extend(tokens and [chance.choice(made)(each) for each in tokens])
-        self.lists = [[*each, *more] for each, more in zip(self.lists, tokens, strict=True)]
-
-    @precondition(lambda self: self.lists)
-    @rule(chance=st.randoms(use_true_random=False), count=st.integers(0, 6))
-    def resample(self, chance: random.Random, count: int) -> None:
-        ancestors = [chance.randrange(len(self.lists)) for _ in range(count)]
-        self.population.resample(ancestors)
-        self.lists = [self.lists[ancestor] for ancestor in ancestors]
-
-    @rule(chance=st.randoms(use_true_random=False), same=st.booleans())
-    def cut(self, chance: random.Random, same: bool) -> None:
-        lengths = [chance.randint(1, 12) for _ in self.lists]
-        if same:
-            lengths = [5] * len(lengths)
-        self.population.cut(5 if same else lengths)
-        self.lists = [each[:length] for each, length in zip(self.lists, lengths, strict=True)]
-
-    @rule(chance=st.randoms(use_true_random=False))
-    def split_and_join(self, chance: random.Random) -> None:
-        size = chance.randint(0, len(self.lists))
-        left, right = self.population.split([size, len(self.lists) - size])
-        self.kept.append((left, self.lists[:size]))
-        self.population = right.join(left)
-        self.lists = self.lists[size:] + self.lists[:size]
-
-    @precondition(lambda self: self.lists)
-    @rule(chance=st.randoms(use_true_random=False))
-    def take(self, chance: random.Random) -> None:
-        places = [chance.randrange(len(self.lists)) for _ in range(chance.randint(0, 3))]
-        taken = self.population.take(places)
-        assert [*taken] == [self.lists[place] for place in places]
-        if places:
-            taken.append([0] * len(places))
-        self.kept.append((copy.copy(self.population), self.lists))
-
-    @precondition(lambda self: all(len(each) <= 40 for each in self.lists))
-    @rule(
-        chance=st.randoms(use_true_random=False),
-        seed=st.integers(0, 5),
-        temperature=st.sampled_from([0.0, 0.5, 1.0]),
-    )
-    def draw(self, chance: random.Random, seed: int, temperature: float) -> None:
-        masks, where = (
-            masks_for(chance, len(self.lists)),
-            [chance.random() < 0.7 for _ in self.lists],
+        yield Runtime(
+            lm,
+            quiet,
+            EVENTS,
+            tolerance=1e-5 if kind == "by number" else 0.0,
+            adapters=(None, None, "a"),
+            update=update,
+            breaks=Broken(lm),
         )
-        options: dict[str, Any] = {"masks": masks, "temperature": temperature, "seed": seed}
-        expected = drawn_apart_sync(self.lm, self.lists, **options)
-        for got, wanted in zip(self.population.draw_sync(**options), expected, strict=True):
-            assert torch.equal(got, wanted)
-        some = self.population.draw_sync(**options, where=where)
-        left_out = -1, 0.0, 0.0
-        for got, wanted, otherwise in zip(some, expected, left_out, strict=True):
-            assert torch.equal(got, torch.where(torch.tensor(where).bool(), wanted, otherwise))
-
-    @precondition(lambda self: all(len(each) <= 40 for each in self.lists))
-    @rule(chance=st.randoms(use_true_random=False))
-    def logprobs(self, chance: random.Random) -> None:
-        where = [chance.random() < 0.7 for _ in self.lists]
-        asked = [each for each, is_asked in zip(self.lists, where, strict=True) if is_asked]
-        rows = self.population.logprobs_sync(where=where)
-        assert torch.equal(rows, self.lm.batch_next_token_logprobs_sync(asked))
-
-    @invariant()
-    def says_the_same(self) -> None:
-        if not hasattr(self, "lists"):
-            return
-        population, lists = self.population, self.lists
-        assert len(population) == len(lists)
-        assert [*population] == lists
-        assert population.lengths.tolist() == [len(each) for each in lists]
-        longest = max(map(len, lists), default=0)
-        padded = [each + [-1] * (longest - len(each)) for each in lists]
-        assert population.token_ids.tolist() == padded
+    assert seen.wrong == []
+    assert bool(seen.by_number) == (kind == "by number")
 
 
-TestAsLists = pytest.mark.promise(number=36)(AsLists.TestCase)
-TestAsLists.settings = settings(deadline=None, stateful_step_count=30)
+@pytest.mark.promise(number=36)
+@pytest.mark.parametrize("kind", ["plain", "scores", "by number"])
+@pytest.mark.parametrize(
+    ("seed", "steps"),
+    [(0, 60), (1, 60), *(pytest.param(seed, 300, marks=pytest.mark.proof) for seed in range(2, 9))],
+)
+async def test_each_draw_is_its_own_context_s_whatever_happens(
+    kind: str, seed: int, steps: int, tmp_path: Path
+) -> None:
+    adapter = adapter_directory(tmp_path / "a", NGram.random(SIZE, order=2, seed=9)._table)
+    async with exact_runtime(kind, adapter) as runtime:
+        made = await walk(runtime, seed, steps)
+    assert {*EVENTS, "resample", "cut", "extend", "split", "join", "take"} <= {*made.counts}
 
 
 async def test_equal_sequences_share_a_row_and_a_population_is_one_flush(lm: AsyncLM) -> None:
@@ -250,8 +205,8 @@ async def test_a_blocking_draw_is_gone_on_from_too(lm: AsyncLM) -> None:
         for _ in range(3):
             draws = population.draw_sync(seed=1) if is_blocking else await population.draw(seed=1)
             population.append(draws.token_ids)
-            assert len(population._origins.asked) == 1
-            assert population._origins.go_on(population.lengths.numpy())
+            assert len(population._sequences.origins.handles) == 1
+            assert population._sequences.origins.go_on(population.lengths.numpy())
 
 
 class GivenBack:
@@ -487,7 +442,7 @@ def test_a_wrong_argument_is_refused_and_changes_nothing(
     lm: AsyncLM, method: str, argument: str
 ) -> None:
     raw: list[str] = []
-    for value in WRONG:
+    for value in wrong_values():
         population = lm.population([1, 2], 2)
         given = {**METHODS[method], argument: value}
         try:

@@ -31,13 +31,13 @@ from torch import Tensor
 
 from genrt.cluster.connection import connection
 from genrt.cluster.frames import Frame
-from genrt.cluster.messages import AskedNumbers, Held, dumped, loaded
-from genrt.cluster.serving import Rounds, serve
+from genrt.cluster.messages import AskedNumbers, RemotePopulations, dump_message, load_message
+from genrt.cluster.serving import RoundCounter, serve
 from genrt.cluster.transport import Came, Gone, Pulsed
 from genrt.cluster.worker import with_rows
 from genrt.engines.protocol import Engine
 from genrt.errors import EngineUnsupported
-from genrt.questions.host_rows import moved_rows
+from genrt.questions.rows import moved_rows
 
 __all__ = ["Actors", "ReplicaActor"]
 
@@ -79,7 +79,7 @@ class ActorLink:
 
     def send(self, *message: Any, rows: Sequence[Tensor] = ()) -> None:
         """Have the runtime get a message, and rows of one length beside it."""
-        self._outbox.put((dumped(message), moved_rows(rows).numpy() if rows else None))
+        self._outbox.put((dump_message(message), moved_rows(rows).numpy() if rows else None))
 
     def receive(self, *, wait: bool) -> list[Frame] | None:
         """Return the messages that have come; with ``wait``, once there are any or ``wake`` was called.
@@ -104,7 +104,7 @@ class ReplicaActor:
 
     def __init__(self) -> None:
         self._link = ActorLink()
-        self._rounds = Rounds(self._link)
+        self._rounds = RoundCounter(self._link)
 
     def run(self) -> None:
         """Open the engine, and answer until the runtime is gone."""
@@ -134,7 +134,7 @@ class _Actor:
     life: int
     handle: Any
     run: Any
-    held: Held = field(default_factory=Held)
+    held: RemotePopulations = field(default_factory=RemotePopulations)
     unsent: list[bytes] = field(default_factory=list)
     calls: int = 0
 
@@ -178,7 +178,7 @@ class Actors:
         gpus: int,
         here: int,
     ) -> None:
-        self._opening = dumped(("open", open_engine))
+        self._opening = dump_message(("open", open_engine))
         self._numbers = numbers
         self._ray = connection.join(cluster, here)
         try:
@@ -215,7 +215,7 @@ class Actors:
     def send(self, number: int, message: Sequence[Any]) -> None:
         """Have a message be sent with the next call, which ``wait`` makes."""
         if (actor := self._actors.get(number)) is not None:
-            actor.unsent.append(dumped(message, self._numbers.of, held=actor.held))
+            actor.unsent.append(dump_message(message, self._numbers.of, held=actor.held))
 
     def probe(self, number: int) -> None:
         """Ask for the rounds, by a thread that does nothing else."""
@@ -308,7 +308,7 @@ class Actors:
         self._hear(actor)
         events: list[Came | Pulsed | Gone] = []
         for data, rows in came:
-            message = loaded(data)
+            message = load_message(data)
             if rows is not None:
                 # Ray's memory is not for writing, and is kept as long as any part of it is.
                 message = with_rows(message, torch.from_numpy(rows.copy()))

@@ -17,7 +17,7 @@ from typing import Any
 
 from genrt.errors import EngineNotInstalled, EngineUnsupported
 
-__all__ = ["Connection", "connection"]
+__all__ = ["RayConnection", "connection"]
 
 MOST_ATTEMPTS = 3
 """How often a local Ray is begun, which on a busy machine may not be up within Ray's own bounds."""
@@ -26,7 +26,7 @@ PATIENCE = {"RAY_gcs_server_port_wait_time_s": "60", "RAY_raylet_start_wait_time
 """Ray's bounds on how long its processes may take to begin, as far as it lets us choose, in seconds."""
 
 
-class Connection:
+class RayConnection:
     """Ray's connection of this process, and how many runtimes have it; ``is_local`` if it is to a Ray
     that genrt has begun, which no other host joins."""
 
@@ -71,7 +71,7 @@ class Connection:
                 ray.shutdown()
 
 
-connection = Connection()
+connection = RayConnection()
 
 
 def _connect(ray: Any, cluster: str, gpus: int) -> bool:

@@ -28,8 +28,8 @@ import torch
 
 from genrt.cluster.fleet import Fleet, Replica
 from genrt.cluster.health import ReplicaLimits
-from genrt.cluster.joining import ReplicaPrefixes, ReplicaStreams, summed
-from genrt.cluster.messages import AskedNumbers, flat, loaded
+from genrt.cluster.joining import ReplicaPrefixes, ReplicaStreams, sum_counters
+from genrt.cluster.messages import AskedNumbers, load_message, split_questions
 from genrt.cluster.routing import Router
 from genrt.cluster.transport import Came, Gone, Pulsed, Transport
 from genrt.cluster.weights import ReplicaWeights
@@ -37,13 +37,11 @@ from genrt.cluster.worker import Answers, Facts, Renewal
 from genrt.engines.protocol import EngineStatistics, Finished, ReplicaStatistics
 from genrt.engines.remote.tokenizers import unpacked_tokenizer
 from genrt.errors import Closed, EngineDied, EngineFailed, GenrtError, InvalidRequest
-from genrt.questions.candidates import Candidates
-from genrt.questions.completions import Decoding
+from genrt.questions.completions import Decoding, Streamed, Told
 from genrt.questions.contexts import Adapter
-from genrt.questions.draws import DrawToken
-from genrt.questions.population_draws import PopulationDraw
-from genrt.questions.request import Request, Streamed, Told
-from genrt.questions.tops import TopTokens
+from genrt.questions.draws import DrawToken, PopulationDraw
+from genrt.questions.reads import Candidates, TopTokens
+from genrt.questions.request import Request
 
 __all__ = ["ReplicaEngine"]
 
@@ -183,7 +181,7 @@ class ReplicaEngine:
         return [self._streams.take(each) for each in streamed]
 
     def statistics(self) -> EngineStatistics:
-        return summed([self._past, *self._counted])
+        return sum_counters([self._past, *self._counted])
 
     def replicas(self) -> tuple[ReplicaStatistics, ...]:
         """Return what each replica is and has done; any thread may ask."""
@@ -206,7 +204,7 @@ class ReplicaEngine:
     def vllm_config(self) -> Any:
         """vLLM's configuration of the model; ``None`` if the replicas' engines are others."""
         packed = None if self._facts is None else self._facts.vllm_config
-        return None if packed is None else loaded(packed)
+        return None if packed is None else load_message(packed)
 
     @property
     def is_busy(self) -> bool:
@@ -392,7 +390,7 @@ class ReplicaEngine:
                 self._tickets[request] = self._last
                 self._asked[self._last] = request
             pairs = [(self._tickets[request], request) for request in requests]
-            self._transport.send(number, ("ask", *flat(pairs)))
+            self._transport.send(number, ("ask", *split_questions(pairs)))
             self._stream(self._streams.begun(requests))
 
     def _stream(self, streamed: Sequence[Request]) -> None:
@@ -465,7 +463,7 @@ class ReplicaEngine:
             if replica.number == number and of == life:
                 del self._calls[call]
         counted, self._counted[number] = self._counted[number], EngineStatistics()
-        self._past = summed([self._past, replace(counted, resident=0, kept_tokens=0)])
+        self._past = sum_counters([self._past, replace(counted, resident=0, kept_tokens=0)])
         for end in self.fleet.died(number, life, reason):
             self._end(end)
 

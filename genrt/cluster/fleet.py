@@ -16,11 +16,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from genrt.cluster.health import Health, ReplicaLimits, State
+from genrt.cluster.health import Health, ReplicaLimits, ReplicaState
 from genrt.cluster.routing import Router
 from genrt.engines.protocol import Finished
 from genrt.errors import EngineDied, EngineFailed, GenrtError, NotFinite, OutOfMemory
-from genrt.questions.population_draws import PopulationDraw
+from genrt.questions.draws import PopulationDraw
 from genrt.questions.request import Request
 
 __all__ = ["MOST_MOVES", "Fleet", "Replica"]
@@ -96,7 +96,7 @@ class Fleet:
     @property
     def is_lost(self) -> bool:
         """True if no replica is left, and none comes back."""
-        return all(each.health.state is State.RETIRED for each in self.replicas)
+        return all(each.health.state is ReplicaState.RETIRED for each in self.replicas)
 
     # -- questions ----------------------------------------------------------------------------
 
@@ -119,7 +119,7 @@ class Fleet:
             replica.work[request] = work
             self._at[request] = replica
             if isinstance(request, PopulationDraw):
-                self._router.stays(self._number_of(request.asked), number, len(request))
+                self._router.stays(self._number_of(request.handle), number, len(request))
             sent.setdefault(number, []).append(request)
         return sent
 
@@ -175,7 +175,7 @@ class Fleet:
         found = [
             each
             for each in self.replicas
-            if each.health.state is State.STALE and each.renewing != self.settings
+            if each.health.state is ReplicaState.STALE and each.renewing != self.settings
         ]
         for each in found:
             each.renewing = self.settings
@@ -245,7 +245,7 @@ class Fleet:
 
     def to_kill(self) -> list[Replica]:
         """Return the replicas that have been silent, failing, or at one thing for too long."""
-        return [each for each in self.replicas if each.health.state is State.DEAD]
+        return [each for each in self.replicas if each.health.state is ReplicaState.DEAD]
 
     def to_probe(self) -> list[Replica]:
         """Return the replicas to be probed now; those that have not answered the last probe are a step
@@ -287,7 +287,7 @@ class Fleet:
     def _has_usable(self) -> bool:
         """Return whether anybody may be asked, and have the router know who."""
         if self._usable is None:
-            healthy = [r.number for r in self.replicas if r.health.state is State.HEALTHY]
+            healthy = [r.number for r in self.replicas if r.health.state is ReplicaState.HEALTHY]
             self._usable = frozenset(healthy or [each.number for each in self.serving])
             if self._usable:
                 self._router.use(self._usable)

@@ -21,14 +21,14 @@ from typing import Any
 import torch
 
 from genrt.cluster.frames import Frames, Outgoing, received
-from genrt.cluster.messages import Flat, dumped, loaded, unflattened
+from genrt.cluster.messages import Flat, dump_message, load_message, unflattened
 from genrt.engines import open_engine
 from genrt.engines.protocol import EngineStatistics
-from genrt.engines.vllm.rank import Rank, leave, of_first
+from genrt.engines.vllm.rank import Rank, broadcast_from_rank0, leave_ranks
 from genrt.engines.weights import TensorsIn
 from genrt.errors import GenrtError
-from genrt.questions.origins import Asked
-from genrt.questions.population_draws import PopulationDraw
+from genrt.questions.draws import PopulationDraw
+from genrt.questions.sequences import SequenceHandle
 
 __all__ = ["Follower", "Progress", "die_with", "main", "progress_of"]
 
@@ -64,7 +64,7 @@ class Follower:
         self._engine, self._answer = engine, answer
         self._draws: dict[int, PopulationDraw] = {}  # in progress, by the numbers of what they ask
         self._numbers: dict[PopulationDraw, int] = {}
-        self.asked: dict[int, Asked] = {}
+        self.asked: dict[int, SequenceHandle] = {}
 
     def take(self, kind: str, *arguments: Any) -> None:
         """Do what a message says. Raises RuntimeError if the ranks have parted."""
@@ -94,7 +94,7 @@ class Follower:
     def _take_speculate(self, request_ids: list[str]) -> None:
         """Run a step with the tokens that rank 0 has drawn, on its device."""
         tokens = torch.empty(len(request_ids), dtype=torch.float64, device=self._engine.device)
-        self._engine.speculate(request_ids, tokens, share=of_first)
+        self._engine.speculate(request_ids, tokens, share=broadcast_from_rank0)
 
     def _take_settle(self, population: PopulationDraw) -> None:
         self._engine.settle(population)
@@ -140,22 +140,22 @@ def main(port: int, parent: int, receiver: int) -> None:
     follower: Follower | None = None
 
     def answer(*message: Any) -> None:
-        Outgoing(dumped(message)).send_to([link])
+        Outgoing(dump_message(message)).send_to([link])
 
     try:
         while (came := received(link, frames)) is not None:
             for each in came:
                 if follower is None:
-                    number, store, model, options, residency = loaded(each.data)
+                    number, store, model, options, residency = load_message(each.data)
                     rank = Rank(number, store)
                     engine = open_engine("vllm", model, options, residency=residency, rank=rank)
                     follower = Follower(engine, answer)
                     answer("done")
                     continue
-                kind, *arguments = loaded(each.data, follower.asked, each.arrays)
+                kind, *arguments = load_message(each.data, follower.asked, each.arrays)
                 if kind == "close":
                     engine.close()
-                    leave()
+                    leave_ranks()
                     return
                 follower.take(kind, *arguments)
     except BrokenPipeError:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from genrt.cluster.memory import Array, Kept, Memory
+from genrt.cluster.memory import Array, Memory, ReceivedPieces
 
 __all__ = ["Frame", "Frames", "Outgoing", "received"]
 
@@ -101,7 +101,7 @@ class Frames:
     def __init__(self, receiver: int = 0) -> None:
         self._data = bytearray()
         self._files: deque[int] = deque()
-        self._kept = Kept(receiver)
+        self._kept = ReceivedPieces(receiver)
 
     def add(self, data: bytes, files: Sequence[int] = ()) -> list[Frame]:
         """Take what has come; return the frames that are whole."""

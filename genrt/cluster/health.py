@@ -24,10 +24,10 @@ from enum import Enum
 
 from genrt.numbers import check_float, check_int
 
-__all__ = ["Health", "ReplicaLimits", "State"]
+__all__ = ["Health", "ReplicaLimits", "ReplicaState"]
 
 
-class State(Enum):
+class ReplicaState(Enum):
     """The states of a replica."""
 
     RESTARTING = "restarting"
@@ -83,7 +83,7 @@ class Health:
         self, limits: ReplicaLimits, now: float = 0.0, changed: Callable[[], object] = lambda: None
     ) -> None:
         self._changed = changed
-        self._state = State.RESTARTING
+        self._state = ReplicaState.RESTARTING
         self.restarts = 0
         self.settings = -1  # which settings it has: weights and adapters
         self._limits = limits
@@ -95,12 +95,12 @@ class Health:
         self._served = now  # until when the budget was filled up
 
     @property
-    def state(self) -> State:
+    def state(self) -> ReplicaState:
         """The state, which says what it may be asked for."""
         return self._state
 
     @state.setter
-    def state(self, state: State) -> None:
+    def state(self, state: ReplicaState) -> None:
         if state is not self._state:
             self._state = state
             self._changed()
@@ -108,22 +108,22 @@ class Health:
     @property
     def serves(self) -> bool:
         """True if it may be asked."""
-        return self.state in (State.HEALTHY, State.SUSPECT)
+        return self.state in (ReplicaState.HEALTHY, ReplicaState.SUSPECT)
 
     @property
     def lives(self) -> bool:
         """True if there is a process, or one is being started."""
-        return self.state not in (State.DEAD, State.RETIRED)
+        return self.state not in (ReplicaState.DEAD, ReplicaState.RETIRED)
 
     @property
     def is_open(self) -> bool:
         """True if its engine is open."""
-        return self.lives and self.state is not State.RESTARTING
+        return self.lives and self.state is not ReplicaState.RESTARTING
 
     def opened(self, now: float) -> None:
         """Note that its engine is open: it lacks weights and adapters still."""
-        if self.state is State.RESTARTING:
-            self.state = State.STALE
+        if self.state is ReplicaState.RESTARTING:
+            self.state = ReplicaState.STALE
             self._since = now
 
     def renewed(self, settings: int, current: int, now: float) -> None:
@@ -133,22 +133,22 @@ class Health:
         self.settings, self._since = settings, now
         if settings == current:
             if not self.serves:
-                self.state, self._served, self._worked = State.HEALTHY, now, now
+                self.state, self._served, self._worked = ReplicaState.HEALTHY, now, now
         else:
-            self.state = State.STALE
+            self.state = ReplicaState.STALE
 
     def outdated(self, now: float) -> None:
         """Note that there are new settings."""
         if self.serves:
-            self.state, self._since = State.STALE, now
+            self.state, self._since = ReplicaState.STALE, now
 
     def probed(self) -> None:
         """Note that it is probed once more, before it has answered the last probe."""
         self._silent += 1
         if self._silent >= self._limits.most_silent:
             self.died()
-        elif self.state is State.HEALTHY:
-            self.state = State.SUSPECT
+        elif self.state is ReplicaState.HEALTHY:
+            self.state = ReplicaState.SUSPECT
 
     def answered_probe(self) -> None:
         """Note that it has answered a probe."""
@@ -169,8 +169,8 @@ class Health:
         self._failures += 1
         if self._failures >= self._limits.most_failures:
             self.died()
-        elif self.state is State.HEALTHY:
-            self.state = State.SUSPECT
+        elif self.state is ReplicaState.HEALTHY:
+            self.state = ReplicaState.SUSPECT
 
     def tick(self, now: float, *, busy: bool) -> None:
         """Let time pass; ``busy`` is a replica that has something to answer."""
@@ -187,33 +187,33 @@ class Health:
     def died(self) -> None:
         """Note its death, by itself or because it is given up."""
         if self.lives:
-            self.state = State.DEAD
+            self.state = ReplicaState.DEAD
 
     def restart(self, now: float) -> bool:
         """Return whether a dead replica is started again; it is retired otherwise."""
-        if self.state is not State.DEAD:
+        if self.state is not ReplicaState.DEAD:
             return False
         if self._budget < 1.0:
-            self.state = State.RETIRED
+            self.state = ReplicaState.RETIRED
             return False
         self._budget -= 1.0
         self.restarts += 1
-        self.state, self.settings = State.RESTARTING, -1
+        self.state, self.settings = ReplicaState.RESTARTING, -1
         self._silent = self._failures = 0
         self._since = self._worked = now
         return True
 
     def put_off(self) -> bool:
         """Give up an opening, which does not count as a restart then; return whether there was one."""
-        if is_opening := self.state is State.RESTARTING:
+        if is_opening := self.state is ReplicaState.RESTARTING:
             self._budget += 1.0
             self.restarts -= 1
             self.died()
         return is_opening
 
     def _recover(self) -> None:
-        if self.state is State.SUSPECT and not self._silent and not self._failures:
-            self.state = State.HEALTHY
+        if self.state is ReplicaState.SUSPECT and not self._silent and not self._failures:
+            self.state = ReplicaState.HEALTHY
 
     def __repr__(self) -> str:
         return f"Health({self.state.value}, settings {self.settings}, {self.restarts} restarts)"

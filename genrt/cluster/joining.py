@@ -8,12 +8,11 @@ from dataclasses import fields, replace
 from typing import Any
 
 from genrt.engines.protocol import EngineStatistics, Finished
-from genrt.questions.completions import Delta
-from genrt.questions.native import NativeRequest
-from genrt.questions.request import Request, Streamed, Told
+from genrt.questions.completions import Delta, NativeRequest, Streamed, Told
+from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
 
-__all__ = ["ReplicaPrefixes", "ReplicaStreams", "joined", "summed"]
+__all__ = ["ReplicaPrefixes", "ReplicaStreams", "join_stream_parts", "sum_counters"]
 
 
 class ReplicaPrefixes:
@@ -61,7 +60,7 @@ class ReplicaStreams:
 
     def take(self, streamed: Streamed) -> Told | None:
         """Return what has come since the last call; ``None`` if that is nothing."""
-        told = joined(self._came.get(streamed))
+        told = join_stream_parts(self._came.get(streamed))
         if told is not None and isinstance(streamed, NativeRequest):
             streamed.asked.tell(told)  # a replica that begins it anew goes on from there
         return told
@@ -77,7 +76,7 @@ class ReplicaStreams:
     def end(self, end: Finished) -> Finished:
         """Forget a stream that has ended; return its end, with what was not asked for in front of the
         rest."""
-        told: Any = joined(self._came.pop(end.request, None))
+        told: Any = join_stream_parts(self._came.pop(end.request, None))
         if told is None or end.error is not None or not isinstance(end.request, NativeRequest):
             return end
         rest: Any = end.result
@@ -89,7 +88,7 @@ class ReplicaStreams:
             self._came.pop(each, None)
 
 
-def summed(several: Sequence[EngineStatistics]) -> EngineStatistics:
+def sum_counters(several: Sequence[EngineStatistics]) -> EngineStatistics:
     """Return the counters of several engines as those of one."""
     sums = {
         field.name: sum(getattr(each, field.name) for each in several)
@@ -98,7 +97,7 @@ def summed(several: Sequence[EngineStatistics]) -> EngineStatistics:
     return EngineStatistics(**sums)
 
 
-def joined(told: deque[Told] | None) -> Told | None:
+def join_stream_parts(told: deque[Told] | None) -> Told | None:
     """Return all that a stream has been told, as one part, and forget it."""
     if not told:
         return None

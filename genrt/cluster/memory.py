@@ -26,9 +26,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from genrt.questions.host_rows import move_rows
+from genrt.questions.rows import move_rows
 
-__all__ = ["Array", "Kept", "Memory", "Place"]
+__all__ = ["Array", "Memory", "Place", "ReceivedPieces"]
 
 ALIGNMENT = 64
 """Where arrays begin: at multiples of it."""
@@ -148,7 +148,7 @@ class Memory:
         return count >= LEAST_KEPT and (count >= MOST_PIECES or nbytes + more > MOST_KEPT)
 
 
-class Kept:
+class ReceivedPieces:
     """The pieces that have come to one receiver, by number."""
 
     def __init__(self, receiver: int = 0) -> None:
@@ -166,12 +166,12 @@ class Kept:
         """Return the arrays of a piece in place; it is free once they are gone."""
         memory, starts = self._pieces[number], _starts(sizes)
         whole = np.frombuffer(memory, np.uint8)
-        left = weakref.finalize(whole, _leave, memory, self._receiver, os.getpid())
+        left = weakref.finalize(whole, _release, memory, self._receiver, os.getpid())
         left.atexit = False
         ends = zip(starts, sizes, strict=False)
         return [whole[start : start + size].data for start, size in ends]
 
 
-def _leave(memory: mmap.mmap, receiver: int, process: int) -> None:
+def _release(memory: mmap.mmap, receiver: int, process: int) -> None:
     if os.getpid() == process:  # a forked child has the same memory, and its own arrays
         memory[receiver] = 0

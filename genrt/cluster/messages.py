@@ -6,7 +6,7 @@ has started, over sockets of which nobody else holds an end. Nothing from a file
 Rules:
     A context's hash is made anew at the other end: every process hashes bytes in its own way.
     Questions of populations, which stand for their sequences, travel as numbers; each end has a table.
-    Sequences that go on from some that the other end holds travel as their last tokens; see ``Held``.
+    Sequences whose beginning the other end holds travel as their last tokens: ``RemotePopulations``.
     Rows, and other arrays of any size, travel beside the bytes where these are frames; see ``frames.py``.
 """
 
@@ -30,16 +30,23 @@ from torch import Tensor
 
 from genrt.cluster.frames import Outgoing
 from genrt.cluster.memory import Array, Memory
-from genrt.questions.draws import DrawToken
-from genrt.questions.origins import Asked, Origins
-from genrt.questions.population_draws import PopulationDraw
+from genrt.questions.draws import DrawToken, PopulationDraw
 from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest
-from genrt.questions.sequences import Contexts
+from genrt.questions.sequences import Contexts, Origins, SequenceHandle
 
-__all__ = ["AskedNumbers", "Flat", "Held", "dumped", "flat", "loaded", "outgoing", "unflattened"]
+__all__ = [
+    "AskedNumbers",
+    "Flat",
+    "RemotePopulations",
+    "dump_message",
+    "load_message",
+    "outgoing",
+    "split_questions",
+    "unflattened",
+]
 
 MOST_HELD = 2**28
 """How many bytes of sequences the other end of a connection holds at most."""
@@ -57,7 +64,7 @@ class AskedNumbers:
 
     def __init__(self) -> None:
         self.gone: deque[int] = deque()
-        self._numbers: dict[weakref.ref[Asked], int] = {}
+        self._numbers: dict[weakref.ref[SequenceHandle], int] = {}
         self._last = 0
 
     def of(self, asked: Any) -> int:
@@ -69,34 +76,34 @@ class AskedNumbers:
             number = self._numbers[known] = self._last
         return number
 
-    def _forget(self, asked: weakref.ref[Asked]) -> None:
+    def _forget(self, asked: weakref.ref[SequenceHandle]) -> None:
         self.gone.append(self._numbers.pop(asked))
 
 
-class Held:
+class RemotePopulations:
     """The populations' questions whose sequences the other end of a connection holds until it is told to
     forget them: those that go on from others, as what goes on once often does so again."""
 
     def __init__(self) -> None:
-        self._nbytes: WeakKeyDictionary[Asked, int] = WeakKeyDictionary()
+        self._nbytes: WeakKeyDictionary[SequenceHandle, int] = WeakKeyDictionary()
 
     def sent(self, draw: PopulationDraw) -> tuple[bool, bool]:
         """Return whether the sequences of a question can travel as their last tokens, and whether the
         other end is to hold them from now on."""
         if (origins := draw.origins) is None:
             return False, False
-        is_known = all(each in self._nbytes for each in origins.asked)
-        more = 0 if draw.asked in self._nbytes else draw.contexts.nbytes
+        is_known = all(each in self._nbytes for each in origins.handles)
+        more = 0 if draw.handle in self._nbytes else draw.contexts.nbytes
         if is_held := sum(self._nbytes.values()) + more <= MOST_HELD:
-            self._nbytes[draw.asked] = draw.contexts.nbytes
+            self._nbytes[draw.handle] = draw.contexts.nbytes
         return is_known, is_held
 
 
-def dumped(
+def dump_message(
     value: object,
-    numbers: Callable[[Asked], int] | None = None,
+    numbers: Callable[[SequenceHandle], int] | None = None,
     apart: list[Array] | None = None,
-    held: Held | None = None,
+    held: RemotePopulations | None = None,
 ) -> bytes:
     """Return a value as bytes; ``numbers`` gives those of populations' questions. Large arrays are added
     to ``apart``, where there is one, in place of being copied. What was dumped with the same ``held`` has
@@ -106,7 +113,10 @@ def dumped(
     pickler.dispatch_table = copyreg.dispatch_table.copy() | _TABLE
     pickler.dispatch_table[PopulationDraw] = lambda draw: _taken_apart(draw, held)
     if numbers is not None:
-        pickler.dispatch_table[Asked] = lambda asked: (_asked, (numbers(asked), asked.count))
+        pickler.dispatch_table[SequenceHandle] = lambda asked: (
+            _question_reference,
+            (numbers(asked), asked.count),
+        )
     pickler.dump(value)
     return out.getvalue()
 
@@ -114,24 +124,24 @@ def dumped(
 def outgoing(
     value: object,
     memory: Memory,
-    numbers: Callable[[Asked], int] | None = None,
-    held: Held | None = None,
+    numbers: Callable[[SequenceHandle], int] | None = None,
+    held: RemotePopulations | None = None,
     rows: Sequence[Tensor] = (),
 ) -> Outgoing:
     """Return a value as a frame to be sent, with its large arrays beside it, and rows of one length as
-    the last of these; else as ``dumped``."""
+    the last of these; else as ``dump_message``."""
     arrays: list[Array] = []
-    data = dumped(value, numbers, arrays, held)
+    data = dump_message(value, numbers, arrays, held)
     return Outgoing(data, arrays, memory, rows)
 
 
-def loaded(
+def load_message(
     data: bytes | memoryview,
-    asked: dict[int, Asked] | None = None,
+    asked: dict[int, SequenceHandle] | None = None,
     apart: Sequence[memoryview] = (),
 ) -> Any:
-    """Return the value that ``dumped`` has made of; ``asked`` has the questions of populations that came
-    before, and gets those that are new. Arrays that were apart have the memory that is given here."""
+    """Return the value that ``dump_message`` wrote. ``asked`` has the earlier questions of
+    populations, and gets the new ones. Arrays outside the bytes have the memory of ``apart``."""
     return _Loading(io.BytesIO(data), {} if asked is None else asked, apart).load()
 
 
@@ -152,51 +162,51 @@ def _taking(apart: list[Array] | None) -> Callable[[pickle.PickleBuffer], bool] 
 
 class _Loading(pickle.Unpickler):
     def __init__(
-        self, data: io.BytesIO, asked: dict[int, Asked], apart: Sequence[memoryview]
+        self, data: io.BytesIO, asked: dict[int, SequenceHandle], apart: Sequence[memoryview]
     ) -> None:
         super().__init__(data, buffers=apart)
         self._asked = asked
 
     def find_class(self, module: str, name: str) -> Any:
-        if name == _asked.__name__ and module == __name__:
+        if name == _question_reference.__name__ and module == __name__:
             # No method: this would have itself in its memo, and with it what it has loaded.
-            return partial(_known, self._asked)
+            return partial(_check_known, self._asked)
         return super().find_class(module, name)
 
 
-def _known(asked: dict[int, Asked], number: int, count: int) -> Asked:
+def _check_known(asked: dict[int, SequenceHandle], number: int, count: int) -> SequenceHandle:
     if number not in asked:
-        asked[number] = Asked(count)
+        asked[number] = SequenceHandle(count)
     return asked[number]
 
 
-def _asked(number: int, count: int) -> Asked:
+def _question_reference(number: int, count: int) -> SequenceHandle:
     """Raise NotImplementedError: this names a population's question in bytes, for ``_Loading``."""
     raise NotImplementedError
 
 
-def _row(packed: bytes, adapter: Any, version: int) -> LogprobsRequest:
+def _restore_row(packed: bytes, adapter: Any, version: int) -> LogprobsRequest:
     return LogprobsRequest(packed=packed, adapter=adapter, weights_version=version)
 
 
-def _taken_apart(draw: PopulationDraw, held: Held | None) -> tuple[Any, ...]:
+def _taken_apart(draw: PopulationDraw, held: RemotePopulations | None) -> tuple[Any, ...]:
     is_known, is_held = (False, False) if held is None else held.sent(draw)
     contexts = draw.contexts.last_tokens.astype(np.uint32) if is_known else draw.contexts
     more = draw.adapter, draw.masks, draw.temperature, draw.seeds, draw.origins
-    return _population, (draw.asked, is_held, contexts, *more, draw.weights_version)
+    return _population, (draw.handle, is_held, contexts, *more, draw.weights_version)
 
 
 def _population(
-    asked: Asked, is_held: bool, given: Contexts | np.ndarray, *more: Any
+    asked: SequenceHandle, is_held: bool, given: Contexts | np.ndarray, *more: Any
 ) -> PopulationDraw:
     if isinstance(given, np.ndarray):
         origins: Origins = more[4]
-        before = [cast("Contexts", each.contexts) for each in origins.asked]
+        before = [cast("Contexts", each.contexts) for each in origins.handles]
         given = Contexts.grown(before, origins.numbers, given)
     if is_held:  # others than these would keep the memory in which they came
         asked.contexts = given = given.kept()
     draw = PopulationDraw(given, *more)
-    object.__setattr__(draw, "asked", asked)
+    object.__setattr__(draw, "handle", asked)
     return draw
 
 
@@ -204,12 +214,12 @@ def _contexts(table: np.ndarray, lengths: np.ndarray) -> Contexts:
     return Contexts(table, np.arange(len(lengths)), lengths)
 
 
-def _tensor(numbers: np.ndarray) -> Tensor:
+def _restore_tensor(numbers: np.ndarray) -> Tensor:
     # What was read from bytes cannot be written to, and belongs to nobody else.
     return torch.from_numpy(numbers if numbers.flags.writeable else numbers.copy())
 
 
-def _needed(contexts: Contexts) -> tuple[Any, ...]:
+def _required_arrays(contexts: Contexts) -> tuple[Any, ...]:
     table, longest = contexts.table, int(contexts.lengths.max(initial=0))
     if table.shape[1] > longest or not np.array_equal(contexts.places, np.arange(len(table))):
         table = table[contexts.places, :longest]
@@ -217,14 +227,14 @@ def _needed(contexts: Contexts) -> tuple[Any, ...]:
 
 
 _TABLE: dict[type, Callable[[Any], Any]] = {
-    LogprobsRequest: lambda row: (_row, (row.packed, row.adapter, row.weights_version)),
+    LogprobsRequest: lambda row: (_restore_row, (row.packed, row.adapter, row.weights_version)),
     ReadRequest: lambda read: (ReadRequest, (read.row, read.wanted)),
     ScoreRequest: lambda score: (
         ScoreRequest,
         tuple(getattr(score, each.name) for each in fields(ScoreRequest) if each.init),
     ),
-    Contexts: _needed,
-    Tensor: lambda tensor: (_tensor, (tensor.detach().cpu().numpy(),)),
+    Contexts: _required_arrays,
+    Tensor: lambda tensor: (_restore_tensor, (tensor.detach().cpu().numpy(),)),
 }
 
 
@@ -238,7 +248,7 @@ class Flat(NamedTuple):
     masks: Sequence[int] = ()
 
 
-def flat(asked: Sequence[tuple[int, Request]]) -> tuple[Flat, Flat, list[Any]]:
+def split_questions(asked: Sequence[tuple[int, Request]]) -> tuple[Flat, Flat, list[Any]]:
     """Return tickets and questions as rows, draws and all others."""
     rows: list[Any] = []
     contexts: list[bytes] = []
@@ -270,17 +280,17 @@ def _one_after_the_other(parts: Sequence[bytes]) -> bytes | np.ndarray:
 
 
 def unflattened(rows: Flat, draws: Flat, others: Sequence[Any]) -> list[tuple[int, Request]]:
-    """Return the tickets and questions that ``flat`` has taken apart."""
+    """Return the tickets and questions that ``split_questions`` has taken apart."""
     asked: list[tuple[int, Request]] = []
     data, at = memoryview(rows.data), 0
     for ticket, length, *of_row in rows.values:
-        asked.append((ticket, _row(bytes(data[at : at + length]), *of_row)))
+        asked.append((ticket, _restore_row(bytes(data[at : at + length]), *of_row)))
         at += length
     data, at = memoryview(draws.data), 0
     starts = accumulate(draws.masks, initial=len(data) - sum(draws.masks))
     masks = [bytes(data[at : at + n]) for at, n in zip(starts, draws.masks, strict=False)]
     for ticket, length, adapter, version, mask, *of_draw in draws.values:
-        row = _row(bytes(data[at : at + length]), adapter, version)
+        row = _restore_row(bytes(data[at : at + length]), adapter, version)
         at += length
         wanted = DrawToken(None if mask < 0 else masks[mask], *of_draw)
         asked.append((ticket, ReadRequest(row, wanted)))

@@ -23,7 +23,13 @@ import torch
 
 from genrt.cluster.frames import Frame, Frames, Outgoing, received
 from genrt.cluster.memory import Memory
-from genrt.cluster.messages import AskedNumbers, Held, dumped, loaded, outgoing
+from genrt.cluster.messages import (
+    AskedNumbers,
+    RemotePopulations,
+    dump_message,
+    load_message,
+    outgoing,
+)
 from genrt.cluster.serving import PULSE
 from genrt.cluster.transport import Came, Gone, Pulsed
 from genrt.cluster.worker import with_rows
@@ -52,7 +58,7 @@ class _Process:
     pulse: socket.socket
     frames: Frames = field(default_factory=Frames)
     memory: Memory = field(default_factory=Memory)
-    held: Held = field(default_factory=Held)
+    held: RemotePopulations = field(default_factory=RemotePopulations)
     unsent: deque[Outgoing] = field(default_factory=deque)
 
     def flush(self) -> None:
@@ -84,7 +90,7 @@ class Processes:
         numbers: AskedNumbers,
         environments: Sequence[Mapping[str, str]] = (),
     ) -> None:
-        self._opening = dumped(("open", open_engine))
+        self._opening = dump_message(("open", open_engine))
         self._numbers = numbers
         self._environments = environments
         self._processes: dict[int, _Process] = {}
@@ -219,7 +225,7 @@ class Processes:
                 frames = received(process.port, process.frames)
                 if frames is None:
                     break
-                came += [Came(number, life, _message(each)) for each in frames]
+                came += [Came(number, life, _decode_frame(each)) for each in frames]
         except BlockingIOError:
             return came
         except OSError:
@@ -252,9 +258,9 @@ class Processes:
             end.close()
 
 
-def _message(frame: Frame) -> Sequence[Any]:
+def _decode_frame(frame: Frame) -> Sequence[Any]:
     """Return the message of a frame, with its rows."""
-    message: Sequence[Any] = loaded(frame.data, None, frame.arrays)
+    message: Sequence[Any] = load_message(frame.data, None, frame.arrays)
     if message[0] != "answers" or not (count := message[1].rows):
         return message
     rows = torch.frombuffer(frame.arrays[-1], dtype=torch.float32)

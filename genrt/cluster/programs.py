@@ -18,17 +18,54 @@ import pickle
 import traceback
 from collections.abc import Awaitable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from genrt.errors import InvalidRequest
 from genrt.numbers import check_timeout, shown
-from genrt.questions.programs import ProgramRequest
+from genrt.questions.request import Request
 from genrt.runtime.ask import within
 
-__all__ = ["Outcome", "outcome_of", "packed", "packed_outcome", "run_program", "unpacked"]
+__all__ = [
+    "Outcome",
+    "ProgramRequest",
+    "packed_outcome",
+    "pickle_program",
+    "program_outcome",
+    "run_program",
+    "unpickle_program",
+]
 
 RUNTIME = "the runtime"
 """What stands for the runtime in bytes."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class ProgramRequest(Request):
+    """A program for a replica to run. The answer is its outcome, packed too. No two requests are equal.
+
+    Attributes:
+        packed: the program.
+        runtime: makes the runtime that the program asks: ``AsyncLM``.
+        seed: of an inference, or of a function's questions without a seed.
+    """
+
+    packed: bytes
+    runtime: Any
+    seed: int
+    weights_version: int = 0
+    token_ids: ClassVar[tuple[int, ...]] = ()
+    adapter: ClassVar[None] = None
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.packed)
+
+    def bound_to(self, adapter: object) -> ProgramRequest:
+        """Return the same program, which binds each of its questions itself."""
+        return self
+
+    def __repr__(self) -> str:
+        return f"ProgramRequest({len(self.packed)} bytes, seed={self.seed})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +95,18 @@ async def run_program(lm: Any, work: object, seed: int, timeout: float | None) -
     seconds = check_timeout(timeout)
     await lm._ask(())  # which a closed runtime refuses
     if not getattr(lm._thread.engine, "runs_programs", False):
-        own = outcome_of(work, lm._of_seed(seed), seed)
+        own = program_outcome(work, lm._of_seed(seed), seed)
         return (await (own if seconds is None else within(seconds, own))).result()
     try:
-        request = ProgramRequest(packed(work, lm), type(lm), seed)
+        request = ProgramRequest(pickle_program(work, lm), type(lm), seed)
     except Exception as error:
         raise InvalidRequest(
-            f"the program cannot be sent to a replica: {type(error).__name__}: {error}. {_advice()}"
+            f"the program cannot be sent to a replica: {type(error).__name__}: {error}. "
+            f"{_pickling_advice()}"
         ) from error
     [data] = await lm._ask((request,), timeout=timeout)
     try:
-        outcome: Outcome = unpacked(data, lm)
+        outcome: Outcome = unpickle_program(data, lm)
     except Exception as error:
         raise InvalidRequest(
             f"what the program returned cannot be read here: {type(error).__name__}: {error}"
@@ -76,7 +114,7 @@ async def run_program(lm: Any, work: object, seed: int, timeout: float | None) -
     return outcome.result()
 
 
-async def outcome_of(work: Any, lm: Any, seed: int) -> Outcome:
+async def program_outcome(work: Any, lm: Any, seed: int) -> Outcome:
     """Run a program over this runtime. Cancelling it, or what ends a process, is raised."""
     try:
         run = getattr(work, "run", None)
@@ -94,7 +132,7 @@ async def _awaited(running: Awaitable[Any]) -> Any:
     return await running
 
 
-def packed(value: object, lm: Any) -> bytes:
+def pickle_program(value: object, lm: Any) -> bytes:
     """Return a value as bytes, with a mark for this runtime. Raises whatever pickling it raises."""
 
     class Packing(_pickler()):  # type: ignore[misc]
@@ -106,8 +144,8 @@ def packed(value: object, lm: Any) -> bytes:
     return out.getvalue()
 
 
-def unpacked(data: bytes, lm: Any) -> Any:
-    """Return the value that ``packed`` has made of, with this runtime in it."""
+def unpickle_program(data: bytes, lm: Any) -> Any:
+    """Return the value that ``pickle_program`` has made of, with this runtime in it."""
 
     class Unpacking(pickle.Unpickler):
         def persistent_load(self, mark: object) -> Any:
@@ -121,16 +159,16 @@ def packed_outcome(outcome: Outcome, lm: Any) -> bytes:
     error = outcome.error
     where = "" if error is None else "".join(traceback.format_exception(error))
     try:
-        data = packed(Outcome(outcome.value, error, where), lm)
+        data = pickle_program(Outcome(outcome.value, error, where), lm)
         if error is not None:
-            unpacked(data, lm)  # which some errors cannot be
+            unpickle_program(data, lm)  # which some errors cannot be
     except Exception as failed:
         what = "returned" if error is None else "raised"
         refused = InvalidRequest(
             f"the program {what} {shown(outcome.value if error is None else error)}, which cannot be "
             f"sent back from its replica: {type(failed).__name__}: {failed}"
         )
-        data = packed(Outcome(None, refused, where), lm)
+        data = pickle_program(Outcome(None, refused, where), lm)
     return data
 
 
@@ -143,7 +181,7 @@ def _pickler() -> Any:
     return cloudpickle.Pickler
 
 
-def _advice() -> str:
+def _pickling_advice() -> str:
     if _pickler() is pickle.Pickler:
         return "Install cloudpickle, or give a function of a module, with arguments that can be pickled"
     return "Give a function, with what it uses, that can be pickled"

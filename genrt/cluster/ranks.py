@@ -29,19 +29,26 @@ import torch
 from genrt.cluster.follower import progress_of
 from genrt.cluster.frames import Frames, Outgoing, received
 from genrt.cluster.memory import Memory
-from genrt.cluster.messages import AskedNumbers, Held, dumped, flat, loaded, outgoing
+from genrt.cluster.messages import (
+    AskedNumbers,
+    RemotePopulations,
+    dump_message,
+    load_message,
+    outgoing,
+    split_questions,
+)
 from genrt.engines import open_engine
 from genrt.engines.folders import Folder
 from genrt.engines.protocol import EngineStatistics, Finished
-from genrt.engines.vllm.rank import LAUNCHED, Rank, Share, leave, of_first
+from genrt.engines.vllm.rank import LAUNCHED, Rank, Share, broadcast_from_rank0, leave_ranks
 from genrt.engines.weights import Layout, SleepingPart, TensorsIn
 from genrt.errors import EngineDied, EngineUnsupported, GenrtError
-from genrt.questions.completions import Decoding
+from genrt.questions.completions import Decoding, Streamed, Told
 from genrt.questions.contexts import Adapter
-from genrt.questions.origins import Asked
-from genrt.questions.population_draws import PopulationDraw
-from genrt.questions.request import Request, Streamed, Told
+from genrt.questions.draws import PopulationDraw
+from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
+from genrt.questions.sequences import SequenceHandle
 
 __all__ = ["RANKED", "RankedEngine", "are_launched", "open_ranked", "with_ranks"]
 
@@ -129,7 +136,7 @@ class Ranks:
 
     def __init__(self, count: int, lost: Callable[[str], object] | None = None) -> None:
         self._lost = lost or _end_process
-        self._numbers, self._held = AskedNumbers(), Held()
+        self._numbers, self._held = AskedNumbers(), RemotePopulations()
         self._is_closed = False
         self._folder = Folder("ranks")
         # vLLM names shared memory by the file.
@@ -163,7 +170,7 @@ class Ranks:
         """Have each open its engine, in which it waits for the others."""
         for number, (link, _, _) in enumerate(self._links, 1):
             message = number, self.store, model, options, residency
-            Outgoing(dumped(message)).send_to([link])
+            Outgoing(dump_message(message)).send_to([link])
 
     def unname(self) -> None:
         """Take away the names of the memory that the ranks share on a CPU, once all have it: it goes with
@@ -178,12 +185,12 @@ class Ranks:
         told = outgoing(message, self._memory, self._numbers.of, self._held)
         try:
             if gone:
-                Outgoing(dumped(("forget", gone))).send_to(links)
+                Outgoing(dump_message(("forget", gone))).send_to(links)
             told.send_to(links)
         except OSError as error:
             raise EngineDied(f"a rank is gone: {error}") from error
 
-    def number_of(self, asked: Asked) -> int:
+    def number_of(self, asked: SequenceHandle) -> int:
         """Return the number by which they know a population's question."""
         return self._numbers.of(asked)
 
@@ -205,7 +212,7 @@ class Ranks:
     def _answer(self, number: int, link: socket.socket, frames: Frames) -> Any:
         while (came := received(link, frames)) is not None:
             for each in came:
-                return loaded(each.data)
+                return load_message(each.data)
         raise EngineDied(f"rank {number} is gone")
 
     def part(self) -> None:
@@ -269,7 +276,7 @@ class RankedEngine:
         return bool(self._engine.scores)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        rows, draws, others = flat([(0, each) for each in requests])
+        rows, draws, others = split_questions([(0, each) for each in requests])
         self._ranks.tell("submit", rows, draws, others)
         # In the order in which the others find them.
         are_rows = [type(each) is LogprobsRequest for each in requests]
@@ -288,7 +295,7 @@ class RankedEngine:
     def cancel(self, requests: Sequence[Request]) -> None:
         others = [each for each in requests if not isinstance(each, PopulationDraw)]
         draws = [
-            self._ranks.number_of(each.asked)
+            self._ranks.number_of(each.handle)
             for each in requests
             if isinstance(each, PopulationDraw)
         ]
@@ -296,21 +303,21 @@ class RankedEngine:
         self._engine.cancel(requests)
 
     def go_on(self, population: PopulationDraw) -> bool:
-        self._ranks.tell("go_on", self._ranks.number_of(population.asked), population)
+        self._ranks.tell("go_on", self._ranks.number_of(population.handle), population)
         return bool(self._engine.go_on(population))
 
     def settle(self, population: PopulationDraw) -> None:
         self._ranks.tell("settle", population)
         self._engine.settle(population)
 
-    def release(self, asked: Sequence[Asked]) -> None:
+    def release(self, asked: Sequence[SequenceHandle]) -> None:
         self._ranks.tell("release", [self._ranks.number_of(each) for each in asked])
         self._engine.release(asked)
 
     def expect(self, rows: Sequence[LogprobsRequest], token_ids: torch.Tensor) -> None:
         def told(request_ids: list[str]) -> Share:
             self._ranks.tell("speculate", request_ids)
-            return of_first
+            return broadcast_from_rank0
 
         self._engine.expect(rows, token_ids.contiguous(), told)
 
@@ -341,7 +348,7 @@ class RankedEngine:
             self._is_closed = True
             self._ranks.part()  # they close with this one: what they share may be waited for
             self._engine.close()
-            leave()
+            leave_ranks()
             self._ranks.close()
 
     def _agree(self, name: str, *arguments: Any) -> Any:

@@ -19,10 +19,10 @@ from collections import OrderedDict
 from collections.abc import Sequence, Set
 
 from genrt.cluster.loads import Loads
+from genrt.cluster.programs import ProgramRequest
 from genrt.questions.completions import CompletionRequest, SampleRequest
 from genrt.questions.contexts import TOKEN_BYTES
-from genrt.questions.population_draws import PopulationDraw
-from genrt.questions.programs import ProgramRequest
+from genrt.questions.draws import PopulationDraw
 from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest

@@ -22,19 +22,22 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from genrt.cluster.joining import joined
-from genrt.cluster.programs import Outcome, outcome_of, packed_outcome, unpacked
+from genrt.cluster.joining import join_stream_parts
+from genrt.cluster.programs import (
+    Outcome,
+    ProgramRequest,
+    packed_outcome,
+    program_outcome,
+    unpickle_program,
+)
 from genrt.engines.protocol import EngineStatistics, Finished, ReplicaStatistics
 from genrt.errors import EngineFailed, EngineUnsupported, NotFinite, OutOfMemory
-from genrt.questions.candidates import Candidates
-from genrt.questions.completions import Decoding
+from genrt.questions.completions import Decoding, Streamed, Told
 from genrt.questions.contexts import Adapter
-from genrt.questions.draws import DrawToken
-from genrt.questions.origins import Asked
-from genrt.questions.population_draws import PopulationDraw
-from genrt.questions.programs import ProgramRequest
-from genrt.questions.request import Request, Streamed, Told
-from genrt.questions.tops import TopTokens
+from genrt.questions.draws import DrawToken, PopulationDraw
+from genrt.questions.reads import Candidates, TopTokens
+from genrt.questions.request import Request
+from genrt.questions.sequences import SequenceHandle
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.cache import RowCache
 from genrt.runtime.concurrency import aside
@@ -132,7 +135,7 @@ class SharedEngine:
         if new:
             self._streams |= {each: deque() for each in new}
             self._other.post(partial(self._other.stream, new, self))
-        return [joined(self._streams.get(each)) for each in streamed]
+        return [join_stream_parts(self._streams.get(each)) for each in streamed]
 
     def go_on(self, population: PopulationDraw) -> bool:
         """Return False: the other thread finds the sequences."""
@@ -141,7 +144,7 @@ class SharedEngine:
     def settle(self, population: PopulationDraw) -> None:
         """Do nothing: draws of populations are the other thread's."""
 
-    def release(self, asked: Sequence[Asked]) -> None:
+    def release(self, asked: Sequence[SequenceHandle]) -> None:
         """Have the other thread forget sequences."""
         self._other.post(lambda: self._other.answering.give_back(asked))
 
@@ -230,8 +233,8 @@ class Programs:
     async def _run(self, request: ProgramRequest) -> tuple[bytes | None, EngineFailed | None]:
         lm = await self._runtime_for(request)
         try:
-            work = await aside(partial(unpacked, request.packed, lm))
-            outcome = await outcome_of(work, lm._of_seed(request.seed), request.seed)
+            work = await aside(partial(unpickle_program, request.packed, lm))
+            outcome = await program_outcome(work, lm._of_seed(request.seed), request.seed)
         except BaseException as error:  # of the program's own, and no end of this process
             outcome = Outcome(error=error)
         failed = outcome.error

@@ -24,12 +24,12 @@ from torch import Tensor
 from genrt.cluster.follower import die_with
 from genrt.cluster.frames import Frame, Frames, received
 from genrt.cluster.memory import Memory
-from genrt.cluster.messages import loaded, outgoing
+from genrt.cluster.messages import load_message, outgoing
 from genrt.cluster.worker import Worker
 from genrt.engines.protocol import survived
 from genrt.errors import GenrtError
 
-__all__ = ["PULSE", "Link", "Rounds", "main", "serve"]
+__all__ = ["PULSE", "Link", "RoundCounter", "main", "serve"]
 
 PULSE = struct.Struct("<Q")
 """A probe is one byte; the answer is how many rounds the engine's thread has gone."""
@@ -80,7 +80,7 @@ class Link(Protocol):
         Return ``None`` once the runtime is gone."""
 
 
-class Rounds:
+class RoundCounter:
     """How many rounds a replica's engine has gone, for whoever answers probes."""
 
     def __init__(self, link: Link) -> None:
@@ -103,13 +103,13 @@ def main(port: int, pulses: int, parent: int) -> None:
     die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's interrupt is the runtime's
     link = _Socket(socket.socket(fileno=port))
-    pulse, rounds = socket.socket(fileno=pulses), Rounds(link)
+    pulse, rounds = socket.socket(fileno=pulses), RoundCounter(link)
     threading.Thread(target=_answer_probes, args=(pulse, rounds), daemon=True).start()
     if not serve(link, rounds):
         sys.exit(1)
 
 
-def serve(link: Link, rounds: Rounds) -> bool:
+def serve(link: Link, rounds: RoundCounter) -> bool:
     """Open the engine that the first message says how to, and answer until the runtime is gone; return
     whether that is why it ended."""
     try:
@@ -123,13 +123,13 @@ def serve(link: Link, rounds: Rounds) -> bool:
     return True
 
 
-def _serve(link: Link, rounds: Rounds) -> None:
+def _serve(link: Link, rounds: RoundCounter) -> None:
     waiting: list[Frame] | None = []
     while not waiting:
         waiting = link.receive(wait=True)
         if waiting is None:
             return
-    [_, open_engine] = loaded(waiting.pop(0).data)
+    [_, open_engine] = load_message(waiting.pop(0).data)
     try:
         worker = Worker(open_engine(), link.send, link.wake)
     except Exception as error:
@@ -140,12 +140,12 @@ def _serve(link: Link, rounds: Rounds) -> None:
     with contextlib.closing(worker):
         while waiting is not None:
             for each in waiting:
-                worker.take(*loaded(each.data, worker.asked, each.arrays))
+                worker.take(*load_message(each.data, worker.asked, each.arrays))
             worker.turn()
             waiting = link.receive(wait=not worker.is_busy)
 
 
-def _answer_probes(pulse: socket.socket, rounds: Rounds) -> None:
+def _answer_probes(pulse: socket.socket, rounds: RoundCounter) -> None:
     """Answer probes until the runtime is gone; then so is this process, whatever it is at."""
     while pulse.recv(1):
         with contextlib.suppress(BrokenPipeError):

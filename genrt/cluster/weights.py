@@ -14,10 +14,10 @@ from typing import Any, Protocol, cast
 
 from genrt.engines.weights import (
     SLEEPING_PARTS,
-    Copying,
     KeptWeights,
     Layout,
     NamedTensors,
+    SavedWeights,
     SleepingPart,
 )
 from genrt.errors import EngineFailed, EngineUnsupported
@@ -70,7 +70,7 @@ class ReplicaWeights:
         self.asleep: frozenset[SleepingPart] = frozenset()
         self._engine = engine
         self._kept = KeptWeights()
-        self._coming: Copying | None = None
+        self._coming: SavedWeights | None = None
 
     def layout(self) -> Layout:
         """Return what one of the replicas' engines has."""
@@ -98,7 +98,7 @@ class ReplicaWeights:
             return
         coming, self._coming = self._coming, None
         self.version += 1
-        self.files = tuple(map(str, sorted(coming.directory.iterdir())))
+        self.files = tuple(map(str, coming.files()))
         self._engine.renew()
         self._kept.replace(self.version, coming)
 

@@ -18,7 +18,8 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from genrt.cluster.messages import Flat, dumped, unflattened
+from genrt.cluster.messages import Flat, dump_message, unflattened
+from genrt.cluster.programs import ProgramRequest
 from genrt.cluster.running import Programs, SharedEngine
 from genrt.engines.protocol import (
     Engine,
@@ -30,12 +31,11 @@ from genrt.engines.protocol import (
 from genrt.engines.remote.tokenizers import packed_tokenizer
 from genrt.engines.weights import Sleeping, SleepingPart, TensorsIn, weights_of
 from genrt.errors import EngineDied, EngineFailed, GenrtError, UnknownAdapter
-from genrt.questions.completions import CompletionRequest
+from genrt.questions.completions import CompletionRequest, Streamed
 from genrt.questions.contexts import Adapter
-from genrt.questions.origins import Asked
-from genrt.questions.programs import ProgramRequest
-from genrt.questions.request import Request, Streamed
+from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
+from genrt.questions.sequences import SequenceHandle
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.cache import RowCache
 
@@ -130,7 +130,7 @@ class Worker:
         self._adapters: dict[Adapter, None] = {}
         self._prefixes: dict[LogprobsRequest, None] = {}
         self._weights = 0
-        self.asked: dict[int, Asked] = {}
+        self.asked: dict[int, SequenceHandle] = {}
         self.rounds = 0
 
     @property
@@ -145,6 +145,7 @@ class Worker:
 
     def facts(self) -> Facts:
         """Return what the runtime has to know of the engine."""
+        has = self.answering.capabilities
         engine, refused = self.answering.engine, "it has no memory of a device to give back"
         weights = getattr(engine, "weights", None)
         if isinstance(weights, Sleeping):
@@ -159,8 +160,8 @@ class Worker:
             engine.max_batch_size,
             packed_tokenizer(engine.tokenizer),
             refused or None,
-            self.answering.capabilities.scores,
-            dumped(self.answering.full.vllm_config)
+            has.scores,
+            dump_message(self.answering.full.vllm_config)
             if self.answering.capabilities.serves_vllm
             else None,
         )
@@ -401,7 +402,7 @@ class Worker:
             for asker in askers:
                 if isinstance(asker, SharedEngine):
                     self._streams.pop((asker, end.request), None)  # type: ignore[arg-type]
-                    asker.take(_own(end))
+                    asker.take(_copied_end(end))
             result = end.result
             if tickets and isinstance(result, Tensor) and result.device.type != "cpu":
                 self._moved_bytes += result.nbytes
@@ -427,7 +428,7 @@ class Worker:
         self._send("answers", answers, rows=rows)
 
 
-def _own(end: Finished) -> Finished:
+def _copied_end(end: Finished) -> Finished:
     """Return an end whose row stays as it is, whatever the engine does next."""
     result = end.result
     return replace(end, result=result.clone()) if isinstance(result, Tensor) else end

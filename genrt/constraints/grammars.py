@@ -39,11 +39,11 @@ def regex(pattern: str, lm: AsyncLM) -> MaskedConstraint:
     r"""Return the constraint of the texts that ``pattern`` matches from their first to their last
     character.
 
-    The dialect is the part of the Rust crate ``regex`` that Python's ``re`` reads alike;
-    docs/guide/structures.md lists it: classes, ``\d \w \s`` and ``\p{..}`` over Unicode,
-    repetition, alternation, groups, the flags ``i``, ``s`` and ``x``. ``^`` and ``$`` may stand at
-    the ends of an alternative; laziness (``*?``) is without effect. Look-around, ``\b``,
-    back-references and all that has several readings are refused.
+    The dialect is a part of Python's ``re``; docs/guide/structures.md lists it: classes,
+    ``\d \w \s`` and ``\p{..}`` over Unicode, repetition, alternation, groups, the flags ``i``,
+    ``s`` and ``x``. ``^`` and ``$`` may stand at the ends of an alternative; laziness
+    (``*?``) is without effect. Look-around, ``\b``, back-references and all that
+    has several readings are refused.
 
     The first constraint over an ``lm`` also reads its vocabulary, about 0.1 s for 50,000 tokens.
 

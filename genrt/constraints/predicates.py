@@ -13,6 +13,7 @@ import numpy as np
 from genrt.constraints.protocols import Constraint, check_count
 from genrt.constraints.tokens import PackedState, tokens_of
 from genrt.errors import InvalidConstraint, InvalidRequest
+from genrt.numbers import displayed
 from genrt.runtime.concurrency import ConcurrentCalls
 from genrt.structures.tokens import Tokens, Words
 from genrt.tokens.texts import Predicate, Text
@@ -42,10 +43,12 @@ def predicate(
             token.
     """
     if not callable(function):
-        raise InvalidConstraint(f"the predicate is {function!r}: give a function of a Text")
+        raise InvalidConstraint(
+            f"the predicate is {displayed(function)}: give a function of a Text"
+        )
     check_count("max_concurrent", max_concurrent)
     if name is not None and not isinstance(name, str):
-        raise InvalidConstraint(f"the predicate's name is {name!r}: give it as str")
+        raise InvalidConstraint(f"the predicate's name is {displayed(name)}: give it as str")
     name = name or str(getattr(function, "__qualname__", None) or repr(function))
     return _Predicate(function, tokens_of(lm), name, max_concurrent)
 

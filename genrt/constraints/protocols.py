@@ -8,6 +8,7 @@ from typing import Protocol, TypeAlias, TypeGuard, runtime_checkable
 from torch import Tensor
 
 from genrt.errors import InvalidConstraint
+from genrt.numbers import displayed
 
 
 @runtime_checkable
@@ -101,10 +102,11 @@ class MaskedConstraint(Protocol):
 
 def checked_constraint(constraint: Constraint) -> Constraint:
     """Return the constraint. Raises InvalidConstraint if it is another kind of object."""
-    if isinstance(constraint, type) or not isinstance(constraint, Constraint):
+    is_constraint = isinstance(constraint, Constraint) and callable(constraint.start)
+    if isinstance(constraint, type) or not is_constraint:
         raise InvalidConstraint(
-            f"{constraint!r} is no constraint: give what regex, json_schema, predicate and the like "
-            "return, or an object with a method start"
+            f"{displayed(constraint)} is no constraint: give what regex, json_schema, predicate "
+            "and the like return, or an object with a method start"
         )
     return constraint
 
@@ -112,4 +114,4 @@ def checked_constraint(constraint: Constraint) -> Constraint:
 def check_count(name: str, value: object) -> None:
     """Raise InvalidConstraint unless an argument is an integer of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InvalidConstraint(f"{name} is {value!r}: give an integer of at least 1")
+        raise InvalidConstraint(f"{name} is {displayed(value)}: give an integer of at least 1")

@@ -13,6 +13,7 @@ import numpy as np
 from genrt.constraints.protocols import MaskedConstraint
 from genrt.constraints.tokens import PackedState, tokens_of
 from genrt.errors import InvalidConstraint
+from genrt.numbers import displayed
 from genrt.structures.tokens import Tokens, Words, packed
 
 if TYPE_CHECKING:
@@ -30,8 +31,9 @@ def strings(texts: Iterable[str], lm: AsyncLM) -> MaskedConstraint:
         InvalidConstraint: there are no texts, one is not a str or has lone surrogates, or there is no
             end token.
     """
-    if isinstance(texts, str | bytes) or not isinstance(texts, Iterable):
-        raise InvalidConstraint(f"the texts are {texts!r}: give a list of str")
+    is_one = isinstance(texts, str | bytes) or getattr(texts, "ndim", 1) == 0
+    if is_one or not isinstance(texts, Iterable):
+        raise InvalidConstraint(f"the texts are {displayed(texts)}: give a list of str")
     encoded = sorted({_utf8(text) for text in texts})
     if not encoded:
         raise InvalidConstraint("there are no texts: give at least one, '' for the empty text")
@@ -40,11 +42,13 @@ def strings(texts: Iterable[str], lm: AsyncLM) -> MaskedConstraint:
 
 def _utf8(text: str) -> bytes:
     if not isinstance(text, str):
-        raise InvalidConstraint(f"one of the texts is {text!r}: give each as str")
+        raise InvalidConstraint(f"one of the texts is {displayed(text)}: give each as str")
     try:
         return text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidConstraint(f"the text {text!r} holds a lone surrogate: remove it") from error
+        raise InvalidConstraint(
+            f"the text {displayed(text)} holds a lone surrogate: remove it"
+        ) from error
 
 
 class _Strings:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from genrt.constraints.protocols import State
 from genrt.errors import InvalidConstraint
+from genrt.numbers import displayed
 from genrt.structures.tokens import Tokens, Words, packed, unpacked
 from genrt.tokens.vocabulary import checked_token_id
 
@@ -25,7 +26,9 @@ def tokens_of(lm: AsyncLM) -> Tokens:
         InvalidConstraint: not a runtime, or its tokenizer has no end token.
     """
     if not (hasattr(lm, "tokenizer") and hasattr(lm, "byte_vocab")):
-        raise InvalidConstraint(f"the lm is {lm!r}: give a runtime, as genrt.load returns it")
+        raise InvalidConstraint(
+            f"the lm is {displayed(lm)}: give a runtime, as genrt.load returns it"
+        )
     tokens = _tokens.get(lm)
     if tokens is None:
         tokens = _tokens.setdefault(lm, Tokens.read(lm.tokenizer, lm.byte_vocab))

@@ -1,4 +1,4 @@
-"""Engines by name: one a file, opened here."""
+"""Opens engines by name."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ def check_choice(name: object, model: object, options: dict[str, Any]) -> None:
     Raises:
         InvalidRequest: no engine has this name, or it does not take this model or these options.
     """
-    if name not in ENGINES:
+    if not isinstance(name, str) or name not in ENGINES:
+        from genrt.numbers import displayed
+
         known = ", ".join(map(repr, ENGINES))
-        raise InvalidRequest(f"engine must be one of {known}, or a function, got {name!r}")
+        raise InvalidRequest(f"engine must be one of {known}, or a function, got {displayed(name)}")
     if name == "exact":
         from genrt.engines.exact import NGram
 
@@ -56,14 +58,15 @@ def open_engine(
     residency: bool = True,
     rank: Rank | None = None,
 ) -> Engine:
-    """Open engine ``name`` over a checkpoint's directory or name, or for the exact engine an NGram.
+    """Open an engine for a checkpoint's directory or name; the exact engine also takes an NGram.
 
-    ``reserve_bytes`` of the device's memory are left for the row cache; ``residency`` is vLLM's alone,
-    and so is a ``rank``, whose engine it is to be.
+    Args:
+        reserve_bytes: the bytes of device memory that stay free for the row cache.
+        residency, rank: for vLLM alone, see ``open_vllm``.
 
     Raises:
         EngineNotInstalled: the engine's packages are missing; the message names the extra.
-        GenrtError: whatever else the engine's own opening raises.
+        GenrtError: the engine could not be opened.
     """
     if name == "exact":
         from genrt.engines.exact import ExactEngine, NGram
@@ -74,13 +77,13 @@ def open_engine(
         from genrt.engines.transformers import open_transformers
 
         return open_transformers(model, options=options)
-    from genrt.engines.process import process_kept
+    from genrt.engines.vllm.process import process_kept
 
     with process_kept():
         logger = logging.getLogger("vllm")
         if logger.level == logging.NOTSET:
-            # vLLM sets its level when it is opened, and logs before that, when it is imported.
-            with contextlib.suppress(ValueError):  # vLLM says itself which levels there are
+            # vLLM sets its level when it is opened, but logs already when it is imported.
+            with contextlib.suppress(ValueError):  # vLLM reports unknown levels itself
                 logger.setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "ERROR").upper())
         try:
             from genrt.engines.vllm.opening import open_vllm

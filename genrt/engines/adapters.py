@@ -1,9 +1,9 @@
-"""Which directories may be loaded as LoRA adapters, and a runtime's own copies of those that are.
+"""Checks directories of LoRA adapters and keeps a runtime's copies of loaded ones.
 
 Rules:
-    Safetensors and JSON are copied and loaded, nothing that can run code.
-    An adapter is what its files were when it was added. Every engine of the runtime loads the copies, the
-    one after a restart too, whatever has become of the directory.
+    Only safetensors and JSON files are copied and loaded, because other formats can run code.
+    Every engine of the runtime, also after a restart, loads the copies, so later changes of the directory
+    have no effect.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ _PICKLED = frozenset({".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"})
 
 
 class Adapters:
-    """The adapters that a runtime has loaded, and those that it lost at a restart.
-
-    The copies go when an adapter is forgotten, and all that is left with this object or the process."""
+    """The adapters of a runtime, and the adapters that it lost at a restart. All copies are removed with
+    this object or with the process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -41,15 +40,15 @@ class Adapters:
         return adapter in self._copies
 
     def __iter__(self) -> Iterator[tuple[Adapter, Path]]:
-        """Yield each with the directory of its copy, in the order in which they were added."""
+        """Yield each adapter with the directory of its copy, in order of addition."""
         return iter(list(self._copies.items()))
 
     def copied(self, path: Path) -> Path:
-        """Copy an adapter's files; return the directory of the copies. One that this has returned is
-        returned again. For any thread: it takes a while.
+        """Copy an adapter's files and return the directory of the copies; return such a directory as it
+        is. Safe from any thread.
 
         Raises:
-            InvalidAdapter: they cannot be copied.
+            InvalidAdapter: the files cannot be copied.
         """
         if path.parent == self._root:
             return path
@@ -69,7 +68,7 @@ class Adapters:
         return copy
 
     def keep(self, adapter: Adapter, copy: Path) -> None:
-        """Keep an adapter's copy until it is forgotten."""
+        """Record the copy of a loaded adapter."""
         self._copies[adapter] = copy
 
     def forget(self, adapter: Adapter) -> None:
@@ -79,8 +78,7 @@ class Adapters:
             drop_copy(copy)
 
     def lose(self, adapter: Adapter, reason: Exception) -> GenrtError:
-        """Forget an adapter that another engine does not take; return the error for requests that
-        name it."""
+        """Forget an adapter that a new engine refused; return the error for requests with it."""
         self.forget(adapter)
         lost = UnknownAdapter(
             f"adapter {adapter.name!r} was lost when the engine was restarted: load it again with "
@@ -92,7 +90,7 @@ class Adapters:
 
 
 def adapter_bytes(path: Path) -> int:
-    """Return how many bytes an adapter's files have. Raises InvalidAdapter if they cannot be read."""
+    """Return the size of an adapter's files. Raises InvalidAdapter if they cannot be read."""
     try:
         return sum(file.stat().st_size for file in _files(path))
     except OSError as error:
@@ -100,13 +98,12 @@ def adapter_bytes(path: Path) -> int:
 
 
 def drop_copy(copy: Path) -> None:
-    """Remove a directory that ``Adapters.copied`` has made."""
+    """Remove a directory that ``Adapters.copied`` returned."""
     shutil.rmtree(copy, ignore_errors=True)
 
 
 def _files(path: Path) -> list[Path]:
-    """Return the files of an adapter in a directory: its weights, and the JSON beside them. Weights of
-    other things that lie there are not the adapter's."""
+    """Return the adapter's weights and the JSON files in a directory, without other weights."""
     return [
         file
         for file in path.iterdir()
@@ -115,14 +112,13 @@ def _files(path: Path) -> list[Path]:
 
 
 def check_adapter_directory(path: Path) -> dict[str, Any]:
-    """Return an adapter's configuration; refuse a directory that no engine should open. Every engine
-    calls this before it reads an adapter.
+    """Return an adapter's configuration. Every engine calls this before it reads an adapter.
 
-    A pickled file beside the safetensors one is left unread and does no harm.
+    Pickled files beside the safetensors file are not read.
 
     Raises:
-        InvalidAdapter: there is no such directory; its configuration is missing or is no JSON object;
-            its weights are missing or only there as a pickle.
+        InvalidAdapter: there is no such directory; its configuration is missing or not a JSON object; its
+            weights are missing or only pickled.
     """
     if not path.is_dir():
         raise InvalidAdapter(

@@ -1,11 +1,13 @@
-"""Temporary folders of this process, and the end of those that dead processes have left.
+"""Makes temporary folders of this process and removes the folders of dead processes.
 
-A folder's name has its owner: the host, the process and when that began. Its owner holds its lock.
+A folder's name contains its owner: the host, the process id and the start time of the process. The owner
+holds the folder's lock.
 
 Rules:
-    A folder goes with its object, or with the process. A forked child removes none of its parent's.
-    A folder is swept if its owner is dead, of this host, and its lock is free. Other hosts, and other
-    containers of this host, may share the folder of temporary files; their processes are not seen here.
+    A folder is removed with its object or with the process. A forked child removes no folder of its
+    parent.
+    A folder is swept if its owner was a process of this host and is dead, and the lock is free. The lock
+    protects folders of containers that share the directory and the host's name.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from types import TracebackType
 __all__ = ["Folder", "sweep"]
 
 MOST_SWEPT = 64
-"""How many folders are removed at once, so that whoever opens an engine does not wait for long."""
+"""The most folders that one sweep removes, because callers wait for it."""
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -32,8 +34,8 @@ class Folder:
     """A temporary folder.
 
     Args:
-        kind: the word in its name for what is in it.
-        holder: the object with which it goes, instead of this one.
+        kind: a word for its content, which becomes part of the name.
+        holder: the object with which it is removed, in place of this one.
 
     Raises:
         OSError: there is no room.
@@ -46,12 +48,12 @@ class Folder:
             f"genrt-{kind}-{_owner(os.getpid())}-{new.name.removeprefix('genrt-')}"
         )
         lock = _locked(new)
-        new.rename(self.path)  # once it is locked: it may be swept under this name
+        new.rename(self.path)  # after locking, because a sweep finds this name
         holder = self if holder is None else holder
         self._finalizer = weakref.finalize(holder, _remove, self.path, lock, os.getpid())
 
     def close(self) -> None:
-        """Remove it, with all that is in it. Idempotent."""
+        """Remove the folder and its content. Idempotent."""
         self._finalizer()
 
     def __enter__(self) -> Path:
@@ -67,7 +69,7 @@ class Folder:
 
 
 def sweep() -> None:
-    """Remove the folders of this user that dead processes of this host have left; never raise."""
+    """Remove this user's folders of dead processes of this host; never raise."""
     own = re.escape(_host())
     name = re.compile(rf"genrt-[a-z]+-({own}-(\d+)-\d+)-\w+")
     swept = 0
@@ -88,7 +90,7 @@ def _is_ours(entry: os.DirEntry[str]) -> bool:
 
 
 def _locked(path: Path) -> int | None:
-    """Return the lock of a folder; ``None`` if another has it, or the file system has no locks."""
+    """Lock a folder; return ``None`` if it is locked already or the file system has no locks."""
     lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -104,9 +106,8 @@ def _swept(path: Path) -> bool:
         if (lock := _locked(path)) is not None:
             shutil.rmtree(path, ignore_errors=True)
             os.close(lock)
-            for each in SHARED_MEMORY.glob(
-                f"{path.name}*"
-            ):  # vLLM names it by a file of the ranks'
+            # vLLM names shared memory after a file of the ranks.
+            for each in SHARED_MEMORY.glob(f"{path.name}*"):
                 each.unlink(missing_ok=True)
             return True
     return False
@@ -117,17 +118,17 @@ def _host() -> str:
 
 
 def _owner(process: int) -> str:
-    """Return the name of a process of this host while it lives: no other one has it, before or after."""
+    """Return a name that only this process of this host ever has; a dead process has another one."""
     began = ""
     with contextlib.suppress(OSError):
-        # Behind the program's name, which may have anything in it.
+        # The fields follow the program's name, which may contain spaces and parentheses.
         state, *fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         began = "" if state in "ZX" else fields[18]
     return f"{_host()}-{process}-{began}"
 
 
 def _remove(path: Path, lock: int | None, process: int) -> None:
-    """Remove the folder, but not in a forked child: it is the parent's."""
+    """Remove the folder, unless this is a forked child of its owner."""
     if os.getpid() == process:
         shutil.rmtree(path, ignore_errors=True)
         if lock is not None:

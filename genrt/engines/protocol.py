@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from genrt.errors import EngineDied, EngineFailed, GenrtError, InvalidRequest, OutOfMemory
-from genrt.questions.completions import Decoding
+from genrt.questions.completions import Decoding, Streamed, Told
 from genrt.questions.contexts import Adapter
-from genrt.questions.origins import Asked
-from genrt.questions.population_draws import PopulationDraw
-from genrt.questions.request import Request, Result, Streamed, Told
+from genrt.questions.draws import PopulationDraw
+from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
+from genrt.questions.sequences import SequenceHandle
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -216,7 +216,7 @@ class FullEngine(Engine, Protocol):
         """Remember the sequences of a population whose rows were asked for one by one, so that others go
         on from them. Do not raise."""
 
-    def release(self, asked: Sequence[Asked]) -> None:
+    def release(self, asked: Sequence[SequenceHandle]) -> None:
         """Forget these sequences, and free the memory that only they hold. Do not raise."""
 
     # Texts.

@@ -1,16 +1,17 @@
-"""Which sequences are resident, and which of them a new context can start from.
+"""Indexes the resident sequences of an engine, to find one that a new context can start from.
 
-Pure bookkeeping: an engine tells which sequence became resident, was extended or went, each by the id of
-the request that keeps it, and asks for the sequence that a context can start from.
+A sequence is known by the id of the request that holds it. Contexts are packed, as in
+``LogprobsRequest``. There are two look-ups:
 
-There are two look-ups. The sequence whose whole context is the given one less its last token (the step of
-a sampler) is found by the hash of its context, its *digest*. Any other is found by the chained hashes of
-its context in pieces of ``PIECE`` tokens (a fork, an edit, a backtrack). The contexts found are compared
-as a whole, so equal hashes do no harm. Contexts are packed, as in ``LogprobsRequest``. Both indexes are
-brought up to date when they are asked: sequences that only grow, and are guessed, cost nothing. Nor are
-contexts read before that, where they are *put later*: those of a population, which is found by number.
-And a sequence is cut no further than a piece behind what it shares with contexts that are asked about:
-256 rows of one text have some 4,000 pieces, for all of which the next question would wait.
+- A context that extends a sequence by one token, as in sampling, finds it by the hash of the sequence's
+  whole context, its *digest*.
+- Any other context, as after a fork, an edit or a backtrack, finds the sequence with the longest common
+  prefix by chained hashes of pieces of ``PIECE`` tokens.
+
+Found contexts are compared in full, so hash collisions are harmless. The indexes are updated by look-ups
+alone, so sequences that only grow and are guessed cost nothing. The contexts of populations, which are
+found by number, are read by look-ups too (*put later*). A sequence is hashed only one piece beyond its
+common prefix with looked-up contexts: 256 rows of one text have about 4,000 pieces.
 """
 
 from __future__ import annotations
@@ -24,11 +25,10 @@ from genrt.questions.contexts import TOKEN_BYTES, Adapter
 __all__ = ["Packed", "Residents"]
 
 Packed: TypeAlias = Callable[[int], bytes]
-"""Returns the context of the sequence with this number."""
+"""Returns the context of a sequence by number."""
 
 PIECE = 16
-"""How many tokens are hashed together: a look-up costs a dictionary access for each piece, and a prefix
-that is shorter than one is not shared."""
+"""The number of tokens that are hashed together. Shorter common prefixes are not found."""
 
 PIECE_BYTES = PIECE * TOKEN_BYTES
 
@@ -39,7 +39,7 @@ class _Resident:
     adapter: Adapter | None
     context: bytes
     digest: int | None = None
-    # The hash of the adapter, and of all up to the end of each piece that the context is cut into so far.
+    # The hash of the adapter, then a chained hash for each piece that has been hashed so far.
     pieces: list[int] = field(default_factory=list)
 
 
@@ -51,13 +51,13 @@ class Residents:
         self._by_digest: dict[int, dict[str, None]] = {}
         self._by_piece: dict[int, dict[str, None]] = {}
         self._without_digest: dict[str, None] = {}
-        # Those whose contexts have another piece, by the last that they are cut into.
+        # Sequences with unhashed pieces, by their last hashed piece.
         self._uncut: dict[int, dict[str, None]] = {}
-        # Those put later, with their adapter, whose contexts are and which of these is theirs.
+        # Sequences that are put later: the adapter, the contexts and the number among these.
         self._later: dict[str, tuple[Adapter | None, Packed, int]] = {}
 
     def __len__(self) -> int:
-        # A copy, made at once: other threads count while the engine's changes this.
+        # Copy atomically, because other threads count while the engine's thread changes this.
         return len(self._by_id) + sum(each not in self._by_id for each in [*self._later])
 
     def __contains__(self, request_id: str) -> bool:
@@ -66,10 +66,9 @@ class Residents:
     def put_later(
         self, numbers: Mapping[str, int], adapter: Adapter | None, contexts: Packed
     ) -> None:
-        """Record that sequences are resident, each with a number, and that number ``i`` has the context
-        ``contexts(i)``, which is asked for when somebody looks for contexts. Only then are they put."""
+        """Record resident sequences by number. The next look-up by context reads their contexts."""
         for request_id in numbers:
-            self._later.pop(request_id, None)  # to the end, as in ``put``
+            self._later.pop(request_id, None)  # move to the end, as in ``put``
         self._later.update({each: (adapter, contexts, n) for each, n in numbers.items()})
 
     def _put_all(self) -> None:
@@ -78,7 +77,7 @@ class Residents:
             self.put(request_id, adapter, contexts(number))
 
     def put(self, request_id: str, adapter: Adapter | None, context: bytes) -> None:
-        """Record that a sequence is resident with this context, which it may have grown to."""
+        """Record that a sequence is resident with this context; it may be known with a shorter one."""
         self._later.pop(request_id, None)
         resident = self._by_id.get(request_id)
         if resident is None:
@@ -88,12 +87,14 @@ class Residents:
             if resident.digest is not None:
                 self._undigest(resident)
             resident.context = context
-            self._without_digest.pop(request_id, None)  # to the end: the last put is found first
+            self._without_digest.pop(
+                request_id, None
+            )  # move to the end: the last one is found first
         self._without_digest[request_id] = None
         self._file(resident)
 
     def remove(self, request_id: str) -> None:
-        """Record that a sequence is resident no more; an unknown id is ignored."""
+        """Record that a sequence is not resident any more; ignore unknown ids."""
         self._later.pop(request_id, None)
         resident = self._by_id.pop(request_id, None)
         if resident is None:
@@ -124,7 +125,7 @@ class Residents:
         ]
 
     def is_parent(self, request_id: str, adapter: Adapter | None, context: bytes) -> bool:
-        """Return whether this sequence's context is the given one less its last token: to try a guess."""
+        """Return whether this context extends this sequence by one token."""
         resident = self._by_id.get(request_id)
         return (
             resident is not None
@@ -135,21 +136,21 @@ class Residents:
         )
 
     def parent(self, adapter: Adapter | None, context: bytes) -> str | None:
-        """Return the sequence, of several the last put, whose context is this one less its last token."""
+        """Return the sequence, the latest of several, that this context extends by one token."""
         return self.of_context(adapter, context[:-TOKEN_BYTES])
 
     def of_context(self, adapter: Adapter | None, context: bytes) -> str | None:
-        """Return the sequence, of several the last put, whose context is this one."""
+        """Return the sequence, the latest of several, with this context."""
         self._digest_all()
-        for request_id in reversed(self._by_digest.get(_digest(adapter, context), {})):
+        for request_id in reversed(self._by_digest.get(_context_digest(adapter, context), {})):
             resident = self._by_id[request_id]
             if resident.context == context and resident.adapter == adapter:
                 return request_id
         return None
 
     def nearest(self, adapter: Adapter | None, context: bytes) -> tuple[str, int] | None:
-        """Return a sequence that shares the longest prefix with this context, and how many tokens that
-        is: at least ``PIECE``, and not the whole context. Return ``None`` if there is none."""
+        """Return a sequence with the longest common prefix, and its length in tokens: at least ``PIECE``,
+        less than the whole context. Return ``None`` if there is no such sequence."""
         self._put_all()
         piece = hash(adapter)
         candidates: dict[str, None] = {}
@@ -166,8 +167,8 @@ class Residents:
         for request_id in candidates:
             resident = self._by_id[request_id]
             if resident.adapter != adapter or not resident.context.startswith(context[:shared]):
-                continue  # equal hashes of unequal pieces
-            length = _common(resident.context, context, shared) // TOKEN_BYTES
+                continue  # a hash collision
+            length = _common_bytes(resident.context, context, shared) // TOKEN_BYTES
             if best is None or length > best[1]:
                 best = request_id, length
             if length >= most:
@@ -178,18 +179,18 @@ class Residents:
         self._put_all()
         for request_id in self._without_digest:
             resident = self._by_id[request_id]
-            resident.digest = digest = _digest(resident.adapter, resident.context)
+            resident.digest = digest = _context_digest(resident.adapter, resident.context)
             self._by_digest.setdefault(digest, {})[request_id] = None
         self._without_digest.clear()
 
     def _file(self, resident: _Resident) -> None:
-        """Note that a context has another piece, if it has."""
+        """Record whether a context has an unhashed piece."""
         pieces = resident.pieces
         if len(resident.context) >= len(pieces) * PIECE_BYTES:
             self._uncut.setdefault(pieces[-1], {})[resident.request_id] = None
 
     def _cut(self, piece: int) -> None:
-        """Cut the next piece of all contexts whose last one so far is this."""
+        """Hash the next piece of every context with this last hashed piece."""
         for request_id in self._uncut.pop(piece, ()):
             resident = self._by_id[request_id]
             longer = _chained(piece, resident.context, PIECE_BYTES * (len(resident.pieces) - 1))
@@ -205,7 +206,7 @@ def _drop(index: dict[int, dict[str, None]], key: int, request_id: str) -> None:
         index.pop(key, None)
 
 
-def _digest(adapter: Adapter | None, context: bytes) -> int:
+def _context_digest(adapter: Adapter | None, context: bytes) -> int:
     return hash((adapter, context))
 
 
@@ -213,8 +214,8 @@ def _chained(piece: int, context: bytes, start: int) -> int:
     return hash((piece, context[start : start + PIECE_BYTES]))
 
 
-def _common(one: bytes, other: bytes, known: int) -> int:
-    """Return how many bytes of whole tokens two contexts share, known to be at least ``known``."""
+def _common_bytes(one: bytes, other: bytes, known: int) -> int:
+    """Return the length in bytes of the common tokens of two contexts; ``known`` of them are certain."""
     most = min(len(one), len(other))
     for start in range(known, most, TOKEN_BYTES):
         if one[start : start + TOKEN_BYTES] != other[start : start + TOKEN_BYTES]:

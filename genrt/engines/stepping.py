@@ -36,13 +36,12 @@ from genrt.errors import (
     UnknownAdapter,
 )
 from genrt.numbers import check_int
-from genrt.questions.completions import CompletionRequest, Decoding, Delta, SampleRequest
+from genrt.questions.completions import CompletionRequest, Decoding, Delta, SampleRequest, Streamed
 from genrt.questions.contexts import Adapter, seed_of
-from genrt.questions.request import Request, Result, Streamed
+from genrt.questions.request import Request, Result
 from genrt.structures.guides import Guides
-from genrt.tokens.parameters import check_parameters
 from genrt.tokens.rows import normalised
-from genrt.tokens.sampling import draw, mixed, truncate
+from genrt.tokens.sampling import check_parameters, draw, mixed, truncate
 from genrt.tokens.spellings import Spellings
 
 

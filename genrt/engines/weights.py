@@ -1,9 +1,9 @@
-"""Weights that replace a model's own: what fits, checked before anything changes; a runtime's copies.
+"""New weights for a model: the protocols of engines that take them, checks, files and copies.
 
 Rules:
-    Weights come as tensors or as safetensors, nothing that can run code.
-    What can be checked is checked before the engine is told: names, shapes, types, completeness.
-    A runtime keeps the last weights that were whole, for the engine after a restart.
+    Weights are tensors or safetensors files, which cannot run code.
+    Names, shapes, types and completeness are checked before the engine changes anything.
+    A runtime saves the last complete weights, for the engine after a restart.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ __all__ = [
     "KeptWeights",
     "Layout",
     "NamedTensors",
-    "Original",
     "Receiving",
+    "SavedWeights",
     "Sleeping",
     "TensorForm",
     "TensorsIn",
@@ -46,7 +46,7 @@ __all__ = [
 INDEX_NAME = "model.safetensors.index.json"
 
 SHARD_BYTES = 2**30
-"""How much of the weights is copied to a file at once, on its way through the host's memory."""
+"""The size of one file of a copy, which is also the host memory that copying takes."""
 
 NamedTensors: TypeAlias = Iterable[tuple[str, Tensor]]
 """Tensors with their names in the model's checkpoint."""
@@ -54,11 +54,11 @@ NamedTensors: TypeAlias = Iterable[tuple[str, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class TensorForm:
-    """The form that a tensor of the model's checkpoint has.
+    """The shape and types of a tensor in the model's checkpoint.
 
     Attributes:
-        dtypes: the types that it may have, the checkpoint's first.
-        tied_to: the tensor that it is another name of; it need not be given then.
+        dtypes: the accepted types, the checkpoint's first.
+        tied_to: another tensor with the same content; this one may be left out then.
     """
 
     shape: tuple[int, ...]
@@ -73,38 +73,40 @@ Layout: TypeAlias = Mapping[str, TensorForm]
 """The tensors of a model's checkpoint, by name."""
 
 SleepingPart: TypeAlias = Literal["weights", "kv_cache"]
-"""A part of an engine's memory that can be given back."""
+"""A part of an engine's memory that it can free while it sleeps."""
 
 SLEEPING_PARTS: frozenset[SleepingPart] = frozenset(("weights", "kv_cache"))
 
 
 class Weights(Protocol):
-    """The weights of an engine that is open."""
+    """The weights of an open engine."""
 
     def layout(self) -> Layout:
-        """Return what has to be given.
+        """Return the tensors that new weights must have.
 
         Raises:
-            EngineUnsupported: the weights of this one cannot be replaced; it says why.
+            EngineUnsupported: this engine's weights cannot be replaced; the message has the reason.
         """
 
     def checkpoint(self) -> list[Path]:
-        """Return the safetensors files of the weights that the engine was opened with."""
+        """Return the safetensors files that the engine was opened with."""
 
     def begin(self) -> None:
-        """Forget all that was computed by the weights; nothing is in progress. An engine that cannot, or
-        does not see it done, raises and goes on with the old weights; any later error is its end."""
+        """Drop everything that the old weights computed; no request is in progress.
+
+        If this raises, the engine continues with the old weights. After any later error it is unusable.
+        """
 
     def load(self, tensors: NamedTensors) -> None:
-        """Take some of the tensors, all of which fit. They may change once this has returned."""
+        """Load some of the tensors, which were checked. The caller may change them afterwards."""
 
     def finish(self) -> None:
-        """Compute by the new weights from now on, all of which have been given."""
+        """Use the new weights from now on; all have been loaded."""
 
 
 @runtime_checkable
 class Updating(Protocol):
-    """An Engine whose weights can be replaced while it is open."""
+    """An Engine with weights that can be replaced while it is open."""
 
     @property
     def weights(self) -> Weights:
@@ -113,39 +115,40 @@ class Updating(Protocol):
 
 @runtime_checkable
 class Sleeping(Weights, Protocol):
-    """Weights of an engine that can give back its device's memory for a while. Nothing is in progress
-    then."""
+    """Weights of an engine that can free its device memory while no request is in progress."""
 
     @property
     def asleep(self) -> frozenset[SleepingPart]:
-        """The parts of the memory that are given back."""
+        """The parts of the memory that are free."""
 
     def check_sleep(self) -> None:
-        """Raise EngineUnsupported, with the reason, unless it can sleep; any thread may ask."""
+        """Raise EngineUnsupported, with the reason, unless it can sleep. Safe from any thread."""
 
     def sleep(self, level: int) -> int:
-        """Free the KV cache, and the weights: level 1 moves these to the host, level 2 drops them. Return
-        how many bytes are free now that were not."""
+        """Free the KV cache and the weights; return the number of bytes that became free.
+
+        Level 1 moves the weights to the host, level 2 drops them.
+        """
 
     def wake_up(self, parts: frozenset[SleepingPart]) -> None:
-        """Have these parts back. Weights that were dropped have to be loaded then."""
+        """Allocate these parts again. Dropped weights must be loaded afterwards."""
 
 
 @runtime_checkable
 class Receiving(Weights, Protocol):
-    """Weights of an engine whose workers a trainer sends tensors to by itself, as vLLM's trainers do."""
+    """Weights of an engine with workers that receive tensors directly from vLLM's trainers."""
 
     def check_receives(self) -> None:
         """Raise EngineUnsupported, with the reason, unless the engine was opened for it."""
 
     def connect(self, init_info: Mapping[str, Any]) -> None:
-        """Have the workers meet a trainer. Raises EngineFailed if they do not meet."""
+        """Connect the workers to a trainer. Raises EngineFailed if that fails."""
 
     def disconnect(self) -> None:
-        """Have the workers leave the trainer."""
+        """Disconnect the workers from the trainer."""
 
     def receive(self, update_info: Any) -> None:
-        """Take what the trainer sends, in place of ``load``."""
+        """Receive tensors from the trainer, in place of ``load``."""
 
 
 def weights_of(engine: object) -> Weights:
@@ -160,14 +163,14 @@ def weights_of(engine: object) -> Weights:
 def check_tensors(
     layout: Layout, tensors: NamedTensors, given: Collection[str] = (), *, finite: bool = False
 ) -> dict[str, Tensor]:
-    """Return tensors by their names, those left out that are only other names of one beside them.
+    """Return tensors by name, without tied ones.
 
     Args:
-        given: the names that were given before these.
+        given: the names of earlier tensors of the same weights.
         finite: whether NaN and infinity are refused too; this reads every number.
 
     Raises:
-        InvalidWeights: one does not fit; the message names it and what was expected.
+        InvalidWeights: a tensor does not fit; the message has its name and the expected form.
     """
     found: dict[str, Tensor] = {}
     for name, tensor in tensors:
@@ -177,7 +180,7 @@ def check_tensors(
         found[name] = tensor
     for name in [name for name in found if layout[name].tied_to is not None]:
         twin = found.get(str(layout[name].tied_to))
-        if twin is None or not (_is_same(found[name], twin) or torch.equal(found[name], twin)):
+        if twin is None or not (_share_memory(found[name], twin) or torch.equal(found[name], twin)):
             raise InvalidWeights(
                 f"tensor {name!r} is tied to {layout[name].tied_to!r} in this model, but is not given "
                 "beside an equal one: leave it out"
@@ -208,12 +211,12 @@ def _check_tensor(layout: Layout, name: object, tensor: object, *, finite: bool)
         raise InvalidWeights(f"tensor {name!r} has NaN or infinity in it: give finite weights")
 
 
-def _is_same(one: Tensor, other: Tensor) -> bool:
+def _share_memory(one: Tensor, other: Tensor) -> bool:
     return one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
 
 
 def check_complete(layout: Layout, given: Collection[str]) -> None:
-    """Raise InvalidWeights if a tensor of the layout, not only another name of one, was not given."""
+    """Raise InvalidWeights if a tensor of the layout, other than a tied one, is missing."""
     missing = [name for name, form in layout.items() if name not in given and not form.tied_to]
     if missing:
         more = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
@@ -224,10 +227,10 @@ def check_complete(layout: Layout, given: Collection[str]) -> None:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Return the safetensors files at a path: it, or those of a checkpoint's directory.
+    """Return the safetensors files at a path, which is a file or a checkpoint's directory.
 
     Raises:
-        InvalidWeights: there are none.
+        InvalidWeights: there are no such files.
     """
     if path.is_file() and path.suffix == ".safetensors":
         return [path]
@@ -249,10 +252,10 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def forms_in(files: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
-    """Yield what the files say of their tensors, without reading these: tensors of no device.
+    """Yield a tensor on the meta device for each tensor in the files, from their headers.
 
     Raises:
-        InvalidWeights: a file is no whole safetensors file.
+        InvalidWeights: a file is not a complete safetensors file.
     """
 
     def form(file: Any, name: str) -> Tensor:
@@ -261,23 +264,23 @@ def forms_in(files: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
         some = lazy[:0] if shape else file.get_tensor(name)
         return torch.empty(shape, dtype=some.dtype, device="meta")
 
-    return _read(files, form)
+    return _read_tensors(files, form)
 
 
 class TensorsIn:
-    """The tensors of files, each read when it is asked for; raises as ``forms_in``.
+    """The tensors of files, read one at a time; raises the errors of ``forms_in``.
 
-    ``files`` are there for an engine whose other processes read them too.
+    An engine of several processes reads ``files`` in each of these.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.files = files
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return _read(self.files, lambda file, name: file.get_tensor(name))
+        return _read_tensors(self.files, lambda file, name: file.get_tensor(name))
 
 
-def _read(
+def _read_tensors(
     files: Sequence[Path], read: Callable[[Any, str], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     from safetensors import SafetensorError, safe_open
@@ -285,7 +288,7 @@ def _read(
     for path in files:
         try:
             with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 — it is no mapping
+                for name in file.keys():  # noqa: SIM118 — not a mapping
                     yield name, read(file, name)
         except (OSError, SafetensorError) as error:
             raise InvalidWeights(f"{path} cannot be read as safetensors: {error}") from error
@@ -297,11 +300,11 @@ def layout_of(
     """Return the layout of a checkpoint in safetensors.
 
     Args:
-        dtypes: types that floating-point tensors may have beside their own.
-        tied: whether the head's weights are the embeddings'.
+        dtypes: more accepted types for floating-point tensors.
+        tied: whether the head shares the weights of the embeddings.
 
     Raises:
-        InvalidWeights: a file is no whole safetensors file.
+        InvalidWeights: a file is not a complete safetensors file.
     """
     layout: dict[str, TensorForm] = {}
     for name, tensor in forms_in(files):
@@ -314,73 +317,71 @@ def layout_of(
     return layout
 
 
-# -- copies -----------------------------------------------------------------------------------
+# -- saved weights ----------------------------------------------------------------------------
 
 
 class KeptWeights:
-    """The last whole weights that an engine was given, as files, for the engine after it.
-
-    Copies go with this object or the process. Files of the caller's are read again where they are.
+    """The last complete weights of a runtime, saved for the next engine. Copies are removed with this
+    object or with the process.
 
     Attributes:
-        version: whose these are; 0 is the model as it was opened, which needs no copy.
+        version: the version of these weights; 0 stands for the model's own, which need no copy.
     """
 
     def __init__(self) -> None:
         self.version = 0
         self._root: Path | None = None
-        self._kept: Copying | Original | None = None
+        self._saved: SavedWeights | None = None
 
-    def begin(self) -> Copying:
-        """Return the copy of new weights, with nothing in it yet. Raises InvalidWeights if there is no
-        room."""
+    def begin(self) -> SavedWeights:
+        """Return an empty copy for new weights. Raises InvalidWeights if there is no room."""
         try:
             if self._root is None:
                 self._root = Folder("weights", self).path
-            return Copying(Path(tempfile.mkdtemp(dir=self._root)))
+            return SavedWeights(directory=Path(tempfile.mkdtemp(dir=self._root)))
         except OSError as error:
             raise InvalidWeights(f"the weights cannot be copied: {error}") from error
 
-    def replace(self, version: int, kept: Copying | Original | None) -> None:
-        """Keep these in place of those before; with ``None``, only their version."""
-        before, self._kept = self._kept, kept
+    def replace(self, version: int, saved: SavedWeights | None) -> None:
+        """Replace the saved weights; with ``None`` only the version is known."""
+        before, self._saved = self._saved, saved
         self.version = version
         if before is not None:
             before.drop()
 
     def reload(self, engine: object) -> None:
-        """Give a new engine the weights, if it needs them.
+        """Load the saved weights into a new engine, unless they are the model's own.
 
         Raises:
-            EngineFailed: they were not kept, or their files have changed. EngineDied: the engine has a
-                part of them.
+            EngineFailed: they were not saved, or their files have changed. EngineDied: the engine has
+                loaded a part of them.
         """
         if not self.version:
             return
         advice = "load the model again, or replace weights with keep=True"
-        if self._kept is None:
+        if self._saved is None:
             raise EngineFailed(
                 f"weights of version {self.version} were in the engine, which is gone, and no copy was "
                 f"kept: {advice}"
             )
-        if (changed := self._kept.changed()) is not None:
+        if (changed := self._saved.changed()) is not None:
             raise EngineFailed(
                 f"weights of version {self.version} were read from {changed}, which has changed since, "
                 f"and no copy was kept: {advice}"
             )
-        _load(engine, self._kept.files())
+        _load_files(engine, self._saved.files())
 
     def restore(self, engine: object) -> None:
-        """Give an engine that has dropped them the weights again: the copy, or those of its checkpoint.
-        Raises as ``reload``."""
+        """Load the saved weights, or the checkpoint's, into an engine that has dropped its weights.
+        Raises the errors of ``reload``."""
         if self.version:
             self.reload(engine)
-            return
-        _load(engine, weights_of(engine).checkpoint())
+        else:
+            _load_files(engine, weights_of(engine).checkpoint())
 
 
-def _load(engine: object, files: Sequence[Path]) -> None:
-    """Load whole weights. Raises EngineDied if that ends in the middle."""
+def _load_files(engine: object, files: Sequence[Path]) -> None:
+    """Load complete weights. Raises EngineDied if that stops midway."""
     weights = weights_of(engine)
     weights.begin()
     try:
@@ -390,43 +391,25 @@ def _load(engine: object, files: Sequence[Path]) -> None:
         raise EngineDied(f"its weights could not be read again: {error}") from error
 
 
-class Original:
-    """Weights in files of the caller's, which stay where they are."""
+class SavedWeights:
+    """Weights in files: the caller's own files, or a copy in a directory of the runtime."""
 
-    def __init__(self, files: Sequence[Path]) -> None:
+    def __init__(self, files: Sequence[Path] = (), *, directory: Path | None = None) -> None:
+        self.directory = directory
         self._stamps = {file: _stamp(file) for file in files}
+        self._count = 0
 
     def files(self) -> list[Path]:
         """Return the files."""
-        return [*self._stamps]
+        return [*self._stamps] if self.directory is None else sorted(self.directory.iterdir())
 
     def changed(self) -> Path | None:
-        """Return a file that is gone, or another one than it was."""
+        """Return a file of the caller's that has been changed or removed; ``None`` if there is none."""
         stamps = self._stamps.items()
         return next((file for file, stamp in stamps if stamp != _stamp(file)), None)
 
-    def drop(self) -> None:
-        """Do nothing: the files are the caller's."""
-
-
-def _stamp(file: Path) -> tuple[int, int, int] | None:
-    """Return what changes with a file's content, as far as its directory knows."""
-    try:
-        status = file.stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_size, status.st_mtime_ns
-
-
-class Copying:
-    """Weights on their way to the files of a runtime's copy."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self._count = 0
-
     def add(self, tensors: NamedTensors) -> None:
-        """Copy some. Raises InvalidWeights if there is no room."""
+        """Add tensors to the copy. Raises InvalidWeights if there is no room."""
         shard: dict[str, Tensor] = {}
         size = 0
         for name, tensor in tensors:
@@ -445,17 +428,20 @@ class Copying:
 
         self._count += 1
         try:
-            save_file(shard, self.directory / f"{self._count:05}.safetensors")
+            save_file(shard, f"{self.directory}/{self._count:05}.safetensors")
         except (OSError, SafetensorError) as error:
             raise InvalidWeights(f"the weights cannot be copied: {error}") from error
 
-    def files(self) -> list[Path]:
-        """Return the files of the copy."""
-        return sorted(self.directory.iterdir())
-
-    def changed(self) -> None:
-        """Return ``None``: the files are this runtime's."""
-
     def drop(self) -> None:
-        """Remove what was copied."""
-        shutil.rmtree(self.directory, ignore_errors=True)
+        """Remove the copy. The caller's own files stay."""
+        if self.directory is not None:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def _stamp(file: Path) -> tuple[int, int, int] | None:
+    """Return metadata that changes with a file's content; ``None`` if the file is missing."""
+    try:
+        status = file.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns

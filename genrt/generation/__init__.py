@@ -1,10 +1,10 @@
-"""Many texts from one runtime: of a stream of prompts, until enough are valid, as resumable jobs, as
-rollouts and conversations to train on."""
+"""Many texts from one runtime: of a stream of prompts, until enough are valid, as resumable jobs, and as
+rollouts and conversations for training."""
 
 from __future__ import annotations
 
-from genrt.generation.conversations import Conversation, Message, Trajectory
-from genrt.generation.jobs import Job
+from genrt.generation.conversations import Conversation, Message, Trajectory, splice_turn
+from genrt.generation.jobs import Job, JobReport, JobRun
 from genrt.generation.many import (
     AskOptions,
     Failed,
@@ -15,11 +15,8 @@ from genrt.generation.many import (
     generate_many,
     generate_many_sync,
 )
-from genrt.generation.padding import verify_right_padding
-from genrt.generation.policies import PolicyGeneration
-from genrt.generation.records import BatchStatistics, Reason, Records, RecordStatistics
-from genrt.generation.reports import JobReport
 from genrt.generation.rollouts import (
+    PolicyGeneration,
     Rollout,
     RolloutOptions,
     StopStrings,
@@ -27,11 +24,14 @@ from genrt.generation.rollouts import (
     rollout,
     rollout_samples,
     rollout_sync,
+    verify_right_padding,
 )
-from genrt.generation.runs import JobRun
-from genrt.generation.turns import splice_turn
 from genrt.generation.valid import (
+    BatchStatistics,
     Prompts,
+    Reason,
+    Records,
+    RecordStatistics,
     UntilValid,
     ValidOptions,
     generate_valid,

@@ -1,5 +1,5 @@
-"""Conversations of many turns, as trajectories: the tokens that were drawn, exactly, between those that a
-chat template wrote."""
+"""Conversations of many turns, as trajectories: the exact drawn tokens between the tokens of a chat
+template."""
 
 from __future__ import annotations
 
@@ -12,29 +12,79 @@ import torch
 from torch import Tensor
 
 from genrt.errors import ContextTooLong, InvalidRequest
-from genrt.generation.turns import splice_turn
+from genrt.generation.many import check_lm
 from genrt.lm import AsyncLM
 from genrt.numbers import check_int, shown
 from genrt.questions.completions import Completion, GenerateOptions
+from genrt.questions.contexts import TokenIds, id_words
 from genrt.tokens import encoding
 
-__all__ = ["Conversation", "Message", "Trajectory"]
+__all__ = ["Conversation", "Message", "Trajectory", "splice_turn"]
 
 Message: TypeAlias = Mapping[str, Any]
 """A message such as ``{"role": "user", "content": "Hello!"}``."""
 
 
+def splice_turn(
+    model_ids: TokenIds, template_prefix_ids: TokenIds, template_ids: TokenIds, eos_token_id: int
+) -> list[int]:
+    """Return the tokens of the next prompt of a conversation, which begins with ``model_ids``.
+
+    A template formats the whole conversation again, and the tokenizer may split the model's texts
+    differently. So the model's own tokens stay up to the end of its last turn, and the template's tokens
+    follow. Turns end with ``eos_token_id``: the ends in the prefix are counted in ``template_ids``. Their
+    positions may differ, since templates drop the reasoning of earlier turns.
+
+    A truncated last turn gets the end token of the template. Without ``model_ids`` the template's tokens
+    are returned.
+
+    Args:
+        model_ids: the tokens of the last prompt and the model's last turn.
+        template_prefix_ids: the template's tokens for the messages up to and including that turn.
+        template_ids: the template's tokens for all messages.
+        eos_token_id: the token at the end of the model's turns.
+
+    Raises:
+        InvalidRequest: the prefix has no end token, or the template has fewer than the prefix: they are
+            of different conversations.
+    """
+    end = check_int("eos_token_id", eos_token_id, 0, 2**32 - 1)
+    model, prefix, template = (
+        list(id_words(each, 2**32, allow_empty=True, name=name))
+        for name, each in (
+            ("model_ids", model_ids),
+            ("template_prefix_ids", template_prefix_ids),
+            ("template_ids", template_ids),
+        )
+    )
+    if not model:
+        return template
+    turns = prefix.count(end)
+    if turns == 0:
+        raise InvalidRequest(
+            f"there is no end token {end} among the {len(prefix)} tokens of the template's prefix: give "
+            "the token with which the template ends the model's turns, and the prefix with the last one"
+        )
+    ends = [place for place, token in enumerate(template) if token == end]
+    if len(ends) < turns:
+        raise InvalidRequest(
+            f"the template's prefix ends {turns} turns, and the whole only {len(ends)} (token {end}): "
+            "they are not of the same conversation, or the template leaves out earlier turns"
+        )
+    kept = model[:-1] if model[-1] == end else model
+    return kept + template[ends[turns - 1] :]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
-    """A conversation up to its last answer, for training; tensors ``[time]`` on the host, aligned.
+    """A conversation up to its last answer, for training; aligned tensors ``[time]`` on the host.
 
     Attributes:
         token_ids: int64.
-        loss_mask: bool: which tokens the model drew.
-        logprobs: float32: the log-probabilities with which these were drawn, as ``logprobs_mode`` said; 0
-            elsewhere.
-        weights_versions: int64: with which weights each of these was drawn, as
-            ``AsyncLM.weights_version`` counts them; -1 elsewhere.
+        loss_mask: bool: whether the model drew the token.
+        logprobs: float32: the log-probability of drawn tokens, in the ``logprobs_mode`` of their
+            answer; 0 elsewhere.
+        weights_versions: int64: the ``AsyncLM.weights_version`` of drawn tokens; -1 elsewhere.
     """
 
     token_ids: Tensor
@@ -44,28 +94,27 @@ class Trajectory:
 
 
 class Conversation:
-    """A chat between the model and whoever else has a role: users, tools, environments.
+    """A chat of the model with other roles: users, tools, environments.
 
-    The messages are written by the tokenizer's chat template, but what the model drew stays the tokens
-    that it drew: every prompt begins with the last prompt and the answer to it (``splice_turn``). So
-    the prefix cache serves every turn, and the log-probabilities are those of the tokens that were
-    drawn.
+    The tokenizer's chat template formats the messages, but drawn tokens stay as they are: every prompt
+    begins with the last prompt and its answer (``splice_turn``). So the prefix cache serves every turn,
+    and log-probabilities belong to the drawn tokens.
 
-    An answer that was cut off gets the template's end token, which is not the model's. Reasoning stays in
-    the tokens, also where the template leaves it out of earlier turns.
+    A truncated answer gets the template's end token, which is not part of the loss. Reasoning stays in
+    the tokens, even if the template drops it from earlier turns.
 
     Args:
-        lm: the runtime, whose tokenizer has a chat template.
-        messages: what begins the conversation; answers among them are not the model's.
-        tools: what the model may call, as transformers' ``apply_chat_template`` takes it.
+        lm: the runtime, with a chat template.
+        messages: the first messages. Answers among them are not the model's.
+        tools: the tools of the model, as for transformers' ``apply_chat_template``.
         chat_template_kwargs: other options of the template, such as ``enable_thinking``.
-        end_token_id: the token with which the template ends the model's turns; by default the tokenizer's
+        end_token_id: the token at the end of the model's turns; by default the tokenizer's
             ``eos_token_id``.
-        message_of: returns the message that stands for an answer, with its ``tool_calls`` for example; by
-            default its text is the content, and its reasoning, if told apart, ``reasoning_content``.
+        message_of: returns the message of an answer, for example with its ``tool_calls``. By default the
+            content is the text, and ``reasoning_content`` the reasoning.
 
     Raises:
-        InvalidRequest: ``lm`` has no tokenizer with an end token, or these are no messages.
+        InvalidRequest: the tokenizer of ``lm`` has no end token, or the messages are wrong.
     """
 
     def __init__(
@@ -78,8 +127,7 @@ class Conversation:
         end_token_id: int | None = None,
         message_of: Callable[[Completion], Message] | None = None,
     ) -> None:
-        if not isinstance(lm, AsyncLM):
-            raise InvalidRequest(f"lm must be an AsyncLM, as genrt.load returns, got {shown(lm)}")
+        check_lm(lm)
         if message_of is not None and not callable(message_of):
             raise InvalidRequest(f"message_of must be a function, got {shown(message_of)}")
         if end_token_id is None:
@@ -93,10 +141,9 @@ class Conversation:
         self._message_of = message_of or _message
         self._tools, self._template_kwargs = tools, chat_template_kwargs
         self._messages: list[Message] = []
-        self._answered = 0  # how many messages there are up to and with the model's last answer
-        self._drawn: set[int] = set()  # which messages are the model's
-        # The last prompt and the answer to it; of each token, whether it was drawn, how likely, and with
-        # which weights.
+        self._answered = 0  # the number of messages up to the model's last answer
+        self._drawn: set[int] = set()  # the positions of the model's messages
+        # The fields of the trajectory.
         self._token_ids: list[int] = []
         self._loss_mask: list[bool] = []
         self._logprobs: list[float] = []
@@ -106,12 +153,12 @@ class Conversation:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The messages so far, the model's answers included."""
+        """The messages so far, including the model's answers."""
         return tuple(self._messages)
 
     def add(self, *messages: Message) -> None:
-        """Add messages: what a user says next, or what tools returned. Raises InvalidRequest if one is no
-        message, or the tokenizer loses some of its text; then none is added."""
+        """Add messages, such as a user's or the results of tools. Raises InvalidRequest, and adds no
+        message, if one is wrong or the tokenizer loses a part of its text."""
         if messages:
             encoding.check_messages(messages)
         for each in messages:
@@ -120,11 +167,11 @@ class Conversation:
         self._messages += [dict(each) for each in messages]
 
     def prompt_ids(self) -> list[int]:
-        """Return the tokens that the model's next answer comes after.
+        """Return the prompt of the model's next answer.
 
         Raises:
-            InvalidRequest: the last message is an answer already, the template does not take the
-                messages, or it ends the model's turns with another token than ``end_token_id``."""
+            InvalidRequest: the last message is an answer, the template refuses the messages, or the
+                model's turns end with another token than ``end_token_id``."""
         if self._messages[-1]["role"] == "assistant":
             raise InvalidRequest(
                 "the last message is the assistant's: add what comes after it first"
@@ -132,7 +179,7 @@ class Conversation:
         messages = [self._shown(place) for place in range(len(self._messages))]
         if not self._answered:
             return self._written(messages)
-        # What the model drew may not come back; its tokens are not taken from here.
+        # Drawn texts may not survive a round trip; their tokens are not used here.
         whole = self._written(messages, lossy=True)
         prefix = self._written(messages[: self._answered], begun=False, lossy=True)
         return splice_turn(self._token_ids, prefix, whole, self._end)
@@ -140,7 +187,7 @@ class Conversation:
     def _written(
         self, messages: Sequence[Message], *, begun: bool = True, lossy: bool = False
     ) -> list[int]:
-        """Return the tokens that the template makes of messages, with the next answer begun or not."""
+        """Return the template's tokens for messages, with or without the start of the next answer."""
         return encoding.encode_chat(
             self._lm.tokenizer,
             messages,
@@ -151,8 +198,8 @@ class Conversation:
         )
 
     def _shown(self, place: int) -> Message:
-        """Return a message as the template is shown it. What the model drew is without any text of the
-        end token, with which no turn ends: ends are counted, and its tokens are known."""
+        """Return a message for the template. The text of the end token is removed from drawn messages, so
+        that it does not count as the end of a turn."""
         message, end = self._messages[place], encoding.decode(self._lm.tokenizer, [self._end])
         if place not in self._drawn or not end:
             return message
@@ -160,12 +207,12 @@ class Conversation:
         return {"role": message["role"], **_without(end, rest)}
 
     def answer(self, completion: Completion) -> None:
-        """Take a completion as the model's answer: one that was drawn after ``prompt_ids()``, with
-        ``logprobs``. ``ask`` does it by itself.
+        """Add a completion of ``prompt_ids()``, drawn with ``logprobs``, as the model's answer. ``ask``
+        does this by itself.
 
         Raises:
-            InvalidRequest: it is of another prompt, or has no log-probabilities. Whatever ``message_of``
-                raises; then nothing has changed.
+            InvalidRequest: it has another prompt, or no log-probabilities. Errors of ``message_of``. The
+                conversation is then unchanged.
         """
         if not isinstance(completion, Completion):
             raise InvalidRequest(f"completion must be a Completion, got {shown(completion)}")
@@ -190,17 +237,16 @@ class Conversation:
     async def ask(
         self, *, max_new_tokens: int | None = None, **options: Unpack[GenerateOptions]
     ) -> Completion:
-        """Draw the model's next answer, add it, and return it. An error or a cancellation changes
-        nothing.
+        """Draw the model's next answer, add it, and return it. After an error or a cancellation the
+        conversation is unchanged.
 
         Args:
-            max_new_tokens: how many tokens at most; by default, and at most, what the context leaves
-                room for.
-            options: as of ``AsyncLM.generate``, with ``logprobs=0`` unless it says more.
+            max_new_tokens: the maximum number of tokens, within the rest of the context.
+            options: as for ``AsyncLM.generate``, with ``logprobs=0`` by default.
 
         Raises:
-            InvalidRequest: the last message is an answer already, or something else was added or answered
-                meanwhile; else as ``AsyncLM.generate``.
+            InvalidRequest: the last message is an answer, or the conversation changed meanwhile; else as
+                ``AsyncLM.generate``.
             ContextTooLong: the conversation fills the context.
         """
         prompt = self.prompt_ids()
@@ -220,7 +266,7 @@ class Conversation:
         return completion
 
     def trajectory(self) -> Trajectory:
-        """Return the tokens up to the last answer, all of length 0 if there is none."""
+        """Return the tokens up to the last answer; empty tensors before the first one."""
         return Trajectory(
             torch.tensor(self._token_ids, dtype=torch.int64),
             torch.tensor(self._loss_mask, dtype=torch.bool),
@@ -229,7 +275,7 @@ class Conversation:
         )
 
     def fork(self) -> Conversation:
-        """Return a conversation that begins as this one, and goes on by itself."""
+        """Return an independent copy."""
         other = copy(self)
         other._messages, other._drawn = [*self._messages], {*self._drawn}
         other._token_ids, other._loss_mask = [*self._token_ids], [*self._loss_mask]
@@ -244,17 +290,17 @@ class Conversation:
 
 
 def _message(completion: Completion) -> Message:
-    """Return an answer as a message."""
+    """Return the message of an answer."""
     message = {"role": "assistant", "content": completion.text}
     return message | ({"reasoning_content": completion.reasoning} if completion.reasoning else {})
 
 
 def _without(text: str, value: Any) -> Any:
-    """Return a value of a message with this text nowhere in its texts."""
+    """Return a value of a message with all its texts without ``text``."""
     if isinstance(value, Mapping):
         return {name: _without(text, each) for name, each in value.items()}
     if isinstance(value, list | tuple):
         return [_without(text, each) for each in value]
-    while isinstance(value, str) and text in value:  # what is left may spell it anew
+    while isinstance(value, str) and text in value:  # the rest may spell it again
         value = value.replace(text, "")
     return value

@@ -1,63 +1,172 @@
-"""Jobs: a text for each row of a file, written row by row, to be resumed after any interruption."""
+"""Jobs: a text for each row of a file, written row by row, resumable after any interruption."""
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import itertools
 import json
+import logging
+import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Self, Unpack, cast
 
-from genrt.errors import InvalidRequest
-from genrt.generation.fingerprints import Fingerprint, fingerprint, model_of, model_part
-from genrt.generation.outputs import Schema
-from genrt.generation.prompts import Prompts, default_columns
-from genrt.generation.reports import JobReport
-from genrt.generation.runs import JobRun, JobSettings
-from genrt.generation.tables import check_input, check_output, format_of, read_rows
-from genrt.generation.validators import Judge, Validate
+from genrt.errors import (
+    InvalidRequest,
+    JobRefused,
+    OutputFailed,
+    UnknownAdapter,
+)
+from genrt.generation.concurrent_map import ConcurrentMap
+from genrt.generation.journal import (
+    REMEDY,
+    Journal,
+    adapter_digest,
+    describe,
+    model_digest,
+    model_revision,
+)
+from genrt.generation.many import Failed, Item, ItemRunner, check_lm
+from genrt.generation.tables import (
+    Row,
+    RowPrompts,
+    check_input,
+    check_output,
+    format_of,
+    read_rows,
+    value_of,
+)
+from genrt.generation.validators import Fault, JSONSchema, RecordValidator, Validate
 from genrt.lm import AsyncLM
 from genrt.numbers import check_bool, check_float, check_int, check_timeout, named, shown
 from genrt.questions.completions import (
     STRUCTURES,
+    Completion,
     CompletionOptions,
+    GenerateOptions,
     TurnOptions,
     completion_requests,
 )
-from genrt.questions.contexts import Limits, check_seed
+from genrt.questions.contexts import Limits, check_seed, seed_at
 from genrt.runtime.concurrency import aside, blocking_twin
 from genrt.structures.guides import Guides
 
-__all__ = ["Job"]
+__all__ = ["Job", "JobReport", "JobRun"]
+
+log = logging.getLogger("genrt.generation")
 
 ANY_MODEL = Limits(2**31 - 1, 2**31 - 1)
-"""Limits that every model is within: options are checked by these before there is a model."""
+"""Limits of a hypothetical model, to check options before a model is loaded."""
+
+
+@dataclass(slots=True)
+class JobReport:
+    """The counters of one run of a job. ``print`` shows a table.
+
+    Attributes:
+        rows: rows of the input, up to ``limit``.
+        done: rows with a text from this run.
+        skipped: rows that were finished before; ``failed_before`` of them with an error.
+        failed: rows with an error from this run, by the type of the error.
+        truncated: truncated texts among the done rows.
+        invalid: other invalid texts among the done rows, by the category of the fault.
+        prompt_tokens: tokens of the prompts of done rows.
+        completion_tokens: drawn tokens, also of invalid texts that were drawn again.
+        seconds: the duration of the run.
+        stopped: why the run ended before all rows, or ``None``.
+    """
+
+    rows: int = 0
+    done: int = 0
+    skipped: int = 0
+    failed_before: int = 0
+    failed: Counter[str] = field(default_factory=Counter)
+    truncated: int = 0
+    invalid: Counter[str] = field(default_factory=Counter)
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    seconds: float = 0.0
+    stopped: str | None = None
+
+    @property
+    def complete(self) -> bool:
+        """True if every row is in the output, without an error."""
+        return self.done + self.skipped == self.rows and not self.failed_before
+
+    @property
+    def left(self) -> int:
+        """How many rows are not in the output."""
+        return self.rows - self.done - self.skipped - self.failed.total()
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The rate of drawn tokens."""
+        return self.completion_tokens / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def progress(self) -> str:
+        """One line: the state of the run, with an estimate of the remaining time."""
+        asked = self.done + self.failed.total()
+        rest = _duration(self.seconds * self.left / asked) if asked else "unknown"
+        return (
+            f"{self.done + self.skipped:,} of {self.rows:,} rows, {self.failed.total():,} failed, "
+            f"{self.tokens_per_second:,.0f} tokens/s, {_duration(self.seconds)} elapsed, {rest} left"
+        )
+
+    def __str__(self) -> str:
+        lines: list[tuple[str, int | str]] = [
+            ("rows", self.rows),
+            ("  done", self.done),
+            ("    truncated", self.truncated),
+            ("    invalid", self.invalid.total()),
+            *((f"      {name}", count) for name, count in sorted(self.invalid.items())),
+            ("  finished before", self.skipped),
+            ("    with an error", self.failed_before),
+            ("  failed", self.failed.total()),
+            *((f"    {name}", count) for name, count in sorted(self.failed.items())),
+            ("  not asked", self.left),
+            ("prompt tokens", self.prompt_tokens),
+            ("completion tokens", self.completion_tokens),
+            ("tokens per second", round(self.tokens_per_second)),
+            ("elapsed", _duration(self.seconds)),
+        ]
+        table = "\n".join(
+            f"{name:<40}{value if isinstance(value, str) else format(value, ','):>14}"
+            for name, value in lines
+        )
+        return f"{table}\nstopped: {self.stopped}" if self.stopped else table
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
 class Job:
     """A text for each row of a JSONL, CSV or TSV file, as a line of a JSONL file.
 
-    The output is the job's memory: a line is written when its row is finished, whole, and once. Run again
-    after any interruption, the job goes on with the rows that are missing; after rows were added to the
-    input, with these. Lines are in the order in which rows were finished. A line has the row's ``index``
-    (from 0), its columns as ``input``, ``text``, ``finish_reason``, ``stop_reason``, ``truncated``,
-    ``prompt_tokens``, ``completion_tokens`` and ``seed``, or else ``error`` and ``error_type``; the
-    ``reasoning`` where that is told apart. With a schema or ``validate`` it has the text's value as
-    ``output``, whether it is ``valid``, and the ``fault`` if it is not; with ``logprobs`` these and the
-    ``token_ids``.
+    The output is the job's memory: each row has one line, written when the row is finished. After any
+    interruption the next run continues with the missing rows, and with rows that were added to the
+    input. Lines are in the order of completion. A line has the row's ``index`` (from 0), its columns
+    as ``input``, ``text``, ``finish_reason``, ``stop_reason``, ``truncated``, ``prompt_tokens``,
+    ``completion_tokens`` and ``seed``, or else ``error`` and ``error_type``; ``reasoning`` if it is split
+    from the text. With a schema or ``validate`` it has the value of the text as ``output``, whether it is
+    ``valid``, and otherwise the ``fault``. With ``logprobs`` it has these and the ``token_ids``.
 
-    ``OUTPUT.job.json`` beside it says what the lines were made from. A run with another template, schema,
-    option, model or ``weights_version`` is refused, and so is one whose input has changed in a row that
-    is finished. Weights that a runtime got by ``update_weights`` are those of that runtime alone, unless
-    ``model`` names their directory: another runtime's may be others, and are refused.
+    ``OUTPUT.job.json`` describes how the lines are made. A run with another template, schema, option,
+    model, adapter or ``weights_version`` is refused, and so is a run with another input in a finished
+    row. Weights from ``update_weights`` are known to one runtime only: other runtimes are refused, unless
+    ``model`` names a directory with the weights.
 
-    With ``seed``, row ``i`` is drawn with seed ``seed + i``: a finished job is the same whatever
-    interrupted it, as far as the engine computes the same in any batch.
+    With ``seed``, row ``i`` is drawn with seed ``seed + i``: interruptions do not change the results, if
+    the engine computes the same in any batch.
     """
 
     def __init__(
@@ -87,156 +196,509 @@ class Job:
     ) -> None:
         """
         Args:
-            input: the file of rows; see ``input_format``. It is read once before the first row is asked.
-            output: the file of lines, in a directory that is there.
-            prompt_template: the prompt of a row, by the names of columns: ``"Summarise: {text}"``.
-                ``{{`` and ``}}`` are braces; values that are no str are written as JSON.
-            messages_column: in place of a template, the column with a conversation: a list, or its JSON.
-                Without either, the rows' column ``prompt`` or ``messages`` is what is asked.
-            system_message: is put in front of every conversation; makes one of a template too.
-            chat: whether the template's text is a message of the user's, answered by ``lm.chat``.
-            validate: says whether a text is valid, and what its value is, as of ``generate_valid``: a
-                function, a schema, a pydantic model. By default ``json_schema`` does. The value is
-                written as JSON; a function is called on the loop.
-            model: what the model is called when another run compares: its directory, which is compared by
-                what is in it, or its name. By default where the tokenizer was read from.
-            model_options: what else decides the model's answers, such as its dtype: compared, not used.
-            input_format: ``"jsonl"``, ``"csv"`` or ``"tsv"``; by default what the file's name says.
-            limit: only so many rows from the beginning.
-            keep_columns: the columns that a line repeats as ``input``; by default all of the row.
-            retry_errors: whether rows with an error are asked again, or the types of such errors.
-            overwrite: whether to start over, if the output is there.
-            num_retries_invalid: how often a text that is not valid is drawn again, with other seeds. The
-                last draw is written.
-            sort_by_length: whether the longest prompts are asked first, so that the last steps are not
-                left to few of them. The rows that are left are then in memory, all at once; they are
-                streamed otherwise.
-            concurrency: how many rows are under way at once; by default as many as keep the engine's
-                steps full, with a ``timeout`` no more than a step takes.
-            max_consecutive_failures: after so many rows in a row failed, the run stops. 0 is no bound.
-                Rows that are themselves wrong (any InvalidRequest: too long, a column missing, a text
-                that the tokenizer refuses) do not count.
-            heartbeat: every so many seconds a line is logged, with the time that is left, and the output
-                synchronized with the disk; 0 is never.
-            log_prompts: whether warnings about failed rows have the rows and the messages of the errors,
+            input: the file of rows; see ``input_format``. It is read once before the first row runs.
+            output: the file of lines, in an existing directory.
+            prompt_template: the prompt of a row, with the names of columns: ``"Summarize: {text}"``.
+                ``{{`` and ``}}`` are braces; values other than str are written as JSON.
+            messages_column: instead of a template, the column with a conversation: a list, or its JSON.
+                By default the column ``prompt`` or ``messages`` is used.
+            system_message: begins every conversation; it also turns a template into a conversation.
+            chat: whether the template's text is the user's message of a conversation, for ``lm.chat``.
+            validate: a function, a schema or a pydantic model that validates the texts, as for
+                ``generate_valid``; by default ``json_schema``. Values are written as JSON. A function
+                runs on the loop.
+            model: identifies the model for later runs: a directory, which is compared by its content, or
+                a name, which is compared with its revision in the hub's cache. By default the source of
+                the tokenizer.
+            model_options: other options that decide the model's answers, such as its dtype. They are
+                only compared.
+            input_format: ``"jsonl"``, ``"csv"`` or ``"tsv"``; by default by the suffix of the input.
+            limit: use only the first rows.
+            keep_columns: the columns that lines repeat as ``input``; by default all.
+            retry_errors: whether rows with an error run again, or the types of these errors.
+            overwrite: whether to start over if the output exists.
+            num_retries_invalid: how often an invalid text is drawn again, with other seeds. The last draw
+                is written.
+            sort_by_length: whether the longest prompts run first, so that the last steps stay full. The
+                remaining rows are then in memory; otherwise they are streamed.
+            concurrency: the number of running rows; by default it keeps the engine's steps full.
+            max_consecutive_failures: the run stops after this number of failed rows in a row; 0 is no
+                bound. Rows that are themselves wrong (any InvalidRequest: too long, a column missing, a
+                text that the tokenizer refuses) do not count.
+            heartbeat: seconds between two lines of progress in the log, with the remaining time. The
+                output is then synchronized with the disk. 0 disables it.
+            log_prompts: whether warnings about failed rows include the rows and the messages of errors,
                 which may quote prompts.
-            options: those of ``lm.chat``. ``timeout`` is each row's; ``seed`` is 0 unless it is
-                given, and ``None`` draws anew in every run.
+            options: the options of ``lm.chat``. ``timeout`` is for each row; ``seed`` is 0 by default,
+                and with ``None`` every run draws other texts.
 
         Raises:
-            InvalidRequest: an argument is wrong, or there is no such input.
+            InvalidRequest: an argument is wrong, or the input does not exist.
             ExtraNotInstalled: there is a schema, and jsonschema is missing.
         """
-        source = check_input(_path("input", input))
-        form = format_of(source, input_format)
+        self._input = check_input(_path("input", input))
+        self._output = check_output(_path("output", output))
+        self._form = format_of(self._input, input_format)
         if "json_schema" in options:
-            options = {**options, "json_schema": Schema(options["json_schema"]).schema}
-        judged = options.get("json_schema") if validate is None else validate
-        if prompt_template is None and messages_column is None:
-            prompt_template, messages_column = default_columns(next(read_rows(source, form), None))
-        prompts = Prompts(
-            prompt_template, messages_column, chat=chat, system_message=system_message
+            options = {**options, "json_schema": JSONSchema(options["json_schema"]).schema}
+        validator = options.get("json_schema") if validate is None else validate
+        self._validator = None if validator is None else RecordValidator(validator)
+        has_default = prompt_template is None and messages_column is None
+        self._prompts = RowPrompts(
+            prompt_template,
+            messages_column,
+            chat=chat,
+            system_message=system_message,
+            first=next(read_rows(self._input, self._form), None) if has_default else None,
         )
-        kept = None if keep_columns is None else _names("keep_columns", keep_columns)
-        asked: dict[str, Any] = {**options}
-        seed = asked.pop("seed", 0)
-        decided = _decided(asked, seed)
-        redrawn = check_int("num_retries_invalid", num_retries_invalid, 0, 2**20)
-        if redrawn and (judged is None or decided["temperature"] == 0):
+        self._keep_columns = None if keep_columns is None else _names("keep_columns", keep_columns)
+        self._options: dict[str, Any] = {**options}
+        drawing = _drawing_parts(self._options, self._options.pop("seed", 0))
+        self._seed: int | None = drawing["seed"]
+        self._num_retries = check_int("num_retries_invalid", num_retries_invalid, 0, 2**20)
+        if self._num_retries and (self._validator is None or drawing["temperature"] == 0):
             raise InvalidRequest(
                 "num_retries_invalid needs a json_schema or validate to judge texts by, and a "
                 "temperature over 0: a greedy text comes out the same again"
             )
-        self._decided = (
-            decided
-            | prompts.parts
-            | {
-                "keep_columns": kept and sorted(kept),
-                "num_retries_invalid": redrawn,
-                "validate": _identity(validate),
-            }
-        )
-        self._model = None if model is None else str(_path("model", model))
         if not isinstance(model_options, Mapping | None):
             raise InvalidRequest(f"model_options must be a mapping, got {named(model_options)}")
-        self._model_options = _plain("model_options", model_options)
-        self._settings = JobSettings(
-            input=source,
-            form=form,
-            output=check_output(_path("output", output)),
-            prompts=prompts,
-            judge=None if judged is None else Judge(judged),
-            options=asked,
-            seed=decided["seed"],
-            limit=sys.maxsize if limit is None else check_int("limit", limit, 1, sys.maxsize),
-            keep_columns=kept,
-            retried=_retried(retry_errors),
-            overwrite=check_bool("overwrite", overwrite),
-            num_retries_invalid=redrawn,
-            sort_by_length=check_bool("sort_by_length", sort_by_length),
-            concurrency=None if concurrency is None else check_int("concurrency", concurrency, 1),
-            max_consecutive_failures=check_int(
-                "max_consecutive_failures", max_consecutive_failures, 0
-            ),
-            heartbeat=check_float("heartbeat", heartbeat, 0.0, threading.TIMEOUT_MAX),
-            log_prompts=check_bool("log_prompts", log_prompts),
+        self._parts = drawing | self._prompts.parts
+        self._parts |= {
+            "keep_columns": self._keep_columns and sorted(self._keep_columns),
+            "num_retries_invalid": self._num_retries,
+            "validate": _validator_identity(validate),
+        }
+        if model_options is not None:
+            self._parts["model_options"] = _as_json("model_options", model_options)
+        self._model = None if model is None else str(_path("model", model))
+        self._limit = sys.maxsize if limit is None else check_int("limit", limit, 1, sys.maxsize)
+        self._retry_errors = _check_retry_errors(retry_errors)
+        self._overwrite = check_bool("overwrite", overwrite)
+        self._sort_by_length = check_bool("sort_by_length", sort_by_length)
+        self._options["concurrency"] = (
+            None if concurrency is None else check_int("concurrency", concurrency, 1)
         )
+        self._max_failures = check_int("max_consecutive_failures", max_consecutive_failures, 0)
+        self._heartbeat = check_float("heartbeat", heartbeat, 0.0, threading.TIMEOUT_MAX)
+        self._log_prompts = check_bool("log_prompts", log_prompts)
 
     def __repr__(self) -> str:
-        return f"Job({str(self._settings.input)!r}, {str(self._settings.output)!r})"
+        return f"Job({str(self._input)!r}, {str(self._output)!r})"
 
     async def run(self, lm: AsyncLM) -> JobReport:
-        """Ask the rows that are left, write them, and return what was done.
+        """Run the remaining rows, write them, and return a report.
 
-        The report of a run that stopped, since too many rows failed one after another, says so. Whatever
-        else ends it, cancellation and interrupts included: what was written stays, and another run goes
-        on from there.
+        The run stops early after too many failures in a row; the report says so. After any other end,
+        also a cancellation or an interrupt, written rows stay, and another run continues.
 
         Raises:
-            JobRefused: another job writes the output, or what it was made from has changed, if only
-                because the runtime takes new weights meanwhile: texts by those are not written.
-            InvalidRequest: the input cannot be read, a column is unknown (UnknownColumn), or an option
-                is out of the model's range.
+            JobRefused: another job writes the output, or the lines were made in another way. New weights
+                of the runtime during the run count too: their texts are not written.
+            InvalidRequest: the input cannot be read, a column is unknown (UnknownColumn), or the model
+                does not support an option.
             OutputFailed: the output cannot be written.
-            EngineDied, Closed: the runtime is; rows under way are not written.
+            EngineDied, Closed: the runtime died or is closed; running rows are not written.
         """
-        if not isinstance(lm, AsyncLM):
-            raise InvalidRequest(f"lm must be an AsyncLM, as genrt.load returns, got {shown(lm)}")
-        running = JobRun(self._settings)
+        running = JobRun(self)
         try:
-            await aside(lambda: running.open(self._fingerprint(model_of(lm), lm)))
+            await aside(lambda: running._open(_model_of(check_lm(lm)), lm=lm))
             return await running.run(lm)
         finally:
             try:
                 await aside(running.close)  # it waits for the disk
             finally:
-                running.close()  # where that was cancelled: by then the output is to be free
+                running.close()  # after a cancellation: the output must be free
 
     run_sync = blocking_twin(run)
 
-    def begin(self, model: str | None = None) -> JobRun:
-        """Return a run that lacks nothing but the model, which is this directory or of this name.
+    def begin(
+        self, model: str | None = None, adapter: str | os.PathLike[str] | None = None
+    ) -> JobRun:
+        """Prepare a run before the model is loaded: read and compare the input and the output, blocking.
 
-        For those who load a model only for what is not refused, and is not finished: it is to be closed,
-        best by ``with``. Raises as ``run``; reads the input and the output, blocking.
+        Use it in a ``with`` statement, which closes the run. Raises as ``run``.
+
+        Args:
+            model: the directory or the name of the model.
+            adapter: the directory of the adapter.
         """
-        running = JobRun(self._settings)
+        running = JobRun(self)
         try:
-            running.open(self._fingerprint(model))
+            running._open(model, adapter=None if adapter is None else Path(adapter))
         except BaseException:
             running.close()
             raise
         return running
 
-    def _fingerprint(self, model: str | None, lm: AsyncLM | None = None) -> Fingerprint:
-        parts = self._decided | {"weights_version": 0 if lm is None else lm.weights_version}
+    def _description(
+        self, model: str | None, adapter: Path | None, lm: AsyncLM | None
+    ) -> dict[str, Any]:
+        parts = self._parts | {"weights_version": 0 if lm is None else lm.weights_version}
         if lm is not None and lm.weights_version and self._model is None:
-            parts = parts | {"runtime": lm.runtime_id}
-        if self._model_options is not None:
-            parts = parts | {"model_options": self._model_options}
-        found = fingerprint(parts)
+            parts["runtime"] = lm.runtime_id
+        found = describe(parts)
+        if adapter is not None:
+            found["adapter_files"] = adapter_digest(adapter)
         model = self._model or model
-        return found if model is None else found | {"model": model_part(model)}
+        if model is not None and Path(model).is_dir():
+            found["model"] = model_digest(Path(model))
+        elif model is not None:
+            found["model"] = model
+            options = self._parts.get("model_options") or {}
+            if (revision := model_revision(model, options.get("revision"))) is not None:
+                found["model_revision"] = revision
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """The result of a row, with its validation.
+
+    Attributes:
+        tokens: the drawn tokens, also of invalid texts that were drawn again.
+        output: the value of the text.
+    """
+
+    row: Row
+    result: Completion | Failed
+    seed: int | None = None
+    tokens: int = 0
+    output: Any = None
+    faults: Sequence[Fault] = ()
+
+
+class JobRun:
+    """A run of a job, made by ``Job.begin``: a context manager that holds the lock of the output."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._journal = Journal(job._output)
+        self._report = JobReport()
+        self._began = time.monotonic()
+        self._opening = threading.Lock()
+        self._is_closed = self._is_ready = False
+        self._weights_version = 0
+        self._adapter: Path | None = None  # the runtime's copy
+        self._refused: JobRefused | None = None
+        self._rows: Iterable[Row] = ()
+        self._failures: list[Exception] = []  # of consecutive rows
+
+    # -- before there is a model ----------------------------------------------------------------
+
+    def _open(
+        self, model: str | None, *, adapter: Path | None = None, lm: AsyncLM | None = None
+    ) -> None:
+        """Lock the output, read the finished rows, and compare the input and the description. Raises as
+        ``Job.run``; ends early after ``close``."""
+        with self._opening:
+            if self._is_closed:
+                return
+            job = self._job
+            if job._output.exists() and os.path.samefile(job._input, job._output):
+                raise InvalidRequest(
+                    f"{job._output} is the input: name another file for the output"
+                )
+            if lm is not None and (name := job._options.get("adapter")) is not None:
+                adapter = lm.adapter_files(name)
+            description = job._description(model, adapter, lm)
+            self._weights_version = description["weights_version"]
+            max_rows = job._input.stat().st_size
+            retried = job._retry_errors
+            self._journal.read(
+                description,
+                max_rows,
+                lambda name: retried if isinstance(retried, bool) else name in retried,
+                overwrite=job._overwrite,
+            )
+            if not self._compare():
+                return
+            self._journal.start()
+            rows = itertools.islice(read_rows(job._input, job._form), self._report.rows)
+            self._rows = rows
+            if job._sort_by_length:
+                todo = [row for row in rows if not self._journal.has(row.index)]
+                self._rows = sorted(todo, key=self._prompt_length, reverse=True)
+            self._is_ready = True
+
+    def _compare(self) -> bool:
+        """Read the input once. Finished rows must be unchanged, and all columns known. Return False if
+        the run was closed meanwhile."""
+        job, report, digests = self._job, self._report, self._journal.digests
+        known: dict[str, None] = {}
+        count = 0
+        rows = read_rows(job._input, job._form)
+        for row in itertools.islice(rows, max(job._limit, len(digests))):
+            if self._is_closed:
+                return False
+            count += 1
+            known |= dict.fromkeys(row.columns)
+            is_finished = self._journal.has(row.index)
+            if is_finished and digests[row.index] != row.digest:
+                raise JobRefused(
+                    f"row {row.index} of {job._input} has changed since it was answered: give the input "
+                    f"as it was (rows may be added at its end), name another output, or start "
+                    f"{job._output} over (--overwrite, overwrite=True). A row that failed may be mended, "
+                    "and is asked again with --retry-errors, retry_errors=True"
+                )
+            report.skipped += is_finished and row.index < job._limit
+        if count < len(digests):
+            raise JobRefused(
+                f"{job._input} has {count} rows, and {job._output} an answer to row "
+                f"{len(digests) - 1}: rows of the input may not go"
+            )
+        report.rows = min(count, job._limit)
+        report.failed_before = min(self._journal.failed, report.skipped)
+        for name in (*job._prompts.columns, *(job._keep_columns or ())) if count else ():
+            value_of(known, name)
+        return True
+
+    def _prompt_length(self, row: Row) -> int:
+        try:
+            prompt = self._job._prompts.of(row.columns)
+        except InvalidRequest:
+            return 0
+        return len(prompt) if isinstance(prompt, str) else len(str(prompt))
+
+    # -- with a model ---------------------------------------------------------------------------
+
+    async def run(self, lm: AsyncLM) -> JobReport:
+        """Run the remaining rows, write them, and return a report. Raises as ``Job.run``, and
+        InvalidRequest if this run has run or is closed."""
+        job = self._job
+        if not self._is_ready:
+            raise InvalidRequest("a run runs once, and not when it is closed: begin another")
+        self._is_ready = False
+        if lm.weights_version != self._weights_version:
+            self._refuse("has new weights")
+        if (name := job._options.get("adapter")) is not None:
+            self._adapter = lm.adapter_files(name)
+        self._began = time.monotonic()
+        runner = ItemRunner(lm, cast("Any", job._options))
+        beats = asyncio.create_task(self._beat(job._heartbeat)) if job._heartbeat else None
+        try:
+            if self._report.left:
+                await runner.check()
+                await runner.probe()
+                await self._run_rows(lm, runner)
+        finally:
+            if beats is not None:
+                beats.cancel()
+        return self.report()
+
+    run_sync = blocking_twin(run)
+
+    def report(self) -> JobReport:
+        """Return a report of the run so far."""
+        report, seconds = self._report, time.monotonic() - self._began
+        counted = Counter(report.failed), Counter(report.invalid)
+        return replace(report, failed=counted[0], invalid=counted[1], seconds=seconds)
+
+    async def _run_rows(self, lm: AsyncLM, runner: ItemRunner) -> None:
+        answers: ConcurrentMap[_Answer] = ConcurrentMap(
+            self._remaining_rows(),
+            lambda number, row: self._answer(runner, number, row),
+            concurrency=runner.concurrency,
+            max_ahead=2 * runner.concurrency,
+        )
+        try:
+            while not self._report.stopped and (taken := await answers.take()) is not None:
+                self._settle(lm, taken[1])
+        except OutputFailed:
+            await answers.close()
+            raise
+        except BaseException:
+            await self._finish(lm, answers)
+            raise
+        await self._finish(lm, answers)
+        if self._refused is not None:
+            raise self._refused
+
+    async def _remaining_rows(self) -> AsyncIterator[Row]:
+        for place, row in enumerate(self._rows):
+            if place % 256 == 0:
+                await asyncio.sleep(0)  # finished rows must not block the loop
+            if self._report.stopped:
+                return
+            if not self._journal.has(row.index):
+                yield row
+
+    async def _answer(self, runner: ItemRunner, number: int, row: Row) -> _Answer:
+        """Return the text of a row. Invalid texts are drawn again."""
+        job = self._job
+        try:
+            prompt = job._prompts.of(row.columns)
+        except InvalidRequest as error:
+            return _Answer(row, Failed(error))
+        tokens, attempt = 0, 0
+        while True:
+            options: GenerateOptions = {}
+            if job._seed is not None:
+                # Seeds of repeated draws lie beyond the seeds of all rows.
+                options["seed"] = seed_at(job._seed, row.index + attempt * 2**40)
+            text, messages = (prompt, None) if isinstance(prompt, str) else (None, prompt)
+            result = await runner.run(number, Item(text, messages, options))
+            if isinstance(result, Failed):
+                return _Answer(row, result, tokens=tokens)
+            tokens += len(result.token_ids)
+            values, faults = list[Any](), list[Fault]()
+            if job._validator is not None:
+                await job._validator.validate(result.text, values, faults)
+            if not faults or attempt == job._num_retries:
+                output = _output_json(values[0]) if values else None
+                return _Answer(row, result, options.get("seed"), tokens, output, faults)
+            attempt += 1
+
+    async def _finish(self, lm: AsyncLM, answers: ConcurrentMap[_Answer]) -> None:
+        """Cancel the running rows, and write the finished ones."""
+        await answers.close()
+        for _, answer in answers.drain():
+            self._settle(lm, answer)
+
+    def _settle(self, lm: AsyncLM, answer: _Answer) -> None:
+        """Write the line of a row, and count it."""
+        job, report, result = self._job, self._report, answer.result
+        text = result.partial if isinstance(result, Failed) else result
+        # A text without a token has no version.
+        if text is not None and text.token_ids and text.weights_version != self._weights_version:
+            return self._refuse("has new weights")
+        if self._adapter is not None and lm.adapter_files(job._options["adapter"]) not in (
+            self._adapter,
+            None,
+        ):
+            return self._refuse(f"has another adapter {job._options['adapter']!r}")
+        report.completion_tokens += answer.tokens
+        if isinstance(result, Failed):
+            return self._fail(answer.row, result.error, result.partial)
+        entry = self._entry(answer.row) | _completion_entry(result) | {"seed": answer.seed}
+        fault = answer.faults[0] if answer.faults else None
+        if job._validator is not None:
+            entry |= {"output": answer.output, "valid": fault is None}
+            entry["fault"] = fault and f"{fault.category} ({fault.detail})"
+        if fault is not None and not result.truncated:
+            report.invalid[fault.category] += 1
+        self._journal.write(entry)
+        self._failures.clear()
+        report.done += 1
+        report.truncated += result.truncated
+        report.prompt_tokens += len(result.prompt_token_ids)
+        return None
+
+    def _refuse(self, change: str) -> None:
+        """Stop the run: the lines before were made in another way."""
+        made = f"{self._journal.path} was made with version {self._weights_version} of them"
+        if "weights" not in change:
+            made = f"{self._journal.path} was made with the one before"
+        self._refused = JobRefused(f"the runtime {change}, and {made}: {REMEDY}")
+        self._report.stopped = str(self._refused)
+
+    def _fail(self, row: Row, error: Exception, partial: Completion | None) -> None:
+        """Write the error of a row. Stop after too many consecutive failures that are not the fault of
+        their row."""
+        job, report, name = self._job, self._report, type(error).__name__
+        if not isinstance(error, InvalidRequest) or isinstance(error, UnknownAdapter):
+            if report.stopped:
+                return  # the next run repeats the row
+            self._failures.append(error)
+        details = f": {error}; the row is {row.columns}" if job._log_prompts else ""
+        log.warning("row %d failed with %s%s", row.index, name, details)
+        entry = self._entry(row) | _completion_entry(partial)
+        self._journal.write(entry | {"error": str(error), "error_type": name})
+        report.failed[name] += 1
+        if len(self._failures) == job._max_failures > 0:
+            report.stopped = self._too_many_failures()
+
+    def _too_many_failures(self) -> str:
+        kinds = Counter(type(error).__name__ for error in self._failures)
+        messages = {str(error) for error in self._failures}
+        # A message of one row may quote its prompt; a message of all rows does not.
+        is_shown = len(messages) == 1 < len(self._failures) or self._job._log_prompts
+        message = messages.pop() if is_shown else "log_prompts (--log-prompts) shows their messages"
+        return (
+            f"{len(self._failures)} rows failed one after another, with {' and '.join(kinds)}: "
+            f"{message}. They are written with their errors: once the reason is gone, ask them again "
+            "with --retry-errors (retry_errors=True)"
+        )
+
+    def _entry(self, row: Row) -> dict[str, Any]:
+        job, columns = self._job, row.columns
+        if job._keep_columns is not None:
+            columns = {name: columns[name] for name in job._keep_columns if name in columns}
+        judged = {} if job._validator is None else {"output": None, "valid": None, "fault": None}
+        return {"index": row.index, "digest": f"{row.digest:016x}", "input": columns} | judged
+
+    async def _beat(self, seconds: float) -> None:
+        """Log the progress and synchronize the output, every ``seconds``."""
+        while True:
+            await asyncio.sleep(seconds)
+            log.info("%s: %s", self._job._output, self.report().progress)
+            try:
+                await aside(self._journal.sync)
+            except OutputFailed as error:
+                log.warning("%s", error)
+
+    def close(self) -> None:
+        """Synchronize and close the output, and release its lock. Idempotent, from any thread."""
+        self._is_closed, self._is_ready = True, False
+        with self._opening:
+            self._journal.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _completion_entry(completion: Completion | None) -> dict[str, Any]:
+    """Return the fields of a line for a completion, or for its absence."""
+    entry: dict[str, Any] = dict.fromkeys(
+        ("text", "finish_reason", "stop_reason", "truncated", "prompt_tokens", "completion_tokens")
+    )
+    if completion is not None:
+        entry = {
+            "text": completion.text,
+            "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
+            "truncated": completion.truncated,
+            "prompt_tokens": len(completion.prompt_token_ids),
+            "completion_tokens": len(completion.token_ids),
+        }
+        if completion.reasoning:
+            entry["reasoning"] = completion.reasoning
+        if completion.logprobs:
+            entry["token_ids"] = completion.token_ids
+            entry["logprobs"] = [_finite_or_none(each) for each in completion.logprobs]
+            entry["top_logprobs"] = [
+                {token: _finite_or_none(logprob) for token, logprob in each.items()}
+                for each in completion.top_logprobs
+            ]
+    return entry | {"seed": None, "error": None, "error_type": None}
+
+
+def _finite_or_none(logprob: float) -> float | None:
+    return logprob if math.isfinite(logprob) else None
+
+
+def _output_json(value: Any) -> Any:
+    """Return a validated value as JSON, of a pydantic model its fields."""
+    if hasattr(value, "model_dump"):
+        value = value.model_dump(mode="json")
+    try:
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(
+            f"validate returned {shown(value)}, which cannot be written as JSON"
+        ) from error
+
+
+def _model_of(lm: AsyncLM) -> str | None:
+    """Return the checkpoint's directory or name, if the tokenizer has it."""
+    try:
+        name = getattr(lm.tokenizer, "name_or_path", None)
+    except InvalidRequest:
+        return None
+    return name if isinstance(name, str) and name else None
 
 
 def _path(name: str, value: object) -> Path:
@@ -249,7 +711,11 @@ def _path(name: str, value: object) -> Path:
         found = Path(path).expanduser()
         os.fsencode(found)
         found.exists()
-    except (OSError, UnicodeEncodeError, RuntimeError) as error:  # the last of nobody's home
+    except (
+        OSError,
+        UnicodeEncodeError,
+        RuntimeError,
+    ) as error:  # RuntimeError: an unknown home directory
         reason = getattr(error, "strerror", None) or error
         raise InvalidRequest(f"{name} must be a path that a file can have: {reason}") from error
     return found
@@ -263,17 +729,15 @@ def _names(name: str, value: object) -> tuple[str, ...]:
     return tuple(value)
 
 
-def _retried(value: object) -> Callable[[str], bool]:
-    if isinstance(value, bool):
-        return lambda _: value
-    names = frozenset(_names("retry_errors", value))
-    return names.__contains__
+def _check_retry_errors(value: object) -> bool | frozenset[str]:
+    """Return whether to retry all errors, or the types of the errors."""
+    return value if isinstance(value, bool) else frozenset(_names("retry_errors", value))
 
 
-def _identity(validate: Any) -> Any:
-    """Return what tells a validator from others: a schema, or a function's name and source."""
+def _validator_identity(validate: Any) -> Any:
+    """Return a schema, or a function's name and source."""
     if validate is None or isinstance(validate, Mapping | str):
-        return validate if validate is None else Schema(validate).schema
+        return validate if validate is None else JSONSchema(validate).schema
     for of_model in ("model_json_schema", "json_schema"):  # a pydantic model, a TypeAdapter
         if callable(schema := getattr(validate, of_model, None)):
             return schema()
@@ -285,16 +749,17 @@ def _identity(validate: Any) -> Any:
     return f"{getattr(function, '__qualname__', '')} {source}"
 
 
-def _plain(name: str, value: Any) -> Any:
-    """Return a value as its JSON is read. Raises InvalidRequest if it has none."""
+def _as_json(name: str, value: Any) -> Any:
+    """Return a value after a round trip through JSON. Raises InvalidRequest if JSON cannot represent
+    it."""
     try:
-        return json.loads(json.dumps(value, default=_name_of))
+        return json.loads(json.dumps(value, default=_json_default))
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequest(f"{name} cannot be written as JSON: {error}") from error
 
 
-def _name_of(value: Any) -> Any:
-    """Return what stands for a value that is not JSON: a mapping's dict, a function's name."""
+def _json_default(value: Any) -> Any:
+    """Return the dict of a mapping, the name of a function."""
     if isinstance(value, Mapping):
         return dict(value)
     if not isinstance(name := getattr(value, "__qualname__", None), str):
@@ -302,8 +767,8 @@ def _name_of(value: Any) -> Any:
     return name
 
 
-def _decided(options: Mapping[str, Any], seed: int | None) -> dict[str, Any]:
-    """Return how texts are drawn, in plain types, whatever the model.
+def _drawing_parts(options: Mapping[str, Any], seed: int | None) -> dict[str, Any]:
+    """Return the options that decide how texts are drawn, as JSON.
 
     Raises:
         InvalidRequest: an option is wrong.
@@ -329,4 +794,4 @@ def _decided(options: Mapping[str, Any], seed: int | None) -> dict[str, Any]:
         Guides(None, 0).check(structure)
     structures = dict.fromkeys(STRUCTURES) | dict([structure] if structure else [])
     others |= {"seed": check_seed(seed), "tools": None, "chat_template_kwargs": None} | others
-    return decoding | structures | {name: _plain(name, each) for name, each in others.items()}
+    return decoding | structures | {name: _as_json(name, each) for name, each in others.items()}

@@ -1,36 +1,45 @@
-"""A job's output: a line for each finished row, whole or not at all, and beside it what made it.
+"""The output file of a job, with a description of how its lines were made.
 
-The rules:
+Rules:
 
-- A line is written by one process, the owner of the lock, and with one call. It is complete once its line
-  feed is in the file.
-- A process that is killed leaves at most one line without a line feed, the last. Opening cuts it off.
-- Everything else is written beside its place, synchronized, and renamed: the description of the job
-  (``OUTPUT.job.json``), and the output when failed rows are taken out of it.
-- The description is there before the first line. Nothing is changed before all is compared.
+- The owner of the lock writes, each line with one call. A line is complete with its line feed.
+- A killed process leaves at most one incomplete line, the last one. The next run cuts it off.
+- The description (``OUTPUT.job.json``) exists before the first line. It, and the output without failed
+  rows, are written to a temporary file, synchronized and renamed.
+- Nothing is changed before everything is compared.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import logging
 import os
 import shutil
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any
 
 import filelock
 
 from genrt.errors import InvalidRequest, JobRefused, OutputFailed
-from genrt.generation.fingerprints import Fingerprint, changes
 from genrt.generation.tables import parse_json
 
-__all__ = ["Journal"]
+__all__ = ["Journal", "adapter_digest", "describe", "model_digest", "model_revision"]
 
-FORMAT = 2
-"""Of the description; another one is refused."""
+log = logging.getLogger("genrt.generation")
+
+FORMAT = 3
+"""The version of the description. Others are refused."""
+
+PRIVATE = frozenset({"prompt_template", "system_message", "chat_template_kwargs", "validate"})
+"""Parts of a description that may quote prompts: only their digest is stored."""
+
+DIGEST = "sha256:"
 
 REMEDY = (
     "give what it was made with, name another output, or start this one over (--overwrite, "
@@ -38,13 +47,34 @@ REMEDY = (
 )
 
 
+def describe(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the description of values that JSON can represent. Long and private values become
+    digests."""
+    description = {}
+    for name, value in parts.items():
+        text = json.dumps(value, sort_keys=True)
+        description[name] = json.loads(text)
+        if value is not None and (len(text) > 80 or name in PRIVATE):
+            description[name] = DIGEST + hashlib.sha256(text.encode()).hexdigest()
+    return description
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of changed parts, with their values. Parts of only one side are skipped."""
+    for name, new in now.items():
+        if (old := before.get(name, new)) == new:
+            continue
+        has_digest = any(isinstance(each, str) and each.startswith(DIGEST) for each in (old, new))
+        yield name if has_digest else f"{name} (was {json.dumps(old)}, is {json.dumps(new)})"
+
+
 class Journal:
-    """The output file of one job, open for appending.
+    """The output file of one job.
 
     Attributes:
-        path: the file itself, where links lead to.
-        digests: by index of the input's rows, the digest of a row that is finished, else 0.
-        finished: how many are; ``failed`` of them with an error.
+        path: the file, with links resolved.
+        digests: the digest of each finished row of the input, by index; 0 for other rows.
+        finished: the number of finished rows; ``failed`` of them with an error.
     """
 
     def __init__(self, path: Path) -> None:
@@ -53,21 +83,34 @@ class Journal:
         self.digests = array("Q")
         self.finished = self.failed = 0
         lock = self.path.with_name(f".{self.path.name}.lock")
-        # Of no thread: one opens a journal, and another may close it.
+        # One thread opens a journal, and another one may close it.
         self._lock = filelock.FileLock(lock, timeout=0, thread_local=False)
         self._file: IO[bytes] | None = None
-        # The length of all whole lines; the numbers of those to be taken out; what lines are made from.
-        self._size = 0
-        self._taken_out: set[int] = set()
-        self._before: Fingerprint = {}
-        self._now: Fingerprint = {}
+        self._size = 0  # of all complete lines
+        self._retried: set[int] = set()  # numbers of lines to remove
+        self._before: dict[str, Any] = {}
+        self._now: dict[str, Any] = {}
 
-    def lock(self) -> None:
-        """Lock the output against other jobs.
+    def read(
+        self,
+        description: Mapping[str, Any],
+        max_rows: int,
+        is_retried: Callable[[str], bool],
+        *,
+        overwrite: bool,
+    ) -> None:
+        """Lock the output and read the finished rows. Nothing is changed yet.
+
+        Args:
+            description: how new lines are made.
+            max_rows: a bound for the indices of rows.
+            is_retried: decides by the type of a row's error whether the row runs again.
+            overwrite: whether to start over.
 
         Raises:
-            JobRefused: another job is.
-            InvalidRequest: the path can be no output.
+            JobRefused: another job writes the output; or its lines were made in another way, or not by
+                a job.
+            InvalidRequest: the path cannot be an output.
         """
         if not self.path.parent.is_dir():
             raise InvalidRequest(f"there is no directory {self.path.parent}: make it first")
@@ -80,52 +123,20 @@ class Journal:
                 raise JobRefused(
                     f"another job writes {self.path}: wait for it, or name another output"
                 ) from error
-
-    def recover(
-        self, now: Fingerprint, most_rows: int, retried: Callable[[str], bool], *, overwrite: bool
-    ) -> None:
-        """Read what is finished, and change nothing yet.
-
-        Args:
-            now: what the job's lines are to be made from.
-            most_rows: a bound for the indexes of rows.
-            retried: tells by the type of a row's error whether it is to be tried again.
-            overwrite: whether to start over.
-
-        Raises:
-            JobRefused: lines of the output are made from something else, or not by a job.
-        """
-        self._now = now
-        with _translated(self.path):
+            self._now = {**description}
             if overwrite or not self.path.exists() or not self.path.stat().st_size:
                 return
-            self._before = self._described()
-            self._read(most_rows, retried)
-        if not self.finished and not self._taken_out:
-            return
-        # What a later version of genrt, or a runtime that tells less, does not know stays.
-        self._now = {**self._before, **now}
-        if changed := list(changes(self._before, now)):
-            raise JobRefused(
-                f"{self.path} was made with another {', another '.join(changed)}: {REMEDY}"
-            )
+            self._before = self._read_description()
+            self._read_lines(max_rows, is_retried)
+        if self.finished or self._retried:
+            # Parts that this runtime does not know stay.
+            self._now = {**self._before, **description}
+            if changed := list(_changes(self._before, description)):
+                raise JobRefused(
+                    f"{self.path} was made with another {', another '.join(changed)}: {REMEDY}"
+                )
 
-    def begin(self) -> None:
-        """Open the file where its next line goes: cut off a partial one, take out the rows that are to be
-        retried, and say what lines are made from."""
-        with _translated(self.path):
-            if self._taken_out:
-                self._take_out(self._taken_out)
-            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
-            os.ftruncate(self._file.fileno(), self._size)
-            if self._now != self._before:
-                with whole_file(self.description) as file:
-                    text = json.dumps({"format": FORMAT, "parts": self._now}, indent=1)
-                    file.write(text.encode() + b"\n")
-            sync_directory(self.path.parent)
-
-    def _described(self) -> Fingerprint:
-        """Return what the lines were made from."""
+    def _read_description(self) -> dict[str, Any]:
         try:
             read = parse_json(self.description.read_bytes())
         except FileNotFoundError as error:
@@ -135,27 +146,27 @@ class Journal:
             ) from error
         except ValueError as error:
             raise JobRefused(f"{self.description} is damaged ({error}): {REMEDY}") from error
-        if not isinstance(read, dict) or read.get("format") != FORMAT or not _has_parts(read):
+        parts = read.get("parts") if isinstance(read, dict) else None
+        if not isinstance(parts, dict) or read["format"] != FORMAT:
             raise JobRefused(
                 f"{self.description} is not of this version of genrt: go on with the one that wrote it, "
                 f"or {REMEDY}"
             )
-        parts: Fingerprint = read["parts"]
         return parts
 
-    def _read(self, most_rows: int, retried: Callable[[str], bool]) -> None:
+    def _read_lines(self, max_rows: int, is_retried: Callable[[str], bool]) -> None:
         with self.path.open("rb") as file:
             for number, line in enumerate(file):
                 if not line.endswith(b"\n"):
-                    break  # of a process that was killed; opening cuts it off
+                    break  # of a killed process; start cuts it off
                 self._size += len(line)
-                index, digest, error_type = self._entry(number + 1, line)
-                if index >= most_rows:
+                index, digest, error_type = self._parse_line(number + 1, line)
+                if index >= max_rows:
                     raise JobRefused(
                         f"{self.path} has row {index}, which the input is too short for: {REMEDY}"
                     )
-                if error_type is not None and retried(error_type):
-                    self._taken_out.add(number)
+                if error_type is not None and is_retried(error_type):
+                    self._retried.add(number)
                     continue
                 if index >= len(self.digests):
                     self.digests.frombytes(bytes(8 * (index + 1 - len(self.digests))))
@@ -165,43 +176,52 @@ class Journal:
                 self.finished += 1
                 self.failed += error_type is not None
 
-    def _entry(self, number: int, line: bytes) -> tuple[int, int, str | None]:
-        try:
+    def _parse_line(self, number: int, line: bytes) -> tuple[int, int, str | None]:
+        with contextlib.suppress(ValueError, TypeError, KeyError):
             entry = parse_json(line)
-            index, digest, error_type = (
-                entry["index"],
-                int(entry["digest"], 16),
-                entry["error_type"],
-            )
+            index, digest, error_type = entry["index"], entry["digest"], entry["error_type"]
+            digest = int(digest, 16)
             if type(index) is int and index >= 0 and 0 < digest < 2**64:
                 return index, digest, None if error_type is None else str(error_type)
-        except (ValueError, TypeError, KeyError):
-            pass
         raise JobRefused(
-            f"line {number} of {self.path} is none that a job has written: mend it, or {REMEDY}"
+            f"line {number} of {self.path} was not written by a job: fix or delete it, or {REMEDY}"
         )
 
-    def _take_out(self, numbers: set[int]) -> None:
-        """Write the file again without these lines."""
-        with whole_file(self.path) as kept, self.path.open("rb") as file:
-            for number, line in enumerate(file):
-                if number not in numbers and line.endswith(b"\n"):
-                    kept.write(line)
-        self._size = self.path.stat().st_size
+    def has(self, index: int) -> bool:
+        """Tell whether a row is finished."""
+        return index < len(self.digests) and self.digests[index] != 0
+
+    def start(self) -> None:
+        """Open the file for the next line: cut off an incomplete one, remove the rows that run again, and
+        write the description."""
+        with _translated(self.path):
+            if self._retried:
+                with _replaced(self.path) as kept, self.path.open("rb") as file:
+                    for number, line in enumerate(file):
+                        if number not in self._retried and line.endswith(b"\n"):
+                            kept.write(line)
+                self._size = self.path.stat().st_size
+            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
+            os.ftruncate(self._file.fileno(), self._size)
+            if self._now != self._before:
+                with _replaced(self.description) as described:
+                    text = json.dumps({"format": FORMAT, "parts": self._now}, indent=1)
+                    described.write(text.encode() + b"\n")
+            _sync_directory(self.path.parent)
 
     def write(self, entry: Mapping[str, Any]) -> None:
         """Append a line.
 
         Raises:
-            OutputFailed: it cannot be written; then nothing of it is in the file, unless that cannot be
-                written either.
+            OutputFailed: it cannot be written. Then no part of it is in the file, unless the file cannot
+                be truncated.
         """
         if self._file is None:
             raise OutputFailed(f"{self.path} is closed")
-        line = as_line(entry)
+        line = _as_line(entry)
         with _translated(self.path):
             try:
-                # One call, as a rule: a full disk takes a part, and fails with the next.
+                # Usually one call: a full disk takes a part, and fails with the next call.
                 written = 0
                 while written < len(line):
                     written += self._file.write(line[written:])
@@ -212,13 +232,13 @@ class Journal:
         self._size += len(line)
 
     def sync(self) -> None:
-        """Have what is written survive the machine's end, too; from any thread."""
+        """Write the file through to the disk. Safe from any thread."""
         with contextlib.suppress(ValueError), _translated(self.path):  # closed meanwhile
             if (file := self._file) is not None:
                 os.fsync(file.fileno())
 
     def close(self) -> None:
-        """Close the file once it is on the disk, and let others write. Idempotent."""
+        """Synchronize and close the file, and release the lock. Idempotent."""
         try:
             self.sync()
         finally:
@@ -226,23 +246,15 @@ class Journal:
                 self._file.close()
                 self._file = None
             if self._lock.is_locked:
-                # Before it is released: a lock on a file without a name is none, and is taken anew.
+                # Before the release: a lock on an unlinked file is not shared with later owners.
                 with contextlib.suppress(OSError):
                     os.unlink(self._lock.lock_file)
                 self._lock.release()
 
 
-def _has_parts(described: dict[str, Any]) -> bool:
-    parts = described.get("parts")
-    return isinstance(parts, dict) and all(
-        isinstance(part, dict) and "digest" in part for part in parts.values()
-    )
-
-
-def as_line(entry: Mapping[str, Any]) -> bytes:
-    """Return a value as a line of JSON, in UTF-8; escaped if there are lone surrogates in it.
-
-    What some readers take for the end of a line, and JSON does not, is escaped."""
+def _as_line(entry: Mapping[str, Any]) -> bytes:
+    """Return a line of JSON in UTF-8. Other line separators are escaped, and so are all characters beyond
+    ASCII if there is a lone surrogate."""
     text = json.dumps(entry, ensure_ascii=False, allow_nan=False)
     for separator in "\x85\u2028\u2029":
         text = text.replace(separator, f"\\u{ord(separator):04x}")
@@ -253,8 +265,8 @@ def as_line(entry: Mapping[str, Any]) -> bytes:
 
 
 @contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """Write a file that is there whole, or as it was before."""
+def _replaced(path: Path) -> Iterator[IO[bytes]]:
+    """Write a file and rename it to ``path`` when it is complete."""
     scratch = path.with_name(f".{path.name}.partial")
     try:
         with scratch.open("wb") as file:
@@ -266,11 +278,10 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
         os.replace(scratch, path)
     finally:
         scratch.unlink(missing_ok=True)
-    sync_directory(path.parent)
+    _sync_directory(path.parent)
 
 
-def sync_directory(path: Path) -> None:
-    """Have the names in a directory survive the machine's end."""
+def _sync_directory(path: Path) -> None:
     directory = os.open(path, os.O_RDONLY)
     try:
         os.fsync(directory)
@@ -289,3 +300,48 @@ def _translated(path: Path) -> Iterator[None]:
             f"{path} cannot be written: {error.strerror or error}. What is in it stays; run the job "
             "again to go on"
         ) from error
+
+
+def model_digest(directory: Path) -> str:
+    """Return a digest of the files in a checkpoint directory that decide a model's answers."""
+    kinds = (".json", ".safetensors", ".jinja", ".model", ".txt")
+    return _content_digest(each for each in directory.iterdir() if each.suffix in kinds)
+
+
+def adapter_digest(directory: Path) -> str:
+    """Return a digest of the files of a LoRA adapter."""
+    return _content_digest(
+        each
+        for each in directory.iterdir()
+        if each.suffix == ".json" or each.name == "adapter_model.safetensors"
+    )
+
+
+def model_revision(name: str, revision: str | None) -> str | None:
+    """Return the commit of a model of the hub in the local cache, ``None`` if it is not there."""
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        found = try_to_load_from_cache(name, "config.json", revision=revision)
+    except ValueError:  # not a name of the hub
+        return None
+    return Path(found).parent.name if isinstance(found, str) else None
+
+
+def _content_digest(paths: Iterable[Path]) -> str:
+    files = sorted(path for path in paths if path.is_file())
+    states = [file.stat() for file in files]
+    if (total := sum(each.st_size for each in states)) >= 2**32:
+        log.info("hashing %s, %.0f GB, to identify it", files[0].parent, total / 1e9)
+    with ThreadPoolExecutor() as readers:  # hashing releases the interpreter lock
+        identities = ((each.st_size, each.st_mtime_ns, each.st_ino) for each in states)
+        digests = readers.map(lambda file, identity: _sha256_of(file, *identity), files, identities)
+        found = {file.name: digest for file, digest in zip(files, digests, strict=True)}
+    return DIGEST + hashlib.sha256(json.dumps(found).encode()).hexdigest()
+
+
+@lru_cache(1024)
+def _sha256_of(file: Path, size: int, mtime_ns: int, inode: int) -> str:
+    """Return the digest of a file. An unchanged file is read once."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()

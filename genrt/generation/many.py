@@ -1,4 +1,4 @@
-"""The completions of a stream of prompts, as they finish or in order, a bounded number at once."""
+"""Completions for a stream of prompts, as they finish or in order, a bounded number at once."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ from genrt.errors import (
     InvalidRequest,
     TimedOut,
 )
-from genrt.generation.walk import Source, Walk
+from genrt.generation.concurrent_map import ConcurrentMap, Source
 from genrt.lm import AsyncLM
 from genrt.numbers import check_bool, check_int, check_timeout, named, nearest, shown
 from genrt.progress import progress_bar
 from genrt.questions.completions import STRUCTURES, Completion, GenerateOptions, TurnOptions
-from genrt.questions.contexts import check_seed, seed_at
-from genrt.questions.token_ids import TokenIds
+from genrt.questions.contexts import TokenIds, check_seed, seed_at
 from genrt.runtime.concurrency import blocking_generator
 from genrt.runtime.streams import Stream
 
@@ -45,29 +44,21 @@ __all__ = [
     "generate_many_sync",
 ]
 
-FULL = 2
-"""How many times the requests of one step are under way if ``concurrency`` is not given: while a step
-runs, those of the next wait in the engine."""
-
-AHEAD, AHEAD_IN_ORDER = 2, 4
-"""How many times ``concurrency`` items are read and not taken. In order, results wait for a longer text
-before them, and the engine must have work meanwhile."""
-
 OnError: TypeAlias = Literal["raise", "return", "warn"]
-"""What becomes of an item's error: it is raised; its ``Failed`` is yielded; or that, and a warning."""
+"""How an item's error is reported: raised; yielded as ``Failed``; or yielded, with a warning."""
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A prompt or a conversation, with options of its own. It is checked when it is asked.
+    """A prompt or a conversation, with its own options. It is checked when it runs.
 
     Attributes:
-        prompt: a text or token ids, as ``AsyncLM.generate`` takes it.
-        messages: a conversation, as ``AsyncLM.chat`` takes it, in place of a prompt.
-        options: take precedence over the options of the call, one by one; a structure takes the place of
-            the call's structure, a ``seed`` is taken as it is.
-        tools: as of ``AsyncLM.chat``, for messages; by default the call's.
-        chat_template_kwargs: as of ``AsyncLM.chat``, for messages; by default the call's.
+        prompt: a text or token ids, as for ``AsyncLM.generate``.
+        messages: a conversation, as for ``AsyncLM.chat``, instead of a prompt.
+        options: override the options of the call, one by one. A structure replaces the call's structure.
+            A ``seed`` is used as it is.
+        tools: as for ``AsyncLM.chat``, with messages; by default the call's.
+        chat_template_kwargs: as for ``AsyncLM.chat``, with messages; by default the call's.
     """
 
     prompt: str | TokenIds | None = None
@@ -78,18 +69,18 @@ class Item:
 
 
 Prompt: TypeAlias = str | TokenIds | Sequence[Mapping[str, Any]] | Item
-"""A text, token ids, a conversation, or an item with options of its own."""
+"""A text, token ids, a conversation, or an item with its own options."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """An item that got no completion.
+    """An item without a completion.
 
     Attributes:
         error: InvalidRequest (ContextTooLong, UnknownAdapter), EngineFailed (OutOfMemory, NotFinite),
             TimedOut.
-        partial: what had been drawn, with ``finish_reason="abort"``, of an item that had a timeout: those
-            alone are asked as ``AsyncLM.stream`` asks.
+        partial: the tokens before the error, with ``finish_reason="abort"``. Only items with a timeout
+            have it: they run as ``AsyncLM.stream``.
     """
 
     error: Exception
@@ -97,14 +88,13 @@ class Failed:
 
 
 class AskOptions(TurnOptions, total=False):
-    """The options of all that asks many texts: those of every text, and how many are under way.
+    """The options of every function that generates many texts.
 
     Attributes:
-        timeout: seconds for each text, from when it is asked; what waits in the engine for its first step
-            has been asked.
-        concurrency: how many texts are under way at once; by default twice ``lm.max_batch_size``, which
-            keeps every step full, or as many as that if there is a ``timeout``.
-        progress: whether a bar shows how far it is.
+        timeout: seconds for each text, from its request on. Time in the engine's queue counts.
+        concurrency: the maximum number of running texts. The default is twice ``lm.max_batch_size``,
+            which keeps every step full; with a ``timeout`` it is ``lm.max_batch_size``.
+        progress: whether to show a progress bar.
     """
 
     concurrency: int | None
@@ -115,10 +105,10 @@ class ManyOptions(AskOptions, total=False):
     """The options of ``generate_many``.
 
     Attributes:
-        seed: item ``i`` is drawn with seed ``seed + i``, whatever the order in which texts end.
+        seed: item ``i`` is drawn with seed ``seed + i``, in any order of completion.
         in_order: whether results come in the order of the items, and not as they finish.
-        progress: whether a bar shows how many have finished, how fast, how many failed, and how long it
-            will take if the length of ``items`` is known.
+        progress: whether to show a bar with the finished and failed items, the rate, and the remaining
+            time if ``items`` has a length.
     """
 
     in_order: bool
@@ -153,30 +143,29 @@ def generate_many(
 ) -> AsyncGenerator[tuple[int, Any], None]:
     """Yield the number of each item, from 0, and its completion, as they finish.
 
-    Items come from any iterable or asynchronous iterable, endless ones too: it is read, on the loop, only
-    as far as there is room, and at most four times ``concurrency`` items are read and not yet taken. So
-    memory is bounded, and a loop that takes results slowly slows the reading. Everything that there is
-    room for is asked at once, and enters the engine in one flush.
+    ``items`` is any iterable or asynchronous iterable, also an endless one. It is read on the loop, and
+    only while there is room: at most four times ``concurrency`` items are read but not yet taken. So
+    memory is bounded, and slow consumers slow the reading. All items that fit start at once and enter the
+    engine in one flush.
 
-    An item fails alone: a wrong prompt or option, a context too long, a failed step, a timeout.
-    ``on_error`` says what then happens: ``"raise"`` raises its error, with a note that names the item,
-    once the results that came before it are taken; ``"return"`` yields ``Failed`` in place of the
-    completion; ``"warn"`` does that and warns (RuntimeWarning) of the first error of each kind. A runtime
-    that is closed or whose engine died ends everything. So does a source that raises, once the items that
-    it yielded have their results.
+    An item fails alone: a wrong prompt or option, a context too long, a failed step, a timeout. With
+    ``on_error="raise"`` its error is raised after the results before it, with a note that names the item.
+    ``"return"`` yields ``Failed`` instead of the completion; ``"warn"`` also warns (RuntimeWarning) about
+    the first error of each type. A closed runtime or a dead engine ends everything. A source that
+    raises ends everything after the results of the items before.
 
-    Leaving early cancels what is under way, and closes an asynchronous source: by ``aclose()``, by
-    cancellation, or by ``break`` and exceptions in an ``async for`` that alone holds the generator. One
-    that is kept in a variable is to be closed: ``async with contextlib.aclosing(generate_many(…)) as …``.
+    Leaving early cancels the running items and closes an asynchronous source: by ``aclose()``, by
+    cancellation, or by ``break`` and exceptions in an ``async for`` without another reference to the
+    generator. Otherwise close it: ``async with contextlib.aclosing(generate_many(…)) as …``.
 
     Raises:
-        InvalidRequest: ``items`` is no iterable of prompts, or an option of this call is wrong; options
-            of texts raise when the first result is taken.
+        InvalidRequest: ``items`` is not an iterable of prompts, or an option of this call is wrong.
+            Options of texts raise when the first result is taken.
     """
     given: dict[str, Any] = {**options}
     in_order = check_bool("in_order", given.pop("in_order", False))
     progress = check_bool("progress", given.pop("progress", False))
-    asked = Asked(lm, cast("AskOptions", given))
+    runner = ItemRunner(lm, cast("AskOptions", given))
     if isinstance(items, str | bytes | Mapping | Item):
         raise InvalidRequest(
             f"items must be an iterable of prompts, got {shown(items)}: give [prompt]"
@@ -185,7 +174,7 @@ def generate_many(
         raise InvalidRequest(f"items must be an iterable or async iterable, got {shown(items)}")
     if not isinstance(on_error, str) or on_error not in get_args(OnError):
         raise InvalidRequest(f"on_error must be 'raise', 'return' or 'warn', got {named(on_error)}")
-    return _results(asked, items, on_error, in_order=in_order, progress=progress)
+    return _results(runner, items, on_error, in_order=in_order, progress=progress)
 
 
 @overload
@@ -215,42 +204,46 @@ def generate_many_sync(
     on_error: OnError = "raise",
     **options: Unpack[ManyOptions],
 ) -> Generator[tuple[int, Any], None, None]:
-    """Yield what ``generate_many`` yields, blocking. It runs in another thread, where ``items`` is read
-    too: give a list of what has to be read in this one. Texts are drawn while the loop's body runs. An
-    interrupt, or leaving the loop, cancels what is under way."""
+    """Yield the results of ``generate_many``, blocking. It runs in another thread, and also reads
+    ``items`` there: pass a list if the reading needs this thread. Texts are drawn while the body of the
+    loop runs. An interrupt, or leaving the loop, cancels the running items."""
     return blocking_generator(cast("Any", generate_many)(lm, items, on_error=on_error, **options))
 
 
-class Asked:
-    """How one call asks its items: a runtime and the options of ``AskOptions``, but for the bar.
+def check_lm(lm: object) -> AsyncLM:
+    """Return the runtime. Raises InvalidRequest for anything else."""
+    if not isinstance(lm, AsyncLM):
+        raise InvalidRequest(f"lm must be an AsyncLM, as genrt.load returns, got {shown(lm)}")
+    return lm
+
+
+class ItemRunner:
+    """Runs the items of one call: a runtime and ``AskOptions`` without ``progress``.
 
     Raises:
         InvalidRequest: ``concurrency`` or the seed is out of range.
     """
 
     def __init__(self, lm: AsyncLM, options: AskOptions) -> None:
-        if not isinstance(lm, AsyncLM):
-            raise InvalidRequest(f"lm must be an AsyncLM, as genrt.load returns, got {shown(lm)}")
+        self._lm = check_lm(lm)
         given: dict[str, Any] = {**options}
         concurrency = given.pop("concurrency", None)
         if concurrency is None:
-            times = FULL if given.get("timeout") is None else 1
-            concurrency = times * lm.max_batch_size
+            # While a step runs, the requests of the next one wait in the engine.
+            concurrency = lm.max_batch_size * (2 if given.get("timeout") is None else 1)
         self.concurrency = check_int("concurrency", concurrency, 1)
         self._chat = {name: given.pop(name, None) for name in ("tools", "chat_template_kwargs")}
         self._seed = check_seed(given.pop("seed", None))
-        self._lm = lm
         self._given = given
 
     async def check(self) -> None:
-        """Raise InvalidRequest if an option of the call is wrong, whatever the item; Closed if the
-        runtime is."""
+        """Raise InvalidRequest if an option is wrong for every item, and Closed if the runtime is
+        closed."""
         check_timeout(self._given.get("timeout"))
         await self._lm.batch_generate([], **cast("Any", self._given | {"timeout": None}))
 
     async def probe(self) -> None:
-        """Raise InvalidRequest if the engine cannot do what the options say, whatever the item: draw one
-        token by them."""
+        """Draw one token with the options. Raise InvalidRequest if the engine does not support them."""
         room = self._lm.max_model_len - 1
         if (most := self._given.get("max_tokens")) is not None and most > room:
             raise ContextTooLong(
@@ -261,9 +254,9 @@ class Asked:
             await self._lm.batch_generate([[0]], **one)
         except (EngineFailed, TimedOut) as error:
             if isinstance(error, EngineDied):
-                raise  # other failures are the first rows' to tell
+                raise  # the first items report other failures
 
-    async def ask(self, number: int, item: Any) -> Completion | Failed:
+    async def run(self, number: int, item: Any) -> Completion | Failed:
         """Return the completion of an item, or its error. Raises Closed, EngineDied."""
         stream: Stream | None = None
         try:
@@ -286,7 +279,7 @@ class Asked:
             options = {**options, "seed": seed_at(self._seed, number)}
         is_chat = isinstance(item, list | tuple) and bool(item) and isinstance(item[0], Mapping)
         if isinstance(item, Item):
-            options, chat = _own(options, item), _own_chat(chat, item)
+            options, chat = _item_options(options, item), _chat_options(chat, item)
             is_chat = item.messages is not None
             item = item.messages if is_chat else item.prompt
         elif isinstance(item, Mapping):
@@ -299,8 +292,8 @@ class Asked:
         return lm.stream_chat(item, **given) if is_chat else lm.stream(item, **given)
 
 
-def _own(options: dict[str, Any], item: Item) -> dict[str, Any]:
-    """Return the options of a call with an item's in their place."""
+def _item_options(options: dict[str, Any], item: Item) -> dict[str, Any]:
+    """Return the options of a call, overridden by an item's."""
     if (item.prompt is None) == (item.messages is None):
         raise InvalidRequest("an Item has either a prompt or messages")
     own = item.options
@@ -314,7 +307,7 @@ def _own(options: dict[str, Any], item: Item) -> dict[str, Any]:
     return {**options, **own}
 
 
-def _own_chat(chat: dict[str, Any], item: Item) -> dict[str, Any]:
+def _chat_options(chat: dict[str, Any], item: Item) -> dict[str, Any]:
     own = {name: getattr(item, name) for name in chat}
     if item.messages is None and any(value is not None for value in own.values()):
         raise InvalidRequest("tools and chat_template_kwargs are for an Item's messages")
@@ -322,17 +315,19 @@ def _own_chat(chat: dict[str, Any], item: Item) -> dict[str, Any]:
 
 
 async def _results(
-    asked: Asked, items: Source, on_error: OnError, *, in_order: bool, progress: bool
+    runner: ItemRunner, items: Source, on_error: OnError, *, in_order: bool, progress: bool
 ) -> AsyncGenerator[tuple[int, Any], None]:
-    await asked.check()
-    most_ahead = asked.concurrency * (AHEAD_IN_ORDER if in_order else AHEAD)
-    walk: Walk[Completion | Failed] = Walk(
-        items, asked.ask, concurrency=asked.concurrency, most_ahead=most_ahead, in_order=in_order
+    await runner.check()
+    concurrency = runner.concurrency
+    # In order, results wait for a longer text before them, and the engine needs work meanwhile.
+    max_ahead = concurrency * (4 if in_order else 2)
+    texts: ConcurrentMap[Completion | Failed] = ConcurrentMap(
+        items, runner.run, concurrency=concurrency, max_ahead=max_ahead, in_order=in_order
     )
     failures, warned = 0, set[type[Exception]]()
     try:
         with progress_bar("texts", length_hint(items) or None, shown=progress, unit="text") as step:
-            while (taken := await walk.take()) is not None:
+            while (taken := await texts.take()) is not None:
                 number, result = taken
                 if isinstance(result, Failed):
                     failures += 1
@@ -345,13 +340,13 @@ async def _results(
                 step(failed=failures)
                 yield taken
     finally:
-        await walk.close()
+        await texts.close()
 
 
 def _warn(number: int, error: Exception) -> None:
     name = type(error).__name__
     warnings.warn(
-        f"item {number} failed: {name}: {error} (of other items' {name} there is no warning)",
+        f"item {number} failed: {name}: {error} (further {name} of this call are not shown)",
         RuntimeWarning,
         stacklevel=3,
     )

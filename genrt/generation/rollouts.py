@@ -1,7 +1,6 @@
-"""Rollouts: a right-padded batch of prompts -> their texts as tensors, with the log-probabilities that
-policy gradients need.
+"""Rollouts: the texts after a right-padded batch of prompts, as tensors with log-probabilities.
 
-The fields have NeMo-RL's names, and mean what they mean there; ``Rollout`` says where more is promised.
+The fields have the names and meanings of NeMo-RL. ``Rollout`` documents the differences.
 """
 
 from __future__ import annotations
@@ -15,67 +14,58 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from genrt.engines.weights import SleepingPart
 from genrt.errors import ContextTooLong, EngineFailed, InvalidRequest, TimedOut
-from genrt.generation.many import Failed, Item, generate_many
-from genrt.generation.padding import check_pad_value, unpadded
+from genrt.generation.many import Failed, Item, check_lm, generate_many
 from genrt.lm import AsyncLM
-from genrt.numbers import check_int, named, shown
+from genrt.numbers import check_bool, check_int, named, shown
 from genrt.questions.completions import Completion, DecodingOptions, LogprobsMode
-from genrt.questions.contexts import LAST_SEED, check_seed, seed_at
-from genrt.questions.token_ids import id_words
+from genrt.questions.contexts import LAST_SEED, check_seed, host_array, id_words, seed_at
 from genrt.runtime.concurrency import blocking
 
 __all__ = [
+    "PolicyGeneration",
     "Rollout",
-    "RolloutBatch",
     "RolloutOptions",
     "StopStrings",
     "StopTokenIds",
-    "is_for_each",
     "rollout",
     "rollout_samples",
     "rollout_sync",
+    "verify_right_padding",
 ]
 
 StopStrings: TypeAlias = str | Sequence[str] | Sequence[Sequence[str] | None] | None
-"""Texts that end every sample, or a list of these, or ``None``, for each."""
+"""Texts that end every sample, or a list with such texts or ``None`` for each sample."""
 
 StopTokenIds: TypeAlias = Collection[int] | Sequence[Collection[int] | None] | None
-"""Tokens that end every sample, or a list of these, or ``None``, for each."""
+"""Tokens that end every sample, or a list with such tokens or ``None`` for each sample."""
 
 OnTimeout: TypeAlias = Literal["raise", "truncate"]
-"""What becomes of a sample that takes too long."""
-
-FOREIGN = {"max_tokens": "max_new_tokens", "stop": "stop_strings"}
-"""Options of completions that have another name here."""
-
-OWN = ("logprobs", "in_order", "on_error", "tools", "chat_template_kwargs")
-"""Options of completions, and of many, that rollouts decide."""
+"""How a timeout of a sample is handled."""
 
 
 class RolloutOptions(DecodingOptions, total=False):
-    """The options of ``rollout``: with those of ``DecodingOptions``, all of a completion that say how its
-    tokens are drawn; ``CompletionOptions`` documents those that are not here.
+    """The options of ``rollout``: ``DecodingOptions`` and options of ``CompletionOptions``, which
+    documents the others.
 
     Attributes:
-        pad_value: what the batch is padded with, and the result.
-        max_new_tokens: how many tokens at most; by default, and at most, what the context leaves room
-            for.
-        min_tokens: as a completion's; at most what there is room for.
+        pad_value: the padding of the batch and of the result.
+        max_new_tokens: the maximum number of tokens; by default the rest of the context.
+        min_tokens: as for a completion, within the rest of the context.
         stop_strings: a text or a list of texts for all samples, or a list with a list (or ``None``)
             for each.
-        stop_token_ids: as ``stop_strings``, of token ids.
-        seed: an int, with which sample ``i`` is drawn with seed ``seed + i``, or one for each sample.
-            Without, samples are independent.
-        logprobs_mode: "raw_logprobs", the default, are the model's, as ``AsyncLM.score`` has them;
-            "processed_logprobs" those of the law that tokens are drawn from.
-        adapter: the name of the adapter to ask; by default the base model.
-        timeout: seconds for each sample, from when it is asked.
-        on_timeout: what then happens: "raise", the default, raises TimedOut and cancels the others;
-            "truncate" takes what was drawn by then, maybe nothing, as a text that is ``truncated``, whose
-            ``finish_reason`` is "abort".
-        concurrency: how many samples are under way at once, as of ``generate_many``.
-        progress: whether a bar shows how far it is.
+        stop_token_ids: as ``stop_strings``, but token ids.
+        seed: sample ``i`` is drawn with seed ``seed + i``; or a seed for each sample. By default samples
+            are independent.
+        logprobs_mode: "raw_logprobs", the default, are the model's, as from ``AsyncLM.score``;
+            "processed_logprobs" are of the distribution that tokens are drawn from.
+        adapter: the name of an adapter; by default the base model.
+        timeout: seconds for each sample, from its request on.
+        on_timeout: "raise", the default, raises TimedOut and cancels the other samples; "truncate"
+            returns the tokens so far, maybe none, as a ``truncated`` text with ``finish_reason`` "abort".
+        concurrency: the maximum number of running samples, as for ``generate_many``.
+        progress: whether to show a progress bar.
     """
 
     pad_value: Required[int]
@@ -106,21 +96,20 @@ class RolloutOptions(DecodingOptions, total=False):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Rollout:
-    """Texts that were drawn after the prompts of a batch. Tensors are on the device of ``input_ids``.
+    """The texts after the prompts of a batch. Tensors are on the device of ``input_ids``.
 
     Attributes:
-        output_ids: ``[batch, width]``, of the prompts' type: each prompt and, right behind it, the tokens
-            that were drawn, one that stopped it included; then ``pad_value``. ``width`` is that of the
-            prompts and the longest generation together; of a single sample, its own length.
-        generation_lengths: int64 ``[batch]``: how many tokens were drawn.
-        unpadded_sequence_lengths: int64 ``[batch]``: how many tokens are no padding.
-        logprobs: float32 ``[batch, width]``: those of the drawn tokens, each at its token's place; 0 at
-            prompts and padding.
-        truncated: bool ``[batch]``: whether a text was cut off. One whose prompt fills the context is (in
-            NeMo-RL it is not): it did not come to an end.
-        weights_versions: int64 ``[batch]``: with which weights each text was drawn, all of it, as
-            ``AsyncLM.weights_version`` counts them.
-        completions: what was drawn, as ``AsyncLM.generate`` returns it: the texts, and why each ended.
+        output_ids: ``[batch, width]``, of the prompts' type: each prompt, followed by its drawn tokens
+            (also the one that stopped it) and ``pad_value``. ``width`` is the width of the prompts plus
+            the longest generation; for a single sample, its own length.
+        generation_lengths: int64 ``[batch]``: the number of drawn tokens.
+        unpadded_sequence_lengths: int64 ``[batch]``: the number of tokens without padding.
+        logprobs: float32 ``[batch, width]``: the log-probability of each drawn token, at its position;
+            0 at prompts and padding.
+        truncated: bool ``[batch]``: whether a text was cut off. Prompts that fill the context count too,
+            unlike in NeMo-RL.
+        weights_versions: int64 ``[batch]``: the ``AsyncLM.weights_version`` of each text.
+        completions: the completions of ``AsyncLM.generate``.
     """
 
     output_ids: Tensor
@@ -132,7 +121,7 @@ class Rollout:
     completions: tuple[Completion, ...]
 
     def as_dict(self) -> dict[str, Tensor]:
-        """Return the tensors by their names."""
+        """Return the tensors by name."""
         names = [field.name for field in dataclasses.fields(self) if field.name != "completions"]
         return {name: getattr(self, name) for name in names}
 
@@ -146,26 +135,23 @@ async def rollout(
 ) -> Rollout:
     """Draw a text after each prompt of a batch.
 
-    All samples are asked at once, as far as ``concurrency`` goes, and share steps with whatever else the
-    runtime is asked. What a sample is depends on its prompt, its stops and its seed alone, not on the
-    batch. A prompt that fills the context gets no token, and an empty batch a rollout of nothing.
-    An error of one sample is raised, with a note that names it, and cancels the others; cancelling
-    withdraws all.
+    A sample depends on its prompt, its stops and its seed, but not on the batch. Prompts that fill the
+    context get no token; an empty batch gives an empty rollout. The error of a sample is raised with a
+    note that names it, and cancels the others. Cancelling withdraws all.
 
     Args:
         input_ids: integers ``[batch, time]``, padded on the right.
-        input_lengths: integers ``[batch]``: how many tokens each prompt has, from 1.
+        input_lengths: integers ``[batch]``: the length of each prompt, from 1.
 
     Raises:
-        InvalidRequest: these are no such tensors (the message names row and position), or an option is
-            wrong.
+        InvalidRequest: the tensors (the message has row and position) or an option are wrong.
         ContextTooLong: a prompt is longer than the context.
-        TimedOut: a sample took longer than ``timeout``, and ``on_timeout`` says so. Else as
+        TimedOut: a sample exceeded ``timeout``, unless ``on_timeout="truncate"``. Else as
             ``AsyncLM.generate``.
     """
-    batch = RolloutBatch(lm, input_ids, input_lengths, options, "rollout")
-    async with contextlib.aclosing(batch.completions()) as ended:
-        found = {number: completion async for number, completion in ended}
+    batch = _RolloutBatch(lm, input_ids, input_lengths, options, "rollout")
+    async with contextlib.aclosing(batch.completions()) as finished:
+        found = {number: completion async for number, completion in finished}
     completions = [found[number] for number in range(len(found))]
     return batch.rollout(completions, input_ids.shape[1])
 
@@ -173,8 +159,8 @@ async def rollout(
 def rollout_sync(
     lm: AsyncLM, input_ids: Tensor, input_lengths: Tensor, **options: Unpack[RolloutOptions]
 ) -> Rollout:
-    """Return what ``rollout`` returns, blocking; it may be called where an event loop is running too. It
-    runs in another thread; an interrupt cancels it."""
+    """Return the result of ``rollout``, blocking, also inside a running event loop. It runs in another
+    thread; an interrupt cancels it."""
     return blocking(rollout(lm, input_ids, input_lengths, **options))
 
 
@@ -183,15 +169,126 @@ def rollout_samples(
 ) -> AsyncGenerator[tuple[int, Rollout], None]:
     """Yield the number of each sample and its rollout, a batch of one, as they finish.
 
-    Wrong arguments raise here, options of texts and all else when the first sample is taken. Leaving
-    early cancels what is under way, as leaving ``generate_many`` does: one that is kept in a variable
-    is to be closed, ``async with contextlib.aclosing(rollout_samples(…)) as …``. See ``rollout``."""
-    return RolloutBatch(lm, input_ids, input_lengths, options, "rollout_samples").samples()
+    Wrong arguments raise here, wrong options of texts when the first sample is taken. Leaving early
+    cancels the rest, as for ``generate_many``: close a generator with further references, ``async with
+    contextlib.aclosing(rollout_samples(…)) as …``. See ``rollout``."""
+    return _RolloutBatch(lm, input_ids, input_lengths, options, "rollout_samples").samples()
 
 
-class RolloutBatch:
-    """The prompts of a batch, checked, and how each is asked; ``name`` is the function that was
-    called."""
+class PolicyGeneration:
+    """The generation interface of a trainer with dictionaries, such as NeMo-RL.
+
+    The input has ``input_ids`` and ``input_lengths``, and may have ``stop_strings``: a list (or ``None``)
+    for each sample, or a list for all. They apply in addition to the stops of this object. Other fields
+    are ignored. The output has the tensors of a ``Rollout`` by name; ``BatchedDataDict(…)`` makes
+    NeMo-RL's dictionary.
+
+    With a ``seed``, sample ``i`` of all calls so far is drawn with seed ``seed + i``. Two calls never
+    share a seed.
+
+    ``lm.update_weights`` loads new weights. ``finish_generation`` and ``prepare_for_generation`` give the
+    GPU to the trainer between two training steps, and take it back.
+
+    Args:
+        colocated: whether the trainer uses the same GPU.
+        options: the options of ``rollout`` for all calls.
+
+    Raises:
+        InvalidRequest: an option is wrong, or is a list for the samples of one batch.
+    """
+
+    def __init__(
+        self, lm: AsyncLM, *, colocated: bool = False, **options: Unpack[RolloutOptions]
+    ) -> None:
+        check_bool("colocated", colocated)
+        given: dict[str, Any] = {**options}
+        for name in ("stop_strings", "stop_token_ids"):
+            if _is_per_sample(given.get(name)):
+                raise InvalidRequest(
+                    f"{name} here are for all samples: give those of each with the batch"
+                )
+        ids, lengths = (torch.empty(shape, dtype=torch.int64) for shape in ((0, 0), (0,)))
+        _RolloutBatch(lm, ids, lengths, options, "PolicyGeneration")  # checks its own options
+        stops = given.pop("stop_strings", None)
+        if not isinstance(stops, str | list | tuple | None):
+            raise InvalidRequest(
+                f"stop_strings must be a text or a list of texts, got {shown(stops)}"
+            )
+        self._lm = lm
+        self._is_colocated, self._is_asleep = colocated, False
+        self._seed = check_seed(given.pop("seed", None))
+        self._stops = [stops] if isinstance(stops, str) else list(stops or ())
+        self._options = given
+
+    def prepare_for_generation(self, tags: Collection[SleepingPart] | None = None) -> None:
+        """Take the GPU's memory back after ``finish_generation``, blocking. ``tags=["weights"]`` takes
+        only the memory of the weights, to load new ones first. Raises as ``AsyncLM.wake_up``."""
+        if self._is_asleep:
+            self._is_asleep = not self._lm.wake_up_sync(tags)
+
+    def finish_generation(self) -> None:
+        """Cancel running samples and drop the prefix cache, blocking. With a colocated trainer, free the
+        GPU's memory: ``generate`` raises EngineFailed until ``prepare_for_generation``. Idempotent;
+        raises as ``AsyncLM.sleep``."""
+        if not self._is_colocated:
+            self._lm.reset_prefix_cache()
+        elif not self._is_asleep:
+            self._lm.sleep_sync(asked="raise")
+            self._is_asleep = True
+
+    def generate(self, data: Mapping[str, Any], *, greedy: bool = False) -> dict[str, Tensor]:
+        """Return the rollout of a batch, blocking, as ``rollout_sync``. ``greedy`` draws the likeliest
+        tokens. Raises InvalidRequest for missing or wrong fields; else as ``rollout``."""
+        ids, lengths, options = self._unpack(data, greedy)
+        return rollout_sync(self._lm, ids, lengths, **options).as_dict()
+
+    async def generate_async(
+        self, data: Mapping[str, Any], *, greedy: bool = False
+    ) -> AsyncGenerator[tuple[int, dict[str, Tensor]], None]:
+        """Yield the number of each sample and its rollout, a batch of one, as they finish. Batches have
+        any size. Raises as ``generate``; leaving early acts as for ``rollout_samples``."""
+        ids, lengths, options = self._unpack(data, greedy)
+        async with contextlib.aclosing(
+            rollout_samples(self._lm, ids, lengths, **options)
+        ) as samples:
+            async for number, sample in samples:
+                yield number, sample.as_dict()
+
+    def _unpack(
+        self, data: Mapping[str, Any], greedy: bool
+    ) -> tuple[Tensor, Tensor, RolloutOptions]:
+        """Return a batch and its options. Its samples take their seeds."""
+        check_bool("greedy", greedy)
+        if not isinstance(data, Mapping):
+            raise InvalidRequest(f"data must be a mapping of fields, got {shown(data)}")
+        if missing := [each for each in ("input_ids", "input_lengths") if each not in data]:
+            raise InvalidRequest(f"data has no {missing[0]!r}")
+        ids, lengths = data["input_ids"], data["input_lengths"]
+        options = {**self._options, "stop_strings": self._join_stops(data.get("stop_strings"))}
+        if greedy:
+            options["temperature"] = 0.0
+        if self._seed is not None:
+            options["seed"] = self._seed
+            count = len(ids) if isinstance(ids, Tensor) and ids.dim() else 0
+            self._seed = seed_at(self._seed, count)
+        return ids, lengths, cast("RolloutOptions", options)
+
+    def _join_stops(self, stops: Any) -> Any:
+        """Return stop strings with the stops of all batches. ``rollout`` refuses wrong ones."""
+        if stops is None:
+            return self._stops
+        if _is_per_sample(stops):
+            return [self._join_stops(each) for each in stops]
+        more = [stops] if isinstance(stops, str) else stops
+        return [*self._stops, *more] if isinstance(more, list | tuple) else more
+
+
+class _RolloutBatch:
+    """The checked prompts of a batch, and the options of each sample.
+
+    Args:
+        name: the called function, for messages.
+    """
 
     def __init__(
         self,
@@ -204,17 +301,16 @@ class RolloutBatch:
         given: dict[str, Any] = {**options}
         if "pad_value" not in given:
             raise TypeError(f"{name}() missing a required keyword argument: 'pad_value'")
-        if not isinstance(lm, AsyncLM):
-            raise InvalidRequest(f"lm must be an AsyncLM, as genrt.load returns, got {shown(lm)}")
-        for other, own in FOREIGN.items():
+        self._lm = check_lm(lm)
+        for other, own in {"max_tokens": "max_new_tokens", "stop": "stop_strings"}.items():
             if other in given:
                 raise InvalidRequest(f"{name} has no option {other!r}: give {own}")
-        if taken := [each for each in OWN if each in given]:
-            raise InvalidRequest(f"{name} has no option {taken[0]!r}")
-        self._lm = lm
+        for other in ("logprobs", "in_order", "on_error", "tools", "chat_template_kwargs"):
+            if other in given:
+                raise InvalidRequest(f"{name} has no option {other!r}")
         self._name = name
-        self._pad_value = check_pad_value(given.pop("pad_value"))
-        ids, lengths = unpadded(input_ids, input_lengths, self._pad_value)
+        self._pad_value = _check_pad_value(given.pop("pad_value"))
+        ids, lengths = _unpadded(input_ids, input_lengths, self._pad_value)
         if torch.iinfo(input_ids.dtype).max < lm.vocab_size - 1:
             raise InvalidRequest(
                 f"input_ids are {input_ids.dtype}: not every token id fits in them"
@@ -223,17 +319,17 @@ class RolloutBatch:
         rows = enumerate(zip(ids, lengths.tolist(), strict=True))
         self._prompts = [self._prompt(number, row[:length]) for number, (row, length) in rows]
         count = len(self._prompts)
-        self._own: list[dict[str, Any]] = [{} for _ in range(count)]  # options of each sample
+        self._own: list[dict[str, Any]] = [
+            {"seed": seed} for seed in _seeds(given.pop("seed", None), count)
+        ]
         for option, of_all in (("stop", "stop_strings"), ("stop_token_ids", "stop_token_ids")):
             stops = given.pop(of_all, None)
-            if not is_for_each(stops):
+            if not _is_per_sample(stops):
                 given |= {} if stops is None else {option: stops}
                 continue
             _check_count(of_all, len(stops), count)
-            for number, own in enumerate(stops):
-                self._own[number] |= {} if own is None else {option: own}
-        for number, seed in enumerate(_seeds(given.pop("seed", None), count)):
-            self._own[number]["seed"] = seed
+            for own_options, own_stops in zip(self._own, stops, strict=True):
+                own_options |= {} if own_stops is None else {option: own_stops}
         most = given.pop("max_new_tokens", None)
         self._most = None if most is None else check_int("max_new_tokens", most, 1)
         self._least = check_int("min_tokens", given.pop("min_tokens", 0), 0, self._most)
@@ -246,7 +342,7 @@ class RolloutBatch:
         self._given = given
 
     def _prompt(self, number: int, tokens: np.ndarray) -> list[int]:
-        """Return a row's tokens as ints. Raises InvalidRequest if they are no prompt."""
+        """Return the tokens of a row. Raises InvalidRequest for an empty prompt or wrong token ids."""
         if not len(tokens):
             raise InvalidRequest(f"row {number} is empty: a prompt has at least one token")
         if len(tokens) > self._lm.max_model_len:
@@ -258,7 +354,7 @@ class RolloutBatch:
         return prompt
 
     def _item(self, number: int) -> Item:
-        """Return how a sample is asked for which there is room."""
+        """Return the item of a sample, within the rest of the context."""
         prompt = self._prompts[number]
         room = self._lm.max_model_len - len(prompt)
         most = room if self._most is None else min(self._most, room)
@@ -266,25 +362,25 @@ class RolloutBatch:
         return Item(prompt, options=cast("Any", limits | self._own[number]))
 
     async def completions(self) -> AsyncGenerator[tuple[int, Completion], None]:
-        """Yield the number of each sample and its completion, as they finish; raise the first error."""
-        asked = [n for n, each in enumerate(self._prompts) if len(each) < self._lm.max_model_len]
+        """Yield the number of each sample and its completion, as they finish. Raise the first error."""
+        running = [n for n, each in enumerate(self._prompts) if len(each) < self._lm.max_model_len]
         texts = generate_many(
-            self._lm, map(self._item, asked), on_error="return", logprobs=0, **self._given
+            self._lm, map(self._item, running), on_error="return", logprobs=0, **self._given
         )
         async with contextlib.aclosing(texts):
             async for place, text in texts:
                 if isinstance(text, Failed) and isinstance(text.error, TimedOut):
                     text = text.partial if self._truncates and text.partial else text
                 if isinstance(text, Failed):
-                    text.error.add_note(f"sample {asked[place]} of {self._name}")
+                    text.error.add_note(f"sample {running[place]} of {self._name}")
                     raise text.error
                 if len(text.logprobs) != len(text.token_ids):
                     raise EngineFailed(
-                        f"sample {asked[place]} has {len(text.token_ids)} tokens, and the engine gave "
+                        f"sample {running[place]} has {len(text.token_ids)} tokens, and the engine gave "
                         f"log-probabilities of {len(text.logprobs)}"
                     )
-                yield asked[place], text
-        for number in sorted({*range(len(self._prompts))} - {*asked}):
+                yield running[place], text
+        for number in sorted({*range(len(self._prompts))} - {*running}):
             prompt, version = tuple(self._prompts[number]), self._lm.weights_version
             yield (
                 number,
@@ -295,12 +391,12 @@ class RolloutBatch:
 
     async def samples(self) -> AsyncGenerator[tuple[int, Rollout], None]:
         """Yield the number of each sample and its rollout, as they finish."""
-        async with contextlib.aclosing(self.completions()) as ended:
-            async for number, completion in ended:
+        async with contextlib.aclosing(self.completions()) as finished:
+            async for number, completion in finished:
                 yield number, self.rollout([completion], len(completion.prompt_token_ids))
 
     def rollout(self, completions: Sequence[Completion], width: int) -> Rollout:
-        """Return the rollout of these, behind prompts that are padded to ``width``."""
+        """Return the rollout of completions after prompts that are padded to ``width``."""
         drawn = [len(each.token_ids) for each in completions]
         before = [len(each.prompt_token_ids) for each in completions]
         shape = len(completions), width + max(drawn, default=0)
@@ -323,8 +419,8 @@ class RolloutBatch:
         )
 
 
-def is_for_each(given: object) -> bool:
-    """Tell whether stops are given for each sample, and not for all."""
+def _is_per_sample(given: object) -> bool:
+    """Tell whether there are separate stops for each sample."""
     kinds = (list, tuple, set, frozenset, np.ndarray, Tensor)
     return isinstance(given, list | tuple) and any(
         each is None or isinstance(each, kinds) for each in given
@@ -337,7 +433,7 @@ def _check_count(name: str, found: int, count: int) -> None:
 
 
 def _seeds(given: Any, count: int) -> Sequence[int | None]:
-    """Return a seed for each sample; ``None`` for each if there is none."""
+    """Return a seed for each sample, or ``None`` for each."""
     if given is None:
         return [None] * count
     if not isinstance(given, list | tuple | range) and getattr(given, "ndim", 0) != 1:
@@ -347,3 +443,106 @@ def _seeds(given: Any, count: int) -> Sequence[int | None]:
     return [
         check_int(f"seed of row {number}", each, 0, LAST_SEED) for number, each in enumerate(given)
     ]
+
+
+FIELDS = {"input_ids": "input_lengths", "output_ids": "unpadded_sequence_lengths"}
+"""The fields of batches, with the fields of their lengths."""
+
+
+def verify_right_padding(
+    data: Mapping[str, Any], pad_value: int, *, raise_error: bool = True
+) -> tuple[bool, str | None]:
+    """Return ``(True, None)`` for a batch with right padding, or ``(False, message)``: the message has
+    the wrong row, position and value.
+
+    The batch is ``input_ids`` with ``input_lengths``, or ``output_ids`` with
+    ``unpadded_sequence_lengths``: integers ``[batch, time]`` and ``[batch]``. Each row has only
+    ``pad_value`` after its length. Before it, ``pad_value`` is a token like any other.
+
+    Args:
+        raise_error: whether to raise the message as InvalidRequest.
+
+    Raises:
+        InvalidRequest: ``pad_value`` is not an int, or ``data`` is not a mapping.
+    """
+    check_bool("raise_error", raise_error)
+    pad_value = _check_pad_value(pad_value)
+    if not isinstance(data, Mapping):
+        raise InvalidRequest(f"data must be a mapping of fields, got {shown(data)}")
+    try:
+        ids = _batch_field(data)
+        _unpadded(data[ids], data[FIELDS[ids]], pad_value, ids)
+    except InvalidRequest as error:
+        if raise_error:
+            raise
+        return False, str(error)
+    return True, None
+
+
+def _check_pad_value(pad_value: int) -> int:
+    """Return the value as an int. Raises InvalidRequest for other types and more than 64 bits."""
+    if pad_value is None:
+        raise InvalidRequest(
+            "pad_value must be an int, got None: where a tokenizer has no pad_token_id, its eos_token_id "
+            "will do, for lengths say what is padding"
+        )
+    return check_int("pad_value", pad_value, -(2**63), 2**63 - 1)
+
+
+def _unpadded(
+    ids: Tensor, lengths: Tensor, pad_value: int, name: str = "input_ids"
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return a batch, int64 ``[batch, time]``, and its lengths, int64 ``[batch]``, on the host.
+
+    Raises:
+        InvalidRequest: the tensors are not a batch and its lengths, or not padded on the right.
+    """
+    tokens = _integers(ids, name, 2)
+    counts = _integers(lengths, FIELDS[name], 1)
+    if not torch.iinfo(ids.dtype).min <= pad_value <= torch.iinfo(ids.dtype).max:
+        raise InvalidRequest(
+            f"pad_value={shown(pad_value)} does not fit {ids.dtype}, the dtype of {name}"
+        )
+    batch, width = tokens.shape
+    if len(counts) != batch:
+        raise InvalidRequest(f"{name} has {batch} rows, and {FIELDS[name]} {len(counts)} lengths")
+    out = np.flatnonzero((counts < 0) | (counts > width))
+    if len(out):
+        raise InvalidRequest(
+            f"row {out[0]}: {FIELDS[name]} says {counts[out[0]]}, and {name} is {width} wide"
+        )
+    wrong = (tokens != pad_value) & (np.arange(width) >= counts[:, None])
+    if wrong.any():
+        row, position = np.argwhere(wrong)[0]
+        advice = ""
+        if counts[row] and tokens[row, 0] == pad_value:
+            advice = "; it looks padded on the left"
+        raise InvalidRequest(
+            f"row {row}, position {position} of {name}: there is {tokens[row, position]} behind the "
+            f"row's {counts[row]} tokens, where padding must be {pad_value}{advice}"
+        )
+    return tokens, counts
+
+
+def _batch_field(data: Mapping[str, Any]) -> str:
+    """Return the name of the batch in ``data``. Raises InvalidRequest if there is no batch."""
+    for ids, lengths in FIELDS.items():
+        if ids in data and lengths in data:
+            return ids
+    pairs = ", or ".join(f"{ids} and {lengths}" for ids, lengths in FIELDS.items())
+    names = ", ".join(map(repr, list(data)[:10])) or "nothing"
+    raise InvalidRequest(f"data must have {pairs}: it has {names}")
+
+
+def _integers(tensor: object, name: str, dimensions: int) -> np.ndarray:
+    """Return a tensor of integers as int64 on the host. Raises InvalidRequest for other values."""
+    if not isinstance(tensor, Tensor):
+        raise InvalidRequest(f"{name} must be a tensor, got {shown(tensor)}")
+    kind = tensor.dtype
+    is_integer = not (kind.is_floating_point or kind.is_complex or kind == torch.bool)
+    if tensor.dim() != dimensions or not is_integer:
+        shape = "[batch, time]" if dimensions == 2 else "[batch]"
+        raise InvalidRequest(
+            f"{name} must be integers {shape}, got {kind} of shape {list(tensor.shape)}"
+        )
+    return host_array(tensor, name).astype(np.int64)

@@ -1,37 +1,39 @@
-"""Rows of JSONL, CSV and TSV files: read one at a time, each an object of named columns."""
+"""The input of a job: rows of JSONL, CSV and TSV files, read one at a time, and their prompts."""
 
 from __future__ import annotations
 
 import csv
 import hashlib
+import itertools
 import json
 import math
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from genrt.errors import InvalidRequest
-from genrt.numbers import named
+from genrt.errors import InvalidRequest, UnknownColumn
+from genrt.numbers import check_bool, named, shown
 
 __all__ = [
-    "FORMATS",
     "Row",
+    "RowPrompts",
+    "Template",
     "check_input",
     "check_output",
     "format_of",
     "parse_json",
     "read_rows",
+    "value_of",
 ]
 
 FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "tsv"}
-"""The formats by the endings of files' names."""
+"""The formats by file suffix."""
 
 CONVERTED = {".parquet": "read_parquet", ".json": "read_json", ".xlsx": "read_excel"}
-"""Other formats by the endings of files' names, and the functions of pandas that read them."""
-
-DIGEST_BYTES = 8
+"""The pandas functions that read other formats, by file suffix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +41,9 @@ class Row:
     """A row of the input.
 
     Attributes:
-        index: its place among the rows of the file, from 0; blank lines and a header do not count.
-        columns: its values by name; of CSV all are str.
-        digest: stands for the values, whatever their order and the white space in the file; never 0.
+        index: its position among the rows of the file, from 0, without blank lines and the header.
+        columns: its values by name; in CSV files all are str.
+        digest: a hash of the values, independent of their order and of white space; never 0.
     """
 
     index: int
@@ -50,10 +52,10 @@ class Row:
 
 
 def format_of(path: Path, chosen: str | None = None) -> str:
-    """Return the format of a file, by its name unless it is chosen.
+    """Return the chosen format of a file, by default by its suffix.
 
     Raises:
-        InvalidRequest: no format has this name, or the file's name does not tell.
+        InvalidRequest: the format or the suffix is unknown.
     """
     known = sorted(set(FORMATS.values()))
     ending = path.suffix.lower()
@@ -67,7 +69,7 @@ def format_of(path: Path, chosen: str | None = None) -> str:
             f"the name of {path} does not say its format: give --input-format (input_format=), one of "
             f"{known}"
         )
-    if chosen not in known:
+    if not isinstance(chosen, str) or chosen not in known:
         raise InvalidRequest(f"input_format must be one of {known}, got {named(chosen)}")
     return chosen
 
@@ -76,13 +78,13 @@ def read_rows(path: Path, form: str) -> Iterator[Row]:
     """Yield the rows of a file in order, in flat memory.
 
     Raises:
-        InvalidRequest: the file cannot be read, or a line of it is no row; the message has its number,
-            and nothing of what is in it.
+        InvalidRequest: the file cannot be read, or a line is not a row. The message has the number of
+            the line, but not its content.
     """
     lines = _json_lines(path) if form == "jsonl" else _csv_lines(path, form)
     try:
         for index, columns in enumerate(lines):
-            yield Row(index, columns, _digest(columns))
+            yield Row(index, columns, _digest_row(columns))
     except OSError as error:
         raise InvalidRequest(f"{path} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
@@ -95,15 +97,13 @@ def parse_json(text: str | bytes) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        ValueError: it is none, also where Python would read one: NaN, numbers beyond all floats, and
-            what is nested too deeply. The message has nothing of the text.
+        ValueError: it is not JSON. NaN, numbers beyond all floats and deep nesting are refused too. The
+            message does not quote the text.
     """
     try:
-        return json.loads(text, parse_float=_finite, parse_constant=_refused)
+        return json.loads(text, parse_float=_finite, parse_constant=_refuse_constant)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-    except UnicodeDecodeError:
-        raise
     except json.JSONDecodeError as error:
         raise ValueError(f"{error.msg} at character {error.pos}") from error
 
@@ -114,7 +114,7 @@ def _finite(digits: str) -> float:
     return number
 
 
-def _refused(name: str) -> NoReturn:
+def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"it has {name}, which is not JSON: write null")
 
 
@@ -189,14 +189,14 @@ def _checked_header(path: Path, names: list[str], form: str) -> list[str]:
     return names
 
 
-def _digest(columns: dict[str, Any]) -> int:
+def _digest_row(columns: dict[str, Any]) -> int:
     text = json.dumps(columns, sort_keys=True, separators=(",", ":"))
-    digest = hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).digest()
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") or 1
 
 
 def check_input(path: Path) -> Path:
-    """Return the path of a file that can be read more than once. Raises InvalidRequest otherwise."""
+    """Return the path of a regular, readable file. Raises InvalidRequest otherwise."""
     if not path.exists():
         raise InvalidRequest(f"there is no file {path}")
     if not path.is_file():
@@ -207,7 +207,8 @@ def check_input(path: Path) -> Path:
 
 
 def check_output(path: Path) -> Path:
-    """Return the path of an output. Raises InvalidRequest if its name says that it is not JSONL."""
+    """Return the path of an output. Raises InvalidRequest if its suffix is of another format than
+    JSONL."""
     ending = path.suffix.lower()
     if FORMATS.get(ending, "jsonl") != "jsonl" or ending in CONVERTED.keys() - {".json"}:
         raise InvalidRequest(
@@ -215,3 +216,165 @@ def check_output(path: Path) -> Path:
             f"{path.with_suffix('.jsonl').name}"
         )
     return path
+
+
+class Template:
+    """A text in which ``{column}`` stands for a value of a row; ``{{`` and ``}}`` are braces.
+
+    A name is only looked up among the columns. Values other than str are written as JSON.
+
+    Raises:
+        InvalidRequest: the text is not a template, or names no column.
+    """
+
+    def __init__(self, text: str) -> None:
+        if not isinstance(text, str):
+            raise InvalidRequest(f"a template must be a str, got {shown(text)}")
+        self.text = text
+        names = dict[str, None]()
+        for found in _MARK.finditer(text):
+            mark, name = found[0], found[1]
+            if name == "" or mark in ("{", "}"):
+                raise InvalidRequest(
+                    f"the template has {'{}' if name == '' else mark} at character {found.start()}: "
+                    "write a column's name in braces, and {{ and }} for braces that are text"
+                )
+            names |= {} if name is None else {name: None}
+        self.columns = tuple(names)
+        if not names:
+            raise InvalidRequest(
+                "the template names no column, so that all rows would be asked the same: write one as "
+                "{column}"
+            )
+
+    def fill(self, columns: Mapping[str, Any]) -> str:
+        """Return the text for a row. Raises UnknownColumn if the row lacks a column."""
+
+        def value(mark: re.Match[str]) -> str:
+            if mark[1] is None:
+                return mark[0][0]
+            found = value_of(columns, mark[1])
+            return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
+
+        return _MARK.sub(value, self.text)
+
+
+_MARK = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
+
+
+class RowPrompts:
+    """Makes the prompt or the conversation of each row.
+
+    Args:
+        template: a prompt with the names of columns. With ``chat`` or a ``system_message``, it is the
+            user's message.
+        messages_column: the column with a conversation: a list, or its JSON. By default, and without a
+            template, the column ``prompt`` or ``messages`` of the first row.
+        first: the first row.
+
+    Attributes:
+        columns: the names of the required columns.
+        parts: the arguments that decide the prompts, by name.
+
+    Raises:
+        InvalidRequest: an argument is wrong, or it is not clear which column to use.
+    """
+
+    def __init__(
+        self,
+        template: str | None,
+        messages_column: str | None,
+        *,
+        chat: bool,
+        system_message: str | None,
+        first: Row | None = None,
+    ) -> None:
+        if template is None and messages_column is None:
+            template, messages_column = _default_columns(first)
+        elif template is not None and messages_column is not None:
+            raise InvalidRequest(
+                "give one of prompt_template (--prompt-template) and messages_column "
+                "(--messages-column)"
+            )
+        if messages_column is not None and (
+            not isinstance(messages_column, str) or not messages_column
+        ):
+            raise InvalidRequest(f"messages_column must be a name, got {named(messages_column)}")
+        if system_message is not None and not isinstance(system_message, str):
+            raise InvalidRequest(f"system_message must be a str, got {shown(system_message)}")
+        self._template = None if template is None else Template(template)
+        self._messages_column = str(messages_column)
+        self._system_message = system_message
+        self._is_chat = check_bool("chat", chat) or system_message is not None
+        self.columns = self._template.columns if self._template else (self._messages_column,)
+        self.parts = {
+            "prompt_template": template,
+            "messages_column": messages_column,
+            "system_message": system_message,
+            "chat": self._is_chat,
+        }
+
+    def of(self, columns: Mapping[str, Any]) -> str | list[dict[str, Any]]:
+        """Return the prompt or the conversation of a row.
+
+        Raises:
+            UnknownColumn: the row lacks a column.
+            InvalidRequest: the column has no conversation.
+        """
+        if self._template is None:
+            messages = _conversation(self._messages_column, columns)
+        else:
+            text = self._template.fill(columns)
+            if not self._is_chat:
+                return text
+            messages = [{"role": "user", "content": text}]
+        if self._system_message is not None:
+            messages = [{"role": "system", "content": self._system_message}, *messages]
+        return messages
+
+
+def _default_columns(first: Row | None) -> tuple[str | None, str | None]:
+    """Return the template and the column of messages for rows like this one."""
+    columns = {} if first is None else first.columns
+    found = [name for name in ("prompt", "messages") if name in columns]
+    if len(found) != 1:
+        among = "both 'prompt' and 'messages'" if found else f"the columns {_listed(columns)}"
+        raise InvalidRequest(
+            "say what is asked: give --prompt-template (prompt_template=) or --messages-column "
+            f"(messages_column=); the rows have {among}"
+        )
+    [name] = found
+    is_conversation = name == "messages" or isinstance(columns[name], list)
+    return (None, name) if is_conversation else (f"{{{name}}}", None)
+
+
+def value_of(columns: Mapping[str, Any], name: str) -> Any:
+    """Return a row's value. Raises UnknownColumn with the known columns."""
+    if name not in columns:
+        raise UnknownColumn(f"there is no column {name!r}: there are {_listed(columns)}")
+    return columns[name]
+
+
+def _listed(columns: Mapping[str, Any]) -> str:
+    names = ", ".join(map(repr, itertools.islice(columns, 20)))
+    more = f" and {len(columns) - 20} more" if len(columns) > 20 else ""
+    return f"{names or 'none'}{more}"
+
+
+def _conversation(name: str, columns: Mapping[str, Any]) -> list[dict[str, Any]]:
+    value = value_of(columns, name)
+    if isinstance(value, str):
+        try:
+            value = parse_json(value)
+        except ValueError as error:
+            raise InvalidRequest(f"column {name!r} is not a JSON text: {error}") from error
+    if (
+        not isinstance(value, list)
+        or not value
+        or not all(isinstance(each, dict) and "role" in each for each in value)
+    ):
+        raise InvalidRequest(
+            f"column {name!r} has no conversation: it must be a list like "
+            "[{'role': 'user', 'content': 'Hello!'}]"
+        )
+    return value

@@ -1,17 +1,18 @@
-"""Texts until enough records of them are valid.
+"""Texts until enough of their records are valid.
 
-Attempts are numbered in the order in which they are asked, and counted in that order: the records of a
-complete run are those of its first attempts, up to the one that made them enough. So a text that takes
-longer is not lost to shorter ones, which would favour these, and with a seed the records depend neither
-on timing nor on ``concurrency``.
+Attempts have numbers and count in this order: the records of a complete run are the records of its first
+attempts. So long texts are not lost to short ones, and with a seed the records depend neither on timing
+nor on ``concurrency``.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import math
 import time
+from collections import Counter
 from collections.abc import (
     AsyncIterable,
     AsyncIterator,
@@ -21,36 +22,39 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from typing import Any, TypeAlias, Unpack, cast
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, TypeAlias, Unpack, cast
 
 from genrt.errors import GenrtError, InvalidRequest
-from genrt.generation.many import Asked, AskOptions, Failed, Item, Prompt
-from genrt.generation.records import Attempt, Reason, Records, counted, made
-from genrt.generation.validators import Fault, Judge, Parse, Validate
-from genrt.generation.walk import Walk
+from genrt.generation.concurrent_map import ConcurrentMap
+from genrt.generation.many import AskOptions, Failed, Item, ItemRunner, Prompt
+from genrt.generation.validators import Fault, Parse, RecordValidator, Validate
 from genrt.lm import AsyncLM
 from genrt.numbers import check_bool, check_float, check_int, shown
 from genrt.progress import progress_bar
 from genrt.questions.completions import Completion
 from genrt.runtime.concurrency import blocking_twin
 
-__all__ = ["Prompts", "UntilValid", "ValidOptions", "generate_valid", "generate_valid_sync"]
+__all__ = [
+    "BatchStatistics",
+    "Prompts",
+    "Reason",
+    "RecordStatistics",
+    "Records",
+    "UntilValid",
+    "ValidOptions",
+    "generate_valid",
+    "generate_valid_sync",
+]
 
 PROBE = 10
-"""The most attempts of the first batch."""
+"""The most attempts before the first result is known, and the fewest of a batch."""
 
 CUT_OFF = 50
-"""After so many attempts, all of them cut off and none with a valid record, the run ends."""
-
-SLACK = 0.1
-"""Which part of the target may be made beyond it; ``LEAST_SLACK`` records at least."""
-
-LEAST_SLACK = 3
+"""The run ends after this number of attempts if all are truncated and none is valid."""
 
 MAX_DRY_ATTEMPTS = 500
 """After so many attempts without a valid record fewer than 1 in 160 are valid, at a level of 95 %."""
-
-BAR: dict[str, Any] = {"unit": "record", "ends_early": False}
 
 Prompts: TypeAlias = (
     Prompt | Sequence[Prompt] | Iterator[Prompt] | AsyncIterable[Prompt] | Callable[[int], Prompt]
@@ -58,23 +62,34 @@ Prompts: TypeAlias = (
 """A prompt (see ``Prompt``); a list of prompts, used in turn; an iterator, which may end; or a function
 of the number of the attempt."""
 
+Reason: TypeAlias = Literal[
+    "complete", "out_of_attempts", "threshold", "no_valid", "all_truncated", "interrupted"
+]
+"""Why a run ended.
+
+``complete``: it has ``target`` valid records. ``out_of_attempts``: ``max_attempts`` were made, or the
+prompts ended. ``threshold``: too many records were invalid for too long. ``no_valid``: too many
+attempts in a row had no valid record. ``all_truncated``: the same, or the first 50 attempts had none,
+and all their texts were truncated: raise ``max_tokens``. ``interrupted``: by an interrupt, a
+cancellation or an error; or the run goes on.
+"""
+
 
 class ValidOptions(AskOptions, total=False):
-    """The options of ``generate_valid``: those of every text, and when to stop.
+    """The options of ``generate_valid``.
 
     Attributes:
-        seed: attempt ``i`` is drawn with seed ``seed + i``; the records of a complete run are then
-            reproducible.
-        progress: whether a bar shows how many records are valid, how fast they come, and how long it will
-            take.
-        parse: returns or yields the records of a text, each of which is validated; by default the text is
-            the record.
-        max_attempts: after so many texts the run ends.
-        max_dry_attempts: after so many attempts in a row without a valid record the run ends; 500 if not
-            given. ``None`` is no bound.
-        invalid_threshold: the run ends after ``patience`` batches in a row of whose records at least this
-            fraction was invalid. Batches of fewer than 10 attempts count with those after them.
-        patience: how many batches. Both are given, or neither.
+        seed: attempt ``i`` is drawn with seed ``seed + i``: the records are then reproducible.
+        progress: whether to show a bar with the number of valid records, their rate and the remaining
+            time.
+        parse: returns or yields the records of a text; by default the text is the record.
+        max_attempts: the maximum number of texts.
+        max_dry_attempts: the run ends after this number of attempts in a row without a valid record; by
+            default 500. ``None`` is no bound.
+        invalid_threshold: the run ends after ``patience`` batches in a row in which at least this
+            fraction of the records was invalid. A batch has as many attempts as ``target``, but from 10
+            to 100.
+        patience: the number of batches. Give both options, or neither.
     """
 
     parse: Parse | None
@@ -82,6 +97,94 @@ class ValidOptions(AskOptions, total=False):
     max_dry_attempts: int | None
     invalid_threshold: float | None
     patience: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class BatchStatistics:
+    """The counters of one batch of attempts.
+
+    Attributes:
+        attempts: finished texts.
+        valid: valid records.
+        invalid: invalid records, and texts without a record.
+        truncated: truncated texts.
+        failed: attempts without a text, as after a timeout. They also count as invalid.
+    """
+
+    attempts: int = 0
+    valid: int = 0
+    invalid: int = 0
+    truncated: int = 0
+    failed: int = 0
+
+    @property
+    def invalid_fraction(self) -> float:
+        """The share of invalid records; 0 without records."""
+        return self.invalid / max(self.valid + self.invalid, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordStatistics(BatchStatistics):
+    """The counters of a run.
+
+    Attributes:
+        errors: the number of faults by category, the most frequent first.
+        finish_reasons: the number of texts by finish reason.
+        batches: the counters of each batch, in order; the last one may be incomplete.
+        unjudged: finished texts that an interrupt left without validation.
+        tokens_valid: tokens of texts with a valid record.
+        tokens_invalid: tokens of other texts that are not truncated.
+        tokens_truncated: tokens of other texts that are truncated.
+        seconds: the duration of the run.
+        seconds_judging: the part of it in ``parse`` and ``validate``.
+    """
+
+    errors: Mapping[str, int] = field(default_factory=dict)
+    finish_reasons: Mapping[str, int] = field(default_factory=dict)
+    batches: tuple[BatchStatistics, ...] = ()
+    unjudged: int = 0
+    tokens_valid: int = 0
+    tokens_invalid: int = 0
+    tokens_truncated: int = 0
+    seconds: float = 0.0
+    seconds_judging: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Records:
+    """The result of ``generate_valid``. Attempts have numbers from 0.
+
+    Attributes:
+        records: the values of valid records, in the order of their attempts, ``target`` at most.
+        attempts: for each record, the number of its attempt.
+        surplus: further valid records, of texts that finished before the run ended.
+        completions: the completions by the number of their attempt.
+        faults: the faults by the number of their attempt.
+        reason: why the run ended.
+        target: the requested number of records.
+        statistics: the counters of the run.
+    """
+
+    records: tuple[Any, ...]
+    attempts: tuple[int, ...]
+    surplus: tuple[Any, ...]
+    completions: Mapping[int, Completion]
+    faults: Mapping[int, tuple[Fault, ...]]
+    reason: Reason
+    target: int
+    statistics: RecordStatistics
+
+    def __repr__(self) -> str:
+        made = self.statistics
+        errors = [f"{name} {count}" for name, count in [*made.errors.items()][:5]]
+        more = ["…"] if len(made.errors) > 5 else []
+        faults = f"; invalid: {', '.join(errors + more)}" if errors else ""
+        beyond = f", {len(self.surplus)} beyond" if self.surplus else ""
+        return (
+            f"Records({self.reason}: {len(self.records)} of {self.target}{beyond}, by {made.attempts} "
+            f"attempts in {made.seconds:.1f} s; {1 - made.invalid_fraction:.1%} valid, "
+            f"{made.truncated} truncated{faults})"
+        )
 
 
 async def generate_valid(
@@ -92,23 +195,21 @@ async def generate_valid(
     target: int,
     **options: Unpack[ValidOptions],
 ) -> Records:
-    """Draw texts until ``target`` records of them are valid, and return these with statistics.
+    """Draw texts until ``target`` of their records are valid. Return the records, with statistics.
 
-    A first batch of up to 10 texts probes how many records are valid; the following ones are as large as
-    what is missing takes, and small enough that hardly ever more than a tenth of the target, or three
-    records, are made beyond it. What is under way when there are enough is cancelled.
+    Ten texts run first. Then as many run at once as the missing records need at the rate of valid records
+    so far. Running texts are cancelled when there are enough records.
 
-    ``validate`` gets the records in the order of the attempts, so that it may remember them, and refuse
-    what it has seen. What it raises is no error of the call, whatever it is: ``Records.faults`` has it,
-    and ``Records.reason`` says why the run ended. A step that fails or a timeout costs its attempt alone.
-
-    Whatever ends a run early, what was made is kept: for that, hold an ``UntilValid``.
+    ``validate`` gets the records in the order of the attempts, so it may refuse repeated records. Its
+    errors are not raised: they are in ``Records.faults``, and ``Records.reason`` says why the run
+    ended. A failed step or a timeout costs one attempt. To keep the results of a run that raises, use
+    ``UntilValid``.
 
     Raises:
-        InvalidRequest: an argument is wrong, or a prompt.
+        InvalidRequest: an argument or a prompt is wrong.
         ExtraNotInstalled: ``validate`` is a JSON schema, and jsonschema is missing.
         Closed, EngineDied: the runtime is closed or its engine died.
-        NameError, ImportError: raised by ``validate``, whose fault it is.
+        NameError, ImportError: raised by ``validate``, which is faulty.
     """
     return await UntilValid(lm, prompts, validate, target=target, **options).run()
 
@@ -121,8 +222,8 @@ def generate_valid_sync(
     target: int,
     **options: Unpack[ValidOptions],
 ) -> Records:
-    """Return what ``generate_valid`` returns, blocking. ``validate`` runs in another thread. An interrupt
-    ends the run, and what was made is returned, with the reason "interrupted"."""
+    """Return the result of ``generate_valid``, blocking. ``validate`` runs in another thread. An
+    interrupt ends the run and returns the results so far, with the reason "interrupted"."""
     run = UntilValid(lm, prompts, validate, target=target, **options)
     try:
         return run.run_sync()
@@ -130,11 +231,23 @@ def generate_valid_sync(
         return run.result()
 
 
-class UntilValid:
-    """A run of ``generate_valid`` whose result can be had at any moment, and that can go on later.
+@dataclass(slots=True)
+class _Attempt:
+    result: Completion | Failed
+    values: list[Any] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    is_judged: bool = False
 
-    After an interrupt, a cancellation or an error, ``result`` has every record of the texts that had
-    ended, and ``run`` goes on where it was: its records are those of a run that was never interrupted.
+    @property
+    def truncated(self) -> bool:
+        return isinstance(self.result, Completion) and self.result.truncated
+
+
+class UntilValid:
+    """A run of ``generate_valid`` that gives its results at any moment, and can be continued.
+
+    After an interrupt, a cancellation or an error, ``result`` has the records of all finished texts.
+    ``run`` then continues: its records are the records of an uninterrupted run.
     """
 
     def __init__(
@@ -147,49 +260,53 @@ class UntilValid:
         **options: Unpack[ValidOptions],
     ) -> None:
         given: dict[str, Any] = {**options}
-        self._target = check_int("target", target, 1)
-        self._judge = Judge(validate, given.pop("parse", None))
-        self._max_attempts = _bound("max_attempts", given.pop("max_attempts", None))
-        self._max_dry = _bound("max_dry_attempts", given.pop("max_dry_attempts", MAX_DRY_ATTEMPTS))
-        self._threshold, self._patience = _patience(
+        self._target = check_int("target", target, 1, 2**53)
+        self._batch_size = min(max(self._target, PROBE), 100)
+        self._validator = RecordValidator(validate, given.pop("parse", None))
+        self._max_attempts = _check_bound("max_attempts", given.pop("max_attempts", None))
+        self._max_dry = _check_bound(
+            "max_dry_attempts", given.pop("max_dry_attempts", MAX_DRY_ATTEMPTS)
+        )
+        self._threshold, self._patience = _check_patience(
             given.pop("invalid_threshold", None), given.pop("patience", None)
         )
         self._progress = check_bool("progress", given.pop("progress", False))
-        self._asked = Asked(lm, cast("Any", given))
-        self._prompts = _prompts_of(prompts)
-        self._no_more_prompts = False
+        self._runner = ItemRunner(lm, cast("Any", given))
+        self._source = _prompt_iterator(prompts)
+        self._prompts: list[Any] = []  # by the number of the attempt
+        self._has_all_prompts = False
+        self._attempts: dict[int, _Attempt] = {}  # finished ones, by number
+        # The number of judged attempts in order; the valid records of these; the number of attempts up
+        # to the last valid one; the truncated ones after it; bad batches in a row.
+        self._counted = self._valid = self._last_valid = self._dry_truncated = self._bad = 0
+        self._news = asyncio.Event()
         self._step: Callable[..., None] = lambda **_: None
         self._is_running = False
         self._reason: Reason = "interrupted"
         self._seconds = self._seconds_judging = 0.0
-        # Attempts by number: those that wait for their text, and those that have it, in any order.
-        self._waiting: dict[int, Any] = {}
-        self._attempts: dict[int, Attempt] = {}
-        self._batches: list[range] = []
-        # How many attempts, without a gap, are judged; their valid records; without one since when.
-        self._counted = self._valid = self._squares = self._last_valid = 0
 
     async def run(self) -> Records:
-        """Draw texts until the run is over, and return ``result()``. Cancelling ends it where it is.
+        """Draw texts until the run ends, and return ``result()``. Cancelling interrupts the run.
 
         Raises:
-            InvalidRequest: an argument or a prompt is wrong, or the run is under way already; else as
+            InvalidRequest: an argument or a prompt is wrong, or another ``run`` is awaited; else as
                 ``generate_valid``.
         """
         if self._is_running:
             raise InvalidRequest("this run is under way already: await it once at a time")
         self._is_running, started = True, time.monotonic()
         try:
-            await self._asked.check()
-            with progress_bar("valid", self._target, shown=self._progress, **BAR) as step:
+            await self._runner.check()
+            bar: Any = {"unit": "record", "ends_early": False}
+            with progress_bar("valid", self._target, shown=self._progress, **bar) as step:
                 self._step = step
                 step(advance=min(self._valid, self._target))
                 await self._count()
-                while (reason := self._why_to_stop()) is None:
-                    if not self._waiting:
-                        await self._plan(self._next_size())
-                    await self._finish_batch()
-                self._reason = reason
+                if self._why_to_stop() is None:
+                    await self._draw()
+                for _, attempt in sorted(self._attempts.items()):  # finished meanwhile
+                    await self._judge(attempt)
+                self._reason = self._why_to_stop() or "interrupted"
         finally:
             self._is_running = False
             self._seconds += time.monotonic() - started
@@ -198,119 +315,115 @@ class UntilValid:
     run_sync = blocking_twin(run)
 
     def result(self) -> Records:
-        """Return what was made so far, at any moment, with all that happened up to it.
-
-        Texts that had ended when the run was interrupted are judged now, unless ``validate`` awaits
-        something.
-        """
+        """Return the results so far, at any moment. After an interrupt, finished texts are validated now,
+        unless ``validate`` awaits something."""
         if not self._is_running:
             for _, attempt in sorted(self._attempts.items()):
-                _run_at_once(self._judge_one(attempt))
-        return made(
-            self._attempts,
-            self._batches,
-            target=self._target,
-            reason=self._reason,
+                _run_without_waiting(self._judge(attempt))
+        attempts = dict(self._attempts)  # one operation: the run may go on in another thread
+        ordered = [(number, attempts[number]) for number in sorted(attempts)]
+        pairs = [(number, value) for number, each in ordered for value in [*each.values]]
+        values, numbers = [value for _, value in pairs], [number for number, _ in pairs]
+        completions = {n: each.result for n, each in ordered if isinstance(each.result, Completion)}
+        tokens: Counter[str] = Counter()
+        for each in attempts.values():
+            if isinstance(each.result, Completion) and (each.is_judged or each.values):
+                kind = "valid" if each.values else "truncated" if each.truncated else "invalid"
+                tokens[f"tokens_{kind}"] += len(each.result.token_ids)
+        categories = Counter(fault.category for _, each in ordered for fault in each.faults)
+        reasons = Counter(each.finish_reason for each in completions.values())
+        batches = itertools.groupby(ordered, lambda pair: pair[0] // self._batch_size)
+        statistics = RecordStatistics(
+            **asdict(_statistics(attempts.values())),
+            errors=dict(categories.most_common()),
+            finish_reasons=dict(reasons.most_common()),
+            batches=tuple(_statistics([each for _, each in batch]) for _, batch in batches),
+            unjudged=sum(not each.is_judged for each in attempts.values()),
             seconds=self._seconds,
             seconds_judging=self._seconds_judging,
+            **tokens,
+        )
+        return Records(
+            records=tuple(values[: self._target]),
+            attempts=tuple(numbers[: self._target]),
+            surplus=tuple(values[self._target :]),
+            completions=completions,
+            faults={number: tuple(each.faults) for number, each in ordered if each.faults},
+            reason=self._reason,
+            target=self._target,
+            statistics=statistics,
         )
 
-    # -- batches ------------------------------------------------------------------------------
-
     def _why_to_stop(self) -> Reason | None:
+        """Return why the run ends after the counted attempts, ``None`` if it goes on."""
         if self._valid >= self._target:
             return "complete"
-        dry = range(self._last_valid, self._counted)
-        is_dry = self._is_dry()
-        if not is_dry and (self._waiting or self._counted < len(self._attempts)):
-            return None  # a batch that was interrupted
-        is_last = self._no_more_prompts or self._counted == self._max_attempts
-        is_enough = is_dry or (not self._valid and (is_last or len(dry) >= CUT_OFF))
-        if dry and is_enough and all(self._attempts[number].truncated for number in dry):
+        dry = self._counted - self._last_valid
+        is_dry = self._max_dry is not None and dry >= self._max_dry
+        is_last = self._counted == self._max_attempts or (
+            self._has_all_prompts and self._counted == len(self._prompts)
+        )
+        is_enough = is_dry or (not self._valid and (is_last or dry >= CUT_OFF))
+        if is_enough and 0 < dry == self._dry_truncated:
             return "all_truncated"
         if is_dry:
             return "no_valid"
         if is_last:
             return "out_of_attempts"
-        return "threshold" if self._is_out_of_patience() else None
+        return "threshold" if self._threshold is not None and self._bad >= self._patience else None
 
-    def _is_dry(self) -> bool:
-        return self._max_dry is not None and self._counted - self._last_valid >= self._max_dry
-
-    def _is_out_of_patience(self) -> bool:
-        if self._threshold is None:
-            return False
-        bad, joined = 0, list[Attempt]()
-        for numbers in self._batches:
-            joined += [self._attempts[number] for number in numbers]
-            if len(joined) >= min(PROBE, self._target):
-                too_many = counted(joined).invalid_fraction >= self._threshold
-                bad, joined = bad + 1 if too_many else 0, []
-        return bad >= self._patience
-
-    def _next_size(self) -> int:
-        """Return how many attempts the next batch has."""
-        size = min(PROBE, self._target)
-        if self._counted:
-            size = batch_size(
-                self._target - self._valid,
-                slack=max(SLACK * self._target, LEAST_SLACK),
-                attempts=self._counted,
-                valid=self._valid,
-                squares=self._squares,
-            )
-        if self._max_attempts is not None:
-            size = min(size, self._max_attempts - self._counted)
+    def _limit(self) -> int:
+        """Return how many attempts may have started by now."""
+        # The missing records need so many attempts at the rate so far, with one more valid attempt.
+        rate = (self._valid + 1) / (self._counted + 1)
+        room = math.ceil((self._target - self._valid) / rate)
+        limit = self._counted + (room if self._counted else min(PROBE, self._target))
+        if self._max_dry is not None:
+            limit = min(limit, self._last_valid + self._max_dry)
         if not self._valid and self._counted < CUT_OFF:
-            size = min(size, CUT_OFF - self._counted)
-        if not self._valid and self._max_dry is not None:
-            size = min(size, self._max_dry - self._counted)
-        return size
+            limit = min(limit, CUT_OFF)
+        return limit if self._max_attempts is None else min(limit, self._max_attempts)
 
-    async def _plan(self, size: int) -> None:
-        """Take the prompts of a batch."""
-        first = self._counted
-        self._batches.append(range(first, first))
-        for number in range(first, first + size):
+    async def _items(self) -> AsyncIterator[tuple[int, Any]]:
+        """Yield attempts as their limit grows, first the unfinished ones of an interrupted run."""
+        for number in [n for n in range(len(self._prompts)) if n not in self._attempts]:
+            yield number, self._prompts[number]
+        while True:
+            while (number := len(self._prompts)) >= self._limit():
+                self._news.clear()
+                await self._news.wait()
             try:
-                if isinstance(self._prompts, AsyncIterator):
-                    self._waiting[number] = await anext(self._prompts)
+                if isinstance(self._source, AsyncIterator):
+                    self._prompts.append(await anext(self._source))
                 else:
-                    self._waiting[number] = next(self._prompts)
+                    self._prompts.append(next(self._source))
             except (StopIteration, StopAsyncIteration):
-                self._no_more_prompts = True
-                break
-            self._batches[-1] = range(first, number + 1)
-        if not self._batches[-1]:
-            self._batches.pop()
+                self._has_all_prompts = True
+                return
+            yield number, self._prompts[number]
 
-    async def _finish_batch(self) -> None:
-        """Ask what waits for its text and judge what has it, until that is a reason to stop."""
-        walk = Walk(
-            [*self._waiting.items()],
-            lambda _, pair: self._ask(*pair),
-            concurrency=self._asked.concurrency,
-            most_ahead=2 * self._asked.concurrency,
+    async def _draw(self) -> None:
+        """Run attempts until there is a reason to stop."""
+        self._news = asyncio.Event()  # of this loop
+        concurrency = self._runner.concurrency
+        texts = ConcurrentMap(
+            self._items(), self._run, concurrency=concurrency, max_ahead=2 * concurrency
         )
         try:
-            await self._count()
-            while self._valid < self._target and not self._is_dry():
-                if (taken := await walk.take()) is None:
-                    break
-                _, (number, result) = taken
-                self._keep(number, result)
-                await self._count()
+            while self._why_to_stop() is None:
+                if (taken := await texts.take()) is not None:
+                    self._attempts[taken[1][0]] = _Attempt(taken[1][1])
+                    await self._count()
         finally:
             try:
-                await walk.close()
+                await texts.close()
             finally:
-                for number, result in walk.rest():
-                    self._keep(number, result)
-        for _, attempt in sorted(self._attempts.items()):  # those that ended meanwhile
-            await self._judge_one(attempt)
+                for _, (number, result) in texts.drain():
+                    self._attempts[number] = _Attempt(result)
 
-    async def _ask(self, number: int, item: Any) -> tuple[int, Completion | Failed]:
-        result = await self._asked.ask(number, item)
+    async def _run(self, _: int, item: tuple[int, Any]) -> tuple[int, Completion | Failed]:
+        number, prompt = item
+        result = await self._runner.run(number, prompt)
         if isinstance(result, Failed):
             error = result.error
             if isinstance(error, InvalidRequest) or not isinstance(error, GenrtError):
@@ -318,14 +431,9 @@ class UntilValid:
                 raise error
         return number, result
 
-    def _keep(self, number: int, result: Completion | Failed) -> None:
-        self._attempts[number] = Attempt(result)
-        self._waiting.pop(number, None)
-
-    async def _judge_one(self, attempt: Attempt) -> None:
-        """Find the valid records of an attempt, if that has not been done. If this is interrupted, those
-        found so far stay."""
-        if attempt.judged:
+    async def _judge(self, attempt: _Attempt) -> None:
+        """Validate the records of an attempt once. An interrupt keeps the records found so far."""
+        if attempt.is_judged:
             return
         attempt.values.clear()
         attempt.faults.clear()
@@ -335,7 +443,7 @@ class UntilValid:
         else:
             started = time.monotonic()
             try:
-                await self._judge.judge(attempt.result.text, attempt.values, attempt.faults)
+                await self._validator.validate(attempt.result.text, attempt.values, attempt.faults)
             finally:
                 self._seconds_judging += time.monotonic() - started
             if attempt.truncated and not attempt.values:
@@ -343,19 +451,24 @@ class UntilValid:
                     Fault("truncated", f"{fault.category}: {fault.detail}")
                     for fault in attempt.faults
                 ]
-        attempt.judged = True
+        attempt.is_judged = True
 
     async def _count(self) -> None:
-        """Judge and count attempts in their order, up to one without its text or enough records."""
-        while self._valid < self._target and (attempt := self._attempts.get(self._counted)):
-            await self._judge_one(attempt)
+        """Judge and count finished attempts in order, up to a reason to stop."""
+        while self._why_to_stop() is None and (attempt := self._attempts.get(self._counted)):
+            await self._judge(attempt)
             self._counted += 1
-            found = len(attempt.values)
-            self._squares += found**2
-            if found:
-                self._last_valid = self._counted
+            if attempt.values:
+                self._last_valid, self._dry_truncated = self._counted, 0
+            else:
+                self._dry_truncated += attempt.truncated
             shown_before = min(self._valid, self._target)
-            self._valid += found
+            self._valid += len(attempt.values)
+            if self._threshold is not None and self._counted % self._batch_size == 0:
+                numbers = range(self._counted - self._batch_size, self._counted)
+                batch = _statistics([self._attempts[number] for number in numbers])
+                self._bad = self._bad + 1 if batch.invalid_fraction >= self._threshold else 0
+            self._news.set()
             self._step(
                 advance=min(self._valid, self._target) - shown_before,
                 attempts=self._counted,
@@ -363,40 +476,22 @@ class UntilValid:
             )
 
 
-def batch_size(missing: int, *, slack: float, attempts: int, valid: int, squares: int) -> int:
-    """Return how many attempts to make for the records that are missing.
-
-    They are enough in five of six cases, and make more than ``missing + slack`` records in one of 700.
-    The number of records of an attempt is taken to have the mean and variance of those so far, and their
-    sum the variance of a prediction from so many attempts. Without a valid record so far, it is as if
-    there had been one.
-
-    Args:
-        missing: valid records that are missing.
-        slack: how many there may be beyond them.
-        attempts: how many attempts there were.
-        valid: their valid records.
-        squares: the sum of the squares of their numbers of valid records.
-    """
-    mean = max(valid, 1) / attempts
-    variance = max(max(squares, 1) / attempts - mean**2, 0.0)
-    deviation = math.sqrt(variance)
-    # The smallest f with f * mean - sqrt(f * variance) >= missing.
-    root = (deviation + math.sqrt(variance + 4.0 * mean * missing)) / (2.0 * mean)
-    enough = math.ceil(root**2 - 1e-9)
-    # The largest f with f * mean + 3 * sqrt(f * variance * (1 + f / attempts)) <= missing + slack.
-    most = missing + slack
-    a = mean**2 - 9.0 * variance / attempts
-    b = 2.0 * most * mean + 9.0 * variance
-    safe = math.floor(2.0 * most**2 / (b + math.sqrt(max(b**2 - 4.0 * a * most**2, 0.0))))
-    return max(1, min(enough, safe))
+def _statistics(attempts: Iterable[_Attempt]) -> BatchStatistics:
+    attempts = list(attempts)
+    return BatchStatistics(
+        attempts=len(attempts),
+        valid=sum(len(each.values) for each in attempts),
+        invalid=sum(len(each.faults) for each in attempts),
+        truncated=sum(each.truncated for each in attempts),
+        failed=sum(isinstance(each.result, Failed) for each in attempts),
+    )
 
 
-def _bound(name: str, value: Any) -> int | None:
+def _check_bound(name: str, value: Any) -> int | None:
     return None if value is None else check_int(name, value, 1)
 
 
-def _patience(threshold: Any, patience: Any) -> tuple[float | None, int]:
+def _check_patience(threshold: Any, patience: Any) -> tuple[float | None, int]:
     if (threshold is None) != (patience is None):
         raise InvalidRequest("give both invalid_threshold and patience, or neither")
     if threshold is None:
@@ -407,8 +502,9 @@ def _patience(threshold: Any, patience: Any) -> tuple[float | None, int]:
     )
 
 
-def _prompts_of(prompts: Any) -> Iterator[Any] | AsyncIterator[Any]:
-    """Return the prompts of attempts, one after another. No generator that the end of a loop closes."""
+def _prompt_iterator(prompts: Any) -> Iterator[Any] | AsyncIterator[Any]:
+    """Return the prompts of attempts, one after another. The end of a loop must not close it, so it is
+    not a generator."""
     if callable(prompts):
         return map(prompts, itertools.count())
     if isinstance(prompts, AsyncIterable):
@@ -429,8 +525,8 @@ def _prompts_of(prompts: Any) -> Iterator[Any] | AsyncIterator[Any]:
     return itertools.repeat(prompts) if is_one else itertools.cycle(several)
 
 
-def _run_at_once(work: Any) -> None:
-    """Run a coroutine as far as it goes without waiting for anything; its errors are its own."""
+def _run_without_waiting(work: Any) -> None:
+    """Run a coroutine up to its first wait. Errors are dropped."""
     with contextlib.suppress(Exception):
         work.send(None)
     work.close()

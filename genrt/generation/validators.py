@@ -1,4 +1,4 @@
-"""Validators: a function, a JSON schema or a pydantic model that says whether a record is valid."""
+"""Validators of generated texts: a function, a JSON schema or a pydantic model."""
 
 from __future__ import annotations
 
@@ -10,97 +10,140 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from genrt.errors import Closed, EngineDied, InvalidRequest
-from genrt.generation.outputs import Schema
+from genrt.errors import Closed, EngineDied, ExtraNotInstalled, InvalidRequest
+from genrt.generation.tables import parse_json
 from genrt.numbers import named, shown
+from genrt.questions.completions import schema_text
 
-__all__ = ["Fault", "Judge", "Parse", "Validate"]
+__all__ = ["Fault", "JSONSchema", "Parse", "RecordValidator", "Validate"]
 
 Validate: TypeAlias = Callable[[Any], Any] | Mapping[str, Any] | str | type
-"""What says whether a record is valid.
+"""Decides whether a record is valid, and returns its value.
 
-A function, or a coroutine function, of the record, which returns its value, or raises. ``True`` stands
-for the record itself, so that predicates are validators; ``False`` and ``None`` mean that it is invalid.
-Or a JSON schema, as a dict or a JSON text: the value is what the JSON says. Or a pydantic model or
-TypeAdapter: the value is its instance.
+A function or coroutine function returns the value of a record, or raises. ``True`` stands for the record
+itself, so predicates are validators; ``False`` and ``None`` refuse it. A JSON schema, as a dict or a
+JSON text, returns the parsed JSON. A pydantic model or TypeAdapter returns its instance.
 """
 
 Parse: TypeAlias = Callable[[str], Iterable[Any]]
-"""Returns the records of a text, or yields them one after another."""
+"""Returns or yields the records of a text."""
 
-LONGEST_DETAIL = 500
-
-THROUGH = (NameError, ImportError, MemoryError, Closed, EngineDied)
-"""What a validator may raise that says nothing about the record: it is raised."""
+RAISED = (NameError, ImportError, MemoryError, Closed, EngineDied)
+"""Errors of a validator that are raised: they do not depend on the record."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Why a record is invalid, or why a text has none.
+    """Why a record is invalid, or why a text has no record.
 
     Attributes:
-        category: a few words that many faults share, without anything of the text: the type of an error,
-            or where in a schema something else was expected, and what.
-        detail: what exactly was wrong; it may quote the text. Up to 500 characters.
+        category: a short reason without any part of the text: the type of an error, or the place in a
+            schema and the violated keyword.
+        detail: the exact reason, up to 500 characters. It may quote the text.
     """
 
     category: str
     detail: str
 
 
-class Judge:
+class JSONSchema:
+    """A JSON schema that validates texts.
+
+    Attributes:
+        schema: a dict, in the order of the given schema.
+
+    Raises:
+        InvalidRequest: it is not a JSON schema.
+        ExtraNotInstalled: jsonschema is missing.
+    """
+
+    def __init__(self, schema: Mapping[str, Any] | str | type) -> None:
+        try:
+            import jsonschema
+        except ImportError as error:
+            raise ExtraNotInstalled(
+                "judging texts by a schema needs jsonschema: pip install 'genrt[validation]'"
+            ) from error
+        try:
+            given = parse_json(schema_text(schema))
+        except InvalidRequest:
+            raise
+        except ValueError as error:
+            raise InvalidRequest(f"json_schema is not JSON: {error}") from error
+        if not isinstance(given, dict):
+            raise InvalidRequest(f"json_schema must be an object, got {shown(schema)}")
+        self.schema: dict[str, Any] = given
+        kind = jsonschema.validators.validator_for(given, jsonschema.Draft202012Validator)
+        try:
+            kind.check_schema(given)
+        except jsonschema.SchemaError as error:
+            raise InvalidRequest(f"json_schema is not a JSON schema: {error.message}") from error
+        self._validator = kind(given, format_checker=kind.FORMAT_CHECKER)
+
+    def check(self, record: Any) -> Any:
+        """Return a record, parsed if it is a text. Raises ValueError if it is not JSON, and jsonschema's
+        ValidationError if it is invalid."""
+        from jsonschema.exceptions import best_match
+
+        value = parse_json(record) if isinstance(record, str) else record
+        if (worst := best_match(self._validator.iter_errors(value))) is not None:
+            raise worst
+        return value
+
+
+class RecordValidator:
     """Finds the valid records of texts.
 
     Args:
-        validate, parse: see ``Validate`` and ``Parse``; without the latter a text is one record.
+        validate, parse: see ``Validate`` and ``Parse``. Without ``parse`` a text is one record.
 
     Raises:
-        InvalidRequest: one of them is no such thing, or the schema is none.
+        InvalidRequest: an argument has another type, or the schema is not a JSON schema.
         ExtraNotInstalled: a schema is given, and jsonschema is missing.
     """
 
     def __init__(self, validate: Validate, parse: Parse | None = None) -> None:
         if parse is not None and not callable(parse):
             raise InvalidRequest(f"parse must be a function of a text, got {named(parse)}")
-        known = _known(validate)
-        self._validated: Callable[[Any], Any] = known or validate  # type: ignore[assignment]
-        self._may_refuse = known is None  # a function; others return null and false of JSON
+        known = _of_schema(validate)
+        self._validate: Callable[[Any], Any] = known or validate  # type: ignore[assignment]
+        self._is_function = known is None  # schemas and models may return null and false
         self._parse = parse
 
-    async def judge(self, text: str, values: list[Any], faults: list[Fault]) -> None:
-        """Append the values of the text's valid records, one by one, and what is wrong with the others.
+    async def validate(self, text: str, values: list[Any], faults: list[Fault]) -> None:
+        """Append the values of the valid records of a text, one by one, and the faults of the others.
 
         Raises:
-            InvalidRequest: ``parse`` returned no records.
+            InvalidRequest: ``parse`` returned something else than records.
         """
         records = self._records(text)
-        found = False
+        has_record = False
         while True:
             try:
                 record = next(records)
             except StopIteration:
                 break
-            except (*THROUGH, InvalidRequest):
+            except (*RAISED, InvalidRequest):
                 raise
             except Exception as error:  # of the user's parse
-                faults.append(fault_of(error))
+                faults.append(_fault_of(error))
                 return
-            found = True
+            has_record = True
             try:
-                value = self._validated(record)
+                value = self._validate(record)
                 if inspect.isawaitable(value):
                     value = await value
-            except THROUGH:
+            except RAISED:
                 raise
             except Exception as error:  # of the user's validate
-                faults.append(fault_of(error))
+                faults.append(_fault_of(error))
                 continue
-            is_truth = self._may_refuse and isinstance(value, bool | np.bool_)
-            if self._may_refuse and (value is None or (is_truth and not value)):
+            is_truth = self._is_function and isinstance(value, bool | np.bool_)
+            if self._is_function and (value is None or (is_truth and not value)):
                 faults.append(Fault("refused", f"validate returned {value}"))
             else:
                 values.append(record if is_truth else value)
-        if not found:
+        if not has_record:
             faults.append(Fault("no record", "parse found no record in the text"))
 
     def _records(self, text: str) -> Iterator[Any]:
@@ -113,8 +156,7 @@ class Judge:
         yield from records
 
 
-def fault_of(error: Exception) -> Fault:
-    """Return what an error says of a record."""
+def _fault_of(error: Exception) -> Fault:
     category, detail = type(error).__name__, str(error)
     if json.JSONDecodeError in (type(error), type(error.__cause__)):
         category = "no JSON"
@@ -126,11 +168,11 @@ def fault_of(error: Exception) -> Fault:
     elif callable(errors := getattr(error, "errors", None)) and (found := errors()):  # pydantic's
         keys = [key for key in found[0]["loc"] if isinstance(key, str)]
         category = ": ".join([*filter(None, [".".join(keys)]), str(found[0]["type"])])
-    return Fault(category, detail[:LONGEST_DETAIL])
+    return Fault(category, detail[:500])
 
 
-def _known(validate: Any) -> Callable[[Any], Any] | None:
-    """Return what a schema or a model stands for, ``None`` for a function."""
+def _of_schema(validate: Any) -> Callable[[Any], Any] | None:
+    """Return the function of a schema or a pydantic model, ``None`` for a function."""
     for of_json, of_object in (
         ("model_validate_json", "model_validate"),  # a pydantic model
         ("validate_json", "validate_python"),  # a TypeAdapter
@@ -139,7 +181,7 @@ def _known(validate: Any) -> Callable[[Any], Any] | None:
             json_text, other = getattr(validate, of_json), getattr(validate, of_object)
             return lambda record: (json_text if isinstance(record, str) else other)(record)
     if isinstance(validate, Mapping | str):
-        return Schema(validate).check
+        return JSONSchema(validate).check
     if not callable(validate):
         raise InvalidRequest(
             f"validate must be a function, a JSON schema or a pydantic model, got {shown(validate)}"

@@ -15,7 +15,7 @@ What ``run`` returns is a ``Result``: weighted texts, the evidence, and how they
 
 from __future__ import annotations
 
-from genrt.inference.baselines import BestOfN, Drawn, Kept, Ranked, Rejection
+from genrt.inference.baselines import BestOfN, BestOfNState, Rejection, RejectionState, SampledText
 from genrt.inference.diagnostics import ChainStatistics, Diagnosis
 from genrt.inference.display.genealogy import Genealogy
 from genrt.inference.ends import END_TOKEN
@@ -42,25 +42,25 @@ __all__ = [
     "END_TOKEN",
     "SMC",
     "BestOfN",
+    "BestOfNState",
     "ChainStatistics",
     "Chains",
     "Deaths",
     "Diagnosis",
-    "Drawn",
     "Execution",
     "Genealogy",
     "Growth",
     "Info",
-    "Kept",
     "MetropolisHastings",
     "Model",
     "Moves",
     "Particle",
     "Program",
-    "Ranked",
     "Rejection",
+    "RejectionState",
     "Resampler",
     "Result",
+    "SampledText",
     "State",
     "TextModel",
     "TextParticle",

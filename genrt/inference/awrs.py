@@ -43,7 +43,7 @@ AT_ONCE = 1024
 """How many rates have their terms in memory together: there may be as many rates as tokens."""
 
 
-async def draw(
+async def draw_allowed(
     weights: Floats, check: Callable[[list[int]], Awaitable[list[bool]]], rng: np.random.Generator
 ) -> tuple[int, float]:
     """Draw a token in proportion to ``weights`` among those that ``check`` allows, and return it with an

@@ -25,8 +25,8 @@ import numpy as np
 from genrt.constraints import potential as indicator
 from genrt.errors import InvalidRequest
 from genrt.inference.checks import check_callable, frozen, seeds_of_step, state_of
-from genrt.inference.counting import counting
-from genrt.inference.potentials import evaluated
+from genrt.inference.counting import start_counting
+from genrt.inference.potentials import evaluate_potential
 from genrt.inference.resampling import Floats
 from genrt.inference.result import Result
 from genrt.inference.smc import importance_sampling
@@ -39,7 +39,7 @@ from genrt.tokens.texts import Potential, Text, decoded
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class SampledText:
     """A whole text of the language model.
 
     Attributes:
@@ -53,7 +53,7 @@ class Drawn:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class RejectionState:
     """The state of rejection after ``step`` batches: the texts that were kept, of ``drawn`` ones. It is a
     value: stepping the same one again gives the same."""
 
@@ -106,16 +106,16 @@ class Rejection:
         """The model that is run."""
         return self._plain.model
 
-    def init(self, seed: int) -> Kept:
+    def init(self, seed: int) -> RejectionState:
         """Return the state before the first batch; the seed is an integer from 0 on."""
-        return Kept((), 0, 0, check_int("seed", seed, 0))
+        return RejectionState((), 0, 0, check_int("seed", seed, 0))
 
-    def is_done(self, state: Kept) -> bool:
+    def is_done(self, state: RejectionState) -> bool:
         """Tell whether enough texts were kept or drawn."""
-        enough = len(state_of(Kept, state).texts) >= self._num_samples
+        enough = len(state_of(RejectionState, state).texts) >= self._num_samples
         return enough or state.drawn >= self._max_texts
 
-    async def step(self, state: Kept) -> tuple[Kept, tuple[Drawn, ...]]:
+    async def step(self, state: RejectionState) -> tuple[RejectionState, tuple[SampledText, ...]]:
         """Draw one more batch, up to the last text that is wanted; nothing if it is done.
 
         Cancelling it, or an error, leaves ``state`` as good as it was.
@@ -124,13 +124,13 @@ class Rejection:
             InvalidRequest: a potential above the bound.
             GenrtError: whatever the model raised.
         """
-        own, models = seeds_of_step(state_of(Kept, state).seed, state.step)
+        own, models = seeds_of_step(state_of(RejectionState, state).seed, state.step)
         missing = self._num_samples - len(state.texts)
         count = min(self._batch_size, self._max_texts - state.drawn) if missing > 0 else 0
         texts = await self._plain.texts(count, models)
         log_weights = await self._plain.log_weights(texts, self.model.potential)
         thresholds = np.log1p(-np.random.default_rng(own).random(count))
-        batch: list[Drawn] = []
+        batch: list[SampledText] = []
         for text, log_weight, threshold in zip(texts, log_weights, thresholds, strict=True):
             if log_weight > self._bound:
                 raise InvalidRequest(
@@ -139,13 +139,17 @@ class Rejection:
                 )
             if missing > 0:
                 kept = bool(threshold <= log_weight - self._bound)
-                batch.append(Drawn(text, log_weight, kept))
+                batch.append(SampledText(text, log_weight, kept))
                 missing -= kept
         kept_now = tuple(each.text for each in batch if each.kept)
-        after = Kept(state.texts + kept_now, state.drawn + len(batch), state.step + 1, state.seed)
+        after = RejectionState(
+            state.texts + kept_now, state.drawn + len(batch), state.step + 1, state.seed
+        )
         return after, tuple(batch)
 
-    async def steps(self, state: Kept) -> AsyncIterator[tuple[Kept, tuple[Drawn, ...]]]:
+    async def steps(
+        self, state: RejectionState
+    ) -> AsyncIterator[tuple[RejectionState, tuple[SampledText, ...]]]:
         """Step until enough was kept or drawn, from ``init(seed)`` or from any later state."""
         while not self.is_done(state):
             state, batch = await self.step(state)
@@ -155,12 +159,12 @@ class Rejection:
         self,
         seed: int,
         *,
-        on_step: Callable[[Kept, tuple[Drawn, ...]], None] | None = None,
+        on_step: Callable[[RejectionState, tuple[SampledText, ...]], None] | None = None,
         progress: bool = False,
     ) -> Result:
         """Draw all batches from ``init(seed)`` and return what was kept, weighted alike. Equal seeds give
         equal texts."""
-        state, counted = self.init(seed), counting(self.model)
+        state, counted = self.init(seed), start_counting(self.model)
         with progress_bar("rejection", None, shown=progress) as show:
             async for after, batch in self.steps(state):
                 state = after
@@ -172,7 +176,7 @@ class Rejection:
     run_sync = blocking_twin(run)
     """``run``, blocking: in another thread, where it calls ``on_step``. An interrupt cancels it."""
 
-    def result(self, state: Kept) -> Result:
+    def result(self, state: RejectionState) -> Result:
         """Return what was kept so far, and the estimate of the evidence."""
         kept, drawn = len(state.texts), state.drawn
         if kept < self._num_samples:
@@ -180,11 +184,11 @@ class Rejection:
         else:
             share = (kept - 1) / (drawn - 1) if kept > 1 else math.nan
         log_share = -math.inf if share == 0 else math.log(share)
-        return _result(state.texts, np.zeros(kept), log_share + self._bound)
+        return _weighted_result(state.texts, np.zeros(kept), log_share + self._bound)
 
 
 @dataclass(frozen=True, slots=True)
-class Ranked:
+class BestOfNState:
     """Texts and their scores. A value.
 
     Attributes:
@@ -238,11 +242,11 @@ class BestOfN:
         """The model that is run."""
         return self._model
 
-    def init(self, seed: int) -> Ranked:
+    def init(self, seed: int) -> BestOfNState:
         """Return the state before any text; the seed is an integer from 0 on."""
-        return Ranked((), (), (), 0, check_int("seed", seed, 0))
+        return BestOfNState((), (), (), 0, check_int("seed", seed, 0))
 
-    async def step(self, state: Ranked) -> tuple[Ranked, tuple[Drawn, ...]]:
+    async def step(self, state: BestOfNState) -> tuple[BestOfNState, tuple[SampledText, ...]]:
         """Draw N more texts at once; ``kept`` marks the best of all so far, if it is among these.
 
         Cancelling it, or an error, leaves ``state`` as good as it was.
@@ -250,10 +254,10 @@ class BestOfN:
         Raises:
             GenrtError: whatever the model raised.
         """
-        _, models = seeds_of_step(state_of(Ranked, state).seed, state.step)
+        _, models = seeds_of_step(state_of(BestOfNState, state).seed, state.step)
         texts, log_weights = await self._drawn(models)
         scores = await _scored("score", self._score, texts, log_weights)
-        after = Ranked(
+        after = BestOfNState(
             (*state.texts, *texts),
             (*state.scores, *scores),
             (*state.log_weights, *log_weights),
@@ -262,7 +266,7 @@ class BestOfN:
         )
         first = len(state.texts)
         return after, tuple(
-            Drawn(text, score, first + place == after.best)
+            SampledText(text, score, first + place == after.best)
             for place, (text, score) in enumerate(zip(texts, scores, strict=True))
         )
 
@@ -279,14 +283,14 @@ class BestOfN:
     async def run(self, seed: int) -> Result:
         """Make one step and return its N texts in order, the best as the only one of positive weight; the
         log evidence is NaN. The same seed gives the same."""
-        counted = counting(self.model)
+        counted = start_counting(self.model)
         state, _ = await self.step(self.init(seed))
         return replace(self.result(state), statistics=counted())
 
     run_sync = blocking_twin(run)
     """``run``, blocking: in another thread. An interrupt cancels it."""
 
-    def result(self, state: Ranked) -> Result:
+    def result(self, state: BestOfNState) -> Result:
         """Return all texts so far, of which the best alone has a weight."""
         log_weights = np.full(len(state.texts), -math.inf)
         if state.best is not None:
@@ -298,7 +302,7 @@ class BestOfN:
             )
             if score == -math.inf
         ]
-        result = _result(state.texts, log_weights, math.nan)
+        result = _weighted_result(state.texts, log_weights, math.nan)
         return replace(result, deaths=Deaths.of(self.model, dead))
 
 
@@ -363,13 +367,13 @@ async def _scored(
     scores = [-math.inf] * len(texts)
     found = [0.0] * len(places)
     if judge is not None:
-        found = await evaluated(name, judge, [texts[place] for place in places])
+        found = await evaluate_potential(name, judge, [texts[place] for place in places])
     for place, value in zip(places, found, strict=True):
         scores[place] = value
     return scores
 
 
-def _result(texts: Sequence[Text], log_weights: Floats, log_evidence: float) -> Result:
+def _weighted_result(texts: Sequence[Text], log_weights: Floats, log_evidence: float) -> Result:
     strings = tuple(decoded(text.bytes) for text in texts)
     return Result(
         texts=strings,

@@ -29,7 +29,7 @@ from typing import Any, Self
 
 from genrt.errors import ContextTooLong, InvalidRequest
 from genrt.inference.model import DEAD, Growth
-from genrt.inference.proposals import Drawn
+from genrt.inference.proposals import ProposedTokens
 from genrt.inference.trails import Trail
 from genrt.lm import AsyncLM
 from genrt.numbers import check_int
@@ -81,7 +81,7 @@ class Blocks:
         self,
         particles: Sequence[Any],
         seed: int,
-        longer: Callable[[Sequence[Any], int], Awaitable[tuple[Drawn, list[Growth]]]],
+        longer: Callable[[Sequence[Any], int], Awaitable[tuple[ProposedTokens, list[Growth]]]],
         judged: Callable[[Sequence[Any], list[Growth]], Awaitable[list[Growth]]],
     ) -> list[Growth]:
         """Grow texts, ``TextParticle``s, that have not ended by a token that is proposed, and weigh the

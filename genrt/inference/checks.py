@@ -14,15 +14,15 @@ from genrt.constraints import CheckedState, Constraint, ConstraintState
 from genrt.constraints.tokens import tokens_of, words_of
 from genrt.errors import EngineUnsupported, InvalidRequest
 from genrt.lm import AsyncLM
-from genrt.numbers import check_float, is_truth_value
-from genrt.questions.token_ids import advice_for, host_array, id_words
+from genrt.numbers import check_float, displayed, is_truth_value
+from genrt.questions.contexts import advice_for, host_array, id_words
 from genrt.structures.tokens import Tokens
 
 A = TypeVar("A", bound=NDArray[Any])
 S = TypeVar("S")
 
 
-def runtime(lm: Any) -> AsyncLM:
+def check_runtime(lm: Any) -> AsyncLM:
     """Return ``lm``. Raises InvalidRequest if it is not an AsyncLM."""
     if not isinstance(lm, AsyncLM):
         raise InvalidRequest(f"lm is a {type(lm).__name__}: give what genrt.load returned")
@@ -32,7 +32,9 @@ def runtime(lm: Any) -> AsyncLM:
 def state_of(kind: type[S], state: S) -> S:
     """Return an algorithm's state. Raises InvalidRequest if it is of another type."""
     if not isinstance(state, kind):
-        raise InvalidRequest(f"the state is {state!r}: give a state, at first that of init(seed)")
+        raise InvalidRequest(
+            f"the state is {displayed(state)}: give a state, at first that of init(seed)"
+        )
     return state
 
 
@@ -40,7 +42,7 @@ def check_callable(name: str, value: Any, what: str, *, optional: bool = False) 
     """Raise InvalidRequest unless a value can be called, or is ``None`` and ``optional``; the message
     says ``what`` to give."""
     if not callable(value) and not (optional and value is None):
-        raise InvalidRequest(f"{name} is {value!r}: give {what}")
+        raise InvalidRequest(f"{name} is {displayed(value)}: give {what}")
 
 
 def check_temperature(temperature: Any) -> float:
@@ -81,11 +83,11 @@ def adapter_name(adapter: Any) -> str | None:
     """Return the name of an adapter, ``None`` for the base model. Raises InvalidRequest for anything
     else."""
     if adapter is not None and not isinstance(adapter, str):
-        raise InvalidRequest(f"the adapter is {adapter!r}: give its name")
+        raise InvalidRequest(f"the adapter is {displayed(adapter)}: give its name")
     return adapter
 
 
-def log_weight(value: Any) -> float:
+def check_log_weight(value: Any) -> float:
     """Return a log-weight, a number of any library, as a float. Raises InvalidRequest for a truth value,
     no real number, NaN or +inf; the message says what to give."""
     if is_truth_value(value):
@@ -104,7 +106,7 @@ def log_weight(value: Any) -> float:
     return number
 
 
-def log_weights(values: Any) -> NDArray[np.float64]:
+def check_log_weights(values: Any) -> NDArray[np.float64]:
     """Return log-weights, in a tensor, an array or another sequence, as an array ``[n]``. Raises
     InvalidRequest for anything else; the message says what to give."""
     if isinstance(values, torch.Tensor):
@@ -112,7 +114,7 @@ def log_weights(values: Any) -> NDArray[np.float64]:
     if not isinstance(values, torch.Tensor | np.ndarray):
         if isinstance(values, str | Mapping | Set) or not isinstance(values, Iterable):
             raise InvalidRequest("give log-weights in a list, a tensor or an array")
-        return np.array([log_weight(each) for each in values], np.float64)
+        return np.array([check_log_weight(each) for each in values], np.float64)
     if isinstance(values, torch.Tensor) and values.dtype.is_floating_point:
         values = values.double()  # NumPy has no bfloat16
     array = host_array(values, "log-weights")
@@ -127,7 +129,8 @@ def constraint_start(lm: AsyncLM, constraint: Any) -> ConstraintState | CheckedS
     """Return a constraint's state before any text. Raises InvalidRequest if it is not a constraint, or is
     one over another vocabulary than the runtime's."""
     start = None
-    if isinstance(constraint, Constraint) and not isinstance(constraint, type):
+    is_type = isinstance(constraint, type)
+    if isinstance(constraint, Constraint) and not is_type and callable(constraint.start):
         start = constraint.start()
     if not isinstance(start, ConstraintState | CheckedState):
         raise InvalidRequest(
@@ -153,9 +156,9 @@ def seeds_of_step(seed: int, step: int) -> tuple[np.random.SeedSequence, int]:
     """Return the seeds of a step: one for the algorithm's own choices, one for its model's. All
     algorithms and models have the same, so runs with one seed share their random numbers."""
     own, model = (np.random.SeedSequence(seed, spawn_key=(step, kind)) for kind in (0, 1))
-    return own, seed_of(model)
+    return own, model_seed(model)
 
 
-def seed_of(sequence: np.random.SeedSequence) -> int:
+def model_seed(sequence: np.random.SeedSequence) -> int:
     """Return the seed of a step for its model, below 2^63."""
     return int(sequence.generate_state(1, np.uint64)[0] >> 1)

@@ -14,10 +14,10 @@ from genrt.lm import AsyncLM
 from genrt.runtime.statistics import Statistics
 
 
-def counting(model: Any) -> Callable[[], Statistics | None]:
+def start_counting(model: Any) -> Callable[[], Statistics | None]:
     """Begin to count: return a function that returns what the model's runtime did from now on, for any
     caller; ``None`` if the model has no runtime."""
-    lm = _runtime(model)
+    lm = _runtime_of(model)
     if lm is None:
         return lambda: None
     before = lm.statistics()
@@ -26,7 +26,7 @@ def counting(model: Any) -> Callable[[], Statistics | None]:
 
 def drawn_tokens(model: Any, infos: Iterable[Info]) -> dict[int, bytes]:
     """Return the bytes of every token that was drawn, by its id; ``{}`` if the model has no runtime."""
-    lm = _runtime(model)
+    lm = _runtime_of(model)
     if lm is None:
         return {}
     drawn = set().union(*(np.unique(info.token_ids).tolist() for info in infos)) - {DEAD}
@@ -34,6 +34,6 @@ def drawn_tokens(model: Any, infos: Iterable[Info]) -> dict[int, bytes]:
     return {each: vocabulary[each] for each in sorted(drawn)}
 
 
-def _runtime(model: Any) -> AsyncLM | None:
+def _runtime_of(model: Any) -> AsyncLM | None:
     lm = getattr(model, "lm", None)
     return lm if isinstance(lm, AsyncLM) else None

@@ -19,7 +19,7 @@ import torch
 from genrt.constraints import Constraint, amasks
 from genrt.constraints.tokens import tokens_of
 from genrt.errors import ContextTooLong
-from genrt.inference.checks import adapter_name, constraint_start, prompt_ids, runtime
+from genrt.inference.checks import adapter_name, check_runtime, constraint_start, prompt_ids
 from genrt.inference.programs import Execution, Program
 from genrt.lm import AsyncLM
 from genrt.numbers import check_int
@@ -49,10 +49,10 @@ def infilling(
         InvalidRequest: an argument is out of its range.
         ContextTooLong: prefix, gap and suffix exceed ``lm.max_model_len``.
     """
-    before = prompt_ids(runtime(lm), prefix, name="the prefix")
+    before = prompt_ids(check_runtime(lm), prefix, name="the prefix")
     after = prompt_ids(lm, suffix, name="the suffix")
     name = adapter_name(adapter)
-    longest = check_int("max_tokens", max_tokens, 0)
+    longest = check_int("max_tokens", max_tokens, 0, 2**31)
     if constraint is not None:
         constraint_start(lm, constraint)
     needed = len(before) + longest + len(after) - 1

@@ -33,12 +33,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genrt.errors import InvalidRequest
-from genrt.inference.checks import frozen, seed_of, seeds_of_step, state_of
-from genrt.inference.counting import counting
+from genrt.inference.checks import frozen, model_seed, seeds_of_step, state_of
+from genrt.inference.counting import start_counting
 from genrt.inference.diagnostics import ChainStatistics
 from genrt.inference.model import Growth, Model, checked_model, grown
 from genrt.inference.result import Result
-from genrt.numbers import check_int
+from genrt.numbers import check_int, displayed
 from genrt.progress import progress_bar
 from genrt.runtime.concurrency import blocking_twin
 
@@ -125,7 +125,8 @@ class MetropolisHastings:
         self._attempts = check_int("attempts", attempts, 1)
         if self._warm_up >= self._num_steps:
             raise InvalidRequest(
-                f"warm_up is {warm_up} of num_steps={num_steps}: then nothing is counted; give fewer"
+                f"warm_up is {displayed(warm_up)} of num_steps={num_steps}: then nothing is counted; "
+                "give fewer"
             )
 
     def __repr__(self) -> str:
@@ -162,7 +163,7 @@ class MetropolisHastings:
         prefixes = [chain.growths[: cuts[place]] for place, chain in here.items()]
         moved = await self._finished(prefixes, seeds)
         ratios = np.full(len(chains), -math.inf)
-        ratios[places] = list(map(_log_ratio, here.values(), moved, cuts[places]))
+        ratios[places] = list(map(_log_acceptance, here.values(), moved, cuts[places]))
         accepted = np.zeros(len(chains), dtype=np.bool_)
         accepted[places] = thresholds <= ratios[places]
         for place, new in zip(places, moved, strict=True):
@@ -191,7 +192,7 @@ class MetropolisHastings:
             on_step: called after every step.
             progress: show a bar, in a notebook or on stderr.
         """
-        state, counted = self.init(seed), counting(self._model)
+        state, counted = self.init(seed), start_counting(self._model)
         visits: list[_Visits] = []
         made: list[Moves] = []
         with progress_bar("MH", self._num_steps + 1, shown=progress) as show:
@@ -281,7 +282,7 @@ class MetropolisHastings:
                 histories[place][-1].particle if histories[place] else self._model.start()
                 for place in places
             ]
-            growths = await grown(self._model, particles, seed_of(seeds.spawn(1)[0]))
+            growths = await grown(self._model, particles, model_seed(seeds.spawn(1)[0]))
             for place, growth in zip(places, growths, strict=True):
                 histories[place].append(growth)
 
@@ -298,7 +299,7 @@ def _goes_on(growths: Sequence[Growth]) -> bool:
     return not growths or (growths[-1].log_weight > -math.inf and not growths[-1].particle.finished)
 
 
-def _log_ratio(chain: Chain, new: Sequence[Growth], cut: int) -> float:
+def _log_acceptance(chain: Chain, new: Sequence[Growth], cut: int) -> float:
     gained = sum(growth.log_weight for growth in new[cut:])
     lost = sum(growth.log_weight for growth in chain.growths[cut:])
     return gained - lost + math.log(len(chain.growths) / len(new))

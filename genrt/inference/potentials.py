@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from genrt.errors import InvalidRequest
-from genrt.inference.checks import log_weight
+from genrt.inference.checks import check_log_weight
 from genrt.runtime.concurrency import ConcurrentCalls
 from genrt.tokens.texts import Potential, Text
 
 
-async def evaluated(name: str, potential: Potential, texts: Sequence[Text]) -> list[float]:
+async def evaluate_potential(name: str, potential: Potential, texts: Sequence[Text]) -> list[float]:
     """Return the log-weights of these texts; equal texts are judged once. ``name`` is for messages.
 
     A plain function is called in another thread, for one text after the other; a coroutine function on
@@ -24,14 +24,14 @@ async def evaluated(name: str, potential: Potential, texts: Sequence[Text]) -> l
     asked = ConcurrentCalls(potential, max_concurrent=max(1, len(distinct)))
     await asked.about(dict(enumerate(distinct)), answers.__setitem__)
     by_text = {
-        text: _log_weight(name, text, answers[number]) for number, text in enumerate(distinct)
+        text: _checked_weight(name, text, answers[number]) for number, text in enumerate(distinct)
     }
     return [by_text[text] for text in texts]
 
 
-def _log_weight(name: str, text: Text, answer: Any) -> float:
+def _checked_weight(name: str, text: Text, answer: Any) -> float:
     try:
-        return log_weight(answer)
+        return check_log_weight(answer)
     except InvalidRequest as error:
         raise InvalidRequest(
             f"the {name} gave {answer!r} for {str(text)!r}: {error}; what rules texts out can also be a "

@@ -59,11 +59,11 @@ from numpy.typing import NDArray
 from genrt.errors import InvalidRequest
 from genrt.inference import checks
 from genrt.inference.model import DEAD, Growth
-from genrt.inference.resampling import Floats, normalised
+from genrt.inference.resampling import Floats, normalized_weights
 from genrt.lm import AsyncLM
 from genrt.numbers import check_float
+from genrt.questions.contexts import TokenIds
 from genrt.questions.masks import Mask, packed_mask
-from genrt.questions.token_ids import TokenIds
 from genrt.runtime.concurrency import together
 from genrt.tokens.texts import decoded
 
@@ -73,7 +73,7 @@ M = TypeVar("M", bound=Callable[..., Any])
 Weights: TypeAlias = Sequence[float] | NDArray[np.floating[Any]] | torch.Tensor
 """A user's own log-weights, on any device."""
 
-Asked: TypeAlias = tuple[Any, ...]
+DrawKey: TypeAlias = tuple[Any, ...]
 """A draw of a program: its method, and digests of its ``ARGUMENTS``."""
 
 ARGUMENTS = {
@@ -109,11 +109,11 @@ class _Weighed(NamedTuple):
 class _Pause(NamedTuple):
     """A draw that an execution has not made yet, and the changes of weight since the one before."""
 
-    asked: Asked
+    asked: DrawKey
     weighed: _Weighed
 
 
-class _Drawn(NamedTuple):
+class _Choice(NamedTuple):
     """A recorded draw.
 
     Attributes:
@@ -122,7 +122,7 @@ class _Drawn(NamedTuple):
         log_share: the logarithm of its probability.
     """
 
-    asked: Asked
+    asked: DrawKey
     weighed: _Weighed
     outcome: Any
     value: Any = None
@@ -147,7 +147,7 @@ class Execution:
     ``lm`` is the runtime, for everything else: rows, scores, other draws with seeds.
     """
 
-    def __init__(self, lm: AsyncLM, choices: Sequence[_Drawn], pause: _Pause | None) -> None:
+    def __init__(self, lm: AsyncLM, choices: Sequence[_Choice], pause: _Pause | None) -> None:
         self.lm = lm
         self._choices = list(choices)
         self._to_replay = deque(choices)
@@ -215,7 +215,7 @@ class Execution:
             raise InvalidRequest("sample takes a mask or a temperature, not both: leave one out")
         tempered = checks.check_temperature(temperature)
         packed = None if mask is None else packed_mask(mask, self.lm.vocab_size)
-        asked = ("sample", _fingerprint("sample", token_ids), hash(packed), tempered, adapter)
+        asked = ("sample", _argument_hash("sample", token_ids), hash(packed), tempered, adapter)
         if (recorded := await self._recorded(asked, due=self._has_sampled)) is not None:
             return int(recorded.outcome)
         self._has_sampled = True
@@ -243,7 +243,7 @@ class Execution:
         Raises:
             InvalidRequest, ContextTooLong, UnknownAdapter, EngineFailed, Closed: as ``AsyncLM.score``.
         """
-        texts = _fingerprint("condition", token_ids), _fingerprint("condition", continuation)
+        texts = _argument_hash("condition", token_ids), _argument_hash("condition", continuation)
         total, size, conditions = self._weighed
         self._weighed = _Weighed(total, size, conditions + hash((*texts, adapter)))
         if self._is_live:
@@ -257,7 +257,7 @@ class Execution:
             InvalidRequest: NaN, +inf, or not a number.
         """
         try:
-            number = checks.log_weight(log_weight)
+            number = checks.check_log_weight(log_weight)
         except InvalidRequest as error:
             raise InvalidRequest(f"observe was given {log_weight!r}: {error}") from error
         total, size, conditions = self._weighed
@@ -301,7 +301,7 @@ class Execution:
         if self._is_live and self._log_weight == -math.inf:
             await _pause()  # for ever: a dead particle's own weights may have no sum
         count = len(values)
-        shares = None if log_weights is None else _shares(log_weights, count)
+        shares = None if log_weights is None else _choice_probabilities(log_weights, count)
         if not count:
             raise InvalidRequest("choice got no values: give at least one")
         asked = ("choice", count)
@@ -311,18 +311,18 @@ class Execution:
         log_share = math.log(share) if share > 0 else -math.inf
         value = values[index]
         if recorded is None:
-            self._record(asked, index, _digest(value), log_share)
-        elif recorded.value != _digest(value):
+            self._record(asked, index, _comparable(value), log_share)
+        elif recorded.value != _comparable(value):
             raise _impure(f"choice drew {value!r} where it had drawn another value before")
         elif not _is_close(recorded.log_share, log_share, -log_share):
             raise _impure(f"choice gave {value!r} another probability than before")
         return value
 
-    def _record(self, asked: Asked, *outcome: Any) -> None:
-        self._choices.append(_Drawn(asked, self._weighed, *outcome))
+    def _record(self, asked: DrawKey, *outcome: Any) -> None:
+        self._choices.append(_Choice(asked, self._weighed, *outcome))
         self._weighed = _Weighed()
 
-    async def _recorded(self, asked: Asked, *, due: bool = False) -> _Drawn | None:
+    async def _recorded(self, asked: DrawKey, *, due: bool = False) -> _Choice | None:
         """Return what this draw gave before; ``None`` if it is new, in the next step if one is due here.
         Raises InvalidRequest in another task than the program's, or if it was another draw before."""
         if asyncio.current_task() is not self._task:
@@ -346,7 +346,7 @@ class Execution:
         return None
 
 
-def _check_same(before: _Drawn | _Pause, asked: Asked, weighed: _Weighed) -> None:
+def _check_same(before: _Choice | _Pause, asked: DrawKey, weighed: _Weighed) -> None:
     """Raise InvalidRequest if a program that runs again draws or weighs otherwise than before."""
     kind, *arguments = asked
     if before.asked[0] != kind:
@@ -371,17 +371,17 @@ def _is_close(first: float, second: float, size: float) -> bool:
     return first == second or (apart < math.inf and apart <= absolute + relative * size)
 
 
-def _digest(value: Any) -> Any:
+def _comparable(value: Any) -> Any:
     """Return an immutable value that is equal for equal data. An object without an equality of its own
     counts by its type: a program that runs again makes another one."""
     if isinstance(value, np.ndarray | torch.Tensor):
         return type(value), tuple(value.shape), repr(value.tolist())
     if isinstance(value, Mapping):
-        return type(value), tuple(map(_digest, value.items()))
+        return type(value), tuple(map(_comparable, value.items()))
     if isinstance(value, list | tuple):
-        return type(value), tuple(map(_digest, value))
+        return type(value), tuple(map(_comparable, value))
     if isinstance(value, set | frozenset):
-        return type(value), frozenset(map(_digest, value))
+        return type(value), frozenset(map(_comparable, value))
     if isinstance(value, float):
         return repr(value)  # NaN is equal to itself here
     kind: Any = type(value)
@@ -390,7 +390,7 @@ def _digest(value: Any) -> Any:
     return value
 
 
-def _fingerprint(method: str, token_ids: TokenIds) -> int:
+def _argument_hash(method: str, token_ids: TokenIds) -> int:
     if isinstance(token_ids, np.ndarray | torch.Tensor):
         token_ids = token_ids.tolist()
     try:
@@ -401,11 +401,11 @@ def _fingerprint(method: str, token_ids: TokenIds) -> int:
         ) from error
 
 
-def _shares(log_weights: Any, count: int) -> Floats:
+def _choice_probabilities(log_weights: Any, count: int) -> Floats:
     """Return the probabilities of ``count`` values. Raises InvalidRequest if these are not their
     log-weights."""
     try:
-        weighed = checks.log_weights(log_weights)
+        weighed = checks.check_log_weights(log_weights)
     except InvalidRequest as error:
         raise InvalidRequest(f"choice got the log-weights {log_weights!r}: {error}") from error
     if len(weighed) != count or np.all(weighed == -math.inf):
@@ -413,14 +413,14 @@ def _shares(log_weights: Any, count: int) -> Floats:
             f"choice got {count} values and the log-weights {weighed}: give one for each, one of them "
             "above -inf, or none at all"
         )
-    return normalised(weighed)
+    return normalized_weights(weighed)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Trace:
     """A particle: the choices of one execution, and at most once that execution itself, to continue."""
 
-    choices: tuple[_Drawn, ...] = ()
+    choices: tuple[_Choice, ...] = ()
     pause: _Pause | None = None
     token_ids: tuple[int, ...] = ()
     finished: bool = False
@@ -443,7 +443,7 @@ class Program:
             InvalidRequest: ``function`` cannot be called; from the first step, it is no ``async def``.
         """
         checks.check_callable("the program", function, "an async function of an execution")
-        self._lm = checks.runtime(lm)
+        self._lm = checks.check_runtime(lm)
         self._function = function
 
     def __repr__(self) -> str:

@@ -38,7 +38,7 @@ Proposal: TypeAlias = Kind | AsyncLM
 """How a ``TextModel`` draws: under masks, by rejection, or from another model."""
 
 
-class Drawn(NamedTuple):
+class ProposedTokens(NamedTuple):
     """Tokens that were drawn, one after each text.
 
     Attributes:
@@ -118,7 +118,7 @@ class Proposals:
         trails: Sequence[Trail],
         states: Sequence[State | None],
         seed: int,
-    ) -> Drawn:
+    ) -> ProposedTokens:
         """Draw a token after each text of a population, whose constraint is in the state beside it: one
         question to the model for all of them, masks computed meanwhile."""
         at_last = [each.count + 1 >= self.max_tokens for each in trails]
@@ -131,7 +131,7 @@ class Proposals:
             return await asyncio.to_thread(self._by_masks, rows, masks, seed)
         masks = await self._masks(states, at_last)
         found = await population.draw(masks=masks, temperature=self.temperature, seed=seed)
-        return _drawn(found, masked=masks is not None)
+        return _draw_tokens(found, masked=masks is not None)
 
     async def _masks(
         self, states: Sequence[State | None], at_last: Sequence[bool]
@@ -151,7 +151,7 @@ class Proposals:
             masks[torch.tensor(at_last)] &= packed_tokens(stops, masks.shape[1])
         return masks
 
-    def _by_masks(self, rows: Tensor, masks: Tensor | None, seed: int) -> Drawn:
+    def _by_masks(self, rows: Tensor, masks: Tensor | None, seed: int) -> ProposedTokens:
         """Draw from tempered rows, and take the masks' masses under these: as ``batch_draw`` would for a
         model whose rows they are."""
         seeds = seeds_at(seed, np.arange(len(rows)))
@@ -160,15 +160,15 @@ class Proposals:
             mask=None if masks is None else masks.view(torch.uint8).to(rows.device),
             uniforms=sampling.seeded_uniforms(seeds).to(rows.device),
         )
-        return _drawn(found, masked=masks is not None)
+        return _draw_tokens(found, masked=masks is not None)
 
     async def _by_rejection(
         self, rows: Tensor, states: Sequence[CheckedState], at_last: Sequence[bool], seed: int
-    ) -> Drawn:
+    ) -> ProposedTokens:
         weights, endings = await asyncio.to_thread(self._weights, rows, states, at_last)
         rngs = [*map(np.random.default_rng, np.random.SeedSequence(seed).spawn(len(states)))]
         found = await together(
-            awrs.draw(row, state.check, rng)
+            awrs.draw_allowed(row, state.check, rng)
             for row, state, rng in zip(weights, states, rngs, strict=True)
         )
         drawn = []
@@ -180,7 +180,7 @@ class Proposals:
                 token_id, weight = sorted(self.ends.token_ids)[stop], endings[place, stop]
             logprob = math.log(weight) - log_mass if token_id != DEAD else -math.inf
             drawn.append((token_id, log_mass, logprob))
-        return Drawn(*map(list, zip(*drawn, strict=True)))
+        return ProposedTokens(*map(list, zip(*drawn, strict=True)))
 
     def _weights(
         self, rows: Tensor, states: Sequence[CheckedState], at_last: Sequence[bool]
@@ -213,7 +213,7 @@ def packed_tokens(token_ids: Iterable[int], count: int) -> Tensor:
     return torch.from_numpy(words.view(np.int32))
 
 
-def _drawn(found: sampling.BatchDraw, *, masked: bool) -> Drawn:
+def _draw_tokens(found: sampling.BatchDraw, *, masked: bool) -> ProposedTokens:
     token_ids = found.token_ids.tolist()
     masses = found.log_mass.tolist() if masked else [0.0] * len(token_ids)
-    return Drawn(token_ids, masses, found.logprobs.tolist())
+    return ProposedTokens(token_ids, masses, found.logprobs.tolist())

@@ -36,7 +36,7 @@ BAND = 2.0
 def multinomial(rng: np.random.Generator, log_weights: Floats) -> Ancestors:
     """Draw N independent ancestors, and sort them: the simplest scheme, and the most random (Gordon et
     al. 1993)."""
-    return _inverse(normalised(log_weights), np.sort(rng.random(len(log_weights))))
+    return _inverse_cdf(normalized_weights(log_weights), np.sort(rng.random(len(log_weights))))
 
 
 def stratified(rng: np.random.Generator, log_weights: Floats) -> Ancestors:
@@ -59,7 +59,7 @@ def residual(rng: np.random.Generator, log_weights: Floats) -> Ancestors:
     missing = len(expected) - len(ancestors)
     if not missing:
         return ancestors
-    drawn = _inverse(expected - certain, np.sort(rng.random(missing)))
+    drawn = _inverse_cdf(expected - certain, np.sort(rng.random(missing)))
     return np.sort(np.concatenate([ancestors, drawn]))
 
 
@@ -68,7 +68,7 @@ def partial(rng: np.random.Generator, log_weights: Floats) -> tuple[Ancestors, F
     systematically, each child with their mean weight: less randomness than resampling all, and fewer
     forks (Bolić, Djurić & Hong 2003)."""
     relative = _expected(log_weights)
-    [others] = np.nonzero((_whole(relative * BAND, log_weights) < 1) | (relative > BAND))
+    [others] = np.nonzero((_round_whole(relative * BAND, log_weights) < 1) | (relative > BAND))
     ancestors, weights = np.arange(len(log_weights)), log_weights.copy()
     if relative[others].sum() > 0:
         ancestors[others] = others[systematic(rng, log_weights[others])]
@@ -78,15 +78,15 @@ def partial(rng: np.random.Generator, log_weights: Floats) -> tuple[Ancestors, F
 
 def effective_sample_size(log_weights: Floats) -> float:
     """Return ``(sum w)^2 / sum w^2``, from 1 to N (Kong 1992); 0 if every weight is 0."""
-    return summed(log_weights)[0]
+    return ess_and_log_mean(log_weights)[0]
 
 
 def log_mean_exp(log_weights: Floats) -> float:
     """Return the logarithm of the mean weight, which is ``log_evidence``; -inf if every weight is 0."""
-    return summed(log_weights)[1]
+    return ess_and_log_mean(log_weights)[1]
 
 
-def summed(log_weights: Floats) -> tuple[float, float]:
+def ess_and_log_mean(log_weights: Floats) -> tuple[float, float]:
     """Return ``effective_sample_size`` and ``log_mean_exp``, of one pass over the weights."""
     peak = log_weights.max()
     if peak == -math.inf:
@@ -96,7 +96,7 @@ def summed(log_weights: Floats) -> tuple[float, float]:
     return float(total**2 / (weights**2).sum()), float(peak + math.log(total / len(weights)))
 
 
-def normalised(log_weights: Floats) -> Floats:
+def normalized_weights(log_weights: Floats) -> Floats:
     """Return weights that sum to 1. Raises InvalidRequest as the schemes do."""
     peak = log_weights.max() if len(log_weights) else -math.inf
     if not math.isfinite(peak):
@@ -110,10 +110,10 @@ def normalised(log_weights: Floats) -> Floats:
 
 def _expected(log_weights: Floats) -> Floats:
     """Return how many of N children each index has in expectation: N times its normalised weight."""
-    return _whole(normalised(log_weights) * len(log_weights), log_weights)
+    return _round_whole(normalized_weights(log_weights) * len(log_weights), log_weights)
 
 
-def _whole(counts: Floats, log_weights: Floats) -> Floats:
+def _round_whole(counts: Floats, log_weights: Floats) -> Floats:
     """Return counts made of these weights, whole where only rounding keeps them from being whole.
 
     A log-weight l is a float, so its weight has a relative error of about ``EPSILON * abs(l)`` however it
@@ -133,14 +133,14 @@ def _by_strata(log_weights: Floats, uniforms: Floats | float) -> Ancestors:
     from 0 to N - 1."""
     count = len(log_weights)
     cumulative = np.cumsum(_expected(log_weights))
-    cumulative = _whole(cumulative * (count / cumulative[-1]), log_weights)
+    cumulative = _round_whole(cumulative * (count / cumulative[-1]), log_weights)
     # Rounding may bring k and a uniform below 1 up to k + 1.
     points = np.minimum(np.arange(count) + uniforms, np.nextafter(np.arange(1.0, count + 1), 0.0))
     indices: Ancestors = np.searchsorted(cumulative, points, side="right")
     return indices
 
 
-def _inverse(weights: Floats, uniforms: Floats) -> Ancestors:
+def _inverse_cdf(weights: Floats, uniforms: Floats) -> Ancestors:
     """Return the indices at which the cumulative weights pass the uniforms, given in ascending order."""
     cumulative = np.cumsum(weights)
     # Of equal cumulative weights ``side="right"`` takes the first, so a weight of 0 is never taken;

@@ -197,17 +197,17 @@ class Result:
         )
 
     def __repr__(self) -> str:
-        return rendering.one_line(self._summary)
+        return rendering.to_line(self._summary)
 
     def __str__(self) -> str:
-        return rendering.text(self._summary)
+        return rendering.to_text(self._summary)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """Show the result in a terminal's IPython."""
         printer.text(repr(self) if cycle else str(self))
 
     def _repr_html_(self) -> str:
-        return rendering.html(self._summary, self.genealogy() if self.infos else None)
+        return rendering.to_html(self._summary, self.genealogy() if self.infos else None)
 
     @property
     def _summary(self) -> Summary:

@@ -29,12 +29,12 @@ import numpy as np
 
 from genrt.errors import InvalidRequest
 from genrt.inference.checks import check_callable, frozen, seeds_of_step, state_of
-from genrt.inference.counting import counting, drawn_tokens
+from genrt.inference.counting import drawn_tokens, start_counting
 from genrt.inference.model import DEAD, Model, checked_model, grown
 from genrt.inference.resampling import Ancestors, Floats, Resampler, systematic
 from genrt.inference.result import Result
 from genrt.inference.state import Deaths, Info, State
-from genrt.numbers import check_float, check_int
+from genrt.numbers import check_float, check_int, displayed
 from genrt.progress import progress_bar
 from genrt.runtime.concurrency import blocking_twin
 
@@ -74,11 +74,11 @@ class SMC:
             InvalidRequest: an argument is out of its range.
         """
         self._model = checked_model(model)
-        self._num_particles = check_int("num_particles", num_particles, 1)
+        self._num_particles = check_int("num_particles", num_particles, 1, 2**31)
         given = resample_when
         if not callable(given) and not 0 <= check_float("resample_when", given) <= 1:
             raise InvalidRequest(
-                f"resample_when is {resample_when!r}: give a share from 0 to 1, or a rule"
+                f"resample_when is {displayed(resample_when)}: give a share from 0 to 1, or a rule"
             )
         check_callable("resample", resample, "a resampler, such as genrt.inference.systematic")
         self._resample_when = resample_when
@@ -160,7 +160,7 @@ class SMC:
             on_step: called after every step.
             progress: show a bar, in a notebook or on stderr.
         """
-        state, counted = self.init(seed), counting(self._model)
+        state, counted = self.init(seed), start_counting(self._model)
         infos = []
         with progress_bar("SMC", self._model.max_steps, shown=progress) as show:
             while not state.done:

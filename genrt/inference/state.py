@@ -12,7 +12,7 @@ from typing import Any, Self, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from genrt.inference.resampling import Ancestors, Floats, summed
+from genrt.inference.resampling import Ancestors, Floats, ess_and_log_mean
 
 Tokens: TypeAlias = NDArray[np.int64]
 
@@ -32,7 +32,7 @@ class State:
 
     @cached_property
     def _summed(self) -> tuple[float, float]:
-        return summed(self.log_weights)
+        return ess_and_log_mean(self.log_weights)
 
     @property
     def ess(self) -> float:

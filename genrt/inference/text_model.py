@@ -56,13 +56,13 @@ from genrt.constraints.masking import are_quick, fill
 from genrt.errors import ContextTooLong, InvalidConstraint, InvalidRequest
 from genrt.inference import checks
 from genrt.inference.blocks import Block, Blocks, block_size
-from genrt.inference.ends import END_TOKEN, Ends, Stop, ends_of
+from genrt.inference.ends import END_TOKEN, Ends, Stop, parse_stop
 from genrt.inference.model import DEAD, Growth
-from genrt.inference.potentials import evaluated
-from genrt.inference.proposals import Drawn, Proposal, Proposals, State
+from genrt.inference.potentials import evaluate_potential
+from genrt.inference.proposals import Proposal, Proposals, ProposedTokens, State
 from genrt.inference.trails import Frontier, Trail
 from genrt.lm import AsyncLM
-from genrt.numbers import check_int
+from genrt.numbers import check_int, displayed
 from genrt.runtime.concurrency import together
 from genrt.tokens.texts import Potential, Text, decoded
 
@@ -149,12 +149,16 @@ class TextModel:
             ContextTooLong: prompt and text exceed ``lm.max_model_len``.
             UnknownAdapter: from the first step; the adapter is bound at every one.
         """
-        ids = checks.prompt_ids(checks.runtime(lm), prompt)
-        max_tokens = check_int("max_tokens", max_tokens, 1)
+        ids = checks.prompt_ids(checks.check_runtime(lm), prompt)
+        max_tokens = check_int("max_tokens", max_tokens, 1, 2**31)
         temperature = checks.check_temperature(temperature)
         is_other = isinstance(proposal, AsyncLM)
-        if not is_other and proposal not in (None, "mask", "awrs"):
-            raise InvalidRequest(f'proposal is {proposal!r}: give "mask" or "awrs", or a runtime')
+        if not is_other and (
+            not isinstance(proposal, str | None) or proposal not in (None, "mask", "awrs")
+        ):
+            raise InvalidRequest(
+                f'proposal is {displayed(proposal)}: give "mask" or "awrs", or a runtime'
+            )
         for name, function in {"the potential": potential, "the twist": twist}.items():
             checks.check_callable(name, function, "a function of a Text", optional=True)
         longest = len(ids) + max_tokens - 1
@@ -169,7 +173,7 @@ class TextModel:
                 "a constrained text ends with the end token, and the model's tokenizer names none: "
                 "set its eos_token_id"
             )
-        ends = ends_of(stop, eos_token_id=eos_token_id, vocab_size=lm.vocab_size)
+        ends = parse_stop(stop, eos_token_id=eos_token_id, vocab_size=lm.vocab_size)
         if constraint is not None and ends.strings:
             raise InvalidRequest(
                 "stop has strings, which may begin inside of a token, where no constraint can tell: put "
@@ -311,7 +315,7 @@ class TextModel:
 
     async def _one_longer(
         self, particles: Sequence[TextParticle], seed: int
-    ) -> tuple[Drawn, list[Growth]]:
+    ) -> tuple[ProposedTokens, list[Growth]]:
         """Draw a token after each text; return these, and the texts, which gain the masses."""
         trails = [particle.trail for particle in particles]
         states = [particle.constraint_state for particle in particles]
@@ -326,7 +330,7 @@ class TextModel:
     # -- what follows from a draw -------------------------------------------------------------
 
     async def _grown(
-        self, particles: Sequence[TextParticle], drawn: Drawn, frontier: Frontier
+        self, particles: Sequence[TextParticle], drawn: ProposedTokens, frontier: Frontier
     ) -> list[Growth]:
         token_ids = drawn.token_ids
         if self._start is not None and self.ends.token_ids:
@@ -409,7 +413,7 @@ class TextModel:
             places = [place for place in twists if grown[place].particle.finished == finished]
             if function is not None and places:
                 texts = [grown[place].particle.generated for place in places]
-                values = await evaluated(name, function, texts)
+                values = await evaluate_potential(name, function, texts)
                 twists.update(zip(places, values, strict=True))
         judged = list(grown)
         for place, twist in twists.items():

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Literal, Required, TypeAlias, TypedDict, get_args
+from typing import Any, Literal, Protocol, Required, TypeAlias, TypedDict, get_args
 
 from genrt.errors import ContextTooLong, InvalidRequest
 from genrt.numbers import check_bool, check_float, check_int, named, nearest, shown
-from genrt.questions.contexts import TOKEN_BYTES, Adapter, Limits, abbreviated, check_seed, seed_at
-from genrt.questions.token_ids import TokenIds
+from genrt.questions.contexts import Adapter, Limits, TokenIds, abbreviated, check_seed, seed_at
+from genrt.questions.request import Request
 
 __all__ = [
     "DECODING_CHECKS",
@@ -25,12 +25,16 @@ __all__ = [
     "FinishReason",
     "GenerateOptions",
     "LogprobsMode",
+    "NativeRequest",
     "SampleOptions",
     "SampleRequest",
+    "Streamed",
+    "Telling",
+    "Told",
     "TurnOptions",
     "check_among",
-    "check_length",
     "check_number",
+    "check_room",
     "completion_requests",
     "sample_request",
     "sample_requests",
@@ -52,21 +56,21 @@ class Completion:
     """A text that the engine has drawn, and how it ended.
 
     Attributes:
-        text: without special tokens, and without what stopped it, unless the options say otherwise.
+        text: by default without special tokens and without the stop string.
         token_ids: all tokens that were drawn, one that stopped it included.
         prompt_token_ids: the tokens before them.
-        logprobs: of each drawn token, its log-probability in the model's row (with a structure, among the
-            tokens that it admits), or as ``logprobs_mode=`` says. Empty unless ``logprobs=`` is given.
-        top_logprobs: at each place, the likeliest tokens of the row with their log-probabilities, as many
-            as were asked for.
+        logprobs: the log-probability of each drawn token in the model's row (with a structure, among the
+            tokens that it admits), or by ``logprobs_mode=``. Empty without ``logprobs=``.
+        top_logprobs: at each place, the ``logprobs=`` likeliest tokens of the row with their
+            log-probabilities.
         finish_reason: "stop", "length" (as long as it may be) or "abort".
-        stop_reason: the stop string or the token id that stopped it; ``None`` for the end token, and for
-            anything but "stop".
+        stop_reason: the stop string or token id at the end; ``None`` for the end token and for other
+            finish reasons.
         seconds: from when the engine took the request to its end.
         seconds_to_first_token: from when the engine took the request to its first token.
-        reasoning: what the model thought before the text, where that is told apart; see
-            ``split_reasoning``. Its tokens are among ``token_ids``.
-        weights_version: the version of the weights that drew all of it: ``AsyncLM.weights_version`` then.
+        reasoning: the model's reasoning before the text, with ``split_reasoning``. Its tokens are among
+            ``token_ids``.
+        weights_version: ``AsyncLM.weights_version`` at the time of the draws.
     """
 
     text: str
@@ -83,27 +87,26 @@ class Completion:
 
     @property
     def truncated(self) -> bool:
-        """True if the text was cut off. A text that is to have a structure has it unless it was."""
+        """True if the text was cut off, so that it may violate its structure."""
         return self.finish_reason != "stop"
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A part of a stream, drawn since the one before: several tokens, where they came faster than they
-    were read. The texts of all deltas are the completion's, and so are their tokens.
+    """A part of a stream: the tokens since the last part. The texts and tokens of all deltas together are
+    the completion's.
 
     Attributes:
-        text: what follows the text so far. Characters of which a part is still to be drawn, or that may
-            begin a stop string, come later.
+        text: the new text. Incomplete characters, and text that may begin a stop string, come later.
         token_ids: the tokens drawn.
-        logprobs: of these tokens, as a completion's.
-        top_logprobs: at these tokens' places, as a completion's.
-        start: how many tokens were drawn before these.
-        text_start: how many characters of text came before these.
-        reasoning: what follows the completion's reasoning so far.
-        reasoning_start: how many characters of it came before these.
-        finish_reason: the completion's, of the last delta; ``None`` before.
-        stop_reason: the completion's, of the last delta.
+        logprobs: for these tokens, as in a completion.
+        top_logprobs: for these tokens, as in a completion.
+        start: the number of earlier tokens.
+        text_start: the number of earlier characters.
+        reasoning: the new reasoning.
+        reasoning_start: the number of earlier characters of reasoning.
+        finish_reason: in the last delta, the completion's; ``None`` before.
+        stop_reason: in the last delta, the completion's.
     """
 
     text: str
@@ -120,11 +123,10 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """How a completion's tokens are drawn, and how it ends; ``CompletionOptions`` and
-    ``DecodingOptions`` document them.
+    """The checked options of a completion; ``CompletionOptions`` and ``DecodingOptions`` document them.
 
-    ``structure`` is the name of one of ``STRUCTURES`` and its value: a JSON text, a pattern, a grammar,
-    or the texts to choose from. ``template`` has the options of a chat's template that are plain values.
+    ``structure`` is a name of ``STRUCTURES`` and its value: a JSON text, a pattern, a grammar, or a
+    choice of texts. ``template`` has the plain options of a chat's template.
     """
 
     max_tokens: int
@@ -152,12 +154,12 @@ class Decoding:
 
     @property
     def tells_law(self) -> bool:
-        """True if log-probabilities are wanted, and are those of the law that tokens are drawn from."""
+        """True if the log-probabilities are those of the sampling distribution."""
         return self.logprobs is not None and self.logprobs_mode == "processed_logprobs"
 
     @property
     def of_text(self) -> str | None:
-        """The name of an option here that means nothing without a tokenizer."""
+        """The name of an option that needs a tokenizer, if there is one."""
         if self.structure is not None:
             return self.structure[0]
         return next((name for name in ("stop", "bad_words") if getattr(self, name)), None)
@@ -180,20 +182,19 @@ the likeliest token's probability, which is at least 1 / vocab_size, any keeps t
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class SampleRequest:
-    """Up to ``max_tokens`` tokens drawn one after another after ``token_ids``. The answer is a tuple of
-    token ids.
+class SampleRequest(Request):
+    """Up to ``max_tokens`` tokens drawn after ``token_ids``. The answer is a tuple of token ids.
 
     Attributes:
-        max_tokens: how many at most, at least 1.
-        stop_token_ids: drawing any of these ends the sample; it is not part of the result.
+        max_tokens: at least 1.
+        stop_token_ids: a token that ends the sample and is not part of the result.
         temperature: 0 is greedy; otherwise logits are divided by it.
-        top_p: the likeliest tokens that have this probability together are kept; 1.0 is off.
-        top_k: so many of the likeliest tokens are kept; 0 is off.
-        min_p: tokens of at least this share of the likeliest one's probability are kept; 0.0 is off.
-        seed: fixes the draws, whatever else is in the batch.
-        nonce: sets apart the requests whose answers are independent draws (those with no seed), and is
-            what they are drawn from: see ``seed_of``. ``None`` where equal requests have equal answers.
+        top_p: draw among the likeliest tokens with this joint probability; 1.0 is off.
+        top_k: draw among this many of the likeliest tokens; 0 is off.
+        min_p: draw among tokens with at least this share of the likeliest token's probability; 0.0 is
+            off. seed: fixes the draws, independent of the rest of the batch.
+        nonce: distinguishes requests without a seed, whose answers are independent, and decides their
+            draws; see ``seed_of``. ``None`` if equal requests have equal answers.
     """
 
     token_ids: tuple[int, ...]
@@ -207,24 +208,6 @@ class SampleRequest:
     adapter: Adapter | None = None
     nonce: int | None = None
     weights_version: int = 0
-    weight: ClassVar[int] = 1
-
-    @property
-    def nbytes(self) -> int:
-        """The memory that the context takes, packed."""
-        return len(self.token_ids) * TOKEN_BYTES
-
-    def bound_to(self, adapter: Adapter | None) -> SampleRequest:
-        """Return the same question to another adapter."""
-        return replace(self, adapter=adapter)
-
-    def of_weights(self, version: int) -> SampleRequest:
-        """Return the same question to this version of the weights."""
-        return replace(self, weights_version=version)
-
-    def owned(self, result: object) -> object:
-        """Return the token ids, which nobody can change."""
-        return result
 
     def __repr__(self) -> str:
         return (
@@ -234,14 +217,14 @@ class SampleRequest:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class CompletionRequest:
+class CompletionRequest(Request):
     """The completion of ``token_ids`` by ``decoding``. The answer is a ``Completion``.
 
     Attributes:
-        seed: fixes the draws, whatever else is in the batch.
-        nonce: sets apart the requests whose answers are independent draws, as in ``SampleRequest``.
-        streamed: whether the engine tells what is drawn meanwhile. Such a request has a nonce of its
-            own, whatever its seed: no two callers share it.
+        seed: fixes the draws, independent of the rest of the batch.
+        nonce: distinguishes independent draws, as in ``SampleRequest``.
+        streamed: whether the engine delivers parts meanwhile. A streamed request always has a nonce, so
+            no two callers share it.
     """
 
     token_ids: tuple[int, ...]
@@ -252,7 +235,6 @@ class CompletionRequest:
     streamed: bool = False
     weights_version: int = 0
     _hash: int = field(init=False, compare=False)
-    weight: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         own = self.token_ids, self.decoding, self.seed, self.adapter, self.nonce, self.streamed
@@ -263,21 +245,7 @@ class CompletionRequest:
         """The temperature; 0 is greedy."""
         return self.decoding.temperature
 
-    @property
-    def nbytes(self) -> int:
-        """The memory that the context takes, packed."""
-        return len(self.token_ids) * TOKEN_BYTES
-
-    def bound_to(self, adapter: Adapter | None) -> CompletionRequest:
-        """Return the same question to another adapter."""
-        return replace(self, adapter=adapter)
-
-    def of_weights(self, version: int) -> CompletionRequest:
-        """Return the same question to this version of the weights."""
-        return replace(self, weights_version=version)
-
     def owned(self, result: Any) -> Any:
-        """Return the completion with dictionaries of the caller's own."""
         return replace(result, top_logprobs=tuple(map(dict, result.top_logprobs)))
 
     def __hash__(self) -> int:
@@ -296,13 +264,14 @@ class CompletionRequest:
 
 
 class DecodingOptions(TypedDict, total=False):
-    """The options of whatever is drawn token by token.
+    """The options of samples and completions.
 
     Attributes:
-        temperature: logits are divided by it; below 1e-5 it is greedy.
-        top_p: keep the likeliest tokens that have this probability together; 1.0 is off.
-        top_k: keep so many of the likeliest tokens; 0 is off.
-        min_p: keep tokens of at least this share of the likeliest one's probability; 0.0 is off.
+        temperature: divides the logits; below 1e-5 it is greedy.
+        top_p: draw among the likeliest tokens with this joint probability; 1.0 is off.
+        top_k: draw among this many of the likeliest tokens; 0 is off.
+        min_p: draw among tokens with at least this share of the likeliest token's probability; 0.0 is
+            off.
     """
 
     temperature: float
@@ -315,10 +284,10 @@ class SampleOptions(DecodingOptions, total=False):
     """The options of ``AsyncLM.sample``, with those of ``DecodingOptions``.
 
     Attributes:
-        stop_token_ids: any of these ends the sample, and is not returned. Nothing else ends it early:
-            give ``tokenizer.eos_token_id`` to stop there.
-        seed: makes the draws reproducible, whatever else is in the batch. Without one, equal calls are
-            independent draws.
+        stop_token_ids: each ends the sample and is not returned. Add ``tokenizer.eos_token_id`` to stop
+            there; otherwise the sample continues.
+        seed: makes the draws reproducible, independent of the rest of the batch. Without one, equal calls
+            are independent draws.
     """
 
     max_tokens: Required[int]
@@ -327,37 +296,75 @@ class SampleOptions(DecodingOptions, total=False):
     adapter: str | None
 
 
-class CompletionOptions(DecodingOptions, total=False):
-    """How a completion is drawn, with ``DecodingOptions``, and how it ends. Names and meanings are those
-    of vLLM's ``SamplingParams``.
+class Telling(Protocol):
+    """Tracks what a native text's stream has delivered."""
+
+    def tell(self, outputs: Iterable[Any]) -> None:
+        """Note that the stream has delivered these outputs; they are not delivered again."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class NativeRequest(Request):
+    """A text after ``token_ids`` in the engine's own terms, for its own front ends.
+
+    The answer is a tuple of the engine's outputs. Two requests are equal if their nonces are; a runtime
+    uses no nonce twice.
 
     Attributes:
-        max_tokens: how many tokens at most; by default as many as the context leaves room for.
-        stop: a text, or several, each of which ends the completion where it begins.
-        stop_token_ids: tokens that end the completion, and are not in its text.
-        include_stop_str_in_output: whether the text keeps what stopped it.
-        skip_special_tokens: whether the text leaves out special tokens.
-        min_tokens: how many tokens are drawn before anything may end the completion. A structure that is
-            complete, and that no token continues, ends it before.
-        presence_penalty: is subtracted from the logits of tokens that were drawn; -2 to 2.
+        asked: the engine's own parameters, and what was delivered: a ``Telling``.
+        nonce: decides the draws if ``asked`` has no seed.
+        streamed: whether outputs are delivered meanwhile; the answer then has the rest.
+    """
+
+    token_ids: tuple[int, ...] = field(compare=False)
+    asked: Any = field(compare=False)
+    nonce: int
+    adapter: Adapter | None = None
+    streamed: bool = False
+    weights_version: int = 0
+
+    def __repr__(self) -> str:
+        return f"NativeRequest({abbreviated(self.token_ids)}, adapter={self.adapter})"
+
+
+Streamed: TypeAlias = CompletionRequest | NativeRequest
+"""A text whose parts an engine can deliver while it draws."""
+
+Told: TypeAlias = Delta | tuple[Any, ...]
+"""A delivered part of a text, or of a native one."""
+
+
+class CompletionOptions(DecodingOptions, total=False):
+    """The options of a completion, with ``DecodingOptions``; names and meanings are vLLM's
+    (``SamplingParams``).
+
+    Attributes:
+        max_tokens: the most tokens; by default the rest of the context length.
+        stop: a text or several; the completion ends at the beginning of the first of them.
+        stop_token_ids: tokens that end the completion and are not in its text.
+        include_stop_str_in_output: whether the text includes the stop string.
+        skip_special_tokens: whether the text excludes special tokens.
+        min_tokens: the least tokens before the completion may end. A complete structure that no token
+            continues ends it earlier.
+        presence_penalty: is subtracted from the logits of drawn tokens; -2 to 2.
         frequency_penalty: is subtracted once for each time that a token was drawn; -2 to 2.
-        repetition_penalty: divides positive logits, and multiplies negative ones, of tokens in the prompt
-            or drawn; 0.01 to 100.
-        bad_words: texts that are not to be drawn: as they stand, and after one blank, by the tokens that
-            the tokenizer has for them. White space that a text begins with is part of it.
-        logit_bias: what is added to the logits of some tokens; -100 to 100.
-        ignore_eos: whether the model's end token ends nothing.
-        logprobs: whether log-probabilities are returned, and of how many of the likeliest tokens at each
-            place besides the drawn one's: 0 is of none. By default none are.
-        logprobs_mode: "raw_logprobs", the default, are the model's; "processed_logprobs" those of the law
-            that tokens are drawn from, after penalties, temperature and truncation: 0 where it is greedy.
+        repetition_penalty: divides the positive logits, and multiplies the negative ones, of tokens in
+            the prompt or the text; 0.01 to 100.
+        bad_words: forbidden texts, also after one space, by all of the tokenizer's spellings. Leading
+            white space is part of a text.
+        logit_bias: numbers to add to the logits of some tokens; -100 to 100.
+        ignore_eos: whether the text continues after the model's end token.
+        logprobs: returns log-probabilities of the drawn tokens, and of so many of the likeliest tokens at
+            each place. By default it returns no log-probabilities.
+        logprobs_mode: "raw_logprobs", the default, are the model's. "processed_logprobs" are those of the
+            sampling distribution, after penalties, temperature and truncation; 0 if it is greedy.
         json_schema: the JSON schema of the text: a dict, a JSON text, or a pydantic model.
         regex: a pattern that the whole text matches.
-        grammar: a grammar, as vLLM's structured outputs take it, of the whole text.
-        choice: the texts of which one is drawn.
-        split_reasoning: whether what the model thinks first is told apart from its text, and a structure
-            is that of the text alone. It takes vLLM with the option ``reasoning_parser``; there it is
-            the default in chats. Nothing is told apart where the prompt has ended the thinking already.
+        grammar: a grammar of the whole text, as in vLLM's structured outputs.
+        choice: the texts to choose from.
+        split_reasoning: whether the model's reasoning is separate from its text, so that a structure
+            applies to the text alone. It needs vLLM's option ``reasoning_parser``, and is then the
+            default in chats. If the prompt ends the reasoning, there is no separation.
     """
 
     max_tokens: int | None
@@ -382,10 +389,10 @@ class CompletionOptions(DecodingOptions, total=False):
 
 
 class GenerateOptions(CompletionOptions, total=False):
-    """The options of ``AsyncLM.generate``: those of ``CompletionOptions`` and of every question.
+    """The options of ``AsyncLM.generate``: ``CompletionOptions`` and the options of every question.
 
     Attributes:
-        seed: makes the text reproducible, whatever else is in the batch. Without one, calls are
+        seed: makes the text reproducible, independent of the rest of the batch. Without one, calls are
             independent draws.
         adapter: the name of the adapter to ask; by default the base model.
         timeout: after so many seconds TimedOut is raised, and the question withdrawn.
@@ -397,10 +404,10 @@ class GenerateOptions(CompletionOptions, total=False):
 
 
 class TurnOptions(GenerateOptions, total=False):
-    """The options of ``AsyncLM.chat``: those of ``GenerateOptions`` and of the chat template.
+    """The options of ``AsyncLM.chat``: ``GenerateOptions`` and the options of the chat template.
 
     Attributes:
-        tools: what the model may call, as transformers' ``apply_chat_template`` takes it.
+        tools: the tools that the model may call, as in transformers' ``apply_chat_template``.
         chat_template_kwargs: other options of the template, such as ``enable_thinking``.
     """
 
@@ -430,7 +437,7 @@ def sample_request(
     checked = {name: DECODING_CHECKS[name](limits, name, each) for name, each in options.items()}
     checked["stop_token_ids"] = frozenset(checked.get("stop_token_ids", ()))
     seed = check_seed(seed)
-    check_length(limits, len(ids), max_tokens)
+    check_room(limits, len(ids), max_tokens)
     request = SampleRequest(ids, max_tokens, adapter=adapter, **checked)
     if request.temperature == 0.0:
         return request
@@ -489,7 +496,7 @@ def completion_requests(
     for place, token_ids in enumerate(contexts):
         ids = limits.token_ids(token_ids)
         wanted = max(limits.max_model_len - len(ids), 1) if max_tokens is None else max_tokens
-        decoding = Decoding(check_length(limits, len(ids), wanted), **checked)
+        decoding = Decoding(check_room(limits, len(ids), wanted), **checked)
         check_int("min_tokens", decoding.min_tokens, 0, decoding.max_tokens)
         nonce = next(nonces) if seed is None else None
         own = None if seed is None else seed_at(seed, place)
@@ -504,12 +511,12 @@ Check: TypeAlias = Callable[[Limits, str, Any], Any]
 
 
 def check_number(low: float, high: float = math.inf) -> Check:
-    """Return the check of a number from ``low`` to ``high``."""
+    """Return a check that a number is from ``low`` to ``high``."""
     return lambda _, name, value: check_float(name, value, low, high)
 
 
 def check_among(names: Collection[str]) -> Check:
-    """Return the check of a text that is one of these."""
+    """Return a check that a text is one of these names."""
 
     def check(_: Limits, name: str, value: object) -> object:
         if not isinstance(value, str) or value not in names:
@@ -550,7 +557,7 @@ DECODING_CHECKS: dict[str, Check] = {
 """How the options that samples and completions share are read, by their names."""
 
 
-def check_length(limits: Limits, length: int, max_tokens: int) -> int:
+def check_room(limits: Limits, length: int, max_tokens: int) -> int:
     """Return ``max_tokens``. Raises ContextTooLong unless so many tokens fit behind ``length`` others."""
     room = limits.max_model_len - length
     if max_tokens > room:
@@ -563,7 +570,7 @@ def check_length(limits: Limits, length: int, max_tokens: int) -> int:
 
 
 def _checked(limits: Limits, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of ``Decoding`` that were given, in plain types."""
+    """Return the given options as fields of ``Decoding``, in plain types."""
     for name in options:
         if name not in CompletionOptions.__annotations__:
             raise InvalidRequest(
@@ -602,10 +609,10 @@ def _structure(given: dict[str, Any]) -> tuple[str, str | tuple[str, ...]] | Non
 
 
 def schema_text(schema: Mapping[str, Any] | str | bool | type) -> str:
-    """Return a JSON schema as its text, whatever it is given as.
+    """Return a JSON schema, in any of its forms, as a JSON text.
 
     Raises:
-        InvalidRequest: it cannot be written as JSON, or is nothing that a schema is given as.
+        InvalidRequest: it cannot be written as JSON, or is of another type.
     """
     given: Any = schema
     if isinstance(given, str) and given:
@@ -616,7 +623,7 @@ def schema_text(schema: Mapping[str, Any] | str | bool | type) -> str:
         if isinstance(given, Mapping | bool):
             given = dict(given) if isinstance(given, Mapping) else given
             return json.dumps(given, allow_nan=False)
-    except Exception as error:  # a pydantic model's are of its own kinds
+    except Exception as error:  # pydantic has error types of its own
         raise InvalidRequest(f"json_schema is not JSON: {error}") from error
     raise InvalidRequest(
         f"json_schema must be a dict, a JSON text or a pydantic model, got {shown(schema)}"

@@ -1,4 +1,4 @@
-"""The context and the adapter of a question, the limits of a model, and seeds.
+"""Checks contexts and seeds: token ids become 32-bit words below the model's limits.
 
 Nothing here touches an engine. A request that is made in this folder can be computed.
 """
@@ -8,34 +8,44 @@ from __future__ import annotations
 import itertools
 import secrets
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias, cast
 
 import numpy as np
 import torch
 
 from genrt.errors import InvalidRequest
-from genrt.numbers import check_int
-from genrt.questions.token_ids import Table, TokenIds, advice_for, host_array, id_words
+from genrt.numbers import check_int, shown
 
 __all__ = [
     "LAST_SEED",
     "TOKEN_BYTES",
     "Adapter",
-    "Drawn",
     "Limits",
+    "Seeded",
+    "Table",
+    "TokenIds",
     "abbreviated",
+    "advice_for",
     "check_contexts",
     "check_seed",
+    "host_array",
+    "id_words",
     "nonces_of",
     "seed_at",
     "seed_of",
     "seeds_at",
 ]
 
+Table: TypeAlias = torch.Tensor | np.ndarray
+"""Numbers in a tensor, on any device, or in an array."""
+
+TokenIds: TypeAlias = Sequence[int] | np.ndarray | torch.Tensor
+"""Token ids as callers give them; a request holds them as a tuple of int."""
+
 TOKEN_BYTES = array("I").itemsize
-"""What a token id takes in a packed context."""
+"""The size of a token id in a packed context."""
 
 LAST_SEED = 2**63 - 1
 """The largest seed of a question."""
@@ -43,10 +53,10 @@ LAST_SEED = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A LoRA adapter as a request binds it: its name and which loading of that name.
+    """A LoRA adapter as a request binds it: a name and a version.
 
-    ``version`` grows with every ``add_adapter`` of the name, so a request never meets, and a cache
-    never returns, the weights that the name stood for before.
+    ``version`` grows with every ``add_adapter`` of the name, so requests and cached rows never use
+    earlier weights of that name.
     """
 
     name: str
@@ -66,16 +76,119 @@ class Limits:
         """Return token ids as a tuple of int; messages call them ``name``.
 
         Raises:
-            InvalidRequest: they are no flat sequence of ints in the vocabulary, or empty.
+            InvalidRequest: not a flat sequence of ints in the vocabulary, or empty.
         """
         return tuple(id_words(token_ids, self.vocab_size, allow_empty=allow_empty, name=name))
+
+
+def id_words(
+    token_ids: TokenIds, vocab_size: int, *, allow_empty: bool = False, name: str = "token ids"
+) -> array[int]:
+    """Return the token ids as unsigned 32-bit numbers; messages call them ``name``.
+
+    Raises:
+        InvalidRequest: not a flat sequence of ints below ``vocab_size``, or empty.
+    """
+    if type(token_ids) is not list and type(token_ids) is not tuple:
+        token_ids = _sequence(token_ids, name)
+    try:
+        words = array("I", token_ids)
+    except (TypeError, OverflowError, ValueError, RuntimeError):  # torch raises the last
+        raise InvalidRequest(_what_is_wrong(token_ids, vocab_size, name)) from None
+    if not words:
+        if allow_empty:
+            return words
+        raise InvalidRequest("an empty prompt has no next token: give at least one token id")
+    if words[np.frombuffer(words, np.uint32).argmax()] >= vocab_size:
+        raise InvalidRequest(_what_is_wrong(words, vocab_size, name))
+    return words
+
+
+def host_array(table: Table, name: str) -> np.ndarray:
+    """Return a tensor or array as a plain array in the host's memory and byte order; not always a copy.
+
+    Raises:
+        InvalidRequest: it is sparse, masked or on the device "meta".
+    """
+    if isinstance(table, np.ndarray):
+        if isinstance(table, np.ma.MaskedArray):
+            raise InvalidRequest(f"{name}: a masked array says two things; give a plain array")
+        return table.astype(table.dtype.newbyteorder("="), copy=False)
+    if table.is_meta:
+        raise InvalidRequest(
+            f"{name}: a tensor on the device 'meta' holds no numbers; give another"
+        )
+    if table.layout != torch.strided:
+        raise InvalidRequest(f"{name}: the tensor is {table.layout}; give a dense one")
+    host = table if table.is_cpu else table.cpu()
+    try:
+        return host.numpy()
+    except (TypeError, RuntimeError) as error:
+        raise InvalidRequest(f"{name} cannot be read: {error}") from error
+
+
+def advice_for(given: object) -> str:
+    """Return advice for a message about a value that is not token ids; may be empty."""
+    if isinstance(given, Mapping) and "input_ids" in given:
+        return "; give its token ids, encoding['input_ids'], or lm.encode(text)"
+    if isinstance(given, Mapping) and "role" in given:
+        return "; for a conversation, give lm.encode_chat(messages)"
+    if hasattr(given, "ids") and hasattr(given, "attention_mask"):
+        return "; give its token ids, encoding.ids, or lm.encode(text)"
+    if isinstance(given, str | bytes):
+        return "; for text, give lm.encode(text)"
+    if isinstance(given, int | np.integer) and not isinstance(given, bool):
+        return "; give one token id in a list"
+    return "; give a list" if isinstance(given, Iterable) else ""
+
+
+def _sequence(token_ids: object, name: str) -> Sequence[int]:
+    """Return token ids of another type as a sequence. Raises InvalidRequest if they are not a
+    sequence."""
+    if isinstance(token_ids, torch.Tensor | np.ndarray):
+        return _integers(token_ids, name)
+    if isinstance(token_ids, str | bytes | bytearray | memoryview) or not isinstance(
+        token_ids, Sequence
+    ):
+        kind = type(token_ids).__name__
+        raise InvalidRequest(f"{name} must be a sequence of int, got {kind}{advice_for(token_ids)}")
+    return token_ids
+
+
+def _integers(token_ids: Table, name: str) -> list[int]:
+    """Return the ints of a flat array or tensor. Raises InvalidRequest for other shapes and types."""
+    if isinstance(token_ids, torch.Tensor):
+        dtype = token_ids.dtype
+        integers = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+    else:
+        integers = np.issubdtype(token_ids.dtype, np.integer)
+    if token_ids.ndim != 1 or not (integers or len(token_ids) == 0):
+        advice = ": give one row of it" if integers and token_ids.ndim == 2 else ""
+        raise InvalidRequest(
+            f"{name} must be one flat sequence of int, got {token_ids.dtype} "
+            f"of shape {list(token_ids.shape)}{advice}"
+        )
+    return cast("list[int]", host_array(token_ids, name).tolist()) if len(token_ids) else []
+
+
+def _what_is_wrong(token_ids: Sequence[Any], vocab_size: int, name: str) -> str:
+    for position, token_id in enumerate(token_ids):
+        if not isinstance(token_id, int | np.integer):
+            kind = type(token_id).__name__ + (advice_for(token_id) if position == 0 else "")
+            return f"{name} must be int, but at position {position} there is a {kind}"
+        if not 0 <= token_id < vocab_size:
+            return (
+                f"{name} must be in the vocabulary, from 0 to {vocab_size - 1}, "
+                f"but at position {position} there is {shown(token_id)}"
+            )
+    return f"{name} must be one flat sequence of int"
 
 
 def check_contexts(
     contexts: Sequence[TokenIds] | Table, name: str = "contexts"
 ) -> Sequence[TokenIds]:
-    """Return the contexts, each of which is still to be checked. Raises InvalidRequest, whose message
-    calls them ``name``, if these are no contexts in a sequence."""
+    """Return a sequence of contexts, without a check of each. Raises InvalidRequest, with this ``name``,
+    for anything else."""
     given: object = contexts
     if isinstance(given, np.ndarray | torch.Tensor) and given.ndim:
         given = list(host_array(given, name))
@@ -98,17 +211,17 @@ def abbreviated(token_ids: Sequence[int]) -> str:
     return f"[… {len(token_ids) - 2} tokens, {token_ids[-2]}, {token_ids[-1]}]"
 
 
-class Drawn(Protocol):
-    """A question whose answer is drawn."""
+class Seeded(Protocol):
+    """A request with a random answer."""
 
     @property
     def seed(self) -> int | None:
-        """The number that fixes the draws, whatever else is in the batch."""
+        """Fixes the draws, independent of the rest of the batch."""
         ...
 
     @property
     def nonce(self) -> int | None:
-        """The number that sets apart equal questions without a seed, whose answers are independent."""
+        """Distinguishes equal requests without a seed, whose answers are independent."""
         ...
 
     @property
@@ -123,15 +236,14 @@ def check_seed(seed: int | None) -> int | None:
 
 
 def nonces_of(seed: int | None) -> Iterator[int]:
-    """Return the nonces of a runtime with this seed, from which is drawn what is asked without a seed.
-    They begin somewhere among 2**62 numbers, so that no two runtimes share them, nor are they the seeds
-    that users give."""
+    """Return a runtime's nonces, which decide the draws without a seed. They start at one of 2**62
+    numbers, so that runtimes do not share them, and users' seeds rarely equal them."""
     [first] = np.random.SeedSequence(seed).generate_state(1, np.uint64)
     return itertools.count(int(first) >> 2)
 
 
 def seed_at(seed: int, place: int) -> int:
-    """Return the seed of number ``place`` of what is drawn with ``seed``; after the last comes 0."""
+    """Return the seed of draw number ``place``; 0 follows the last seed."""
     return (seed + place) % (LAST_SEED + 1)
 
 
@@ -140,11 +252,11 @@ def seeds_at(seed: int, places: np.ndarray) -> np.ndarray:
     return (np.uint64(seed) + places.astype(np.uint64)) % np.uint64(LAST_SEED + 1)
 
 
-def seed_of(asked: Drawn) -> int:
-    """Return what decides the draws: the seed; without one the nonce; with neither a number from the
+def seed_of(request: Seeded) -> int:
+    """Return the number that decides the draws: the seed, else the nonce, else a random number of the
     system."""
-    if asked.seed is not None:
-        return asked.seed
-    if asked.nonce is not None:
-        return asked.nonce
-    return 0 if asked.temperature == 0.0 else secrets.randbits(62)
+    if request.seed is not None:
+        return request.seed
+    if request.nonce is not None:
+        return request.nonce
+    return 0 if request.temperature == 0.0 else secrets.randbits(62)

@@ -1,52 +1,67 @@
-"""Draws: one token of a row, sampled on the device under a mask, with its importance weight."""
+"""Draws: one token of a row, sampled on the device under a mask, with its importance weight.
+
+``DrawToken`` reads one row; ``PopulationDraw`` is one request for many sequences. Both draw by
+``draw_from_rows``, so a seed gives the same token either way.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Self
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from genrt.numbers import check_float
-from genrt.questions.contexts import Adapter, Limits, check_seed, seed_of
-from genrt.questions.masks import Mask, packed_mask
-from genrt.questions.reads import (
-    Answering,
-    Read,
-    ReadRequest,
-    Wanted,
-    moved,
-    parts_of,
-    rows_of,
-    wanted_of,
+from genrt.questions.contexts import Adapter, Limits, TokenIds, check_seed, seed_of, seeds_at
+from genrt.questions.masks import Mask, Masks, packed_mask, packed_masks
+from genrt.questions.reads import Answering, Read, ReadRequest, Wanted, wanted_of
+from genrt.questions.request import Request
+from genrt.questions.rows import LogprobsRequest, row_request
+from genrt.questions.sequences import Contexts, Origins, SequenceHandle
+from genrt.tokens.rows import Leaving, moved, together
+from genrt.tokens.sampling import (
+    BatchDraw,
+    Draw,
+    DrawGraphs,
+    DrawInputs,
+    copy_masks,
+    draw_tokens,
+    rows_at_once,
+    seeded_uniforms,
 )
-from genrt.questions.rows import row_request
-from genrt.questions.token_ids import TokenIds
-from genrt.tokens.rows import Leaving
-from genrt.tokens.sampling import BatchDraw, Draw, drawn, seeded_uniforms
 
-__all__ = ["DrawToken", "batch_draw", "draw_request"]
+__all__ = [
+    "DrawToken",
+    "PopulationDraw",
+    "batch_draw",
+    "draw_request",
+    "launch_draws",
+    "merge_draws",
+    "population_draw",
+]
 
-TOLERANCE = 1e-4
-"""How far a draw's numbers may be from those of double precision."""
+T = TypeVar("T")
+
+
+# -- one row ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DrawToken(Wanted):
-    """Wanted of a row: one token, with its importance weight; the answer is a ``Draw``.
+    """One token with its importance weight. The answer is a ``Draw``.
 
-    Masks are long, so they are compared last. The hash looks at one only where nothing but the mask may
-    tell draws apart: those with a nonce have that.
+    Masks are long. Comparisons look at them last, and hashes only for draws that have no nonce.
 
     Attributes:
-        mask: the tokens that may be drawn, packed: token ``i`` is bit ``i % 8`` of byte ``i // 8``, in
-            whole words of 32 bits, those beyond the vocabulary 0; ``None`` is every token.
-        temperature: 0 is greedy; otherwise the row is divided by it, under the mask.
-        seed: fixes the draw, whatever else is in the batch.
-        nonce: sets apart the draws that are independent of each other, as in ``SampleRequest``.
+        mask: the allowed tokens, packed: token ``i`` is bit ``i % 8`` of byte ``i // 8``, in whole 32-bit
+            words with 0 beyond the vocabulary; ``None`` allows every token.
+        temperature: 0 is greedy; otherwise the masked row is divided by it.
+        seed: fixes the draw, independent of the rest of the batch.
+        nonce: distinguishes independent draws, as in ``SampleRequest``.
     """
 
     mask: bytes | None = None
@@ -71,20 +86,28 @@ class DrawToken(Wanted):
 
     @property
     def nbytes(self) -> int:
-        """The memory that the mask takes."""
         return len(self.mask or b"")
 
     @property
     def group(self) -> tuple[type, bool]:
-        """Draws at temperature 1 need fewer kernels, so they are answered by themselves."""
+        """Draws at temperature 1 need fewer kernels."""
         return type(self), self.temperature == 1.0
 
     @staticmethod
     def answer(reads: Sequence[Read], engine: Answering) -> Iterator[Draw]:
-        """Return the draws, by one copy to the host; logprob and log mass are float32 numbers. The engine
-        is told of the tokens before anything waits for them."""
-        parts = [_drawn(part) for part in parts_of(reads)]
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        """Return the draws by one copy to the host; logprob and log mass are float32 numbers. The engine
+        learns of the tokens before the host waits for them."""
+        wanted: list[DrawToken] = wanted_of(reads)
+        rows, masks, heats = [read.row for read in reads], None, None
+        if any(each.mask is not None for each in wanted):
+            size = -(-len(rows[0]) // 32) * 4
+            every = b"\xff" * size
+            packed = b"".join([every if each.mask is None else each.mask for each in wanted])
+            masks = np.frombuffer(packed, np.uint8).reshape(len(wanted), size)
+        if wanted[0].temperature != 1.0:
+            heats = np.array([each.temperature for each in wanted])
+        seeds = np.array([seed_of(each) for each in wanted], np.uint64)
+        whole = draw_from_rows(rows, seeds, masks, heats)
         on_host = Leaving(whole)
         engine.expect([read.request.row for read in reads], whole[:, 0])
         token_ids, logprobs, log_mass = on_host.arrived().unbind(dim=-1)
@@ -96,37 +119,6 @@ class DrawToken(Wanted):
         )
         return map(Draw.of, found, [read.request.weights_version for read in reads])
 
-    def is_answer(self, row: Tensor, result: object, *, tolerance: float = TOLERANCE) -> bool:
-        """Return whether the token of a draw is possible, and its two numbers are those of that token."""
-        if not isinstance(result, Draw):
-            return False
-        tolerance = max(tolerance, TOLERANCE)
-        masked = row.double().cpu()
-        if self.mask is not None:
-            bits = torch.frombuffer(bytearray(self.mask), dtype=torch.uint8)
-            allowed = bits[:, None] >> torch.arange(8) & 1
-            masked = masked.masked_fill(allowed.reshape(-1)[: len(row)] == 0, -math.inf)
-        log_mass = float(masked.logsumexp(-1))
-        if log_mass == -math.inf:
-            return result == Draw(-1, -math.inf, -math.inf)
-        if not 0 <= result.token_id < len(row) or abs(result.log_mass - log_mass) > tolerance:
-            return False
-        own = float(masked[result.token_id])
-        if self.temperature == 0.0:
-            return own >= float(masked.max()) - tolerance and result.logprob == 0.0
-        if own == -math.inf:
-            return False
-        heated = masked / self.temperature
-        expected = float(heated[result.token_id] - heated.logsumexp(-1))
-        return abs(result.logprob - expected) <= tolerance * max(1.0, 1.0 / self.temperature)
-
-    @classmethod
-    def examples(cls, vocab_size: int, generator: torch.Generator) -> list[Self]:
-        """Return draws with and without a mask, greedy ones and tempered ones."""
-        allowed = torch.randperm(vocab_size, generator=generator)[: max(1, vocab_size // 3)]
-        mask = packed_mask(allowed, vocab_size)
-        return [cls(mask, seed=8), cls(seed=9), cls(mask, 0.0), cls(mask, 2.0, seed=10)]
-
 
 def draw_request(
     limits: Limits,
@@ -137,11 +129,12 @@ def draw_request(
     temperature: float,
     seed: int | None,
 ) -> ReadRequest:
-    """Return the request for a draw; ``nonce`` sets it apart unless a seed or temperature 0 decides it.
+    """Return the request for a draw; ``nonce`` distinguishes it unless a seed or temperature 0 decides
+    it.
 
     Raises:
-        InvalidRequest: a mask or parameter is of the wrong type, shape or range; bad token ids.
-        ContextTooLong: too many of them.
+        InvalidRequest: bad token ids, or a mask or parameter of the wrong type, shape or range.
+        ContextTooLong: too many token ids.
     """
     row = row_request(limits, token_ids, adapter)
     if type(temperature) is not float or not 0.0 <= temperature < math.inf:
@@ -156,7 +149,7 @@ def draw_request(
 
 
 def batch_draw(draws: Sequence[Draw]) -> BatchDraw:
-    """Return the draws of one question as tensors on the host."""
+    """Return single draws as tensors on the host."""
     columns = (
         torch.tensor([each.token_id for each in draws], dtype=torch.int64),
         torch.tensor([each.logprob for each in draws]),
@@ -165,29 +158,237 @@ def batch_draw(draws: Sequence[Draw]) -> BatchDraw:
     return BatchDraw.of(columns, draws[0].weights_version if draws else 0)
 
 
-def _drawn(reads: Sequence[Read]) -> Tensor:
-    """Return the draws as ``sampling.drawn`` does. Masks, temperatures and random numbers are on their
-    way before the rows are touched, which may still be computed."""
-    row = reads[0].row
-    asked: list[DrawToken] = wanted_of(reads)
-    numbers = moved(seeded_uniforms([seed_of(each) for each in asked]), row.device)
-    heat = None
-    if asked[0].temperature != 1.0:
-        heats = torch.tensor([[each.temperature] for each in asked], dtype=torch.float64)
-        heat = moved(heats, row.device)
-    return drawn(rows_of(reads), numbers, mask=_masks(asked, row), heat=heat)
+# -- many sequences -----------------------------------------------------------------------------
 
 
-def _masks(asked: Sequence[DrawToken], row: Tensor) -> Tensor | None:
-    """Return the masks as ``sampling.drawn`` takes them, packed and on the row's device; ``None`` if
-    nothing is masked."""
-    masks = [each.mask for each in asked]
-    if not any(mask is not None for mask in masks):
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class PopulationDraw(Request):
+    """A draw after each of several sequences, which may be equal. No two requests are equal.
+
+    Attributes:
+        contexts: the sequences, at least one.
+        masks: uint8 ``[n, size]``, each as in ``DrawToken``; ``None`` allows every token.
+        temperature: of all draws.
+        seeds: uint64 ``[n]``, one for each draw.
+        origins: the sequences that these extend, if each extends one by a single token.
+        came_from: handles of the sequences that these were made of. Their replica holds most of the rows.
+        handle: stands for these sequences in later requests.
+    """
+
+    contexts: Contexts
+    adapter: Adapter | None
+    masks: np.ndarray | None
+    temperature: float
+    seeds: np.ndarray
+    origins: Origins | None = None
+    weights_version: int = 0
+    came_from: tuple[SequenceHandle, ...] = ()
+    handle: SequenceHandle = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "handle", SequenceHandle(len(self.contexts)))
+
+    def __len__(self) -> int:
+        return len(self.contexts)
+
+    @property
+    def rows(self) -> list[LogprobsRequest]:
+        """The requests for the rows, in order; created at every access."""
+        return self.contexts.rows(self.adapter, self.weights_version)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The first context."""
+        return LogprobsRequest(packed=self.contexts.packed(0)).token_ids
+
+    @property
+    def weight(self) -> int:
+        return len(self.contexts)
+
+    @property
+    def nbytes(self) -> int:
+        return self.contexts.nbytes + getattr(self.masks, "nbytes", 0)
+
+    def bound_to(self, adapter: Adapter | None) -> PopulationDraw:
+        return replace(self, adapter=adapter, origins=None, came_from=())
+
+    def of_weights(self, version: int) -> PopulationDraw:
+        again = replace(self, weights_version=version)
+        object.__setattr__(again, "handle", self.handle)
+        return again
+
+    def parts(self, size: int) -> Iterator[PopulationDraw]:
+        """Yield requests for ``size`` sequences at a time."""
+        if len(self) <= size:
+            yield self
+            return
+        for start in range(0, len(self), size):
+            part = slice(start, start + size)
+            origins = None if self.origins is None else self.origins.take(part).needed()
+            yield PopulationDraw(
+                self.contexts.part(part),
+                self.adapter,
+                None if self.masks is None else self.masks[part],
+                self.temperature,
+                self.seeds[part],
+                origins,
+                self.weights_version,
+                self.came_from if origins is None else origins.handles,
+            )
+
+    def draw(self, rows: Sequence[Tensor] | Tensor) -> Tensor:
+        """Return the draws from one row per sequence, as ``draw_tokens`` does."""
+        heats = None if self.temperature == 1.0 else np.full(len(self), self.temperature)
+        return draw_from_rows(rows, self.seeds, self.masks, heats)
+
+    def __repr__(self) -> str:
+        return f"PopulationDraw({len(self)} sequences, adapter={self.adapter})"
+
+
+def population_draw(
+    contexts: Contexts,
+    adapter: Adapter | None,
+    places: np.ndarray,
+    nonces: Iterator[int],
+    masks: Masks | None,
+    count: int,
+    vocab_size: int,
+    temperature: float,
+    seed: int | None,
+    origins: Origins | None = None,
+    came_from: tuple[SequenceHandle, ...] = (),
+) -> PopulationDraw | None:
+    """Return the request for draws after these contexts, the sequences at ``places`` of ``count``;
+    ``None`` if there are no contexts. ``masks`` has one for each of the ``count``.
+
+    Raises:
+        InvalidRequest: masks or a parameter of the wrong type, shape or range.
+    """
+    temperature = check_float("temperature", temperature, 0.0)
+    seed, packed = check_seed(seed), packed_masks(masks, count, vocab_size)
+    if not len(contexts):
         return None
-    size = -(-len(row) // 32) * 4
-    everything = b"\xff" * size
-    packed = torch.empty(len(asked), size, dtype=torch.uint8, pin_memory=row.is_cuda)
-    places = packed.view(-1).numpy().data
-    for start, mask in zip(range(0, len(places), size), masks, strict=True):
-        places[start : start + size] = everything if mask is None else mask
-    return packed.to(row.device, non_blocking=True)
+    seeds = np.fromiter(nonces, np.uint64, len(places)) if seed is None else seeds_at(seed, places)
+    if packed is not None and len(places) < count:
+        packed = packed[places]
+    return PopulationDraw(
+        contexts, adapter, packed, temperature, seeds, origins, came_from=came_from
+    )
+
+
+def merge_draws(several: Sequence[BatchDraw], places: np.ndarray, count: int) -> BatchDraw:
+    """Return draws of the sequences at ``places`` of ``count``. The others get token -1, logprob 0 and
+    log mass 0."""
+    if len(several) == 1 and np.array_equal(places, np.arange(count)):
+        return several[0]
+    whole = BatchDraw(torch.full((count,), -1), torch.zeros(count), torch.zeros(count))
+    if several:
+        at = torch.from_numpy(places)
+        for target, parts in zip(whole, zip(*several, strict=True), strict=True):
+            target[at] = torch.cat(parts)
+        whole.weights_version = several[0].weights_version
+    return whole
+
+
+# -- drawing ------------------------------------------------------------------------------------
+
+
+def launch_draws(
+    several: Sequence[PopulationDraw],
+    rows: Tensor,
+    places: Sequence[np.ndarray | None],
+    graphs: DrawGraphs,
+) -> tuple[Tensor, Leaving]:
+    """Return the draws of all populations in order, and their copy on its way to the host.
+
+    One launch draws all of them if a graph can; both results are then valid until the next launch.
+    Sequence ``i`` of population ``k`` draws from row ``places[k][i]``, or from row ``i``.
+    """
+    if all(each.temperature == 1.0 for each in several):
+        inputs = [
+            DrawInputs(each.seeds, each.masks, at) for each, at in zip(several, places, strict=True)
+        ]
+        if (found := graphs.launch(rows, inputs)) is not None:
+            return found
+    kinds: dict[tuple[bool, bool], list[int]] = {}
+    for number, each in enumerate(several):
+        kinds.setdefault((each.masks is None, each.temperature == 1.0), []).append(number)
+    parts: dict[int, Tensor] = {}
+    for (_, is_plain), numbers in kinds.items():
+        alike = [several[number] for number in numbers]
+        sizes = [len(each) for each in alike]
+        masks = [each.masks for each in alike if each.masks is not None]
+        pairs = zip(sizes, [places[number] for number in numbers], strict=True)
+        at = [np.arange(size) if there is None else there for size, there in pairs]
+        draws = draw_from_rows(
+            rows,
+            _one([each.seeds for each in alike], np.concatenate),
+            _one(masks, np.concatenate) if masks else None,
+            None if is_plain else np.repeat([each.temperature for each in alike], sizes),
+            _one(at, np.concatenate),
+        )
+        parts |= zip(numbers, torch.split(draws, sizes), strict=True)
+    whole = _one([parts[number] for number in range(len(several))], torch.cat)
+    return whole, Leaving(whole)
+
+
+def draw_from_rows(
+    rows: Sequence[Tensor] | Tensor,
+    seeds: np.ndarray,
+    masks: np.ndarray | None,
+    heats: np.ndarray | None,
+    places: np.ndarray | None = None,
+) -> Tensor:
+    """Return one draw per seed as ``draw_tokens`` does, without waiting for the device.
+
+    All inputs are on their way before the rows are read, which may still be in computation.
+
+    Args:
+        rows: on one device, each ``[vocab_size]``.
+        seeds: uint64 ``[n]``.
+        masks: packed, uint8 ``[n, size]``.
+        heats: the temperatures, float64 ``[n]``; ``None`` is 1 for all.
+        places: int64 ``[n]``: draw ``i`` is from row ``places[i]``; by default from row ``i``.
+    """
+    device, heat, at = rows[0].device, None, None
+    numbers, mask = _moved_inputs(seeded_uniforms(seeds), masks, device)
+    if heats is not None:
+        heat = moved(torch.from_numpy(heats.reshape(-1, 1)), device)
+    if places is not None:
+        # A GPU reads rows by their places, and compiles for their alignment. A CPU copies no rows that
+        # lie side by side.
+        if (device.type == "cpu" or places[0] == 0) and (np.diff(places) == 1).all():
+            rows = rows[places[0] : places[-1] + 1]
+        else:
+            at = moved(torch.from_numpy(places), device)
+    size, parts = rows_at_once(rows[0]), list[Tensor]()
+    for start in range(0, len(numbers), size):
+        part = slice(start, start + size)
+        batch = rows if at is not None else rows[part]
+        bits, hot, there = [None if x is None else x[part] for x in (mask, heat, at)]
+        batch = batch if isinstance(batch, Tensor) else together(batch)
+        parts.append(draw_tokens(batch, numbers[part], mask=bits, heat=hot, places=there))
+    return _one(parts, torch.cat)
+
+
+def _one(parts: list[T], joined: Callable[[list[T]], T]) -> T:
+    """Return parts as one, without a copy if there is only one."""
+    return parts[0] if len(parts) == 1 else joined(parts)
+
+
+def _moved_inputs(
+    uniforms: Tensor, masks: np.ndarray | None, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    """Return random numbers, float64 ``[n, 2]``, and masks on the device: by one copy, without
+    synchronization."""
+    if masks is None:
+        return moved(uniforms, device), None
+    if device.type == "cpu" and masks.flags.writeable:  # torch warns of others
+        return uniforms, torch.from_numpy(masks)
+    count, first = len(uniforms), uniforms.nbytes
+    both = torch.empty(first + masks.size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    both[:first] = uniforms.view(torch.uint8).reshape(-1)
+    packed = both[first:].view(masks.shape)
+    copy_masks(packed, masks)
+    both = both.to(device, non_blocking=True)
+    return both[:first].view(torch.float64).view(count, 2), both[first:].view(masks.shape)

@@ -1,9 +1,9 @@
-"""Which tokens may be drawn, in every form in which callers give it -> one bit a token.
+"""Converts masks, the sets of allowed tokens, from every form that callers use to one bit per token.
 
 Rules:
-    An array's dtype says what it is: bool is a mask, int32 a packed one, int64 holds token ids. Any
-    other is refused, since its numbers could be flags as well as ids.
-    A sequence or set holds token ids. Zeros and ones that repeat are flags, and refused.
+    An array's dtype decides its form: bool is a mask, int32 a packed mask, int64 holds token ids. Other
+    dtypes are refused, because their numbers could be flags or ids.
+    A sequence or set holds token ids. Repeated zeros and ones are flags, and refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from genrt.errors import InvalidRequest
-from genrt.questions.token_ids import Table, TokenIds, host_array, id_words
+from genrt.questions.contexts import Table, TokenIds, host_array, id_words
 
 __all__ = ["Mask", "Masks", "check_masks", "packed_mask", "packed_masks"]
 
@@ -33,7 +33,7 @@ def packed_mask(mask: Mask, vocab_size: int) -> bytes:
     """Return a mask as ``draws.DrawToken`` has it; the same for every form of the same mask.
 
     Raises:
-        InvalidRequest: it is none of the forms, of another length, or could mean two things.
+        InvalidRequest: another form or length, or an ambiguous form.
     """
     words = -(-vocab_size // 32)
     if not isinstance(mask, torch.Tensor | np.ndarray):
@@ -62,9 +62,9 @@ def packed_mask(mask: Mask, vocab_size: int) -> bytes:
 def packed_masks(
     masks: Masks | None, count: int, vocab_size: int, *, copies: bool = False
 ) -> np.ndarray | None:
-    """Return a mask for each of ``count`` contexts, each as ``packed_mask`` has it: uint8 ``[count,
-    size]``, rows of equal masks perhaps in one place; ``None`` if all of them are ``None``. Of a packed
-    matrix it is a view, unless it ``copies``.
+    """Return a packed mask for each of ``count`` contexts: uint8 ``[count, size]``; ``None`` if every
+    mask is ``None``. Equal masks may share memory. A packed matrix gives a view, unless ``copies`` is
+    true.
 
     Raises:
         InvalidRequest: as ``packed_mask`` and ``check_masks``.
@@ -89,7 +89,7 @@ def packed_masks(
 
 
 def _packed_table(table: np.ndarray, vocab_size: int, copies: bool) -> np.ndarray | None:
-    """Return the rows of a table packed, if they are masks of a type that is."""
+    """Return the rows of a bool or packed table, packed; ``None`` for other tables."""
     words = -(-vocab_size // 32)
     if table.dtype == np.bool_ and table.shape[1] == vocab_size:
         packed = np.packbits(table, axis=1, bitorder="little")
@@ -106,10 +106,10 @@ def _packed_table(table: np.ndarray, vocab_size: int, copies: bool) -> np.ndarra
 
 
 def check_masks(masks: Masks | None, count: int) -> Sequence[Mask | None]:
-    """Return a mask or ``None`` for each of ``count`` contexts; each is checked on its own.
+    """Return a mask or ``None`` for each of ``count`` contexts, without a check of each mask.
 
     Raises:
-        InvalidRequest: these are no masks in a sequence, or not as many.
+        InvalidRequest: not a sequence of ``count`` masks.
     """
     if masks is None:
         return [None] * count
@@ -136,7 +136,7 @@ _SWAPPED_INT64 = np.dtype(np.int64).newbyteorder()
 
 
 def _ids(mask: Sequence[int] | Set[int], vocab_size: int) -> Sequence[int]:
-    """Return what is to be read as token ids. Raises InvalidRequest for bools."""
+    """Return a mask's token ids. Raises InvalidRequest for bools and constraints."""
     if hasattr(mask, "start") and not isinstance(mask, range):
         raise InvalidRequest(
             "mask is a constraint: give the mask of a state, at first constraint.start().mask()"
@@ -170,7 +170,7 @@ def _bits_of_ids(token_ids: TokenIds, vocab_size: int) -> np.ndarray:
 
 
 def _are_flags(words: array.array[int]) -> bool:
-    """Tell whether these numbers are 0 or 1 for each token rather than token ids."""
+    """Return whether these numbers are flags, 0 or 1, rather than token ids."""
     return len(words) > 0 and max(words) <= 1 and len(set(words)) < len(words)
 
 

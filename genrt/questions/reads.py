@@ -1,71 +1,76 @@
-"""Reads from rows that stay on the device: the request, and what each kind of read provides.
+"""Reads of rows that stay on the device: their entries, their likeliest tokens, or a copy on the host.
 
-A kind is a file beside this one, with a frozen value that is a ``Wanted``, a function that makes the
-request from what a caller gives, and a method that answers all reads of that kind in a step.
+A kind of read is a frozen ``Wanted`` value, a function that makes its request, and a method that answers
+all reads of the kind in a step. ``draws.py`` has one more kind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
 
-from genrt.questions.contexts import Adapter, abbreviated
-from genrt.questions.rows import LogprobsRequest
-from genrt.tokens.rows import together
-from genrt.tokens.sampling import rows_at_once
+from genrt.errors import InvalidRequest
+from genrt.numbers import check_float, check_int
+from genrt.questions.contexts import Adapter, Limits, TokenIds, abbreviated
+from genrt.questions.request import Request
+from genrt.questions.rows import LogprobsRequest, moved_rows, row_request
+from genrt.tokens.rows import apart, entries_of, together
+from genrt.tokens.sampling import TopLogprobs, rows_at_once, truncate
 
 __all__ = [
     "Answering",
+    "Candidates",
+    "HostRow",
+    "KeptContext",
+    "Prefix",
+    "PrefixOptions",
     "Read",
     "ReadRequest",
+    "TopTokens",
     "Wanted",
-    "moved",
+    "WarmUpOptions",
+    "candidates_request",
+    "checked_temperature",
+    "host_row",
     "parts_of",
+    "prefix_request",
     "rows_of",
+    "top_request",
     "wanted_of",
 ]
 
 
-class Wanted(Protocol):
-    """The frozen value that says what is read from a row. The methods here are what most kinds do."""
+class Wanted:
+    """What to read from a row: a frozen dataclass derives from this class."""
 
     __slots__ = ()
 
     computes: ClassVar[bool] = False
-    """Whether the engine is to compute the context even if its row is known."""
+    """Whether the engine computes the context even if its row is known."""
 
     @property
     def nbytes(self) -> int:
-        """The memory that this takes beside the context, where it is much."""
+        """The memory that this takes beside the context, if it is large."""
         return 0
 
     @property
     def group(self) -> Hashable:
-        """The same value for reads that are answered together."""
-        return type(self)
+        """Equal for reads that are answered together."""
+        return (type(self),)
 
     @staticmethod
     def answer(reads: Sequence[Read], engine: Answering) -> Iterable[object]:
-        """Return the results of one group of reads, in their order. What is raised fails the group."""
-        ...
+        """Return the results of one group of reads, in order. An error fails the whole group."""
+        raise NotImplementedError
 
     def owned(self, result: Any) -> object:
-        """Return a result for one caller alone. A result that is a tensor does not come here:
-        ``waiters.py`` copies those of all callers at once."""
+        """Return a result that one caller may change. Tensors do not come here: ``waiters.py`` copies
+        those of all callers at once."""
         return result
-
-    def is_answer(self, row: Tensor, result: object, *, tolerance: float = 0.0) -> bool:
-        """Return whether a result is right, given the row: by arithmetic of its own."""
-        ...
-
-    @classmethod
-    def examples(cls, vocab_size: int, generator: torch.Generator) -> list[Self]:
-        """Return a few to test engines with."""
-        ...
 
 
 class Answering(Protocol):
@@ -80,53 +85,47 @@ class Answering(Protocol):
         ...
 
     def keep_context(self, read: Read) -> None:
-        """Have the engine keep what it has computed of a read's context."""
+        """Make the engine keep the computed context of a read."""
         ...
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class ReadRequest:
-    """A read from a row that stays on the device. An engine never sees one: ``answers.py`` asks it for
-    the row, once for all reads from it, and answers from that."""
+class ReadRequest(Request):
+    """A read of a row that stays on the device.
+
+    Engines do not see it: ``answers.py`` requests the row once for all reads of it, and answers them.
+    """
 
     row: LogprobsRequest
     wanted: Wanted
     _hash: int = field(init=False, compare=False)
-    weight: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_hash", hash((self.row, self.wanted)))
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The context."""
         return self.row.token_ids
 
     @property
     def adapter(self) -> Adapter | None:
-        """The adapter that the row is computed with."""
         return self.row.adapter
 
     @property
     def weights_version(self) -> int:
-        """The version of the weights that the row is computed with."""
         return self.row.weights_version
 
     @property
     def nbytes(self) -> int:
-        """The memory that the context takes, and what is wanted."""
         return self.row.nbytes + self.wanted.nbytes
 
     def bound_to(self, adapter: Adapter | None) -> ReadRequest:
-        """Return the same question to another adapter."""
         return ReadRequest(self.row.bound_to(adapter), self.wanted)
 
     def of_weights(self, version: int) -> ReadRequest:
-        """Return the same question to this version of the weights."""
         return ReadRequest(self.row.of_weights(version), self.wanted)
 
     def owned(self, result: object) -> object:
-        """Return a result for one caller alone; tensors are copied before, all at once."""
         return self.wanted.owned(result)
 
     def __hash__(self) -> int:
@@ -138,14 +137,14 @@ class ReadRequest:
 
 
 class Read(NamedTuple):
-    """One thing to read, and the row ``[vocab_size]`` to read it from, which others may share."""
+    """One read, and its row ``[vocab_size]``, which other reads may share."""
 
     request: ReadRequest
     row: Tensor
 
 
 def wanted_of(reads: Sequence[Read]) -> list[Any]:
-    """Return what is wanted by reads of one kind."""
+    """Return the wanted values of reads of one kind."""
     return [read.request.wanted for read in reads]
 
 
@@ -157,12 +156,174 @@ def parts_of(reads: Sequence[Read]) -> Iterator[Sequence[Read]]:
 
 
 def rows_of(reads: Sequence[Read]) -> Tensor:
-    """Return the rows of reads, ``[n, vocab_size]``, not to be written to."""
+    """Return the rows of reads, ``[n, vocab_size]``; do not write to them."""
     return together([read.row for read in reads])
 
 
-def moved(numbers: Tensor, device: torch.device) -> Tensor:
-    """Move numbers of the host to the device, without synchronizing with it."""
-    if device.type == "cpu":
-        return numbers
-    return numbers.pin_memory().to(device, non_blocking=True)
+# -- entries ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates(Wanted):
+    """The log-probabilities of these tokens, after the row is divided by the temperature and normalized
+    again. The answer is a tensor on the host."""
+
+    token_ids: tuple[int, ...]
+    temperature: float = 1.0
+
+    @property
+    def group(self) -> tuple[type, bool]:
+        """At temperature 1, entries are read without the rest of their row."""
+        return type(self), self.temperature == 1.0
+
+    @staticmethod
+    def answer(reads: Sequence[Read], engine: Answering) -> Iterator[Tensor]:
+        """Yield the entries, read from all rows together."""
+        wanted: list[Candidates] = wanted_of(reads)
+        if wanted[0].temperature == 1.0:
+            found = [entries_of([read.row for read in reads], [each.token_ids for each in wanted])]
+        else:
+            found = []
+            for part in parts_of(reads):
+                several: list[Candidates] = wanted_of(part)
+                heat = torch.tensor([each.temperature for each in several], dtype=torch.float64)
+                rows = truncate(rows_of(part), temperature=heat).unbind()
+                found.append(entries_of(rows, [each.token_ids for each in several]))
+        whole = torch.cat(found).cpu()
+        for each in torch.split(whole, [len(each.token_ids) for each in wanted]):
+            yield each.clone()
+
+
+def candidates_request(
+    limits: Limits,
+    token_ids: TokenIds,
+    candidates: TokenIds,
+    adapter: Adapter | None,
+    temperature: float = 1.0,
+) -> ReadRequest:
+    """Return the request for entries of a row. Raises InvalidRequest for bad token ids, candidates or
+    temperature, ContextTooLong for too many."""
+    ids = limits.token_ids(candidates, allow_empty=True, name="candidates")
+    wanted = Candidates(ids, checked_temperature(temperature))
+    return ReadRequest(row_request(limits, token_ids, adapter), wanted)
+
+
+def checked_temperature(temperature: Any) -> float:
+    """Return a temperature. Raises InvalidRequest unless it is a finite number above 0."""
+    number = check_float("temperature", temperature)
+    if number <= 0:
+        raise InvalidRequest(f"temperature is {number:g}: give a positive number")
+    return number
+
+
+# -- likeliest tokens ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TopTokens(Wanted):
+    """The ``k`` likeliest tokens, ``1 .. vocab_size``, as a ``TopLogprobs``."""
+
+    k: int
+
+    @staticmethod
+    def answer(reads: Sequence[Read], engine: Answering) -> Iterator[TopLogprobs]:
+        """Yield each read's share of the longest list. Lower ids come first among equally likely tokens,
+        so a share does not depend on the list."""
+        for part in parts_of(reads):
+            rows = rows_of(part)
+            wanted: list[TopTokens] = wanted_of(part)
+            # Sort by the bits of the float, as an integer with the same order, then by the token id.
+            bits = rows.view(torch.int32)
+            order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long() * 2**32
+            order += torch.arange(2**32 - 1, 2**32 - 1 - rows.shape[-1], -1, device=rows.device)
+            keys = order.topk(max(each.k for each in wanted), dim=-1).values
+            token_ids = 2**32 - 1 - (keys & (2**32 - 1))
+            logprobs = rows.gather(-1, token_ids)
+            for each, ids, values in zip(wanted, token_ids.cpu(), logprobs.cpu(), strict=True):
+                yield TopLogprobs(ids[: each.k].clone(), values[: each.k].clone())
+
+    def owned(self, result: TopLogprobs) -> TopLogprobs:
+        return TopLogprobs(*apart(result))
+
+
+def top_request(
+    limits: Limits, token_ids: TokenIds, k: int, adapter: Adapter | None
+) -> ReadRequest:
+    """Return the request for the likeliest tokens. Raises InvalidRequest for bad token ids or ``k``,
+    ContextTooLong for too many."""
+    k = check_int("k", k, 1, limits.vocab_size)
+    return ReadRequest(row_request(limits, token_ids, adapter), TopTokens(k))
+
+
+# -- copies on the host -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class HostRow(Wanted):
+    """The whole row in the host's memory. The answer is a tensor ``[vocab_size]``."""
+
+    @staticmethod
+    def answer(reads: Sequence[Read], engine: Answering) -> Iterator[Tensor]:
+        """Yield the rows as views of one block, pinned if they come from a GPU; copy a row to keep it.
+        The rows are also put into the cache."""
+        block = moved_rows([read.row for read in reads])
+        for read in reads:
+            engine.keep(read)
+        yield from block
+
+
+def host_row(row: LogprobsRequest) -> ReadRequest:
+    """Return the request for a row on the host."""
+    return ReadRequest(row, HostRow())
+
+
+# -- prefixes -----------------------------------------------------------------------------------
+
+
+Prefix: TypeAlias = str | TokenIds | Sequence[Mapping[str, Any]]
+"""The beginning of many questions: a text, token ids, or the first messages of a conversation."""
+
+
+class PrefixOptions(TypedDict, total=False):
+    """The options that belong to a prefix.
+
+    Attributes:
+        adapter: the name of the adapter to ask; by default the base model.
+        tools: for a conversation: the tools that the model may call, as in ``AsyncLM.chat``.
+        chat_template_kwargs: for a conversation: other options of its template.
+    """
+
+    adapter: str | None
+    tools: Sequence[Any] | None
+    chat_template_kwargs: Mapping[str, Any] | None
+
+
+class WarmUpOptions(PrefixOptions, total=False):
+    """The options of ``AsyncLM.warm_up``: those of ``PrefixOptions`` and of every question.
+
+    Attributes:
+        timeout: the seconds until TimedOut is raised. After a timeout or a cancellation during the last
+            step of the computation, the prefix may still be kept.
+    """
+
+    timeout: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class KeptContext(Wanted):
+    """Compute the context and keep it. The answer is ``True``."""
+
+    computes: ClassVar[bool] = True
+
+    @staticmethod
+    def answer(reads: Sequence[Read], engine: Answering) -> Iterator[bool]:
+        """Make the engine keep the contexts, and the cache their rows, which are likely to be read."""
+        for read in reads:
+            engine.keep(read)
+            engine.keep_context(read)
+            yield True
+
+
+def prefix_request(limits: Limits, token_ids: TokenIds, adapter: Adapter | None) -> ReadRequest:
+    """Return the request to compute and keep a context; raises as ``row_request``."""
+    return ReadRequest(row_request(limits, token_ids, adapter), KeptContext())

@@ -1,44 +1,67 @@
-"""One question to the model, of any kind.
+"""The base of all requests: one question to the model, of any kind.
 
-A request is a frozen value and holds the whole question, so that equal requests have equal answers:
-it is the key by which questions are deduplicated, rows are cached and results come back.
-
-Its ``weight`` is what it counts as wherever requests are counted or bounded: 1, and for a population the
-number of its sequences.
+A request is a frozen value that holds the whole question, so equal requests have equal answers. It is the
+key for deduplicating questions, caching rows and matching results.
 """
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast
 
-from genrt.questions.completions import CompletionRequest, Delta, SampleRequest
-from genrt.questions.native import NativeRequest
-from genrt.questions.population_draws import PopulationDraw
-from genrt.questions.programs import ProgramRequest
-from genrt.questions.reads import ReadRequest
-from genrt.questions.rows import LogprobsRequest
-from genrt.questions.scores import ScoreRequest
+from genrt.questions.contexts import TOKEN_BYTES, Adapter
 
-__all__ = ["Request", "Result", "Streamed", "Told"]
-
-Request: TypeAlias = (
-    LogprobsRequest
-    | SampleRequest
-    | CompletionRequest
-    | NativeRequest
-    | ScoreRequest
-    | ReadRequest
-    | PopulationDraw
-    | ProgramRequest
-)
-"""One question to the model. An engine computes rows, samples and texts, and scores if it is ``Scoring``;
-what is read from rows is answered beside it, and replicas run programs."""
+__all__ = ["Request", "Result"]
 
 Result: TypeAlias = Any
-"""What answers a request; the kinds say of what type."""
+"""The answer to a request; each kind documents its type."""
 
-Streamed: TypeAlias = CompletionRequest | NativeRequest
-"""A text of which an engine can tell while it draws it."""
 
-Told: TypeAlias = Delta | tuple[Any, ...]
-"""What an engine tells of a text, or of a native one."""
+class Request:
+    """A frozen dataclass derives from this class and adds the parameters of its kind.
+
+    An engine computes rows, samples and texts, and scores if it is ``Scoring``. Reads are answered from
+    rows beside the engine, and replicas run programs.
+    """
+
+    __slots__ = ()
+
+    if (
+        TYPE_CHECKING
+    ):  # at run time, a dataclass would take these properties for its fields' defaults
+
+        @property
+        def token_ids(self) -> tuple[int, ...]:
+            """The context."""
+
+        @property
+        def adapter(self) -> Adapter | None:
+            """The adapter to compute with; ``None`` is the base model."""
+
+        @property
+        def weights_version(self) -> int:
+            """The version of the model's weights; 0 until the batcher has the request."""
+
+        @property
+        def weight(self) -> int:
+            """The number of questions that it counts as: 1, or the number of a population's sequences."""
+
+    else:
+        weight = 1
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of the context, packed."""
+        return len(self.token_ids) * TOKEN_BYTES
+
+    def bound_to(self, adapter: Adapter | None) -> Self:
+        """Return the same question to another adapter."""
+        return cast("Self", replace(cast("Any", self), adapter=adapter))
+
+    def of_weights(self, version: int) -> Self:
+        """Return the same question to this version of the weights."""
+        return cast("Self", replace(cast("Any", self), weights_version=version))
+
+    def owned(self, result: Result) -> Result:
+        """Return a result that one caller may change. ``waiters.py`` has copied tensors already."""
+        return result

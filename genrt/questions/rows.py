@@ -1,4 +1,4 @@
-"""Rows: the log-probabilities of every next token, on the device."""
+"""Rows: the log-probabilities of every next token, on the device or moved to the host."""
 
 from __future__ import annotations
 
@@ -6,44 +6,47 @@ import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from genrt.errors import ContextTooLong, InvalidRequest, NotFinite
-from genrt.questions.contexts import TOKEN_BYTES, Adapter, Limits, abbreviated
-from genrt.questions.token_ids import TokenIds, id_words
+from genrt.numbers import named
+from genrt.questions.contexts import TOKEN_BYTES, Adapter, Limits, TokenIds, abbreviated, id_words
+from genrt.questions.request import Request
+from genrt.tokens.rows import together
+from genrt.tokens.sampling import rows_at_once
 
 __all__ = [
+    "Device",
     "LogprobsRequest",
     "check_length",
-    "is_row",
+    "move_rows",
+    "moved_rows",
+    "must_move",
     "not_finite",
-    "packed_row_request",
     "row_request",
 ]
 
+Device: TypeAlias = str | torch.device
+"""A device or its name, as torch takes it."""
+
 
 @dataclass(frozen=True, slots=True, repr=False, init=False)
-class LogprobsRequest:
-    """The row after ``token_ids``: log-probabilities over the vocabulary, float32, normalised.
-
-    Its answer is a tensor ``[vocab_size]`` on the engine's device.
+class LogprobsRequest(Request):
+    """The row after ``token_ids``: normalized log-probabilities, float32 ``[vocab_size]`` on the engine's
+    device.
 
     Attributes:
-        packed: the token ids as unsigned 32-bit numbers in this machine's byte order, ``TOKEN_BYTES``
-            each. Contexts are long and are compared all the time: bytes are hashed and compared at the
-            speed of memory, whatever number objects they were made of.
-        weights_version: the version of the model's weights; so for every kind of request. It is 0 until
-            the batcher has the question.
+        packed: the token ids as unsigned 32-bit words in this machine's byte order. Bytes are hashed and
+            compared at the speed of memory.
     """
 
     packed: bytes
     adapter: Adapter | None = None
     weights_version: int = 0
     _hash: int = field(init=False, compare=False)
-    weight: ClassVar[int] = 1
 
     def __init__(
         self,
@@ -55,7 +58,7 @@ class LogprobsRequest:
     ) -> None:
         if packed is None:
             packed = (token_ids if type(token_ids) is array else _words(token_ids)).tobytes()
-        # One is made for every question: what a frozen dataclass would do costs half as much again.
+        # Every question makes one, and a frozen dataclass's own way takes 1.5 times as long.
         _set_packed(self, packed)
         _set_adapter(self, adapter)
         _set_version(self, weights_version)
@@ -73,22 +76,10 @@ class LogprobsRequest:
 
     @property
     def nbytes(self) -> int:
-        """The memory that the context takes."""
         return len(self.packed)
 
-    def bound_to(self, adapter: Adapter | None) -> LogprobsRequest:
-        """Return the same question to another adapter."""
-        return LogprobsRequest(
-            packed=self.packed, adapter=adapter, weights_version=self.weights_version
-        )
-
     def of_weights(self, version: int) -> LogprobsRequest:
-        """Return the same question to this version of the weights."""
         return LogprobsRequest(packed=self.packed, adapter=self.adapter, weights_version=version)
-
-    def owned(self, result: object) -> object:
-        """Return a result for one caller alone; tensors are copied before, all at once."""
-        return result
 
     def __len__(self) -> int:
         return len(self.packed) // TOKEN_BYTES
@@ -116,12 +107,7 @@ _set_packed, _set_adapter, _set_version, _set_hash = (
 def row_request(limits: Limits, token_ids: TokenIds, adapter: Adapter | None) -> LogprobsRequest:
     """Return the request for a row. Raises InvalidRequest for bad token ids, ContextTooLong for too
     many."""
-    return packed_row_request(limits, id_words(token_ids, limits.vocab_size).tobytes(), adapter)
-
-
-def packed_row_request(limits: Limits, packed: bytes, adapter: Adapter | None) -> LogprobsRequest:
-    """Return the request for a row after token ids that are checked. Raises ContextTooLong for too
-    many."""
+    packed = id_words(token_ids, limits.vocab_size).tobytes()
     check_length(limits, len(packed) // TOKEN_BYTES)
     return LogprobsRequest(packed=packed, adapter=adapter)
 
@@ -136,16 +122,54 @@ def check_length(limits: Limits, count: int) -> None:
 
 
 def not_finite() -> NotFinite:
-    """Return the error for a row that is no distribution."""
+    """Return the error for a row that is not a distribution."""
     return NotFinite(
         "the model's logits for this context are NaN, +inf or all -inf: check the weights and dtype"
     )
 
 
-def is_row(row: Tensor, result: object, *, tolerance: float = 0.0) -> bool:
-    """Return whether a result is this row: float32, of the same length, with the same entries."""
-    if not isinstance(result, Tensor) or result.dtype != torch.float32:
+def moved_rows(rows: Sequence[Tensor]) -> Tensor:
+    """Return a copy of rows in one block of the host's memory, pinned if they come from a GPU."""
+    first = rows[0]
+    block = torch.empty(len(rows), len(first), dtype=first.dtype, pin_memory=first.is_cuda)
+    move_rows(rows, block)
+    return block
+
+
+def move_rows(rows: Sequence[Tensor], block: Tensor) -> None:
+    """Copy rows to a block ``[n, vocab_size]`` of the host's memory, and wait until they are there."""
+    first, size = rows[0], rows_at_once(rows[0])
+    for start, places in enumerate(torch.split(block, size)):
+        part = rows[start * size :][:size]
+        try:
+            places.copy_(together(part), non_blocking=True)
+        except torch.OutOfMemoryError:  # there is no memory to gather scattered rows
+            for place, row in zip(places, part, strict=True):
+                place.copy_(row, non_blocking=True)
+    if first.is_cuda:
+        torch.cuda.current_stream(first.device).synchronize()
+
+
+def must_move(device: Device | None, own: torch.device) -> bool:
+    """Return whether rows on device ``own`` must be moved to the host to be on ``device``.
+
+    Raises:
+        InvalidRequest: ``device`` is neither the rows' device nor the host.
+    """
+    if device is None:
         return False
-    if result.shape != row.shape:
+    advice = f"device is {named(device)}: give " + " or ".join(
+        dict.fromkeys([repr(str(own)), "'cpu'"])
+    )
+    given: object = device
+    if not isinstance(given, str | int | torch.device):  # torch's own error would show the value
+        raise InvalidRequest(advice)
+    try:
+        wanted = torch.device(given)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise InvalidRequest(advice) from error
+    if wanted.type == own.type and wanted.index in (None, own.index):
         return False
-    return torch.allclose(row.to(result.device), result, rtol=0.0, atol=tolerance)
+    if wanted.type != "cpu":
+        raise InvalidRequest(f"device is {device!r}: rows are on {own}; give 'cpu' to move them")
+    return True

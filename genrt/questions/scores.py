@@ -1,5 +1,4 @@
-"""Scores: the log-probabilities of a continuation's tokens, each given those before it; and all the rows
-before them."""
+"""Scores: the conditional log-probabilities of a continuation's tokens, and the rows before them."""
 
 from __future__ import annotations
 
@@ -8,25 +7,30 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, ClassVar, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from genrt.errors import InvalidRequest
 from genrt.numbers import check_int
-from genrt.questions.candidates import Candidates, checked_temperature
-from genrt.questions.contexts import TOKEN_BYTES, Adapter, Limits, abbreviated, check_contexts
-from genrt.questions.reads import ReadRequest
-from genrt.questions.rows import LogprobsRequest, check_length, is_row
-from genrt.questions.token_ids import TokenIds, id_words
-from genrt.questions.tops import TopTokens
+from genrt.questions.contexts import (
+    TOKEN_BYTES,
+    Adapter,
+    Limits,
+    TokenIds,
+    abbreviated,
+    check_contexts,
+    id_words,
+)
+from genrt.questions.reads import Candidates, ReadRequest, TopTokens, checked_temperature
+from genrt.questions.request import Request
+from genrt.questions.rows import LogprobsRequest, check_length
 from genrt.tokens.sampling import GREEDY_BELOW
 
 __all__ = [
     "ScoreRequest",
     "after_contexts",
-    "batch_score_requests",
     "entries",
     "greedy_joined",
     "greedy_requests",
@@ -38,26 +42,27 @@ __all__ = [
 ]
 
 Wanted: TypeAlias = Literal["logprobs", "greedy", "rows"]
-"""Wanted of a score's positions."""
+"""The answer of a score."""
 
 ENTRIES = 2**24
-"""How many entries the rows have, 4 bytes each, that are answered at a time unless the caller says."""
+"""The default number of entries, 4 bytes each, in the rows of one answer."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class ScoreRequest:
-    """The log-probabilities of a text's tokens from number ``start`` on, at least one of them.
+class ScoreRequest(Request):
+    """The log-probabilities of a text's tokens from position ``start`` on, at least one token.
 
-    Its answer is a float32 tensor, for ``n = len(token_ids) - start`` tokens: on the host ``[n]``, or
-    ``[2, n]`` with ``wanted="greedy"``, which also says by 1 and 0 which of them are the likeliest ones;
-    with ``wanted="rows"`` on the engine's device, ``[n, vocab_size]``, the rows before these tokens. The
-    log-probabilities are those of rows that are divided by ``temperature`` and normalised again. Only
-    an engine that is ``Scoring`` is given one: it computes the text once, and takes every position as it
-    comes by.
+    Rows are divided by ``temperature`` and normalized again. Only a ``Scoring`` engine takes this
+    request; it computes the text once. The answer is a float32 tensor for ``n = len(token_ids) - start``
+    tokens:
+
+    - ``wanted="logprobs"``: ``[n]`` on the host.
+    - ``wanted="greedy"``: ``[2, n]`` on the host; the second row is 1 where the token is the likeliest.
+    - ``wanted="rows"``: the rows before the tokens, ``[n, vocab_size]`` on the engine's device.
 
     Attributes:
-        packed: the text, context and continuation, packed as in ``LogprobsRequest``.
-        start: how many tokens of it are the context, at least one.
+        packed: context and continuation, packed as in ``LogprobsRequest``.
+        start: the number of tokens of the context, at least one.
     """
 
     packed: bytes
@@ -67,7 +72,6 @@ class ScoreRequest:
     wanted: Wanted = "logprobs"
     temperature: float = 1.0
     _hash: int = field(init=False, compare=False)
-    weight: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         own = self.packed, self.start, self.adapter, self.weights_version, self.wanted
@@ -87,7 +91,7 @@ class ScoreRequest:
 
     @property
     def computed(self) -> LogprobsRequest:
-        """The row after the longest context that the answer needs: all of the text but its last token."""
+        """The row after the longest context that the answer needs: the text without its last token."""
         return self._row(-TOKEN_BYTES)
 
     def _row(self, end: int) -> LogprobsRequest:
@@ -97,24 +101,8 @@ class ScoreRequest:
 
     @property
     def nbytes(self) -> int:
-        """The memory that the text takes."""
+        """The memory of the text."""
         return len(self.packed)
-
-    def bound_to(self, adapter: Adapter | None) -> ScoreRequest:
-        """Return the same question to another adapter."""
-        return replace(self, adapter=adapter)
-
-    def of_weights(self, version: int) -> ScoreRequest:
-        """Return the same question to this version of the weights."""
-        return replace(self, weights_version=version)
-
-    def owned(self, result: object) -> object:
-        """Return a result for one caller alone; tensors are copied before, all at once."""
-        return result
-
-    def is_answer(self, rows: Sequence[Tensor], result: object, *, tolerance: float = 0.0) -> bool:
-        """Return whether this is the answer, given the row before each token."""
-        return is_row(self.answer(rows), result, tolerance=tolerance)
 
     def answer(self, rows: Sequence[Tensor]) -> Tensor:
         """Return the answer, given the row before each token."""
@@ -139,14 +127,16 @@ class ScoreRequest:
 
 
 def entries(rows: Tensor, targets: Tensor, wanted: Wanted, heats: Tensor | None = None) -> Tensor:
-    """Return what is wanted of rows ``[n, vocab_size]``, whose tokens are the targets, int64 ``[n]``.
-    With temperatures, float64 ``[n]``, the rows are overwritten: no other matrix of their size is made.
-    Below ``GREEDY_BELOW`` the law is greedy, as ``truncate`` and draws have it."""
+    """Return the scores of targets, int64 ``[n]``, in rows ``[n, vocab_size]``.
+
+    With temperatures, float64 ``[n]``, the rows are overwritten, to save memory. Below ``GREEDY_BELOW``
+    the distribution is greedy, as in ``truncate``.
+    """
     likeliest = None if heats is None and wanted != "greedy" else rows.argmax(-1) == targets
     if heats is None:
         found = rows.gather(1, targets[:, None])[:, 0]
     else:
-        # The likeliest token is moved to 0 first, so that no temperature, however small, overflows.
+        # Move the likeliest token to 0 first, so that no temperature, however small, overflows.
         is_greedy = heats < GREEDY_BELOW
         divisors = heats.masked_fill(is_greedy, 1.0).clamp(max=torch.finfo(rows.dtype).max)
         rows = rows.sub_(rows.amax(dim=-1, keepdim=True)).div_(divisors.to(rows.dtype)[:, None])
@@ -167,13 +157,14 @@ def after_contexts(
     in_one: bool,
     temperature: float = 1.0,
 ) -> list[list[ReadRequest | ScoreRequest]]:
-    """Return the requests whose results, ``joined``, are the score of each continuation after its
-    context, packed and checked: one request for all tokens of one with ``in_one``, otherwise a read for
-    each, from the row after what comes before it. A single token is read too: its row may be there, and
-    others read from it.
+    """Return, for each continuation, the requests whose ``joined`` results are its score.
+
+    The contexts are packed and checked. With ``in_one``, a continuation of several tokens is one request.
+    Otherwise each token is a read of the row before it. A single token is always a read, because the row
+    may be cached, or shared with other reads.
 
     Raises:
-        InvalidRequest: bad token ids in a continuation, not as many continuations as contexts, or a
+        InvalidRequest: bad token ids in a continuation, not one continuation per context, or a
             temperature that is not above 0.
         ContextTooLong: a context and its continuation, less the last token, are too long together.
     """
@@ -183,43 +174,41 @@ def after_contexts(
             f"{len(contexts)} contexts and {len(given)} continuations: give one for each"
         )
     heat = checked_temperature(temperature)
-    return [
-        _score(limits, context, after, adapter, in_one, heat)
-        for context, after in zip(contexts, given, strict=True)
-    ]
-
-
-def _score(
-    limits: Limits,
-    context: bytes,
-    continuation: TokenIds,
-    adapter: Adapter | None,
-    in_one: bool,
-    temperature: float = 1.0,
-) -> list[ReadRequest | ScoreRequest]:
-    name = "continuation"
-    after = id_words(continuation, limits.vocab_size, allow_empty=True, name=name)
-    start = len(context) // TOKEN_BYTES
-    check_length(limits, start + max(len(after) - 1, 0))
-    score = ScoreRequest(context + after.tobytes(), start, adapter, temperature=temperature)
-    if in_one and len(after) > 1:
-        return [score]
-    pairs = zip(score.rows, after, strict=True)
-    return [ReadRequest(row, Candidates((each,), temperature)) for row, each in pairs]
+    found: list[list[ReadRequest | ScoreRequest]] = []
+    for context, continuation in zip(contexts, given, strict=True):
+        after = id_words(continuation, limits.vocab_size, allow_empty=True, name="continuation")
+        start = len(context) // TOKEN_BYTES
+        check_length(limits, start + max(len(after) - 1, 0))
+        score = ScoreRequest(context + after.tobytes(), start, adapter, temperature=heat)
+        if in_one and len(after) > 1:
+            found.append([score])
+        else:
+            pairs = zip(score.rows, after, strict=True)
+            found.append([ReadRequest(row, Candidates((each,), heat)) for row, each in pairs])
+    return found
 
 
 def score_requests(
     limits: Limits,
-    token_ids: TokenIds,
-    continuation: TokenIds,
+    contexts: Sequence[TokenIds],
+    continuations: Sequence[TokenIds],
     adapter: Adapter | None,
     *,
     in_one: bool,
-) -> list[ReadRequest | ScoreRequest]:
-    """Return the requests of one score, as ``after_contexts`` does; raise as that does, and for bad token
-    ids in the context."""
-    context = id_words(token_ids, limits.vocab_size).tobytes()
-    return _score(limits, context, continuation, adapter, in_one)
+) -> list[list[ReadRequest | ScoreRequest]]:
+    """Return the requests of ``after_contexts``; also raises InvalidRequest for bad contexts."""
+    packed = [id_words(each, limits.vocab_size).tobytes() for each in check_contexts(contexts)]
+    return after_contexts(limits, packed, continuations, adapter, in_one=in_one)
+
+
+def text_requests(
+    limits: Limits, token_ids: TokenIds, adapter: Adapter | None, *, in_one: bool
+) -> list[list[ReadRequest | ScoreRequest]]:
+    """Return the requests for the score of a text's tokens after its first; raises as
+    ``score_requests``."""
+    words = id_words(token_ids, limits.vocab_size)
+    own = [words[:1].tobytes()], [words[1:].tolist()], adapter
+    return after_contexts(limits, *own, in_one=in_one)
 
 
 def text_score_request(
@@ -230,11 +219,11 @@ def text_score_request(
     wanted: str,
     temperature: float,
 ) -> ScoreRequest:
-    """Return the request for the score of a text's tokens from number ``start`` on, of log-probabilities
-    with the likeliest ones (``"greedy"``) or without (``"logprobs"``).
+    """Return the request for the score of a text's tokens from position ``start`` on; ``wanted`` is
+    ``"logprobs"`` or ``"greedy"``.
 
     Raises:
-        InvalidRequest: bad token ids, or another argument that fits nothing; ContextTooLong.
+        InvalidRequest: bad token ids, or another argument out of range; ContextTooLong.
     """
     words = id_words(token_ids, limits.vocab_size)
     check_length(limits, len(words) - 1)
@@ -246,28 +235,6 @@ def text_score_request(
     return ScoreRequest(words.tobytes(), start, adapter, wanted=wants, temperature=heat)
 
 
-def batch_score_requests(
-    limits: Limits,
-    contexts: Sequence[TokenIds],
-    continuations: Sequence[TokenIds],
-    adapter: Adapter | None,
-    *,
-    in_one: bool,
-) -> list[list[ReadRequest | ScoreRequest]]:
-    """Return what ``after_contexts`` does; raise as that does, and InvalidRequest for bad contexts."""
-    given = check_contexts(contexts)
-    packed = [id_words(each, limits.vocab_size).tobytes() for each in given]
-    return after_contexts(limits, packed, continuations, adapter, in_one=in_one)
-
-
-def text_requests(
-    limits: Limits, token_ids: TokenIds, adapter: Adapter | None, *, in_one: bool
-) -> list[ReadRequest | ScoreRequest]:
-    """Return the requests of a score of a text's tokens after its first; raise as ``score_requests``."""
-    words = id_words(token_ids, limits.vocab_size)
-    return _score(limits, words[:1].tobytes(), words[1:].tolist(), adapter, in_one)
-
-
 def greedy_requests(
     limits: Limits,
     token_ids: TokenIds,
@@ -276,18 +243,18 @@ def greedy_requests(
     *,
     in_one: bool,
 ) -> list[ReadRequest | ScoreRequest]:
-    """Return the requests of one score whose results, ``greedy_joined``, say too whether each token is
-    the likeliest; raise as ``score_requests``."""
-    own = limits, token_ids, continuation, adapter
-    requests = score_requests(*own, in_one=in_one)
+    """Return the requests of one score for ``greedy_joined``, which needs the likeliest tokens too;
+    raises as ``score_requests``."""
+    own = [token_ids], [continuation], adapter
+    [requests] = score_requests(limits, *own, in_one=in_one)
     scores = [replace(each, wanted="greedy") for each in requests if isinstance(each, ScoreRequest)]
     reads = [each for each in requests if isinstance(each, ReadRequest)]
     return [*scores, *reads, *(ReadRequest(each.row, TopTokens(1)) for each in reads)]
 
 
 def greedy_joined(results: Sequence[Any], continuation: Sequence[int]) -> tuple[float, bool]:
-    """Return the sum of the log-probabilities, and whether every token is the likeliest one, given the
-    results of ``greedy_requests``."""
+    """Return the sum of the log-probabilities, and whether every token is the likeliest, from the results
+    of ``greedy_requests``."""
     if len(results) == 1:
         logprobs, is_likeliest = results[0]
         return float(logprobs.double().sum()), bool(is_likeliest.all())
@@ -306,13 +273,15 @@ def row_chunks(
     *,
     in_one: bool,
 ) -> Iterator[list[LogprobsRequest] | list[ScoreRequest]]:
-    """Yield questions whose answers are the rows before a text's tokens from number ``start`` on, in
-    order, at most ``chunk`` each: one request for all rows of one with ``in_one``, otherwise a row each,
-    to be stacked. Each is made when it is wanted, as it holds its context: by default the contexts of
-    one question take no more memory than its rows may. Arguments are checked at the call.
+    """Yield requests for the rows before a text's tokens from position ``start`` on, ``chunk`` rows at a
+    time.
+
+    With ``in_one``, a chunk is one request. Otherwise it is one request per row, to be stacked. A chunk
+    is created when it is needed, because it holds its contexts; by default these take no more memory than
+    its rows may. Arguments are checked at the call.
 
     Raises:
-        InvalidRequest: bad token ids, or numbers that fit nothing; ContextTooLong.
+        InvalidRequest: bad token ids, or numbers out of range; ContextTooLong.
     """
     words = id_words(token_ids, limits.vocab_size)
     check_int("start", start, 1, len(words))
@@ -331,6 +300,6 @@ def row_chunks(
 
 def joined(results: Sequence[Tensor], requests: Sequence[Sequence[object]]) -> list[Tensor]:
     """Return the log-probabilities of each continuation's tokens, float32 ``[len(continuation)]`` on the
-    host, given the results of all their requests in order."""
+    host, from the results of all requests in order."""
     found = iter(results)
     return [torch.cat([torch.empty(0), *islice(found, len(each))]) for each in requests]

@@ -1,13 +1,14 @@
-"""Sequences of token ids that grow together, as arrays; and the numbers by which callers change them.
+"""Sequences of token ids that grow together, as arrays, and the earlier sequences that they extend.
 
 Rule:
-    What was asked about stays as it was: a table whose tokens a question may still read is copied before
-    one of them is overwritten.
+    A request reads the sequences of its own time: a table is copied before a token is overwritten that a
+    request may still read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple, Self, TypeAlias
 
@@ -16,15 +17,26 @@ import torch
 
 from genrt.errors import InvalidRequest
 from genrt.numbers import check_int, shown
-from genrt.questions.contexts import TOKEN_BYTES, Adapter, Limits, check_contexts
+from genrt.questions.contexts import (
+    TOKEN_BYTES,
+    Adapter,
+    Limits,
+    Table,
+    TokenIds,
+    advice_for,
+    check_contexts,
+    host_array,
+    id_words,
+)
 from genrt.questions.rows import LogprobsRequest
-from genrt.questions.token_ids import Table, TokenIds, advice_for, host_array, id_words
 
 __all__ = [
     "MOST_SEQUENCES",
     "Contexts",
     "Flags",
     "Integers",
+    "Origins",
+    "SequenceHandle",
     "Sequences",
     "check_flags",
     "check_integers",
@@ -37,34 +49,39 @@ Flags: TypeAlias = Sequence[bool] | np.ndarray | torch.Tensor
 """A bool for each sequence."""
 
 MOST_SEQUENCES = 2**20
-"""How many sequences are held together at most."""
+"""The most sequences in one table."""
 
 GROWTH_BYTES = 20
-"""The memory that a growth takes for each sequence: its length, its number and its token."""
+"""The memory of a growth for each sequence: its length, its number and its token."""
 
 
 class Sequences:
-    """Sequences of at least one token each, in a table that has room for the longest.
+    """Sequences of at least one token each, in a table with room for the longest. Its owner alone
+    changes it.
 
-    ``lengths`` is int64 ``[n]``. Whoever holds this changes it; nobody else has its arrays.
+    Attributes:
+        lengths: int64 ``[n]``.
+        origins: the sequences of earlier requests that these extend.
     """
 
-    def __init__(self, table: np.ndarray, lengths: np.ndarray) -> None:
-        self._table = table  # uint32 [n, room]; what is beyond a sequence's length means nothing
+    def __init__(
+        self, table: np.ndarray, lengths: np.ndarray, origins: Origins | None = None
+    ) -> None:
+        self._table = table  # uint32 [n, room], undefined beyond a sequence's length
         self.lengths = lengths
-        self._asked = np.zeros_like(
-            lengths
-        )  # how many tokens of each row a question may still read
+        self.origins = Origins.none(len(lengths)) if origins is None else origins
+        self._read = np.zeros_like(lengths)  # how many tokens of each row a request may still read
 
     @classmethod
     def copies(cls, limits: Limits, prompt: TokenIds, count: int) -> Self:
-        """Return ``count`` times the same sequence. Raises InvalidRequest for bad token ids."""
+        """Return ``count`` copies of one sequence. Raises InvalidRequest for bad token ids."""
         words = np.frombuffer(id_words(prompt, limits.vocab_size), np.uint32)
         return cls(np.tile(words, (count, 1)), np.full(count, len(words)))
 
     @classmethod
     def of(cls, limits: Limits, contexts: Sequence[TokenIds] | Table) -> Self:
-        """Return these sequences. Raises InvalidRequest for bad token ids, or too many sequences."""
+        """Return sequences with these token ids. Raises InvalidRequest for bad token ids, or too many
+        sequences."""
         if (table := _table(contexts, limits.vocab_size)) is not None:
             return cls(table, np.full(len(table), table.shape[1]))
         each_one = check_contexts(contexts)
@@ -83,14 +100,16 @@ class Sequences:
         tables = [
             np.pad(each._table, ((0, 0), (0, room - each._table.shape[1]))) for each in several
         ]
-        return cls(np.concatenate(tables), np.concatenate([each.lengths for each in several]))
+        lengths = np.concatenate([each.lengths for each in several])
+        origins = Origins.joined([each.origins for each in several])
+        return cls(np.concatenate(tables), lengths, origins)
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def contexts(self, places: np.ndarray) -> Contexts:
-        """Return the sequences at these places as they are now, without copying them."""
-        np.maximum(self._asked, self.lengths, out=self._asked)
+        """Return the present sequences at these places, without a copy."""
+        np.maximum(self._read, self.lengths, out=self._read)
         return Contexts(self._table, places, self.lengths[places])
 
     def token_ids(self, place: int) -> list[int]:
@@ -99,19 +118,19 @@ class Sequences:
         return found
 
     def padded(self) -> np.ndarray:
-        """Return all of them, int64 ``[n, longest]``, with -1 behind each one's end."""
+        """Return all token ids, int64 ``[n, longest]``, with -1 after the end of each sequence."""
         longest = int(self.lengths.max(initial=0))
         behind = np.arange(longest) >= self.lengths[:, None]
         return np.where(behind, -1, self._table[:, :longest].astype(np.int64))
 
     def append(self, token_ids: np.ndarray) -> None:
-        """Add a token to each sequence, int64 ``[n]``; none where it is -1."""
+        """Add a token to each sequence, int64 ``[n]``; -1 adds no token."""
         places = np.flatnonzero(token_ids >= 0)
         self._write(places, self.lengths[places], token_ids[places])
         self.lengths[places] += 1
 
     def extend(self, token_ids: Sequence[Sequence[int]]) -> None:
-        """Add tokens to each sequence, which are checked: any number of them each."""
+        """Add any number of checked tokens to each sequence."""
         counts = np.array([*map(len, token_ids)], np.int64)
         starts = np.repeat(self.lengths - (counts.cumsum() - counts), counts)
         flat = np.fromiter(chain.from_iterable(token_ids), np.uint32, len(starts))
@@ -119,26 +138,30 @@ class Sequences:
         self.lengths += counts
 
     def _write(self, places: np.ndarray, columns: np.ndarray, token_ids: np.ndarray) -> None:
-        """Put tokens into the table, where a question may still read nothing."""
+        """Write tokens to places of the table that no request reads."""
         needed, room = int(columns.max(initial=-1)) + 1, self._table.shape[1]
-        if needed > room or (columns < self._asked[places]).any():
+        if needed > room or (columns < self._read[places]).any():
             more = max(room, 16, needed - room) if needed > room else 0
             self._table = np.pad(self._table, ((0, 0), (0, more)))
-            self._asked[:] = 0
+            self._read[:] = 0
         self._table[places, columns] = token_ids
 
     def take(self, places: np.ndarray) -> Self:
         """Return a copy of the sequences at these places, any number of times each."""
-        return type(self)(self._table[places], self.lengths[places])
+        origins = self.origins.take(places)
+        return type(self)(self._table[places], self.lengths[places], origins)
 
     def cut(self, lengths: np.ndarray) -> None:
-        """Drop what is beyond these lengths, int64 ``[n]``."""
+        """Drop the tokens beyond these lengths, int64 ``[n]``."""
         self.lengths = np.minimum(self.lengths, lengths)
+        self.origins = self.origins.cut(lengths)
 
 
 class Contexts:
-    """Sequences as they were when somebody asked about them; nobody writes to them any more. Those that
-    have grown from others are put together once somebody reads more than their ends.
+    """The sequences of a request; they do not change.
+
+    Contexts that extend others share their memory. They are copied to a table of their own at the first
+    read of more than their ends.
 
     Attributes:
         lengths: int64 ``[n]``.
@@ -152,7 +175,8 @@ class Contexts:
 
     @classmethod
     def grown(cls, before: Sequence[Contexts], numbers: np.ndarray, tokens: np.ndarray) -> Self:
-        """Return sequences ``numbers`` of several contexts, all in order, with a token more each."""
+        """Return sequences ``numbers`` of several contexts, numbered in order, each with one more
+        token."""
         one, nothing = before[0], np.empty(0, np.int64)
         if len(before) > 1:
             parts = [Sequences(each.table[each.places], each.lengths) for each in before]
@@ -160,7 +184,7 @@ class Contexts:
         found = cls(nothing, nothing, one.lengths[numbers] + 1)
         kept = GROWTH_BYTES * len(numbers) + (one._growth.kept if one._growth else one.nbytes)
         found._growth = _Growth(one, numbers, tokens, kept)
-        if 2 * kept > 3 * found.nbytes:  # as of few of the sequences of many
+        if 2 * kept > 3 * found.nbytes:  # few of many sequences are extended
             found._put_together()
         return found
 
@@ -184,7 +208,7 @@ class Contexts:
 
     @property
     def table(self) -> np.ndarray:
-        """Rows of token ids, uint32 ``[m, room]``; what is beyond a sequence's length means nothing."""
+        """Rows of token ids, uint32 ``[m, room]``, undefined beyond a sequence's length."""
         self._put_together()
         return self._table
 
@@ -196,7 +220,7 @@ class Contexts:
 
     @property
     def nbytes(self) -> int:
-        """The memory that the sequences take."""
+        """The memory of the sequences."""
         return TOKEN_BYTES * int(self.lengths.sum())
 
     @property
@@ -207,30 +231,30 @@ class Contexts:
         return found.astype(np.int64)
 
     def packed(self, number: int) -> bytes:
-        """Return one of them as a request has its context."""
+        """Return one sequence, packed as in a ``LogprobsRequest``."""
         return self.table[self.places[number], : self.lengths[number]].tobytes()
 
     def rows(self, adapter: Adapter | None, weights_version: int = 0) -> list[LogprobsRequest]:
-        """Return the questions for the rows after them, in order."""
+        """Return the requests for the rows after the sequences, in order."""
         return [
             LogprobsRequest(packed=self.packed(n), adapter=adapter, weights_version=weights_version)
             for n in range(len(self))
         ]
 
     def part(self, part: slice | np.ndarray) -> Contexts:
-        """Return some of them."""
+        """Return the sequences at these places."""
         return Contexts(self.table, self.places[part], self.lengths[part])
 
     def kept(self) -> Contexts:
-        """Return the same in memory of their own, or what they have grown from."""
+        """Return a copy in memory of its own, unless the sequences extend others."""
         if self._growth is not None:
             return self
         return Contexts(self.table[self.places], np.arange(len(self)), self.lengths.copy())
 
 
 class _Growth(NamedTuple):
-    """Where contexts have grown from: sequences ``numbers`` of others, by ``tokens``, uint32 ``[n]``; and
-    how many bytes are kept for that."""
+    """Contexts as extensions: sequences ``numbers`` of ``before``, each with one of ``tokens``, uint32
+    ``[n]``; ``kept`` is the memory of all earlier sequences, in bytes."""
 
     before: Contexts
     numbers: np.ndarray
@@ -238,13 +262,122 @@ class _Growth(NamedTuple):
     kept: int
 
 
+class SequenceHandle:
+    """Stands for the sequences of one request; an engine frees them with it.
+
+    Attributes:
+        count: the number of sequences.
+        contexts: the sequences, in a process that receives extensions of them.
+        users: a key for each population that extends them. Populations add and discard their keys without
+            a lock, also in finalizers.
+    """
+
+    __slots__ = ("__weakref__", "contexts", "count", "users")
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.users: set[object] = set()
+        self.contexts: Contexts | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Origins:
+    """For each of several sequences, the earlier sequence that it extends.
+
+    An engine finds resident sequences by these numbers, without comparing contexts. If it does not know
+    the numbers any more, it compares contexts.
+
+    Attributes:
+        handles: the handles of earlier requests.
+        numbers: the number of the extended sequence, int64 ``[n]``, counted over all handles in order; -1
+            if it is unknown.
+        lengths: the number of tokens of that sequence, int64 ``[n]``.
+    """
+
+    handles: tuple[SequenceHandle, ...]
+    numbers: np.ndarray
+    lengths: np.ndarray
+
+    @classmethod
+    def none(cls, count: int) -> Self:
+        """Return the origins of new sequences."""
+        return cls((), np.full(count, -1), np.zeros(count, np.int64))
+
+    @classmethod
+    def joined(cls, several: Sequence[Origins]) -> Self:
+        """Return the origins of all sequences of several, in order."""
+        handles = [each.handles for each in several]
+        starts = np.cumsum([0, *[sum(one.count for one in each) for each in handles]])
+        numbers = [
+            np.where(each.numbers < 0, -1, each.numbers + start)
+            for each, start in zip(several, starts, strict=False)
+        ]
+        lengths = [each.lengths for each in several]
+        return cls(sum(handles, ()), np.concatenate(numbers), np.concatenate(lengths)).needed()
+
+    def take(self, places: np.ndarray | slice) -> Self:
+        """Return the origins of the sequences at these places, in any number and order."""
+        return type(self)(self.handles, self.numbers[places], self.lengths[places])
+
+    def needed(self) -> Self:
+        """Return the same origins, with each handle once and without unused handles. The handle with the
+        most sequences comes first, because it decides the replica."""
+        known = self.numbers >= 0
+        if not known.any():
+            return type(self).none(len(known))
+        if len(self.handles) == 1:
+            return self
+        ends = np.cumsum([each.count for each in self.handles])
+        of = np.searchsorted(ends, self.numbers, side="right")
+        different, counts = np.unique(of[known], return_counts=True)
+        most_first = different[np.argsort(-counts, kind="stable")]
+        handles = dict.fromkeys(self.handles[n] for n in most_first.tolist())
+        ends_of = np.cumsum([0, *[each.count for each in handles]])
+        starts = dict(zip(handles, ends_of, strict=False))
+        moved = [
+            starts.get(each, 0) - end + each.count
+            for each, end in zip(self.handles, ends, strict=True)
+        ]
+        numbers = np.where(known, self.numbers + np.array(moved)[np.where(known, of, 0)], -1)
+        return type(self)((*handles,), numbers, self.lengths)
+
+    def cut(self, lengths: np.ndarray) -> Self:
+        """Return the origins after a cut to these lengths; a sequence cut below its origin has no
+        origin."""
+        numbers = np.where(lengths < self.lengths, -1, self.numbers)
+        return type(self)(self.handles, numbers, self.lengths)
+
+    def go_on(self, lengths: np.ndarray) -> bool:
+        """Return whether every sequence, with these lengths, has one more token than its origin."""
+        return bool(((self.numbers >= 0) & (self.lengths + 1 == lengths)).all())
+
+    def after(
+        self, handles: Sequence[SequenceHandle], places: np.ndarray, lengths: np.ndarray
+    ) -> Self:
+        """Return the origins after requests, with these handles, for the sequences at these places, with
+        these lengths."""
+        count = len(self.numbers)
+        if len(places) == count:
+            return type(self)(tuple(handles), np.arange(count), lengths)
+        others = np.ones(count, bool)
+        others[places] = False
+        kept = type(self)(self.handles, np.where(others, self.numbers, -1), self.lengths).needed()
+        numbers, before = kept.numbers.copy(), kept.lengths.copy()
+        numbers[places] = sum(each.count for each in kept.handles) + np.arange(len(places))
+        before[places] = lengths
+        return type(self)((*kept.handles, *handles), numbers, before)
+
+
+# -- arguments ----------------------------------------------------------------------------------
+
+
 def check_integers(
     name: str, given: Integers, low: int, high: int, count: int | None = None
 ) -> np.ndarray:
-    """Return integers as int64 ``[count]``, of any number without a ``count``.
+    """Return integers as int64 ``[count]``; without a ``count``, any number of integers.
 
     Raises:
-        InvalidRequest: these are no integers from ``low`` to ``high`` in a flat sequence, or not as many.
+        InvalidRequest: not a flat sequence of integers from ``low`` to ``high``, or another number.
     """
     found = _flat(name, given)
     if found.dtype.kind not in "iu":
@@ -262,7 +395,7 @@ def check_integers(
 
 
 def check_flags(name: str, given: Flags, count: int) -> np.ndarray:
-    """Return bools as an array ``[count]``. Raises InvalidRequest if they are none, or not as many."""
+    """Return bools as an array ``[count]``. Raises InvalidRequest for other types or another number."""
     found = _flat(name, given)
     if found.dtype != bool and len(found):
         raise InvalidRequest(f"{name} must be bools, got {shown(given)}")
@@ -271,8 +404,7 @@ def check_flags(name: str, given: Flags, count: int) -> np.ndarray:
 
 
 def _table(contexts: Sequence[TokenIds] | Table, vocab_size: int) -> np.ndarray | None:
-    """Return sequences that come as a table of token ids, uint32 ``[n, length]``; ``None`` for others,
-    and where something is wrong with them."""
+    """Return a valid matrix of token ids as uint32 ``[n, length]``; ``None`` for other sequences."""
     if not isinstance(contexts, torch.Tensor | np.ndarray) or contexts.ndim != 2:
         return None
     table = host_array(contexts, "contexts")

@@ -38,12 +38,13 @@ from genrt.engines.protocol import (
 )
 from genrt.engines.weights import weights_of
 from genrt.errors import EngineDied, EngineFailed, GenrtError, InvalidAdapter
+from genrt.questions.completions import Streamed, Told
 from genrt.questions.contexts import Adapter
-from genrt.questions.origins import Asked
-from genrt.questions.population_draws import PopulationDraw
+from genrt.questions.draws import PopulationDraw
 from genrt.questions.reads import Read, ReadRequest
-from genrt.questions.request import Request, Streamed, Told
+from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest, not_finite
+from genrt.questions.sequences import SequenceHandle
 from genrt.runtime.cache import RowCache
 from genrt.tokens.rows import Leaving
 from genrt.tokens.sampling import BatchDraw
@@ -453,7 +454,7 @@ class AnsweringEngine:
         if self._kept is not None:
             self._kept.release(prefix)
 
-    def give_back(self, asked: Sequence[Asked]) -> None:
+    def give_back(self, asked: Sequence[SequenceHandle]) -> None:
         """Have the engine forget sequences that no population goes on from."""
         self._populations.release(asked)
 
@@ -535,7 +536,7 @@ class _Populations:
         self._engine = engine
         self._by_number = by_number
         self._expect = expect
-        self._wrong: list[Asked] = []  # with rows that are not finite, to be released
+        self._wrong: list[SequenceHandle] = []  # with rows that are not finite, to be released
 
     def go_on(self, populations: Sequence[PopulationDraw]) -> dict[Request, None]:
         """Have the engine take those of the populations that go on by number; return these."""
@@ -559,7 +560,7 @@ class _Populations:
         self.going_on.clear()
         self._wrong.clear()
 
-    def release(self, asked: Sequence[Asked]) -> None:
+    def release(self, asked: Sequence[SequenceHandle]) -> None:
         """Have the engine forget sequences that it knows by number."""
         if self._by_number:
             self._engine.release(asked)
@@ -574,7 +575,7 @@ class _Populations:
         found = self.found.pop(population)
         try:
             rows = found.of_sequences()
-            whole = population.drawn(rows)
+            whole = population.draw(rows)
             on_host = Leaving(whole)
             # Before anything waits for the tokens.
             self._expect(population.rows, whole[:, 0])
@@ -609,7 +610,7 @@ class _Populations:
         except Exception as error:
             return Finished(population, error=survived(error))
         if np.isnan(draws.log_mass.numpy()).any():
-            self._wrong.append(population.asked)
+            self._wrong.append(population.handle)
             return Finished(population, error=not_finite())
         return Finished(population, draws)
 
@@ -629,7 +630,7 @@ def _times(populations: Sequence[PopulationDraw]) -> list[int]:
     if len(populations) == 1:
         return [1]
     ways = [
-        (origins.asked, origins.numbers.tobytes(), each.contexts.last_tokens.tobytes())
+        (origins.handles, origins.numbers.tobytes(), each.contexts.last_tokens.tobytes())
         for each in populations
         if (origins := each.origins) is not None
     ]

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from genrt.errors import GenrtError, TimedOut, UnknownAdapter
 from genrt.numbers import check_timeout
-from genrt.questions.completions import CompletionRequest, Delta
-from genrt.questions.native import NativeRequest
+from genrt.questions.completions import CompletionRequest, Delta, NativeRequest
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.adapters import AdapterNames

@@ -49,10 +49,11 @@ from genrt.errors import (
     OutOfMemory,
     StreamCut,
 )
+from genrt.questions.completions import Streamed
 from genrt.questions.contexts import Adapter
-from genrt.questions.population_draws import PopulationDraw
+from genrt.questions.draws import PopulationDraw
 from genrt.questions.reads import ReadRequest
-from genrt.questions.request import Request, Result, Streamed
+from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.cache import RowCache

@@ -26,7 +26,7 @@ Only ``running`` answers new questions. Only ``running`` and ``draining`` step t
     update            draining     draining     updating     waits        waits        refused [5]
     its end           -            running [2]  running [2]  running [2]  -            asleep
     its error         -            running [2]  running [2]  dies [6]     -            asleep
-    add_adapter       done         done         done         waits        waits        waits [5]
+    add_adapter       done         done         done         waits        waits        waits
     remove_adapter    done         done         done         waits        waits        waits [5]
     restart           running      running      running      running      running      running
     engine replaced   running      draining     still        still [7]    asleep       asleep

@@ -6,14 +6,14 @@ import operator
 import os
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NoReturn, Self, Unpack
 
 import torch
 
 from genrt.engines.protocol import Engine, tokenizer_of
 from genrt.engines.weights import SleepingPart
-from genrt.questions.contexts import Limits
-from genrt.questions.token_ids import TokenIds
+from genrt.questions.contexts import Limits, TokenIds
 from genrt.runtime.adapters import AdapterNames
 from genrt.runtime.cache import RowCache
 from genrt.runtime.concurrency import aside, blocking, blocking_twin, twin_of
@@ -149,6 +149,11 @@ class EngineOwner:
     def add_adapter_sync(self, name: str, path: str | os.PathLike[str]) -> None:
         """Load an adapter as ``add_adapter`` does, blocking."""
         blocking(self._adapters.add(name, path), undo=operator.call)
+
+    def adapter_files(self, name: str) -> Path | None:
+        """Return the directory with this runtime's copy of an adapter's files: another one for each
+        loading of the name. ``None`` if the engine brings the adapter, or the name is not bound."""
+        return self._adapters.files(name)
 
     def remove_adapter(self, name: str) -> None:
         """Unbind ``name``: later calls that name it raise ``UnknownAdapter``. Questions asked before

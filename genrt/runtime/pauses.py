@@ -85,6 +85,10 @@ class Pauses:
             if is_own:
                 await self._called(lambda _: self._thread.batcher.put_up(hold))
             await hold.wait()
+        except GeneratorExit:  # collected with its loop, whatever is locked
+            if is_own:
+                self._thread.call_soon(lambda _: lifecycle.end_pause(hold))
+            raise
         except BaseException:
             if is_own:
                 lifecycle.end_pause(hold)
@@ -113,6 +117,9 @@ class Pauses:
             falling = self._thread.call(fall)
             try:
                 freed = await asyncio.wrap_future(falling)
+            except GeneratorExit:  # as above: the engine wakes, whatever became of this call
+                self._thread.call_soon(self._taking_back(hold, is_own), self._lifecycle)
+                raise
             except BaseException:
                 if falling.cancel():  # it has not begun
                     if is_own:
@@ -132,9 +139,9 @@ class Pauses:
     def _fall_asleep(
         self, answering: AnsweringEngine, *, hold: Hold, is_own: bool, level: int
     ) -> int:
-        sleeping = _sleeping(answering.engine)
-        self._lifecycle.begin_sleep(hold, is_own=is_own, level=level)
-        self._thread.run_exclusively(self._lifecycle)  # calls that would use the memory wait
+        sleeping, lifecycle = _sleeping(answering.engine), self._lifecycle
+        lifecycle.begin_sleep(hold, is_own=is_own, level=level)
+        self._thread.run_exclusively(lifecycle)  # calls that would use the memory wait
         try:
             answering.begin_update()  # what is computed is lost
             return sleeping.sleep(level)
@@ -143,7 +150,9 @@ class Pauses:
 
     def _take_back(self, hold: Hold, is_own: bool) -> concurrent.futures.Future[None]:
         """Wake the engine of a sleep that failed or was cancelled, and end the pause if it is its own."""
+        return self._thread.call(self._taking_back(hold, is_own), self._lifecycle)
 
+    def _taking_back(self, hold: Hold, is_own: bool) -> Callable[[AnsweringEngine], None]:
         def take_back(answering: AnsweringEngine) -> None:
             lifecycle = self._lifecycle
             if hold is not lifecycle.pause:  # it has ended, by a restart
@@ -153,7 +162,7 @@ class Pauses:
             if is_own or lifecycle.is_sleeps_own:
                 lifecycle.end_pause(hold)
 
-        return self._thread.call(take_back, self._lifecycle)
+        return take_back
 
     async def wake_up(self, tags: Collection[SleepingPart] | None = None) -> bool:
         """Have the engine's memory back, or these parts of it, and go on once all is there;

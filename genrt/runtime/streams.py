@@ -27,8 +27,7 @@ from types import TracebackType
 from typing import Any, Generic, Self, TypeAlias, TypeVar, cast
 
 from genrt.errors import GenrtError, InvalidRequest, StreamCut
-from genrt.questions.completions import Completion, CompletionRequest, Delta
-from genrt.questions.request import Streamed, Told
+from genrt.questions.completions import Completion, CompletionRequest, Delta, Streamed, Told
 
 __all__ = [
     "READER_SECONDS",

@@ -17,10 +17,8 @@ from genrt.questions.completions import (
     completion_requests,
     sample_requests,
 )
-from genrt.questions.contexts import Limits
-from genrt.questions.prefixes import Prefix, PrefixOptions, WarmUpOptions, prefix_request
-from genrt.questions.reads import ReadRequest
-from genrt.questions.token_ids import TokenIds
+from genrt.questions.contexts import Limits, TokenIds
+from genrt.questions.reads import Prefix, PrefixOptions, ReadRequest, WarmUpOptions, prefix_request
 from genrt.runtime.adapters import AdapterNames
 from genrt.runtime.thread import EngineThread
 from genrt.tokens import encoding

@@ -29,16 +29,19 @@ from genrt.engines.adapters import Adapters
 from genrt.engines.protocol import Capabilities, Engine, EngineStatistics, ReplicaStatistics
 from genrt.engines.weights import KeptWeights, Sleeping, weights_of
 from genrt.errors import WAS_CLOSED, Closed, EngineDied, EngineFailed, GenrtError
-from genrt.questions.origins import Asked
 from genrt.questions.rows import LogprobsRequest
+from genrt.questions.sequences import SequenceHandle
 from genrt.runtime.answers import AnsweringEngine, KeptPrefixes
 from genrt.runtime.batcher import Batcher, Hold
 from genrt.runtime.cache import RowCache
 from genrt.runtime.lifecycle import Lifecycle
 
-__all__ = ["EngineThread", "LoopThread"]
+__all__ = ["COMPUTES", "EngineThread", "LoopThread"]
 
 T = TypeVar("T")
+
+COMPUTES = object()
+"""The owner of calls that may run a forward."""
 
 CLOSE_SECONDS = 5.0
 """How long ``close`` waits for the step in progress before it leaves the thread to end by itself."""
@@ -142,7 +145,7 @@ class EngineThread:
         self._calls: deque[_Call] = deque()
         self._deferred: deque[_Call] = deque()  # while another owner's calls run exclusively
         self._calls_lock = threading.Lock()  # so that no call is added once the last has ended
-        self._given_back: deque[Sequence[Asked]] = deque()
+        self._given_back: deque[Sequence[SequenceHandle]] = deque()
         self._begin()
         self._batcher = make_batcher(
             cache,
@@ -233,7 +236,8 @@ class EngineThread:
         self, function: Callable[[AnsweringEngine], T], owner: object = None
     ) -> concurrent.futures.Future[T]:
         """Have ``function(engine)`` run on the thread between two turns; from any thread. While calls of
-        an owner run exclusively, all others wait.
+        an owner run exclusively, all others wait. The owner ``COMPUTES`` never is exclusive, and its
+        calls also wait while a part of the engine's memory sleeps.
 
         The future can be cancelled until the function starts; it gets ``Closed``, or the engine's error,
         when the thread ends before that.
@@ -251,6 +255,15 @@ class EngineThread:
         self._wake()
         return future
 
+    def call_soon(
+        self, function: Callable[[AnsweringEngine], object], owner: object = None
+    ) -> None:
+        """Have a function run as ``call`` does, unless the thread ends first. Takes no lock, so that
+        coroutines may call it while they are collected. Does nothing in a forked child."""
+        if os.getpid() == self._process:
+            self._calls.append((concurrent.futures.Future(), function, owner))
+            self._wake()
+
     def release(self, prefix: LogprobsRequest | None) -> None:
         """Keep a prefix no more, or with ``None`` any: this engine soon, and later ones.
 
@@ -261,7 +274,7 @@ class EngineThread:
             self.prefixes.discard(each)
             self.call(lambda answering, each=each: answering.release(each))  # type: ignore[misc]
 
-    def give_back(self, asked: Sequence[Asked]) -> None:
+    def give_back(self, asked: Sequence[SequenceHandle]) -> None:
         """Have the engine forget soon the sequences of these questions of populations; takes no lock, so
         finalizers may call it.
 
@@ -418,7 +431,9 @@ class EngineThread:
             answering.give_back(self._given_back.popleft())
         for _ in range(len(self._calls)):  # and not those that come meanwhile: others wait
             call = self._calls.popleft()
-            if lifecycle.owner is not None and call[2] is not lifecycle.owner:
+            owner = call[2]
+            is_others = lifecycle.owner is not None and owner is not lifecycle.owner
+            if is_others or (owner is COMPUTES and lifecycle.memory != "awake"):
                 self._deferred.append(call)
             else:
                 self._run(answering, call)

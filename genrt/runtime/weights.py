@@ -29,11 +29,10 @@ from typing import Any, TypeAlias, TypedDict, TypeVar
 from torch import Tensor
 
 from genrt.engines.weights import (
-    Copying,
     Layout,
     NamedTensors,
-    Original,
     Receiving,
+    SavedWeights,
     TensorsIn,
     Weights,
     check_complete,
@@ -43,7 +42,6 @@ from genrt.engines.weights import (
     weights_of,
 )
 from genrt.errors import (
-    Closed,
     EngineDied,
     EngineFailed,
     EngineUnsupported,
@@ -55,7 +53,7 @@ from genrt.numbers import check_bool, shown
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.batcher import DROPPED, Hold, Pending
 from genrt.runtime.cache import RowCache
-from genrt.runtime.concurrency import AT_ONCE_BYTES, Turns, aside
+from genrt.runtime.concurrency import AT_ONCE_BYTES, Turns, aside, follow
 from genrt.runtime.lifecycle import check_pending
 from genrt.runtime.pauses import Pauses
 from genrt.runtime.thread import EngineThread
@@ -115,7 +113,7 @@ class WeightUpdates:
             check_bool("keep", keep)
         self.check_awake()
         chunks = _Chunks(source)
-        original = Original(chunks.files) if keep is None and chunks.files else None
+        original = SavedWeights(chunks.files) if keep is None and chunks.files else None
         layout = await self.called(lambda answering: weights_of(answering.engine).layout())
         update = Update(self, pending, layout, finite=check_finite)
         known = [each async for each in chunks.known()]
@@ -129,7 +127,7 @@ class WeightUpdates:
             if original is not None and not self.thread.restarts:
                 update.kept = original
             elif keep is not False:
-                update.kept = self.thread.weights.begin()
+                update.kept, update.is_copied = self.thread.weights.begin(), True
                 for chunk in known:
                     await _looked_at(chunk, update.keep)
             end_turn = await self.turns.take()
@@ -155,14 +153,16 @@ class WeightUpdates:
                 await self.called(partial(update.load, give=update.giving(more)), owner=update)
             check_complete(update.layout, update.names)
             return await self.called(update.finish, owner=update)
-        except Exception:  # the caller finds the runtime as it is from then on
-            with contextlib.suppress(GenrtError):
-                await self.called(update.end, owner=update)
+        except GeneratorExit:  # collected with its loop, whatever is locked
+            self.thread.call_soon(update.end, update)
             raise
-        finally:
-            with contextlib.suppress(Closed):  # in a forked child
+        except BaseException as error:
+            with contextlib.suppress(GenrtError):  # Closed in a forked child
                 ending = self.thread.call(update.end, update)
                 ending.add_done_callback(lambda _: update.release())
+                if isinstance(error, Exception):  # the caller then finds the runtime as it stays
+                    await asyncio.wrap_future(follow(ending))
+            raise
 
     async def begin(self, update: Update) -> None:
         """Begin an update: return once questions wait, and everything computed is forgotten."""
@@ -187,7 +187,7 @@ class Update:
     Attributes:
         hold: makes questions wait until the end.
         names: the tensors that have been checked.
-        kept: the copy, or the files to be read again, for another engine.
+        kept: the copy (``is_copied``), or the files to be read again, for another engine.
         is_under_way: whether the engine's thread may use this.
     """
 
@@ -197,7 +197,8 @@ class Update:
         self.hold = Hold(pending)
         self.layout = layout
         self.names: set[str] = set()
-        self.kept: Copying | Original | None = None
+        self.kept: SavedWeights | None = None
+        self.is_copied = False
         self.is_under_way = False
         self._finite = finite
         self._cache = updates.cache
@@ -218,7 +219,7 @@ class Update:
 
     def keep(self, tensors: NamedTensors) -> None:
         """Copy tensors, if copies are kept. Raises InvalidWeights if there is no room."""
-        if isinstance(self.kept, Copying):
+        if self.kept is not None and self.is_copied:
             self.kept.add(self._untied(tensors))
 
     def giving(self, tensors: NamedTensors) -> Callable[[Weights], None]:
@@ -479,14 +480,13 @@ class Transfers:
         it."""
         update, self._update = self._update, None
         if update is not None:
-            with contextlib.suppress(Closed):
-                self._updates.thread.call(update.end, update)
+            self._updates.thread.call_soon(update.end, update)
             self._end_turn()
 
     async def _through(self, function: Callable[[AnsweringEngine], Any], update: Update) -> Any:
         try:
             return await self._updates.called(function, owner=update)
-        except GenrtError:
+        except BaseException:  # cancelled too: without this part, the weights would be a mixture
             await self.give_up()
             raise
 

@@ -29,7 +29,7 @@ from genrt.engines.protocol import FullEngine
 from genrt.engines.vllm.native_texts import NativeText
 from genrt.errors import Closed, GenrtError
 from genrt.lm import AsyncLM
-from genrt.questions.native import NativeRequest
+from genrt.questions.completions import NativeRequest
 from genrt.runtime.ask import Asker
 from genrt.runtime.streams import NativeFlow
 from genrt.server.failures import TextFailed

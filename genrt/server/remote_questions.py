@@ -15,7 +15,7 @@ from genrt.engines.remote.wire import AnotherModel, Asked, answers_of, flush_to
 from genrt.errors import Closed, EngineDied, EngineUnsupported, GenrtError, UnknownAdapter
 from genrt.lm import AsyncLM
 from genrt.questions.contexts import Adapter
-from genrt.questions.host_rows import host_row
+from genrt.questions.reads import host_row
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest
 from genrt.server.asgi import HTTPError

@@ -12,10 +12,10 @@ from copy import deepcopy
 from typing import Any, TypeAlias
 
 from genrt.errors import InvalidRequest
-from genrt.generation.turns import splice_turn
+from genrt.generation.conversations import splice_turn
 from genrt.lm import AsyncLM
 from genrt.numbers import shown
-from genrt.questions.token_ids import id_words
+from genrt.questions.contexts import id_words
 
 __all__ = ["keeping_turns"]
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from genrt.errors import InvalidConstraint
+from genrt.numbers import displayed
 from genrt.structures.ebnf import lark_of_ebnf
 from genrt.structures.json_grammar import Whitespace, schema_rules
 from genrt.structures.lark import checked_lark
@@ -38,9 +39,13 @@ def lark_of_regex(pattern: str) -> str:
     """
     given: object = pattern
     if isinstance(given, re.Pattern):
-        raise InvalidConstraint(f"the pattern is {pattern!r}; give its text, pattern.pattern")
+        raise InvalidConstraint(
+            f"the pattern is {displayed(pattern)}; give its text, pattern.pattern"
+        )
     if not isinstance(given, str):
-        raise InvalidConstraint(f"the pattern is {pattern!r}; give a regular expression as str")
+        raise InvalidConstraint(
+            f"the pattern is {displayed(pattern)}; give a regular expression as str"
+        )
     return f"start: /{regex_text(parsed(pattern, name_of_regex(pattern)))}/"
 
 
@@ -63,9 +68,9 @@ def lark_of_schema(schema: object, whitespace: Whitespace, *, closed: bool = Fal
         InvalidConstraint: the schema is not one, or says more than can be compiled; or no such
             whitespace.
     """
-    if whitespace not in _WHITESPACE:
+    if not isinstance(whitespace, str) or whitespace not in _WHITESPACE:
         raise InvalidConstraint(
-            f"whitespace is {whitespace!r}: give one of {', '.join(map(repr, _WHITESPACE))}"
+            f"whitespace is {displayed(whitespace)}: give one of {', '.join(map(repr, _WHITESPACE))}"
         )
     return "\n".join(["start: j", *schema_rules(schema, whitespace, closed=closed)])
 
@@ -101,10 +106,10 @@ def lark_of_grammar(text: str, syntax: Syntax) -> str:
         InvalidConstraint: it does not parse, an EBNF derives nothing, or is too large; or no such syntax.
     """
     if not isinstance(text, str):
-        raise InvalidConstraint(f"the grammar is {text!r}: give its text as str")
+        raise InvalidConstraint(f"the grammar is {displayed(text)}: give its text as str")
     _check_text(text, "grammar")
-    if syntax not in _FIRST_RULE:
-        raise InvalidConstraint(f"syntax is {syntax!r}: give 'lark' or 'ebnf'")
+    if not isinstance(syntax, str) or syntax not in _FIRST_RULE:
+        raise InvalidConstraint(f"syntax is {displayed(syntax)}: give 'lark' or 'ebnf'")
     try:
         if syntax == "ebnf":
             return lark_of_ebnf(text)

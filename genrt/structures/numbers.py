@@ -146,6 +146,9 @@ class Numbers:
                 parts.append(Raw(_at_least(*low)))
             if high is not None:
                 parts.append(Raw(_at_most(*high)))
+            # A reader of floats rounds more digits to what the bound, or an integer, leaves out.
+            if self.is_integer is False or any(each and each[1] for each in (low, high)):
+                parts.append(Raw("(?:[0-9]*|[0-9.]{1,16})"))
             nodes.append(Both(tuple(_signed(part, sign) for part in parts)))
         return nodes
 

@@ -1,6 +1,6 @@
 r"""Regular expressions in genrt's dialect: parsed, and written again in the form that llguidance reads.
 
-The dialect is the part of the Rust crate ``regex`` that Python's ``re`` reads alike.
+The dialect is a part of Python's ``re``, with a few forms of the Rust crate ``regex``.
 docs/guide/structures.md lists it. The parser refuses everything else by name, so that no pattern
 has two readings.
 
@@ -129,7 +129,7 @@ def parsed(pattern: str, name: str) -> Node:
     Raises:
         InvalidConstraint: the pattern is not in the dialect.
     """
-    return _read(pattern, name, None, EMPTY)
+    return _read(pattern, name, "exact", EMPTY)
 
 
 def searched(pattern: str, name: str, *, wide: bool = False) -> Node:
@@ -148,7 +148,7 @@ def character_code(letter: str) -> str:
     return letter if letter.isascii() and letter.isalnum() else f"\\x{{{ord(letter):X}}}"
 
 
-def _read(pattern: str, name: str, reading: str | None, around: Node) -> Node:
+def _read(pattern: str, name: str, reading: str, around: Node) -> Node:
     repetitions = sum(map(pattern.count, "?*+{"))
     if repetitions > MOST_REPETITIONS:
         raise InvalidConstraint(
@@ -227,6 +227,10 @@ _AROUND = {
 _WORD = "0-9A-Za-z_"
 _BLANKS = "\\s\\x{FEFF}\\x{1C}-\\x{1F}"
 _READINGS: dict[str, dict[str, tuple[str, ...]]] = {
+    "exact": {  # as Python's re reads them
+        "\\d": ("\\d",), "\\w": ("\\p{L}", "\\p{N}", "_"), "\\s": ("\\s", "\\x{1C}-\\x{1F}"),
+        "\\D": ("\\D",), "\\W": ("[^\\p{L}\\p{N}_]",), "\\S": ("[^\\s\\x{1C}-\\x{1F}]",),
+    },
     "narrow": {
         "\\d": ("0-9",), "\\w": (_WORD,), "\\s": ("\\t-\\r\\x{20}",),
         "\\D": ("\\D",), "\\W": ("[^\\w\\p{N}]",), "\\S": (f"[^{_BLANKS}]",),
@@ -236,6 +240,8 @@ _READINGS: dict[str, dict[str, tuple[str, ...]]] = {
         "\\D": ("[^0-9]",), "\\W": (f"[^{_WORD}]",), "\\S": ("[^\\t-\\r\\x{20}]",),
     },
 }  # fmt: skip
+_DOTTED = (0x49, 0x69, 0x130, 0x131)
+"""I and i, with and without a dot: one letter to Python's re without case, several to others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +257,7 @@ class _Parser:
 
     text: str
     name: str
-    reading: str | None
+    reading: str
     at: int = 0
     flags: _Flags = field(default_factory=_Flags)
     names: set[str] = field(default_factory=set)  # of groups
@@ -338,9 +344,9 @@ class _Parser:
             self.at += 1
             return self._dot()
         if sign == "\\":
-            return replace(self._class_of([self._escape()], negated=False), folded=self.flags.i)
+            return self._class_of([self._escape()], negated=False)
         self.at += 1
-        return Chars(((ord(sign), ord(sign)),), folded=self.flags.i)
+        return self._class_of([ord(sign)], negated=False)
 
     def _dot(self) -> Node:
         if self.flags.s:
@@ -433,7 +439,7 @@ class _Parser:
             else:
                 members.append(low)
         self.at += 1
-        return replace(self._class_of(members, negated=negated), folded=self.flags.i)
+        return self._class_of(members, negated=negated)
 
     def _check_member(self, sign: str, *, is_first: bool) -> None:
         if sign == "[":
@@ -459,16 +465,19 @@ class _Parser:
         ranges: list[tuple[int, int]] = []
         named: list[str] = []
         reading = self.reading
-        if negated and reading is not None:
-            reading = "wide" if reading == "narrow" else "narrow"
+        if negated:
+            reading = {"narrow": "wide", "wide": "narrow"}.get(reading, reading)
         for member in members:
             if isinstance(member, int):
                 ranges.append((member, member))
             elif isinstance(member, tuple):
                 ranges.append(member)
             else:
-                named += _READINGS.get(reading or "", {}).get(member, (member,))
-        return Chars(tuple(ranges), tuple(named), negated)
+                named += _READINGS[reading].get(member, (member,))
+        is_dotted = any(low <= code <= high for low, high in ranges for code in _DOTTED)
+        if is_dotted and self.flags.i and reading != "narrow":
+            ranges += [(code, code) for code in _DOTTED]
+        return Chars(tuple(ranges), tuple(named), negated, self.flags.i)
 
 
 def _class_text(chars: Chars) -> str:

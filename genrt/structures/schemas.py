@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 from urllib.parse import unquote, urldefrag, urljoin
 
 from genrt.errors import InvalidConstraint
+from genrt.numbers import displayed
 
 __all__ = ["Document", "Schema", "object_of", "undone"]
 
@@ -100,8 +101,8 @@ def object_of(schema: object) -> Schema:
         InvalidConstraint: it is none of these, or false, or has no JSON form.
     """
     wrong = (
-        f"the JSON schema is {schema!r}: give a dict, a JSON text, a pydantic model or True for any "
-        "JSON"
+        f"the JSON schema is {displayed(schema)}: give a dict, a JSON text, a pydantic model or True for "
+        "any JSON"
     )
     try:
         if isinstance(schema, type) and hasattr(schema, "model_json_schema"):

@@ -1,5 +1,5 @@
-"""Tests for users' own parts: a conformance suite for engines, a simulator of the whole runtime for
-samplers, and the laws of correct samplers with exact answers."""
+"""Tests for users' own parts: a conformance suite for engines, and for samplers a simulation and the laws
+of correct ones, with exact answers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from genrt.engines.protocol import Engine
-from genrt.testing import completing, conformance
+from genrt.testing import conformance
 from genrt.testing.enumeration import ExactPosterior, exact_posterior
 from genrt.testing.laws import (
     CannotTell,
@@ -16,8 +16,7 @@ from genrt.testing.laws import (
     assert_variance_bounded,
     assert_weighted_samples_from,
 )
-from genrt.testing.simulated_engine import Faults
-from genrt.testing.simulation import Report, run_simulated, simulate
+from genrt.testing.simulation import Faults, run_simulated
 from genrt.testing.strategies import constraints, potentials, seeds, small_lms, token_sequences
 from genrt.testing.witness import Witness
 
@@ -25,7 +24,6 @@ __all__ = [
     "CannotTell",
     "ExactPosterior",
     "Faults",
-    "Report",
     "assert_samples_from",
     "assert_unbiased",
     "assert_variance_bounded",
@@ -36,7 +34,6 @@ __all__ = [
     "potentials",
     "run_simulated",
     "seeds",
-    "simulate",
     "small_lms",
     "token_sequences",
 ]
@@ -68,7 +65,7 @@ def check_engine(
     engine = open_engine()
     try:
         witness = Witness(engine, tolerance)
-        for check in (*conformance.CHECKS, *completing.COMPLETION_CHECKS):
+        for check in conformance.CHECKS:
             check(witness)
         conformance.adapters(witness, adapter_paths)
         conformance.idle(witness)

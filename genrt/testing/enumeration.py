@@ -16,8 +16,8 @@ from genrt.constraints import CheckedState, Constraint, ConstraintState, amasks
 from genrt.engines.exact import NGram
 from genrt.errors import InvalidRequest
 from genrt.inference.checks import check_temperature
-from genrt.inference.ends import END_TOKEN, Ends, Stop, ends_of
-from genrt.inference.potentials import evaluated
+from genrt.inference.ends import END_TOKEN, Ends, Stop, parse_stop
+from genrt.inference.potentials import evaluate_potential
 from genrt.numbers import check_int
 from genrt.runtime.concurrency import blocking
 from genrt.tokens import sampling
@@ -121,7 +121,7 @@ def exact_posterior(
         constraint,
         check_temperature(temperature),
         check_int("max_texts", max_texts, 1),
-        ends_of(stop, eos_token_id=model.eos_token_id, vocab_size=model.vocab_size),
+        parse_stop(stop, eos_token_id=model.eos_token_id, vocab_size=model.vocab_size),
     )
     return blocking(_posterior(walk, model, potential))
 
@@ -131,7 +131,7 @@ async def _posterior(walk: _Walk, model: NGram, potential: Potential | None) -> 
     texts = [Text(ids, data, True) for ids, data in logprobs]
     weights = list(logprobs.values())
     if potential is not None:
-        gained = await evaluated("potential", potential, texts)
+        gained = await evaluate_potential("potential", potential, texts)
         weights = [logprob + more for logprob, more in zip(weights, gained, strict=True)]
     return _normalised(texts, weights)
 

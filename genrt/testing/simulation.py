@@ -1,96 +1,53 @@
-"""Runs the whole runtime deterministically: the same seed gives the same run, callback by callback."""
+"""Runs a sampler deterministically: real batching over an engine that reorders, delays and fails, with a
+virtual clock and without threads. The same seed gives the same run, callback by callback."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import random
-import sys
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+import zlib
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
 from genrt.engines.exact import ExactEngine, NGram
-from genrt.engines.protocol import Engine
+from genrt.engines.protocol import Engine, Finished, FullEngine, capabilities_of
+from genrt.errors import EngineDied, EngineFailed, InvalidRequest, NotFinite, OutOfMemory
 from genrt.lm import AsyncLM
-from genrt.runtime.statistics import Statistics
-from genrt.testing.record import Violation
-from genrt.testing.simulated_clients import Clients
-from genrt.testing.simulated_engine import Faults
-from genrt.testing.simulated_model import VOCAB_SIZE, EngineModel, HashedModel
-from genrt.testing.simulated_runtime import SimulatedRuntime
+from genrt.questions.completions import Decoding
+from genrt.questions.request import Request
+from genrt.runtime.batcher import Batcher, Waiter
+from genrt.runtime.cache import RowCache
+from genrt.runtime.thread import EngineThread, LoopThread
+from genrt.testing.virtual_loop import VirtualClock, VirtualLoop
 
-__all__ = ["Report", "run_simulated", "simulate"]
+__all__ = ["Faults", "VirtualRounds", "run_simulated"]
 
 T = TypeVar("T")
 
-LAST_EVENTS = 40
-"""The number of events that the message of a failed run shows."""
+MOST_EVENTS = 100_000
+"""The number of events after which a sampler counts as stuck."""
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
-    """The result of a simulated run.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Faults:
+    """Faults of a simulated engine; there are no faults by default.
 
     Attributes:
-        seed: the seed of the run.
-        operations: the number of client operations: questions, cancellations, …
-        statistics: the runtime's counters at the end.
-        updates: the number of weight updates.
-        trace: the events, in order.
+        step: the probability that a call of ``step`` raises, for everything in progress.
+        death: the probability that the engine dies in a call of ``step``.
+        not_finite: the share of contexts without a finite row; the tokens decide which contexts.
+        out_of_memory_above: the number of requests that fit into a step; ``None``: any number.
     """
 
-    seed: int
-    operations: int
-    statistics: Statistics
-    trace: tuple[str, ...]
-    updates: int = 0
-
-
-def simulate(
-    seed: int, *, operations: int = 100, faults: Faults | None = None, updates: bool = False
-) -> Report:
-    """Run the real batcher, cache and answers once in a simulation.
-
-    Clients on up to three event loops ask, time out and cancel. The engine is as inconvenient as the
-    protocol allows.
-
-    Args:
-        seed: decides everything; the same seed gives the same run.
-        operations: the number of client operations.
-        faults: the engine's faults; by default the seed decides them too.
-        updates: whether clients also replace the weights, in every possible way.
-
-    Raises:
-        AssertionError: a request did not end, ended wrongly, or left state behind. The message has the
-            seed and the last events.
-    """
-    chance = random.Random(seed)
-    runtime = SimulatedRuntime(
-        chance,
-        HashedModel(),
-        faults=any_faults(chance, updates=updates) if faults is None else faults,
-        seed=abs(seed),
-        **any_options(chance),
-    )
-    loops = chance.randint(1, 3)
-    clients = [
-        Clients(runtime.lm, chance, len(range(number, operations, loops)), updates=updates)
-        for number in range(loops)
-    ]
-    more = ", updates=True" if updates else ""
-    again = f"replay with simulate({seed}, operations={operations}{more})"
-    with reporting(runtime, f"seed {seed}", again):
-        tasks = [runtime.open_loop().create_task(each.run()) for each in clients]
-        _finish(runtime, tasks, "the clients wait")
-        for task in tasks:
-            task.result()
-    done = sum(each.done for each in clients)
-    updated = sum(each.updated for each in clients)
-    return Report(seed, done, runtime.lm.statistics(), runtime.record.lines(), updated)
+    step: float = 0.0
+    death: float = 0.0
+    not_finite: float = 0.0
+    out_of_memory_above: int | None = None
 
 
 def run_simulated(
@@ -105,16 +62,16 @@ def run_simulated(
 ) -> T:
     """Return the result of your own sampler on a simulated runtime.
 
-    The sampler gets a real ``AsyncLM``. Its engine answers in any order, in as many steps and with as
-    many restarts as the seed decides. Time on its event loop is virtual: ``asyncio.sleep`` takes no time.
-    The seed fixes the whole run, including torch's global generator, if the sampler has no other source
-    of randomness. The runtime is closed when the sampler has ended.
+    The sampler gets a real ``AsyncLM``. Its engine answers in any order and in as many steps as the seed
+    decides. Time on its event loop is virtual: ``asyncio.sleep`` takes no time. The seed fixes the whole
+    run, including torch's global generator, if the sampler has no other source of randomness. The runtime
+    is closed when the sampler has ended.
 
     Args:
-        sampler: an async function of the runtime.
+        sampler: an async function of the runtime. It may not call methods that block (``…_sync``).
         seed: decides everything that is not specified.
-        model: the source of the rows: an ``NGram``, a function that opens an engine, or ``None`` for
-            eight tokens and unrelated rows for all contexts.
+        model: the source of the rows: an ``NGram``, a function that opens an engine, or ``None`` for a
+            random ``NGram`` of eight tokens.
         faults: the engine's faults; no faults by default.
         cancel_after: the number of events (callbacks, engine steps, …) after which the sampler is
             cancelled if it has not ended; ``None``: never.
@@ -122,87 +79,242 @@ def run_simulated(
         max_batch_size: as for ``genrt.load``.
 
     Raises:
-        AssertionError: an answer was wrong, the sampler waits forever, or it left tasks or questions
-            behind. The message has the seed.
+        AssertionError: the sampler waits forever, or left tasks, questions or unread errors behind. The
+            message has the seed.
+        InvalidRequest: the sampler calls a method that blocks.
         CancelledError: the sampler was cancelled.
 
     The sampler's own exceptions pass through unchanged.
     """
+    if model is None:
+        model = NGram.random(8, order=2, seed=0)
     open_engine = partial(ExactEngine, model) if isinstance(model, NGram) else model
-    runtime = SimulatedRuntime(
-        random.Random(seed),
-        HashedModel() if open_engine is None else EngineModel(open_engine),
-        faults=faults or Faults(),
-        cache_bytes=cache_bytes,
+    chance = random.Random(seed)
+    clock = VirtualClock()
+    loop = VirtualLoop(clock)
+    rounds: list[VirtualRounds] = []
+
+    def make_rounds(round: Callable[[], float | None], _: Callable[..., None]) -> VirtualRounds:
+        rounds.append(VirtualRounds(round, clock))
+        return rounds[-1]
+
+    cache = RowCache(cache_bytes)
+    time = clock.time
+    thread = EngineThread(
+        lambda: _FaultyEngine(open_engine(), faults or Faults(), chance),
+        cache,
         max_batch_size=max_batch_size,
-        seed=abs(seed),
+        make_batcher=partial(Batcher, clock=time, observer=_Blocking()),
+        make_thread=make_rounds,
     )
-    with torch.random.fork_rng(devices=[]), reporting(runtime, f"seed {seed}"):
-        torch.manual_seed(seed)
-        task = runtime.open_loop().create_task(sampler(runtime.lm))
-        if cancel_after is not None:
-            for _ in range(cancel_after):
-                if task.done() or not runtime.step():
-                    break
-            task.cancel()
-        _finish(runtime, [task], "the sampler waits")
+    lm = AsyncLM(thread, cache, thread.engine, seed=abs(seed))
+    engine_share = chance.choice([0.05, 0.3, 0.7])
+
+    def step() -> bool:
+        """Let one event happen; return whether one was possible."""
+        is_due = rounds[-1].is_due
+        if is_due and (not loop.has_work or chance.random() < engine_share):
+            rounds[-1].go_round()
+        elif loop.has_work:
+            loop.run_one()
+        else:
+            timer = loop.next_timer
+            due = min(rounds[-1].alarm, math.inf if timer is None else timer)
+            if due == math.inf:
+                return False
+            clock.pass_until(due)
+        return True
+
+    def expect(condition: bool, message: str) -> None:
+        if not condition:
+            raise AssertionError(f"seed {seed}: {message}: {thread.batcher}")
+
+    def settle() -> None:
+        for _ in range(MOST_EVENTS):
+            if not step():
+                return
+        expect(False, f"something still happens after {MOST_EVENTS} events")
+
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            task = loop.create_task(sampler(lm))
+            events = 0
+            while not task.done():
+                if events == cancel_after:
+                    task.cancel()
+                events += 1
+                expect(events < MOST_EVENTS, f"the sampler waits after {MOST_EVENTS} events")
+                expect(step() or task.done(), "nothing can happen any more, and the sampler waits")
+            settle()
+        left = [each for each in asyncio.all_tasks(loop) if not each.done()]
+        expect(not left, f"the sampler has ended and left these waiting: {left}")
+        s = thread.batcher.statistics()
+        expect(not s.queued + s.in_flight + s.waiting, "the sampler has left questions behind")
+        lm.close()
+        settle()
+        reports = [] if task.cancelled() or task.exception() is not None else loop.reports
+        expect(not reports, f"the event loop's exception handler was called with {reports}")
+    finally:
+        lm.close()
+        for each in asyncio.all_tasks(loop):
+            each.get_coro().close()
+        loop.close()
     return task.result()
 
 
-def _finish(runtime: SimulatedRuntime, tasks: Sequence[asyncio.Task[Any]], what: str) -> None:
-    """Run these tasks to their end and close the runtime; neither may leave work behind."""
-    runtime.run_until(lambda: all(task.done() for task in tasks), what)
-    runtime.settle()
-    left = [each for loop in runtime.loops for each in asyncio.all_tasks(loop) if not each.done()]
-    if left:
-        raise Violation(f"the sampler has ended and left these waiting: {left}")
-    close(runtime)
+class _Blocking:
+    """An observer that refuses questions of callers that block the only thread."""
+
+    def registering(self, waiter: Waiter) -> None:
+        """Refuse a question without an event loop."""
+        if waiter.loop is None:
+            raise InvalidRequest(
+                "a simulation has one thread: await the question, not its _sync twin"
+            )
+
+    def leaving(self, waiter: Waiter) -> None:
+        """Ignore the event."""
+
+    def taken(self, flush: Sequence[Request], withdrawn: Sequence[Request]) -> None:
+        """Ignore the event."""
 
 
-def close(runtime: SimulatedRuntime) -> None:
-    """Close a runtime. Raise a Violation if any work is left, before or after that."""
-    runtime.check_nothing_is_left()
-    runtime.lm.close()
-    runtime.settle()
-    runtime.check_nothing_is_left()
+class _FaultyEngine:
+    """An engine that passes some requests to another engine later, returns some results later, in any
+    order, and has faults."""
+
+    def __init__(self, inner: Engine, faults: Faults, chance: random.Random) -> None:
+        self.vocab_size, self.max_model_len = inner.vocab_size, inner.max_model_len
+        self.max_batch_size, self.device = inner.max_batch_size, inner.device
+        self.tokenizer = getattr(inner, "tokenizer", None)
+        self.add_adapter, self.remove_adapter = inner.add_adapter, inner.remove_adapter
+        self.statistics, self.close = inner.statistics, inner.close
+        self._inner = inner
+        self._faults = faults
+        self._chance = chance
+        self._delay = chance.choice([0.0, 0.3, 0.6])
+        self._queued: dict[Request, None] = {}
+        self._running: dict[Request, None] = {}
+        self._done: list[Finished] = []
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self._queued |= dict.fromkeys(requests)
+
+    def step(self) -> list[Finished]:
+        faults = self._faults
+        if self._is_due(faults.death):
+            raise EngineDied("the simulated engine died")
+        if self._is_due(faults.step):
+            self.cancel([*self._queued, *self._running, *(end.request for end in self._done)])
+            raise EngineFailed("the simulated engine failed in a step")
+        if sent := self._some([*self._queued]):
+            for request in sent:
+                del self._queued[request]
+            sound = [each for each in sent if not self._is_poisoned(each)]
+            poisoned = [each for each in sent if each not in sound]
+            self._done += [Finished(e, error=NotFinite(f"{e} has no finite row")) for e in poisoned]
+            self._running |= dict.fromkeys(sound)
+            if sound:
+                self._inner.submit(sound)
+        most = faults.out_of_memory_above
+        if most is not None and len(self._running) > most:
+            count = len(self._running)
+            self.cancel([*self._queued, *self._running, *(end.request for end in self._done)])
+            raise OutOfMemory(f"{count} requests do not fit into a step, {most} do")
+        for end in self._inner.step() if self._running else ():
+            self._running.pop(end.request, None)
+            self._done.append(end)
+        self._chance.shuffle(self._done)
+        told = self._some(self._done)
+        self._done = [end for end in self._done if end not in told]
+        return told
+
+    def cancel(self, requests: Sequence[Request]) -> None:
+        unwanted = set(requests)
+        self._done = [end for end in self._done if end.request not in unwanted]
+        self._queued = {each: None for each in self._queued if each not in unwanted}
+        if running := [each for each in self._running if each in unwanted]:
+            for each in running:
+                del self._running[each]
+            self._inner.cancel(running)
+
+    def unsupported(self, decoding: Decoding) -> str | None:
+        if capabilities_of(self._inner).completes:
+            return cast("FullEngine", self._inner).unsupported(decoding)
+        return "it draws no completions"
+
+    def progress(self, streamed: Sequence[Any]) -> Sequence[Any]:
+        if not capabilities_of(self._inner).completes:
+            return [None] * len(streamed)
+        told = cast("FullEngine", self._inner).progress(streamed)
+        return [
+            delta if each in self._running else None
+            for each, delta in zip(streamed, told, strict=True)
+        ]
+
+    def _is_due(self, probability: float) -> bool:
+        return probability > 0.0 and self._chance.random() < probability
+
+    def _is_poisoned(self, request: Request) -> bool:
+        share = zlib.crc32(repr(request.token_ids).encode()) / 2**32
+        return share < self._faults.not_finite
+
+    def _some(self, things: list[Any]) -> list[Any]:
+        """Return the first of these, and others at random."""
+        return things[:1] + [each for each in things[1:] if self._chance.random() >= self._delay]
 
 
-@contextmanager
-def reporting(runtime: SimulatedRuntime, name: str, again: str = "") -> Iterator[None]:
-    """Turn a Violation into an AssertionError with the last events; discard the runtime in the end."""
-    try:
-        yield
-    except Violation as violation:
-        what = "\n".join(filter(None, [f"{name}: {violation}", again]))
-        last = "\n  ".join(runtime.record.lines(-LAST_EVENTS))
-        raise AssertionError(f"{what}; the last that happened:\n  {last}") from violation
-    finally:
-        runtime.discard()
+class VirtualRounds(LoopThread):
+    """Rounds without a thread, each run by ``go_round``. Between rounds it sleeps until it is woken or
+    due, as the thread does, so a missing wake is detected."""
 
+    def __init__(self, round: Callable[[], float | None], clock: VirtualClock) -> None:
+        super().__init__(round, lambda **_: None)
+        self.is_at_work = self.is_turning = False
+        self.alarm = math.inf
+        self._clock = clock
+        self._is_awake = False
+        self._is_over = False
 
-def any_options(chance: random.Random) -> dict[str, Any]:
-    """Return random options of a SimulatedRuntime."""
-    return {
-        "cache_bytes": chance.choice([0, 3, 1000]) * 4 * VOCAB_SIZE,
-        "max_batch_size": chance.choice([None, None, 1, 3]),
-        "max_wait_seconds": chance.choice([0.0, 0.0, 0.01]),
-        "max_queued_requests": chance.choice([sys.maxsize, sys.maxsize, 1, 4]),
-        "restarts": chance.random() < 0.5,
-    }
+    def go_round(self) -> None:
+        """Run one round."""
+        self._is_awake, self.alarm, self.is_at_work = False, math.inf, True
+        try:
+            seconds = self._round()
+        finally:
+            self.is_at_work = self.is_turning = False
+        if seconds is None:
+            self._is_over = True
+        elif seconds > 0.0:
+            self.alarm = self._clock.now + seconds
+        else:
+            self._is_awake = True
 
+    @property
+    def is_due(self) -> bool:
+        """True if it is awake or its alarm has passed."""
+        is_free = not self._is_over and not self.is_at_work
+        return is_free and (self._is_awake or self.alarm <= self._clock.now)
 
-def any_faults(chance: random.Random, *, updates: bool = False) -> Faults:
-    """Return no faults in half of the runs, and otherwise some of every kind; faults of weight updates
-    only with ``updates``."""
-    if chance.random() < 0.5:
-        return Faults()
-    return Faults(
-        submit=chance.choice([0.0, 0.1]),
-        step=chance.choice([0.0, 0.1]),
-        cancel=chance.choice([0.0, 0.0, 0.3]),
-        remove=chance.choice([0.0, 0.5]),
-        death=chance.choice([0.0, 0.0, 0.01]),
-        not_finite=chance.choice([0.0, 0.1]),
-        out_of_memory_above=chance.choice([None, None, 1, 2, 5]),
-        load=chance.choice([0.0, 0.2]) if updates else 0.0,
-    )
+    # -- as a thread --------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Run rounds until the engine is open and there is no work; a real start blocks as long."""
+        self._is_awake = True
+        while self._is_awake:
+            self.go_round()
+
+    def wake(self) -> None:
+        self._is_awake = True
+
+    def join(self, timeout: float | None = None) -> None:
+        """Run the last round, unless a round is running, which cannot be waited for."""
+        if not self.is_at_work and not self._is_over:
+            self.go_round()
+
+    def is_alive(self) -> bool:
+        return not self._is_over
+
+    def open(self, open_engine: Callable[[], Engine]) -> Engine:
+        return open_engine()

@@ -1,7 +1,7 @@
 """Draws tokens with two fused Triton kernels: a pass over the rows, then a pass over the block sums.
 
-``sampling.drawn`` uses this module where it can, for the same result in fewer launches. Importing it
-needs Triton. The first kernel reduces every block of tokens to its maximum entry and the sum of its
+``sampling.draw_tokens`` uses this module where it can, for the same result in fewer launches. Importing
+it needs Triton. The first kernel reduces every block of tokens to its maximum entry and the sum of its
 weights relative to that maximum. The second kernel, with one program per draw, chooses a block, loads it
 again and chooses one of its tokens. A program reads one row in tiles of one size, so no draw depends on
 the number of draws.
@@ -37,7 +37,7 @@ def works() -> bool:
     return True
 
 
-def drawn(
+def draw_fused(
     batch: Tensor,
     numbers: Tensor,
     *,
@@ -48,7 +48,7 @@ def drawn(
     largest: float,
     greedy_below: float,
 ) -> Tensor:
-    """Return the result of ``sampling.drawn`` without waiting for the device.
+    """Return the result of ``sampling.draw_tokens`` without waiting for the device.
 
     ``batch`` is float32 ``[m, V]`` with contiguous rows; ``mask`` is packed. The last three arguments are
     constants of ``sampling``. There must be at least one draw.
@@ -90,7 +90,8 @@ def launch(
     largest: float,
     greedy_below: float,
 ) -> None:
-    """Write the result of ``drawn``, without temperatures, to ``found``; it can be launched repeatedly.
+    """Write the result of ``draw_fused``, without temperatures, to ``found``; it can be launched
+    repeatedly.
 
     Args:
         address: int64 ``[2]``; its first entry is the current address of the rows, a multiple of 16.

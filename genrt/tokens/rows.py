@@ -12,8 +12,12 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
+
+STACKED = 2**25
+"""The most entries of rows that are stacked at a time."""
 
 AT_ONCE = 16
 """So many rows are corrected at once: they stay in a processor's cache, and little memory is taken."""
@@ -64,18 +68,33 @@ def together(rows: Sequence[Tensor]) -> Tensor:
 
 
 def entries_of(rows: Sequence[Tensor], token_ids: Sequence[Sequence[int]]) -> Tensor:
-    """Return the entries of each row at these tokens, all in order, ``[n]`` on the rows' device. Rows
-    that lie in one storage are read at once, and no row is copied; others one by one."""
+    """Return the entries of each row at these tokens, all in order, ``[n]`` on the rows' device.
+
+    Rows in one storage are read at once without copies. On a GPU, other rows are stacked, a part at a
+    time; a CPU reads them in place.
+    """
     first, offsets = rows[0], _offsets(rows)
+    if offsets is None and first.device.type == "cpu":
+        places = [np.array(ids, np.int64) for ids in token_ids]
+        read = [row.numpy()[at] for row, at in zip(rows, places, strict=True)]
+        return torch.from_numpy(np.concatenate(read))
     if offsets is None:
-        flat = torch.tensor([each for ids in token_ids for each in ids], dtype=torch.int64)
-        parts = torch.split(flat.to(first.device), [*map(len, token_ids)])
-        return torch.cat([row[ids] for row, ids in zip(rows, parts, strict=True)])
+        size = max(1, STACKED // first.numel())
+        parts = [slice(start, start + size) for start in range(0, len(rows), size)]
+        return torch.cat(
+            [entries_of(torch.stack([*rows[part]]).unbind(), token_ids[part]) for part in parts]
+        )
     start, pairs = min(offsets), zip(offsets, token_ids, strict=True)
-    places = [offset - start + each for offset, ids in pairs for each in ids]
+    index = [offset - start + each for offset, ids in pairs for each in ids]
     whole = first.as_strided((max(offsets) - start + first.numel(),), (1,), start)
-    index = torch.tensor(places, dtype=torch.int64, pin_memory=first.is_cuda)
-    return whole.index_select(0, index.to(first.device, non_blocking=True))
+    return whole.index_select(0, moved(torch.tensor(index, dtype=torch.int64), first.device))
+
+
+def moved(numbers: Tensor, device: torch.device) -> Tensor:
+    """Move numbers of the host to the device, without synchronizing with it."""
+    if device.type == "cpu":
+        return numbers
+    return numbers.pin_memory().to(device, non_blocking=True)
 
 
 def stacked(rows: Sequence[Tensor]) -> Tensor:

@@ -1,4 +1,9 @@
-"""Draws tokens from rows: temperature, truncation, masks and draws, batched, on the rows' device."""
+"""Draws tokens from rows: temperature, truncation, masks and draws, batched, on the rows' device.
+
+One law has three implementations: ``draw_tokens`` for every device, ``_draw_on_host`` with numpy for
+untempered draws on CPUs, and ``draw_kernels.py`` with Triton for GPUs. ``DrawGraphs`` launches the last
+one as a CUDA graph.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +15,15 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
+from cachetools import LRUCache
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
 from genrt.errors import InvalidRequest
-from genrt.tokens import host_draws
-from genrt.tokens.parameters import column
+from genrt.launches import Repeated
+from genrt.numbers import shown
+from genrt.tokens.rows import Leaving
 
 Bits = TypeVar("Bits", int, NDArray[Any])
 
@@ -34,9 +41,15 @@ CPU_CHUNK, CHUNK = 2**20, 2**25
 """The entries of rows that are processed at a time: as many as a CPU's caches hold, or few enough to
 leave room in a GPU's memory."""
 
+LEAST_MASS = 1e-15
+"""The least mass of an ordinary row: its weights that underflow in float32 are less than 2^-53 of it."""
+
 ADDING = ("cpu",)
 """Devices where numpy draws, and where adding to a row is much faster than selecting its entries. On
 other devices selecting by bools moves less memory."""
+
+
+# -- truncation ---------------------------------------------------------------------------------
 
 
 def truncate(
@@ -103,6 +116,76 @@ def truncate(
         kept = torch.where(greedy, one, kept)
     total = kept.logsumexp(dim=-1, keepdim=True)
     return (kept - total.masked_fill(total == -math.inf, 0.0)).view(rows.shape)
+
+
+_RANGES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "temperature": (lambda x: (x >= 0) & (x < math.inf), "a finite number of at least 0"),
+    "top_k": (lambda x: x >= 0, "an integer of at least 0, where 0 is off"),
+    "top_p": (lambda x: (x > 0) & (x <= 1), "a number above 0 and at most 1, where 1 is off"),
+    "min_p": (lambda x: (x >= 0) & (x <= 1), "a number between 0 and 1, where 0 is off"),
+}
+"""For each parameter: a test whether values are in range, and the range in words."""
+
+
+def check_parameters(
+    *,
+    temperature: float | Tensor = 1.0,
+    top_k: int | Tensor = 0,
+    top_p: float | Tensor = 1.0,
+    min_p: float | Tensor = 0.0,
+) -> None:
+    """Refuse parameters of ``truncate`` that are out of their range.
+
+    Raises:
+        InvalidRequest: the first such parameter, its value and its range.
+    """
+    _numbers_of("temperature", temperature)
+    _numbers_of("top_k", top_k)
+    _numbers_of("top_p", top_p)
+    _numbers_of("min_p", min_p)
+
+
+def column(name: str, value: float | Tensor, batch: Tensor) -> Tensor:
+    """Return a parameter, read by ``_numbers_of``, as ``[n, 1]`` on the batch's device."""
+    column = _numbers_of(name, value).reshape(-1, 1)
+    if len(column) not in (1, len(batch)):
+        raise InvalidRequest(f"{name} has {len(column)} values for {len(batch)} rows")
+    return column.to(batch.device).expand(len(batch), 1)
+
+
+def _numbers_of(name: str, value: float | Tensor) -> Tensor:
+    """Return a parameter's values in the type that compares them: int64 for ``top_k``, else float64.
+
+    Raises:
+        InvalidRequest: neither a number nor a tensor ``[n]`` of numbers, or out of its range.
+    """
+    is_sound, range_ = _RANGES[name]
+    dtype = torch.int64 if name == "top_k" else torch.float64
+    numbers = value.detach() if isinstance(value, Tensor) else _scalar(value, dtype)
+    fitting = numbers is not None and numbers.dim() <= 1 and torch.can_cast(numbers.dtype, dtype)
+    if numbers is None or not fitting or numbers.dtype == torch.bool:
+        raise InvalidRequest(f"{name} is {value!r}: give {range_}, or a tensor [n] of them")
+    numbers = numbers.to(dtype)
+    if not bool(is_sound(numbers).all()):
+        raise InvalidRequest(f"{name} is {shown(value)}: give {range_}")
+    return numbers
+
+
+def _scalar(value: object, dtype: torch.dtype) -> Tensor | None:
+    """Return a number as a tensor, clamped to the range of the type; ``None`` if it is no number."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        return None
+    if dtype.is_floating_point:
+        try:
+            return torch.tensor(float(value), dtype=dtype)
+        except OverflowError:  # an int beyond every float
+            return torch.tensor(math.inf if value > 0 else -math.inf, dtype=dtype)
+    if not isinstance(value, int | np.integer):
+        return None
+    return torch.tensor(max(-1, min(int(value), torch.iinfo(dtype).max)), dtype=dtype)
+
+
+# -- draws --------------------------------------------------------------------------------------
 
 
 class _Draw(NamedTuple):
@@ -209,12 +292,12 @@ def draw(
     given = (batch, numbers, masks, heat)
     split = [itertools.repeat(None) if x is None else torch.split(x, size) for x in given]
     chunks = zip(*split, strict=False)  # missing arguments repeat None forever
-    parts = [drawn(rows, pairs, mask=mask, heat=heat) for rows, pairs, mask, heat in chunks]
+    parts = [draw_tokens(rows, pairs, mask=mask, heat=heat) for rows, pairs, mask, heat in chunks]
     token_ids, logprobs, log_mass = torch.cat(parts).unbind(dim=-1)
     return BatchDraw(token_ids.long(), logprobs.float(), log_mass.float())
 
 
-def drawn(
+def draw_tokens(
     batch: Tensor,
     numbers: Tensor,
     *,
@@ -225,7 +308,7 @@ def drawn(
     """Draw for a chunk of rows on one device, without checks and without waiting for the device.
 
     On a GPU with Triton, two kernels of ``draw_kernels`` replace the dozen operations below. On a CPU,
-    ``host_draws`` replaces them for draws without temperatures.
+    ``_draw_on_host`` replaces them for draws without temperatures.
 
     Args:
         batch: float32 or float64 ``[n, V]``; not changed.
@@ -245,7 +328,7 @@ def drawn(
         batch = batch.index_select(0, places)
     logarithms = batch if mask is None else _masked(batch, mask)
     if heat is None and batch.device.type in ADDING and batch.dtype == torch.float32:
-        return host_draws.drawn(logarithms, numbers.clamp(max=LARGEST), BLOCK, drawn)
+        return _draw_on_host(logarithms, numbers.clamp(max=LARGEST))
     if logarithms.shape[-1] % BLOCK:
         padding = (0, -logarithms.shape[-1] % BLOCK)
         logarithms = functional.pad(logarithms, padding, value=-math.inf)
@@ -279,6 +362,39 @@ def drawn(
     return torch.cat([token_ids.double().masked_fill_(dead, -1.0), logprobs, log_mass], dim=-1)
 
 
+def _draw_on_host(rows: Tensor, numbers: Tensor) -> Tensor:
+    """Return the result of ``draw_tokens`` for masked float32 rows at temperature 1, with numpy on one
+    thread: waking torch's threads for a dozen operations takes longer than they save.
+
+    A row is ordinary if it has some mass and float32 holds its tokens' weights without scaling. Other
+    rows are drawn with a temperature of 1, by the operations that scale every block.
+    """
+    logarithms, (first, second) = rows.detach().numpy(), numbers.numpy().T
+    (count, width), places = rows.shape, np.arange(len(rows))
+    weights = np.empty((count, width + -width % BLOCK), np.float32)
+    weights[:, width:] = 0.0
+    blocks = weights.reshape(count, weights.shape[1] // BLOCK, BLOCK)
+    with np.errstate(all="ignore"):
+        np.exp(logarithms, out=weights[:, :width])
+        chosen, mass = host_inverse(np.einsum("nbi->nb", blocks), first)
+        within, _ = host_inverse(blocks[places, chosen], second)
+        token_ids, log_mass = chosen * BLOCK + within, np.log(mass)
+        logprobs = np.minimum(logarithms[places, token_ids] - log_mass, 0.0)
+    found = torch.from_numpy(np.stack([token_ids, logprobs, log_mass], axis=1))
+    others = np.flatnonzero(~((mass > LEAST_MASS) & (mass < np.inf)))
+    if len(others):
+        heat = numbers.new_ones(len(others), 1)
+        found[others] = draw_tokens(rows[others], numbers[others], heat=heat)
+    return found
+
+
+def host_inverse(weights: np.ndarray, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the first index in each row with a cumulative weight above its number's share of the total,
+    and the total."""
+    sums = weights.cumsum(axis=1, dtype=np.float64)
+    return (sums > (sums[:, -1] * numbers)[:, None]).argmax(axis=1), sums[:, -1]
+
+
 def has_kernels(batch: Tensor) -> bool:
     """Return whether the kernels are available and support these rows."""
     is_theirs = batch.is_cuda and batch.dtype == torch.float32 and batch.stride(-1) == 1
@@ -292,12 +408,12 @@ def _is_for_kernels(batch: Tensor, numbers: Tensor, mask: Tensor | None) -> bool
 
 @functools.lru_cache
 def _fused() -> Callable[..., Tensor] | None:
-    """Return ``draw_kernels.drawn``; ``None`` where Triton is missing or has no compiler."""
+    """Return ``draw_kernels.draw_fused``; ``None`` where Triton is missing or has no compiler."""
     try:
         from genrt.tokens import draw_kernels
     except ImportError:
         return None
-    return draw_kernels.drawn if draw_kernels.works() else None
+    return draw_kernels.draw_fused if draw_kernels.works() else None
 
 
 def _masses(highest: Tensor, within: Tensor) -> Tensor:
@@ -455,3 +571,146 @@ def _divisor(heat: Tensor, dtype: torch.dtype) -> Tensor:
     """Return temperatures in the rows' dtype, as divisors. A temperature beyond that dtype becomes its
     greatest number: the law is uniform either way."""
     return heat.clamp(max=torch.finfo(dtype).max).to(dtype)
+
+
+# -- CUDA graphs --------------------------------------------------------------------------------
+
+
+MOST_KINDS = 4
+"""The most kinds of draws, by number and mask size, with allocated memory."""
+
+MOST_DRAWS = 4096
+"""The most draws in one launch; the memory for their masks stays allocated."""
+
+MANY_BYTES = 2**18
+"""Masks with more bytes are copied by all of torch's threads."""
+
+
+class DrawInputs(NamedTuple):
+    """Some of the draws of a launch.
+
+    Attributes:
+        seeds: uint64 ``[n]``.
+        masks: packed, uint8 ``[n, size]``; in a launch, either all draws have masks or no draw has one.
+        places: int64 ``[n]``: draw ``i`` is from row ``places[i]``; ``None``: from row ``i``.
+    """
+
+    seeds: np.ndarray
+    masks: np.ndarray | None
+    places: np.ndarray | None
+
+
+class _Kind(NamedTuple):
+    """The draws that one graph can make: their number, and the shapes of their rows and masks."""
+
+    draws: int
+    mask_bytes: int
+    width: int
+    stride: int
+
+
+class DrawGraphs:
+    """Draws from rows on one GPU with one launch, a CUDA graph, for one thread. A batch must arrive
+    before the next one starts.
+
+    The graph copies the inputs to the device, draws with two kernels and copies the draws back. Where
+    capture fails, the same work is launched piece by piece. The address of the rows is copied with the
+    masks, because each step's rows have another address.
+    """
+
+    def __init__(self) -> None:
+        self._kinds: LRUCache[_Kind, _Graph] = LRUCache(MOST_KINDS)
+
+    def launch(self, rows: Tensor, several: Sequence[DrawInputs]) -> tuple[Tensor, Leaving] | None:
+        """Return the result of ``draw_tokens`` for several groups of draws, and its copy to the host.
+
+        Both are valid until the next call. The random numbers are ``seeded_uniforms``. Return
+        ``None`` where there are no kernels for these rows, float32 ``[m, V]``, or if only some of the
+        draws have masks.
+        """
+        count = sum(len(each.seeds) for each in several)
+        first, *others = [0 if each.masks is None else each.masks.shape[1] for each in several]
+        if not has_kernels(rows) or count > MOST_DRAWS or rows.data_ptr() % 16:
+            return None
+        if any(mask_bytes != first for mask_bytes in others):
+            return None
+        kind = _Kind(_rounded(count), first, rows.shape[1], rows.stride(0))
+        if kind not in self._kinds:
+            self._kinds[kind] = _Graph(kind, rows.device)
+        return self._kinds[kind].launch(rows, several)
+
+
+class _Graph:
+    """Draws of one kind. Their inputs are in one piece of memory: the address of the rows with a word of
+    padding, the rows' places, the seeds, the masks."""
+
+    def __init__(self, kind: _Kind, device: torch.device) -> None:
+        from genrt.tokens.draw_kernels import launch
+
+        count, mask_bytes, width, stride = kind
+        words = 2 + 2 * count
+        pinned = device.type == "cuda"
+        on_host = torch.empty(8 * words + count * mask_bytes, dtype=torch.uint8, pin_memory=pinned)
+        there = torch.empty_like(on_host, device=device)
+        found = torch.empty(count, 3, dtype=torch.float64, device=device)
+        arriving = torch.empty(count, 3, dtype=torch.float64, pin_memory=pinned)
+        reduced = torch.empty(count, 2, -(-width // BLOCK), device=device)
+        numbers, bits = there[: 8 * words].view(torch.int64), there[8 * words :]
+        address, places, seeds = numbers[:2], numbers[2 : 2 + count], numbers[2 + count :]
+        masks = bits.view(count, mask_bytes) if mask_bytes else None
+
+        def go() -> None:
+            there.copy_(on_host, non_blocking=True)
+            launch(
+                address,
+                stride,
+                width,
+                seeds,
+                places,
+                masks,
+                reduced,
+                found,
+                block=BLOCK,
+                largest=LARGEST,
+                greedy_below=GREEDY_BELOW,
+            )
+            arriving.copy_(found, non_blocking=True)
+
+        self._go = Repeated(go)
+        self._found, self._arriving = found, arriving
+        self._numbers = on_host[: 8 * words].view(torch.int64).numpy()
+        self._places = self._numbers[2 : 2 + count]
+        self._seeds = self._numbers[2 + count :].view(np.uint64)
+        self._masks = on_host[8 * words :].view(count, mask_bytes) if mask_bytes else None
+        self._last: Leaving | None = None
+
+    def launch(self, rows: Tensor, several: Sequence[DrawInputs]) -> tuple[Tensor, Leaving]:
+        if self._last is not None:
+            self._last.arrived()  # an interrupt may have skipped the wait for the last copy
+        self._numbers[0] = rows.data_ptr()
+        count = 0
+        for seeds, masks, places in several:
+            part = slice(count, count + len(seeds))
+            self._seeds[part] = seeds
+            self._places[part] = np.arange(len(seeds)) if places is None else places
+            if masks is not None and self._masks is not None:
+                copy_masks(self._masks[part], masks)
+            count = part.stop
+        self._places[count:] = 0
+        self._go()
+        self._last = Leaving.lent(self._arriving[:count], rows.device)
+        return self._found[:count], self._last
+
+
+def copy_masks(target: Tensor, masks: np.ndarray) -> None:
+    """Copy packed masks on the host; large ones use several cores."""
+    if masks.flags.writeable and masks.nbytes > MANY_BYTES:
+        target.copy_(torch.from_numpy(masks))
+    else:
+        target.numpy()[:] = masks
+
+
+def _rounded(count: int) -> int:
+    """Return the number of draws to allocate for; rounding limits the sizes as texts end one by one."""
+    step = 16 if count <= 256 else 64
+    return -(-count // step) * step

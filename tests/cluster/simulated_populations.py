@@ -20,11 +20,11 @@ from genrt.cluster.fleet import Fleet
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.engines.protocol import Finished
 from genrt.errors import GenrtError
-from genrt.populations import Home, Population, begin
+from genrt.populations import Population, PopulationRuntime, begin
 from genrt.questions.contexts import Adapter, Limits
-from genrt.questions.origins import Asked
-from genrt.questions.population_draws import PopulationDraw
+from genrt.questions.draws import PopulationDraw
 from genrt.questions.request import Request
+from genrt.questions.sequences import SequenceHandle
 from genrt.tokens.rows import Leaving
 from genrt.tokens.sampling import BatchDraw
 
@@ -59,15 +59,15 @@ class KeepingEngine(ExactEngine):
     def __init__(self, model: NGram, seen: Seen) -> None:
         super().__init__(model)
         self._seen = seen
-        self._known: dict[Asked, list[tuple[int, ...]]] = {}
+        self._known: dict[SequenceHandle, list[tuple[int, ...]]] = {}
         self._taken: dict[PopulationDraw, None] = {}
 
     def go_on(self, population: PopulationDraw) -> bool:
         origins = population.origins
-        if origins is None or any(each not in self._known for each in origins.asked):
+        if origins is None or any(each not in self._known for each in origins.handles):
             return False
         self._seen.by_tokens += population.contexts._growth is not None
-        before = [each for asked in origins.asked for each in self._known[asked]]
+        before = [each for asked in origins.handles for each in self._known[asked]]
         for number, row in zip(origins.numbers, population.rows, strict=True):
             if before[number] != row.token_ids[:-1]:
                 self._seen.wrong.append(f"{row.token_ids} does not go on from {before[number]}")
@@ -75,9 +75,9 @@ class KeepingEngine(ExactEngine):
         return True
 
     def settle(self, population: PopulationDraw) -> None:
-        self._known[population.asked] = [row.token_ids for row in population.rows]
+        self._known[population.handle] = [row.token_ids for row in population.rows]
 
-    def release(self, asked: Sequence[Asked]) -> None:
+    def release(self, asked: Sequence[SequenceHandle]) -> None:
         for each in asked:
             self._known.pop(each, None)
 
@@ -88,7 +88,7 @@ class KeepingEngine(ExactEngine):
         for population in taken:
             contexts = [row.token_ids for row in population.rows]
             rows = self._model.logits(contexts, population.adapter)
-            end = Finished(population, Leaving(population.drawn([*rows])))
+            end = Finished(population, Leaving(population.draw([*rows])))
             if self.tell is not None and self._seen.by_number % 2:
                 told.append(end)
             else:
@@ -150,12 +150,12 @@ class SimulatedPopulations:
         self.steps = 0
         self._random = random.Random(seed)
         self._adapters, self._fleet = adapters, fleet
-        self._at: WeakKeyDictionary[Asked, tuple[int, int]] = WeakKeyDictionary()
-        self._of: dict[Asked, Walker] = {}
+        self._at: WeakKeyDictionary[SequenceHandle, tuple[int, int]] = WeakKeyDictionary()
+        self._of: dict[SequenceHandle, Walker] = {}
         thread: Any = SimpleNamespace(max_weight=MOST, give_back=lambda asked: None)
         names: Any = SimpleNamespace(bound=self._bound)
         asker: Any = _Asker()
-        self._home = Home(thread, asker, Limits(5, 1000), names, itertools.count())
+        self._home = PopulationRuntime(thread, asker, Limits(5, 1000), names, itertools.count())
         self._place = fleet.place
         vars(fleet)["place"] = self._placed
 
@@ -182,7 +182,7 @@ class SimulatedPopulations:
         parts = [each.of_weights(version) for each in walker.drawing.send(None)]
         walker.asked = dict.fromkeys(parts)
         for each in parts:
-            self._of[each.asked] = walker
+            self._of[each.handle] = walker
         if not parts:
             self._go_on(walker, [])
         return parts
@@ -190,7 +190,7 @@ class SimulatedPopulations:
     def take(self, end: Finished) -> list[Request]:
         """Take the right answer of a question, or its error; return the other questions of that draw,
         which nobody waits for after an error."""
-        walker = self._of[end.request.asked]  # type: ignore[union-attr]
+        walker = self._of[end.request.handle]  # type: ignore[attr-defined]
         if end.error is not None:
             others = [each for each, result in walker.asked.items() if result is None]
             self._fail(walker, end.error)
@@ -202,7 +202,7 @@ class SimulatedPopulations:
 
     def withdraw(self, request: Request) -> list[Request]:
         """Give up the draw that a question is of; return its questions."""
-        walker = self._of[request.asked]  # type: ignore[union-attr]
+        walker = self._of[request.handle]  # type: ignore[attr-defined]
         asked = [*walker.asked]
         if walker.drawing is not None:
             walker.drawing.close()
@@ -299,7 +299,7 @@ class SimulatedPopulations:
 
     def _over(self, walker: Walker) -> None:
         for each in walker.asked:
-            del self._of[each.asked]  # type: ignore[union-attr]
+            del self._of[each.handle]  # type: ignore[attr-defined]
         walker.drawing, walker.asked = None, {}
 
     def _placed(self) -> dict[int, list[Request]]:
@@ -310,15 +310,15 @@ class SimulatedPopulations:
             for request in requests:
                 if not isinstance(request, PopulationDraw):
                     continue
-                self._note(self._of.get(request.asked), number)
-                self._at[request.asked] = number, replicas[number].life
+                self._note(self._of.get(request.handle), number)
+                self._at[request.handle] = number, replicas[number].life
         return sent
 
     def _note(self, walker: Walker | None, number: int) -> None:
         if walker is None:  # it has been withdrawn, and its replica told
             return
         usable, replicas = self._fleet._usable or (), self._fleet.replicas
-        before = walker.population._origins.asked
+        before = walker.population._sequences.origins.handles
         homes = [self._at[each] for each in before if each in self._at]
         there = {n for n, life in homes if replicas[n].life == life and n in usable}
         if len(there) == len({*homes}):  # and none of them is lost

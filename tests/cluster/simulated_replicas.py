@@ -19,7 +19,7 @@ import torch
 
 from genrt.cluster.engine import ReplicaEngine
 from genrt.cluster.health import ReplicaLimits
-from genrt.cluster.messages import AskedNumbers, Held, dumped, loaded
+from genrt.cluster.messages import AskedNumbers, RemotePopulations, dump_message, load_message
 from genrt.cluster.transport import Came, Gone, Pulsed
 from genrt.cluster.worker import Worker
 from genrt.engines.adapters import CONFIG_NAME, WEIGHTS_NAME
@@ -28,9 +28,10 @@ from genrt.engines.protocol import Finished
 from genrt.engines.weights import SLEEPING_PARTS, SleepingPart
 from genrt.errors import EngineDied, EngineFailed
 from genrt.questions.contexts import Adapter
-from genrt.questions.population_draws import PopulationDraw
+from genrt.questions.draws import PopulationDraw
 from genrt.questions.request import Request
-from genrt.questions.rows import LogprobsRequest, is_row
+from genrt.questions.rows import LogprobsRequest
+from genrt.testing.answers import is_row
 from tests.cluster.simulated_populations import KeepingEngine, Seen, SimulatedPopulations
 from tests.runtime.test_pauses import SleepyWeights
 
@@ -64,7 +65,7 @@ class Simulated:
     worker: Worker | None = None
     state: str = "running"
     fails: bool = False
-    held: Held = field(default_factory=Held)
+    held: RemotePopulations = field(default_factory=RemotePopulations)
     inbox: deque[bytes] = field(default_factory=deque)
     outbox: deque[Any] = field(default_factory=deque)
     pulses: int = 0
@@ -121,7 +122,7 @@ class SimulatedReplicas:
     def send(self, number: int, message: Sequence[Any]) -> None:
         if number in self.alive:
             replica = self.alive[number]
-            replica.inbox.append(dumped(message, self.numbers.of, held=replica.held))
+            replica.inbox.append(dump_message(message, self.numbers.of, held=replica.held))
             if message[0] == "ask":
                 self.asked.append(number)
 
@@ -162,16 +163,16 @@ class SimulatedReplicas:
             return came
         if replica.worker is None:
             replica.worker = FailingWorker(
-                self._make(), lambda *m, rows=(): replica.outbox.append(dumped(m))
+                self._make(), lambda *m, rows=(): replica.outbox.append(dump_message(m))
             )
             came.append(Came(number, life, ("opened", replica.worker.facts())))
         replica.worker.is_failing = replica.fails  # type: ignore[attr-defined]
         while replica.inbox:
-            replica.worker.take(*loaded(replica.inbox.popleft(), replica.worker.asked))
+            replica.worker.take(*load_message(replica.inbox.popleft(), replica.worker.asked))
         replica.worker.turn()
         is_late = self._random.random() < 0.3  # it crosses what is sent meanwhile
         while replica.outbox and not is_late:
-            came.append(Came(number, life, loaded(replica.outbox.popleft())))
+            came.append(Came(number, life, load_message(replica.outbox.popleft())))
         return came
 
     def interrupt(self) -> None:
@@ -288,7 +289,7 @@ class Simulation:
             assert is_row(model.row(request.token_ids), result, tolerance=1e-5), "stale"
             return
         rows = [model.row(each.token_ids).float() for each in request.rows]
-        token_ids, logprobs, log_mass = request.drawn(rows).T
+        token_ids, logprobs, log_mass = request.draw(rows).T
         assert result.token_ids.tolist() == token_ids.int().tolist(), "stale"
         assert torch.allclose(result.logprobs, logprobs.float(), atol=1e-5), "stale"
         assert torch.allclose(result.log_mass, log_mass.float(), atol=1e-5), "stale"

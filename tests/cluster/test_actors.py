@@ -21,7 +21,7 @@ import torch
 import genrt
 from genrt.cluster import actors, connection
 from genrt.cluster.actors import ActorLink, Actors, ReplicaActor
-from genrt.cluster.messages import AskedNumbers, dumped, flat, loaded
+from genrt.cluster.messages import AskedNumbers, dump_message, load_message, split_questions
 from genrt.cluster.worker import Facts, Renewal, with_rows
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.errors import EngineNotInstalled, EngineUnsupported, InvalidRequest
@@ -133,7 +133,7 @@ class FakeRay(SimpleNamespace):
 
 def joined(monkeypatch: pytest.MonkeyPatch, ray: FakeRay) -> Any:
     monkeypatch.setitem(sys.modules, "ray", ray)
-    return connection.Connection()
+    return connection.RayConnection()
 
 
 def test_the_last_runtime_ends_what_the_first_began(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,22 +260,24 @@ def test_an_actor_answers_a_flush_with_one_array() -> None:
     actor = ReplicaActor()
     running = threading.Thread(target=actor.run)
     running.start()
-    actor.take(0, [dumped(("open", _engine))])
+    actor.take(0, [dump_message(("open", _engine))])
     [(opened, none)] = actor.answers()
-    kind, facts = loaded(opened)
+    kind, facts = load_message(opened)
     assert (kind, none) == ("opened", None)
     assert isinstance(facts, Facts)
     asked = [(ticket, LogprobsRequest([ticket])) for ticket in (1, 2, 3)]
     renewal = Renewal(0, 0, (), (), ())
-    actor.take(1, [dumped(("renew", renewal)), dumped(("ask", *flat(asked)))])
+    actor.take(
+        1, [dump_message(("renew", renewal)), dump_message(("ask", *split_questions(asked)))]
+    )
     came: list[Any] = []
     while len(came) < 2:
         came += actor.answers()
-    assert loaded(came[0][0]) == ("renewed", 0, None)
+    assert load_message(came[0][0]) == ("renewed", 0, None)
     message, rows = came[1]
     assert isinstance(rows, np.ndarray)
     assert rows.shape == (3, 5000)
-    _, answers = with_rows(loaded(message), torch.from_numpy(rows))
+    _, answers = with_rows(load_message(message), torch.from_numpy(rows))
     for ticket, row, error in answers.ends:
         assert error is None
         assert torch.allclose(row, MODEL.row([ticket]).float(), atol=1e-5)

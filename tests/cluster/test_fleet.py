@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from genrt.cluster.fleet import MOST_MOVES, Fleet, Replica
-from genrt.cluster.health import ReplicaLimits, State
+from genrt.cluster.health import ReplicaLimits, ReplicaState
 from genrt.cluster.routing import Router
 from genrt.engines.protocol import Finished
 from genrt.errors import EngineFailed, OutOfMemory
@@ -32,7 +32,7 @@ def suspect(fleet: Fleet, replica: Replica) -> None:
         for each in fleet.replicas:
             if each is not replica:
                 fleet.answered_probe(each.number, each.life)
-    assert replica.health.state is State.SUSPECT
+    assert replica.health.state is ReplicaState.SUSPECT
 
 
 def test_a_suspect_replica_is_asked_if_there_is_no_other() -> None:

@@ -19,8 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from genrt.cluster import memory as memory_module
 from genrt.cluster.frames import Frame, Frames, Outgoing, received
-from genrt.cluster.memory import Array, Kept, Memory
-from genrt.cluster.messages import LEAST_APART, dumped, loaded, outgoing
+from genrt.cluster.memory import Array, Memory, ReceivedPieces
+from genrt.cluster.messages import LEAST_APART, dump_message, load_message, outgoing
 
 Pair = tuple[socket.socket, socket.socket]
 
@@ -127,7 +127,7 @@ def test_values_have_their_arrays_apart(pair: Pair) -> None:
         "rows": torch.ones(2**16),
     }
     arrays: list[Array] = []
-    data = dumped(value, apart=arrays)
+    data = dump_message(value, apart=arrays)
     assert [each.nbytes for [each] in arrays] == [large.nbytes, 4 * 2**16]
     assert len(data) < large.nbytes  # of which one half is in it, as it is not in one piece
     frame = Outgoing(data, arrays, Memory())
@@ -135,7 +135,7 @@ def test_values_have_their_arrays_apart(pair: Pair) -> None:
     sender.start()
     [came] = all_of(pair[1], 1)
     sender.join()
-    found = loaded(came.data, None, came.arrays)
+    found = load_message(came.data, None, came.arrays)
     for name in ("large", "small", "part"):
         np.testing.assert_array_equal(found[name], value[name])
     assert torch.equal(found["rows"], torch.ones(2**16))
@@ -206,7 +206,7 @@ def test_rows_are_read_in_place_and_their_memory_is_used_again_once_they_are_gon
 
 
 def test_a_forked_child_frees_nothing(pair: Pair) -> None:
-    memory, kept = Memory(), Kept()
+    memory, kept = Memory(), ReceivedPieces()
     piece, file, sizes = memory.put(in_parts([np.arange(100)]))
     assert file is not None
     kept.add(piece, file)
@@ -232,7 +232,7 @@ class Sharing(RuleBasedStateMachine):
         self.patch.setattr(memory_module, "MOST_KEPT", most)
         self.before = files()
         self.memory = Memory(receivers)
-        self.receivers = [Kept(number) for number in range(receivers)]
+        self.receivers = [ReceivedPieces(number) for number in range(receivers)]
         self.held: list[tuple[int, memoryview, bytes]] = []
         self.count = 0
 
@@ -328,7 +328,7 @@ def test_memory_that_a_gpu_writes_to_is_pinned_until_it_is_given_up(
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     monkeypatch.setattr(torch, "zeros", driver.launch)
     monkeypatch.setattr(memory_module, "MOST_KEPT", 0)
-    memory, kept, arrays = Memory(), Kept(), list[memoryview]()
+    memory, kept, arrays = Memory(), ReceivedPieces(), list[memoryview]()
     for number in range(pieces + 3):
         piece, file, sizes = memory.put([], [torch.full((1000,), float(number))] * 4)
         for _ in range(2):

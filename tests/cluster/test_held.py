@@ -17,13 +17,19 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from genrt.cluster import messages
 from genrt.cluster.frames import Frames, received
 from genrt.cluster.memory import Memory
-from genrt.cluster.messages import LEAST_APART, AskedNumbers, Held, dumped, loaded, outgoing
+from genrt.cluster.messages import (
+    LEAST_APART,
+    AskedNumbers,
+    RemotePopulations,
+    dump_message,
+    load_message,
+    outgoing,
+)
 from genrt.questions import sequences
 from genrt.questions.contexts import Limits
-from genrt.questions.origins import Asked, Origins
-from genrt.questions.population_draws import PopulationDraw
+from genrt.questions.draws import PopulationDraw
 from genrt.questions.rows import LogprobsRequest
-from genrt.questions.sequences import Contexts, Sequences
+from genrt.questions.sequences import Contexts, Origins, SequenceHandle, Sequences
 from tests.questions.test_origins import AsLists
 
 Lists = list[list[int]]
@@ -33,16 +39,16 @@ class Hop:
     """A connection: what its sender knows of the receiver, and what that one has."""
 
     def __init__(self) -> None:
-        self.numbers, self.held = AskedNumbers(), Held()
-        self.table: dict[int, Asked] = {}
+        self.numbers, self.held = AskedNumbers(), RemotePopulations()
+        self.table: dict[int, SequenceHandle] = {}
         self.sent = 0
 
     def carry(self, draw: PopulationDraw) -> PopulationDraw:
         """Return a question as it comes out at the other end."""
         self.forget()
-        data = dumped(draw, self.numbers.of, held=self.held)
+        data = dump_message(draw, self.numbers.of, held=self.held)
         self.sent = len(data)
-        found: PopulationDraw = loaded(data, self.table)
+        found: PopulationDraw = load_message(data, self.table)
         return found
 
     def forget(self) -> None:
@@ -70,15 +76,15 @@ class FarEnds(AsLists):
 
     def questions(
         self, contexts: Contexts, places: np.ndarray, sizes: list[int], data: Any
-    ) -> list[Asked]:
-        origins, asked, start = self.origins.take(places), list[Asked](), 0
+    ) -> list[SequenceHandle]:
+        origins, asked, start = self.origins.take(places), list[SequenceHandle](), 0
         goes_on = origins.go_on(contexts.lengths)
         for size in sizes:
             part = slice(start, start := start + size)
             of = origins.take(part).needed() if goes_on else None
             seeds = np.zeros(size, np.uint64)
             draw = PopulationDraw(contexts.part(part), None, None, 1.0, seeds, of)
-            asked.append(draw.asked)
+            asked.append(draw.handle)
             way = data.draw(st.lists(st.sampled_from(self.ways), min_size=1, max_size=2))
             for near, far in way:
                 first = near.carry(draw)
@@ -151,7 +157,7 @@ def steps(count: int, length: int) -> Iterator[PopulationDraw]:
         seeds = np.zeros(count, np.uint64)
         draw = PopulationDraw(contexts, None, None, 1.0, seeds, origins if goes_on else None)
         yield draw
-        origins = origins.after([draw.asked], np.arange(count), contexts.lengths)
+        origins = origins.after([draw.handle], np.arange(count), contexts.lengths)
         whole.append(np.full(count, 3))
 
 
@@ -219,7 +225,7 @@ def test_what_goes_on_from_some_that_are_not_held_too_travels_whole() -> None:
     tables = [Sequences(each.table[:, :502].copy(), each.lengths) for each in (some, more)]
     joined = Sequences.joined(tables)
     known = [
-        Origins((each.asked,), np.arange(20), each.contexts.lengths) for each in (first, second)
+        Origins((each.handle,), np.arange(20), each.contexts.lengths) for each in (first, second)
     ]
     joined.append(np.full(40, 5))
     contexts, seeds = joined.contexts(np.arange(40)), np.zeros(40, np.uint64)
@@ -259,7 +265,7 @@ def test_what_is_held_does_not_keep_the_memory_in_which_it_came() -> None:
             came = received(other, frames)
             assert came is not None
             [frame] = came
-            found = loaded(frame.data, hop.table, frame.arrays)
+            found = load_message(frame.data, hop.table, frame.arrays)
             del frame, came, found
         assert len(memory._pieces) == 1  # of which the second question's sequences are free too
         assert [each.memory[0] for each in memory._pieces] == [0]

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from genrt.cluster.joining import ReplicaStreams
-from genrt.cluster.messages import dumped, loaded
+from genrt.cluster.messages import dump_message, load_message
 from genrt.engines.protocol import Finished
 from genrt.errors import EngineFailed
-from genrt.questions.native import NativeRequest
+from genrt.questions.completions import NativeRequest
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Drawing:
     at: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.request = loaded(dumped(self.request))
+        self.request = load_message(dump_message(self.request))
         self.at = len(self.request.asked.told)
 
     def some(self, count: int) -> tuple[str, ...]:
@@ -54,8 +54,8 @@ def native(nonce: int = 1) -> NativeRequest:
 
 def test_a_native_request_is_the_same_at_the_other_end() -> None:
     request = native()
-    assert loaded(dumped(request)) == request
-    assert hash(loaded(dumped(request))) == hash(request)
+    assert load_message(dump_message(request)) == request
+    assert hash(load_message(dump_message(request))) == hash(request)
     assert native(2) != request
     assert request.of_weights(1) != request
 

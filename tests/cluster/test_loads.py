@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from genrt.cluster import routing
 from genrt.cluster.loads import MOST_UNUSED, Loads
+from genrt.cluster.programs import ProgramRequest
 from genrt.cluster.routing import Router
 from genrt.questions.completions import SampleRequest
 from genrt.questions.contexts import Limits
-from genrt.questions.population_draws import PopulationDraw
-from genrt.questions.programs import ProgramRequest
+from genrt.questions.draws import PopulationDraw
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.sequences import Sequences

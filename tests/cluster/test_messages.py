@@ -12,22 +12,25 @@ import torch
 
 import genrt
 from genrt.cluster.memory import Array
-from genrt.cluster.messages import LEAST_APART, AskedNumbers, dumped, flat, loaded, unflattened
+from genrt.cluster.messages import (
+    LEAST_APART,
+    AskedNumbers,
+    dump_message,
+    load_message,
+    split_questions,
+    unflattened,
+)
 from genrt.cluster.opening import _visible, environments, gpus_of
 from genrt.cluster.worker import _fits
 from genrt.errors import EngineUnsupported
-from genrt.questions.candidates import Candidates
 from genrt.questions.completions import SampleRequest
 from genrt.questions.contexts import Adapter, Limits
-from genrt.questions.draws import DrawToken
-from genrt.questions.origins import Origins
-from genrt.questions.population_draws import PopulationDraw
-from genrt.questions.reads import ReadRequest
+from genrt.questions.draws import DrawToken, PopulationDraw
+from genrt.questions.reads import Candidates, ReadRequest, TopTokens
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest
-from genrt.questions.sequences import Sequences
-from genrt.questions.tops import TopTokens
+from genrt.questions.sequences import Origins, Sequences
 
 ROW = LogprobsRequest([1, 2, 3], Adapter("a", 2), weights_version=5)
 REQUESTS: list[Request] = [
@@ -59,14 +62,14 @@ def _is_flat(request: Request) -> bool:
 
 def test_requests_come_out_equal_whatever_their_kind() -> None:
     pairs = list(enumerate(REQUESTS))
-    found = dict(unflattened(*loaded(dumped(flat(pairs)))))
+    found = dict(unflattened(*load_message(dump_message(split_questions(pairs)))))
     assert found == dict(pairs)
-    assert loaded(dumped(REQUESTS)) == REQUESTS
+    assert load_message(dump_message(REQUESTS)) == REQUESTS
     many = [*enumerate(REQUESTS * (LEAST_APART // 16))]
     arrays: list[Array] = []
-    data = dumped(flat(many), apart=arrays)
+    data = dump_message(split_questions(many), apart=arrays)
     assert len(arrays) == 2
-    assert unflattened(*loaded(data, None, [each for [each] in arrays])) == [
+    assert unflattened(*load_message(data, None, [each for [each] in arrays])) == [
         *[each for each in many if type(each[1]) is LogprobsRequest],
         *[each for each in many if isinstance(getattr(each[1], "wanted", None), DrawToken)],
         *[each for each in many if not _is_flat(each[1])],
@@ -79,16 +82,16 @@ def test_requests_come_out_equal_whatever_their_kind() -> None:
 def test_the_question_of_a_population_is_the_same_one_at_the_other_end() -> None:
     numbers, table = AskedNumbers(), dict[int, Any]()
     first = population()
-    one = loaded(dumped(first, numbers.of), table)
-    goes_on = population(Origins((first.asked,), np.arange(3), first.contexts.lengths))
-    two = loaded(dumped(goes_on, numbers.of), table)
-    assert two.origins.asked == (one.asked,)
-    assert two.asked is not one.asked
+    one = load_message(dump_message(first, numbers.of), table)
+    goes_on = population(Origins((first.handle,), np.arange(3), first.contexts.lengths))
+    two = load_message(dump_message(goes_on, numbers.of), table)
+    assert two.origins.handles == (one.handle,)
+    assert two.handle is not one.handle
     assert [two.contexts.packed(n) for n in range(3)] == [
         goes_on.contexts.packed(n) for n in range(3)
     ]
     assert two.weights_version == 4
-    number = numbers.of(first.asked)
+    number = numbers.of(first.handle)
     del first, goes_on
     gc.collect()
     assert number in numbers.gone
@@ -97,12 +100,12 @@ def test_the_question_of_a_population_is_the_same_one_at_the_other_end() -> None
 def test_what_was_loaded_is_gone_with_its_last_user() -> None:
     """Not only once the collector comes: its memory is wanted for the next message."""
     first = population()
-    goes_on = population(Origins((first.asked,), np.arange(3), first.contexts.lengths))
-    data, table = dumped(goes_on, AskedNumbers().of), dict[int, Any]()
+    goes_on = population(Origins((first.handle,), np.arange(3), first.contexts.lengths))
+    data, table = dump_message(goes_on, AskedNumbers().of), dict[int, Any]()
     gc.collect()
     gc.disable()
     try:
-        found = loaded(data, table)
+        found = load_message(data, table)
         tokens = weakref.ref(found.contexts.table)
         del found
         assert tokens() is None

@@ -20,20 +20,19 @@ import torch
 from genrt import loading
 from genrt.cluster import ranks as ranks_module
 from genrt.cluster.follower import Follower, progress_of
-from genrt.cluster.messages import AskedNumbers, Held, dumped, loaded
+from genrt.cluster.messages import AskedNumbers, RemotePopulations, dump_message, load_message
 from genrt.cluster.opening import gpus_of
 from genrt.cluster.ranks import RankedEngine, Ranks, are_launched, open_ranked
 from genrt.engines.protocol import EngineStatistics, Finished
-from genrt.engines.vllm.rank import of_first
+from genrt.engines.vllm.rank import broadcast_from_rank0
 from genrt.engines.weights import TensorsIn
 from genrt.errors import EngineDied, EngineUnsupported, GenrtError, InvalidAdapter, InvalidRequest
 from genrt.loading import load
 from genrt.questions.contexts import Adapter, Limits
-from genrt.questions.origins import Asked, Origins
-from genrt.questions.population_draws import PopulationDraw
+from genrt.questions.draws import PopulationDraw
 from genrt.questions.request import Request
 from genrt.questions.scores import ScoreRequest
-from genrt.questions.sequences import Sequences
+from genrt.questions.sequences import Origins, SequenceHandle, Sequences
 from tests.scripted import logprobs, sample
 
 A, B, C = logprobs(1), logprobs(2), logprobs(3)
@@ -105,7 +104,7 @@ class Recorded:
             self.speculate(request_ids, tokens, told(request_ids))
 
     def speculate(self, request_ids: list[str], tokens: torch.Tensor, share: Any) -> None:
-        assert share is of_first
+        assert share is broadcast_from_rank0
         assert tokens.is_contiguous()
         assert tokens.dtype == torch.float64
         self._note("speculate", *request_ids, len(tokens))
@@ -127,13 +126,13 @@ class Here(Ranks):
             for n, engine in enumerate(engines)
         ]
         self._links = [(each, each, each) for each in range(len(engines))]  # type: ignore[misc]
-        self._every = [(each, Held()) for each in self.followers]
+        self._every = [(each, RemotePopulations()) for each in self.followers]
 
     def tell(self, *message: Any) -> None:
         gone = [self._numbers.gone.popleft() for _ in range(len(self._numbers.gone))]
         for each, held in self._every:
             for one in (("forget", gone), message) if gone else (message,):
-                each.take(*loaded(dumped(one, self._numbers.of, held=held), each.asked))
+                each.take(*load_message(dump_message(one, self._numbers.of, held=held), each.asked))
 
     def _answer(self, number: int, *_: Any) -> Any:
         return self.answers[number - 1].pop(0)
@@ -181,7 +180,7 @@ def test_all_ranks_do_the_same_in_the_same_order(seed: int) -> None:
         elif populations and kind == "settle":
             engine.settle(populations[-1])
         elif populations and kind == "release":
-            engine.release([populations.pop(0).asked])
+            engine.release([populations.pop(0).handle])
         elif kind == "keep":
             engine.prefixes.keep(logprobs(number))
         for other in others:
@@ -229,10 +228,12 @@ def test_what_goes_on_step_after_step_is_the_same_in_every_rank() -> None:
         seeds = np.zeros(2, np.uint64)
         goes_on = origins if origins.go_on(contexts.lengths) else None
         draw = PopulationDraw(contexts, None, None, 1.0, seeds, goes_on)
-        small += all(origins.asked[0] in held._nbytes for _, held in ranks._every if origins.asked)
+        small += all(
+            origins.handles[0] in held._nbytes for _, held in ranks._every if origins.handles
+        )
         engine.go_on(draw)
         engine.step()
-        origins = origins.after([draw.asked], places, contexts.lengths)
+        origins = origins.after([draw.handle], places, contexts.lengths)
         ancestors = np.array([chosen.randrange(2), chosen.randrange(2)])
         sequences, origins = sequences.take(ancestors), origins.take(ancestors)
         sequences.append(np.array([chosen.randrange(7), chosen.randrange(7)]))
@@ -408,5 +409,5 @@ def test_a_refusal_everywhere_is_raised_as_it_is_here() -> None:
 
 def test_asked_numbers_of_the_same_question_are_the_same() -> None:
     ranks = Here(Recorded())
-    asked = Asked(3)
-    assert ranks.number_of(asked) == ranks.number_of(asked) != ranks.number_of(Asked(3))
+    asked = SequenceHandle(3)
+    assert ranks.number_of(asked) == ranks.number_of(asked) != ranks.number_of(SequenceHandle(3))

@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -30,9 +29,9 @@ from genrt.engines.adapters import CONFIG_NAME, WEIGHTS_NAME
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.errors import EngineDied, EngineFailed, InvalidAdapter, InvalidRequest
 from genrt.lm import AsyncLM
-from genrt.questions.origins import Asked
-from genrt.questions.population_draws import PopulationDraw
+from genrt.questions.draws import PopulationDraw
 from genrt.questions.request import Request
+from genrt.questions.sequences import SequenceHandle
 from tests.apart import drawn_apart_sync
 from tests.runtime.test_pauses import SleepyEngine
 from tests.scoring_engine import ScoringEngine
@@ -131,31 +130,24 @@ def routes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[PopulationDraw, int]]:
 
 
 @pytest.mark.promise(number=40)
-def test_a_large_batch_is_shared_and_each_part_goes_on_where_it_was_answered(
+def test_a_large_batch_is_shared_and_killed_processes_are_not_seen(
     two: AsyncLM, alone: AsyncLM, routes: list[tuple[PopulationDraw, int]]
 ) -> None:
-    """Where most of it was, once it is resampled. That processes are killed is not seen."""
     until(two, "healthy")
     chance = random.Random(2)
     contexts = [[n % 11, n // 11 % 11, n // 121] for n in range(128)]
-    homes: dict[Asked, int] = {}
+    homes: dict[SequenceHandle, int] = {}
     victims = {8: 0, 11: -1}  # by then the first one may be gone, or there again
     for step in range(14):
         found = two.batch_draw_sync(contexts, seed=1000 * step, timeout=60)
         wanted = drawn_apart_sync(alone, contexts, seed=1000 * step)
         assert found.token_ids.tolist() == wanted.token_ids.tolist()
         assert torch.allclose(found.logprobs, wanted.logprobs, atol=1e-5)
-        parts = [each for each in routes if each[0].asked not in homes]
-        homes |= {part.asked: home for part, home in parts}
+        parts = [each for each in routes if each[0].handle not in homes]
+        homes |= {part.handle: home for part, home in parts}
         if step < 8:
             assert [len(part) for part, _ in parts] == [64, 64]
             assert {home for _, home in parts} == {0, 1}
-        for part, home in parts if 0 < step < 8 else ():
-            assert part.origins is not None
-            there = np.repeat(
-                [homes[each] for each in part.came_from], [each.count for each in part.came_from]
-            )
-            assert (there[part.origins.numbers] == home).sum() >= len(part) / 2
         appended(contexts, found.token_ids.tolist())
         if step in (3, 5, 6):
             contexts = [each.copy() for each in chance.choices(contexts, k=128)]

@@ -9,10 +9,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from genrt.cluster.programs import ProgramRequest
 from genrt.cluster.routing import MARGIN, Router
 from genrt.questions.contexts import Limits
-from genrt.questions.population_draws import PopulationDraw
-from genrt.questions.programs import ProgramRequest
+from genrt.questions.draws import PopulationDraw
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.sequences import Sequences
 

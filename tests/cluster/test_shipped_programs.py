@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import genrt
-from genrt.cluster.messages import dumped, flat, loaded
-from genrt.cluster.programs import packed, unpacked
-from genrt.cluster.serving import Rounds
+from genrt.cluster.messages import dump_message, load_message, split_questions
+from genrt.cluster.programs import ProgramRequest, pickle_program, unpickle_program
+from genrt.cluster.serving import RoundCounter
 from genrt.cluster.worker import Worker
 from genrt.constraints import all_of, json_schema, potential, predicate, regex, strings
 from genrt.engines.exact import ExactEngine, NGram
@@ -37,7 +37,6 @@ from genrt.inference import (
     infilling,
 )
 from genrt.lm import AsyncLM
-from genrt.questions.programs import ProgramRequest
 from tests.cluster.test_replicas import QUICK, adapter_in, processes
 
 VOCABULARY = [b"a", b"b", b"c", b"ab", b" ", b"1", b"2", b""]
@@ -424,13 +423,13 @@ def test_a_program_that_asks_nothing_does_not_stall_its_replica() -> None:
     class Link:
         wake = staticmethod(lambda: woken.append(1))
 
-    rounds: Any = Rounds(Link())  # type: ignore[arg-type]
+    rounds: Any = RoundCounter(Link())  # type: ignore[arg-type]
     assert rounds.probed() == 0
     rounds.worker = worker
     assert rounds.probed() == worker.rounds
     assert not woken
-    held = ProgramRequest(packed(_for_ever, None), AsyncLM, 0)
-    worker.take(*loaded(dumped(("ask", *flat([(1, held)])))))
+    held = ProgramRequest(pickle_program(_for_ever, None), AsyncLM, 0)
+    worker.take(*load_message(dump_message(("ask", *split_questions([(1, held)])))))
     with contextlib.closing(worker):
         before = rounds.probed()
         assert woken
@@ -446,7 +445,8 @@ async def _for_ever(lm: AsyncLM) -> None:
 
 def test_a_mark_stands_for_the_runtime_whose_tokens_are_read_there(runtimes: Runtimes) -> None:
     one, two = runtimes
-    constraint = unpacked(packed(all_of(regex("a+", one), strings(["a", "aa"], one)), one), two)
+    both = all_of(regex("a+", one), strings(["a", "aa"], one))
+    constraint = unpickle_program(pickle_program(both, one), two)
     again = regex("a+", two)
     assert constraint.tokens is again.tokens  # type: ignore[attr-defined]
     assert constraint.start().mask().tolist() == again.start().mask().tolist()

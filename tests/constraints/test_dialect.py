@@ -33,6 +33,12 @@ def takes(lark: str, text: str) -> bool:
         ("(?s).", ["\n"], [""]),
         ("A.{3}B", ["AéébB", "AabcB"], ["Aa\nbB", "AééB"]),
         (r"\d\w\s", ["1a ", "٣é\u2003"], ["aa "]),
+        # Python's classes and case, which differ from those of the Rust crate.
+        (r"\w+", ["é_²½٣", "ª\u2167①"], ["e\u0300", "\u203f", "\u200d"]),
+        (r"[\w-]\W", ["a\u0300", "-\u203f"], ["a²"]),
+        (r"\s\S", ["\x1ca", "\x1fa"], ["a\x1c"]),
+        ("(?i)i[h-j]", ["I\u0131", "\u0130j", "\u0131I"], ["i\u0300"]),
+        ("(?i)[^i]", ["a"], ["\u0131", "I", "\u0130"]),
         ("^a|b$", ["a", "b"], ["ab", ""]),
         ("(?:^a|b)c$", ["ac", "bc"], ["abc"]),
         ("(?x)a\n b # c\n d", ["abd"], ["a\nbd"]),
@@ -142,6 +148,9 @@ def test_what_is_not_a_pattern_is_outside_of_every_reading() -> None:
     assert not takes(lark, '"٣"')
     assert not takes(lark, '"1\\n"')  # Python's $ matches before a last line feed
     assert takes(lark, '"a"')
+    lark = lark_of_schema({"type": "string", "not": {"pattern": "(?i)i"}}, "spaced")
+    assert takes(lark, '"a"')
+    assert not takes(lark, '"\u0131"')
 
 
 BASE = {"properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -181,6 +190,10 @@ SCHEMAS: list[tuple[Any, list[str], list[str]]] = [
     ({"format": "time"}, ['"23:59:59Z"'], ['"23:59:60Z"']),
     ({"format": "hostname"}, [f'"{"a" * 63}"'], [f'"{"a" * 64}"', f'"b.{"a" * 64}"']),
     ({"format": "ipv4"}, ['"1.1.1.1"'], ['"01.1.1.1"']),
+    # A reader of 64-bit floats rounds what has many digits: to the bound, or to an integer.
+    ({"type": "number", "exclusiveMinimum": 0.1}, ["0.100001", "12", "9" * 30], [f"0.1{'0' * 20}1"]),
+    ({"type": "number", "not": {"type": "integer"}}, ["1.5", "-0.25"], ["1.0", f"{'7' * 30}.5"]),
+    ({"type": "number", "not": {"const": 5}}, ["4.999", "5.01", "-5"], ["5", f"5.{'0' * 20}1"]),
     # Containers of which only a size is known.
     ({"maxItems": 2}, ["[]", "[1]", '[{"a": [null]}]'], ["[1, 2, 3]"]),
     ({"minItems": 0}, ["[]", '[{"a": [null]}]'], ["[1"]),

@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 import pytest
+from safetensors.torch import save_file
 
 import genrt
 from genrt.engines.exact import NGram
@@ -29,12 +31,11 @@ from genrt.errors import (
     UnknownAdapter,
     UnknownColumn,
 )
-from genrt.generation import fingerprints, many, runs, tables
-from genrt.generation.jobs import Job
+from genrt.generation import jobs, journal, many, tables
+from genrt.generation.jobs import Job, JobReport, JobRun
 from genrt.generation.journal import Journal
 from genrt.generation.many import Failed
-from genrt.generation.outputs import Schema
-from genrt.generation.reports import JobReport
+from genrt.generation.validators import JSONSchema
 from genrt.lm import AsyncLM
 from genrt.questions.completions import Completion
 from tests.generation.job_cases import MODEL, VOCABULARY, job, lines_of, rows, write_rows
@@ -427,9 +428,9 @@ class NoSchema:
 def test_a_schema_is_judged_by_however_it_is_given() -> None:
     schema = Model.model_json_schema()
     for given in (schema, json.dumps(schema), types.MappingProxyType(schema), Model):
-        assert Schema(given).schema == schema
+        assert JSONSchema(given).schema == schema
         with pytest.raises(Exception, match="too long"):
-            Schema(given).check("[1, 2, 3]")
+            JSONSchema(given).check("[1, 2, 3]")
     wrong: dict[str, Any] = {
         "must be a dict, a JSON text or a pydantic model, got 5": 5,
         "must be an object": "[]",
@@ -441,7 +442,7 @@ def test_a_schema_is_judged_by_however_it_is_given() -> None:
     }
     for message, given in wrong.items():
         with pytest.raises(InvalidRequest, match=f"^json_schema {message}"):
-            Schema(given)
+            JSONSchema(given)
 
 
 @pytest.mark.parametrize(
@@ -485,6 +486,64 @@ def test_a_model_is_compared_by_all_that_is_in_its_directory(lm: AsyncLM, folder
         job(folder, model=folder / "other").run_sync(lm)
 
 
+def write_adapter(directory: Path, seed: int) -> Path:
+    """An adapter of the exact engine: another table."""
+    directory.mkdir()
+    table = NGram.random(MODEL.vocabulary, order=1, seed=seed).table
+    save_file({"table": table}, directory / "adapter_model.safetensors")
+    (directory / "adapter_config.json").write_text("{}")
+    return directory
+
+
+async def test_an_adapter_is_compared_by_its_files(lm: AsyncLM, folder: Path) -> None:
+    one, other = write_adapter(folder / "one", 5), write_adapter(folder / "other", 6)
+    await lm.add_adapter("a", one)
+    await job(folder, limit=3, adapter="a").run(lm)
+    await lm.add_adapter("a", other)
+    with pytest.raises(JobRefused, match="another adapter_files:"):
+        await job(folder, adapter="a").run(lm)
+    with job(folder, adapter="a").begin(adapter=one):
+        pass
+    (folder / "one").rename(folder / "moved")
+    await lm.add_adapter("a", folder / "moved")
+    assert (await job(folder, adapter="a").run(lm)).skipped == 3
+
+
+async def test_texts_by_an_adapter_that_came_meanwhile_are_not_written(
+    lm: AsyncLM, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await lm.add_adapter("a", write_adapter(folder / "one", 5))
+    generate, other = AsyncLM.generate, write_adapter(folder / "other", 6)
+
+    async def replacing(lm: AsyncLM, prompt: Any, **options: Any) -> Completion:
+        if options["seed"] == 3 and options["max_tokens"] > 1:
+            await lm.add_adapter("a", other)
+        return await generate(lm, prompt, **options)
+
+    monkeypatch.setattr(AsyncLM, "generate", replacing)
+    with pytest.raises(JobRefused, match="has another adapter 'a'"):
+        await job(folder, concurrency=1, adapter="a").run(lm)
+    assert [line["index"] for line in lines_of(folder)] == [0, 1, 2]
+
+
+def test_a_model_of_the_hub_is_compared_by_its_revision(
+    lm: AsyncLM, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    revision: dict[str | None, str] = {}
+
+    def cached(name: str, file: str, revision: str | None = None, found: Any = revision) -> Any:
+        return f"/cache/snapshots/{found[revision]}/{file}" if revision in found else None
+
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", cached)
+    given: dict[str, Any] = {"model": "owner/name"}
+    job(folder, limit=2, **given).run_sync(lm)  # before it is in the cache
+    revision[None] = "one"
+    assert job(folder, limit=3, **given).run_sync(lm).skipped == 2
+    revision[None] = "two"
+    with pytest.raises(JobRefused, match=r'model_revision \(was "one", is "two"\)'):
+        job(folder, **given).run_sync(lm)
+
+
 def test_a_byte_of_large_weights_makes_another_model(tmp_path: Path) -> None:
     weights, digests = tmp_path / "model.safetensors", set()
     weights.touch()
@@ -493,7 +552,7 @@ def test_a_byte_of_large_weights_makes_another_model(tmp_path: Path) -> None:
         with weights.open("r+b") as file:
             file.seek(place)
             file.write(b"x")
-        digests.add(fingerprints.model_part(str(tmp_path))["digest"])
+        digests.add(journal.model_digest(tmp_path))
     assert len(digests) == 3
 
 
@@ -501,7 +560,7 @@ def test_weights_are_read_once_while_they_are_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"one")
-    first, digest = fingerprints.model_part(str(tmp_path)), hashlib.file_digest
+    first, digest = journal.model_digest(tmp_path), hashlib.file_digest
     reads: list[Any] = []
 
     def counted(file: Any, name: Any) -> Any:
@@ -509,12 +568,12 @@ def test_weights_are_read_once_while_they_are_the_same(
         return digest(file, name)
 
     monkeypatch.setattr(hashlib, "file_digest", counted)
-    assert fingerprints.model_part(str(tmp_path)) == first
+    assert journal.model_digest(tmp_path) == first
     assert not reads
     stat = (tmp_path / "model.safetensors").stat()
     (tmp_path / "model.safetensors").write_bytes(b"two")
     os.utime(tmp_path / "model.safetensors", ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
-    assert fingerprints.model_part(str(tmp_path)) != first
+    assert journal.model_digest(tmp_path) != first
     assert len(reads) == 1
 
 
@@ -684,14 +743,14 @@ def test_a_disk_that_is_full_leaves_whole_lines_and_the_job_goes_on_later(
             room[0] -= taken
             return int(self.file.write(data[:taken]))
 
-    original = Journal.begin
+    original = Journal.start
 
-    def begin(journal: Journal) -> None:
+    def start(journal: Journal) -> None:
         original(journal)
         journal._file = Full(journal._file)  # type: ignore[assignment]
 
     with monkeypatch.context() as patched:
-        patched.setattr(Journal, "begin", begin)
+        patched.setattr(Journal, "start", start)
         with pytest.raises(OutputFailed, match="No space left"):
             job(folder).run_sync(lm)
     had = lines_of(folder)
@@ -746,7 +805,7 @@ def test_what_was_drawn_until_a_timeout_is_written(
     async def ask(asked: Any, number: int, item: Any) -> Failed:
         return Failed(TimedOut("too late"), partial)
 
-    monkeypatch.setattr(many.Asked, "ask", ask)
+    monkeypatch.setattr(many.ItemRunner, "run", ask)
     job(folder, timeout=1, limit=1).run_sync(lm)
     [line] = lines_of(folder)
     assert (line["text"], line["finish_reason"], line["truncated"]) == ("drawn", "abort", True)
@@ -1092,29 +1151,6 @@ def test_the_table_has_all_that_was_counted(lm: AsyncLM, folder: Path, scripted:
 
 # -- arguments ----------------------------------------------------------------------------------
 
-WRONG: list[Any] = [None, True, 0, -1, 1.5, 10**50, float("nan"), "", "text", b"bytes", [], [1], {}]
-WRONG += [{1: 2}, {"a": object()}, object(), "a\0b", 2**63]
-ARGUMENTS = [
-    *("input", "output", "prompt_template", "messages_column", "system_message", "chat", "model"),
-    *("chat_template_kwargs", "model_options", "input_format", "limit", "keep_columns"),
-    *("retry_errors", "overwrite", "num_retries_invalid", "sort_by_length", "concurrency"),
-    *("max_consecutive_failures", "heartbeat", "log_prompts", "json_schema", "temperature", "seed"),
-    *("timeout", "adapter", "stop", "choice", "validate", "tools"),
-]
-
-
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_a_wrong_argument_is_refused_when_the_job_is_made(name: str, folder: Path) -> None:
-    refused = 0
-    for value in WRONG:
-        given: dict[str, Any] = {"input": folder / "in.jsonl", "output": folder / "out.jsonl"}
-        given |= {"prompt_template": "{text}", "json_schema": INTEGER} | {name: value}
-        try:
-            Job(**given)
-        except InvalidRequest:
-            refused += 1
-    assert refused >= 5 if name != "model" else refused >= 3
-
 
 def test_what_does_not_go_together_is_refused(folder: Path) -> None:
     for wrong in (
@@ -1158,8 +1194,7 @@ def test_a_column_named_prompt_or_messages_is_what_is_asked(
     with Job(tmp_path / "in.jsonl", tmp_path / "out.jsonl").begin():
         parts = json.loads((tmp_path / "out.jsonl.job.json").read_bytes())["parts"]
     wanted = ("messages_column", "prompt_template")["{" in chosen]
-    digests = fingerprints.fingerprint({wanted: chosen})
-    assert parts[wanted]["digest"] == digests[wanted]["digest"]
+    assert parts[wanted] == journal.describe({wanted: chosen})[wanted]
 
 
 def test_a_job_runs_on_a_runtime_alone(folder: Path) -> None:
@@ -1177,12 +1212,12 @@ def test_a_run_that_is_closed_while_it_is_opened_ends(
     def read_rows(*args: Any) -> Iterator[Any]:
         for row in original(*args):
             read.append(row.index)
-            running._closed = True
+            running._is_closed = True
             yield row
 
-    monkeypatch.setattr(runs, "read_rows", read_rows)
-    running = runs.JobRun(job(folder)._settings)
-    running.open(fingerprints.fingerprint({"weights_version": 0}))
+    monkeypatch.setattr(jobs, "read_rows", read_rows)
+    running = JobRun(job(folder))
+    running._open(None)
     running.close()
     assert read == [0]
     job(folder).begin().close()
@@ -1194,7 +1229,7 @@ async def test_with_a_timeout_no_row_waits_for_its_first_step(
 ) -> None:
     write_rows(tmp_path / "in.jsonl", rows(30))
     under_way, highest = 0, 0
-    original = many.Asked.ask
+    original = many.ItemRunner.run
 
     async def ask(asked: Any, number: int, item: Any) -> Any:
         nonlocal under_way, highest
@@ -1209,7 +1244,7 @@ async def test_with_a_timeout_no_row_waits_for_its_first_step(
         finally:
             under_way -= 1
 
-    monkeypatch.setattr(many.Asked, "ask", ask)
+    monkeypatch.setattr(many.ItemRunner, "run", ask)
     with genrt.load(MODEL, engine="exact", engine_options={"max_batch_size": 4}) as lm:
         assert (await job(tmp_path, timeout=timeout).run(lm)).complete
     assert highest == most
@@ -1219,20 +1254,20 @@ def test_rows_are_streamed(lm: AsyncLM, tmp_path: Path, monkeypatch: pytest.Monk
     """So many rows are ahead as are under way, not all of them."""
     write_rows(tmp_path / "in.jsonl", rows(60))
     taken, written, ahead = 0, 0, 0
-    original, write = runs.JobRun._start, Journal.write
+    original, write = many.ItemRunner.run, Journal.write
 
-    def start(running: Any, asked: Any) -> Any:
+    def run(runner: Any, number: int, item: Any) -> Any:
         nonlocal taken, ahead
         taken += 1
         ahead = max(ahead, taken - written)
-        return original(running, asked)
+        return original(runner, number, item)
 
     def counted(journal: Journal, entry: Any) -> None:
         nonlocal written
         written += 1
         write(journal, entry)
 
-    monkeypatch.setattr(runs.JobRun, "_start", start)
+    monkeypatch.setattr(many.ItemRunner, "run", run)
     monkeypatch.setattr(Journal, "write", counted)
     assert job(tmp_path, concurrency=4).run_sync(lm).done == 60
     assert ahead <= 16
@@ -1242,7 +1277,7 @@ def test_a_checkpoint_is_known_by_where_its_tokenizer_is_from(llama: Path, folde
     with genrt.load(llama, engine="transformers") as lm:
         job(folder, limit=1).run_sync(lm)
     parts = json.loads((folder / "out.jsonl.job.json").read_bytes())["parts"]
-    assert parts["model"]["value"] == str(llama)
+    assert parts["model"] == journal.model_digest(llama)
     with job(folder).begin(str(llama)):
         pass
     with pytest.raises(JobRefused, match="another model"):

@@ -12,8 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from genrt.errors import InvalidRequest, UnknownColumn
-from genrt.generation.prompts import Prompts, Template
-from genrt.generation.tables import Row, check_input, format_of, parse_json, read_rows
+from genrt.generation.tables import (
+    Row,
+    RowPrompts,
+    Template,
+    check_input,
+    format_of,
+    parse_json,
+    read_rows,
+)
 
 JSON = st.recursive(
     st.none()
@@ -216,9 +223,9 @@ def test_an_unknown_column_is_told_with_some_of_those_there_are() -> None:
 HELLO = {"role": "user", "content": "Hello!"}
 
 
-def prompts(**given: Any) -> Prompts:
+def prompts(**given: Any) -> RowPrompts:
     arguments = {"template": None, "messages_column": None, "chat": False, "system_message": None}
-    return Prompts(**(arguments | given))
+    return RowPrompts(**(arguments | given))
 
 
 def test_prompts_are_texts_or_conversations() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self, cast
+from typing import cast
 
 import pytest
 import torch
@@ -14,11 +14,11 @@ from torch import Tensor
 import genrt
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.lm import AsyncLM
-from genrt.questions import kinds
 from genrt.questions.reads import Answering, Read, ReadRequest, Wanted, parts_of, rows_of
 from genrt.questions.rows import row_request
 from genrt.runtime.ask import blocking_question
-from genrt.testing import check_engine, conformance
+from genrt.testing import check_engine
+from genrt.testing.answers import READS, ReadOracle
 
 MODEL = NGram.random(11, order=2, seed=3)
 
@@ -34,15 +34,11 @@ class Entropy(Wanted):
             rows = rows_of(part)
             yield from torch.special.entr(rows.exp()).sum(-1).tolist()
 
-    def is_answer(self, row: Tensor, result: object, *, tolerance: float = 0.0) -> bool:
-        """Return whether this is the row's entropy."""
-        expected = -sum(float(p.exp() * p) for p in row.double() if p > -torch.inf)
-        return isinstance(result, float) and abs(result - expected) <= max(tolerance, 1e-4)
 
-    @classmethod
-    def examples(cls, vocab_size: int, generator: torch.Generator) -> list[Self]:
-        """Return the only one there is."""
-        return [cls()]
+def is_entropy(_: Entropy, row: Tensor, result: object, tolerance: float) -> bool:
+    """Return whether this is the row's entropy."""
+    expected = -sum(float(p.exp() * p) for p in row.double() if p > -torch.inf)
+    return isinstance(result, float) and abs(result - expected) <= max(tolerance, 1e-4)
 
 
 async def entropy(lm: AsyncLM, token_ids: Sequence[int], *, timeout: float | None = None) -> float:
@@ -79,14 +75,14 @@ def test_it_is_tested_with_the_others_once_it_is_listed(monkeypatch: pytest.Monk
         asked.append(Entropy)
         return Entropy.answer(reads, engine)
 
-    listed = (*kinds.READ_KINDS, type("Listed", (Entropy,), {"answer": staticmethod(answer)}))
-    monkeypatch.setattr(conformance, "READ_KINDS", listed)
+    listed = type("Listed", (Entropy,), {"answer": staticmethod(answer)})
+    monkeypatch.setitem(READS, listed, ReadOracle(lambda *_: [listed()], is_entropy))
     check_engine(lambda: ExactEngine(MODEL, max_model_len=32))
     assert asked
 
     broken = type(
         "Broken", (Entropy,), {"answer": staticmethod(lambda reads, _: [0.5] * len(reads))}
     )
-    monkeypatch.setattr(conformance, "READ_KINDS", (*kinds.READ_KINDS, broken))
+    monkeypatch.setitem(READS, broken, ReadOracle(lambda *_: [broken()], is_entropy))
     with pytest.raises(AssertionError, match="Broken"):
         check_engine(lambda: ExactEngine(MODEL, max_model_len=32))

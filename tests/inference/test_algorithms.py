@@ -38,7 +38,7 @@ from genrt.inference import (
     stratified,
     systematic,
 )
-from genrt.inference.potentials import evaluated
+from genrt.inference.potentials import evaluate_potential
 from genrt.lm import AsyncLM
 from genrt.testing import (
     ExactPosterior,
@@ -83,7 +83,7 @@ class Case:
         potential = self.options.get("potential", lambda text: 0.0)
         mean = 0.0
         for ids, probability in exact.token_ids.items():
-            log_weight = await evaluated("potential", potential, [self.text(ids)])
+            log_weight = await evaluate_potential("potential", potential, [self.text(ids)])
             weight = probability * math.exp(log_weight[0])
             state = None if constraint is None else constraint.start()
             for place in range(len(ids) + 1):

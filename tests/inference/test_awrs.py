@@ -22,7 +22,7 @@ import genrt
 from genrt.constraints import Constraint, all_of, predicate, regex
 from genrt.engines.exact import NGram
 from genrt.inference import SMC, TextModel, awrs, importance_sampling
-from genrt.inference.awrs import draw, log_mean_rate
+from genrt.inference.awrs import draw_allowed, log_mean_rate
 from genrt.inference.model import DEAD
 from genrt.inference.proposals import Proposal
 from genrt.lm import AsyncLM
@@ -80,7 +80,7 @@ class Asked:
 async def drawn(
     weights: Collection[float], allowed: Collection[int], *, seed: int
 ) -> tuple[int, float]:
-    return await draw(np.array(list(weights)), Asked(allowed), np.random.default_rng(seed))
+    return await draw_allowed(np.array(list(weights)), Asked(allowed), np.random.default_rng(seed))
 
 
 # -- the weight -------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ async def test_where_nothing_is_allowed_each_token_is_asked_about_once(size: int
     weights[::3] = 0.0
     check = Asked(())
     before = weights.copy()
-    assert await draw(weights, check, np.random.default_rng(0)) == (DEAD, -math.inf)
+    assert await draw_allowed(weights, check, np.random.default_rng(0)) == (DEAD, -math.inf)
     assert sorted(check.asked) == np.flatnonzero(weights).tolist()
     assert weights.tolist() == before.tolist()
     assert check.rounds <= 2 + math.log2(size)
@@ -220,7 +220,7 @@ async def test_draws_ahead_ask_at_most_three_times_as_much_and_in_few_rounds(
             )
         for seed in range(100):
             check = Asked({7, 800})
-            await draw(weights, check, np.random.default_rng(seed))
+            await draw_allowed(weights, check, np.random.default_rng(seed))
             asked[one_by_one] += len(check.asked)
             rounds[one_by_one] += check.rounds
     assert rounds[1] == asked[1]
@@ -230,7 +230,7 @@ async def test_draws_ahead_ask_at_most_three_times_as_much_and_in_few_rounds(
 
 async def test_without_any_weight_nothing_is_asked() -> None:
     check = Asked({0, 1})
-    assert await draw(np.zeros(2), check, np.random.default_rng(0)) == (DEAD, -math.inf)
+    assert await draw_allowed(np.zeros(2), check, np.random.default_rng(0)) == (DEAD, -math.inf)
     assert check.asked == []
 
 
@@ -239,7 +239,7 @@ async def test_where_everything_is_allowed_two_questions_are_the_most() -> None:
     counts: Counter[int] = Counter()
     for seed in range(200):
         check = Asked(range(500))
-        _, log_weight = await draw(weights, check, np.random.default_rng(seed))
+        _, log_weight = await draw_allowed(weights, check, np.random.default_rng(seed))
         assert log_weight == pytest.approx(0.0, abs=1e-9)
         counts[len(check.asked)] += 1
     assert set(counts) <= {1, 2}
@@ -266,7 +266,7 @@ async def test_what_the_check_raises_is_raised() -> None:
         raise LookupError(*token_ids)
 
     with pytest.raises(LookupError, match="0"):
-        await draw(np.ones(1), check, np.random.default_rng(0))
+        await draw_allowed(np.ones(1), check, np.random.default_rng(0))
 
 
 # -- in a sampler -----------------------------------------------------------------------------

@@ -16,7 +16,15 @@ import genrt
 from genrt.constraints import predicate, regex
 from genrt.engines.exact import NGram
 from genrt.errors import InvalidRequest
-from genrt.inference import END_TOKEN, BestOfN, Drawn, Kept, Rejection, Result, TextModel
+from genrt.inference import (
+    END_TOKEN,
+    BestOfN,
+    Rejection,
+    RejectionState,
+    Result,
+    SampledText,
+    TextModel,
+)
 from genrt.testing import (
     assert_samples_from,
     assert_unbiased,
@@ -69,7 +77,7 @@ def test_the_evidence_is_unbiased_over_all_points_at_which_it_stops(
                     ways = math.comb(drawn, kept) if drawn == max_texts else 0
                 probability = ways * share**kept * (1 - share) ** max(drawn - kept, 0)
                 if probability:
-                    state = Kept((Text(),) * kept, drawn, 1, 0)
+                    state = RejectionState((Text(),) * kept, drawn, 1, 0)
                     assert sampler.is_done(state)
                     total += probability
                     mean += probability * math.exp(sampler.result(state).log_evidence)
@@ -142,7 +150,9 @@ def same(first: Result, second: Result) -> bool:
     )
 
 
-def keeping(seen: list[tuple[Drawn, ...]]) -> Callable[[Kept, tuple[Drawn, ...]], None]:
+def keeping(
+    seen: list[tuple[SampledText, ...]],
+) -> Callable[[RejectionState, tuple[SampledText, ...]], None]:
     return lambda state, batch: seen.append(batch)
 
 
@@ -157,7 +167,7 @@ async def test_a_run_is_its_steps_and_a_seed_makes_it() -> None:
                 max_texts=300,
                 batch_size=4,
             )
-            seen: list[tuple[Drawn, ...]] = []
+            seen: list[tuple[SampledText, ...]] = []
             result = await sampler.run(2, on_step=keeping(seen))
             results.append(result)
             state, batches = sampler.init(2), []
@@ -300,50 +310,3 @@ async def test_without_any_valid_text_there_is_no_best() -> None:
         result = await BestOfN(model, n=5).run(0)
     assert result.posterior() == []
     assert len(result.texts) == 5
-
-
-# -- wrong use --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"model": None}, "the model is a NoneType: give a TextModel"),
-        ({"num_samples": 0}, "num_samples must be"),
-        ({"num_samples": 2.0}, "num_samples must be"),
-        ({"max_texts": 0}, "max_texts must be"),
-        ({"batch_size": 0}, "batch_size must be"),
-        ({"bound": math.inf}, "bound must be"),
-        ({"bound": "0"}, "bound must be"),
-    ],
-)
-def test_wrong_arguments_of_rejection_are_refused(options: dict[str, Any], message: str) -> None:
-    with genrt.load(LIVELY, engine="exact") as lm:
-        right = {"model": TextModel(lm, PROMPT, max_tokens=2), "num_samples": 2, "max_texts": 9}
-        arguments: dict[str, Any] = right | options
-        with pytest.raises(InvalidRequest, match=message):
-            Rejection(arguments.pop("model"), **arguments)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"model": "text"}, "the model is a str: give a TextModel"),
-        ({"n": 0}, "n must be"),
-        ({"score": 1.0}, "the score is 1.0: give a function of a Text"),
-    ],
-)
-def test_wrong_arguments_of_best_of_n_are_refused(options: dict[str, Any], message: str) -> None:
-    with genrt.load(LIVELY, engine="exact") as lm:
-        arguments: dict[str, Any] = {"model": TextModel(lm, PROMPT, max_tokens=2), "n": 2} | options
-        with pytest.raises(InvalidRequest, match=message):
-            BestOfN(arguments.pop("model"), **arguments)
-
-
-@pytest.mark.parametrize("seed", [-1, 0.5, None])
-def test_a_wrong_seed_is_refused(seed: Any) -> None:
-    with genrt.load(LIVELY, engine="exact") as lm:
-        model = TextModel(lm, PROMPT, max_tokens=2)
-        for sampler in (Rejection(model, num_samples=2, max_texts=2), BestOfN(model, n=2)):
-            with pytest.raises(InvalidRequest, match="seed"):
-                sampler.init(seed)

@@ -22,6 +22,7 @@ from genrt.errors import (
 )
 from genrt.interop.trainers import WeightSyncClient
 from genrt.lm import AsyncLM
+from genrt.runtime.weights import Transfers
 
 MODEL, OTHER = NGram.random(6, order=1, seed=1), NGram.random(6, order=1, seed=2)
 SENT: dict[str, NamedTensors] = {}
@@ -130,6 +131,25 @@ def test_an_update_that_is_given_up_before_anything_was_sent_changes_nothing(lm:
     assert torch.equal(row(lm), before)
     refit(client, OTHER.table)
     assert lm.weights_version == 1
+
+
+@pytest.mark.parametrize("passes", range(1, 5))
+async def test_a_part_that_is_cancelled_ends_the_update(lm: AsyncLM, passes: int) -> None:
+    """The trainer would send the rest, and the weights would be a mixture."""
+    transfers, before = Transfers(lm._weights), await lm.next_token_logprobs([1])
+    await transfers.start("finish")
+    sent = asyncio.ensure_future(transfers.take({"table": OTHER.table}))
+    for _ in range(passes):
+        await asyncio.sleep(0)
+    sent.cancel()
+    await asyncio.wait([sent])
+    if not sent.cancelled():
+        await transfers.finish()
+        return
+    with pytest.raises(InvalidRequest, match="no update is under way"):
+        await transfers.take({"table": OTHER.table})
+    [row] = await asyncio.gather(lm.next_token_logprobs([1]), return_exceptions=True)
+    assert isinstance(row, EngineDied) or torch.equal(row, before)  # type: ignore[arg-type]
 
 
 def test_an_update_that_is_given_up_in_the_middle_is_the_engines_death(lm: AsyncLM) -> None:

@@ -246,7 +246,7 @@ def test_importing_vllm_to_open_it_leaves_the_environment_as_it_was(llama: Path)
 def test_what_another_thread_changes_while_an_engine_opens_stays_changed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from genrt.engines.process import process_kept
+    from genrt.engines.vllm.process import process_kept
 
     monkeypatch.setenv("GENRT_TEST_KEPT", "before")
     monkeypatch.setenv("GENRT_TEST_MINE", "before")

@@ -10,14 +10,11 @@ import torch
 
 from genrt.engines.protocol import failure
 from genrt.errors import EngineDied, EngineFailed, GenrtError, NotFinite, OutOfMemory
-from genrt.questions.candidates import Candidates
 from genrt.questions.completions import SampleRequest
 from genrt.questions.contexts import Adapter, abbreviated
 from genrt.questions.draws import DrawToken
-from genrt.questions.host_rows import HostRow
-from genrt.questions.reads import ReadRequest
+from genrt.questions.reads import Candidates, HostRow, ReadRequest, TopTokens
 from genrt.questions.rows import LogprobsRequest
-from genrt.questions.tops import TopTokens
 
 ROW = LogprobsRequest((1, 2))
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrt.questions import host_rows
-from genrt.questions.host_rows import move_rows, moved_rows
+from genrt.questions import rows as questions_rows
+from genrt.questions.rows import move_rows, moved_rows
 
 
 def scattered(count: int, width: int) -> list[Tensor]:
@@ -24,7 +24,7 @@ def scattered(count: int, width: int) -> list[Tensor]:
 def test_rows_are_moved_in_their_order_however_many_at_a_time(
     monkeypatch: pytest.MonkeyPatch, at_once: int
 ) -> None:
-    monkeypatch.setattr(host_rows, "rows_at_once", lambda _: at_once)
+    monkeypatch.setattr(questions_rows, "rows_at_once", lambda _: at_once)
     rows = scattered(7, 50)
     assert torch.equal(moved_rows(rows), torch.stack(rows))
     block = torch.full((9, 50), 7.0)
@@ -42,8 +42,8 @@ def test_rows_for_which_there_is_no_room_together_are_moved_one_by_one(
         tried.append(len(rows))
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(host_rows, "together", without_room)
-    monkeypatch.setattr(host_rows, "rows_at_once", lambda _: 3)
+    monkeypatch.setattr(questions_rows, "together", without_room)
+    monkeypatch.setattr(questions_rows, "rows_at_once", lambda _: 3)
     rows = scattered(7, 50)
     assert torch.equal(moved_rows(rows), torch.stack(rows))
     assert tried == [3, 3, 1]

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genrt.questions.contexts import nonces_of
-from genrt.questions.population_draws import PopulationDraw, launched, population_draw
+from genrt.questions.draws import PopulationDraw, launch_draws, population_draw
 from genrt.questions.rows import LogprobsRequest
-from genrt.tokens.draw_graphs import DrawGraphs
+from genrt.tokens.sampling import DrawGraphs
 from tests.scripted import contexts_of
 
 VOCAB_SIZE = 40
@@ -61,8 +61,8 @@ def test_draws_together_are_those_of_each_population_alone(
     order = np.arange(1, count) if in_order else torch.randperm(count, generator=generator).numpy()
     ends = np.cumsum([len(each) for each in several])
     places = [order[end - len(each) : end] for each, end in zip(several, ends, strict=True)]
-    found, on_host = launched(several, rows, [*places], DrawGraphs())
-    alone = [each.drawn([*rows[at]]) for each, at in zip(several, places, strict=True)]
+    found, on_host = launch_draws(several, rows, [*places], DrawGraphs())
+    alone = [each.draw([*rows[at]]) for each, at in zip(several, places, strict=True)]
     assert torch.equal(found, torch.cat(alone))
     for part, end, single in zip(several, ends, alone, strict=True):
         assert torch.equal(on_host.part(slice(end - len(part), end)).arrived(), single)
@@ -71,8 +71,8 @@ def test_draws_together_are_those_of_each_population_alone(
 def test_the_first_rows_are_drawn_from_where_no_places_are_said() -> None:
     several = [population(3, 5, 1.0, True), population(2, 6, 0.5, False)]
     rows = torch.randn(8, VOCAB_SIZE).log_softmax(-1)
-    found, _ = launched(several, rows, [None, np.array([6, 4])], DrawGraphs())
-    assert torch.equal(found[:3], several[0].drawn(rows[:3]))
-    assert torch.equal(found[3:], several[1].drawn([rows[6], rows[4]]))
+    found, _ = launch_draws(several, rows, [None, np.array([6, 4])], DrawGraphs())
+    assert torch.equal(found[:3], several[0].draw(rows[:3]))
+    assert torch.equal(found[3:], several[1].draw([rows[6], rows[4]]))
     [only], both = several[:1], rows[:3]
-    assert torch.equal(launched([only], both, [None], DrawGraphs())[0], only.drawn([*both]))
+    assert torch.equal(launch_draws([only], both, [None], DrawGraphs())[0], only.draw([*both]))

@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from genrt.questions.contexts import Limits
-from genrt.questions.origins import Asked, Origins
 from genrt.questions.rows import LogprobsRequest
-from genrt.questions.sequences import Contexts, Sequences
+from genrt.questions.sequences import Contexts, Origins, SequenceHandle, Sequences
 
 LIMITS = Limits(5, 40)
 MOST = 10
 
-Origin = tuple[Asked, int, int] | None
+Origin = tuple[SequenceHandle, int, int] | None
 """A question, which of its sequences, and how long that was."""
 
 
@@ -59,9 +58,9 @@ class AsLists(RuleBasedStateMachine):
 
     def questions(
         self, contexts: Contexts, places: np.ndarray, sizes: list[int], data: Any
-    ) -> list[Asked]:
+    ) -> list[SequenceHandle]:
         """Return the questions about contexts, of so many of them each."""
-        return [Asked(size) for size in sizes]
+        return [SequenceHandle(size) for size in sizes]
 
     @rule(data=st.data())
     def append(self, data: Any) -> None:
@@ -109,14 +108,14 @@ class AsLists(RuleBasedStateMachine):
     def need(self) -> None:
         self.origins = self.origins.needed()
         known = {id(each[0]) for each in self.known if each is not None}
-        assert sorted(map(id, self.origins.asked)) == sorted(known)
+        assert sorted(map(id, self.origins.handles)) == sorted(known)
 
     def found(self, place: int) -> Origin:
         """Return where a sequence comes from, by the arrays."""
         number = int(self.origins.numbers[place])
         if number < 0:
             return None
-        for asked in self.origins.asked:
+        for asked in self.origins.handles:
             if number < asked.count:
                 return asked, number, int(self.origins.lengths[place])
             number -= asked.count
@@ -154,15 +153,15 @@ TestAsLists.settings = settings(max_examples=100, stateful_step_count=25, deadli
 
 def test_a_sequence_that_is_never_asked_again_keeps_its_own_question_alone() -> None:
     """One of two has ended; the other is asked about again and again."""
-    first = Asked(2)
+    first = SequenceHandle(2)
     origins = Origins.none(2).after([first], np.arange(2), np.array([3, 3]))
-    gone: list[weakref.ref[Asked]] = []
+    gone: list[weakref.ref[SequenceHandle]] = []
     for length in range(4, 30):
-        asked = Asked(1)
+        asked = SequenceHandle(1)
         origins = origins.after([asked], np.array([1]), np.array([length]))
         gone.append(weakref.ref(asked))
-        assert origins.asked == (first, asked)
-        assert origins.take(np.array([1])).needed().asked == (asked,)
+        assert origins.handles == (first, asked)
+        assert origins.take(np.array([1])).needed().handles == (asked,)
         del asked
     gc.collect()
     assert [each() for each in gone[:-1]] == [None] * (len(gone) - 1)

@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import genrt
 from genrt.engines.exact import ExactEngine, NGram
-from genrt.questions.candidates import Candidates
 from genrt.questions.contexts import Limits
-from genrt.questions.reads import Read, ReadRequest
+from genrt.questions.reads import Candidates, Read, ReadRequest
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import row_chunks
+from genrt.testing.answers import is_answer
 from genrt.tokens.sampling import GREEDY_BELOW, truncate
 from tests.scoring_engine import ScoringEngine
 
@@ -91,6 +91,6 @@ def test_candidates_of_a_steps_rows_are_read_at_once(heat: float, apart: bool) -
     with Gathers() as gathers:  # type: ignore[no-untyped-call]
         found = [*Candidates.answer(reads, engine)]
     for each, row, result in zip(wanted, taken, found, strict=True):
-        assert each.is_answer(row, result, tolerance=1e-6)
+        assert is_answer(each, row, result, tolerance=1e-6)
         assert result.untyped_storage().nbytes() == 4 * len(each.token_ids)
     assert gathers.count <= (2 if not apart or heat != 1.0 else 32)

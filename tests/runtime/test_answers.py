@@ -19,14 +19,11 @@ from genrt.engines.exact import ExactEngine, NGram
 from genrt.engines.protocol import Finished
 from genrt.errors import EngineDied, EngineFailed, GenrtError, NotFinite, OutOfMemory
 from genrt.questions import draws
-from genrt.questions.candidates import Candidates
 from genrt.questions.contexts import Adapter
 from genrt.questions.draws import DrawToken
-from genrt.questions.host_rows import HostRow
-from genrt.questions.reads import ReadRequest
+from genrt.questions.reads import Candidates, HostRow, ReadRequest, TopTokens
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
-from genrt.questions.tops import TopTokens
 from genrt.runtime import answers
 from genrt.runtime.cache import RowCache
 from genrt.testing import check_engine
@@ -341,7 +338,7 @@ def test_a_kind_of_read_that_fails_fails_alone(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(draws, "drawn", fail)
+    monkeypatch.setattr(draws, "draw_tokens", fail)
     engine = answering(ScriptedEngine())
     engine.submit([*every_kind(A), A])
     ends = drain(engine, 7)

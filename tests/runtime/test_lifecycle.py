@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ from genrt.lm import AsyncLM
 from genrt.runtime.cache import RowCache
 from genrt.runtime.lifecycle import State
 from genrt.runtime.thread import EngineThread, LoopThread
+from genrt.runtime.weights import Transfers
 from tests.scripted import Gate, ProtocolViolation
 
 SIZE = 3
@@ -86,6 +88,18 @@ class Parts:
         if "weights" in self.asleep:
             raise violated("weights that sleep are written")
 
+    def check_receives(self) -> None:
+        pass
+
+    def connect(self, init_info: Any) -> None:
+        pass
+
+    def disconnect(self) -> None:
+        pass
+
+    def receive(self, update_info: Any) -> None:
+        self.load(update_info)
+
     def check_sleep(self) -> None:
         pass
 
@@ -121,7 +135,7 @@ class StrictEngine(ExactEngine):
         return super().step()
 
     def add_adapter(self, adapter: Any, path: Path) -> None:
-        self._check_adapters()
+        self.weights.check_usable()  # vLLM computes rows with it
         super().add_adapter(adapter, path)
 
     def remove_adapter(self, adapter: Any) -> None:
@@ -506,6 +520,22 @@ async def test_an_adapter_goes_after_an_update_and_after_a_sleep() -> None:
     await world.end()
 
 
+async def test_an_adapter_is_loaded_once_all_memory_is_awake() -> None:
+    """vLLM compares rows with and without it, which takes the KV cache."""
+    world = World()
+    for name in ("sleep", "wake the weights", "add_adapter", "update"):
+        world.begin(name)
+        await world.go("pr" * 40)
+    _, _, adding, update = world.begun
+    update.result()
+    assert not adding.done()
+    world.begin("wake_up")
+    await world.done(adding)
+    adding.result()
+    assert world.lm.adapters == ("a",)
+    await world.end()
+
+
 STATES: list[tuple[State, list[str], str]] = [
     ("running", [], ""),
     ("draining", ["pause"], "prp"),
@@ -540,6 +570,65 @@ async def test_the_states_by_their_names(
     if state != "updating" and state != "draining":
         assert seen[-1] == state
     await world.end()
+
+
+class Watched:
+    """A lock that knows whether it is taken while something is collected."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+        self.is_collecting = False
+        self.was_taken = False
+
+    def __enter__(self) -> None:
+        self.was_taken |= self.is_collecting
+        self._lock.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.__exit__(*error)
+
+    def _is_owned(self) -> bool:
+        return bool(self._lock._is_owned())
+
+
+@pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning")
+@pytest.mark.parametrize("rounds", range(8))
+@pytest.mark.parametrize(
+    "name", ["pause", "sleep", "sleep deeply", "wake_up", "update", "add_adapter", "transfer"]
+)
+def test_what_is_collected_with_its_loop_takes_no_lock_and_ends(name: str, rounds: int) -> None:
+    """Whatever thread collects it may hold one of them."""
+    loop = asyncio.new_event_loop()
+
+    async def begin() -> World:
+        world = World()
+        if name == "transfer":
+            work = Transfers(world.lm._weights).start("finish")
+            world.begun.append(asyncio.ensure_future(work))
+        else:
+            world.begin(name)
+        await world.go("pr" * rounds)
+        return world
+
+    world = loop.run_until_complete(begin())
+    thread = world.thread
+    lock, calls = Watched(thread.batcher.lock), Watched(thread._calls_lock)
+    thread.batcher.lock = thread.lifecycle._lock = lock  # type: ignore[assignment]
+    thread._calls_lock = calls  # type: ignore[assignment]
+    [work] = world.begun
+    world.begun.clear()
+    is_over = work.done()
+    work._log_destroy_pending = False  # type: ignore[attr-defined]
+    del work
+    loop.close()
+    for _ in range(6):
+        lock.is_collecting = calls.is_collecting = True
+        gc.collect()
+        lock.is_collecting = calls.is_collecting = False
+        assert [lock.was_taken, calls.was_taken] == [False, False]
+        world.rounds.go_round()
+    if not (is_over and name == "transfer"):  # which goes on, and is its owner's to end
+        asyncio.run(world.end())
 
 
 # -- restarts ---------------------------------------------------------------------------------

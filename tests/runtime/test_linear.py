@@ -19,9 +19,8 @@ from genrt.engines.protocol import Finished
 from genrt.errors import EngineFailed
 from genrt.questions.contexts import Adapter, Limits
 from genrt.questions.draws import draw_request
-from genrt.questions.reads import ReadRequest
+from genrt.questions.reads import ReadRequest, TopTokens
 from genrt.questions.rows import LogprobsRequest
-from genrt.questions.tops import TopTokens
 from genrt.runtime.batcher import Waiter
 from tests.scripted import ByHand, ScriptedEngine, logprobs, passes, population_of, sample
 
@@ -29,7 +28,7 @@ PACKAGE = Path(genrt.__file__).parent
 COUNTED = {
     str(PACKAGE / f"{name}.py")
     for name in (
-        *("runtime/ask", "runtime/batcher", "runtime/queue", "runtime/waiters", "runtime/cache"),
+        *("runtime/ask", "runtime/batcher", "runtime/cache"),
         *("questions/rows", "questions/draws"),
     )
 }

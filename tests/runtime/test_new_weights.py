@@ -28,8 +28,8 @@ from genrt.errors import (
 from genrt.inference import SMC, TextModel
 from genrt.lm import AsyncLM
 from genrt.questions.rows import LogprobsRequest
-from genrt.testing.simulated_model import HashedModel
 from tests.scripted import Gate, ScriptedEngine
+from tests.simulation.engine import HashedModel
 
 OLD, NEW = (NGram.random(7, order=2, seed=seed, eos_token_id=0) for seed in (1, 2))
 TABLE = NEW.table

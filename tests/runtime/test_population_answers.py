@@ -17,17 +17,16 @@ from hypothesis import strategies as st
 from genrt.engines.protocol import Finished
 from genrt.errors import EngineFailed, GenrtError, NotFinite
 from genrt.questions.contexts import nonces_of
-from genrt.questions.draws import DrawToken
-from genrt.questions.origins import Asked, Origins
-from genrt.questions.population_draws import PopulationDraw, population_draw
+from genrt.questions.draws import DrawToken, PopulationDraw, population_draw
 from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
+from genrt.questions.sequences import Origins, SequenceHandle
 from genrt.runtime.cache import RowCache
-from genrt.testing.simulated_model import is_right
 from genrt.tokens.rows import Leaving
 from genrt.tokens.sampling import BatchDraw, Draw
 from tests.scripted import Answers, ScriptedEngine, contexts_of, expected_row, logprobs
+from tests.simulation.engine import is_right
 
 A, B, C = logprobs(1), logprobs(2), logprobs(3)
 VOCAB_SIZE = ScriptedEngine.vocab_size
@@ -152,7 +151,7 @@ def test_a_population_that_no_memory_is_left_for_fails_alone(
         raise RuntimeError("no")
 
     with monkeypatch.context() as patch:
-        patch.setattr(PopulationDraw, "drawn", none)
+        patch.setattr(PopulationDraw, "draw", none)
         ends = ended(engine)
     assert isinstance(ends[request].error, EngineFailed)
     assert ends[read(A)].error is None
@@ -252,7 +251,7 @@ class Numbered(ScriptedEngine):
 def test_a_flush_that_fails_leaves_no_population_that_the_engine_has_taken() -> None:
     one, other = population(A, B), population(B, C)
     known = [
-        replace(each, origins=Origins.none(2).after([Asked(2)], np.arange(2), np.ones(2)))
+        replace(each, origins=Origins.none(2).after([SequenceHandle(2)], np.arange(2), np.ones(2)))
         for each in (one, other)
     ]
     scripted = Numbered(known[1])
@@ -286,7 +285,7 @@ class Telling(Numbered):
 @pytest.mark.parametrize("is_finite", [True, False])
 def test_an_end_that_is_told_of_in_a_step_is_not_returned_by_it(is_finite: bool) -> None:
     """Sequences whose rows are not finite are released, but not while the step goes on."""
-    known = Origins.none(2).after([Asked(2)], np.arange(2), np.ones(2))
+    known = Origins.none(2).after([SequenceHandle(2)], np.arange(2), np.ones(2))
     asked, told = replace(population(A, B), origins=known), list[Any]()
     draws = torch.tensor([[3, -1.0, -0.5], [5, -2.0, 0.0 if is_finite else math.nan]]).double()
     scripted = Telling(asked, draws)
@@ -305,6 +304,6 @@ def test_an_end_that_is_told_of_in_a_step_is_not_returned_by_it(is_finite: bool)
         assert scripted.done == ["the rest of the step"]
     else:
         assert isinstance(end.error, NotFinite)
-        assert scripted.done == ["the rest of the step", [asked.asked]]
+        assert scripted.done == ["the rest of the step", [asked.handle]]
     engine.cancel([asked])
     assert scripted.cancelled == []

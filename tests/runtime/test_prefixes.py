@@ -1,5 +1,5 @@
 """Prefixes that are warmed up: computed once, kept by every engine of the runtime until they are given
-up. What vLLM does is in test_kept_prefixes.py."""
+up. What vLLM does is in test_vllm_prefixes.py."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from genrt.errors import (
 )
 from genrt.lm import AsyncLM
 from genrt.questions.contexts import Adapter
-from genrt.questions.prefixes import prefix_request
+from genrt.questions.reads import prefix_request
 from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.answers import MAX_PREFIXES
 from tests.scripted import PATIENCE_SECONDS, Gate, ScriptedEngine, logprobs, passes

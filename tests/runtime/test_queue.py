@@ -16,10 +16,9 @@ import genrt
 from genrt.engines.protocol import Finished
 from genrt.errors import Closed, EngineFailed, InvalidRequest, NotFinite, TimedOut
 from genrt.questions.contexts import Adapter
-from genrt.questions.reads import ReadRequest
+from genrt.questions.reads import ReadRequest, TopTokens
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
-from genrt.questions.tops import TopTokens
 from genrt.runtime.batcher import GOOD_STEPS, Waiter
 from tests.scripted import (
     PATIENCE_SECONDS,

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from genrt.engines.protocol import Finished
 from genrt.errors import NotFinite
-from genrt.questions.kinds import READ_KINDS
-from genrt.questions.population_draws import PopulationDraw
+from genrt.questions.draws import PopulationDraw
 from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request
 from genrt.runtime.batcher import Waiter
+from genrt.testing.answers import read_examples
 from tests.scripted import ByHand, ScriptedEngine, logprobs, passes, population_of, sample
 
 A, B, C = (logprobs(number) for number in range(1, 4))
@@ -53,8 +53,7 @@ class Small(ScriptedEngine):
 def test_a_population_weighs_as_its_sequences_and_every_other_request_1() -> None:
     generator = torch.Generator().manual_seed(1)
     others: list[Request] = [A, sample(1)]
-    for kind in READ_KINDS:
-        others += [ReadRequest(A, wanted) for wanted in kind.examples(8, generator)]
+    others += [ReadRequest(A, wanted) for wanted in read_examples(8, generator)]
     assert {request.weight for request in others} == {1}
     assert [population(size).weight for size in (1, 5)] == [1, 5]
     assert population(5, equal=True).weight == 5

@@ -28,16 +28,14 @@ from genrt.engines.remote.wire import answers_of, answers_to, flush_of, flush_to
 from genrt.errors import EngineFailed, EngineUnsupported, InvalidRequest, NotFinite
 from genrt.inference import SMC, TextModel
 from genrt.lm import AsyncLM
-from genrt.questions.candidates import Candidates
 from genrt.questions.contexts import Adapter, Limits
 from genrt.questions.draws import DrawToken
-from genrt.questions.kinds import READ_KINDS
-from genrt.questions.reads import ReadRequest
+from genrt.questions.reads import Candidates, ReadRequest, TopTokens
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest, Wanted
-from genrt.questions.tops import TopTokens
 from genrt.server import Server, ServerLimits, serving
 from genrt.testing import check_engine
+from genrt.testing.answers import READS
 from genrt.tokens.sampling import Draw, TopLogprobs
 from genrt.tokens.vocabulary import BytesTokenizer
 from tests.apart import drawn_apart
@@ -601,7 +599,7 @@ async def test_populations_and_samples_share_the_calls_of_a_server(lm: AsyncLM) 
 # -- the wire -------------------------------------------------------------------------------------
 
 LIMITS = Limits(40, 16)
-TRAVELLING = [each for each in READ_KINDS if each in RemoteEngine.reads]
+TRAVELLING = [each for each in READS if each in RemoteEngine.reads]
 STYLE = Adapter("style", 3)
 IDS = st.lists(st.integers(0, 39), min_size=1, max_size=9).map(tuple)
 
@@ -623,7 +621,9 @@ def flushes(draw: st.DrawFn) -> list[Any]:
             asked.append(row)
             continue
         generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
-        asked.append(ReadRequest(row, draw(st.sampled_from(kind.examples(40, generator)))))
+        asked.append(
+            ReadRequest(row, draw(st.sampled_from([*READS[kind].examples(40, generator)])))
+        )
     return asked
 
 

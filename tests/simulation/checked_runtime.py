@@ -1,34 +1,254 @@
-"""A simulated runtime that keeps a ledger, over an engine that keeps resident sequences."""
+"""A simulated runtime with a ledger of all questions, over an engine with resident sequences. The batcher
+and the engine report to the ledger, and each answer of the index of residents is compared with a list."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import random
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from genrt.engines.protocol import EngineStatistics
-from genrt.errors import GenrtError, NotFinite
+from genrt.engines.protocol import EngineStatistics, Finished
+from genrt.engines.residency import PIECE, Residents
+from genrt.errors import WAS_CLOSED, Closed, EngineDied, GenrtError, NotFinite
 from genrt.questions.completions import Completion, Delta
-from genrt.questions.contexts import Adapter
-from genrt.questions.population_draws import PopulationDraw
+from genrt.questions.contexts import TOKEN_BYTES, Adapter
+from genrt.questions.draws import PopulationDraw
 from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
-from genrt.runtime.batcher import Waiter
+from genrt.runtime.answers import AnsweringEngine
+from genrt.runtime.batcher import Batcher, Waiter
 from genrt.runtime.cache import RowCache
-from genrt.testing.record import Violation
-from genrt.testing.simulated_engine import SimulatedEngine
-from genrt.testing.simulated_runtime import BusyCache, SimulatedRuntime, coroutine_of
-from genrt.testing.simulated_streams import WatchedStream
 from genrt.testing.virtual_loop import VirtualLoop
-from tests.simulation.checked_residents import CheckedResidents
+from tests.simulation.engine import Record, SimulatedEngine, Violation
 from tests.simulation.ledger import Ledger, Question
-from tests.simulation.watching import WatchedBatcher
+from tests.simulation.runtime import BusyCache, SimulatedRuntime, WatchedStream, coroutine_of
+
+
+class WatchedBatcher(Batcher):
+    """A batcher that tells the ledger what its thread has it do, and records its ends and beginnings."""
+
+    def __init__(self, cache: RowCache, ledger: Ledger, record: Record, **options: Any) -> None:
+        super().__init__(cache, lock=cast("threading.RLock", CheckedLock(record)), **options)
+        self._ledger = ledger
+        self._record = record
+
+    def held(self) -> AbstractContextManager[object]:
+        """Return the batcher's lock."""
+        return self.lock
+
+    def turn(self, engine: AnsweringEngine) -> None:
+        self._ledger.turning()
+        try:
+            super().turn(cast("AnsweringEngine", _WatchedEngine(engine, self._ledger)))
+        except Violation as violation:  # else it would end as the engine's death
+            self._record.violation = self._record.violation or violation
+            raise
+        except BaseException as error:
+            self._ledger.died(error)
+            raise
+        self._ledger.turned()
+
+    def _settle(self, finished: Sequence[Finished], **options: Any) -> None:
+        super()._settle(finished, **options)
+        self._ledger.settling()  # where all of it is sent again, nothing was cached, and none ended
+
+    def close(self, reason: GenrtError | None = None) -> bool:
+        was_closed = self.is_closed
+        if not was_closed and not self.lock._is_owned():  # type: ignore[attr-defined]
+            self._ledger.closed(reason or Closed(WAS_CLOSED))
+        done = super().close(reason)
+        if done and not was_closed:
+            self._record.add("closed", self._closed)
+        return done
+
+    def reopen(self) -> None:
+        self._ledger.reopened()
+        self._record.add("reopened")
+        super().reopen()
+
+    def resume(self) -> None:
+        self._record.add("restarted")
+        super().resume()
+        self._ledger.resumed()
+
+
+class _WatchedEngine:
+    """An engine as the batcher sees it in a turn."""
+
+    def __init__(self, engine: AnsweringEngine, ledger: Ledger) -> None:
+        self._engine = engine
+        self._ledger = ledger
+        self.remove_adapter = engine.remove_adapter
+        self.progress = engine.progress
+
+    def submit(self, requests: Sequence[Request]) -> list[Finished]:
+        self._ledger.submitted(requests)
+        try:
+            ends = self._engine.submit(requests)
+        except EngineDied:
+            raise
+        except Exception as error:
+            self._ledger.submit_failed(requests, error)
+            raise
+        self._ledger.finished(ends)
+        return ends
+
+    def step(self, tell: Callable[[Sequence[Finished]], object]) -> list[Finished]:
+        """Tell of every other population that was drawn, as an engine may, before the step is over."""
+        try:
+            finished = self._engine.step()
+        except EngineDied:
+            raise
+        except Exception as error:
+            self._ledger.step_failed(error)
+            raise
+        drawn = [each for each in finished if each.error is None and _is_drawn(each)]
+        if told := drawn[::2]:
+            finished = [each for each in finished if each not in told]
+            self._ledger.finished(told)
+            tell(told)
+        self._ledger.finished(finished)
+        return finished
+
+    def cancel(self, requests: Sequence[Request]) -> None:
+        self._ledger.cancelling(requests)
+        self._engine.cancel(requests)
+
+
+def _is_drawn(end: Finished) -> bool:
+    return isinstance(end.request, PopulationDraw)
+
+
+class CheckedLock:
+    """A lock of the only thread there is: whoever finds it held would wait for ever."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        self._is_held = False
+
+    def __enter__(self) -> None:
+        if self._is_held:
+            self._record.violated("the batcher's lock is taken by who holds it: a deadlock")
+        self._is_held = True
+
+    def __exit__(self, *_: object) -> None:
+        self._is_held = False
+
+    def _is_owned(self) -> bool:
+        return self._is_held
+
+
+class CheckedResidents:
+    """Resident sequences as an engine uses them: extended, forked, opened; the longest unused go first.
+
+    Args:
+        random: decides which of several possible starts is taken.
+        most: how many sequences are resident at most.
+    """
+
+    def __init__(self, random: random.Random, most: int) -> None:
+        self.extended = self.forked = self.evicted = 0
+        self._random = random
+        self._most = most
+        self._residents = Residents()
+        self._plain: dict[str, tuple[Adapter | None, bytes]] = {}  # the longest unused first
+        self._count = 0
+
+    def __len__(self) -> int:
+        return len(self._plain)
+
+    def start(self, adapter: Adapter | None, context: bytes) -> None:
+        """Compute a context: from its parent or the nearest sequence, if there is one."""
+        parent, nearest = self._parent(adapter, context), self._nearest(adapter, context)
+        if parent is not None and self._random.random() < 0.6:
+            self.extended += 1
+            self._put(parent, adapter, context)
+        else:
+            self.forked += parent is not None or nearest is not None
+            self._put(str(self._count), adapter, context)
+        while len(self._plain) > self._most:
+            self.evicted += 1
+            self._remove(next(iter(self._plain)))
+        self._compare_names()
+
+    def forget(self, adapter: Adapter | None) -> None:
+        """Remove an adapter's sequences."""
+        bound = [name for name, (other, _) in self._plain.items() if other == adapter]
+        found = self._residents.bound_to(adapter)
+        if sorted(found) != sorted(bound):
+            raise Violation(f"bound_to({adapter}) is {found}, not {bound}")
+        for name in bound:
+            self._remove(name)
+        self._compare_names()
+
+    def clear(self) -> None:
+        """Remove every sequence."""
+        for name in list(self._plain):
+            self._remove(name)
+        self._compare_names()
+
+    def _put(self, name: str, adapter: Adapter | None, context: bytes) -> None:
+        self._count += 1
+        self._plain.pop(name, None)
+        self._plain[name] = adapter, context
+        self._residents.put(name, adapter, context)
+
+    def _remove(self, name: str) -> None:
+        del self._plain[name]
+        self._residents.remove(name)
+
+    def _compare_names(self) -> None:
+        if sorted(self._residents.request_ids()) != sorted(self._plain):
+            raise Violation(
+                f"resident are {self._residents.request_ids()}, not {list(self._plain)}"
+            )
+
+    def _parent(self, adapter: Adapter | None, context: bytes) -> str | None:
+        before = context[:-TOKEN_BYTES]
+        alike = [name for name, known in self._plain.items() if known == (adapter, before)]
+        parent = self._residents.parent(adapter, context)
+        if parent != (alike[-1] if alike else None):
+            raise Violation(f"the parent of {context!r} is {parent}, not the last of {alike}")
+        if any(self._residents.is_parent(name, adapter, context) for name in alike) != bool(alike):
+            raise Violation(f"is_parent does not know {alike} as parents of {context!r}")
+        return parent
+
+    def _nearest(self, adapter: Adapter | None, context: bytes) -> tuple[str, int] | None:
+        most = len(context) // TOKEN_BYTES - 1
+        shared = {
+            name: _shared(known, context)
+            for name, (other, known) in self._plain.items()
+            if other == adapter
+        }
+        best = max(shared.values(), default=0)
+        found = self._residents.nearest(adapter, context)
+        if best < PIECE:
+            if found is not None:
+                raise Violation(f"nearest finds {found}, but nothing shares {PIECE} tokens")
+            return None
+        if found is None or found[1] != min(best, most) or shared.get(found[0], 0) < found[1]:
+            raise Violation(f"nearest finds {found}, not the {best} tokens that are shared")
+        return found
+
+
+def _shared(one: bytes, other: bytes) -> int:
+    """Return how many tokens two contexts begin with together."""
+    most = min(len(one), len(other))
+    if one[:most] == other[:most]:
+        return most // TOKEN_BYTES
+    starts = range(0, most, TOKEN_BYTES)
+    return next(s for s in starts if one[s : s + TOKEN_BYTES] != other[s : s + TOKEN_BYTES]) // (
+        TOKEN_BYTES
+    )
 
 
 class CheckedEngine(SimulatedEngine):
@@ -129,7 +349,6 @@ class CheckedRuntime(SimulatedRuntime):
     engine: CheckedEngine
     engine_type = CheckedEngine
     stream_type = CheckedStream
-    on_interrupt: Callable[[VirtualLoop], None]
 
     @cached_property
     def ledger(self) -> Ledger:
@@ -167,12 +386,6 @@ class CheckedRuntime(SimulatedRuntime):
             self.ledger.withdrawn(withdrawn)
         if flush:
             self.ledger.taken(flush)
-
-    def run_one(self, loop: VirtualLoop) -> None:
-        try:
-            super().run_one(loop)
-        except KeyboardInterrupt:
-            self.on_interrupt(loop)
 
     def close_loop(self, loop: VirtualLoop) -> None:
         """Close a loop, whatever is pending on it. What was cancelled there and can't run any more may be
@@ -224,6 +437,7 @@ class CheckedRuntime(SimulatedRuntime):
         held = (
             batcher._entries,
             [each for each in batcher._loops.values() if each.waiters or each.gathered],
+            batcher._gathering,
             batcher._ready,
             batcher._ready_weight,
             batcher._flight,

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import tempfile
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -19,22 +19,16 @@ import torch
 
 from genrt.engines.adapters import CONFIG_NAME, WEIGHTS_NAME
 from genrt.errors import EngineFailed, GenrtError, UnknownAdapter
-from genrt.questions.host_rows import HostRow
-from genrt.questions.kinds import READ_KINDS
-from genrt.questions.reads import ReadRequest
+from genrt.questions.reads import HostRow, ReadRequest
 from genrt.questions.rows import LogprobsRequest
-from genrt.testing.record import Violation
-from genrt.testing.simulated_model import VOCAB_SIZE
+from genrt.testing.answers import read_examples
 from genrt.testing.virtual_loop import VirtualLoop
-from tests.simulation.checked_runtime import CheckedRuntime
+from tests.simulation.engine import VOCAB_SIZE, Violation
+from tests.simulation.runtime import SimulatedRuntime
 
 ADAPTERS = ("a", "b")
 
-EXAMPLES = [
-    wanted
-    for kind in READ_KINDS
-    for wanted in kind.examples(VOCAB_SIZE, torch.Generator().manual_seed(0))
-]
+EXAMPLES = read_examples(VOCAB_SIZE, torch.Generator().manual_seed(0))
 MOST_LOOPS = 4
 
 _Kind: TypeAlias = Callable[[list[int], str | None], Awaitable[None]]
@@ -42,6 +36,10 @@ _Kind: TypeAlias = Callable[[list[int], str | None], Awaitable[None]]
 
 _Question: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
 """A question that can be asked again."""
+
+
+class _Broken(Exception):
+    """A source of weights has failed."""
 
 
 class SimulatedClients:
@@ -53,18 +51,21 @@ class SimulatedClients:
         directory: may be loaded as an adapter.
         texts: whether they ask for completions.
         populations: whether they hold populations.
+        updates: whether they also replace the weights, in every possible way.
     """
 
     def __init__(
         self,
-        runtime: CheckedRuntime,
+        runtime: SimulatedRuntime,
         operations: int,
         directory: Path,
         *,
         texts: bool = True,
         populations: bool = False,
+        updates: bool = False,
     ) -> None:
-        self.done = 0
+        self.done = self.updated = 0
+        self._updates = updates
         self._texts = texts
         self._populations = populations
         self._runtime = runtime
@@ -102,6 +103,10 @@ class SimulatedClients:
     # -- operations ---------------------------------------------------------------------------
 
     def _do_something(self) -> None:
+        if self._updates and self._random.random() < 0.06:
+            self.done += 1
+            self._start(self._update())
+            return
         number = self._random.random()
         for share, operation in self._shares:
             number -= share
@@ -184,8 +189,8 @@ class SimulatedClients:
         """Leave a loop with work on it: closed, or never taken on again."""
         self.done += 1
         loop = self._loop()
-        if len(self._open_loops) == 1:
-            return
+        if len(self._open_loops) == 1 or self._updates:
+            return  # an update on a loop that is left alone goes on for ever
         if self._random.random() < 0.5:
             self._forsake(loop)
         else:
@@ -203,7 +208,7 @@ class SimulatedClients:
         if self._random.random() < 0.5:
             self._lm.close()
         else:
-            with self._runtime.batcher.held():
+            with self._runtime.batcher.lock:
                 self._random.choice([self._lm.close, self._runtime.thread.abandon])()
             for _ in range(self._random.randint(0, 20)):
                 self._runtime.step()
@@ -225,7 +230,7 @@ class SimulatedClients:
         """Do what may follow an interrupt: let the loop go on, as a notebook does; or cancel everything
         on it and close it, as ``asyncio.run`` does; or close it as it is."""
         what = self._random.choice(["go on", "go on", "cancel", "close"])
-        if what == "go on":
+        if what == "go on" or self._updates:
             return
         if what == "cancel":
             for task, own in self._tasks.items():
@@ -312,6 +317,7 @@ class SimulatedClients:
             self._sample,
             *([self._text, self._texts_of, *[self._stream] * 4] if self._texts else []),
             *([self._population] * 4 if self._populations else []),
+            *([self._prompt_rows] if self._updates else []),
         ]
 
     async def _row(self, context: list[int], name: str | None) -> None:
@@ -319,6 +325,9 @@ class SimulatedClients:
         request = LogprobsRequest(context, adapter)
         timeout = self._random.choice([None, None, None, 0.0, 0.01, 1.0])
         row = await self._lm.next_token_logprobs(context, adapter=name, timeout=timeout)
+        if self._updates:  # the runtime knows the weights
+            row.fill_(5.0)
+            return
         if not torch.equal(row, self._runtime.engine.model.answer(request)):
             raise Violation(f"{request} was answered with another question's row")
         self._have(request, row)
@@ -334,7 +343,7 @@ class SimulatedClients:
         )
         wanted = EXAMPLES[sum(context) % len(EXAMPLES)]
         [found] = await self._lm._ask([ReadRequest(row, wanted)])
-        if isinstance(wanted, HostRow):
+        if isinstance(wanted, HostRow) and not self._updates:
             self._have(row, found)
 
     async def _draw(self, context: list[int], name: str | None) -> None:
@@ -377,6 +386,14 @@ class SimulatedClients:
         continuation = [self._token() for _ in range(self._random.randint(0, 3))]
         await self._lm.score(context, continuation, adapter=name)
 
+    async def _prompt_rows(self, context: list[int], name: str | None) -> None:
+        """Read a text's rows, or stop early, and write to them."""
+        text, chunk = [*context, 1, 2], self._random.choice([None, 2])
+        async for rows in self._lm.prompt_rows(text, chunk=chunk):
+            rows.fill_(5.0)
+            if self._random.random() < 0.2:
+                break
+
     async def _sample(self, context: list[int], name: str | None) -> None:
         seed = self._random.choice([None, 1])
         await self._lm.sample(context, max_tokens=3, seed=seed, adapter=name)
@@ -407,6 +424,42 @@ class SimulatedClients:
                 if how != "read" and self._random.random() < 0.5:
                     break
                 await asyncio.sleep(self._random.choice([0.0, 0.0, 0.01]))
+
+    async def _update(self) -> None:
+        """Replace the weights, at once or in chunks, or fail to."""
+        number = torch.tensor([self._random.randrange(1, 2**30)])
+        what = self._random.choice(
+            ["whole", "whole", "chunks", "slow", "broken", "lacking", "wrong"]
+        )
+        tensors = {"number": number, "other": torch.tensor([0])}
+        if what == "lacking":
+            del tensors["other"]
+        elif what == "wrong":
+            tensors["other"] = torch.tensor([0.5])
+        chunks: Any = [{name: each} for name, each in tensors.items()]
+        if what in ("slow", "broken"):
+            chunks = self._chunks(chunks, breaks=what == "broken")
+        try:
+            await self._lm.update_weights(
+                tensors if what == "whole" else chunks,
+                pending=self._random.choice(["finish", "restart"]),
+            )
+        except _Broken:
+            return
+        self.updated += 1
+        if what in ("broken", "lacking", "wrong"):
+            raise Violation(f"weights that are {what} were taken")
+
+    async def _chunks(
+        self, chunks: list[dict[str, torch.Tensor]], *, breaks: bool
+    ) -> AsyncIterator[dict[str, torch.Tensor]]:
+        for chunk in chunks:
+            yield chunk
+            await asyncio.sleep(self._random.choice([0.0, 0.01]))
+            if breaks and self._random.random() < 0.5:
+                break
+        if breaks:
+            raise _Broken
 
     def _have(self, request: LogprobsRequest, row: torch.Tensor) -> None:
         """Edit a row that is one's own, or keep it to be compared in the end."""

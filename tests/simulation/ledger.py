@@ -19,11 +19,12 @@ from torch import Tensor
 
 from genrt.engines.protocol import Finished, failure
 from genrt.errors import GenrtError, OutOfMemory, TimedOut
+from genrt.questions.draws import DrawToken
+from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.batcher import Entry, Waiter
-from genrt.tokens.sampling import Draw
-from tests.simulation.answer_laws import is_random, owns_storage
+from genrt.tokens.sampling import Draw, TopLogprobs
 
 if TYPE_CHECKING:
     from tests.simulation.checked_runtime import CheckedRuntime
@@ -492,3 +493,19 @@ class Ledger:
             - self._runtime.engine.unforgotten.keys()
         ):
             self._violated(f"nobody waits, but in progress is {left}")
+
+
+def owns_storage(result: Result) -> bool:
+    """Return whether every tensor in this result has storage that holds nothing else."""
+    parts = result if isinstance(result, TopLogprobs) else (result,)
+    return all(
+        part.untyped_storage().nbytes() == part.nbytes for part in parts if isinstance(part, Tensor)
+    )
+
+
+def is_random(request: Request) -> bool:
+    """Return whether the answer is a draw that nothing decides."""
+    match request:
+        case ReadRequest(wanted=DrawToken(seed=None, temperature=temperature)):
+            return temperature > 0.0
+    return False

@@ -4,15 +4,43 @@ each question. The same seed, the same run, callback by callback."""
 from __future__ import annotations
 
 import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
-from genrt.testing import Faults, Report
-from genrt.testing.simulated_model import HashedModel
-from genrt.testing.simulation import any_faults, any_options, close, reporting
+from genrt.runtime.statistics import Statistics
 from tests.simulation.checked_runtime import CheckedRuntime
 from tests.simulation.clients import SimulatedClients, adapter_directory
+from tests.simulation.engine import VOCAB_SIZE, Faults, HashedModel, Violation
+from tests.simulation.runtime import SimulatedRuntime
 
 UNASKED = [0] * 100
 """A context that no client asks."""
+
+
+LAST_EVENTS = 40
+"""The number of events that the message of a failed run shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The result of a simulated run.
+
+    Attributes:
+        seed: the seed of the run.
+        operations: the number of client operations: questions, cancellations, …
+        statistics: the runtime's counters at the end.
+        updates: the number of weight updates.
+        trace: the events, in order.
+    """
+
+    seed: int
+    operations: int
+    statistics: Statistics
+    trace: tuple[str, ...]
+    updates: int = 0
 
 
 def simulate(
@@ -22,32 +50,54 @@ def simulate(
     faults: Faults | None = None,
     texts: bool = True,
     populations: bool = False,
+    updates: bool = False,
 ) -> Report:
-    """Do what ``genrt.testing.simulate`` does, on loops that are closed and left alone, with interrupts,
-    adapters, closing and restarting; and compare every question with the ledger. Without ``texts`` it is
-    the run that the seed was before there were completions, without ``populations`` before those."""
+    """Run the real batcher, cache and answers once, and compare every question with the ledger.
+
+    Clients on several event loops ask, time out, cancel, interrupt, close and restart. The engine is as
+    inconvenient as the protocol allows.
+
+    Args:
+        seed: decides everything; the same seed gives the same run.
+        operations: the number of client operations.
+        faults: the engine's faults; by default the seed decides them too.
+        texts, populations: whether clients ask for them.
+        updates: whether clients also replace the weights. The ledger does not follow that: the runtime
+            compares each answer with those of the versions that it may be of.
+
+    Raises:
+        AssertionError: a request did not end, ended wrongly, or left state behind. The message has the
+            seed and the last events.
+    """
     chance = random.Random(seed)
-    runtime = CheckedRuntime(
+    runtime = (SimulatedRuntime if updates else CheckedRuntime)(
         chance,
         HashedModel(),
-        faults=any_faults(chance) if faults is None else faults,
+        faults=any_faults(chance, updates=updates) if faults is None else faults,
         seed=abs(seed),
         **any_options(chance),
     )
     more = ("" if faults is None else f", faults={faults}") + ("" if texts else ", texts=False")
-    more += ", populations=True" if populations else ""
+    more += (", populations=True" if populations else "") + (", updates=True" if updates else "")
     again = f"replay with simulate({seed}, operations={operations}{more})"
     with adapter_directory() as directory, reporting(runtime, f"seed {seed}", again):
         clients = SimulatedClients(
-            runtime, operations, directory, texts=texts, populations=populations
+            runtime,
+            operations,
+            directory,
+            texts=texts,
+            populations=populations,
+            updates=updates,
         )
         clients.run()
         _wind_up(runtime)
         clients.check_kept()
-    return Report(seed, clients.done, runtime.lm.statistics(), runtime.record.lines())
+    return Report(
+        seed, clients.done, runtime.lm.statistics(), runtime.record.lines(), clients.updated
+    )
 
 
-def _wind_up(runtime: CheckedRuntime) -> None:
+def _wind_up(runtime: SimulatedRuntime) -> None:
     """Check that a new loop is answered, if the runtime is still there, and that nothing is left."""
     for loop in [*runtime.stopped]:
         runtime.close_loop(loop)
@@ -58,3 +108,52 @@ def _wind_up(runtime: CheckedRuntime) -> None:
         task.exception()
     runtime.settle()
     close(runtime)
+
+
+def close(runtime: SimulatedRuntime) -> None:
+    """Close a runtime. Raise a Violation if any work is left, before or after that."""
+    runtime.check_nothing_is_left()
+    runtime.lm.close()
+    runtime.settle()
+    runtime.check_nothing_is_left()
+
+
+@contextmanager
+def reporting(runtime: SimulatedRuntime, name: str, again: str = "") -> Iterator[None]:
+    """Turn a Violation into an AssertionError with the last events; discard the runtime in the end."""
+    try:
+        yield
+    except Violation as violation:
+        what = "\n".join(filter(None, [f"{name}: {violation}", again]))
+        last = "\n  ".join(runtime.record.lines(-LAST_EVENTS))
+        raise AssertionError(f"{what}; the last that happened:\n  {last}") from violation
+    finally:
+        runtime.discard()
+
+
+def any_options(chance: random.Random) -> dict[str, Any]:
+    """Return random options of a SimulatedRuntime."""
+    return {
+        "cache_bytes": chance.choice([0, 3, 1000]) * 4 * VOCAB_SIZE,
+        "max_batch_size": chance.choice([None, None, 1, 3]),
+        "max_wait_seconds": chance.choice([0.0, 0.0, 0.01]),
+        "max_queued_requests": chance.choice([sys.maxsize, sys.maxsize, 1, 4]),
+        "restarts": chance.random() < 0.5,
+    }
+
+
+def any_faults(chance: random.Random, *, updates: bool = False) -> Faults:
+    """Return no faults in half of the runs, and otherwise some of every kind; faults of weight updates
+    only with ``updates``."""
+    if chance.random() < 0.5:
+        return Faults()
+    return Faults(
+        submit=chance.choice([0.0, 0.1]),
+        step=chance.choice([0.0, 0.1]),
+        cancel=chance.choice([0.0, 0.0, 0.3]),
+        remove=chance.choice([0.0, 0.5]),
+        death=chance.choice([0.0, 0.0, 0.01]),
+        not_finite=chance.choice([0.0, 0.1]),
+        out_of_memory_above=chance.choice([None, None, 1, 2, 5]),
+        load=chance.choice([0.0, 0.2]) if updates else 0.0,
+    )

@@ -29,9 +29,9 @@ from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.batcher import Batcher
 from genrt.runtime.cache import RowCache
 from genrt.runtime.streams import Flow, Streams
-from genrt.testing.simulated_engine import Faults
 from genrt.tokens.rows import together
 from tests.simulation import soak
+from tests.simulation.engine import Faults
 from tests.simulation.simulation import simulate
 
 RUNS = 300
@@ -286,7 +286,12 @@ def who_asked_a_row_that_is_read_is_forgotten(patch: Patch) -> None:
 
 
 def masks_are_dropped(patch: Patch) -> None:
-    patch.setattr(genrt.questions.draws, "_masks", lambda asked, row: None)
+    draw = genrt.questions.draws.draw_from_rows
+    patch.setattr(
+        genrt.questions.draws,
+        "draw_from_rows",
+        lambda rows, seeds, masks, *more: draw(rows, seeds, None, *more),
+    )
 
 
 def seeded_draws_depend_on_their_batch(patch: Patch) -> None:

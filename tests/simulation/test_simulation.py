@@ -16,9 +16,9 @@ from dataclasses import fields
 import pytest
 import torch
 
-from genrt.testing import Faults, Report
 from tests.simulation import soak
-from tests.simulation.simulation import simulate
+from tests.simulation.engine import Faults
+from tests.simulation.simulation import Report, simulate
 
 SEEDS = 1_000
 PARTS = 10
@@ -48,6 +48,25 @@ def test_nothing_is_found_in_fresh_seeds() -> None:
 def test_populations_among_all_else(part: int) -> None:
     for seed in range(10 * part, 10 * part + 10):
         assert simulate(seed, populations=True).operations >= 100
+
+
+@pytest.mark.promise(number=34)
+def test_updates_under_load_are_never_seen_in_part() -> None:
+    """The weights are replaced while others ask, cancel and time out, engines fail and die: every answer
+    is of one version, and of none from before it was asked."""
+    reports = [simulate(seed, populations=seed % 2 == 0, updates=True) for seed in range(40)]
+    assert sum(report.updates for report in reports) > 50
+    assert simulate(3, updates=True) == simulate(3, updates=True)
+
+
+@pytest.mark.proof
+@pytest.mark.promise(number=34)
+def test_a_thousand_updates_under_load_leave_no_stale_answer() -> None:
+    done, seed = 0, 1000
+    while done < 1000:
+        done += simulate(seed, updates=True).updates
+        seed += 1
+    assert done >= 1000
 
 
 def test_a_request_that_is_withdrawn_and_asked_anew_goes_behind_the_others() -> None:

@@ -1,4 +1,4 @@
-"""Draws of ``draw_kernels`` beside those of torch, and both beside the law in float64.
+"""DrawInputs of ``draw_kernels`` beside those of torch, and both beside the law in float64.
 
 ``python -m tests.tokens.draws_by_hand [width ...]`` runs the kernels in Triton's interpreter, on the CPU,
 and prints where they disagree; it needs Triton.
@@ -19,9 +19,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrt.tokens import draw_graphs, sampling
-from genrt.tokens.draw_graphs import DrawGraphs, Draws
-from genrt.tokens.sampling import BLOCK, GREEDY_BELOW, LARGEST, drawn, seeded_uniforms
+from genrt.tokens import sampling
+from genrt.tokens.sampling import (
+    BLOCK,
+    GREEDY_BELOW,
+    LARGEST,
+    DrawGraphs,
+    DrawInputs,
+    draw_tokens,
+    seeded_uniforms,
+)
 
 LAST = 1 - 2.0**-53
 """The largest number under 1 in float64."""
@@ -32,7 +39,7 @@ HEATS = (1.0, 0.0, 0.3, 2.0, 1e30, 1e300, 0.9e-5, 1.0)
 
 
 class Case(NamedTuple):
-    """What ``drawn`` is given."""
+    """What ``draw_tokens`` is given."""
 
     batch: Tensor
     numbers: Tensor
@@ -45,7 +52,9 @@ def by_torch(case: Case) -> Tensor:
     """Return the draws of torch's path as GPUs have it, where a mask chooses."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampling, "ADDING", ())
-        return drawn(case.batch, case.numbers, mask=case.mask, heat=case.heat, places=case.places)
+        return draw_tokens(
+            case.batch, case.numbers, mask=case.mask, heat=case.heat, places=case.places
+        )
 
 
 def disagreements(case: Case, found: Tensor, wanted: Tensor) -> list[str]:
@@ -164,7 +173,7 @@ def by_kernels(case: Case) -> Tensor:
     from genrt.tokens import draw_kernels
 
     batch, numbers, mask, heat, places = case
-    return draw_kernels.drawn(
+    return draw_kernels.draw_fused(
         batch,
         numbers,
         mask=mask,
@@ -191,12 +200,16 @@ def by_graphs(case: Case, graphs: DrawGraphs) -> tuple[Tensor, Tensor]:
     places = np.arange(count) if case.places is None else case.places.numpy()
     parts = [slice(0, count // 3), slice(count // 3, count)]
     several = [
-        Draws(seeds[part], None if case.mask is None else case.mask.numpy()[part], places[part])
+        DrawInputs(
+            seeds[part], None if case.mask is None else case.mask.numpy()[part], places[part]
+        )
         for part in parts
     ]
     if case.places is None:  # the first part is from the first rows, which need not be said
         several[0] = several[0]._replace(places=None)
-    found = graphs.drawn(case.batch, several)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "has_kernels", lambda _: True)  # there is no GPU
+        found = graphs.launch(case.batch, several)
     assert found is not None
     whole, on_host = found
     assert torch.equal(whole.view(torch.int64), on_host.arrived().view(torch.int64))
@@ -206,7 +219,6 @@ def by_graphs(case: Case, graphs: DrawGraphs) -> tuple[Tensor, Tensor]:
 def main(widths: Sequence[int]) -> None:
     """Print every disagreement of the kernels with torch, with the law, and with themselves."""
     warnings.simplefilter("ignore")  # numpy's, of the interpreter: 0 / 0 and the logarithm of 0
-    vars(draw_graphs)["has_kernels"] = lambda _: True  # there is no GPU
     graphs = DrawGraphs()
     for width in widths:
         for number, case in enumerate(cases(width)):

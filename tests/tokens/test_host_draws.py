@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrt.tokens import host_draws
-from genrt.tokens.sampling import BLOCK, LARGEST, draw, drawn, seeded_uniforms
+from genrt.tokens import sampling
+from genrt.tokens.sampling import BLOCK, LARGEST, draw, draw_tokens, seeded_uniforms
 from tests.scripted import logprobs, population_of
 from tests.tokens.draws_by_hand import WIDTHS, Case, by_torch, cases, disagreements, packed
 
@@ -27,7 +27,7 @@ def expect_torchs(
 ) -> Tensor:
     """Return the draws, which have the tokens of torch's path."""
     mask = None if allowed is None else packed(allowed)
-    found = drawn(rows, numbers, mask=mask, places=places)
+    found = draw_tokens(rows, numbers, mask=mask, places=places)
     wanted = by_torch(Case(rows, numbers, mask, None, places))
     assert found[:, 0].tolist() == wanted[:, 0].tolist()
     torch.testing.assert_close(found, wanted, atol=NEAR, rtol=NEAR)
@@ -38,14 +38,16 @@ def left(rows: Tensor) -> list[Tensor]:
     """Return the rows that are left to another function, call by call."""
     calls: list[Tensor] = []
 
-    def otherwise(batch: Tensor, numbers: Tensor, *, heat: Tensor) -> Tensor:
+    def otherwise(batch: Tensor, numbers: Tensor, *, heat: Tensor, **_: None) -> Tensor:
         assert len(batch) == len(numbers) == len(heat)
         assert bool((heat == 1).all())
         calls.append(batch)
         return torch.full((len(batch), 3), 7.0, dtype=torch.float64)
 
     numbers = seeded_uniforms(range(len(rows)))
-    found = host_draws.drawn(rows, numbers, BLOCK, otherwise)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "draw_tokens", otherwise)
+        found = sampling._draw_on_host(rows, numbers)
     assert int((found == 7).all(-1).sum()) == sum(map(len, calls))
     return calls
 
@@ -56,7 +58,7 @@ def test_draws_agree_with_torch_and_with_the_law(width: int) -> None:
         if case.mask is not None:  # adding keeps NaN, choosing may not
             case = case._replace(batch=case.batch.nan_to_num(0.0, neginf=-math.inf))
         batch, numbers, mask, heat, places = case
-        found = drawn(batch, numbers, mask=mask, heat=heat, places=places)
+        found = draw_tokens(batch, numbers, mask=mask, heat=heat, places=places)
         assert disagreements(case, found, by_torch(case)) == []
 
 
@@ -97,10 +99,10 @@ def test_a_draw_is_the_same_alone_and_beside_rows_that_are_not_ordinary(width: i
     rows, numbers = normalised(9, width), seeded_uniforms(range(9))
     rows[2], rows[5] = -math.inf, rows[5] - 300
     mask = packed(torch.arange(9 * width).reshape(9, width) % 3 > 0)
-    together = drawn(rows, numbers, mask=mask)
+    together = draw_tokens(rows, numbers, mask=mask)
     for n in range(9):
         part = slice(n, n + 1)
-        alone = drawn(rows[part], numbers[part], mask=mask[part])
+        alone = draw_tokens(rows[part], numbers[part], mask=mask[part])
         assert torch.equal(together[part], alone)
 
 
@@ -123,16 +125,16 @@ def test_gapped_rows_and_rows_with_gradients_are_read_and_nothing_is_changed() -
     rows, allowed = wide[:, 30:330], torch.arange(1200).reshape(4, 300) % 2 > 0
     before, mask = wide.clone(), packed(allowed)
     bits = mask.clone()
-    found = drawn(rows, numbers, mask=mask)
-    assert torch.equal(found, drawn(rows.contiguous(), numbers, mask=mask))
-    assert torch.equal(found, drawn(rows.clone().requires_grad_(), numbers, mask=mask))
-    assert torch.equal(found, drawn(rows, numbers, mask=allowed))
+    found = draw_tokens(rows, numbers, mask=mask)
+    assert torch.equal(found, draw_tokens(rows.contiguous(), numbers, mask=mask))
+    assert torch.equal(found, draw_tokens(rows.clone().requires_grad_(), numbers, mask=mask))
+    assert torch.equal(found, draw_tokens(rows, numbers, mask=allowed))
     assert torch.equal(wide, before)
     assert torch.equal(mask, bits)
 
 
 def test_float64_rows_and_temperatures_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(host_draws, "drawn")
+    monkeypatch.delattr(sampling, "_draw_on_host")
     rows, numbers = normalised(4, 300), seeded_uniforms(range(4))
     heat = torch.tensor([1.0, 0.0, 0.5, 2.0])
     assert int(draw(rows, temperature=heat, uniforms=numbers).token_ids.min()) >= 0
@@ -142,7 +144,9 @@ def test_float64_rows_and_temperatures_are_torchs(monkeypatch: pytest.MonkeyPatc
 def test_a_population_draws_by_masks_that_it_may_not_write_to() -> None:
     rows, several = normalised(3, 300), population_of(*map(logprobs, range(3)))
     masks = packed(torch.arange(900).reshape(3, 300) % 5 > 0).numpy()
-    found = replace(several, masks=masks).drawn(rows)
-    assert torch.equal(found, drawn(rows, seeded_uniforms(several.seeds), mask=torch.tensor(masks)))
+    found = replace(several, masks=masks).draw(rows)
+    assert torch.equal(
+        found, draw_tokens(rows, seeded_uniforms(several.seeds), mask=torch.tensor(masks))
+    )
     masks.flags.writeable = False
-    assert torch.equal(found, replace(several, masks=masks).drawn(rows))
+    assert torch.equal(found, replace(several, masks=masks).draw(rows))

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from scipy.stats import chi2
 
 from genrt.errors import InvalidRequest
-from genrt.tokens.parameters import check_parameters
-from genrt.tokens.sampling import draw, mixed, seeded_uniforms, truncate
+from genrt.tokens.sampling import check_parameters, draw, mixed, seeded_uniforms, truncate
 
 LEVEL = 1e-4
 """Of the G-tests: the seeds are fixed, so a test either always passes or always fails."""

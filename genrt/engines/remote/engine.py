@@ -37,8 +37,7 @@ from genrt.errors import (
     UnknownAdapter,
 )
 from genrt.questions.contexts import TOKEN_BYTES, Adapter
-from genrt.questions.draws import DrawToken, batch_draw
-from genrt.questions.population_draws import PopulationDraw
+from genrt.questions.draws import DrawToken, PopulationDraw, batch_draw
 from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest

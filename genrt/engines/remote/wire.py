@@ -23,13 +23,17 @@ from torch import Tensor
 from genrt import errors
 from genrt.errors import EngineFailed, GenrtError, InvalidRequest
 from genrt.numbers import check_int
-from genrt.questions.candidates import Candidates, candidates_request
 from genrt.questions.contexts import Adapter, Limits
 from genrt.questions.draws import DrawToken, draw_request
-from genrt.questions.reads import ReadRequest
+from genrt.questions.reads import (
+    Candidates,
+    ReadRequest,
+    TopTokens,
+    candidates_request,
+    top_request,
+)
 from genrt.questions.rows import LogprobsRequest, row_request
 from genrt.questions.scores import ScoreRequest, text_score_request
-from genrt.questions.tops import TopTokens, top_request
 from genrt.tokens.sampling import Draw, TopLogprobs
 
 __all__ = ["KINDS", "AnotherModel", "Asked", "answers_of", "answers_to", "flush_of", "flush_to"]

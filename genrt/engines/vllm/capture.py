@@ -29,6 +29,7 @@ from vllm.v1.sample.logits_processor import MoveDirectionality
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as V2LogitsProcessor
 
+from genrt.engines.vllm.requests import LAW, SEED, TEXT_SEED, TICKET
 from genrt.errors import EngineUnsupported
 from genrt.tokens.rows import Leaving, corrected, normalised
 from genrt.tokens.sampling import mixed
@@ -38,31 +39,15 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 
 __all__ = [
-    "LAW",
-    "SEED",
-    "TEXT_SEED",
-    "TICKET",
     "CaptureV1",
     "CaptureV2",
     "FiniteCheck",
     "RemoteStore",
     "RowStore",
     "WorkerRows",
-    "install",
+    "install_capture",
     "log_probabilities",
 ]
-
-TICKET = "genrt_ticket"
-"""The key in ``extra_args`` of a logprobs request's ticket, an int."""
-
-SEED, TEXT_SEED = "genrt_seed", "genrt_text_seed"
-"""The keys in ``extra_args`` of the seeds of samples and completions that draw their tokens here.
-
-vLLM gets no seed then. For a prompt that is computed in parts, its runner V1 rewinds the request's
-generator; a CPU generator cannot do that, and the whole step would fail."""
-
-LAW = "genrt_law"
-"""The key in ``extra_args`` by which a request asks for the law's log-probabilities."""
 
 
 @torch.inference_mode()
@@ -401,7 +386,7 @@ class LawsV2:
         return sampled, logits.float().index_copy(0, index, processed[index].float())
 
 
-def install(model_runner: Any, own_processors: bool) -> RowStore:
+def install_capture(model_runner: Any, own_processors: bool) -> RowStore:
     """Return the row store of a runner's capture.
 
     On a CPU, the capture also draws the V1 runner's samples. On both runners, the sampler then returns
@@ -433,9 +418,9 @@ class WorkerRows:
     model_runner: Any
 
     def genrt_install(self, own_processors: bool) -> None:
-        """Install the capture, as ``install`` does; the store stays in the worker."""
+        """Install the capture, as ``install_capture`` does; the store stays in the worker."""
         runner = self.model_runner
-        install(runner, own_processors)
+        install_capture(runner, own_processors)
         # On a CPU, vLLM allocates a later pipeline stage's input buffers only if it compiles the model.
         if runner.device.type == "cpu" and not get_pp_group().is_first_rank:
             runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(

@@ -28,8 +28,8 @@ from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.engine.output_processor import OutputProcessor
 
-from genrt.engines.vllm.capture import LAW, TEXT_SEED
 from genrt.engines.vllm.reasoning import NO_PARSER, Reasoning, ReasoningParsers
+from genrt.engines.vllm.requests import LAW, TEXT_SEED
 from genrt.engines.vllm.structures import GuidedStructures
 from genrt.errors import EngineFailed, GenrtError, InvalidRequest
 from genrt.questions.completions import Completion, CompletionRequest, Decoding, Delta, FinishReason

@@ -15,6 +15,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -22,40 +23,38 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from vllm.config import VllmConfig
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from genrt.engines.process import heap_kept
 from genrt.engines.protocol import EngineStatistics, Finished
-from genrt.engines.vllm.capture import FiniteCheck, RemoteStore, RowStore, install
-from genrt.engines.vllm.config import translated, without_layers
-from genrt.engines.vllm.core_steps import CoreSteps, shut_down
-from genrt.engines.vllm.globals import Globals
+from genrt.engines.vllm.capture import FiniteCheck, RemoteStore, RowStore, install_capture
 from genrt.engines.vllm.in_progress import InProgress, Purpose, Sent
 from genrt.engines.vllm.lora import VLLMAdapters
-from genrt.engines.vllm.open_requests import OpenRequests, open_requests
-from genrt.engines.vllm.open_scheduler import OpenScheduler
 from genrt.engines.vllm.populations import SeatedPopulations
-from genrt.engines.vllm.positions import positions_of
 from genrt.engines.vllm.prefixes import KeptPrefixes
-from genrt.engines.vllm.probe import Probe
-from genrt.engines.vllm.rank import Share, no_share
+from genrt.engines.vllm.process import Globals, heap_kept
+from genrt.engines.vllm.rank import Share, keep_local
+from genrt.engines.vllm.requests import as_genrt_error
 from genrt.engines.vllm.samples import Samples, computed_tokens, new_tokens
+from genrt.engines.vllm.scheduler import OpenScheduler
+from genrt.engines.vllm.scores import positions_of
 from genrt.engines.vllm.sending import Sending
-from genrt.engines.vllm.speculation import DecodedStep
+from genrt.engines.vllm.sequences import OpenRequests, open_requests
+from genrt.engines.vllm.steps import CoreSteps, DecodedStep, shut_down
 from genrt.engines.vllm.weights import VLLMWeights
 from genrt.errors import EngineDied, GenrtError
-from genrt.questions.completions import Decoding
+from genrt.questions.completions import Decoding, Streamed, Told
 from genrt.questions.contexts import Adapter
-from genrt.questions.origins import Asked
-from genrt.questions.population_draws import PopulationDraw
-from genrt.questions.request import Request, Streamed, Told
+from genrt.questions.draws import PopulationDraw
+from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest, not_finite
 from genrt.questions.scores import ScoreRequest
+from genrt.questions.sequences import SequenceHandle
 from genrt.tokens.rows import Leaving
 
-__all__ = ["VLLMEngine"]
+__all__ = ["VLLMEngine", "changes_with_length", "without_layers"]
 
 
 class VLLMEngine:
@@ -80,7 +79,7 @@ class VLLMEngine:
         with self._globals:
             if isinstance(llm_engine.model_executor, UniProcExecutor):
                 model_runner = core.model_executor.driver_worker.worker.model_runner
-                self._store = install(model_runner, own_processors)
+                self._store = install_capture(model_runner, own_processors)
             else:
                 self._store = RemoteStore(self._core.collective_rpc, own_processors, self.device)
         self._positions = positions_of(config, model_runner, core.scheduler, own_processors)
@@ -128,8 +127,12 @@ class VLLMEngine:
 
     def statistics(self) -> EngineStatistics:
         more = {} if self._open is None else self._open.counts()
-        now = self._counted | more | {"kept_tokens": self.prefixes.tokens}
-        return EngineStatistics(**self._positions.counted(now))
+        more |= {
+            "kept_tokens": self.prefixes.tokens,
+            "scored_tokens": self._positions.scored_tokens,
+        }
+        moved = self._counted["bytes_to_host"] + self._positions.bytes_to_host
+        return EngineStatistics(**self._counted | more | {"bytes_to_host": moved})
 
     def submit(self, requests: Sequence[Request]) -> None:
         rows = [each for each in requests if isinstance(each, LogprobsRequest | ScoreRequest)]
@@ -176,7 +179,7 @@ class VLLMEngine:
     def settle(self, population: PopulationDraw) -> None:
         self._populations.settle(population)
 
-    def release(self, asked: Sequence[Asked]) -> None:
+    def release(self, asked: Sequence[SequenceHandle]) -> None:
         self._abort(self._populations.release(asked))
 
     def step(self) -> list[Finished]:
@@ -201,7 +204,7 @@ class VLLMEngine:
         except Exception as error:
             self._count(failed=in_progress, seconds=time.perf_counter() - started)
             self._recover()
-            raise translated(error, "the forward failed") from error
+            raise as_genrt_error(error, "the forward failed") from error
         self._count(seconds=time.perf_counter() - started)
         return finished
 
@@ -266,20 +269,21 @@ class VLLMEngine:
         self,
         rows: Sequence[LogprobsRequest],
         token_ids: Tensor,
-        told: Callable[[list[str]], Share] = lambda _: no_share,
+        share_of: Callable[[list[str]], Share] = lambda _: keep_local,
     ) -> None:
-        """Run the prepared step with these tokens if it has these rows; call ``told`` on its ids."""
+        """Run the prepared step with these tokens if it has these rows. ``share_of`` gets its requests
+        and returns the function that makes the tokens the same in all ranks."""
         if self._open is not None and self._open.steps.can_speculate(len(rows)):
             ids = dict(self._decoded)
             if len(found := [ids[row] for row in rows if row in ids]) == len(rows):
-                self.speculate(found, token_ids, share=told(found))
+                self.speculate(found, token_ids, share=share_of(found))
 
     def speculate(
         self,
         request_ids: list[str],
         tokens: Tensor,
         on_host: Leaving | None = None,
-        share: Share = no_share,
+        share: Share = keep_local,
     ) -> None:
         """Run the prepared step with these tokens if it has these requests. ``on_host`` is their copy to
         the host, if it was started."""
@@ -297,7 +301,9 @@ class VLLMEngine:
     def _collect(self, outputs: Sequence[EngineCoreOutput]) -> list[Finished]:
         """Return the results of a step's outputs, with rows on the default stream."""
         # The outputs lack open requests, because their scheduler drops the token that ends a step.
-        answered = self._open.take_answered() if self._open is not None else []
+        answered: list[str] = []
+        if self._open is not None:
+            answered = self._core.engine_core.scheduler.take_answered()
         computed, new = computed_tokens(outputs), new_tokens(outputs)
         ended, over, others = self._samples.take(outputs)
         finished, last = self._in_progress.ended(others, self._populations)
@@ -377,7 +383,7 @@ class VLLMEngine:
         try:
             with self._globals:
                 self._adapters.add(adapter, path)
-            self._adapters.check_base(adapter, self.probe, self.probe.unused(self.vocab_size))
+            self._adapters.check_base(adapter, self.probe, self._unused_context())
         except BaseException:
             self.remove_adapter(adapter)
             raise
@@ -392,19 +398,44 @@ class VLLMEngine:
     def _abort_idle(self, adapter: Adapter | None) -> None:
         """Forget an adapter's resident sequences that no question in progress extends."""
         if self._open is not None:
-            bound = self._open.bound_to(adapter)
+            bound = self._open.residents.bound_to(adapter)
             self._abort([each for each in bound if each not in self._in_progress])
 
-    @property
-    def probe(self) -> Probe:
-        """Returns rows and scores that the engine itself needs."""
-        in_progress = lambda: [*self._in_progress.values(), *self._samples.waiting]
-        return Probe(self.submit, self.step, in_progress, lambda ends: self._ended.extend(ends))
+    def probe(self, requests: Sequence[LogprobsRequest] | Sequence[ScoreRequest]) -> list[Tensor]:
+        """Return rows or scores that the engine itself needs. Raise the error of one of them, or of the
+        step. The next step returns other requests that end meanwhile, also by a failed step."""
+        self.submit(requests)
+        ends: dict[Request, Finished] = {}
+        others: list[Finished] = []
+        try:
+            while len(ends) < len(requests):
+                bystanders = {each for each in self._under_way() if each not in requests}
+                try:
+                    finished = self.step()
+                except GenrtError as error:
+                    others += [Finished(each, error=error.fresh()) for each in bystanders]
+                    raise
+                others += [end for end in finished if end.request not in requests]
+                ends |= {end.request: end for end in finished if end.request in requests}
+        finally:
+            self._ended += others
+        for end in ends.values():
+            if end.error is not None:
+                raise end.error
+        return [cast("Tensor", ends[request].result) for request in requests]
+
+    def _under_way(self) -> list[Request]:
+        return [*self._in_progress.values(), *self._samples.waiting]
+
+    def _unused_context(self) -> tuple[int, ...]:
+        """Return a context that no request in progress has."""
+        used = {request.token_ids for request in self._under_way()}
+        return next((token,) for token in range(self.vocab_size) if (token,) not in used)
 
     def start_counting(self) -> None:
         """Reset the counters: the self-test's requests are not the caller's."""
         self._counted = dict.fromkeys(self._counted, 0)
-        self._positions.start_counting()
+        self._positions.scored_tokens = 0
         if self._open is not None:
             self._open.start_counting()
 
@@ -415,7 +446,9 @@ class VLLMEngine:
                 self._steps.settle()
             self._populations.clear()
         if self._open is not None:
-            kept = self._open.request_ids()  # in order, which must be the same in every rank
+            kept = (
+                self._open.residents.request_ids()
+            )  # in order, which must be the same in every rank
             self._abort([each for each in kept if each not in self._in_progress])
         self.prefixes.give_up()
         return bool(self._core.reset_prefix_cache()) and not self._in_progress
@@ -452,3 +485,24 @@ class VLLMEngine:
     def _count(self, **more: float) -> None:
         for name, number in more.items():
             self._counted[name] += number
+
+
+def changes_with_length(config: VllmConfig) -> bool:
+    """Return whether vLLM computes the model otherwise from some ``max_model_len`` on, so that one more
+    could give another law: Phi 3's long factors of RoPE, Llama 4's temperatures of attention."""
+    text = config.model_config.hf_text_config
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
+    return "longrope" in str(rope) or str(getattr(text, "model_type", "")).startswith("llama4")
+
+
+def without_layers(config: VllmConfig) -> VllmConfig:
+    """Return a copy of the configuration without the model's layers. vLLM stores the layers of an open
+    model in it, with weights and KV cache, and front ends may send it to another process. Its
+    ``max_model_len`` is the model's."""
+    found = copy(config)
+    if not changes_with_length(config):
+        found.model_config = copy(config.model_config)
+        found.model_config.max_model_len -= 1
+    found.compilation_config = copy(config.compilation_config)
+    found.compilation_config.static_forward_context = {}
+    return found

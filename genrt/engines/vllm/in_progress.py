@@ -11,10 +11,10 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason
 from genrt.engines.protocol import Finished
 from genrt.engines.vllm.lora import VLLMAdapters
 from genrt.engines.vllm.populations import SeatedPopulations
-from genrt.engines.vllm.positions import Positions
 from genrt.engines.vllm.samples import Generated, Samples
+from genrt.engines.vllm.scores import Positions
 from genrt.errors import EngineFailed
-from genrt.questions.population_draws import PopulationDraw
+from genrt.questions.draws import PopulationDraw
 from genrt.questions.rows import LogprobsRequest, not_finite
 from genrt.questions.scores import ScoreRequest
 

@@ -20,7 +20,6 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from genrt.engines.vllm.capture import TEXT_SEED
 from genrt.engines.vllm.completions import (
     ORDERLY,
     READ_EVERY,
@@ -28,10 +27,11 @@ from genrt.engines.vllm.completions import (
     failure_of,
     leave_out_prompt,
 )
+from genrt.engines.vllm.requests import TEXT_SEED
 from genrt.engines.vllm.structures import GuidedStructures
 from genrt.errors import GenrtError, InvalidRequest, StreamCut
+from genrt.questions.completions import NativeRequest
 from genrt.questions.contexts import LAST_SEED
-from genrt.questions.native import NativeRequest
 from genrt.tokens.spellings import Spellings
 
 __all__ = ["NativeText", "NativeTexts"]

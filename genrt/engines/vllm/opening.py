@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import traceback
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,21 +13,34 @@ import vllm
 from vllm import envs
 from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
 from vllm.multimodal.media import audio
+from vllm.reasoning import ReasoningParserManager
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from genrt.engines.vllm.config import check_version, configure, on_loopback, rounding, translated
-from genrt.engines.vllm.core_steps import shut_down
-from genrt.engines.vllm.engine import VLLMEngine
-from genrt.engines.vllm.globals import Globals
-from genrt.engines.vllm.process import undisturbed
-from genrt.engines.vllm.rank import Rank
-from genrt.engines.vllm.self_check import self_test
+from genrt.engines.vllm.capture import CaptureV1, CaptureV2, WorkerRows
+from genrt.engines.vllm.engine import VLLMEngine, changes_with_length
+from genrt.engines.vllm.process import Globals, gloo_on_loopback, undisturbed
+from genrt.engines.vllm.rank import LAUNCHED, Rank
+from genrt.engines.vllm.reasoning import NO_TOKENIZER, ReasoningParsers
+from genrt.engines.vllm.requests import NOT_COMPUTED, as_genrt_error
+from genrt.engines.vllm.scheduler import OpenScheduler
+from genrt.engines.vllm.self_check import run_self_check
 from genrt.engines.vllm.signatures import check_signatures
+from genrt.engines.vllm.steps import shut_down
+from genrt.engines.vllm.structures import check_structures_config
+from genrt.errors import EngineUnsupported, InvalidRequest, ModelNotFound
 
-__all__ = ["open_vllm"]
+__all__ = ["check_version", "configure", "open_vllm", "reserved_share", "rounding_error"]
+
+SUPPORTED = ((0, 32), (0, 34))
+"""The supported versions of vLLM: from the first version up to, but without, the second."""
+
+CPU_DEFAULTS: dict[str, Any] = {"enforce_eager": True, "kv_cache_memory_bytes": 2 * 2**30}
+"""On a CPU, compiling costs more time than it saves, and vLLM would take most of the memory."""
 
 if (missing := getattr(audio, "_torchcodec_import_exc", None)) is not None:
     # Its traceback keeps the frames that imported vLLM, and so the engine that they open.
@@ -56,7 +70,7 @@ def open_vllm(
     check_signatures(vllm.__version__)
     own = Globals()
     preload = os.environ.get("LD_PRELOAD")
-    with own, on_loopback(), undisturbed():
+    with own, gloo_on_loopback(), undisturbed():
         envs.disable_envs_cache()  # the process's first engine froze it: read the variables again
         config = configure(checkpoint, options, reserve_bytes, residency=residency)
         if config.model_config.dtype is torch.float32:
@@ -72,10 +86,11 @@ def open_vllm(
             llm_engine = LLMEngine(config, executor, log_stats=False, multiprocess_mode=False)
         except Exception as error:
             _forget(config, error)
-            raise translated(error, f"vLLM could not open {checkpoint}") from error
+            raise as_genrt_error(error, f"vLLM could not open {checkpoint}") from error
         finally:
             envs.enable_envs_cache()  # the engines' steps read it
     try:
+        check_signatures(vllm.__version__)  # opening has imported more modules
         engine = VLLMEngine(llm_engine, own, own_processors=bool(options.get("logits_processors")))
     except BaseException as error:
         with own:
@@ -84,7 +99,9 @@ def open_vllm(
         _forget(config, error)
         raise
     try:
-        self_test(engine, rounding=rounding(config), block_size=config.cache_config.block_size)
+        run_self_check(
+            engine, rounding=rounding_error(config), block_size=config.cache_config.block_size
+        )
         engine.start_counting()
     except BaseException:
         engine.close()
@@ -107,3 +124,131 @@ def _forget(config: VllmConfig, error: BaseException) -> None:
             model.cleanup()
     gc.collect()
     torch.cuda.empty_cache()
+
+
+def check_version(version: str) -> None:
+    """Raise EngineUnsupported for a version of vLLM that genrt has not been tested with."""
+    low, high = SUPPORTED
+    found = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
+    if not low <= found < high:
+        raise EngineUnsupported(
+            f"vLLM {version} is not supported: install one from {low[0]}.{low[1]} on and below "
+            f"{high[0]}.{high[1]}, which the extras genrt[cpu] and genrt[cuda] bring"
+        )
+
+
+def configure(
+    checkpoint: str, options: dict[str, Any], reserve_bytes: int, *, residency: bool = True
+) -> VllmConfig:
+    """Return vLLM's configuration with genrt's processor in it; raise the errors of ``open_vllm``."""
+    # A front end draws by the same law as every other question, unless the user names another one.
+    defaults = {"disable_log_stats": True, "generation_config": "vllm"}
+    options = {**defaults, **options, "model": checkpoint}
+    options["load_format"] = _load_format(checkpoint, options.get("load_format", "auto"))
+    level = os.environ.get("VLLM_LOGGING_LEVEL")
+    options.setdefault("use_tqdm_on_load", level in ("DEBUG", "INFO"))
+    if level is None:
+        options.setdefault("log_level", "ERROR")
+    if options.get("speculative_config"):
+        raise EngineUnsupported("speculative decoding gives no next-token rows: leave it out")
+    if "seed" in options:
+        raise InvalidRequest(
+            "engine_options has a seed, with which vLLM would set the generators of the whole process: "
+            "give it to load(seed=…), or to the questions"
+        )
+    if options.get("logprobs_mode", "raw_logprobs") != "raw_logprobs":
+        raise InvalidRequest(
+            "engine_options has a logprobs_mode, which every question has of its own: give it to "
+            "generate(logprobs_mode=…)"
+        )
+    if options.get("data_parallel_size", 1) != 1:
+        raise EngineUnsupported("genrt has replicas of its own: genrt.load(model, replicas=N)")
+    if options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1) == 1:
+        options.setdefault("distributed_executor_backend", UniProcExecutor)
+    taken = options.get("scheduler_cls") or options.get("async_scheduling")
+    is_here = options.get("distributed_executor_backend") in (UniProcExecutor, LAUNCHED)
+    if residency and not taken and is_here:
+        # The callers choose a step's tokens after the previous step has ended.
+        options |= {"scheduler_cls": OpenScheduler, "async_scheduling": False}
+    options["worker_extension_cls"] = f"{WorkerRows.__module__}.{WorkerRows.__qualname__}"
+    if not torch.cuda.is_available():
+        options = CPU_DEFAULTS | options
+        if options.get("enable_lora"):  # the base model's twin takes a slot: see lora.py
+            options["max_loras"] = options.get("max_loras", EngineArgs.max_loras) + 1
+    mistakes: tuple[type[Exception], ...] = (TypeError, ValueError)
+    if options.get("reasoning_parser"):  # unknown parser, or its marks are not tokens of the model
+        mistakes += (KeyError, RuntimeError)
+        if options.get("skip_tokenizer_init"):
+            raise InvalidRequest(NO_TOKENIZER)
+    try:
+        # vLLM looks up the parser's name before it loads the plugin.
+        if plugin := options.get("reasoning_parser_plugin"):
+            ReasoningParserManager.import_reasoning_parser(plugin)
+        config = EngineArgs(**options).create_engine_config(UsageContext.LLM_CLASS)
+    except mistakes as error:
+        if NOT_COMPUTED.search(str(error)):
+            raise as_genrt_error(error, f"vLLM could not open {checkpoint}") from error
+        raise InvalidRequest(f"vLLM does not take these engine_options: {error}") from error
+    except Exception as error:
+        raise as_genrt_error(error, f"vLLM could not open {checkpoint}") from error
+    ReasoningParsers(config)  # raises before weights are loaded
+    check_structures_config(config)
+    if not changes_with_length(config):
+        # vLLM reserves a place for the following token, which is drawn and never computed. With one more,
+        # the longest context is as long as the model takes.
+        config.model_config.max_model_len += 1
+    # Add an eighth for rows, which would otherwise wait for a text to end.
+    texts = config.scheduler_config.max_num_seqs
+    config.scheduler_config.max_num_seqs = texts + max(1, texts // 8)
+    if torch.cuda.is_available():
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        config.cache_config.gpu_memory_utilization -= reserved_share(
+            total,
+            cache_bytes=reserve_bytes,
+            max_num_seqs=config.scheduler_config.max_num_seqs,
+            vocab_size=config.model_config.get_vocab_size(),
+        )
+    config.model_config.seed = None  # the workers read it: None leaves all random generators alone
+    if config.scheduler_config.scheduler_cls is OpenScheduler:
+        config.scheduler_config.async_scheduling = can_be_ahead(config)
+    config.model_config.logits_processors = [
+        *(config.model_config.logits_processors or ()),
+        CaptureV2 if config.use_v2_model_runner else CaptureV1,
+    ]
+    return config
+
+
+def can_be_ahead(config: VllmConfig) -> bool:
+    """Return whether steps of texts may be scheduled ahead. Runner V2 reads every next token from the
+    device, so callers can choose tokens too; V1 cannot receive a caller's token then."""
+    return bool(config.use_v2_model_runner)
+
+
+def _load_format(checkpoint: str, given: str) -> str:
+    """Return the requested load format; refuse formats with which vLLM may unpickle weights."""
+    if given in ("pt", "npcache"):
+        raise InvalidRequest(
+            f"load_format={given!r} unpickles weights, which can run code: convert them to safetensors"
+        )
+    if given not in ("auto", "hf"):
+        return given
+    directory = Path(checkpoint)
+    if directory.is_dir() and not any(directory.glob("*.safetensors")):
+        raise ModelNotFound(
+            f"{checkpoint} has no weights in safetensors; pickled ones are not loaded: convert them"
+        )
+    return "safetensors"
+
+
+def reserved_share(total: int, *, cache_bytes: int, max_num_seqs: int, vocab_size: int) -> float:
+    """Return the share of a device's ``total`` bytes that vLLM must leave free: for the row cache, and
+    for three copies of a full step's rows (as computed, as cached, as returned to callers)."""
+    return (cache_bytes + 3 * 4 * max_num_seqs * vocab_size) / total
+
+
+def rounding_error(config: VllmConfig) -> float:
+    """Return the relative rounding error of the model's dtype, or at least bfloat16's where weights or
+    the KV cache are quantized."""
+    plain = ("auto", "float32", "float16", "bfloat16")
+    quantized = config.model_config.quantization or config.cache_config.cache_dtype not in plain
+    return float(torch.finfo(torch.bfloat16 if quantized else config.model_config.dtype).eps)

@@ -24,23 +24,22 @@ import torch
 
 from genrt.engines.protocol import Finished, survived
 from genrt.engines.vllm.lora import VLLMAdapters
-from genrt.engines.vllm.open_requests import OpenRequests, repeated
+from genrt.engines.vllm.sequences import OpenRequests, repeated
 from genrt.questions.contexts import Adapter
-from genrt.questions.origins import Asked
-from genrt.questions.population_draws import PopulationDraw, launched
+from genrt.questions.draws import PopulationDraw, launch_draws
 from genrt.questions.rows import LogprobsRequest, not_finite
-from genrt.questions.sequences import Contexts
-from genrt.tokens.draw_graphs import DrawGraphs
+from genrt.questions.sequences import Contexts, SequenceHandle
 from genrt.tokens.rows import Leaving, together
+from genrt.tokens.sampling import DrawGraphs
 
-__all__ = ["Drawn", "EarlyDelivery", "SeatedPopulations"]
+__all__ = ["EarlyDelivery", "LaunchedDraws", "SeatedPopulations"]
 
 MOST_FORKS = 64
 """The most forks that are made for sequences before the next question, while the forward runs."""
 
 
 @dataclass(slots=True)
-class _Seats:
+class _Requests:
     """The vLLM requests of a population's sequences.
 
     Attributes:
@@ -52,6 +51,8 @@ class _Seats:
         spare: unused requests of earlier questions, each with its last flush.
         forks: requests that became forks for sequences that shared a request, each with its last flush.
         own: the request of each sequence after that, all distinct.
+        added: the new requests of a population in progress; they become resident with their rows.
+        rows: the rows that earlier steps computed for a population in progress.
     """
 
     request_ids: list[str]
@@ -61,26 +62,14 @@ class _Seats:
     spare: dict[str, int] = field(default_factory=dict)
     forks: dict[str, int] = field(default_factory=dict)
     own: list[str] | None = None
+    added: dict[str, LogprobsRequest] = field(default_factory=dict)
+    rows: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def pairs(self) -> Iterator[tuple[str, int]]:
         """Yield every request with its flush."""
         yield from zip(self.request_ids, self.flushes.tolist(), strict=True)
         yield from self.forks.items()
         yield from self.spare.items()
-
-
-@dataclass(slots=True)
-class _UnderWay:
-    """A population in progress.
-
-    Attributes:
-        added: the new vLLM requests, which become resident when they have been computed.
-        rows: the rows that earlier steps computed.
-    """
-
-    seats: _Seats
-    added: dict[str, LogprobsRequest]
-    rows: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class _Shared(NamedTuple):
@@ -98,7 +87,7 @@ class _Shared(NamedTuple):
     free: list[str]
 
 
-class Drawn(NamedTuple):
+class LaunchedDraws(NamedTuple):
     """The launched draws of populations.
 
     Attributes:
@@ -162,10 +151,10 @@ class SeatedPopulations:
         self._open = open_requests
         self._adapters = adapters
         # The seats of each question; for a settled one, a function that finds them when needed.
-        self._known: WeakKeyDictionary[Asked, _Seats | Callable[[], _Seats | None]] = (
-            WeakKeyDictionary()
-        )
-        self._under_way: dict[PopulationDraw, _UnderWay] = {}
+        self._known: WeakKeyDictionary[
+            SequenceHandle, _Requests | Callable[[], _Requests | None]
+        ] = WeakKeyDictionary()
+        self._under_way: dict[PopulationDraw, _Requests] = {}
         self._graphs = DrawGraphs()
         self.early_delivery = EarlyDelivery()
 
@@ -190,11 +179,13 @@ class SeatedPopulations:
         origins, adapter, kept = population.origins, population.adapter, self._open
         if kept is None:
             return None
-        known = [] if origins is None else [self._seats_of(asked) for asked in origins.asked]
+        known = [] if origins is None else [self._seats_of(asked) for asked in origins.handles]
         seats = [each for each in known if each is not None and each.adapter == adapter]
         if origins is None or len(seats) < len(known) or not seats:
             return None
-        request_ids, flushes, rows = _joined(seats, [each.count for each in origins.asked])
+        request_ids, flushes, rows = _joined_requests(
+            seats, [each.count for each in origins.handles]
+        )
         numbers, tokens = origins.numbers, population.contexts.last_tokens
         rows = rows[numbers]
         firsts, places = _different(rows << 32 | tokens)
@@ -236,14 +227,14 @@ class SeatedPopulations:
         for request_id in found if free else ():
             free.pop(request_id, None)
         now = np.full(len(found), kept.flush)
-        self._under_way[population] = _UnderWay(_Seats(found, now, places, adapter, free), added)
+        self._under_way[population] = _Requests(found, now, places, adapter, free, added=added)
         later = {each: n for n, each in enumerate(found) if each not in added}
         kept.keep_later(later, adapter, packed)
         if adapter is not None:
             self._adapters.hold(adapter)
         return found
 
-    def _seats_all(self, several: Sequence[_Seats], rows: np.ndarray) -> bool:
+    def _seats_all(self, several: Sequence[_Requests], rows: np.ndarray) -> bool:
         """Return whether each sequence that continues gets its own request, even if equal to another.
 
         This holds where steps run ahead and there are fewer requests than sequences; see ``spread``.
@@ -260,10 +251,10 @@ class SeatedPopulations:
         """
         wanted, count = set(request_ids), 0
         found: list[PopulationDraw] = []
-        for population, under_way in self._under_way.items():
-            mine = under_way.seats.request_ids
+        for population, seats in self._under_way.items():
+            mine = seats.request_ids
             if mine[0] in wanted:
-                if under_way.rows or not wanted.issuperset(mine):
+                if seats.rows or not wanted.issuperset(mine):
                     return []
                 found.append(population)
                 count += len(mine)
@@ -281,11 +272,10 @@ class SeatedPopulations:
             return None
         shared: list[_Shared] = []
         for population in several:
-            under_way = self._under_way[population]
-            seats = under_way.seats
+            seats = self._under_way[population]
             if seats.places is None:
                 continue
-            if under_way.added or not kept.steps.foresees:
+            if seats.added or not kept.steps.foresees:
                 return None
             own = [seats.request_ids[row] for row in seats.places.tolist()]
             numbers = repeated(own)
@@ -300,7 +290,7 @@ class SeatedPopulations:
         if found is None:
             return None
         for (population, own, numbers, _), forks in zip(shared, found, strict=True):
-            seats = self._under_way[population].seats
+            seats = self._under_way[population]
             for number, fork in zip(numbers, forks, strict=True):
                 own[number] = fork
                 seats.forks[fork] = kept.flush
@@ -316,32 +306,32 @@ class SeatedPopulations:
         request_ids: list[str],
         rows: torch.Tensor,
         at_rows: Sequence[int] | None = None,
-    ) -> Drawn:
+    ) -> LaunchedDraws:
         """Launch the draws of populations from the rows ``[m, vocab_size]`` of their vLLM requests.
 
         Request ``i`` has row ``i``, or row ``at_rows[i]``. The caller must call ``answer`` afterwards.
         """
         places: list[np.ndarray | None] = []
         at: dict[str, int] = {}
-        for seats in (self._under_way[each].seats for each in several):
+        for seats in (self._under_way[each] for each in several):
             places.append(seats.places)
             if seats.request_ids != request_ids or at_rows is not None:
                 at = at or dict(zip(request_ids, at_rows or range(len(rows)), strict=True))
                 order = np.array([at[each] for each in seats.request_ids])
                 places[-1] = order if seats.places is None else order[seats.places]
         try:
-            draws, on_host = launched(several, rows, places, self._graphs)
+            draws, on_host = launch_draws(several, rows, places, self._graphs)
         except Exception as error:
             failed = survived(error)
-            return Drawn([Finished(each, error=failed) for each in several])
+            return LaunchedDraws([Finished(each, error=failed) for each in several])
         ends, first = [], 0
         for each in several:
             part = slice(first, first := first + len(each))
             ends.append(Finished(each, on_host.part(part)))
-        return Drawn(ends, draws, on_host)
+        return LaunchedDraws(ends, draws, on_host)
 
     def answer(
-        self, several: Sequence[PopulationDraw], drawn: Drawn
+        self, several: Sequence[PopulationDraw], drawn: LaunchedDraws
     ) -> tuple[list[str], torch.Tensor, Leaving | None] | None:
         """End populations that were drawn, so that others can continue from them.
 
@@ -351,7 +341,7 @@ class SeatedPopulations:
         request_ids: list[str] = []
         are_shared = False
         for population in several:
-            seats = self._known[population.asked] = self._ended(population).seats
+            seats = self._known[population.handle] = self._ended(population)
             are_shared = are_shared or (seats.places is not None and seats.own is None)
             request_ids += seats.own or seats.request_ids
         if self._open is not None:
@@ -367,19 +357,19 @@ class SeatedPopulations:
 
         Return the population's result if this was the last row or the row failed the population.
         """
-        under_way = self._under_way.get(population)
-        if under_way is None:  # an earlier row has failed the population
+        seats = self._under_way.get(population)
+        if seats is None:  # an earlier row has failed the population
             return None
         if row is None:
             self.forget(population)
             return Finished(population, error=not_finite())
-        under_way.rows[request_id] = row
-        if self._open is not None and (asked := under_way.added.pop(request_id, None)) is not None:
+        seats.rows[request_id] = row
+        if self._open is not None and (asked := seats.added.pop(request_id, None)) is not None:
             self._open.keep([(request_id, asked)])
-        mine = under_way.seats.request_ids
-        if len(under_way.rows) < len(mine):
+        mine = seats.request_ids
+        if len(seats.rows) < len(mine):
             return None
-        rows = together([under_way.rows[each] for each in mine])
+        rows = together([seats.rows[each] for each in mine])
         drawn = self.drawn([population], mine, rows)
         self.answer([population], drawn)
         return drawn.ends[0]
@@ -391,11 +381,11 @@ class SeatedPopulations:
         """
         contexts, adapter, kept = population.contexts, population.adapter, self._open
         if kept is not None:
-            self._known[population.asked] = lambda: _settled(kept, contexts, adapter)
+            self._known[population.handle] = lambda: _settled(kept, contexts, adapter)
 
-    def _seats_of(self, asked: Asked) -> _Seats | None:
+    def _seats_of(self, asked: SequenceHandle) -> _Requests | None:
         known = self._known.get(asked)
-        if known is None or isinstance(known, _Seats):
+        if known is None or isinstance(known, _Requests):
             return known
         seats = known()
         if seats is None:
@@ -404,7 +394,7 @@ class SeatedPopulations:
             self._known[asked] = seats
         return seats
 
-    def release(self, several: Sequence[Asked]) -> list[str]:
+    def release(self, several: Sequence[SequenceHandle]) -> list[str]:
         """Forget these questions; return their requests that no other question has used since."""
         free: list[str] = []
         for asked in several:
@@ -427,19 +417,22 @@ class SeatedPopulations:
             self._ended(population)
         self._known.clear()
 
-    def _ended(self, population: PopulationDraw) -> _UnderWay:
+    def _ended(self, population: PopulationDraw) -> _Requests:
         if population.adapter is not None:
             self._adapters.release(population.adapter)
-        return self._under_way.pop(population)
+        seats = self._under_way.pop(population)
+        seats.rows.clear()
+        seats.added.clear()
+        return seats
 
 
-def _free(kept: OpenRequests, several: Sequence[_Seats], used: set[str]) -> dict[str, int]:
+def _free(kept: OpenRequests, several: Sequence[_Requests], used: set[str]) -> dict[str, int]:
     """Return the requests that are not used and can be reused, with their flushes."""
     pairs = [pair for seats in several for pair in seats.pairs()]
     return dict(kept.left(pair for pair in pairs if pair[0] not in used))
 
 
-def _settled(kept: OpenRequests, contexts: Contexts, adapter: Adapter | None) -> _Seats | None:
+def _settled(kept: OpenRequests, contexts: Contexts, adapter: Adapter | None) -> _Requests | None:
     """Return the vLLM requests that are resident with these contexts; ``None`` if one is not resident."""
     found: dict[bytes, int] = {}
     places = [found.setdefault(contexts.packed(n), len(found)) for n in range(len(contexts))]
@@ -448,11 +441,11 @@ def _settled(kept: OpenRequests, contexts: Contexts, adapter: Adapter | None) ->
     if len(here) < len(pairs):
         return None
     request_ids, flushes = zip(*here, strict=True)
-    return _Seats([*request_ids], np.array(flushes), np.array(places), adapter)
+    return _Requests([*request_ids], np.array(flushes), np.array(places), adapter)
 
 
-def _joined(
-    several: Sequence[_Seats], counts: Sequence[int]
+def _joined_requests(
+    several: Sequence[_Requests], counts: Sequence[int]
 ) -> tuple[list[str], np.ndarray, np.ndarray]:
     """Return the requests of several questions, their flushes, and the request index of each sequence.
 
@@ -484,11 +477,11 @@ def _different(keys: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None]:
     return (None, None) if len(unique) == len(keys) else (firsts, places)
 
 
-def _have_more(several: Sequence[_Seats], used: Sequence[str]) -> bool:
+def _have_more(several: Sequence[_Requests], used: Sequence[str]) -> bool:
     """Return whether there are more requests than the used ones."""
     return _count(several) > len(used) or len(set(used)) < len(used)
 
 
-def _count(several: Sequence[_Seats]) -> int:
+def _count(several: Sequence[_Requests]) -> int:
     """Return an upper bound of the number of requests."""
     return sum(len(each.request_ids) + len(each.forks) + len(each.spare) for each in several)

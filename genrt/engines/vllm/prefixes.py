@@ -26,7 +26,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request
 
-from genrt.engines.vllm.config import core_request, row_params
+from genrt.engines.vllm.requests import core_request, row_params
 from genrt.errors import UnknownAdapter
 from genrt.questions.contexts import Adapter
 from genrt.questions.rows import LogprobsRequest
@@ -38,7 +38,7 @@ SHARE = 0.5
 
 
 @dataclass(slots=True, eq=False)
-class _Kept:
+class _HeldPrefix:
     """The hashes of a prefix's full blocks, and the leading blocks that are held."""
 
     hashes: Sequence[Any] | None = None  # until the prefix is looked up
@@ -80,7 +80,7 @@ class KeptPrefixes:
             and groups[0].kv_cache_spec.block_size == scheduler.hash_block_size
         )
         self._most = int(self._pool.num_gpu_blocks * SHARE) if self._can_keep else 0
-        self._kept: dict[LogprobsRequest, _Kept] = {}
+        self._kept: dict[LogprobsRequest, _HeldPrefix] = {}
         self._manager = manager
 
     @property
@@ -101,7 +101,7 @@ class KeptPrefixes:
 
     def keep(self, prefix: LogprobsRequest) -> None:
         """Hold the computed blocks of a prefix, now and later. Older prefixes make room for it."""
-        kept = self._kept.get(prefix, _Kept())
+        kept = self._kept.get(prefix, _HeldPrefix())
         self._kept.pop(prefix, None)
         others = [*self._kept.values()]
         self._hashes(prefix, kept)
@@ -172,7 +172,7 @@ class KeptPrefixes:
                 found = [*kept.blocks, *kept.tail], end
         return found
 
-    def _hashes(self, prefix: LogprobsRequest, kept: _Kept) -> Sequence[Any]:
+    def _hashes(self, prefix: LogprobsRequest, kept: _HeldPrefix) -> Sequence[Any]:
         if kept.hashes is None:
             if not self._can_keep:
                 kept.hashes = ()
@@ -186,7 +186,7 @@ class KeptPrefixes:
             kept.hashes = Request.from_engine_core_request(request, self._hasher).block_hashes
         return kept.hashes
 
-    def _take(self, prefix: LogprobsRequest, kept: _Kept) -> None:
+    def _take(self, prefix: LogprobsRequest, kept: _HeldPrefix) -> None:
         room = self._most - self._held
         for block_hash in self._hashes(prefix, kept)[len(kept.blocks) :][: max(room, 0)]:
             found = self._pool.get_cached_block(block_hash, [0])
@@ -195,7 +195,7 @@ class KeptPrefixes:
             self._pool.touch(found)
             kept.blocks += found
 
-    def _take_tail(self, prefix: LogprobsRequest, kept: _Kept) -> None:
+    def _take_tail(self, prefix: LogprobsRequest, kept: _HeldPrefix) -> None:
         """Hold the partly filled block of the open request that has just computed the prefix.
 
         Its tokens are never overwritten: that request continues behind them, and others copy the block.
@@ -210,7 +210,7 @@ class KeptPrefixes:
             kept.tail_ids = list(prefix.token_ids[full * self._block_size :])
             self._pool.touch(kept.tail)
 
-    def _give_up(self, kept: _Kept) -> None:
+    def _give_up(self, kept: _HeldPrefix) -> None:
         # vLLM reuses a sequence's last blocks first.
         self._pool.free_blocks([*kept.tail, *reversed(kept.blocks)])
         kept.blocks.clear()

@@ -1,27 +1,173 @@
-"""Opens vLLM so that it neither disturbs the process nor is disturbed by it.
+"""Keeps the process as the user had it while vLLM opens, and keeps vLLM's globals apart for each engine.
 
-While vLLM opens, these are replaced: the builtins ``vars`` and ``hasattr`` as
-``vllm.triton_utils.dispatcher`` calls them, ``np`` as the V2 runner's sampling states call it,
-``torch.cpu._init_amx``, and vLLM's operator ``init_cpu_memory_env``. All the problems were seen with vLLM
-0.32. The first two occur if genlm-backend is imported before a model is loaded.
+Opening: ``process_kept`` restores the environment, hooks and torch's settings that vLLM and its packages
+change. ``undisturbed`` works around faults of vLLM while it opens. Random generators cannot be restored,
+because other threads may use them; the configuration has no seed, so vLLM does not touch them. Warning
+filters that packages add when they are imported stay.
+
+Running: some objects of vLLM are global to the process: CUDA graphs, their memory pool, a workspace.
+Opening a second engine would clear or replace the objects of the first one. So each engine has its own
+``Globals``, and every call into vLLM happens with these in place, one engine at a time.
 """
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
-from vllm.triton_utils import HAS_TRITON
 
-__all__ = ["undisturbed"]
+from genrt.errors import EngineUnsupported
 
+__all__ = ["Globals", "ThreadTurns", "gloo_on_loopback", "heap_kept", "process_kept", "undisturbed"]
+
+F32 = "TRITON_F32_DEFAULT"
+GLOO = "GLOO_SOCKET_IFNAME"
 V2 = "VLLM_USE_V2_MODEL_RUNNER"
 BIND = "init_cpu_memory_env"
+
+_OPENING = threading.RLock()
+"""Engines are opened one at a time, so that changes are undone in order."""
+
+
+@contextmanager
+def process_kept() -> Iterator[None]:
+    """Open an engine inside this context, on one thread. Changes by other threads stay."""
+    with _OPENING, _environment(), heap_kept(), _torch_settings():
+        yield
+
+
+@contextmanager
+def _environment() -> Iterator[None]:
+    """Restore the variables that this thread sets or removes."""
+    before: dict[str, str | None] = {}
+    opener = threading.get_ident()
+
+    def noting(change: Callable[..., None]) -> Callable[..., None]:
+        def noted(name: bytes, *value: bytes) -> None:
+            if threading.get_ident() == opener:
+                key = os.fsdecode(name)
+                before.setdefault(key, os.environ.get(key))
+            change(name, *value)
+
+        return noted
+
+    # ``os.environ`` calls these before it changes itself.
+    set_, unset = os.putenv, os.unsetenv
+    os.putenv, os.unsetenv = noting(set_), noting(unset)
+    try:
+        yield
+    finally:
+        os.putenv, os.unsetenv = set_, unset
+        for key, value in before.items():
+            if value is not None:
+                os.environ[key] = value
+            else:
+                os.environ.pop(key, None)
+
+
+class _Heap:
+    """The garbage collector's frozen objects. Several threads may preserve them at once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._depth = 0
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Preserve the frozen state of every object. vLLM freezes all objects, and frozen garbage would
+        stay in memory."""
+        with self._lock:
+            self._depth += 1
+            if self._depth == 1:
+                self._functions, self._frozen = (gc.freeze, gc.unfreeze), gc.get_freeze_count() > 0
+                # ``gc.unfreeze`` thaws every object. If the user has frozen objects, vLLM must not freeze
+                # more; if not, thaw all at the end.
+                if self._frozen:
+                    gc.freeze = gc.unfreeze = lambda: None
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._depth -= 1
+                if not self._depth:
+                    gc.freeze, gc.unfreeze = self._functions
+                    if not self._frozen:
+                        gc.unfreeze()
+
+
+heap_kept = _Heap().kept
+
+_PRECISIONS = (
+    "cuda.matmul.fp32_precision",
+    "cudnn.conv.fp32_precision",
+    "cudnn.rnn.fp32_precision",
+    "mkldnn.matmul.fp32_precision",
+    "mkldnn.conv.fp32_precision",
+    "mkldnn.rnn.fp32_precision",
+)
+
+
+@contextmanager
+def _torch_settings() -> Iterator[None]:
+    """Restore the exception hook, the start method of ``multiprocessing``, and torch's thread counts,
+    precisions, defaults and ``set_num_threads``."""
+    hook = sys.excepthook
+    has_start_method = bool(multiprocessing.get_start_method(allow_none=True))
+    set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    settings: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
+        (torch.get_default_dtype, torch.set_default_dtype),
+        (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    ]
+    for path in _PRECISIONS:
+        owner, name = path.rsplit(".", 1)
+        with suppress(AttributeError):  # this torch has no such setting
+            backend = attrgetter(owner)(torch.backends)
+            getattr(backend, name)
+            settings.append((partial(getattr, backend, name), partial(setattr, backend, name)))
+    before = [read() for read, _ in settings]
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        if torch.get_num_threads() != threads:
+            # Use another thread, because the engine's thread may keep the count that vLLM chose for it.
+            other = threading.Thread(target=set_num_threads, args=(threads,))
+            other.start()
+            other.join()
+        for (read, write), value in zip(settings, before, strict=True):
+            if read() != value:
+                write(value)
+        if not has_start_method:
+            multiprocessing.set_start_method(None, force=True)
+        # torch installs a hook that writes ``[rank0]``; any other new hook is not vLLM's.
+        if getattr(sys.excepthook, "__module__", "").startswith("torch"):
+            sys.excepthook = hook
+
+
+@contextmanager
+def gloo_on_loopback() -> Iterator[None]:
+    """Make torch's gloo, which vLLM uses for groups of one process, listen on the loopback interface.
+    gloo reads the interface from the environment. A value that the user has set stays."""
+    if GLOO in os.environ:
+        yield
+        return
+    os.environ[GLOO] = "lo"
+    try:
+        yield
+    finally:
+        del os.environ[GLOO]
 
 
 @contextmanager
@@ -43,29 +189,18 @@ def undisturbed() -> Iterator[None]:
     - vLLM binds the process's memory to one node and reports it on standard error. With a single node
       the binding has no effect, so it is skipped.
     """
-    with _seeds_of_its_own():
+    from vllm.triton_utils import HAS_TRITON
+    from vllm.v1.worker.gpu.sample import states
+
+    states.np = _Numpy()
+    try:
         if HAS_TRITON:
             yield
         else:
-            with _without_triton():
+            with _without_triton(), _unbound():
                 yield
-
-
-@contextmanager
-def _without_triton() -> Iterator[None]:
-    from vllm.triton_utils import dispatcher
-
-    if hasattr(torch.cpu, "_init_amx"):
-        torch.cpu._init_amx()  # returns False without AMX
-    demanded = os.environ.pop(V2, None)
-    dispatcher.vars, dispatcher.hasattr = _attributes, _has
-    try:
-        with _unbound():
-            yield
     finally:
-        del dispatcher.vars, dispatcher.hasattr
-        if demanded is not None:
-            os.environ[V2] = demanded
+        states.np = np
 
 
 class _Numpy(ModuleType):
@@ -80,15 +215,19 @@ class _Numpy(ModuleType):
 
 
 @contextmanager
-def _seeds_of_its_own() -> Iterator[None]:
-    """Let the V2 runner's sampling states draw seeds from their own generator."""
-    from vllm.v1.worker.gpu.sample import states
+def _without_triton() -> Iterator[None]:
+    from vllm.triton_utils import dispatcher
 
-    states.np = _Numpy()
+    if hasattr(torch.cpu, "_init_amx"):
+        torch.cpu._init_amx()  # returns False without AMX
+    demanded = os.environ.pop(V2, None)
+    dispatcher.vars, dispatcher.hasattr = _attributes, _has_attribute
     try:
         yield
     finally:
-        states.np = np
+        del dispatcher.vars, dispatcher.hasattr
+        if demanded is not None:
+            os.environ[V2] = demanded
 
 
 @contextmanager
@@ -108,16 +247,164 @@ def _unbound() -> Iterator[None]:
         setattr(operators, BIND, bind)
 
 
-def _has(value: Any, name: str) -> bool:
+def _has_attribute(value: Any, name: str) -> bool:
     """Return ``hasattr(value, name)``, but True for ``__dict__`` without accessing the object.
     ``_attributes`` is empty for objects that have no ``__dict__``."""
     return name == "__dict__" or hasattr(value, name)
 
 
 def _attributes(value: Any) -> Mapping[str, Any]:
-    """Return the object's own ``__dict__``, whatever its ``__getattr__`` answers."""
+    """Return the object's own ``__dict__`` without calling its ``__getattr__``."""
     try:
         found: Mapping[str, Any] = object.__getattribute__(value, "__dict__")
     except AttributeError:
         return {}
     return found
+
+
+class ThreadTurns:
+    """A reentrant context manager that admits one thread at a time, in order of arrival.
+
+    A thread that leaves and returns at once waits behind the others. So an engine that steps all the
+    time, as in its self-test, gives every other engine a step in between.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._holder: int | None = None
+        self._depth = 0
+        self._waiting: list[int] = []  # thread idents; the first one enters next
+
+    def __enter__(self) -> None:
+        own = threading.get_ident()
+        with self._changed:
+            if self._holder != own:
+                if self._depth or self._waiting:
+                    self._wait(own)
+                self._holder = own
+            self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._depth -= 1
+            if not self._depth:
+                self._holder = None
+                if self._waiting:
+                    self._changed.notify_all()
+
+    def _wait(self, own: int) -> None:
+        self._waiting.append(own)
+        try:
+            self._changed.wait_for(lambda: not self._depth and self._waiting[0] == own)
+        finally:  # also after an interrupt: then it may be the next thread's turn
+            self._waiting.remove(own)
+            self._changed.notify_all()
+
+
+_TURNS = ThreadTurns()
+"""The thread inside has its engine's globals in place."""
+
+
+class Globals:
+    """One engine's values of vLLM's globals. As a context manager, it waits for the engine's turn and
+    puts them, and the engine's CUDA stream, in place. It is reentrant.
+
+    ``stream`` is the engine's, once it has one.
+    """
+
+    def __init__(self) -> None:
+        """Start with the values of a process that has opened no engine yet.
+
+        Raises:
+            EngineUnsupported: this vLLM has its globals somewhere else.
+        """
+        from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
+        from vllm.compilation.cuda_graph import CUDAGraphWrapper
+        from vllm.model_executor.offloader import base as offloader
+        from vllm.platforms import current_platform
+        from vllm.v1.worker import workspace
+
+        # The places hold each engine's values in turn.
+        self._places: list[tuple[Any, str]] = [
+            (CUDAGraphWrapper, "_all_instances"),
+            (BreakableCUDAGraphWrapper, "_all_instances"),
+            (type(current_platform), "_global_graph_pool"),
+            (workspace, "_manager"),
+            (offloader, "_instance"),
+        ]
+        for owner, name in self._places:
+            if not hasattr(owner, name):
+                raise EngineUnsupported(
+                    f"this vLLM has no {owner.__name__}.{name}: two runtimes in a process would not be "
+                    "safe; install a version that the extras genrt[cpu] and genrt[cuda] bring"
+                )
+        self._values: list[Any] = [
+            weakref.WeakSet(),
+            weakref.WeakSet(),
+            None,
+            None,
+            offloader.NoopOffloader(),
+        ]
+        self._variables: dict[str, str | None] = {}
+        self.stream: torch.cuda.Stream | None = None
+        self._outer: torch.cuda.Stream | None = None
+        self._depth = 0
+
+    def multiply_in_float32(self) -> None:
+        """Make Triton's kernels multiply float32 numbers in float32 while the globals are in place.
+
+        With TF32, their default, a token's row depends on the rest of the batch. The user's own setting
+        of the environment variable wins.
+        """
+        if F32 not in os.environ:
+            self._variables[F32], os.environ[F32] = None, "ieee"
+
+    def take_stream(self, device: torch.device) -> torch.device:
+        """Take the device's current stream for the engine, and set the default stream for other code.
+        Return the device with its index."""
+        if device.type != "cuda":
+            return device
+        self.stream = torch.cuda.current_stream()
+        torch.cuda.set_stream(torch.cuda.default_stream())
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def follow_default(self, tensor: torch.Tensor) -> None:
+        """Make the engine's stream wait for the default stream, which computes this tensor."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.default_stream(self.stream.device))
+            tensor.record_stream(self.stream)
+
+    def __enter__(self) -> None:
+        _TURNS.__enter__()
+        try:
+            if self._depth == 0:
+                self._exchange()
+                if self.stream is not None:
+                    self._outer = torch.cuda.current_stream(self.stream.device)
+                    torch.cuda.set_stream(self.stream)
+            self._depth += 1
+        except BaseException:  # an interrupt
+            _TURNS.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._depth -= 1
+            if self._depth == 0:
+                self._exchange()
+                if self._outer is not None:
+                    torch.cuda.set_stream(self._outer)
+                    self._outer = None
+        finally:
+            _TURNS.__exit__()
+
+    def _exchange(self) -> None:
+        """Swap the stored values with the values in place."""
+        for index, (owner, name) in enumerate(self._places):
+            before = getattr(owner, name)
+            setattr(owner, name, self._values[index])
+            self._values[index] = before
+        for name, value in self._variables.items():
+            self._variables[name] = os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.executor import Executor
 
-__all__ = ["LAUNCHED", "Rank", "Share", "leave", "no_share", "of_first"]
+__all__ = ["LAUNCHED", "Rank", "Share", "broadcast_from_rank0", "keep_local", "leave_ranks"]
 
 LAUNCHED = "external_launcher"
 """The name of vLLM's executor for ranks that are launched from outside vLLM."""
@@ -70,11 +70,11 @@ Share: TypeAlias = Callable[[Tensor], object]
 """Makes the numbers in a tensor the same in all ranks."""
 
 
-def no_share(numbers: Tensor) -> None:
+def keep_local(numbers: Tensor) -> None:
     """Leave the tensor as it is, because this process is the only rank."""
 
 
-def of_first(numbers: Tensor) -> None:
+def broadcast_from_rank0(numbers: Tensor) -> None:
     """Replace every rank's numbers, on its device, by rank 0's. It waits until all ranks call it."""
     from vllm.distributed import parallel_state
 
@@ -82,7 +82,7 @@ def of_first(numbers: Tensor) -> None:
     torch.distributed.broadcast(numbers, src=group.ranks[0], group=group.device_group)
 
 
-def leave() -> None:
+def leave_ranks() -> None:
     """Leave the group of ranks after this process's engine was closed. vLLM would keep its groups, and
     the memory that they share, for another engine."""
     from vllm.distributed import parallel_state

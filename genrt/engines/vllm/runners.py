@@ -1,28 +1,52 @@
-"""The interface to vLLM's model runners that open requests need: tokens, seats and logits.
+"""Drives vLLM's model runners V1 and V2 for open requests: tokens and seats in, rows out.
 
 A step can be *prepared* while the device still computes the previous step. ``execute_model`` then sets up
 everything except the tokens and is stopped right before the forward. When the tokens are known, they are
 written to the input buffer and the forward runs. It runs again if the first tokens were wrong. When the
 tokens are certain, the step is *confirmed*.
 
-The parts of vLLM that ``runner_v1.py`` and ``runner_v2.py`` use are listed in ``docs/new_vllm.md``.
-``self_check.py`` compares rows computed this way with rows computed without it.
+On a GPU, writing the tokens is one launch, and so is making rows from hidden states.
+
+The parts of vLLM that this file uses are listed in ``docs/new_vllm.md``. ``self_check.py`` compares rows
+computed this way with rows computed without it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
+import numpy as np
 import torch
+from cachetools import LRUCache
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import get_forward_context, override_forward_context
+from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
+from vllm.v1.worker.gpu.input_batch import prepare_pos_seq_lens
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+
+from genrt.engines.vllm.capture import log_probabilities
+from genrt.engines.vllm.seats import BlockCopies, Seat, SeatTables, copies, last_seats
+from genrt.launches import Graphs, Repeated, Staged
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-    from genrt.engines.vllm.seats import Seat
-
-__all__ = ["NextTokens", "Prepared", "Runner", "Stopped", "prepared"]
+__all__ = [
+    "InputTokens",
+    "NextTokens",
+    "Prepared",
+    "RowLaunches",
+    "Runner",
+    "RunnerV1",
+    "RunnerV2",
+    "Stopped",
+    "prepared",
+    "read_elsewhere",
+    "step_rows",
+]
 
 
 @dataclass(slots=True)
@@ -137,3 +161,486 @@ def prepared(output: SchedulerOutput, request_ids: list[str], launch: Any) -> Pr
     scheduled = output.scheduled_cached_reqs
     positions = dict(zip(scheduled.req_ids, scheduled.num_computed_tokens, strict=True))
     return Prepared(request_ids, [positions[request_id] for request_id in request_ids], launch)
+
+
+MOST_SIZES = 4
+"""The most step sizes with allocated rows."""
+
+
+def step_rows(logits: torch.Tensor) -> torch.Tensor:
+    """Return the rows of a step's logits, without synchronizing with the device."""
+    return read_elsewhere(log_probabilities(logits, may_overwrite=True))
+
+
+def read_elsewhere(rows: torch.Tensor) -> torch.Tensor:
+    """Mark rows of vLLM's stream as read on the default stream, and return them."""
+    if rows.is_cuda:
+        rows.record_stream(torch.cuda.default_stream(rows.device))
+    return rows
+
+
+class RowLaunches:
+    """Makes rows from hidden states that have the same address whenever there are as many.
+
+    Args:
+        compute_logits: the model's.
+    """
+
+    def __init__(self, compute_logits: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._compute_logits = compute_logits
+        self._graphs = Graphs()
+        # The launch for hidden states of one address and number, and its rows.
+        self._sizes: LRUCache[tuple[int, int], tuple[Repeated, list[torch.Tensor]]]
+        self._sizes = LRUCache(MOST_SIZES)
+
+    def of(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return the rows. They are valid until rows of the same size are made again."""
+        key = hidden_states.data_ptr(), len(hidden_states)
+        if key not in self._sizes:
+            compute_logits, made = self._compute_logits, [hidden_states]
+
+            def make() -> None:
+                made[0] = step_rows(compute_logits(hidden_states))
+
+            self._sizes[key] = Repeated(make, graphs=self._graphs), made
+        launch, rows = self._sizes[key]
+        launch()
+        return rows[0]
+
+
+class InputTokens:
+    """Writes the tokens of prepared steps to the runner's input buffer, int32."""
+
+    def __init__(self, input_ids: torch.Tensor) -> None:
+        self._input_ids = input_ids
+        self._several: dict[int, _SizedInput] = {}
+
+    def put(self, token_ids: torch.Tensor, order: Sequence[int] | None) -> None:
+        """Write token ``order[i]``, or ``i``, at place ``i``; a negative number becomes token 0."""
+        count = len(token_ids)
+        if count not in self._several:
+            self._several[count] = _SizedInput(self._input_ids[:count])
+        self._several[count].put(token_ids, order)
+
+
+class _SizedInput:
+    """``InputTokens`` for one number of tokens."""
+
+    def __init__(self, input_ids: torch.Tensor) -> None:
+        given, taken = torch.zeros(2, len(input_ids), dtype=torch.float64, device=input_ids.device)
+        self._given = given
+
+        def take(order: torch.Tensor) -> None:
+            torch.index_select(given, 0, order, out=taken)
+            input_ids.copy_(taken.clamp_(min=0.0))
+
+        self._take = Staged((len(input_ids),), input_ids.device, take)
+        self._order: Sequence[int] | None = ()
+
+    def put(self, token_ids: torch.Tensor, order: Sequence[int] | None) -> None:
+        self._given.copy_(token_ids, non_blocking=True)
+        if order != self._order:
+            self._take.free()[:] = range(len(token_ids)) if order is None else order
+            self._order = order
+        self._take.launch()
+
+
+class RunnerV1(Runner):
+    """A request has a record, and a row of the persistent batch while it is in the batch."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self._blocks = BlockCopies(runner)
+        self._inputs = InputTokens(runner.input_ids.gpu)
+        self._rows = RowLaunches(lambda hidden_states: runner.model.compute_logits(hidden_states))
+        if runner.device.type == "cuda" and runner.prepare_inputs_event is None:
+            # A step is prepared while the previous step's copies may still read the same buffers.
+            runner.prepare_inputs_event = torch.Event(runner.device)
+        # On a CPU no running forward hides the cost of preparing a step. So the launch is found once for
+        # all steps with the same number of requests, which differ in tokens and lengths alone.
+        self._launch: tuple[int, Any, Any] | None = None
+        self._numbers = np.arange(runner.max_num_reqs)
+        differs = runner.uses_mrope or runner.lora_config or runner.speculative_config
+        self._repeats = runner.device.type == "cpu" and not differs
+
+    def prepare(self, output: SchedulerOutput, before: Prepared | None = None) -> Prepared | None:
+        def stop(**inputs: Any) -> NoReturn:
+            raise Stopped(get_forward_context(), inputs)
+
+        runner = self._runner
+        runner._model_forward = stop  # set on the instance, so that it hides the class's method
+        try:
+            runner.execute_model(output)
+        except Stopped as stopped:
+            context, inputs = stopped.args
+        finally:
+            del runner._model_forward
+        # Embeddings are made from the tokens before the forward.
+        if inputs["inputs_embeds"] is not None:
+            return None
+        return prepared(output, list(runner.input_batch.req_ids), (context, inputs))
+
+    def refresh(self, step: Prepared) -> None:
+        runner, count = self._runner, len(step.request_ids)
+        tables = runner.input_batch.block_table
+        tables.commit_block_table(count)
+        tables.compute_slot_mapping(
+            count, runner.query_start_loc.gpu[: count + 1], runner.positions[:count]
+        )
+
+    def run(
+        self, step: Prepared, token_ids: torch.Tensor, order: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        runner = self._runner
+        context, inputs = step.launch
+        self._inputs.put(token_ids, order)
+        with override_forward_context(context):
+            hidden_states = runner._model_forward(**inputs)
+        # A full graph reuses the memory of its hidden states. An adapter's logits depend on the batch.
+        is_graph = context.cudagraph_runtime_mode == CUDAGraphMode.FULL
+        if is_graph and runner.lora_config is None:
+            return self._rows.of(hidden_states)[: len(token_ids)]
+        return step_rows(runner.model.compute_logits(hidden_states[: len(token_ids)]))
+
+    def confirm(self, step: Prepared, tokens: NextTokens) -> None:
+        self.write(tokens)
+
+    def execute(self, output: SchedulerOutput) -> None:
+        if self._launch is not None and self._is_alike(output, self._launch[0]):
+            return self._repeat(output, *self._launch)
+        self._launch = None
+        if not self._repeats:
+            return self._runner.execute_model(output)  # type: ignore[no-any-return]
+
+        def keep(_: object, __: object, inputs: dict[str, Any]) -> None:
+            given = {name for name, each in inputs.items() if each is not None}
+            if given == {"input_ids", "positions"}:  # both are the runner's buffers
+                context = replace(get_forward_context())  # the forward may change the original
+                self._launch = len(output.num_scheduled_tokens), context, inputs
+
+        hook = self._runner.model.register_forward_pre_hook(keep, with_kwargs=True)
+        try:
+            self._runner.execute_model(output)
+        finally:
+            hook.remove()
+
+    def _is_alike(self, output: SchedulerOutput, count: int) -> bool:
+        """Return whether a step has ``count`` requests, and these are the whole batch."""
+        scheduled, batch = output.scheduled_cached_reqs.req_ids, self._runner.input_batch
+        is_whole = len(scheduled) == count and batch.req_id_to_index.keys() == {*scheduled}
+        gone = output.finished_req_ids or output.preempted_req_ids
+        others_tokens = batch.prev_sampled_token_ids is not None
+        return is_whole and not (gone or output.new_block_ids_to_zero or others_tokens)
+
+    def _repeat(self, output: SchedulerOutput, count: int, context: Any, inputs: Any) -> None:
+        """Do the work of ``execute_model`` that differs between steps and that genrt needs."""
+        runner, batch = self._runner, self._runner.input_batch
+        scheduled = output.scheduled_cached_reqs
+        at = [batch.req_id_to_index[each] for each in scheduled.req_ids]
+        batch.num_computed_tokens_cpu[at] = scheduled.num_computed_tokens
+        for place, new in enumerate(scheduled.new_block_ids):
+            if new is not None:
+                runner.requests[scheduled.req_ids[place]].block_ids[0].extend(new[0])
+                batch.block_table.append_row(new, at[place])
+        slots = {0: self._put_inputs(batch, self._numbers[:count])}
+        metadata, _ = runner._build_attention_metadata(count, count, 1, slot_mappings=slots)
+        with override_forward_context(replace(context, attn_metadata=metadata)):
+            hidden_states = runner._model_forward(**inputs)
+        logits = runner.model.compute_logits(hidden_states[:count])
+        runner.execute_model_state = SimpleNamespace(logits=logits)
+
+    def _put_inputs(self, batch: Any, places: np.ndarray) -> torch.Tensor:
+        """Write one token for each place to the input buffers; return the tokens' slots."""
+        runner, table, count = self._runner, batch.block_table[0], len(places)
+        computed, starts = batch.num_computed_tokens_cpu[:count], runner.query_start_loc.np
+        starts[:count], starts[count:] = places, count
+        runner.positions.numpy()[:count] = runner.num_computed_tokens.numpy()[:count] = computed
+        for lengths in (runner.seq_lens.numpy(), runner.optimistic_seq_lens_cpu.numpy()):
+            lengths[:count], lengths[count:] = computed + 1, 0
+        runner.input_ids.np[:count] = batch.token_ids_cpu[places, computed]
+        blocks, within = np.divmod(computed, table.block_size)
+        first = table.block_table.np[places, blocks].astype(np.int64) * table.block_size
+        table.slot_mapping.np[:count] = first + within
+        return table.slot_mapping.gpu[:count]  # type: ignore[no-any-return]
+
+    def reseat(self, seats: Sequence[Seat]) -> None:
+        self._blocks.copy(copies(seats))
+        batch = self._runner.input_batch
+        for request, length, new, _, kept in last_seats(seats):
+            record = self._runner.requests[request.request_id]
+            block_ids = [*record.block_ids[0][:kept], *new]
+            record.prompt_token_ids = request.prompt_token_ids
+            record.num_prompt_tokens, record.num_computed_tokens = request.num_prompt_tokens, length
+            outputs = request._output_token_ids[: length - request.num_prompt_tokens]
+            record.output_token_ids[:] = outputs  # without a later token that was appended since
+            record.block_ids = (block_ids,)
+            index = batch.req_id_to_index.get(request.request_id)
+            if index is not None:
+                batch.num_prompt_tokens[index] = request.num_prompt_tokens
+                batch.block_table.add_row((block_ids,), index)
+
+    def write(self, tokens: NextTokens) -> None:
+        batch, requests = self._runner.input_batch, self._runner.requests
+        columns = (tokens.request_ids, tokens.token_ids, tokens.positions, tokens.prompts)
+        for request_id, token_id, position, prompt in zip(*columns, strict=True):
+            output_token_ids = requests[request_id].output_token_ids
+            # After one of vLLM's own steps, the record ends with the sampled token that was dropped.
+            if len(output_token_ids) > position - prompt:
+                output_token_ids[-1] = token_id
+            else:
+                output_token_ids.append(token_id)
+        indices = np.array([batch.req_id_to_index.get(each, -1) for each in tokens.request_ids])
+        present = indices >= 0
+        at, after = indices[present], np.array(tokens.positions)[present]
+        batch.token_ids_cpu[at, after] = np.array(tokens.token_ids)[present]
+        batch.is_token_ids[at, after] = True
+        batch.num_tokens_no_spec[at] = after + 1
+
+    def take_rows(self) -> tuple[list[str], torch.Tensor]:
+        state, self._runner.execute_model_state = self._runner.execute_model_state, None
+        return list(self._runner.input_batch.req_ids), step_rows(state.logits)
+
+
+MOST_KINDS = 16
+"""The most kinds of batches with cached launches."""
+
+
+@dataclass(slots=True)
+class _StepKind:
+    """The launches for steps of all batches with one CUDA graph and one number of requests. Their inputs
+    and outputs have the same addresses for each of these batches.
+
+    Attributes:
+        batch: vLLM's description of such a step, with its own tensor ``idx_mapping`` of request slots.
+        slots: the slots that ``idx_mapping`` has now.
+        count: counts the step's tokens as computed.
+        look_up: finds blocks and slots after blocks have changed. vLLM alternates between two buffers for
+            the numbers of blocks, so there is one launch for each address.
+        tables: the block tables in the forward's buffer, once they are there.
+        place: finds positions and slots, if its launch is the same in every step.
+    """
+
+    batch: Any
+    slots: np.ndarray
+    count: Repeated
+    look_up: dict[int, Repeated] = field(default_factory=dict)
+    tables: Any = None
+    place: Repeated | None = None
+
+
+class _StepLaunch(NamedTuple):
+    """The batch of a step and of the steps after it.
+
+    Attributes:
+        graph: vLLM's description of the forward's CUDA graph.
+        slots: of the requests, on the host.
+    """
+
+    graph: Any
+    slots: np.ndarray
+    kind: _StepKind
+
+
+class _Stopping:
+    """A stand-in for the KV connector, which the V2 runner calls before every forward: it stops it."""
+
+    def pre_forward(self, output: SchedulerOutput, batch: Any, **_: Any) -> NoReturn:
+        """Raise ``Stopped`` with the batch that the forward is about to compute."""
+        raise Stopped(batch)
+
+
+class RunnerV2(Runner):
+    """A request has a slot as long as the runner knows it."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self._blocks = BlockCopies(runner)
+        self._seats = SeatTables(runner)
+        self._inputs = InputTokens(runner.input_buffers.input_ids)
+        self._rows = RowLaunches(lambda hidden_states: runner.model.compute_logits(hidden_states))
+        self._kinds: LRUCache[tuple[Any, int], _StepKind] = LRUCache(MOST_KINDS)
+        self._is_moved = False  # blocks have changed since a forward looked them up
+        # Requests with a speculated token that no caller asked for.
+        self._overcounted: set[str] = set()
+
+    def prepare(self, output: SchedulerOutput, before: Prepared | None = None) -> Prepared | None:
+        if before is not None and self._is_repeated(output, before):
+            return self._repeated(output, before)
+        runner = self._runner
+        connector, prepare_inputs = runner.kv_connector, runner.prepare_inputs
+        graphs: list[Any] = []
+
+        def keep_graph(output: SchedulerOutput, state: Any, graph: Any, *more: Any) -> Any:
+            graphs.append(graph)
+            return prepare_inputs(output, state, graph, *more)
+
+        runner.kv_connector, runner.prepare_inputs = _Stopping(), keep_graph
+        try:
+            runner.execute_model(output)
+        except Stopped as stopped:
+            [batch] = stopped.args
+        finally:
+            runner.kv_connector = connector
+            del runner.prepare_inputs
+        self._is_moved = False
+        [graph] = graphs
+        if (
+            graph.cg_mode != CUDAGraphMode.FULL
+        ):  # only a full graph can run without the rest of the step
+            return None
+        launch = _StepLaunch(graph, batch.idx_mapping_np, self._kind(graph, batch))
+        return prepared(output, list(batch.req_ids), launch)
+
+    def _kind(self, graph: Any, batch: Any) -> _StepKind:
+        """Return the launches for the steps of a batch."""
+        key, slots = (graph, len(batch.req_ids)), batch.idx_mapping_np
+        kind = self._kinds.get(key)
+        if kind is None:
+            own = replace(batch, idx_mapping=torch.empty_like(batch.idx_mapping))
+            count = Repeated(lambda: self._runner.postprocess_num_computed_tokens(own))
+            kind = self._kinds[key] = _StepKind(own, slots, count)
+        kind.batch.idx_mapping.copy_(batch.idx_mapping)
+        kind.slots = slots
+        return kind
+
+    def _has_fixed_metadata(self) -> bool:
+        """Return whether the attention reads everything that changes between steps from the device."""
+        return all(
+            type(builder) is FlashAttentionMetadataBuilder
+            for groups in self._runner.attn_groups
+            for group in groups
+            for builder in group.metadata_builders
+        )
+
+    def _is_repeated(self, output: SchedulerOutput, before: Prepared) -> bool:
+        """Return whether a step has the batch of the previous one and needs only positions and blocks.
+        The model must be a text model without adapters."""
+        runner = self._runner
+        return (
+            output.scheduled_cached_reqs.req_ids == before.request_ids
+            and before.launch.kind.slots is before.launch.slots
+            and not output.finished_req_ids
+            and not output.preempted_req_ids
+            and not output.new_block_ids_to_zero
+            and type(runner.model_state) is DefaultModelState
+            and runner.model_state.rope_state is None
+            and not runner.uses_inputs_embeds
+            and runner.fast_prefill is None
+            and runner.lora_config is None
+            and runner.dcp_size == 1
+            and runner.pcp_manager is None
+            and runner.model_config.rswa_window is None
+        )
+
+    def _repeated(self, output: SchedulerOutput, before: Prepared) -> Prepared:
+        """Prepare the parts that differ between steps of the same batch. The forward reads them from the
+        runner's buffers."""
+        runner, states, launch = self._runner, self._runner.req_states, before.launch
+        scheduled, kind, slots = output.scheduled_cached_reqs, launch.kind, launch.slots
+        computed = np.array(scheduled.num_computed_tokens, np.int32)
+        states.num_computed_tokens_np[slots] = computed
+        new = [n for n, ids in enumerate(scheduled.new_block_ids) if ids is not None]
+        for n in new:
+            block_ids = scheduled.new_block_ids[n]
+            runner.block_tables.append_block_ids(slots[n], block_ids, overwrite=False)
+        if new:
+            runner.block_tables.apply_staged_writes()
+        batch = kind.batch
+        if kind.tables is None:
+            kind.tables, _ = runner.prepare_attn(batch)
+        elif new or self._is_moved:
+            self._look_up(kind)
+        self._is_moved = False
+        if kind.place is None and self._has_fixed_metadata():
+            # vLLM captures its forward in this way: the bounds of the longest sequence fit every step.
+            longest = torch.full_like(batch.seq_lens_cpu_upper_bound, runner.max_model_len)
+            fixed = launch.graph, replace(batch, seq_lens_cpu_upper_bound=longest), kind.tables
+            kind.place = Repeated(lambda: self._place(*fixed))
+        if kind.place is not None:
+            kind.place()
+        else:
+            longest = torch.zeros_like(batch.seq_lens_cpu_upper_bound)
+            longest[: len(computed)] = torch.from_numpy(computed) + 1
+            now = replace(batch, seq_lens_cpu_upper_bound=longest, num_computed_tokens_np=computed)
+            self._place(launch.graph, now, kind.tables)
+        return Prepared(before.request_ids, scheduled.num_computed_tokens, launch)
+
+    def _place(self, graph: Any, batch: Any, tables: Any) -> None:
+        """Compute the positions and slots of a step, and set up the attention with them."""
+        runner = self._runner
+        prepare_pos_seq_lens(
+            batch.idx_mapping,
+            batch.query_start_loc,
+            runner.req_states.num_computed_tokens.gpu,
+            runner.input_buffers.positions,
+            runner.input_buffers.seq_lens,
+        )
+        slots = runner.block_tables.compute_slot_mappings(
+            batch.idx_mapping,
+            batch.query_start_loc,
+            batch.positions,
+            num_tokens_padded=batch.num_tokens_after_padding,
+        )
+        runner.model_state.prepare_attn(
+            batch, graph.cg_mode, tables, slots, runner.attn_groups, runner.kv_cache_config
+        )
+
+    def _look_up(self, kind: _StepKind) -> None:
+        """Look up a step's changed blocks, and the slots of the positions in the input buffer."""
+        place = self._runner.block_tables.num_blocks.gpu.data_ptr()
+        if place not in kind.look_up:
+            kind.look_up[place] = Repeated(lambda: self._runner.prepare_attn(kind.batch))
+        kind.look_up[place]()
+
+    def refresh(self, step: Prepared) -> None:
+        self._look_up(step.launch.kind)
+        self._is_moved = False
+
+    def run(
+        self, step: Prepared, token_ids: torch.Tensor, order: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        self._inputs.put(token_ids, order)
+        runner, count = self._runner, len(token_ids)
+        hidden_states = runner.cudagraph_manager.run_fullgraph(step.launch.graph)
+        if runner.lora_config is not None:  # an adapter's logits depend on the batch's requests
+            return step_rows(runner.model.compute_logits(hidden_states[:count]))
+        # The graph pads the batch, so there are rows of padding too.
+        return self._rows.of(hidden_states)[:count]
+
+    def confirm(self, step: Prepared, tokens: NextTokens) -> None:
+        step.launch.kind.count()
+        if len(tokens) < len(step.request_ids):
+            # The other requests count as not computed; ``write`` corrects the device when they continue.
+            self._overcounted.update(set(step.request_ids).difference(tokens.request_ids))
+            self._overcounted &= self._runner.req_states.req_id_to_index.keys()
+
+    def execute(self, output: SchedulerOutput) -> None:
+        self._runner.execute_model(output)
+
+    def reseat(self, seats: Sequence[Seat]) -> None:
+        self._blocks.copy(copies(seats))
+        last = last_seats(seats)
+        self._seats.write(last)
+        self._overcounted.difference_update(seat.request.request_id for seat in last)
+        self._is_moved = True
+
+    def write(self, tokens: NextTokens) -> None:
+        states = self._runner.req_states
+        last, slots = states.last_sampled_tokens, states.req_id_to_index
+        if over := self._overcounted.intersection(tokens.request_ids):
+            for request_id, position in zip(tokens.request_ids, tokens.positions, strict=True):
+                if request_id in over:
+                    states.num_computed_tokens.stage_write_elem(slots[request_id], position)
+            states.apply_staged_writes()
+            self._overcounted -= over
+        pairs = torch.tensor([[slots[each] for each in tokens.request_ids], tokens.token_ids])
+        if last.is_cuda:
+            pairs = pairs.pin_memory().to(last.device, non_blocking=True)
+        last[pairs[0], 0] = pairs[1]
+
+    def take_rows(self) -> tuple[list[str], torch.Tensor]:
+        state, self._runner.execute_model_state = self._runner.execute_model_state, None
+        batch = state.input_batch
+        logits = self._runner.model.compute_logits(state.hidden_states[batch.logits_indices])
+        self._runner.postprocess_num_computed_tokens(batch)
+        return list(batch.req_ids), step_rows(logits)

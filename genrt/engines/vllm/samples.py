@@ -15,15 +15,19 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from genrt.engines.vllm.capture import SEED
 from genrt.engines.vllm.completions import COOLEST, HOTTEST, ORDERLY, Completions
-from genrt.engines.vllm.config import core_request
 from genrt.engines.vllm.native_texts import NativeTexts
+from genrt.engines.vllm.requests import SEED, core_request
 from genrt.errors import EngineFailed, GenrtError
-from genrt.questions.completions import CompletionRequest, SampleRequest
+from genrt.questions.completions import (
+    CompletionRequest,
+    NativeRequest,
+    SampleRequest,
+    Streamed,
+    Told,
+)
 from genrt.questions.contexts import seed_of
-from genrt.questions.native import NativeRequest
-from genrt.questions.request import Request, Result, Streamed, Told
+from genrt.questions.request import Request, Result
 from genrt.tokens.sampling import GREEDY_BELOW
 
 __all__ = ["Generated", "Samples", "computed_tokens", "new_tokens", "sample_params"]

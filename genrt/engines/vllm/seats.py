@@ -4,6 +4,10 @@ A fork takes over a request that is no longer needed. It shares the full blocks 
 last block. Blocks that the request and its donor had in common stay in place. Where sequences part late,
 most blocks are common, so the cost of a fork does not grow with their length.
 
+``Seats`` changes the scheduler's requests, ``SeatTables`` the device tables of model runner V2, and
+``BlockCopies`` the KV caches. vLLM copies layer by layer, with two kernels each, and writes table by
+table. Here all layers, and all tables, take one launch each on a GPU.
+
 The parts of vLLM that this file uses are listed in ``docs/new_vllm.md``.
 """
 
@@ -13,10 +17,16 @@ from bisect import bisect
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+import torch
+from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
+
+from genrt.launches import Staged, room_for
+
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-__all__ = ["Fork", "Seat", "Seats", "copies", "last_seats"]
+__all__ = ["BlockCopies", "Fork", "Seat", "SeatTables", "Seats", "copies", "last_seats"]
 
 
 FEW = 16
@@ -179,3 +189,173 @@ def in_common(these: Sequence[Any], those: Sequence[Any], most: int) -> int:
     if most and these[most - 1] is those[most - 1]:
         return most
     return bisect(range(most), 0, key=lambda n: these[n] is not those[n])
+
+
+class SeatTables:
+    """The tables of one runner, with one group of blocks.
+
+    Args:
+        runner: vLLM's.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self._states, self._blocks = runner.req_states, runner.block_tables
+        self._staged: dict[tuple[int, int], Staged] = {}
+
+    def write(self, seats: Sequence[Seat]) -> None:
+        """Make these distinct requests continue as other sequences."""
+        states, blocks = self._states, self._blocks
+        slots = np.array([states.req_id_to_index[seat.request.request_id] for seat in seats])
+        lengths = [seat.length for seat in seats]
+        for on_host in (states.prompt_len, states.prefill_len):
+            on_host.np[slots] = lengths
+            on_host.copy_to_uva()
+        states.num_computed_prefill_tokens[slots] = states.num_computed_tokens_np[slots] = lengths
+        counts = np.array([len(seat.block_ids) for seat in seats])
+        kept = np.array([seat.kept for seat in seats])
+        blocks.num_blocks.np[0, slots] = kept + counts
+        blocks.num_blocks.copy_to_uva()
+        # For each block: the place of its seat's first block, and the distance from there.
+        firsts = slots * blocks.block_tables[0].gpu.shape[1] + kept
+        ends = np.cumsum(counts)
+        places = np.arange(ends[-1]) + np.repeat(firsts - ends + counts, counts)
+        block_ids = [block_id for seat in seats for block_id in seat.block_ids]
+        key = room_for(len(slots)), room_for(len(places))
+        if key not in self._staged:
+            self._staged[key] = self._writes(*key)
+        parts = np.split(self._staged[key].free(), _cuts(*key))
+        columns: list[Any] = [slots, lengths, places, block_ids]
+        for part, numbers in zip(parts, columns, strict=True):
+            part[: len(numbers)] = numbers
+            part[len(numbers) :] = numbers[-1]  # padding repeats the last write
+        self._staged[key].launch()
+
+    def _writes(self, seats: int, blocks: int) -> Staged:
+        """Return one launch that writes this many seats and blocks."""
+        computed, total = self._states.num_computed_tokens.gpu, self._states.total_len.gpu
+        table = self._blocks.block_tables[0].gpu
+        small = torch.empty(2 * (seats + blocks), dtype=table.dtype, device=table.device)
+
+        def go(numbers: torch.Tensor) -> None:
+            small.copy_(numbers)
+            slots, _, places, _ = numbers.tensor_split(_cuts(seats, blocks))
+            _, lengths, _, block_ids = small.tensor_split(_cuts(seats, blocks))
+            computed.scatter_(0, slots, lengths)
+            total.scatter_(0, slots, lengths)
+            table.view(-1).scatter_(0, places, block_ids)
+
+        return Staged((len(small),), table.device, go)
+
+
+def _cuts(seats: int, blocks: int) -> list[int]:
+    """Return where slots, lengths, places and blocks are split."""
+    return [seats, 2 * seats, 2 * seats + blocks]
+
+
+WORD = 8
+"""The bytes in a word."""
+
+NOTHING = 0
+"""vLLM's null block: no request has it, and it may be copied onto itself."""
+
+
+class _Stretches(NamedTuple):
+    """Where a cache's blocks are, in words: the length of a block, and the distance between the starts of
+    two blocks."""
+
+    words: int
+    stride: int
+
+
+class BlockCopies:
+    """Copies blocks of the KV caches of one runner. It keeps no references to the caches.
+
+    Args:
+        runner: vLLM's, with its caches; layers may share a cache.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self._stretches: _Stretches | None = None  # of every cache, on a GPU
+        self._bases: torch.Tensor | None = None  # addresses of the distinct caches, on the device
+        self._staged: dict[int, Staged] = {}
+        caches = runner.kv_caches
+        if caches[0].is_cuda:
+            self._stretches = _alike(caches, runner.kv_cache_config.num_blocks)
+            addresses = dict.fromkeys(cache.data_ptr() for cache in caches)
+            self._bases = torch.tensor([*addresses], device=caches[0].device)
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Make the second block of each pair a copy of the first, one pair after the other, without
+        synchronizing with the device."""
+        for group in _independent(pairs):
+            self._copy(group)
+
+    def _copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        caches, count = self._runner.kv_caches, self._runner.kv_cache_config.num_blocks
+        if self._bases is not None and self._stretches is not None:
+            most = room_for(len(pairs))
+            if most not in self._staged:
+                self._staged[most] = _staged(most, self._bases, self._stretches)
+            numbers = self._staged[most].free()
+            numbers[: len(pairs)] = pairs
+            numbers[len(pairs) :] = NOTHING
+            self._staged[most].launch()
+        elif self._bases is not None:
+            copy_kv_cache_blocks_inplace(caches, count, pairs)
+        else:
+            # On a CPU, gathering and scattering blocks takes five times as long as copying each block.
+            for cache in {cache.data_ptr(): cache for cache in caches}.values():
+                blocks = cache.view(count, -1, *cache.shape[1:])
+                for source, copy in pairs:
+                    blocks[copy].copy_(blocks[source])
+
+
+def _independent(pairs: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Split the pairs into groups that can each be copied at once: within a group, no pair writes a block
+    that another pair reads or writes."""
+    groups: list[list[tuple[int, int]]] = []
+    read: set[int] = set()
+    written: set[int] = set()
+    for source, copy in pairs:
+        if not groups or source in written or copy in written or copy in read:
+            groups.append([])
+            read, written = set(), set()
+        groups[-1].append((source, copy))
+        read.add(source)
+        written.add(copy)
+    return groups
+
+
+def _staged(most: int, bases: torch.Tensor, stretches: _Stretches) -> Staged:
+    """Return one launch that copies up to ``most`` blocks, for caches at the addresses ``bases``, int64
+    ``[layers]`` on the device."""
+    from genrt.engines.vllm.block_kernels import copy_words
+
+    return Staged((most, 2), bases.device, lambda pairs: copy_words(bases, pairs, *stretches))
+
+
+def _alike(caches: Sequence[torch.Tensor], count: int) -> _Stretches | None:
+    """Return where the ``count`` blocks of every cache are; ``None`` if the caches differ."""
+    found = {_stretches(cache, count) for cache in caches}
+    return found.pop() if len(found) == 1 else None
+
+
+def _stretches(cache: torch.Tensor, count: int) -> _Stretches | None:
+    """Return where the ``count`` blocks of a cache are; ``None`` unless each is a stretch of whole words.
+
+    A block may consist of several parts, one after the other. Blocks of other layers may lie in between.
+    """
+    parts, rest = divmod(cache.shape[0], count)
+    dense = 1
+    for stride, size in sorted(zip(cache.stride()[1:], cache.shape[1:], strict=True)):
+        if size > 1 and stride != dense:
+            return None
+        dense *= size
+    if rest or (parts > 1 and cache.stride(0) != dense):
+        return None
+    lengths = [entries * parts * cache.element_size() for entries in (dense, cache.stride(0))]
+    if any(each % WORD for each in (*lengths, cache.data_ptr())):
+        return None
+    words, stride = (each // WORD for each in lengths)
+    return _Stretches(words, stride)

@@ -8,16 +8,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from itertools import chain, combinations
-from typing import Protocol
 
 import torch
 
-from genrt.engines.protocol import EngineStatistics
+from genrt.engines.vllm.engine import VLLMEngine
 from genrt.errors import EngineUnsupported, GenrtError, NotFinite
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest
 
-__all__ = ["self_test"]
+__all__ = ["run_self_check"]
 
 LIKELY = -15.0
 """Rows are compared where a log-probability is above this value."""
@@ -27,37 +26,7 @@ TF32 = 2.0**-10
 differ by 64 times the rounding: by half a nat in bfloat16, by 1/16 in float16 and float32."""
 
 
-class Tested(Protocol):
-    """The part of an engine that the tests use; ``VLLMEngine`` is one."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def max_model_len(self) -> int: ...
-
-    @property
-    def keeps_residents(self) -> bool: ...
-
-    @property
-    def scores(self) -> bool: ...
-
-    def probe(
-        self, requests: Sequence[LogprobsRequest] | Sequence[ScoreRequest]
-    ) -> list[torch.Tensor]: ...
-
-    def expect(self, rows: Sequence[LogprobsRequest], token_ids: torch.Tensor) -> None: ...
-
-    def statistics(self) -> EngineStatistics: ...
-
-    def forget_residents(self) -> object: ...
-
-    def stop_keeping(self) -> None: ...
-
-    def stop_scoring(self) -> None: ...
-
-
-def self_test(engine: Tested, *, rounding: float, block_size: int) -> None:
+def run_self_check(engine: VLLMEngine, *, rounding: float, block_size: int) -> None:
     """Ask for a few rows alone and in a batch, then by extending, forking and backtracking, then for
     scores.
 
@@ -82,7 +51,7 @@ def self_test(engine: Tested, *, rounding: float, block_size: int) -> None:
         engine.forget_residents()
 
 
-def _test_rows(engine: Tested, noise: float) -> None:
+def _test_rows(engine: VLLMEngine, noise: float) -> None:
     """Raise EngineUnsupported if a row in a batch belongs to another request.
 
     Each row is compared with the same row alone. The limit is half of that row's distance to another row.
@@ -102,8 +71,8 @@ def _test_rows(engine: Tested, noise: float) -> None:
             f"{tuple(alone[0].shape)} for vocab_size={engine.vocab_size}"
         )
     for mine, other in ((0, 1), (1, 2), (2, 0)):
-        apart = _apart(alone[mine], alone[other])
-        moved = _apart(alone[mine], company[mine])
+        apart = _largest_difference(alone[mine], alone[other])
+        moved = _largest_difference(alone[mine], company[mine])
         if moved > 0.5 * apart and moved > noise:
             raise EngineUnsupported(
                 "vLLM's rows did not come back to the requests that asked for them: a row in company "
@@ -111,7 +80,7 @@ def _test_rows(engine: Tested, noise: float) -> None:
             )
 
 
-def _test_residents(engine: Tested, noise: float, block_size: int) -> None:
+def _test_residents(engine: VLLMEngine, noise: float, block_size: int) -> None:
     """Compare rows of residents with fresh rows; switch residency off if they differ by more than noise.
 
     A wrong token or block yields the row of another context, which may be closer than the closest pair
@@ -157,8 +126,10 @@ def _test_residents(engine: Tested, noise: float, block_size: int) -> None:
             for context in contexts:
                 engine.forget_residents()
                 fresh[-1] += engine.probe([LogprobsRequest(context)])
-        apart = min(_apart(*pair) for flush in fresh for pair in combinations(flush, 2))
-        moved = max(map(_apart, chain(*rows), chain(*fresh)))
+        apart = min(
+            _largest_difference(*pair) for flush in fresh for pair in combinations(flush, 2)
+        )
+        moved = max(map(_largest_difference, chain(*rows), chain(*fresh)))
         if moved > noise * max(1.0, apart / 4):
             raise EngineUnsupported(f"a row differs by {moved:.3g} from a fresh one")
         if extended == 0:
@@ -176,7 +147,7 @@ def _test_residents(engine: Tested, noise: float, block_size: int) -> None:
     engine.forget_residents()
 
 
-def _test_scores(engine: Tested, noise: float, block_size: int) -> None:
+def _test_scores(engine: VLLMEngine, noise: float, block_size: int) -> None:
     """Compare scores with rows; switch scores off if they differ by more than noise.
 
     The text grows by its likeliest and second likeliest token in turn, so that neighbors differ. Rows
@@ -214,7 +185,7 @@ def _test_scores(engine: Tested, noise: float, block_size: int) -> None:
     engine.forget_residents()
 
 
-def _apart(row: torch.Tensor, other: torch.Tensor) -> float:
+def _largest_difference(row: torch.Tensor, other: torch.Tensor) -> float:
     """Return the largest difference at tokens that are likely in either row."""
     likely = torch.maximum(row, other) > LIKELY
     return float((row - other)[likely].abs().nan_to_num(posinf=1e9).max())

@@ -9,12 +9,12 @@ from typing import Any
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreRequest
 
-from genrt.engines.vllm.config import core_request, row_params, translated
-from genrt.engines.vllm.globals import Globals
 from genrt.engines.vllm.in_progress import Sent
 from genrt.engines.vllm.lora import VLLMAdapters
-from genrt.engines.vllm.positions import Positions
+from genrt.engines.vllm.process import Globals
+from genrt.engines.vllm.requests import as_genrt_error, core_request, row_params
 from genrt.engines.vllm.samples import Samples
+from genrt.engines.vllm.scores import Positions
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest
 
@@ -60,7 +60,7 @@ class Sending:
         except Exception as error:
             self._samples.forget([str(ticket)])
             self._positions.forget([str(ticket)])
-            refused = translated(error, "vLLM does not take this request")
+            refused = as_genrt_error(error, "vLLM does not take this request")
             raise refused from refused.__cause__  # ``refused`` may be ``error`` itself
         return str(ticket)
 

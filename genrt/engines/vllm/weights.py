@@ -1,10 +1,10 @@
-"""New weights for vLLM's model, in the places of the old ones: CUDA graphs that point there stay right.
+"""Replaces the weights of vLLM's model at the same addresses, so that CUDA graphs stay valid.
 
-vLLM's layerwise reloading does it: each layer's tensors are collected until the layer is whole, loaded
-and processed as when the model was opened, and copied into the memory of those before. What fails in
-between leaves layers without weights, so all is checked before, and any error is the engine's end.
+vLLM's layerwise reloading collects the tensors of a layer, processes them as at opening, and copies them
+over the old ones. A failure leaves layers without weights. So tensors are checked before loading, and
+after any error the engine is unusable.
 
-What this touches of vLLM is listed in ``docs/new_vllm.md``.
+The parts of vLLM that this file uses are listed in ``docs/new_vllm.md``.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from genrt.engines.vllm.config import translated
-from genrt.engines.vllm.globals import Globals
+from genrt.engines.vllm.process import Globals
+from genrt.engines.vllm.requests import as_genrt_error
 from genrt.engines.weights import Layout, NamedTensors, SleepingPart, layout_of, weight_files
 from genrt.errors import EngineFailed, EngineUnsupported, InvalidWeights
 
@@ -36,7 +36,7 @@ class VLLMWeights:
 
     Args:
         own: the engine's globals.
-        forget: has vLLM forget every sequence and every block; returns whether it has.
+        forget: makes vLLM forget all sequences and blocks; returns whether it did.
     """
 
     def __init__(self, llm_engine: LLMEngine, own: Globals, forget: Callable[[], bool]) -> None:
@@ -46,15 +46,15 @@ class VLLMWeights:
         self._is_here = isinstance(self._executor, UniProcExecutor)
         self._globals = own
         self._forget = forget
-        self._places: list[Any] | None = None  # of the parameters, once their loading has begun
+        self._places: list[Any] | None = None  # the parameters' addresses, while weights are loaded
         self._loaded: set[str] = set()
-        self._is_sent = False  # by a trainer: vLLM begins and ends the loading by itself
+        self._is_sent = False  # a trainer sends the weights; vLLM starts and ends the loading
 
     def layout(self) -> Layout:
-        """Return the tensors of the checkpoint that was opened.
+        """Return the tensors of the opened checkpoint.
 
         Raises:
-            EngineUnsupported: it is not in safetensors here.
+            EngineUnsupported: this host has no safetensors files of it.
         """
         model = self._config.model_config
         is_tied = bool(getattr(model.hf_text_config, "tie_word_embeddings", False))
@@ -66,16 +66,12 @@ class VLLMWeights:
             ) from error
 
     def checkpoint(self) -> list[Path]:
-        """Return the safetensors files that vLLM has opened."""
-        return weight_files(self._directory())
-
-    def _directory(self) -> Path:
-        """Return the directory of the checkpoint, in the hub's cache if it is of the hub."""
+        """Return the opened safetensors files, in the hub's cache if the model comes from the hub."""
         name, load = self._config.model_config.model, self._config.load_config
         if load.load_format == "dummy":
             raise InvalidWeights("load_format='dummy' reads no checkpoint")
         if Path(name).is_dir():
-            return Path(name)
+            return weight_files(Path(name))
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -88,11 +84,11 @@ class VLLMWeights:
             )
         except LocalEntryNotFoundError as error:
             raise InvalidWeights(f"{name} is not in the hub's cache") from error
-        return Path(found)
+        return weight_files(Path(found))
 
     @property
     def asleep(self) -> frozenset[SleepingPart]:
-        """The parts of its memory that are given back."""
+        """The parts of the memory that are free."""
         return frozenset(self._executor.sleeping_tags)
 
     def check_sleep(self) -> None:
@@ -108,38 +104,35 @@ class VLLMWeights:
             )
 
     def sleep(self, level: int) -> int:
-        """Free the device's memory; return how many bytes became free."""
+        """Free device memory; return the number of bytes that became free."""
         with self._globals:
             before, _ = torch.cuda.mem_get_info()
             self._executor.sleep(level)
             return torch.cuda.mem_get_info()[0] - before
 
     def wake_up(self, parts: frozenset[SleepingPart]) -> None:
-        """Have these parts of the memory back."""
+        """Allocate these parts of the memory again."""
         if parts:
             with self._globals:
                 self._executor.wake_up([*parts])
 
     def begin(self) -> None:
-        """Have vLLM forget what it has computed. Raises EngineFailed if it does not."""
+        """Make vLLM forget all sequences and blocks. Raises EngineFailed if it does not."""
         if not self._forget():
             raise EngineFailed("vLLM holds what its weights have computed, and so keeps them")
 
     def load(self, tensors: NamedTensors) -> None:
-        """Load some of the tensors, on whatever device they are; return when they may change."""
+        """Load tensors from any device. The caller may change them afterwards."""
         with self._globals:
-            self._give(tensors)
-
-    def _give(self, tensors: NamedTensors) -> None:
-        _synchronize()  # whoever made them may have used another stream
-        if self._places is None:
-            self._places = self._call(_begin)
-        if self._is_here:
-            self._loaded.update(*self._call(_load, args=(tensors,)))
-        else:  # a tensor at a time goes to the other processes
-            for name, tensor in tensors:
-                self._loaded.update(*self._call(_load, args=([(name, tensor.cpu())],)))
-        _synchronize()
+            _synchronize()  # another stream may have computed them
+            if self._places is None:
+                self._places = self._call(_begin_reload)
+            if self._is_here:
+                self._loaded.update(*self._call(_load_tensors, args=(tensors,)))
+            else:  # send one tensor at a time to the other processes
+                for name, tensor in tensors:
+                    self._loaded.update(*self._call(_load_tensors, args=([(name, tensor.cpu())],)))
+            _synchronize()
 
     def check_receives(self) -> None:
         """Raise EngineUnsupported without vLLM's ``weight_transfer_config``."""
@@ -150,21 +143,21 @@ class VLLMWeights:
             )
 
     def connect(self, init_info: Mapping[str, Any]) -> None:
-        """Have the workers meet a trainer, by what vLLM's ``WeightTransferEngine`` needs for that."""
+        """Connect the workers to a trainer. ``init_info`` is for vLLM's ``WeightTransferEngine``."""
         given = {"init_info": dict(init_info)}
         try:
             with self._globals:
                 self._call("init_weight_transfer_engine", kwargs=given)
         except Exception as error:
-            raise translated(error, "vLLM's workers do not meet the trainer") from error
+            raise as_genrt_error(error, "vLLM's workers do not meet the trainer") from error
 
     def disconnect(self) -> None:
-        """Have the workers leave the trainer."""
+        """Disconnect the workers from the trainer."""
         with self._globals:
             self._call("shutdown_weight_transfer_engine")
 
     def receive(self, update_info: Any) -> None:
-        """Take what the trainer sends; return when it is on the device."""
+        """Receive tensors from the trainer; return when they are on the device."""
         with self._globals:
             if self._places is None:
                 self._places, self._is_sent = self._call(_places), True
@@ -173,11 +166,11 @@ class VLLMWeights:
             _synchronize()
 
     def finish(self) -> None:
-        """Have the model compute with the new weights.
+        """Make the model compute with the new weights.
 
         Raises:
-            EngineFailed: vLLM has not taken all of them, or has put some elsewhere. What a trainer leaves
-                out stays as it was, if it leaves out all of a layer.
+            EngineFailed: vLLM did not load all of them, or moved some. A trainer may leave out whole
+                layers, which keep their old weights.
         """
         places, self._places = self._places, None
         loaded, self._loaded = self._loaded, set()
@@ -185,7 +178,7 @@ class VLLMWeights:
         with self._globals:
             if is_sent:
                 self._call("finish_weight_update")
-            ends = self._call(_reset if is_sent else _finish)
+            ends = self._call(_reset if is_sent else _finish_reload)
         for before, (after, names) in zip(places or (), ends, strict=True):
             if before != after:
                 raise EngineFailed("vLLM has put weights elsewhere, where no CUDA graph finds them")
@@ -201,8 +194,8 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def _begin(worker: Any) -> dict[str, int]:
-    """Begin to collect weights in a worker; return where its parameters are."""
+def _begin_reload(worker: Any) -> dict[str, int]:
+    """Start collecting weights in a worker; return the addresses of its parameters."""
     places = _places(worker)
     with set_current_vllm_config(worker.vllm_config):
         initialize_layerwise_reload(worker.get_model())
@@ -210,21 +203,21 @@ def _begin(worker: Any) -> dict[str, int]:
 
 
 @torch.no_grad()
-def _load(worker: Any, tensors: NamedTensors) -> set[str]:
-    """Give a worker's model tensors of the checkpoint; return the names of the parameters they became."""
+def _load_tensors(worker: Any, tensors: NamedTensors) -> set[str]:
+    """Load checkpoint tensors into a worker's model; return the names of the loaded parameters."""
     with set_current_vllm_config(worker.vllm_config):
         return set(worker.get_model().load_weights(iter(tensors)) or ())
 
 
-def _finish(worker: Any) -> tuple[dict[str, int], set[str]]:
-    """End what ``_begin`` began; return where the parameters are, and their names as loading has them."""
+def _finish_reload(worker: Any) -> tuple[dict[str, int], set[str]]:
+    """Finish loading in a worker; return the addresses and the checkpoint names of its parameters."""
     with set_current_vllm_config(worker.vllm_config):
         finalize_layerwise_reload(worker.get_model(), worker.vllm_config.model_config)
     return _reset(worker)
 
 
 def _reset(worker: Any) -> tuple[dict[str, int], set[str]]:
-    """Have a worker drop what its old weights made; return what ``_finish`` does."""
+    """Drop a worker's caches of the old weights; return the same as ``_finish_reload``."""
     runner, model = worker.model_runner, worker.get_model()
     runner.reset_lora_state()  # adapters are loaded again with the next request for each
     runner.reset_encoder_cache()

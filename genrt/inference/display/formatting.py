@@ -44,7 +44,7 @@ def width(text: str) -> int:
     )
 
 
-def abbreviated(text: str, columns: int) -> str:
+def shorten(text: str, columns: int) -> str:
     """Return the text, or its beginning and end around an ellipsis, a quarter for the end."""
     if width(text) <= columns and len(text) <= 4 * columns:
         return text
@@ -72,12 +72,12 @@ def label(value: Any) -> str:
     return printable(value if len(value) <= LONGEST else value[:LONGEST] + ELLIPSIS)
 
 
-def escaped(text: str) -> str:
+def escape_text(text: str) -> str:
     """Escape a printable text for the content of an element of HTML or XML."""
     return html.escape(text, quote=False)
 
 
-def escaped_attribute(text: str, *, most: int) -> str:
+def escape_attribute(text: str, *, most: int) -> str:
     """Escape a printable text for an attribute between double quotes, in at most ``most`` bytes."""
     whole = html.escape(text)
     if len(whole.encode(errors="replace")) <= most:

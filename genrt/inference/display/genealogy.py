@@ -27,17 +27,17 @@ from genrt.inference.display.formatting import (
     BLUE,
     GREY,
     ORANGE,
-    abbreviated,
     count_of,
-    escaped,
-    escaped_attribute,
+    escape_attribute,
+    escape_text,
     number,
     said,
+    shorten,
     token_label,
     width,
 )
 from genrt.inference.model import DEAD
-from genrt.inference.resampling import Floats, normalised
+from genrt.inference.resampling import Floats, normalized_weights
 from genrt.inference.state import Info
 
 Nodes: TypeAlias = NDArray[np.int64]
@@ -109,7 +109,7 @@ def tree_of(infos: Sequence[Info], *, lineages: int) -> Tree:
     """Return at most this many lineages: survivors first, distinct texts before equal ones, the heaviest
     first; of the others an even sample over the steps."""
     leaves = _leaves(infos)
-    chosen = _chosen(leaves, _ranked(infos, leaves["survived"]), lineages)
+    chosen = _chosen(leaves, _sort_survivors(infos, leaves["survived"]), lineages)
     children: defaultdict[_Node | None, list[_Node]] = defaultdict(list)
     ends: dict[_Node, End] = {}
     for end, nodes in chosen.items():
@@ -117,7 +117,7 @@ def tree_of(infos: Sequence[Info], *, lineages: int) -> Tree:
             ends[node] = end
             _trace(infos, node, children)
     return Tree(
-        branches=_branches(infos, children, ends, _shares(infos)),
+        branches=_branches(infos, children, ends, _descendant_weights(infos)),
         rows=len(ends),
         shown={end: len(nodes) for end, nodes in chosen.items()},
         total={end: len(nodes) for end, nodes in leaves.items()},
@@ -139,7 +139,7 @@ def _leaves(infos: Sequence[Info]) -> dict[End, Nodes]:
     }
 
 
-def _ranked(infos: Sequence[Info], survivors: Nodes) -> Nodes:
+def _sort_survivors(infos: Sequence[Info], survivors: Nodes) -> Nodes:
     """Sort survivors by weight, heaviest first, but every text's second copy after all first ones, and so
     on."""
     hashes = np.zeros(len(infos[0].ancestors), dtype=np.uint64)
@@ -171,13 +171,13 @@ def _chosen(leaves: dict[End, Nodes], ranked: Nodes, lineages: int) -> dict[End,
     share = min(max(share, least), most)
     chosen: dict[End, Nodes] = {
         "survived": survivors,
-        "died": _spread(died, share),
-        "dropped": _spread(dropped, room - share),
+        "died": _evenly_spaced(died, share),
+        "dropped": _evenly_spaced(dropped, room - share),
     }
     return {end: [_Node(*node) for node in nodes.tolist()] for end, nodes in chosen.items()}
 
 
-def _spread(nodes: Nodes, count: int) -> Nodes:
+def _evenly_spaced(nodes: Nodes, count: int) -> Nodes:
     """Return this many of the nodes, evenly spread."""
     return nodes[((np.arange(count) + 0.5) * len(nodes) / max(count, 1)).astype(np.int64)]
 
@@ -196,11 +196,11 @@ def _trace(
         node = parent
 
 
-def _shares(infos: Sequence[Info]) -> list[Floats]:
+def _descendant_weights(infos: Sequence[Info]) -> list[Floats]:
     """Return for every step ``[N]`` the posterior weight of all that descends from each particle."""
     log_weights = infos[-1].log_weights
     alive = bool((log_weights > -math.inf).any())
-    shares = [normalised(log_weights) if alive else np.zeros(len(log_weights))]
+    shares = [normalized_weights(log_weights) if alive else np.zeros(len(log_weights))]
     for info in reversed(infos[1:]):
         share = np.bincount(info.ancestors, shares[-1], len(log_weights))
         shares.append(share.astype(np.float64))
@@ -334,10 +334,10 @@ class Genealogy:
         return f'<div style="overflow-x:auto">{self._drawn(standalone=False)}</div>'
 
     def _drawn(self, *, standalone: bool) -> str:
-        return _Drawing(self.infos, self.tokens, self.tree).svg(standalone=standalone)
+        return _Picture(self.infos, self.tokens, self.tree).svg(standalone=standalone)
 
 
-class _Drawing:
+class _Picture:
     """The picture of a tree: step ``k`` is drawn from ``left[k]`` to ``right[k]``, in pixels."""
 
     def __init__(self, infos: Sequence[Info], tokens: Mapping[int, bytes], tree: Tree) -> None:
@@ -477,19 +477,19 @@ class _Drawing:
             text = said([token_id for _, token_id in branch.drawn], self.tokens)
             if room < 3 or not text:
                 return ""
-            return f'{opening} x="{left:.1f}">{escaped(abbreviated(text, room))}</text>'
+            return f'{opening} x="{left:.1f}">{escape_text(shorten(text, room))}</text>'
         spans = []
         for step, token_id in branch.drawn:
             room = int((self.right[step] - self.left[step] - 3) / CHARACTER)
-            shown = abbreviated(token_label(token_id, self.tokens), max(room, 1))
-            spans.append(f'<tspan x="{self.left[step] + 2:.1f}">{escaped(shown)}</tspan>')
+            shown = shorten(token_label(token_id, self.tokens), max(room, 1))
+            spans.append(f'<tspan x="{self.left[step] + 2:.1f}">{escape_text(shown)}</tspan>')
         return f"{opening}>{''.join(spans)}</text>" if spans else ""
 
     def title(self, index: int) -> str:
         branch = self.tree.branches[index]
         weight = 0.0
         if branch.log_weights[-1] > -math.inf:
-            weights = normalised(self.infos[branch.last].log_weights)
+            weights = normalized_weights(self.infos[branch.last].log_weights)
             weight = float(weights[branch.particles[-1]])
         first, last = self.infos[branch.first].step, self.infos[branch.last].step
         steps = f"step {first}" if first == last else f"steps {first} to {last}"
@@ -497,7 +497,7 @@ class _Drawing:
         is_dropped = branch.end == "dropped"
         ending = "left without children by resampling" if is_dropped else branch.end
         return (
-            f"{escaped_attribute(text, most=TITLE)}\n{steps}, then particle {branch.particles[-1]}, "
+            f"{escape_attribute(text, most=TITLE)}\n{steps}, then particle {branch.particles[-1]}, "
             f"{ending}; weight {weight:.3g}, log-weight {number(branch.log_weights[-1])}"
         )
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from genrt.errors import ExtraNotInstalled, InvalidRequest
-from genrt.inference.display.formatting import BLUE, GREY, ORANGE, abbreviated, count_of
+from genrt.inference.display.formatting import BLUE, GREY, ORANGE, count_of, shorten
 from genrt.inference.display.summary import Curves, Summary
 from genrt.inference.resampling import Floats
 from genrt.inference.state import Info
@@ -28,7 +28,7 @@ LABEL = 48
 def figure_of(summary: Summary) -> Figure:
     """Draw the posterior as bars and, if there were steps, the curves of ESS, log evidence and
     log-weights. Raises ExtraNotInstalled if matplotlib is missing."""
-    bars = 0.9 + 0.28 * max(len(_rows(summary)), 2)
+    bars = 0.9 + 0.28 * max(len(_bars(summary)), 2)
     if summary.curves is None:
         figure = _empty_figure(9.0, bars)
         _draw_posterior(figure.add_subplot(), summary)
@@ -91,19 +91,19 @@ def _draw_posterior(axes: Axes, summary: Summary) -> None:
     axes.set_title("posterior" if summary.entries else "posterior: every particle died")
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("weight")
-    rows = _rows(summary)
+    rows = _bars(summary)
     places, weights = range(len(rows)), [weight for _, weight, _ in rows]
     drawn = axes.barh(places, weights, color=[colour for _, _, colour in rows])
     axes.bar_label(drawn, fmt="%.3f", padding=3, fontsize=8)
     axes.set_xlim(0, 1.15 * max(weights, default=1.0))
-    axes.set_yticks(places, [_drawable(abbreviated(name, LABEL)) for name, _, _ in rows])
+    axes.set_yticks(places, [_drawable(shorten(name, LABEL)) for name, _, _ in rows])
     for tick in axes.get_yticklabels():
         tick.set_parse_math(False)
         tick.set_fontsize(9)
     axes.invert_yaxis()
 
 
-def _rows(summary: Summary) -> list[tuple[str, float, str]]:
+def _bars(summary: Summary) -> list[tuple[str, float, str]]:
     """Return label, weight and colour of every bar."""
     rows = [(entry.label, entry.weight, BLUE) for entry in summary.entries]
     others = summary.others

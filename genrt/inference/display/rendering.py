@@ -14,15 +14,15 @@ import numpy as np
 from genrt.inference.diagnostics import ChainStatistics
 from genrt.inference.display.formatting import (
     BLUE,
-    abbreviated,
     count_of,
-    escaped,
-    escaped_attribute,
+    escape_attribute,
+    escape_text,
     fixed,
     number,
+    shorten,
 )
 from genrt.inference.display.genealogy import Genealogy
-from genrt.inference.display.summary import Entry, Summary
+from genrt.inference.display.summary import PosteriorEntry, Summary
 from genrt.runtime.statistics import Statistics
 
 COLUMNS = 100
@@ -53,7 +53,7 @@ STYLE = f"""
 """
 
 
-def one_line(summary: Summary) -> str:
+def to_line(summary: Summary) -> str:
     """Return the figures and the heaviest value, for ``repr``."""
     parts = [count_of(summary.particles, "particle"), f"{summary.alive:,} alive"]
     if summary.infos:
@@ -63,30 +63,28 @@ def one_line(summary: Summary) -> str:
     else:
         parts.append(count_of(len(summary.chains.values), "chain"))
         parts.append(f"ess={summary.ess:.1f}, r_hat={summary.chains.r_hat:.2f}")
-    parts += [f'{each.weight:.3f} "{abbreviated(each.label, 60)}"' for each in summary.entries[:1]]
+    parts += [f'{each.weight:.3f} "{shorten(each.label, 60)}"' for each in summary.entries[:1]]
     return f"Result({', '.join(parts)})"
 
 
-def text(summary: Summary) -> str:
+def to_text(summary: Summary) -> str:
     """Return the figures and the posterior's table, for ``print``."""
-    figures = list(_figures(summary))
+    figures = list(_key_figures(summary))
     name_width, figure_width, _ = (max(map(len, column)) for column in zip(*figures, strict=True))
     lines = [
         f"{name:<{name_width}}  {figure:>{figure_width}}  {note}".rstrip()
         for name, figure, note in figures
     ]
     if not summary.entries:
-        return "\n".join([*lines, "", _nothing(summary)])
+        return "\n".join([*lines, "", _explain_empty(summary)])
     lines += ["", "weight  value"]
-    lines += [
-        f"{entry.weight:.4f}  {abbreviated(entry.label, COLUMNS)}" for entry in summary.entries
-    ]
+    lines += [f"{entry.weight:.4f}  {shorten(entry.label, COLUMNS)}" for entry in summary.entries]
     if summary.others is not None:
         lines.append(f"{summary.others.weight:.4f}  ({summary.others.label})")
     return "\n".join(lines)
 
 
-def html(summary: Summary, genealogy: Genealogy | None) -> str:
+def to_html(summary: Summary, genealogy: Genealogy | None) -> str:
     """Return everything as a piece of HTML, for Jupyter."""
     parts = [
         '<div class="genrt">',
@@ -94,11 +92,11 @@ def html(summary: Summary, genealogy: Genealogy | None) -> str:
         '<div class="figures">',
         *(
             f'<div><span class="note">{name}</span> <b>{figure}</b> '
-            f'<span class="note">{escaped(note)}</span></div>'
-            for name, figure, note in _figures(summary)
+            f'<span class="note">{escape_text(note)}</span></div>'
+            for name, figure, note in _key_figures(summary)
         ),
         "</div>",
-        *_table(summary),
+        *_posterior_table(summary),
     ]
     if genealogy is not None:
         parts += [
@@ -109,20 +107,20 @@ def html(summary: Summary, genealogy: Genealogy | None) -> str:
     if summary.statistics is not None:
         parts += [
             '<details><summary>runtime <span class="note">meanwhile</span></summary>',
-            *_runtime(summary.statistics),
+            *_statistics_table(summary.statistics),
             "</details>",
         ]
     return "\n".join([*parts, "</div>"])
 
 
-def _nothing(summary: Summary) -> str:
+def _explain_empty(summary: Summary) -> str:
     """Say why there is no posterior."""
     if not summary.particles:
         return "There are no particles."
     return f"Every particle died: {str(summary.deaths) or 'nothing has a positive weight'}."
 
 
-def _figures(summary: Summary) -> Iterable[tuple[str, str, str]]:
+def _key_figures(summary: Summary) -> Iterable[tuple[str, str, str]]:
     """Yield name, figure and note."""
     alive = ""
     if summary.alive < summary.particles:
@@ -156,22 +154,22 @@ def _mixing(chains: ChainStatistics) -> Iterable[tuple[str, str, str]]:
         yield "accepted", f"{chains.acceptance.mean():.2f}", note
 
 
-def _table(summary: Summary) -> Iterable[str]:
+def _posterior_table(summary: Summary) -> Iterable[str]:
     if not summary.entries:
-        yield f"<p>{_nothing(summary)}</p>"
+        yield f"<p>{_explain_empty(summary)}</p>"
         return
     names = "<th>weight</th><th></th><th>particles</th><th>value</th>"
     yield f'<table class="posterior"><thead><tr>{names}</tr></thead><tbody>'
     for entry in summary.entries:
         share = 100 * entry.weight / summary.entries[0].weight
         bar = f'<div class="bar"><div style="width:{share:.1f}%"></div></div>'
-        yield _row(entry, bar, _value(entry.label))
+        yield _posterior_row(entry, bar, _value(entry.label))
     if summary.others is not None:
-        yield _row(summary.others, "", f'<td class="note">{summary.others.label}</td>')
+        yield _posterior_row(summary.others, "", f'<td class="note">{summary.others.label}</td>')
     yield "</tbody></table>"
 
 
-def _row(entry: Entry, bar: str, value: str) -> str:
+def _posterior_row(entry: PosteriorEntry, bar: str, value: str) -> str:
     return (
         f'<tr><td class="weight">{entry.weight:.4f}</td><td>{bar}</td>'
         f'<td class="weight">{entry.particles:,}</td>{value}</tr>'
@@ -179,14 +177,14 @@ def _row(entry: Entry, bar: str, value: str) -> str:
 
 
 def _value(value: str) -> str:
-    shown = abbreviated(value, COLUMNS)
-    title = f' title="{escaped_attribute(value, most=TITLE)}"' if shown != value else ""
+    shown = shorten(value, COLUMNS)
+    title = f' title="{escape_attribute(value, most=TITLE)}"' if shown != value else ""
     # A right-to-left text keeps its direction, but an escape in it must not be reversed.
     direction = "ltr" if "\\" in shown else "auto"
-    return f'<td class="text"{title}><bdi dir="{direction}">{escaped(shown)}</bdi></td>'
+    return f'<td class="text"{title}><bdi dir="{direction}">{escape_text(shown)}</bdi></td>'
 
 
-def _runtime(statistics: Statistics) -> Iterable[str]:
+def _statistics_table(statistics: Statistics) -> Iterable[str]:
     batcher, cache, engine = statistics.batcher, statistics.cache, statistics.engine
     rows = [
         ("questions", f"{batcher.questions:,}", "asked, whoever asked them"),

@@ -13,7 +13,12 @@ from numpy.typing import NDArray
 
 from genrt.inference.diagnostics import ChainStatistics, key_of
 from genrt.inference.display.formatting import count_of, label
-from genrt.inference.resampling import Floats, effective_sample_size, log_mean_exp, normalised
+from genrt.inference.resampling import (
+    Floats,
+    effective_sample_size,
+    log_mean_exp,
+    normalized_weights,
+)
 from genrt.inference.state import Deaths, Info
 from genrt.runtime.statistics import Statistics
 
@@ -25,7 +30,7 @@ BAND = (0.05, 0.5, 0.95)
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class PosteriorEntry:
     """A distinct value, or all that are not shown, as one printable line, with the normalised weight and
     the number of particles."""
 
@@ -81,7 +86,7 @@ class Summary:
     @property
     def weights(self) -> Floats:
         """The normalised weights; all 0 if every particle died."""
-        return normalised(self.log_weights) if self.alive else np.zeros(self.particles)
+        return normalized_weights(self.log_weights) if self.alive else np.zeros(self.particles)
 
     @property
     def ess(self) -> float:
@@ -108,17 +113,19 @@ class Summary:
         return sorted(total.values(), key=lambda entry: -entry[1])
 
     @cached_property
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[PosteriorEntry]:
         """The heaviest distinct values."""
-        return [Entry(label(value), *rest) for value, *rest in self._distinct[:SHOWN]]
+        return [PosteriorEntry(label(value), *rest) for value, *rest in self._distinct[:SHOWN]]
 
     @property
-    def others(self) -> Entry | None:
+    def others(self) -> PosteriorEntry | None:
         """All other values together; ``None`` if there is none."""
         if not (others := self._distinct[SHOWN:]):
             return None
         _, weights, particles = zip(*others, strict=True)
-        return Entry(f"{count_of(len(others), 'value')} more", sum(weights), sum(particles))
+        return PosteriorEntry(
+            f"{count_of(len(others), 'value')} more", sum(weights), sum(particles)
+        )
 
     @cached_property
     def curves(self) -> Curves | None:

@@ -1,20 +1,20 @@
-"""Engines on CPUs that run steps ahead, as engines on GPUs do, and what tests ask of them."""
+"""Engines on CPUs that run steps ahead, as engines on GPUs do, and draws of populations on them."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import genrt
-from genrt.engines.vllm import speculation
+from genrt.engines.vllm import steps
 from genrt.engines.vllm.populations import EarlyDelivery
-from genrt.engines.vllm.speculation import DecodeSteps
+from genrt.engines.vllm.steps import DecodeSteps
 from genrt.lm import AsyncLM
 from genrt.populations import Population
 from tests.apart import drawn_apart
@@ -27,10 +27,13 @@ OPTIONS: dict[str, Any] = {
 }
 COUNT = 12
 
+Runtimes = tuple[AsyncLM, AsyncLM]
+"""A runtime under test, and a quiet one that answers single questions."""
+
 
 @contextmanager
 def running_ahead() -> Iterator[None]:
-    """Engines that are opened in here run steps ahead, and tell of half of them first, as on a GPU."""
+    """Engines that are opened in here run steps ahead, and deliver half of the draws early."""
     original, begin, chance = DecodeSteps.__init__, EarlyDelivery.__init__, random.Random(0)
 
     def begin_so(self: EarlyDelivery) -> None:
@@ -47,46 +50,61 @@ def running_ahead() -> Iterator[None]:
 
 
 @contextmanager
-def two_runtimes(model: Path) -> Iterator[tuple[AsyncLM, AsyncLM]]:
-    """One that runs steps ahead, and a quiet one that does not."""
-    with running_ahead():
-        lm = genrt.load(str(model), engine_options=OPTIONS, cache_bytes=0)
-    with lm, genrt.load(str(model), engine_options=OPTIONS, cache_bytes=0) as quiet:
+def two_runtimes(model: Path, *, ahead: bool = True, **options: Any) -> Iterator[Runtimes]:
+    """A runtime that runs steps ahead, also after a restart in this context, and a quiet one."""
+    options = OPTIONS | options
+    with (
+        genrt.load(str(model), engine_options=options, cache_bytes=0) as quiet,
+        running_ahead() if ahead else nullcontext(),
+        genrt.load(str(model), engine_options=options, cache_bytes=0) as lm,
+    ):
         yield lm, quiet
 
 
 def run_always_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have every step be prepared, and run ahead, whatever came of that before."""
-    monkeypatch.setattr(speculation, "MISSES", 10**9)
+    """Prepare and run every step ahead, whether or not earlier ones were of use."""
+    monkeypatch.setattr(steps, "MISSES", 10**9)
     steady = property(lambda _: True, lambda _, value: None)
     monkeypatch.setattr(DecodeSteps, "_is_steady", steady, raising=False)
 
 
-async def all_the_same(populations: list[Population], quiet: AsyncLM, seed: int) -> None:
+async def all_the_same(
+    populations: list[Population],
+    quiet: AsyncLM,
+    seed: int,
+    *,
+    ways: list[dict[str, Any]] | None = None,
+    adapters: list[str | None] | None = None,
+) -> None:
     """Draw for all at once, as the quiet runtime does for each sequence, and append."""
-    found = await asyncio.gather(*(each.draw(seed=seed + n) for n, each in enumerate(populations)))
+    ways = ways or [{} for _ in populations]
+    adapters = adapters or [None for _ in populations]
+    found = await asyncio.gather(
+        *(each.draw(seed=seed + n, **ways[n]) for n, each in enumerate(populations))
+    )
     for n, (population, draws) in enumerate(zip(populations, found, strict=True)):
-        wanted = await drawn_apart(quiet, [*population], seed=seed + n)
+        more = ways[n] | ({} if adapters[n] is None else {"adapter": adapters[n]})
+        wanted = await drawn_apart(quiet, [*population], seed=seed + n, **more)
         assert draws.token_ids.tolist() == wanted.token_ids.tolist()
         assert float((draws.logprobs - wanted.logprobs).abs().max()) < 1e-3
         population.append(draws.token_ids)
 
 
-async def same(population: Population, quiet: AsyncLM, seed: int) -> None:
+async def same(population: Population, quiet: AsyncLM, seed: int, **way: Any) -> None:
     """Do the same with one population."""
-    await all_the_same([population], quiet, seed)
+    await all_the_same([population], quiet, seed, ways=[way])
 
 
-def halved(rng: random.Random) -> list[int]:
+def halved(rng: random.Random, count: int = COUNT) -> list[int]:
     """Ancestors by which half of the sequences are replaced by the other half."""
-    order, ancestors = rng.sample(range(COUNT), COUNT), [*range(COUNT)]
-    for survivor, replaced in zip(order[: COUNT // 2], order[COUNT // 2 :], strict=True):
+    order, ancestors = rng.sample(range(count), count), [*range(count)]
+    for survivor, replaced in zip(order[: count // 2], order[count // 2 :], strict=False):
         ancestors[replaced] = survivor
     return ancestors
 
 
 def held(lm: AsyncLM) -> tuple[int, int]:
-    """How many sequences are resident, and blocks that are not free."""
+    """The numbers of resident sequences, and of blocks that are not free."""
 
     def look(_: object) -> tuple[int, int]:
         engine: Any = lm._thread.engine
@@ -98,4 +116,11 @@ def held(lm: AsyncLM) -> tuple[int, int]:
         assert resident or engine._open.steps._prepared is None, "rows that nobody can ask for"
         return resident, used
 
+    return lm._thread.call(look).result()
+
+
+def under_way(lm: AsyncLM) -> tuple[int, int]:
+    """The numbers of vLLM requests and populations in progress."""
+    engine: Any = lm._thread.engine
+    look = lambda _: (len(engine._in_progress), len(engine._populations))
     return lm._thread.call(look).result()

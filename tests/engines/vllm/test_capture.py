@@ -32,7 +32,7 @@ def row_of(ticket: int) -> torch.Tensor:
 
 
 def params(ticket: int | None) -> Any:
-    from genrt.engines.vllm.capture import TICKET
+    from genrt.engines.vllm.requests import TICKET
 
     return SimpleNamespace(extra_args=None if ticket is None else {TICKET: ticket}, seed=None)
 
@@ -93,25 +93,11 @@ def test_v1_computes_nothing_for_a_batch_of_samples() -> None:
     assert len(capture.store) == 0
 
 
-def test_v1_follows_removals_swaps_and_moves() -> None:
-    from vllm.v1.sample.logits_processor import MoveDirectionality
-
-    swap, one_way = MoveDirectionality.SWAP, MoveDirectionality.UNIDIRECTIONAL
-    capture = v1()
-    capture.update_state(update(4, added=[(0, 1), (1, 2), (2, None), (3, 4)]))
-    capture.update_state(update(3, removed=[1], moved=[(3, 1, one_way)]))
-    capture.apply(logits_of(1, 4, None))
-    assert taken(capture.store, 4, 1) == [4, 1]
-    capture.update_state(update(3, moved=[(0, 2, swap)]))
-    capture.apply(logits_of(None, 4, 1))
-    assert taken(capture.store, 1, 4) == [1, 4]
-
-
 def test_v1_completions_are_drawn_from_vllms_generator_whatever_is_discarded() -> None:
     from vllm.platforms import current_platform
     from vllm.v1.sample.logits_processor import BatchUpdate
 
-    from genrt.engines.vllm.capture import TEXT_SEED
+    from genrt.engines.vllm.requests import TEXT_SEED
 
     current_platform.import_kernels()
 
@@ -139,7 +125,7 @@ def test_v1_seeded_draws_depend_on_the_seed_and_the_tokens_before_and_follow_mov
     from vllm.platforms import current_platform
     from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 
-    from genrt.engines.vllm.capture import SEED
+    from genrt.engines.vllm.requests import SEED
 
     current_platform.import_kernels()
 
@@ -176,18 +162,6 @@ def test_v1_seeded_draws_depend_on_the_seed_and_the_tokens_before_and_follow_mov
         first.append(1)
         second.append(1)
     assert again == expected
-
-
-@pytest.mark.promise(number=3)
-def test_v1_a_recycled_place_belongs_to_its_new_request() -> None:
-    capture = v1()
-    capture.update_state(update(2, added=[(0, 1), (1, 2)]))
-    capture.apply(logits_of(1, 2))
-    capture.update_state(update(2, added=[(0, None), (1, 3)]))
-    capture.apply(logits_of(None, 3))
-    assert taken(capture.store, 3, 2, 1) == [3, 2, 1]
-    with pytest.raises(EngineUnsupported, match="without passing its logits"):
-        capture.store.take([1])
 
 
 @pytest.mark.promise(number=4)
@@ -260,16 +234,6 @@ def test_v2_says_which_requests_it_is_for() -> None:
     assert capture.add_request(4, params(None)) is False
 
 
-@pytest.mark.promise(number=3)
-def test_v2_rows_in_any_order_go_to_the_slots_they_belong_to() -> None:
-    capture = v2()
-    for slot, ticket in ((5, 1), (2, None), (9, 3), (0, 4)):
-        capture.add_request(slot, params(ticket))
-    logits = logits_of(3, None, 4, 1)
-    assert capture.apply(logits, context(9, 2, 0, 5)) is logits
-    assert taken(capture.store, 1, 3, 4) == [1, 3, 4]
-
-
 @pytest.mark.promise(number=4)
 def test_v2_partly_prefilled_rows_are_replaced_and_absent_requests_left_alone() -> None:
     capture = v2()
@@ -279,17 +243,6 @@ def test_v2_partly_prefilled_rows_are_replaced_and_absent_requests_left_alone() 
     assert taken(capture.store, 2) == [2]
     capture.apply(logits_of(3, 1), context(2, 0))
     assert taken(capture.store, 1, 3) == [1, 3]
-
-
-def test_v2_a_recycled_slot_belongs_to_its_new_request() -> None:
-    capture = v2()
-    capture.add_request(0, params(1))
-    capture.add_request(1, params(2))
-    capture.apply(logits_of(1, 2), context(0, 1))
-    capture.add_request(0, params(3))
-    capture.add_request(1, params(None))
-    capture.apply(logits_of(None, 3), context(1, 0))
-    assert taken(capture.store, 1, 2, 3) == [1, 2, 3]
 
 
 def test_v2_computes_nothing_for_a_batch_of_samples() -> None:
@@ -389,18 +342,18 @@ def test_forgotten_rows_are_gone_and_unknown_tickets_ignored() -> None:
 
 
 def test_the_store_of_a_v2_runner_is_its_captures() -> None:
-    from genrt.engines.vllm.capture import install
+    from genrt.engines.vllm.capture import install_capture
 
     capture = v2()
     sampler = SimpleNamespace(logits_processors=[object(), capture], sample=None, logprobs_mode="")
-    assert install(SimpleNamespace(sampler=sampler), own_processors=True) is capture.store
+    assert install_capture(SimpleNamespace(sampler=sampler), own_processors=True) is capture.store
 
 
 @pytest.mark.parametrize("own_processors", [True, False])
 def test_the_v1_runner_lists_output_tokens_only_for_processors_of_the_users(
     own_processors: bool,
 ) -> None:
-    from genrt.engines.vllm.capture import install
+    from genrt.engines.vllm.capture import install_capture
 
     capture = v1()
     batch = SimpleNamespace(
@@ -409,24 +362,24 @@ def test_the_v1_runner_lists_output_tokens_only_for_processors_of_the_users(
     draws = SimpleNamespace(forward=None)
     sampler = SimpleNamespace(topk_topp_sampler=draws, gather_logprobs=None)
     runner = SimpleNamespace(input_batch=batch, sampler=sampler, device=torch.device("cuda"))
-    assert install(runner, own_processors) is capture.store
+    assert install_capture(runner, own_processors) is capture.store
     assert batch.logitsprocs_need_output_token_ids is own_processors
 
 
 @pytest.mark.promise(number=24)
 def test_a_runner_without_the_capture_is_refused() -> None:
-    from genrt.engines.vllm.capture import install
+    from genrt.engines.vllm.capture import install_capture
 
     for processors in ({"sampler": SimpleNamespace(logits_processors=[])}, {"sampler": None}):
         with pytest.raises(EngineUnsupported, match="logits processor"):
-            install(SimpleNamespace(**processors), own_processors=False)
+            install_capture(SimpleNamespace(**processors), own_processors=False)
 
 
 # -- log-probabilities of the law ------------------------------------------------------------------
 
 
 def wanting(law: bool) -> Any:
-    from genrt.engines.vllm.capture import LAW
+    from genrt.engines.vllm.requests import LAW
 
     return SimpleNamespace(extra_args={LAW: True} if law else None, seed=None)
 

@@ -2,7 +2,7 @@
 positions, block tables, a step that is prepared, run twice and confirmed.
 
 What is scripted has the attributes that ``docs/new_vllm.md`` lists, and no others. The V1 runner's part
-runs for real, in ``test_residency.py``.
+runs for real, in ``test_sequences.py``.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def step_of(**computed: int) -> Any:
 
 
 def over(runner: Runner) -> Any:
-    from genrt.engines.vllm.runner_v2 import RunnerV2
+    from genrt.engines.vllm.runners import RunnerV2
 
     return RunnerV2(runner)
 
@@ -235,11 +235,7 @@ def seat(
 def test_what_is_scripted_is_in_the_table() -> None:
     from tests.engines.vllm.test_vllm_parts import TABLE
 
-    listed = {
-        name
-        for file in ("runner_v2.py", "seat_tables.py", "block_copies.py")
-        for _, name in TABLE[file]
-    }
+    listed = {name for file in ("runners.py", "seats.py") for _, name in TABLE[file]}
     scripted = {"graph", "attended", "counted"}
     runner = Runner({})
     touched = {*vars(runner), *vars(runner.req_states)} - scripted
@@ -383,7 +379,7 @@ class Repeating(Runner):
 @pytest.fixture
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's kernel for positions, in torch; and what a model's state is."""
-    from genrt.engines.vllm import runner_v2
+    from genrt.engines.vllm import runners as runner_v2
 
     def prepare(slots: Any, starts: Any, computed: Any, positions: Any, seq_lens: Any) -> None:
         positions[: len(slots)] = computed[slots]
@@ -589,7 +585,7 @@ def test_blocks_that_a_request_keeps_are_not_written() -> None:
 
 @pytest.mark.parametrize("count", [1, 16, 17, 40])
 def test_many_seats_are_written_as_one_by_one(count: int) -> None:
-    from genrt.engines.vllm.seat_tables import SeatTables
+    from genrt.engines.vllm.seats import SeatTables
 
     def runner() -> Any:
         states, tables = States({str(n): count - 1 - n for n in range(count)}), Tables()
@@ -637,7 +633,7 @@ def test_a_prepared_step_is_told_of_new_blocks() -> None:
 
 @pytest.mark.parametrize("places", [None, [2, 0]])
 def test_rows_that_are_lent_are_copied_for_those_who_keep_them(places: list[int] | None) -> None:
-    from genrt.engines.vllm.speculation import DecodedStep
+    from genrt.engines.vllm.steps import DecodedStep
 
     lent = torch.arange(9.0).view(3, 3)
     ids = ["a", "b", "c"] if places is None else ["c", "a"]
@@ -651,10 +647,10 @@ def test_rows_that_are_lent_are_copied_for_those_who_keep_them(places: list[int]
 
 
 def test_rows_are_made_of_what_lies_there_now_and_for_few_sizes_at_once() -> None:
-    from genrt.engines.vllm import step_launches
+    from genrt.engines.vllm import runners
 
     hidden = torch.zeros(8, 1)
-    rows = step_launches.Rows(logits_of)
+    rows = runners.RowLaunches(logits_of)
     for count in (4, 2, 8, 4, 6, 1, 3):
         hidden[:, 0] = torch.arange(1000.0, 1008.0) * count
         assert seen(rows.of(hidden[:count])) == (hidden[:count, 0]).tolist()

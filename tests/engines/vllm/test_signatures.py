@@ -5,20 +5,22 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import vllm
 
 import genrt
 from genrt.engines.vllm import signatures
-from genrt.engines.vllm.config import SUPPORTED
+from genrt.engines.vllm.opening import SUPPORTED
 from genrt.engines.vllm.signatures import (
     TABLE,
     check_signatures,
     differences,
     installed,
-    of_sources,
 )
 from genrt.errors import EngineUnsupported
 
@@ -28,6 +30,14 @@ FOLDER = Path(genrt.__file__).parent / "engines" / "vllm"
 MODULES = [f"genrt.engines.vllm.{path.stem}" for path in sorted(FOLDER.glob("[a-z]*.py"))]
 CONSTRUCTED_HERE = {"GuidedStructures"}
 """Classes whose constructor only genrt calls."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def all_imported() -> None:
+    for name in TABLE["0.32"]:
+        owner = name.rpartition(".")[0]
+        module, _, last = owner.rpartition(".")
+        importlib.import_module(module if last[0].isupper() else owner)
 
 
 def test_the_installed_vllm_has_the_recorded_signatures() -> None:
@@ -58,19 +68,42 @@ def test_a_method_that_is_gone_is_refused_by_name() -> None:
     assert found == f"{name} has no definition, and the parameters (self) was expected"
 
 
-def test_sources_say_the_same_as_imported_methods() -> None:
-    root = Path(vllm.__file__).parent.parent
-    assert of_sources(root, TABLE["0.32"]) == installed(TABLE["0.32"])
+def test_every_kind_of_parameter_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    class A:
+        def m(
+            self, a: int, /, b: int, c: int = 1, *d: int, e: int, f: int = 2, **g: int
+        ) -> None: ...
 
+        @staticmethod
+        async def s(*, y: object = None) -> None: ...
 
-def test_every_kind_of_parameter_is_told_apart(tmp_path: Path) -> None:
-    written = "a, /, b, c=1, *d, e, f: int = 2, **g"
-    (tmp_path / "mod.py").write_text(f"class A:\n    if True:\n        def m({written}): ...\n")
-    assert of_sources(tmp_path, {"mod.A.m": None}) == {"mod.A.m": "a, /, b, c=, *d, e, f=, **g"}
-    assert of_sources(tmp_path, {"mod.A.n": None, "mod.B.m": None}) == {
-        "mod.A.n": None,
+        p = property(lambda self: 1)
+        x = 3
+
+    monkeypatch.setitem(sys.modules, "mod", SimpleNamespace(A=A, f=A.m))
+    assert installed(
+        dict.fromkeys(["mod.A.m", "mod.f", "mod.A.s", "mod.A.p", "mod.A.x", "mod.B.m"])
+    ) == {
+        "mod.A.m": "self, a, /, b, c=, *d, e, f=, **g",
+        "mod.f": "self, a, /, b, c=, *d, e, f=, **g",
+        "mod.A.s": "*, y=",
+        "mod.A.p": "self",
+        "mod.A.x": None,
         "mod.B.m": None,
     }
+
+
+@pytest.mark.parametrize("module", sorted({name.rpartition(".")[0] for name in TABLE["0.32"]}))
+def test_what_is_not_imported_is_not_compared_and_not_imported(
+    module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    above, _, kind = module.rpartition(".")
+    gone = above if kind[0].isupper() else module
+    names = [name for name in TABLE["0.32"] if name.startswith(f"{module}.")]
+    monkeypatch.delitem(sys.modules, gone)
+    assert [name for name in names if name in installed(TABLE["0.32"])] == []
+    check_signatures("0.32.0")
+    assert gone not in sys.modules
 
 
 def test_every_override_of_a_vllm_method_is_recorded() -> None:
@@ -138,8 +171,7 @@ def methods_of_vllm() -> set[str]:
 
 def test_the_command_records_a_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signatures, "FILE", tmp_path / "signatures.json")
-    monkeypatch.setattr(signatures, "TABLE", {"0.32": {"vllm.x.A.m": "self"}})
-    (tmp_path / "vllm").mkdir()
-    (tmp_path / "vllm" / "x.py").write_text("class A:\n    async def m(self, *, y=None): ...\n")
-    signatures.main("0.99", str(tmp_path))
-    assert '"vllm.x.A.m": "self, *, y="' in (tmp_path / "signatures.json").read_text()
+    monkeypatch.setattr(signatures, "TABLE", {"0.1": dict.fromkeys(TABLE["0.32"])})
+    monkeypatch.setattr(vllm, "__version__", "0.32.9+cpu")
+    signatures.record_installed()
+    assert json.loads((tmp_path / "signatures.json").read_text())["0.32"] == TABLE["0.32"]

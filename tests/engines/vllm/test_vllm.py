@@ -100,16 +100,6 @@ async def test_256_mixed_prompts_in_one_flush_have_transformers_rows(
 
 
 @pytest.mark.promise(number=17)
-async def test_a_batch_question_has_the_rows_of_single_ones(lm: AsyncLM) -> None:
-    prompts = mixed_prompts(40, 60, lm.vocab_size, seed=1)
-    single = [await lm.next_token_logprobs(p) for p in prompts[:10]]
-    lm.clear_cache()
-    batch = await lm.batch_next_token_logprobs(prompts)
-    assert batch.shape == (40, lm.vocab_size)
-    assert worst(batch[:10], single) < TOLERANCE
-
-
-@pytest.mark.promise(number=17)
 def test_rows_are_float32_normalised_and_on_the_device(lm: AsyncLM) -> None:
     row = lm.next_token_logprobs_sync([1, 2, 3])
     assert (row.dtype, row.shape, row.device) == (torch.float32, (lm.vocab_size,), lm.device)
@@ -197,7 +187,7 @@ def test_the_longest_context_has_a_row_and_one_token_more_an_error(
 def test_models_that_change_with_the_length_get_none_more(
     text: dict[str, Any], changes: bool
 ) -> None:
-    from genrt.engines.vllm.config import changes_with_length
+    from genrt.engines.vllm.engine import changes_with_length
 
     model = SimpleNamespace(hf_text_config=SimpleNamespace(**text))
     assert changes_with_length(cast("Any", SimpleNamespace(model_config=model))) == changes
@@ -215,10 +205,10 @@ def test_models_that_change_with_the_length_get_none_more(
 def test_vllms_refusals_say_what_to_do(
     error: Exception, kind: type[Exception], advice: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from genrt.engines.vllm.config import translated
+    from genrt.engines.vllm.requests import as_genrt_error
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    found = translated(error, "vLLM could not open it")
+    found = as_genrt_error(error, "vLLM could not open it")
     assert isinstance(found, kind)
     assert advice in str(found)
     assert advice or "HF_HUB" not in str(found)
@@ -392,15 +382,6 @@ def test_four_threads_with_loops_of_their_own(
         assert worst(rows[number], [oracle(p) for p in prompts[number]]) < TOLERANCE
 
 
-@pytest.mark.promise(number=22)
-async def test_a_sync_call_inside_a_running_loop(lm: AsyncLM) -> None:
-    pending = asyncio.create_task(lm.next_token_logprobs([1, 2, 3]))
-    await asyncio.sleep(0)
-    row = lm.next_token_logprobs_sync([1, 2, 3])
-    assert torch.equal(row, await pending)
-    assert len(lm.sample_sync([1], max_tokens=3)) == 3
-
-
 # -- samples --------------------------------------------------------------------------------------
 
 
@@ -504,26 +485,6 @@ def g_test(row: torch.Tensor, tokens: Sequence[int]) -> float:
         e, o = e[:-1], o[:-1]
     e = [each * sum(o) / sum(e) for each in e]  # a row sums to 1 only as far as float32 goes
     return float(stats.power_divergence(o, e, lambda_="log-likelihood").pvalue)
-
-
-async def test_the_engines_draws_match_the_exact_engines(tmp_path: Path) -> None:
-    """2,000 draws each of two tokens by vLLM and by the exact engine over the same law: the table of a
-    Llama whose next token depends on the last one alone. A G-test of homogeneity at level 1e-4."""
-    from genrt.engines.exact import NGram
-    from tests.small_models import make_llama
-
-    model = make_llama(tmp_path / "m", vocab_size=32, layers=1, tokenizer=False)
-    with load(model, skip_tokenizer_init=True) as lm:
-        rows = lm.batch_next_token_logprobs_sync([[t] for t in range(32)])
-        drawn = [s[0] for s in lm.batch_sample_sync([[3]] * 2000, max_tokens=1, seed=5)]
-    table = NGram([bytes([t]) for t in range(32)], rows)
-    with genrt.load(table, engine="exact") as exact:
-        expected = [s[0] for s in exact.batch_sample_sync([[3]] * 2000, max_tokens=1, seed=6)]
-        assert g_test(exact.next_token_logprobs_sync([3]), drawn) > 1e-4
-    counts = [torch.bincount(torch.tensor(d), minlength=32) for d in (drawn, expected)]
-    often = counts[0] + counts[1] >= 10
-    contingency = torch.stack([c[often] for c in counts]).numpy()
-    assert stats.chi2_contingency(contingency, lambda_="log-likelihood").pvalue > 1e-4
 
 
 async def test_samples_cost_the_capture_nothing(
@@ -742,15 +703,6 @@ def test_workers_in_processes_of_their_own_give_the_same_rows(
         assert text.logprobs[place] == pytest.approx(float(heated[token]), abs=TOLERANCE)
 
 
-@pytest.mark.promise(number=23)
-def test_closing_one_of_two_runtimes_leaves_the_other_working(lm: AsyncLM, llama: Path) -> None:
-    expected = lm.next_token_logprobs_sync([1, 2, 3])
-    with load(llama) as other:
-        assert worst([other.next_token_logprobs_sync([1, 2, 3])], [expected]) < TOLERANCE
-    lm.clear_cache()
-    assert worst([lm.next_token_logprobs_sync([1, 2, 3])], [expected]) < TOLERANCE
-
-
 @pytest.mark.promise(number=24)
 def test_what_cannot_be_opened_is_refused_with_the_reason(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -769,7 +721,7 @@ def test_what_cannot_be_opened_is_refused_with_the_reason(
 
 
 def test_the_row_cache_and_a_full_steps_rows_are_left_out_of_vllms_memory() -> None:
-    from genrt.engines.vllm.config import reserved_share
+    from genrt.engines.vllm.opening import reserved_share
 
     gib = 2**30
     share = reserved_share(8 * gib, cache_bytes=gib, max_num_seqs=1024, vocab_size=2**17)
@@ -868,11 +820,3 @@ async def test_a_draw_moves_at_most_64_bytes_and_no_row_to_the_host(lm: AsyncLM)
     after = lm.statistics().engine
     assert after.reads - before.reads == 20
     assert after.bytes_to_host - before.bytes_to_host <= 64 * 20
-
-
-async def test_a_score_is_the_sum_of_a_texts_tokens(
-    lm: AsyncLM, oracle: Callable[[Sequence[int]], torch.Tensor]
-) -> None:
-    scores = await lm.score([5, 6], [7, 8, 9])
-    wanted = [oracle([5, 6])[7], oracle([5, 6, 7])[8], oracle([5, 6, 7, 8])[9]]
-    assert torch.allclose(scores, torch.stack(wanted), atol=TOLERANCE)

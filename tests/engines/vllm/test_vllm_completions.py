@@ -84,7 +84,7 @@ def oracle(checkpoint: Path) -> Iterator[AsyncLM]:
 def theirs(checkpoint: Path) -> Iterator[Any]:
     from vllm import LLM, envs
 
-    from genrt.engines.vllm.globals import Globals
+    from genrt.engines.vllm.process import Globals
 
     own = Globals()
     with own, pytest.MonkeyPatch.context() as patch:
@@ -702,7 +702,7 @@ async def test_steps_that_are_scheduled_ahead_draw_the_same_texts(
 ) -> None:
     """Runner V2's way, by runner V1: it schedules ahead too, but no caller's tokens, so that resident
     sequences are off here; and greedily, as it does not know how many tokens were drawn."""
-    from genrt.engines.vllm import config
+    from genrt.engines.vllm import opening
 
     asked = [
         (prompt, asked_of(place, case) | {"max_tokens": 12 + place, "temperature": 0.0})
@@ -710,7 +710,7 @@ async def test_steps_that_are_scheduled_ahead_draw_the_same_texts(
         for place, prompt in enumerate(PROMPTS)
     ]
     expected = await asyncio.gather(*[lm.generate(prompt, **options) for prompt, options in asked])
-    monkeypatch.setattr(config, "can_be_ahead", lambda _: True)
+    monkeypatch.setattr(opening, "can_be_ahead", lambda _: True)
     with pytest.warns(RuntimeWarning, match="resident sequences are off"):
         ahead = await genrt.aload(str(checkpoint), engine_options=OPTIONS)
     async with ahead:

@@ -28,16 +28,17 @@ import genrt
 
 PACKAGE = Path(genrt.__file__).parent
 FOLDER = PACKAGE / "engines" / "vllm"
-FILES = sorted(path.name for path in FOLDER.glob("*.py") if path.name != "signatures.py")
-"""All but the one that reads vLLM's signatures by names, which touches no object of vLLM's."""
+ELSEWHERE = {"block_kernels.py", "signatures.py"}
+"""A Triton kernel, and the file that reads signatures by name: they touch no object of vLLM's."""
+FILES = sorted(path.name for path in FOLDER.glob("*.py") if path.name not in ELSEWHERE)
 
 PYTHONS: list[Any] = [
     builtins, contextlib, contextlib.ExitStack, itertools, os, re, re.compile(''), threading,
     threading.Condition,
     time, warnings, weakref, Counter, OrderedDict, deque, Path, list, dict, set, str, bytes,
-    Exception, __import__("gc"), __import__("shutil"), __import__("tempfile"),
-    __import__("traceback"), np, np.ndarray, np.random, torch, torch.Tensor, torch.cuda,
-    torch.cuda.Stream, torch.ops, torch.finfo(torch.float32),
+    Exception, __import__("gc"), __import__("multiprocessing"), __import__("shutil"),
+    __import__("tempfile"), __import__("traceback"), np, np.ndarray, np.random, torch, torch.Tensor,
+    torch.cuda, torch.cuda.Stream, torch.ops, torch.finfo(torch.float32),
 ]  # fmt: skip
 """Whose attributes are not vLLM's."""
 OTHERS = {"Counter", "__qualname__", "atexit", "total_memory"}

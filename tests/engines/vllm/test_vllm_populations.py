@@ -18,15 +18,14 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason
 from genrt.engines.protocol import Finished
 from genrt.engines.vllm.engine import VLLMEngine
 from genrt.engines.vllm.populations import EarlyDelivery
-from genrt.engines.vllm.step_launches import rows_of
+from genrt.engines.vllm.runners import step_rows
 from genrt.errors import EngineFailed, NotFinite
 from genrt.questions.completions import SampleRequest
 from genrt.questions.contexts import Adapter, Limits
-from genrt.questions.origins import Origins
-from genrt.questions.population_draws import PopulationDraw
+from genrt.questions.draws import PopulationDraw
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
-from genrt.questions.sequences import Contexts, Sequences
+from genrt.questions.sequences import Contexts, Origins, Sequences
 from genrt.runtime.cache import RowCache
 from genrt.tokens.sampling import BatchDraw
 from tests.scripted import Answers
@@ -77,7 +76,7 @@ class Particles:
 
     def answered(self, question: PopulationDraw, places: Sequence[int] | None = None) -> None:
         at = np.arange(len(self.lists)) if places is None else np.array(places)
-        self.origins = self.origins.after([question.asked], at, question.contexts.lengths)
+        self.origins = self.origins.after([question.handle], at, question.contexts.lengths)
 
     def append(self, token_ids: Sequence[int]) -> None:
         self.sequences.append(np.array(token_ids))
@@ -146,7 +145,7 @@ class Turns:
         if isinstance(request, LogprobsRequest):
             assert float((found - wanted[0]).abs().max()) < TOLERANCE
             return found
-        tokens, logprobs, log_mass = request.drawn(wanted).unbind(dim=-1)
+        tokens, logprobs, log_mass = request.draw(wanted).unbind(dim=-1)
         assert found.token_ids.tolist() == tokens.long().tolist()
         assert float((found.logprobs - logprobs).abs().max()) < TOLERANCE
         assert float((found.log_mass - log_mass).abs().max()) < TOLERANCE
@@ -224,15 +223,15 @@ def checked(engine: VLLMEngine, oracle: Oracle) -> Iterator[Turns]:
     kept: Any = engine._open
     scheduler: Any = engine._core.engine_core.scheduler
     assert set(kept._asked_in) == set(scheduler.parked) == set(scheduler.requests)
-    assert {*kept._residents._by_id, *kept._residents._later} == set(scheduler.requests)
+    assert {*kept.residents._by_id, *kept.residents._later} == set(scheduler.requests)
     gc.collect()
     assert len(engine._populations._known) <= 1, "of the last step"
     engine.forget_residents()
     assert not scheduler.requests
     assert not scheduler._waking
-    assert not len(kept._residents)
+    assert not len(kept.residents)
     assert not kept._asked_in
-    assert not kept._residents._by_digest
+    assert not kept.residents._by_digest
 
 
 def contexts_of(count: int, length: int, seed: int) -> list[list[int]]:
@@ -421,7 +420,7 @@ def test_a_population_that_fails_beside_others_leaves_nothing_wrong(
     turns: Turns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One row of it is not finite; the sequences of the others have grown."""
-    from genrt.engines.vllm import runner_v1
+    from genrt.engines.vllm import runners as runner_v1
 
     particles, beside = Particles(contexts_of(4, 20, seed=3)), LogprobsRequest((1, 2))
     turns.grow(particles)
@@ -429,13 +428,13 @@ def test_a_population_that_fails_beside_others_leaves_nothing_wrong(
     turns.finish(beside)
 
     def poisoned(logits: torch.Tensor) -> torch.Tensor:
-        rows = rows_of(logits).clone()
+        rows = step_rows(logits).clone()
         rows[2, 0] = float("nan")
         return rows
 
     question, other = particles.question(), LogprobsRequest((1, 2, 3))
     with monkeypatch.context() as patch:
-        patch.setattr(runner_v1, "rows_of", poisoned)
+        patch.setattr(runner_v1, "step_rows", poisoned)
         turns.submit(question, other)
         assert turns.by_number == 4
         turns.finish(question, other)
@@ -634,7 +633,7 @@ def breaks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AbstractContextMana
     """Have the steps of an engine fail, or a row of theirs be not finite."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    from genrt.engines.vllm import capture, step_launches
+    from genrt.engines.vllm import capture, runners
 
     log_probabilities = capture.log_probabilities
 
@@ -652,7 +651,7 @@ def breaks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AbstractContextMana
             if how == "fails":
                 patch.setattr(GPUModelRunner, "_model_forward", fails)
             else:
-                patch.setattr(step_launches, "log_probabilities", poisoned)
+                patch.setattr(runners, "log_probabilities", poisoned)
             yield
 
     return broken

@@ -27,10 +27,10 @@ from genrt.inference import (
     importance_sampling,
 )
 from genrt.inference.display.formatting import (
-    abbreviated,
-    escaped_attribute,
+    escape_attribute,
     label,
     printable,
+    shorten,
     width,
 )
 from genrt.lm import AsyncLM
@@ -66,7 +66,7 @@ def test_the_table_is_the_posterior(real: Result) -> None:
     posterior = real.posterior()
     assert len(posterior) <= 10
     shown = dict(zip(cells(root, "text"), cells(root, "weight")[::2], strict=False))
-    assert shown == {abbreviated(label(text), 100): f"{weight:.4f}" for text, weight in posterior}
+    assert shown == {shorten(label(text), 100): f"{weight:.4f}" for text, weight in posterior}
     counts = [int(count) for count in cells(root, "weight")[1 : 2 * len(posterior) : 2]]
     assert sum(counts) == np.isfinite(real.log_weights).sum()
 
@@ -309,22 +309,22 @@ def test_ipython_prints_the_table_and_notebooks_a_genealogy(real: Result) -> Non
 def test_lines_are_abbreviated_to_a_width_that_counts_wide_characters_twice() -> None:
     wide = "\N{CJK UNIFIED IDEOGRAPH-65E5}" * 30
     assert width(wide) == 60
-    short = abbreviated(wide, 21)
+    short = shorten(wide, 21)
     assert width(short) <= 21
     assert short.count("\N{HORIZONTAL ELLIPSIS}") == 1
-    assert abbreviated("a" * 21, 21) == "a" * 21
-    assert len(abbreviated("a" + "\N{COMBINING TILDE}" * 5000, 10)) <= 80
+    assert shorten("a" * 21, 21) == "a" * 21
+    assert len(shorten("a" + "\N{COMBINING TILDE}" * 5000, 10)) <= 80
 
 
 @pytest.mark.parametrize("text", ["<" * 99, "é" * 99, "\N{GRINNING FACE}" * 99, "&lt;" * 30])
 @pytest.mark.parametrize("most", [10, 50, 400, 10_000])
 def test_attributes_are_bounded_in_bytes_and_never_cut_an_entity(text: str, most: int) -> None:
-    shown = escaped_attribute(text, most=most)
+    shown = escape_attribute(text, most=most)
     assert len(shown.encode()) <= most
     value = ET.fromstring(f'<a b="{shown}"/>').get("b")
     assert value is not None
     assert text.startswith(value.removesuffix("\N{HORIZONTAL ELLIPSIS}"))
-    assert (value == text) == (len(escaped_attribute(text, most=10**6).encode()) <= most)
+    assert (value == text) == (len(escape_attribute(text, most=10**6).encode()) <= most)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,124 @@
+"""Builds vLLM requests for rows and texts, marks them for genrt's hooks, and translates vLLM's errors.
+
+vLLM passes ``SamplingParams.extra_args`` to logits processors and schedulers. The keys in it that genrt
+uses are listed here.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from copy import copy
+
+from vllm.exceptions import VLLMValidationError
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from genrt.engines.protocol import failure
+from genrt.errors import EngineDied, EngineUnsupported, GenrtError, InvalidRequest, ModelNotFound
+from genrt.models import offline_advice
+
+__all__ = [
+    "FIRST",
+    "LAW",
+    "NOT_COMPUTED",
+    "OPEN",
+    "SEED",
+    "TEXT_SEED",
+    "TICKET",
+    "as_genrt_error",
+    "core_request",
+    "row_params",
+]
+
+TICKET = "genrt_ticket"
+"""The number by which the capture knows a request for a row."""
+
+OPEN = "genrt_open"
+"""Marks a request as one to keep open after its row."""
+
+FIRST = "genrt_first"
+"""The first position, counted from 0, of a score: the first one with a wanted hidden state."""
+
+LAW = "genrt_law"
+"""Marks a request that wants the log-probabilities of its law."""
+
+SEED, TEXT_SEED = "genrt_seed", "genrt_text_seed"
+"""The seeds of samples and completions that draw their tokens in the capture.
+
+vLLM gets no seed then. For a prompt that is computed in parts, its runner V1 rewinds the request's
+generator; a CPU generator cannot do that, and the whole step would fail."""
+
+NOT_COMPUTED = re.compile(r"head.?size|attention backend|architectures .* not supported", re.I)
+"""The errors by which vLLM refuses a model whose layers it has no kernels for."""
+
+
+LOGPROBS = SamplingParams(
+    max_tokens=1,
+    temperature=0.0,
+    seed=0,  # without a seed the V2 runner would draw one from numpy's global generator
+    ignore_eos=True,
+    detokenize=False,
+    output_kind=RequestOutputKind.FINAL_ONLY,
+)
+"""The parameters of a request for a row: one greedy token, which is not read."""
+
+
+def row_params(ticket: int, *, open_for: int | None, first: int | None = None) -> SamplingParams:
+    """Return the sampling parameters of a request for the row with this ticket.
+
+    Args:
+        open_for: the most tokens for which the request stays open; ``None`` if it ends with the row.
+        first: the first wanted position of a score.
+    """
+    params = copy(LOGPROBS)
+    params.extra_args = {TICKET: ticket}
+    if first is not None:
+        params.extra_args[FIRST] = first
+    if open_for is not None:
+        params.extra_args[OPEN] = True
+        params.max_tokens = open_for
+    return params
+
+
+def as_genrt_error(error: Exception, what: str) -> GenrtError:
+    """Return an error of vLLM or torch as one of genrt's, with the original as its cause."""
+    if isinstance(error, GenrtError):
+        return error
+    kind: type[GenrtError]
+    if isinstance(error, VLLMValidationError):
+        kind = InvalidRequest
+    elif isinstance(error, EngineDeadError):
+        kind = EngineDied
+    elif isinstance(error, OSError) and not isinstance(error, ConnectionError):
+        kind = ModelNotFound
+    elif NOT_COMPUTED.search(str(error)):
+        kind = EngineUnsupported
+    else:
+        return failure(error, what)
+    advice = offline_advice() if kind is ModelNotFound else ""
+    if kind is EngineUnsupported:
+        advice = '. genrt.load(…, engine="transformers") computes such models, more slowly'
+    translated = kind(f"{what}: {type(error).__name__}: {error}{advice}")
+    translated.__cause__ = error
+    return translated
+
+
+def core_request(
+    request_id: str, token_ids: Sequence[int], params: SamplingParams, lora: LoRARequest | None
+) -> EngineCoreRequest:
+    """Return a request in the form that vLLM's core takes."""
+    return EngineCoreRequest(
+        request_id=request_id,
+        prompt_token_ids=list(token_ids),
+        mm_features=None,
+        sampling_params=params,
+        pooling_params=None,
+        arrival_time=time.time(),
+        lora_request=lora,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )

@@ -1,0 +1,490 @@
+"""vLLM's scheduler for requests that stay open: it parks them, wakes them and shares their blocks.
+
+A logprobs request is an *open* vLLM request. When its row has been computed, the scheduler drops the
+token that vLLM sampled. The request then stays outside the running queue with its KV blocks (*parked*).
+Appending the caller's token wakes it, and it is scheduled as a plain decode of one token.
+
+A new request that shares a prefix with a resident one takes the resident's blocks by reference. vLLM
+copies the last, partly shared block, as it does for its own sub-block prefix hits. A parked request that
+is no longer needed can continue as a fork of another one (*reseated*), without a new request.
+
+``decode_step`` schedules a step of woken requests alone, which is the step of a sampler. It does the part
+of ``schedule`` that such a step needs. vLLM schedules every other step.
+
+Rules:
+    Running and waiting requests come before parked ones; the longest unused parked requests are finished.
+    Prompts with a common prefix share blocks: 256 contexts of 2,048 tokens with 1,920 common ones take a
+    tenth of the blocks of distinct ones. Counting these needs a look-up for each block. So they are
+    counted only if the lengths alone do not fit.
+    Scheduling is synchronous: a step's tokens are known before the next one is scheduled. The exception
+    is a step of texts alone while ``ahead`` is set: vLLM schedules it before the previous step has ended.
+    Blocks are copied before anything else is done for the step that needs the copies.
+
+The parts of vLLM that this file uses are listed in ``docs/new_vllm.md``. ``self_check.py`` compares rows
+computed this way with rows computed without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.request import Request, RequestStatus
+
+from genrt.engines.vllm.prefixes import KeptPrefixes
+from genrt.engines.vllm.requests import FIRST, OPEN
+from genrt.engines.vllm.runners import NextTokens
+from genrt.engines.vllm.seats import Fork, Seat, Seats
+
+if TYPE_CHECKING:
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.request import Request
+
+__all__ = ["OpenScheduler", "most_blocks", "needed_blocks"]
+
+
+MOST_RECORDS = 65_536
+"""The most open requests where KV blocks are the only bound."""
+
+
+class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
+    """vLLM's ``scheduler_cls`` for engines with resident sequences.
+
+    The engine sets ``ahead`` and ``prefixes``. While ``ahead`` is True, a step is scheduled as if every
+    request of the unfinished previous step continued with one token. ``prefixes`` holds blocks that
+    belong to no request.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.running: list[Request]
+        self.finished_req_ids: set[str]
+        self.reset_preempted_req_ids: set[str]
+        self.ahead = False
+        self.prefixes: KeptPrefixes | None = None
+        self.parked: dict[str, Request] = {}
+        self.computed_tokens = self.forked = self.reseated = 0
+        self._stalled = False  # no waiting request ran: the next step assumes the blocks they need
+        self._open: set[str] = set()
+        self._unscored: set[str] = set()  # scores; a decode step does not show their positions
+        self._donors: dict[str, tuple[str, int]] = {}
+        self._waking: dict[str, Request] = {}
+        self._answered: list[str] = []
+        self._evicted: list[str] = []
+        # The V2 runner has a slot for each request it knows; V1 has only a record.
+        self._max_known = self.max_num_running_reqs if self.use_v2_model_runner else MOST_RECORDS
+        groups = self.kv_cache_config.kv_cache_groups
+        self._shares_blocks = (
+            len(groups) == 1
+            and type(groups[0].kv_cache_spec) is FullAttentionSpec
+            and bool(self.cache_config.enable_prefix_caching)
+        )
+        if self._shares_blocks:
+            manager = self.kv_cache_manager
+            self._pool = manager.block_pool
+            of_group = manager.coordinator.single_type_managers[0]
+            self._seats = Seats(of_group, self._pool, self.hash_block_size)
+        # For other models and options ``schedule`` does more than ``decode_step``.
+        self._decodes_plainly = self._shares_blocks and not (
+            self.connector
+            or self.ec_connector
+            or self.aux_output_connector
+            or self.use_pp
+            or self.is_encoder_decoder
+            or self.num_spec_tokens
+            or self.defer_block_free
+        )
+
+    # -- called by the engine -----------------------------------------------------------------
+
+    def add_request(self, request: Request) -> None:
+        extra = request.sampling_params.extra_args if request.sampling_params else None
+        if extra is not None and OPEN in extra:
+            self._open.add(request.request_id)
+            self._unscored.update([request.request_id] if FIRST in extra else ())
+        super().add_request(request)
+
+    def share(self, request_id: str, donor_id: str, tokens: int) -> None:
+        """Let a waiting request start with the first ``tokens`` tokens of a resident one."""
+        if self._shares_blocks:
+            self._donors[request_id] = (donor_id, tokens)
+            donor = self.parked.pop(donor_id, None)
+            if donor is not None:  # used now, so last in line for eviction
+                self.parked[donor_id] = donor
+
+    def wake(self, request_ids: list[str], token_ids: list[int]) -> NextTokens:
+        """Append a token to each of these parked requests; they run as soon as they are admitted."""
+        positions: list[int] = []
+        prompts: list[int] = []
+        parked, waking, size = self.parked, self._waking, self.hash_block_size
+        for request_id, token_id in zip(request_ids, token_ids, strict=True):
+            request = parked.pop(request_id)
+            # As ``Request.append_output_token_ids``, without the parts that only sampling needs.
+            request._output_token_ids.append(token_id)
+            tokens = request._all_token_ids
+            tokens.append(token_id)
+            if len(tokens) % size == 0:
+                request.update_block_hashes()
+            waking[request_id] = request
+            positions.append(len(tokens) - 1)
+            prompts.append(request.num_prompt_tokens)
+        return NextTokens(request_ids, token_ids, positions, prompts)
+
+    def forks(
+        self, request_ids: Sequence[str], donor_ids: Sequence[str], length: int | None = None
+    ) -> list[Fork]:
+        """Return parked requests as forks of the donors' first ``length`` tokens (default: all computed).
+
+        There is one fork for each donor, or for the first donors if there are too few requests. The
+        pairs are chosen so that forks cost little.
+        """
+        requests = [self.parked[each] for each in request_ids]
+        donors = [self.requests[each] for each in donor_ids[: len(requests)]]
+        if self._shares_blocks:
+            requests = self._seats.paired(requests, donors)
+        return [
+            Fork(request, donor, donor.num_computed_tokens if length is None else length)
+            for request, donor in zip(requests, donors, strict=False)
+        ]
+
+    def can_reseat(self, forks: Sequence[Fork], *, beside: int = 0) -> bool:
+        """Return whether these can surely be reseated and leave ``beside`` blocks free."""
+        if not self._decodes_plainly:
+            return False
+        for request, donor, length in forks:
+            if donor.num_computed_tokens < length or request.lora_request != donor.lora_request:
+                return False
+        return self._seats.have_room([fork.request for fork in forks], beside=beside)
+
+    def reseat(self, forks: Sequence[Fork]) -> list[Seat]:
+        """Make these requests continue from their donors' tokens and blocks.
+
+        A request owns its last block; the runner fills it by a copy if the tokens end inside a block.
+        """
+        self.reseated += len(forks)
+        if self._donors:  # a waiting request must not start from a donor that is replaced here
+            gone = {fork.request.request_id for fork in forks}
+            self._donors = {each: at for each, at in self._donors.items() if at[0] not in gone}
+        return self._seats.take(forks)
+
+    def admit(self) -> None:
+        """Move woken requests to the running ones, within ``max_num_running_reqs`` and ``max_loras``."""
+        loras: set[int] = set()
+        if self.lora_config is not None:
+            loras = {r.lora_request.lora_int_id for r in self.running if r.lora_request}
+        for request_id, request in [*self._waking.items()]:
+            if len(self.running) >= self.max_num_running_reqs:
+                break
+            if request.lora_request is not None and self.lora_config is not None:
+                wanted = loras | {request.lora_request.lora_int_id}
+                if len(wanted) > self.lora_config.max_loras:
+                    continue
+                loras = wanted
+            del self._waking[request_id]
+            self.running.append(request)
+
+    def decode_step(self) -> SchedulerOutput | None:
+        """Schedule a step of one token for every running request, if all are open and there is room.
+
+        Return the output of ``schedule`` for that step, or ``None`` where ``schedule`` has more to do.
+        """
+        output = self._scheduled(self.running, tokens_ahead=1)
+        if output is not None:
+            self._begin_decode_step()
+        return output
+
+    def decode_step_ahead(
+        self, forks: Sequence[str] = (), order: Sequence[str] = ()
+    ) -> SchedulerOutput | None:
+        """Schedule the step after an unfinished ``decode_step``, as if each request continued.
+
+        The parked ``forks`` take part too. The step has this ``order`` if it names exactly these
+        requests. Return ``None`` if there is no room.
+        """
+        requests = [*self.running, *(self.parked[each] for each in forks)]
+        known = {request.request_id: request for request in requests}
+        if known.keys() == set(order):
+            requests = [known[each] for each in order]
+        return self._scheduled(requests, tokens_ahead=0)
+
+    def _scheduled(
+        self, requests: Sequence[Request], *, tokens_ahead: int
+    ) -> SchedulerOutput | None:
+        if not self._nothing_but(requests, tokens_ahead=tokens_ahead):
+            return None
+        # Forks need no more room: it was checked when they were reseated.
+        if self.parked and len(requests) == len(self.running):
+            self._make_room()
+        return self._one_token_each(requests)
+
+    def begin_prepared(self, request_ids: Collection[str]) -> bool:
+        """Start the step that ``decode_step_ahead`` scheduled; return whether it is the next step.
+
+        Requests that were reseated since then have other blocks, which the caller must pass to the
+        runner. The runner learns of finished requests with the step after this one.
+        """
+        running = self.running
+        if (
+            len(running) != len(request_ids)
+            or not self._nothing_but(running, tokens_ahead=1)
+            or not all(request.request_id in request_ids for request in running)
+        ):
+            return False
+        self._begin_decode_step()
+        return True
+
+    def _nothing_but(self, requests: Sequence[Request], *, tokens_ahead: int) -> bool:
+        """Return whether these are all the requests to schedule, and all are open with ``tokens_ahead``
+        tokens to compute."""
+        if (
+            not requests
+            or self.waiting
+            or self.kv_holding_waiting
+            or not self._decodes_plainly
+            or self._unscored
+            or requests[0].request_id not in self._open  # a cheap exit for steps of texts alone
+            or len(requests) > min(self.max_num_scheduled_tokens, self.max_num_running_reqs)
+            or self._pause_state != PauseState.UNPAUSED
+            or not self._open.issuperset([request.request_id for request in requests])
+        ):
+            return False
+        # A step reserves a place for the token that vLLM would sample after it, so the longest context
+        # has ``max_model_len - 1`` tokens. With ``tokens_ahead=0`` the step's own token is still to come
+        # and needs a place too.
+        most = self.max_model_len - 2 + tokens_ahead
+        for request in requests:
+            length = len(request._all_token_ids)
+            if length != request.num_computed_tokens + tokens_ahead or length > most:
+                return False
+        return True
+
+    def _one_token_each(self, requests: Sequence[Request]) -> SchedulerOutput | None:
+        """Schedule a step that computes one more token of each request; ``None`` if blocks run out."""
+        computed = [request.num_computed_tokens for request in requests]
+        # The first token of a block needs the block; at the last one vLLM caches the block by its hash.
+        at_edges = [n for n, count in enumerate(computed) if (count + 1) % self.block_size <= 1]
+        if len(at_edges) > self._pool.get_num_free_blocks():
+            return None
+        new_blocks: list[tuple[list[int], ...] | None] = [None] * len(requests)
+        for n in at_edges:
+            blocks = self.kv_cache_manager.allocate_slots(requests[n], 1)
+            if blocks is None:
+                raise RuntimeError("vLLM has no block where its pool has a free one")
+            new_blocks[n] = blocks.get_block_ids(allow_none=True)
+        finished, self.finished_req_ids = self.finished_req_ids, set()
+        preempted, self.reset_preempted_req_ids = self.reset_preempted_req_ids, set()
+        self.prev_step_scheduled_req_ids = {request.request_id for request in requests}
+        request_ids = [request.request_id for request in requests]
+        return SchedulerOutput(
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=CachedRequestData(
+                req_ids=request_ids,
+                resumed_req_ids=set(),
+                new_token_ids=[],
+                all_token_ids={},
+                new_block_ids=new_blocks,
+                num_computed_tokens=computed,
+                num_output_tokens=[len(request._output_token_ids) for request in requests],
+            ),
+            num_scheduled_tokens=dict.fromkeys(request_ids, 1),
+            total_num_scheduled_tokens=len(requests),
+            scheduled_spec_decode_tokens={},
+            scheduled_encoder_inputs={},
+            finished_req_ids=finished,
+            preempted_req_ids=preempted,
+            free_encoder_mm_hashes=[],
+            new_block_ids_to_zero=self._get_new_block_ids_to_zero(),
+        )
+
+    def _begin_decode_step(self) -> None:
+        for request in self.running:
+            request.num_computed_tokens += 1
+        self.current_step += 1
+        self.computed_tokens += len(self.running)
+
+    def end_decode_step(self) -> None:
+        """Park the requests of a ``decode_step`` that has run."""
+        for request in self.running:
+            self.parked[request.request_id] = request
+        self.running = []
+        if self._waking:
+            self.admit()
+
+    def take_answered(self) -> list[str]:
+        """Return and clear the open requests that the last step answered; they are parked."""
+        answered, self._answered = self._answered, []
+        return answered
+
+    def take_evicted(self) -> list[str]:
+        """Return and clear the parked requests that were finished to make room."""
+        evicted, self._evicted = self._evicted, []
+        return evicted
+
+    # -- called by vLLM -----------------------------------------------------------------------
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        if self.parked:
+            self._make_room()
+        output = super().schedule(throttle_prefills)
+        self._stalled = bool(self.waiting) and not output.total_num_scheduled_tokens
+        self.computed_tokens += output.total_num_scheduled_tokens
+        if self._donors:
+            for request in output.scheduled_new_reqs:
+                self._donors.pop(request.req_id, None)
+        return output
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        scheduler: Any = AsyncScheduler if self.ahead else Scheduler
+        scheduler._update_after_schedule(self, scheduler_output)
+
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], is_stale: bool = False
+    ) -> tuple[list[int], bool]:
+        # A request has a placeholder for its token only in a step that was scheduled ahead. A preemption
+        # may have removed the placeholder since.
+        was_ahead = request.num_output_placeholders > 0 or is_stale
+        scheduler: Any = AsyncScheduler if was_ahead else Scheduler
+        updated: tuple[list[int], bool] = scheduler._update_request_with_output(
+            self, request, new_token_ids, is_stale
+        )
+        return updated
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> Any:
+        sampled = model_runner_output.sampled_token_ids
+        answered: set[str] = set()
+        for request_id in self._open.intersection(scheduler_output.num_scheduled_tokens):
+            index = model_runner_output.req_id_to_index[request_id]
+            if sampled and sampled[index]:
+                sampled[index] = []  # without a token, vLLM keeps the request running
+                answered.add(request_id)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if answered:
+            self._unscored -= answered
+            for request in self.running:
+                if request.request_id in answered:
+                    self.parked[request.request_id] = request
+                    self._answered.append(request.request_id)
+            self.running = [each for each in self.running if each.request_id not in answered]
+        if self._waking:
+            self.admit()
+        return outputs
+
+    def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> list[Request]:
+        finished: list[Request] = super().finish_requests(request_ids, finished_status)
+        for request in finished:
+            self.parked.pop(request.request_id, None)
+            self._open.discard(request.request_id)
+            self._unscored.discard(request.request_id)
+            self._donors.pop(request.request_id, None)
+            self._waking.pop(request.request_id, None)
+        if self._waking:
+            self.admit()
+        return finished
+
+    def _get_local_prefix_cache_hit(
+        self, request: Request, max_cache_hit_length: int | None = None
+    ) -> Any:
+        limit = () if max_cache_hit_length is None else (max_cache_hit_length,)  # new in vLLM 0.33
+        found = super()._get_local_prefix_cache_hit(request, *limit)
+        manager = self.kv_cache_manager
+        if self.prefixes is not None and manager.prefix_cache_lookup_enabled(request):
+            start = self.prefixes.start_of(request)
+            if start is not None and found[1] < start[1] <= min(limit, default=start[1]):
+                found = manager.create_kv_cache_blocks((start[0],)), start[1], 0, False
+        donor_id, tokens = self._donors.get(request.request_id, ("", 0))
+        donor = self.requests.get(donor_id)
+        if donor is None:
+            return found
+        tokens = min(tokens, donor.num_computed_tokens, request.num_tokens - 1, *limit)
+        if tokens <= found[1]:
+            return found
+        count = -(-tokens // self.block_size)
+        blocks = manager.get_blocks(donor_id).blocks[0][:count]
+        if len(blocks) < count:
+            return found
+        self.forked += 1
+        return manager.create_kv_cache_blocks((list(blocks),)), tokens, 0, False
+
+    def _make_room(self) -> None:
+        """Finish parked requests, the longest unused first, until there are enough blocks and slots."""
+        pool = self.kv_cache_manager.block_pool
+        places = self.max_num_running_reqs - len(self.running)
+        waiting = list(islice(chain(self.kv_holding_waiting, self.waiting), places))
+        counts = self._shares_blocks and bool(waiting) and not self._stalled
+        blocks = most_blocks(self, waiting)
+        if counts and blocks > pool.get_num_free_blocks():
+            blocks = needed_blocks(self, waiting, self._donors)
+        slots = len(self.running) + len(self.parked) + len(self._waking) + len(waiting)
+        slots -= self._max_known
+        donors = {donor for donor, _ in self._donors.values()}
+        unused = (each for each in [*self.parked] if each not in donors)
+        while blocks > pool.get_num_free_blocks() or slots > 0:
+            if (request_id := next(unused, None)) is None:
+                break
+            self._evict(request_id)
+            slots -= 1
+            # Waiting requests may share blocks that are free now, and take them from the pool.
+            if counts and blocks <= pool.get_num_free_blocks() and slots <= 0:
+                blocks = needed_blocks(self, waiting, self._donors)
+        # Only donors remain. Waiting requests recompute their tokens rather than wait forever.
+        stuck = not self.running and blocks > pool.get_num_free_blocks()
+        for request_id in [*self.parked]:
+            if not stuck and slots <= 0:
+                return
+            self._evict(request_id)
+            slots -= 1
+
+    def _evict(self, request_id: str) -> None:
+        self.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+        self._evicted.append(request_id)
+
+
+def most_blocks(scheduler: Any, waiting: Iterable[Request]) -> int:
+    """Return an upper bound of the blocks, as if requests shared only kept prefixes."""
+    # Two blocks more than a waiting request's full ones: one for its last tokens, one for a copied block.
+    size, prefixes = scheduler.block_size, scheduler.prefixes
+    blocks: int = len(scheduler.running)
+    for request in waiting:
+        blocks += request.num_tokens // size + 2
+        if prefixes is not None:
+            blocks -= prefixes.shared(request)
+    return blocks
+
+
+def needed_blocks(
+    scheduler: Any, waiting: Iterable[Request], donors: Mapping[str, tuple[str, int]]
+) -> int:
+    """Return the number of blocks for the requests that fit into one step's tokens.
+
+    Blocks that they share with a holder are not counted. Cached blocks without a holder are counted,
+    because they are taken from the pool too.
+    """
+    size, prefixes = scheduler.block_size, scheduler.prefixes
+    blocks, tokens_left = 0, int(scheduler.max_num_scheduled_tokens)
+    for request in scheduler.running:  # the rest of a prompt, or the next token
+        blocks += max(request.num_tokens // size + 1 - request.num_computed_tokens // size, 1)
+        tokens_left -= 1
+    for request in waiting:
+        if tokens_left <= 0:
+            break
+        cached = scheduler.kv_cache_manager.get_computed_blocks(request)[0].blocks[0]
+        held = sum(block.ref_cnt > 0 for block in cached)
+        tokens = len(cached) * size
+        if prefixes is not None:
+            held = max(held, prefixes.shared(request))
+        donor_id, of_donor = donors.get(request.request_id, ("", 0))
+        donor = scheduler.requests.get(donor_id)
+        if donor is not None:
+            of_donor = min(of_donor, donor.num_computed_tokens)
+            held, tokens = max(held, of_donor // size), max(tokens, of_donor)
+        blocks += request.num_tokens // size + 2 - held
+        tokens_left -= max(request.num_tokens - tokens, 1)
+    return blocks

@@ -1,0 +1,362 @@
+"""Computes scores: log-probabilities or rows at many positions of a text, from the forwards that run it.
+
+A score is one vLLM request; its prompt is the text without its last token. Both runners
+look for vLLM's prompt logprobs after each forward, when they have the hidden states of all computed
+positions. There this file computes the wanted rows, a bounded number at a time, and keeps one entry of
+each row, or the row.
+
+Rules:
+    A score's cached prefix ends before its first wanted position, because no hidden states are computed
+    for cached tokens. The score's own blocks serve later requests.
+    Positions are taken once and in order, over as many steps as the text needs. After a preemption they
+    come again and are skipped. A request that ends without some is an error.
+    A position is NaN if its row is not finite, and only its request fails.
+    In a step of scores alone runner V2 draws no tokens, because their tokens and last rows are not read.
+
+The parts of vLLM that this file uses are listed in ``docs/new_vllm.md``. ``self_check.py`` compares
+scores with rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias, cast
+
+import torch
+from vllm.config import VllmConfig
+from vllm.lora.request import LoRARequest
+from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+
+from genrt.engines.vllm.capture import log_probabilities
+from genrt.engines.vllm.requests import FIRST
+from genrt.errors import EngineFailed, EngineUnsupported
+from genrt.questions.scores import ScoreRequest, Wanted, entries
+from genrt.tokens.rows import Leaving, moved
+
+__all__ = ["Positions", "attach", "positions_of"]
+
+
+ENTRIES = 2**25
+"""The most logits computed at a time. They take 256 MiB at most with their float32 copy. That is enough
+positions for a matrix product that is not bound by reading the weights."""
+
+
+Logits: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+"""Returns the logits ``[n, vocab_size]`` of hidden states ``[n, width]``."""
+
+
+class Span(NamedTuple):
+    """The part of a request that a step computes: ``length`` tokens from number ``computed`` on. Their
+    hidden states start at ``offset``."""
+
+    request_id: str
+    computed: int
+    length: int
+    offset: int
+
+
+@dataclass(slots=True)
+class _Score:
+    """A score in progress.
+
+    Attributes:
+        next: the first position that is still missing; ``end`` when all are taken.
+        parts: log-probabilities on their way to the host, in order. For whole rows these are the first
+            entries, which are NaN where a row is not finite.
+        rows: on the device, in order, if whole rows are wanted.
+    """
+
+    targets: torch.Tensor  # int64, on the device: the token after each wanted position
+    lora: LoRARequest | None
+    first: int
+    next: int
+    wanted: Wanted
+    temperature: float
+    parts: list[tuple[Leaving, slice]] = field(default_factory=list)
+    rows: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.targets)
+
+
+class _ScorePart(NamedTuple):
+    """Positions ``begin`` to ``end`` of a score that a step computed, with their hidden states."""
+
+    score: _Score
+    begin: int
+    end: int
+    hidden_states: torch.Tensor
+
+
+class Positions:
+    """The scores in progress of one engine, by the ids of their vLLM requests.
+
+    Args:
+        compute_logits: ``None`` where hidden states are not accessible and scores are not supported.
+        activate: sets the LoRA adapter of each hidden state for the next logits; ``None`` without
+            adapters.
+    """
+
+    def __init__(
+        self,
+        compute_logits: Logits | None = None,
+        activate: Callable[[Sequence[LoRARequest | None]], None] | None = None,
+        *,
+        vocab_size: int = 1,
+        device: torch.device | None = None,
+    ) -> None:
+        self._compute_logits = compute_logits
+        self._activate = activate
+        self._at_once = max(1, ENTRIES // vocab_size)
+        self._device = device or torch.device("cpu")
+        self._scores: dict[str, _Score] = {}
+        self.scored_tokens = 0
+
+    @property
+    def are_taken(self) -> bool:
+        """True if the engine supports scores; otherwise callers ask for rows."""
+        return self._compute_logits is not None
+
+    def stop(self) -> None:
+        """Support no scores from now on, and drop the references to the model."""
+        self._compute_logits = self._activate = None
+        self._scores.clear()
+
+    @property
+    def bytes_to_host(self) -> int:
+        """The number of bytes that have moved to the host, 4 for each scored token."""
+        return 0 if self._device.type == "cpu" else 4 * self.scored_tokens
+
+    def begin(self, request_id: str, request: ScoreRequest, lora: LoRARequest | None) -> None:
+        """Start the score of a request that is sent to vLLM next.
+
+        Raises:
+            EngineFailed: this engine does not support scores.
+        """
+        if not self.are_taken:
+            raise EngineFailed("this engine takes a row for every token of a score")
+        targets = torch.tensor(request.token_ids[request.start :], dtype=torch.int64)
+        if self._device.type != "cpu":
+            targets = targets.pin_memory().to(self._device, non_blocking=True)
+        first = request.start - 1
+        heat = request.temperature
+        self._scores[request_id] = _Score(targets, lora, first, first, request.wanted, heat)
+
+    def __bool__(self) -> bool:
+        return bool(self._scores)
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._scores
+
+    @torch.inference_mode()
+    def put(self, hidden_states: torch.Tensor, spans: Iterable[Span]) -> None:
+        """Store the wanted positions that a step computed; ignore spans of other requests."""
+        entries_of: list[_ScorePart] = []
+        rows_of: list[_ScorePart] = []
+        for span in spans:
+            score = self._scores.get(span.request_id)
+            if score is None or span.computed > score.next:  # ``take`` reports the gap
+                continue
+            end = min(span.computed + span.length, score.end)
+            if end > score.next:
+                start = span.offset - span.computed
+                found = hidden_states[start + score.next : start + end]
+                group = rows_of if score.wanted == "rows" else entries_of
+                group.append(_ScorePart(score, score.next, end, found))
+        if rows_of:
+            self._put_rows(rows_of)
+        if entries_of:
+            self._put_entries(entries_of)
+
+    def _put_rows(self, group: Sequence[_ScorePart]) -> None:
+        rows = _cat([rows for _, rows in self._rows(group)])
+        leaving, at = Leaving(rows[:, 0]), 0
+        for score, begin, end, _ in group:
+            part = slice(at, at + end - begin)
+            score.rows.append(rows[part])
+            score.parts.append((leaving, part))
+            score.next, at = end, part.stop
+
+    def _put_entries(self, group: Sequence[_ScorePart]) -> None:
+        targets = _cat([s.targets[begin - s.first : end - s.first] for s, begin, end, _ in group])
+        greedy = any(each.score.wanted == "greedy" for each in group)
+        wants: Wanted = "greedy" if greedy else "logprobs"
+        heats = [each.score.temperature for each in group for _ in range(each.begin, each.end)]
+        heat = torch.tensor(heats, dtype=torch.float64)
+        heated = None if set(heats) == {1.0} else moved(heat, self._device)
+        found = [
+            entries(rows, targets[part], wants, None if heated is None else heated[part])
+            for part, rows in self._rows(group)
+        ]
+        leaving, at = Leaving(_cat(found, dim=-1)), 0
+        for score, begin, end, _ in group:
+            score.parts.append((leaving, slice(at, at + end - begin)))
+            score.next, at = end, at + end - begin
+
+    def _rows(self, group: Sequence[_ScorePart]) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield rows for some positions at a time, with the slice of positions."""
+        hidden_states = _cat([each.hidden_states for each in group])
+        loras = [each.score.lora for each in group for _ in range(each.begin, each.end)]
+        compute_logits = cast("Logits", self._compute_logits)  # not None, since there are scores
+        for start in range(0, len(hidden_states), self._at_once):
+            part = slice(start, start + self._at_once)
+            if self._activate is not None:
+                self._activate(loras[part])
+            logits = compute_logits(hidden_states[part])
+            yield part, log_probabilities(logits, may_overwrite=True)
+
+    def take(self, request_ids: Iterable[str]) -> dict[str, torch.Tensor | None]:
+        """Return the answers of the scores among these requests; ``None`` where a row was not finite.
+        A score is taken once.
+
+        Raises:
+            EngineUnsupported: a score has ended without some positions, because vLLM skipped them.
+        """
+        taken: dict[str, torch.Tensor | None] = {}
+        for request_id in request_ids:
+            score = self._scores.pop(request_id, None)
+            if score is None:
+                continue
+            if score.next < score.end:
+                raise EngineUnsupported(
+                    "vLLM finished a request without showing genrt all positions of its text; this "
+                    "version or configuration of vLLM is not supported"
+                )
+            parts = [leaving.arrived()[..., part] for leaving, part in score.parts]
+            if score.wanted != "greedy":  # a greedy score in the same step adds a second row
+                parts = [part if part.ndim == 1 else part[0] for part in parts]
+            answer = torch.cat(parts, dim=-1)
+            self.scored_tokens += len(score.targets)
+            if bool(answer.isnan().any()):
+                taken[request_id] = None
+                continue
+            if score.wanted == "rows":
+                answer = _cat(score.rows)
+                if answer.is_cuda:  # allocated on vLLM's stream, read on this one
+                    answer.record_stream(torch.cuda.current_stream(answer.device))
+            taken[request_id] = answer
+        return taken
+
+    def forget(self, request_ids: Collection[str]) -> None:
+        """Forget cancelled scores; ignore other requests."""
+        for request_id in request_ids:
+            self._scores.pop(request_id, None)
+
+
+def _cat(parts: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def positions_of(
+    config: VllmConfig, runner: Any, scheduler: Any, own_processors: bool
+) -> Positions:
+    """Return the ``Positions`` of an engine.
+
+    They support no scores in these cases: the runner is in another process; a prompt's hidden states are
+    not the rows' hidden states; a cached prefix may end anywhere; or the user's logits processors change
+    the rows' logits.
+    """
+    if (
+        runner is None
+        or own_processors
+        or config.cache_config.kv_sharing_fast_prefill
+        or config.kv_transfer_config
+        or config.model_config.is_encoder_decoder
+    ):
+        return Positions()
+    limit_hits(scheduler)
+    return attach(runner, vocab_size=int(config.model_config.get_vocab_size()))
+
+
+def attach(runner: Any, *, vocab_size: int) -> Positions:
+    """Return ``Positions`` that see every step of a runner."""
+    compute_logits = lambda hidden_states: runner.model.compute_logits(hidden_states)
+    activate = None if runner.lora_config is None else lambda loras: _set_adapters(runner, loras)
+    positions = Positions(
+        compute_logits, activate, vocab_size=vocab_size, device=torch.device(runner.device)
+    )
+    # Set on the instance, so that it hides the class's method.
+    if hasattr(runner, "input_batch"):
+        look = runner._get_prompt_logprobs_dict
+
+        def look_v1(hidden_states: torch.Tensor, scheduled: dict[str, int]) -> Any:
+            if positions:
+                positions.put(hidden_states, _spans_v1(runner, scheduled))
+            return look(hidden_states, scheduled)
+
+        runner._get_prompt_logprobs_dict = look_v1
+        return positions
+    worker = runner.prompt_logprobs_worker
+    compute, sample = worker.compute_prompt_logprobs, runner.sample
+
+    def compute_v2(logits_of: Any, hidden_states: torch.Tensor, batch: Any, *rest: Any) -> Any:
+        if positions:
+            positions.put(hidden_states, _spans_v2(batch))
+        return compute(logits_of, hidden_states, batch, *rest)
+
+    def sample_v2(hidden_states: torch.Tensor, batch: Any, grammar: Any) -> Any:
+        if positions and all(each in positions for each in batch.req_ids):
+            return _undrawn(runner, batch)
+        return sample(hidden_states, batch, grammar)
+
+    worker.compute_prompt_logprobs, runner.sample = compute_v2, sample_v2
+    return positions
+
+
+def _undrawn(runner: Any, batch: Any) -> Any:
+    """Return the outputs of the V2 runner's ``sample``, with token 0 in place of each draw."""
+    ones, lengths = batch.seq_lens.new_ones(batch.num_reqs), runner.req_states.prefill_len.gpu
+    counts = get_num_sampled_and_rejected(
+        ones, batch.seq_lens, batch.cu_num_logits, batch.idx_mapping, lengths
+    )
+    drawn = batch.idx_mapping.new_zeros(batch.num_reqs, 1)
+    return SamplerOutput(drawn, None, None, *counts), *counts
+
+
+def _spans_v1(runner: Any, scheduled: dict[str, int]) -> Iterator[Span]:
+    starts = runner.query_start_loc.np
+    for request_id, index in runner.input_batch.req_id_to_index.items():
+        if request_id in scheduled:
+            computed = runner.requests[request_id].num_computed_tokens
+            yield Span(request_id, computed, scheduled[request_id], int(starts[index]))
+
+
+def _spans_v2(batch: Any) -> Iterator[Span]:
+    counts = batch.num_computed_prefill_tokens_np, batch.num_scheduled_tokens
+    # ``query_start_loc_np`` has one entry more than there are requests.
+    for request_id, *numbers in zip(batch.req_ids, *counts, batch.query_start_loc_np, strict=False):
+        yield Span(request_id, *map(int, numbers))
+
+
+def _set_adapters(runner: Any, loras: Sequence[LoRARequest | None]) -> None:
+    """Make each hidden state's own adapter compute its logits. vLLM has set one adapter per row; the next
+    step sets them again."""
+    ids = tuple(0 if lora is None else lora.lora_int_id for lora in loras)
+    runner._set_active_loras(ids, ids, {lora for lora in loras if lora is not None})
+
+
+def limit_hits(scheduler: Any) -> None:
+    """Limit the cached prefixes of a scheduler's scores to tokens before the first wanted position."""
+    find = scheduler._get_local_prefix_cache_hit
+
+    def found(request: Any, *limit: Any) -> Any:
+        extra = request.sampling_params.extra_args if request.sampling_params else None
+        first = (extra or {}).get(FIRST)
+        # vLLM always computes the last token of a request.
+        return find(request if first is None else _Shortened(request, first + 1), *limit)
+
+    scheduler._get_local_prefix_cache_hit = found
+
+
+class _Shortened:
+    """A vLLM request that appears to have fewer tokens."""
+
+    def __init__(self, request: Any, num_tokens: int) -> None:
+        self._request = request
+        self.num_tokens = num_tokens
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)

@@ -1,0 +1,402 @@
+"""Runs steps: vLLM's own, and decode steps of open requests, which are prepared and speculated.
+
+A *decode step* gives one token to sequences that were extended or forked, and does no other work.
+``OpenScheduler`` schedules it, vLLM's runner runs it, and genrt takes its logits in place of sampling.
+While the same sequences continue step after step, the next step is *prepared* while the device computes:
+it lacks only its tokens. If the tokens were drawn on the device, the step is *speculated*: it runs with
+them before a caller asks for it.
+
+vLLM runs every other step. The next token of a text is drawn on the device, so steps of texts alone are
+scheduled while the previous step computes, by vLLM's asynchronous scheduling.
+
+Rules:
+    Tokens are written where the runner reads them before the step that needs them.
+    A speculated step answers only for the tokens that it ran with; for others the prepared step runs.
+    After ``MISSES`` unused prepared steps in a row, only every ``RETRY``-th step prepares the next one.
+    The same holds for speculated steps.
+    A request for a row waits for the end of a step that was scheduled ahead. After a row, the next
+    ``PATIENCE`` steps are not scheduled ahead, because more rows are likely.
+
+The parts of vLLM that this file uses are listed in ``docs/new_vllm.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.engine.core_client import EngineCoreClient
+
+from genrt.engines.vllm.runners import NextTokens, Prepared, Runner, read_elsewhere
+from genrt.engines.vllm.scheduler import OpenScheduler
+from genrt.engines.vllm.seats import Seat
+from genrt.tokens.rows import Leaving
+
+__all__ = ["CoreSteps", "DecodeSteps", "DecodedStep", "shut_down"]
+
+
+MISSES = 3
+"""The number of misses in a row after which preparing, or speculating, becomes the exception."""
+
+RETRY = 16
+"""After too many misses, every ``RETRY``-th step is still tried."""
+
+
+class DecodedStep(NamedTuple):
+    """A launched decode step: its requests and their rows, which the device may still be computing.
+
+    Request ``i`` has row ``i``, or row ``places[i]`` if there are more rows than requests. Rows with
+    ``is_lent`` are valid until the next step is launched.
+    """
+
+    request_ids: list[str]
+    rows: torch.Tensor
+    places: list[int] | None = None
+    is_lent: bool = False
+
+    def own(self) -> DecodedStep:
+        """Return the same step with its own rows, one for each request."""
+        if not self.is_lent:
+            return self
+        if self.places is None:
+            rows = self.rows.clone()
+        else:
+            at = _pinned(self.places, torch.int64, self.rows.device)
+            rows = self.rows.index_select(0, at.to(self.rows.device, non_blocking=True))
+        return DecodedStep(self.request_ids, read_elsewhere(rows))
+
+
+class _Speculated(NamedTuple):
+    """The tokens with which a prepared step ran before a caller asked for it, and its rows."""
+
+    on_host: Leaving  # the tokens, or draws with the tokens in their first column
+    order: list[int] | None  # for each request, the place of its token
+    rows: torch.Tensor
+
+    def token_ids(self) -> list[int]:
+        """Wait for the tokens on the host; return them in the order of the step."""
+        drawn = self.on_host.arrived().numpy()
+        found = (drawn if drawn.ndim == 1 else drawn[:, 0]).clip(0.0).astype(np.int64).tolist()
+        return found if self.order is None else [found[place] for place in self.order]
+
+
+class DecodeSteps:
+    """Runs the decode steps of an engine in this process.
+
+    ``extend`` and ``reseat`` set up the next step; ``run`` launches it; ``prepare_next`` ends it while
+    the device computes.
+
+    Args:
+        enabled: whether decode steps are correct for this engine: a row depends on the forward alone.
+        ahead: whether steps are prepared and speculated.
+        device: the runner's device.
+    """
+
+    def __init__(
+        self,
+        scheduler: OpenScheduler,
+        runner: Runner,
+        *,
+        enabled: bool,
+        ahead: bool,
+        device: torch.device,
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._enabled = enabled
+        self.ahead = ahead
+        self._device = device
+        # Changes that ``run`` has still to pass to the runner.
+        self._seats: list[Seat] = []
+        self._tokens = NextTokens()
+        # Set by ``prepare_next`` and ``speculate``, consumed by ``run``.
+        self._prepared: Prepared | None = None
+        self._speculated: _Speculated | None = None
+        # The prepared step that ran last, if no other step has run since.
+        self._before: Prepared | None = None
+        # The requests of the last unprepared decode step, and whether the step before had the same ones.
+        self._last: list[str] = []
+        self._is_steady = False
+        self._steps = self._unused = self._mistaken = 0
+        self.prepared = 0
+        self.speculated = 0
+
+    def extend(self, tokens: NextTokens) -> None:
+        """Add these tokens to the next step."""
+        self._tokens.add(tokens)
+
+    def reseat(self, seats: Sequence[Seat]) -> None:
+        """Make requests continue as other sequences from the next step on."""
+        self._seats += seats
+
+    def forget(self, request_ids: Set[str]) -> None:
+        """Drop pending work for requests that vLLM no longer knows."""
+        of_step = [] if self._prepared is None else self._prepared.request_ids
+        known = self._scheduler.requests.keys()
+        # A speculated step that has already run keeps valid rows for the other requests: it started
+        # before another request could take the freed blocks.
+        is_of_use = self._speculated is not None and not known.isdisjoint(of_step)
+        if not (is_of_use or request_ids.isdisjoint(of_step)):
+            self.discard()
+        self._seats = [seat for seat in self._seats if seat.request.request_id not in request_ids]
+        self._tokens = self._tokens.without(request_ids)
+
+    def discard(self) -> None:
+        """Discard the step that was prepared or speculated, if there is one."""
+        self._prepared = self._speculated = None
+
+    def close(self) -> None:
+        """Drop the runner and its device memory; no step may follow."""
+        self.discard()
+        self._before = None
+        del self._runner
+
+    @torch.inference_mode()
+    def run(self) -> DecodedStep | None:
+        """Launch the next step if it is a decode step.
+
+        Return ``None`` if vLLM must run its own step; the runner has then received all changes.
+        """
+        prepared, speculated = self._prepared, self._speculated
+        self.discard()
+        self._steps += 1
+        if prepared is not None:
+            tokens = self._tokens_of(prepared)
+            if tokens is not None:
+                return self._run_prepared(prepared, tokens, speculated)
+            if speculated is not None and (step := self._part_of(prepared, speculated)) is not None:
+                return step
+            self._unused += 1
+            self._mistaken += speculated is not None
+        self._before = None
+        self._tell_runner()
+        output = self._scheduler.decode_step() if self._enabled else None
+        if output is None:
+            self._last = []
+            return None
+        self._runner.execute(output)
+        request_ids, rows = self._runner.take_rows()
+        last, self._last = self._last, request_ids
+        self._is_steady = len(request_ids) == len(last) and set(request_ids) == set(last)
+        return DecodedStep(request_ids, rows)
+
+    def _tell_runner(self) -> None:
+        # Seats come first: a token's position belongs to the sequence that has the seat now.
+        if self._seats:
+            self._runner.reseat(self._seats)
+            self._seats.clear()
+        if self._tokens:
+            self._runner.write(self._tokens)
+            self._tokens = NextTokens()
+
+    def _tokens_of(self, step: Prepared) -> NextTokens | None:
+        """Return the tokens of a prepared step, in its order; ``None`` if it is not the next step."""
+        tokens = self._tokens.in_order_of(step.request_ids)
+        if tokens is None or tokens.positions != step.positions:
+            return None
+        return tokens if self._scheduler.begin_prepared(set(step.request_ids)) else None
+
+    def _run_prepared(
+        self, step: Prepared, tokens: NextTokens, speculated: _Speculated | None
+    ) -> DecodedStep:
+        if (
+            speculated is not None
+            and not self._seats
+            and speculated.token_ids() == tokens.token_ids
+        ):
+            rows = speculated.rows
+            self._mistaken = 0
+            self.speculated += 1
+        else:
+            self._mistaken += speculated is not None
+            if self._seats:
+                self._runner.reseat(self._seats)
+                self._runner.refresh(step)
+                self._seats.clear()
+            rows = self._runner.run(step, _pinned(tokens.token_ids, torch.float64, self._device))
+        self._confirmed(step, tokens)
+        return DecodedStep(step.request_ids, rows, is_lent=True)
+
+    def _part_of(self, step: Prepared, speculated: _Speculated) -> DecodedStep | None:
+        """Answer the next step from a speculated step of more requests, if its tokens were right."""
+        tokens, at = self._tokens, {each: n for n, each in enumerate(step.request_ids)}
+        if self._seats or not tokens or not at.keys() >= set(tokens.request_ids):
+            return None
+        places, ran = [at[each] for each in tokens.request_ids], speculated.token_ids()
+        if (
+            len(set(places)) < len(places)
+            or [step.positions[place] for place in places] != tokens.positions
+            or [ran[place] for place in places] != tokens.token_ids
+            or not self._scheduler.begin_prepared(set(tokens.request_ids))
+        ):
+            return None
+        self._mistaken = 0
+        self.speculated += 1
+        self._confirmed(step, tokens)
+        return DecodedStep(tokens.request_ids, speculated.rows, places, is_lent=True)
+
+    def _confirmed(self, step: Prepared, tokens: NextTokens) -> None:
+        self._runner.confirm(step, tokens)
+        self._before = step
+        self._tokens = NextTokens()
+        self._unused = 0
+        self.prepared += 1
+
+    @property
+    def foresees(self) -> bool:
+        """True if the step after the running one may be prepared and speculated."""
+        return self._prepares and self._is_worth_it(self._mistaken)
+
+    @property
+    def _prepares(self) -> bool:
+        return self.ahead and self._is_worth_it(self._unused)
+
+    @torch.inference_mode()
+    def prepare_next(self, forks: Sequence[str] | None = None) -> None:
+        """Prepare the next step while the device computes, if it is likely to be used, and park the
+        requests of the running step.
+
+        ``forks`` are parked forks of the running requests and take part in the prepared step. ``None``
+        means that the only evidence about the next step is the past ones.
+        """
+        if self._prepares and (forks is not None or self._is_steady):
+            forks = forks or ()
+            order = self._before.request_ids if self._before is not None else ()
+            output = self._scheduler.decode_step_ahead(forks, order)
+            if output is not None:
+                if self._seats:
+                    self._runner.reseat(self._seats)
+                    self._seats.clear()
+                self._prepared = self._runner.prepare(output, self._before)
+            self._mistaken += bool(forks) and self._prepared is None
+        self._scheduler.end_decode_step()
+
+    def can_speculate(self, count: int) -> bool:
+        """Return whether a step of ``count`` requests is prepared and not speculated yet."""
+        step = self._prepared
+        return step is not None and len(step.request_ids) == count and self._speculated is None
+
+    @torch.inference_mode()
+    def speculate(
+        self, request_ids: Sequence[str], tokens: torch.Tensor, on_host: Leaving | None
+    ) -> None:
+        """Run the prepared step with these tokens, float64 ``[n]`` on the device (-1: no token).
+
+        Do no work if the prepared step has other requests. ``on_host`` is the copy of the tokens to the
+        host, if one was started.
+        """
+        step = self._prepared
+        if step is None or not self._is_worth_it(self._mistaken):
+            return
+        order: list[int] | None = None
+        # Copy before the forward is enqueued, so that the copy does not wait for it.
+        on_host = Leaving(tokens) if on_host is None else on_host
+        if request_ids != step.request_ids:
+            places = {request_id: place for place, request_id in enumerate(request_ids)}
+            if len(places) != len(request_ids) or places.keys() != set(step.request_ids):
+                return
+            order = [places[request_id] for request_id in step.request_ids]
+        self._speculated = _Speculated(on_host, order, self._runner.run(step, tokens, order))
+
+    def _is_worth_it(self, mistakes: int) -> bool:
+        return mistakes < MISSES or self._steps % RETRY == 0
+
+
+def _pinned(numbers: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return numbers in host memory that a CUDA device can copy without blocking the host."""
+    return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+PATIENCE = 4
+"""The number of steps after a row that are not scheduled ahead."""
+
+
+def shut_down(llm_engine: Any) -> None:
+    """Shut an engine core down as ``EngineCore.shutdown`` does, except for state that other engines of
+    this process use."""
+    llm_engine.engine_core._finalizer.detach()  # it would shut down the shared state too
+    # Remove hooks of torch's compiler while the model exists: they would keep its weights in memory.
+    getattr(llm_engine, "_finalizer", lambda: None)()
+    core = llm_engine.engine_core.engine_core
+    core.structured_output_manager.clear_backend()
+    core.model_executor.shutdown()
+    core.scheduler.shutdown()
+
+
+class CoreSteps:
+    """The steps of one engine's core.
+
+    Args:
+        client: vLLM's client of the core.
+        scheduler: the core's if it is genrt's; only that one can be switched to scheduling ahead.
+        runner: the model runner, if it is in this process.
+    """
+
+    def __init__(
+        self, client: EngineCoreClient, scheduler: OpenScheduler | None, runner: Any = None
+    ) -> None:
+        self._client: Any = client
+        self._runner = runner
+        self._scheduler = scheduler
+        self._core: Any = self._client.engine_core if scheduler is not None else None
+        self._can_be_ahead = getattr(self._core, "batch_queue", None) is not None
+        self._without_rows = 0
+
+    def run(self, *, only_texts: bool) -> Sequence[EngineCoreOutput]:
+        """Return the outputs of the step under way, or, if there is no such step, of the next one."""
+        if self._scheduler is None:
+            outputs: Sequence[EngineCoreOutput] = self._client.get_output().outputs
+            return outputs
+        self._without_rows = self._without_rows + 1 if only_texts else 0
+        if self._can_be_ahead and only_texts and self._without_rows > PATIENCE:
+            return self._ahead(self._scheduler)
+        if self.is_ahead:
+            return self._finished(self._scheduler)
+        stepped, _ = self._core.step()
+        return _outputs_of(stepped)
+
+    @property
+    def is_ahead(self) -> bool:
+        """True while a step is under way with unread outputs."""
+        return self._can_be_ahead and bool(self._core.batch_queue)
+
+    def settle(self) -> None:
+        """Wait for the steps under way and drop their outputs."""
+        while self._scheduler is not None and self.is_ahead:
+            self._finished(self._scheduler)
+
+    def forget(self) -> None:
+        """Forget the steps under way, after a step that failed."""
+        if self._can_be_ahead:
+            self._core.batch_queue.clear()
+        if self._runner is not None:
+            # The state of a forward with undrawn tokens, for example because a mask failed. With it,
+            # runner V1 refuses every later step.
+            self._runner.execute_model_state = None
+
+    def _ahead(self, scheduler: OpenScheduler) -> Sequence[EngineCoreOutput]:
+        """Schedule a step and return the outputs of the previous one. The first of many such steps has
+        no outputs yet."""
+        scheduler.ahead = True
+        try:
+            outputs, _ = self._core.step_with_batch_queue()
+            if outputs is None and self.is_ahead:
+                outputs, _ = self._core.step_with_batch_queue()
+        finally:
+            scheduler.ahead = False
+        return _outputs_of(outputs)
+
+    def _finished(self, scheduler: OpenScheduler) -> Sequence[EngineCoreOutput]:
+        """Wait for the step under way and return its outputs. This is ``step_with_batch_queue`` without
+        the scheduling of another step."""
+        future, output, _ = self._core.batch_queue.pop()
+        return _outputs_of(scheduler.update_from_output(output, future.result()))
+
+
+def _outputs_of(outputs: Any) -> Sequence[EngineCoreOutput]:
+    """Return the outputs for the only client."""
+    found: Sequence[EngineCoreOutput] = outputs[0].outputs if outputs and 0 in outputs else ()
+    return found

@@ -1,0 +1,141 @@
+"""The right answers of questions, by arithmetic that shares nothing with the engines' own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from genrt.questions.draws import DrawToken, PopulationDraw
+from genrt.questions.masks import packed_mask
+from genrt.questions.reads import Candidates, HostRow, KeptContext, TopTokens, Wanted
+from genrt.questions.scores import ScoreRequest
+from genrt.tokens.sampling import BatchDraw, Draw, TopLogprobs, truncate
+
+__all__ = ["READS", "ReadOracle", "are_draws", "is_answer", "is_row", "is_score", "read_examples"]
+
+TOLERANCE = 1e-4
+"""The distance of a draw's numbers from those of double precision."""
+
+
+class ReadOracle(NamedTuple):
+    """What tests know of one kind of read.
+
+    Attributes:
+        examples: makes a few, given the size of the vocabulary and a generator.
+        is_answer: returns whether a result answers one, given the row and a tolerance.
+    """
+
+    examples: Callable[[int, torch.Generator], Sequence[Wanted]]
+    is_answer: Callable[[Any, Tensor, object, float], bool]
+
+
+def is_row(row: Tensor, result: object, *, tolerance: float = 0.0) -> bool:
+    """Return whether a result is this row: float32, of the same length, with the same entries."""
+    if not isinstance(result, Tensor) or result.dtype != torch.float32:
+        return False
+    if result.shape != row.shape:
+        return False
+    return torch.allclose(row.to(result.device), result, rtol=0.0, atol=tolerance)
+
+
+def is_answer(wanted: Wanted, row: Tensor, result: object, *, tolerance: float = 0.0) -> bool:
+    """Return whether a result is what a read wants of the row."""
+    return READS[type(wanted)].is_answer(wanted, row, result, tolerance)
+
+
+def read_examples(vocab_size: int, generator: torch.Generator) -> list[Wanted]:
+    """Return a few reads of every kind."""
+    return [each for kind in READS.values() for each in kind.examples(vocab_size, generator)]
+
+
+def are_draws(request: PopulationDraw, rows: Sequence[Tensor], result: object) -> bool:
+    """Return whether each draw of a population is possible after its row."""
+    if not isinstance(result, BatchDraw) or len(result.token_ids) != len(rows):
+        return False
+    draws = map(Draw, *[numbers.tolist() for numbers in result])
+    masks = [None] * len(rows) if request.masks is None else [m.tobytes() for m in request.masks]
+    return all(
+        _is_draw(DrawToken(mask, request.temperature, seed=0), row, draw)
+        for row, mask, draw in zip(rows, masks, draws, strict=True)
+    )
+
+
+def is_score(
+    request: ScoreRequest, rows: Sequence[Tensor], result: object, *, tolerance: float = 0.0
+) -> bool:
+    """Return whether this is the answer of a score, given the row before each token."""
+    return is_row(request.answer(rows), result, tolerance=tolerance)
+
+
+def _draws(vocab_size: int, generator: torch.Generator) -> list[Wanted]:
+    """Return draws with and without a mask, greedy ones and tempered ones."""
+    allowed = torch.randperm(vocab_size, generator=generator)[: max(1, vocab_size // 3)]
+    mask = packed_mask(allowed, vocab_size)
+    free = DrawToken(seed=9)
+    return [DrawToken(mask, seed=8), free, DrawToken(mask, 0.0), DrawToken(mask, 2.0, seed=10)]
+
+
+def _is_draw(wanted: DrawToken, row: Tensor, result: object, tolerance: float = 0.0) -> bool:
+    """Return whether the token of a draw is possible, and its two numbers are those of that token."""
+    if not isinstance(result, Draw):
+        return False
+    tolerance = max(tolerance, TOLERANCE)
+    masked = row.double().cpu()
+    if wanted.mask is not None:
+        bits = torch.frombuffer(bytearray(wanted.mask), dtype=torch.uint8)
+        allowed = bits[:, None] >> torch.arange(8) & 1
+        masked = masked.masked_fill(allowed.reshape(-1)[: len(row)] == 0, -math.inf)
+    log_mass = float(masked.logsumexp(-1))
+    if log_mass == -math.inf:
+        return result == Draw(-1, -math.inf, -math.inf)
+    if not 0 <= result.token_id < len(row) or abs(result.log_mass - log_mass) > tolerance:
+        return False
+    own = float(masked[result.token_id])
+    if wanted.temperature == 0.0:
+        return own >= float(masked.max()) - tolerance and result.logprob == 0.0
+    if own == -math.inf:
+        return False
+    heated = masked / wanted.temperature
+    expected = float(heated[result.token_id] - heated.logsumexp(-1))
+    return abs(result.logprob - expected) <= tolerance * max(1.0, 1.0 / wanted.temperature)
+
+
+def _is_top(wanted: TopTokens, row: Tensor, result: object, tolerance: float) -> bool:
+    """Return whether these are ``k`` of the likeliest tokens in order, with their entries."""
+    if not isinstance(result, TopLogprobs) or len(set(result.token_ids.tolist())) != wanted.k:
+        return False
+    several = row.topk(wanted.k).values, row[result.token_ids.to(row.device)]
+    return all(is_row(each, result.logprobs, tolerance=tolerance) for each in several)
+
+
+def _candidates(vocab_size: int, generator: torch.Generator) -> list[Wanted]:
+    """Return a few tokens, one of them twice, and no token."""
+    ids = tuple(torch.randperm(vocab_size, generator=generator)[:5].tolist())
+    ways = [Candidates((*ids, ids[0])), Candidates(()), Candidates(ids, 0.5), Candidates(ids, 3.0)]
+    return [*ways]
+
+
+def _are_candidates(wanted: Candidates, row: Tensor, result: object, tolerance: float) -> bool:
+    """Return whether these are the row's entries."""
+    if wanted.temperature != 1.0:
+        row = truncate(row, temperature=wanted.temperature)
+    return is_row(row[list(wanted.token_ids)], result, tolerance=tolerance)
+
+
+def _is_on_host(_: HostRow, row: Tensor, result: object, tolerance: float) -> bool:
+    is_there = isinstance(result, Tensor) and result.device.type == "cpu"
+    return is_there and is_row(row, result, tolerance=tolerance)
+
+
+READS: dict[type[Wanted], ReadOracle] = {
+    DrawToken: ReadOracle(_draws, _is_draw),
+    TopTokens: ReadOracle(lambda size, _: [TopTokens(1), TopTokens(min(5, size))], _is_top),
+    Candidates: ReadOracle(_candidates, _are_candidates),
+    HostRow: ReadOracle(lambda *_: [HostRow()], _is_on_host),
+    KeptContext: ReadOracle(lambda *_: [KeptContext()], lambda *given: given[2] is True),
+}
+"""Every kind of read."""

@@ -1,0 +1,380 @@
+"""Steps run before they are asked for, on an engine that runs ahead as engines on GPUs do. No step is
+missed while populations grow, are resampled or end, and each draw is a quiet runtime's."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import genrt
+from genrt.lm import AsyncLM
+from genrt.populations import Population
+from genrt.tokens.sampling import BatchDraw
+from tests.apart import drawn_apart
+from tests.engines.vllm.ahead import (
+    COUNT,
+    OPTIONS,
+    Runtimes,
+    all_the_same,
+    halved,
+    held,
+    run_always_ahead,
+    running_ahead,
+    same,
+    two_runtimes,
+)
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(scope="module")
+def runtimes(llama: Path) -> Iterator[Runtimes]:
+    with two_runtimes(llama) as both:
+        yield both
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A second random Llama of the same shape as ``llama``."""
+    from tests.small_models import make_llama
+
+    return make_llama(tmp_path_factory.mktemp("other") / "model", seed=7)
+
+
+@pytest.fixture(scope="module")
+def of_the_other(other: Path) -> Iterator[Runtimes]:
+    with two_runtimes(other) as both:
+        yield both
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_always_ahead(monkeypatch)
+
+
+def begun(lm: AsyncLM, *sizes: int) -> list[Population]:
+    return [lm.population([[n, k, 4] for n in range(size)]) for k, size in enumerate(sizes)]
+
+
+def closed(populations: list[Population], lm: AsyncLM) -> None:
+    for each in populations:
+        each.close()
+    assert held(lm) == (0, 0)
+
+
+def several(*sizes: int) -> Callable[[AsyncLM], list[Population]]:
+    return lambda lm: begun(lm, *sizes)
+
+
+Due = Callable[[int, int], bool]
+"""Whether population ``place`` is resampled after step ``step``."""
+GROWING: dict[str, tuple[Callable[[AsyncLM], list[Population]], Due, int, int, int]] = {
+    "two": (several(12, 12), lambda *_: False, 4, 12, 8),
+    "four": (several(3, 7, 1, 12), lambda *_: False, 4, 12, 8),
+    "eight": (several(*[2] * 8), lambda *_: False, 4, 12, 8),
+    "two, resampled": (several(12, 12), lambda p, step: not p or step % 3 == 0, 8, 24, 15),
+    "one, resampled": (several(12), lambda *_: True, 16, 32, 15),
+    "of one prompt": (lambda lm: [lm.population([5, 6, 7], COUNT)], lambda *_: True, 16, 32, 15),
+    "seldom resampled": (several(12), lambda _, step: step % 7 == 3, 6, 30, 23),
+}
+"""Populations, when they are resampled, the first counted step, all steps, the least that ran ahead."""
+
+
+@pytest.mark.parametrize("name", GROWING)
+async def test_every_step_has_run_before_it_is_asked_for(runtimes: Runtimes, name: str) -> None:
+    lm, quiet = runtimes
+    make, is_resampled, first, steps, least = GROWING[name]
+    rng, populations = random.Random(5), make(lm)
+    for step in range(steps):
+        if step == first:
+            before = lm.statistics().engine
+        await all_the_same(populations, quiet, seed=1000 * step)
+        for place, population in enumerate(populations):
+            if is_resampled(place, step):
+                population.resample(halved(rng, len(population)))
+    after = lm.statistics().engine
+    assert after.speculated - before.speculated >= least
+    if name != "seldom resampled":
+        assert after.steps - before.steps == steps - first, "one forward a step for all"
+    closed(populations, lm)
+
+
+async def test_equal_sequences_under_narrow_masks_run_ahead_from_the_third_step_on(
+    runtimes: Runtimes,
+) -> None:
+    lm, quiet = runtimes
+    rng, masks = random.Random(6), torch.zeros(COUNT, lm.vocab_size, dtype=torch.bool)
+    masks[:, [3, 4]] = True
+    before = lm.statistics().engine.speculated
+    population = lm.population([9, 8, 7], COUNT)
+    for step in range(12):
+        await same(population, quiet, seed=step, masks=masks)
+        population.resample(halved(rng))
+    assert lm.statistics().engine.speculated - before >= 9
+    closed([population], lm)
+
+
+async def test_sequences_that_end_stop_no_step_ahead(runtimes: Runtimes) -> None:
+    lm, quiet = runtimes
+    [population] = populations = begun(lm, COUNT)
+    for step in range(4):
+        await same(population, quiet, seed=100 * step)
+    before = lm.statistics().engine.speculated
+    for step in range(COUNT):
+        where = [number >= step for number in range(COUNT)]
+        found = await population.draw(where=where, seed=9 + 100 * step)
+        wanted = await drawn_apart(quiet, [*population], seed=9 + 100 * step)
+        assert found.token_ids[step:].tolist() == wanted.token_ids[step:].tolist()
+        population.append(found.token_ids)
+    assert lm.statistics().engine.speculated - before >= COUNT - 1
+    closed(populations, lm)
+
+
+async def test_closing_others_stops_no_step_ahead(runtimes: Runtimes) -> None:
+    """Older ones, which are then asked about again, and those of the same step."""
+    lm, quiet = runtimes
+    old = [lm.population([[n, 8, k] for n in range(2)]) for k in range(6)]
+    for each in old:
+        each.append((await each.draw(seed=0)).token_ids)
+        each.append((await each.draw(seed=1)).token_ids)
+    populations = begun(lm, *[6] * 4)
+    for step in range(6):
+        await all_the_same(populations, quiet, seed=1000 * step)
+    before, kept = lm.statistics().engine.speculated, [[*each] for each in old]
+    for step, each in enumerate(old):
+        each.close()
+        await all_the_same(populations, quiet, seed=7 + 1000 * step)
+    for step in range(3):
+        populations.pop(step % len(populations)).close()
+        await all_the_same(populations, quiet, seed=50 + 1000 * step)
+    assert lm.statistics().engine.speculated - before == len(old) + 3
+    again = lm.population([context for contexts in kept for context in contexts])
+    await same(again, quiet, seed=3)
+    closed([again, *populations], lm)
+
+
+@pytest.mark.parametrize("way", ["split", "taken"])
+async def test_parts_of_one_population_get_different_spare_requests(
+    runtimes: Runtimes, way: str
+) -> None:
+    lm, quiet = runtimes
+    for turn in range(6):
+        whole = lm.population([[n, turn, 2] for n in range(12)])
+        for step in range(3):
+            await same(whole, quiet, seed=step)
+        parts = [*whole.split([6, 6])] if way == "split" else [whole.take([n] * 3) for n in (0, 1)]
+        for step in range(6):
+            for part in parts:
+                part.resample([n // 2 for n in range(len(part))])
+            await all_the_same(parts, quiet, seed=100 * step)
+        closed([*parts, whole], lm)
+
+
+async def test_masks_and_temperatures_of_one_population_do_not_reach_another(
+    runtimes: Runtimes,
+) -> None:
+    lm, quiet = runtimes
+    masks = torch.zeros(5, lm.vocab_size, dtype=torch.bool)
+    masks[:, [3, 4, 5]] = True
+    ways: list[dict[str, Any]] = [{}, {"masks": masks}, {"temperature": 0.3}, {"temperature": 0.0}]
+    populations = begun(lm, *[5] * len(ways))
+    for step in range(10):
+        random.Random(step).shuffle(ways)
+        await all_the_same(populations, quiet, seed=step, ways=ways)
+    closed(populations, lm)
+
+
+@pytest.mark.usefixtures("always")
+async def test_a_request_that_went_on_with_another_population_is_another(
+    runtimes: Runtimes,
+) -> None:
+    """Two copies share their requests; one goes on, the other is joined with it."""
+    lm, quiet = runtimes
+    [population] = begun(lm, COUNT)
+    for step in range(3):
+        await same(population, quiet, seed=100 * step)
+    left = population.take(range(COUNT // 2))
+    right = population.take([0, 1, 2, *range(COUNT // 2, COUNT)])
+    await same(left, quiet, seed=1)
+    joined = right.join(left)
+    for step in range(3):
+        await same(joined, quiet, seed=200 + 100 * step)
+    closed([joined, population, left, right], lm)
+
+
+@pytest.mark.usefixtures("always")
+async def test_forks_are_evicted_and_forgotten_as_all_residents(runtimes: Runtimes) -> None:
+    lm, quiet = runtimes
+    rng, [population] = random.Random(7), begun(lm, COUNT)
+    for step in range(12):
+        await same(population, quiet, seed=100 * step)
+        population.resample(halved(rng))
+        if step % 4 == 3:
+            crowd = [[rng.randrange(300) for _ in range(40)] for _ in range(60)]
+            await lm.batch_next_token_logprobs(crowd)
+    engine: Any = lm._thread.engine
+    lm._thread.call(lambda _: engine.forget_residents()).result()
+    assert held(lm) == (0, 0)
+    await same(population, quiet, seed=5)
+    population.close()
+
+
+@pytest.mark.usefixtures("always")
+async def test_adapters_keep_their_steps_ahead_apart(llama: Path, loras: tuple[Path, Path]) -> None:
+    """Two adapters and the base model in turns and together; one is replaced under its population."""
+    rng = random.Random(2)
+    with two_runtimes(llama, enable_lora=True, max_loras=2, max_lora_rank=8) as (lm, quiet):
+        for each in (lm, quiet):
+            for name, path in zip("ab", loras, strict=True):
+                await each.add_adapter(name, path)
+        names: list[str | None] = [None, "a", "b"]
+        at_first = held(lm)  # of the rows by which adapters are tested
+        populations = {name: lm.population([4, 5, 6], COUNT, adapter=name) for name in names}
+        for step in range(24):
+            if step == 12:
+                for each in (lm, quiet):
+                    await each.add_adapter("a", loras[1])
+            asked = names if step % 6 == 5 else [names[step // 3 % 3]]
+            drawn = [populations[adapter] for adapter in asked]
+            for population in drawn:
+                population.resample(halved(rng))
+            await all_the_same(drawn, quiet, seed=step, adapters=asked)
+        assert lm.statistics().engine.speculated > 0
+        for population in populations.values():
+            population.close()
+        assert held(lm) == at_first
+
+
+async def test_a_device_that_waits_has_its_draws_delivered_before_the_next_step_is_prepared(
+    runtimes: Runtimes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm, quiet = runtimes
+    engine: Any = lm._thread.engine
+    steps = engine._open.steps
+    prepare_next, is_told, in_time = steps.prepare_next, threading.Event(), []
+
+    def late(forks: Any = None) -> None:
+        in_time.append(is_told.wait(20))
+        prepare_next(forks)
+
+    [population] = begun(lm, COUNT)
+    await same(population, quiet, seed=0)  # in vLLM's own step
+    monkeypatch.setattr(engine._populations.early_delivery, "is_due", lambda _: True)
+    monkeypatch.setattr(steps, "prepare_next", late)
+    for step in range(1, 5):
+        found = await population.draw(seed=100 * step)
+        is_told.set()
+        wanted = await drawn_apart(quiet, [*population], seed=100 * step)
+        assert found.token_ids.tolist() == wanted.token_ids.tolist()
+        population.append(found.token_ids)
+        assert lm._thread.call(lambda _: [*in_time]).result() == [True] * step
+        is_told.clear()
+    closed([population], lm)
+
+
+# -- beside steps ahead: new weights, pauses, other loops, another runtime ------------------------
+
+
+async def equal(draws: BatchDraw, population: Population, quiet: AsyncLM, seed: int) -> bool:
+    wanted = await drawn_apart(quiet, [*population], seed=seed)
+    same: bool = draws.token_ids.tolist() == wanted.token_ids.tolist()
+    return same and float((draws.logprobs - wanted.logprobs).abs().max()) < 1e-3
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("pending", [None, "finish", "restart"])
+async def test_no_step_ahead_is_answered_by_other_weights_than_its_own(
+    runtimes: Runtimes, of_the_other: Runtimes, llama: Path, other: Path, pending: Any
+) -> None:
+    """New weights come between questions, or while all populations are asked about."""
+    lm, populations = runtimes[0], begun(runtimes[0], 6, 3, 8)
+    by: dict[int, AsyncLM] = {lm.weights_version: runtimes[1]}
+    for turn in range(6):
+        before = lm.statistics().engine.speculated
+        for step in range(3):
+            await all_the_same(populations, by[lm.weights_version], seed=1000 * step)
+        assert lm.statistics().engine.speculated > before
+        path, quiet = [(other, of_the_other[1]), (llama, runtimes[1])][turn % 2]
+        by[lm.weights_version + 1] = quiet
+        asked = [asyncio.ensure_future(each.draw(seed=turn)) for each in populations if pending]
+        for _ in range(turn):
+            await asyncio.sleep(0)
+        version = await lm.update_weights(path, pending=pending or "finish")
+        if not pending:
+            assert (await populations[0].draw()).weights_version == version
+            continue
+        for population, draws in zip(populations, await asyncio.gather(*asked), strict=True):
+            assert await equal(draws, population, by[draws.weights_version], seed=turn)
+            population.append(draws.token_ids)
+    closed(populations, lm)
+
+
+@pytest.mark.usefixtures("always")
+async def test_two_runtimes_that_both_run_ahead_do_not_see_each_other(
+    runtimes: Runtimes, of_the_other: Runtimes
+) -> None:
+    both = [(lm, quiet, begun(lm, 6, 3, 8)) for lm, quiet in (runtimes, of_the_other)]
+    for step in range(12):
+        if step == 4:
+            before = [lm.statistics().engine.speculated for lm, _, _ in both]
+        await asyncio.gather(*(all_the_same(each, quiet, step) for _, quiet, each in both))
+        if step == 7:
+            middle = [lm.statistics().engine.speculated for lm, _, _ in both]
+            assert [now - then for now, then in zip(middle, before, strict=True)] == [4, 4]
+            with running_ahead():
+                await of_the_other[0].arestart()
+    after = [lm.statistics().engine.speculated for lm, _, _ in both]
+    assert after[0] - middle[0] == 4
+    assert after[1] >= 2, "of an engine that is new"
+    for lm, _, populations in both:
+        closed(populations, lm)
+
+
+@pytest.mark.usefixtures("always")
+async def test_pauses_and_loops_of_other_threads_lose_no_draw(runtimes: Runtimes) -> None:
+    """Each population is asked about by another thread's loop, which ends then."""
+    lm, quiet = runtimes
+    populations = begun(lm, 6, 3, 8)
+    for step in range(8):
+        if step % 3 == 2:
+            await lm.pause()
+        asked = [asyncio.to_thread(each.draw_sync, seed=step) for each in populations]
+        found = asyncio.gather(*asked)
+        if step % 3 == 2:
+            lm.resume()
+        for population, draws in zip(populations, await found, strict=True):
+            assert await equal(draws, population, quiet, seed=step)
+            population.append(draws.token_ids)
+    closed(populations, lm)
+
+
+@pytest.mark.usefixtures("always")
+async def test_a_runtime_that_is_closed_in_the_middle_leaves_the_other_as_it_was(
+    llama: Path, runtimes: Runtimes
+) -> None:
+    lm, quiet = runtimes
+    mine = begun(lm, 6, 3, 8)
+    for turn in range(2):
+        with ExitStack() as opened:
+            with running_ahead():
+                second = genrt.load(str(llama), engine_options=OPTIONS, cache_bytes=0)
+            opened.callback(second.close)
+            theirs = begun(second, 6, 3, 8)
+            for step in range(3):
+                await asyncio.gather(
+                    all_the_same(mine, quiet, seed=100 * turn + step),
+                    all_the_same(theirs, quiet, seed=step),
+                )
+            left = [asyncio.ensure_future(each.draw()) for each in theirs]
+            await asyncio.sleep(0)
+        await asyncio.gather(*left, return_exceptions=True)
+        await all_the_same(mine, quiet, seed=turn)
+    closed(mine, lm)
