@@ -238,6 +238,7 @@ def follow(future: Future[Any]) -> Future[None]:
 
 
 def resolve(future: Future[None], error: BaseException | None) -> None:
+    """Resolve a future, with an error if one is given, unless it is done already."""
     with contextlib.suppress(InvalidStateError):  # cancelled, or resolved before
         if error is None:
             future.set_result(None)
