@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import genrt
 from genrt.cluster.arguments import ReplicaOptions, add_replica_arguments, replica_options
+from genrt.engines.adapters import least_lora_rank
 from genrt.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -202,7 +203,8 @@ def _run(given: dict[str, Any]) -> int:
             raise InvalidRequest(f"--adapter {adapter} is not a directory")
         given["adapter"] = ADAPTER
         if engine == "vllm":
-            engine_options = {"enable_lora": True, "max_lora_rank": _rank(adapter)} | engine_options
+            lora = {"enable_lora": True, "max_lora_rank": least_lora_rank(Path(adapter))}
+            engine_options = lora | engine_options
     check_choice(engine, model, engine_options)
     found = str(model) if engine == "exact" else models.resolve(model)
     compared = {name: each for name, each in engine_options.items() if name not in HARMLESS}
@@ -268,18 +270,6 @@ def _long_fields() -> Iterator[None]:
         yield
     finally:
         csv.field_size_limit(before)
-
-
-def _rank(adapter: str) -> int:
-    """Return the smallest ``max_lora_rank`` of vLLM for an adapter."""
-    try:
-        config = json.loads(Path(adapter, "adapter_config.json").read_bytes())
-        rank = int(config["r"])
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise InvalidRequest(
-            f"{adapter} is not a LoRA adapter: there is no adapter_config.json with a rank in it"
-        ) from error
-    return next((each for each in (8, 16, 32, 64, 128, 256, 320, 512) if each >= rank), rank)
 
 
 def _text(value: str) -> str:

@@ -11,7 +11,7 @@ import torch
 
 from genrt.cluster.programs import run_program
 from genrt.engines.protocol import Engine
-from genrt.engines.remote.connection import Connection
+from genrt.engines.remote.connection import ServerConnection
 from genrt.engines.remote.engine import RemoteEngine
 from genrt.errors import EngineFailed, InvalidRequest
 from genrt.numbers import check_int, named
@@ -30,7 +30,7 @@ from genrt.questions.reads import (
 )
 from genrt.questions.rows import Device, must_move, row_request
 from genrt.questions.scores import (
-    joined,
+    joined_scores,
     row_chunks,
     score_requests,
     text_requests,
@@ -260,7 +260,7 @@ class AsyncLM(EngineOwner):
         ``[len(continuation)]`` on the host. vLLM computes the text once; others, a row for each token."""
         own = self._limits, [token_ids], [continuation], self._adapters.bound(adapter)
         requests = score_requests(*own, in_one=self._thread.capabilities.scores)
-        return joined(await self._ask(requests[0], timeout=timeout), requests)[0]
+        return joined_scores(await self._ask(requests[0], timeout=timeout), requests)[0]
 
     async def batch_score(
         self,
@@ -273,7 +273,7 @@ class AsyncLM(EngineOwner):
         """Return what ``score`` does of each continuation after its context, all as one question."""
         own = self._limits, contexts, continuations, self._adapters.bound(adapter)
         requests = score_requests(*own, in_one=self._thread.capabilities.scores)
-        return joined(await self._ask([*chain(*requests)], timeout=timeout), requests)
+        return joined_scores(await self._ask([*chain(*requests)], timeout=timeout), requests)
 
     async def prompt_logprobs(
         self, token_ids: TokenIds, *, adapter: str | None = None, timeout: float | None = None
@@ -281,7 +281,7 @@ class AsyncLM(EngineOwner):
         """Return the score of a text's tokens after its first: float32 ``[len(token_ids) - 1]``."""
         own = self._limits, token_ids, self._adapters.bound(adapter)
         requests = text_requests(*own, in_one=self._thread.capabilities.scores)
-        return joined(await self._ask(requests[0], timeout=timeout), requests)[0]
+        return joined_scores(await self._ask(requests[0], timeout=timeout), requests)[0]
 
     def prompt_rows(
         self,
@@ -502,7 +502,7 @@ def _started(
         raise InvalidRequest(f'restart must be "auto" or None, got {named(restart)}')
     cache = RowCache(cache_bytes)
     engines: list[RemoteEngine] = []
-    lines: list[Connection] = []
+    lines: list[ServerConnection] = []
 
     def open_engine() -> RemoteEngine:
         lines.clear()

@@ -82,17 +82,17 @@ def check_timeout(seconds: float | None) -> float | None:
     if seconds is None:
         return None
     check_float("timeout", seconds, 0.0, math.inf)
-    return float(seconds)  # what numpy's narrow floats are added to loses its precision
+    return float(seconds)  # sums with numpy's narrow floats lose precision
 
 
 def is_truth_value(value: object) -> bool:
-    """Tell whether a value is a bool of any library, or holds bools."""
+    """Return whether a value is a bool of any library, or holds bools."""
     return isinstance(value, bool) or getattr(value, "dtype", None) in (np.bool_, torch.bool)
 
 
 def shown(value: object) -> str:
-    """Return a number, a truth value or ``None`` as a message shows it, of anything else only the type:
-    it may be a prompt in the wrong place."""
+    """Return a number, a truth value or ``None`` for a message, and only the type of other values, which
+    may be private prompts."""
     if isinstance(value, int) and abs(value) >= _LONG:
         return f"an int of {value.bit_length()} bits"
     if isinstance(value, np.bool_):
@@ -103,8 +103,7 @@ def shown(value: object) -> str:
 
 
 def named(value: object) -> str:
-    """Return what a message shows where a name was expected: a str in full, anything else as ``shown``
-    does."""
+    """Return a str in full for a message about a name, and other values as ``shown`` does."""
     return repr(value) if isinstance(value, str) else shown(value)
 
 
@@ -117,7 +116,8 @@ def displayed(value: object) -> str:
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
-    """Return the end of a message about an unknown name: the known one that was meant, if one is near."""
+    """Return a suggestion for the end of a message about an unknown name; empty if no known name is
+    near."""
     if not isinstance(name, str):
         return ""
     plain, names = name.lstrip("-").replace("-", "_"), list(known)

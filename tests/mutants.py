@@ -337,7 +337,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "_own",
             "waiters get views of the step's rows",
             Swap(
-                "apart(shared)",
+                "separate_copies(shared)",
                 "shared",
             ),
         ),
@@ -373,7 +373,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "RowCache._put",
             "the cache keeps the step's row itself, a view",
-            Swap("apart([row for _, row in kept])", "[row for _, row in kept]"),
+            Swap("separate_copies([row for _, row in kept])", "[row for _, row in kept]"),
         ),
         (
             "RowCache.forget",
@@ -445,7 +445,10 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "DrawToken.answer",
             "the draws of a step share their randomness",
-            Swap("[seed_of(each) for each in wanted]", "[seed_of(wanted[0]) for each in wanted]"),
+            Swap(
+                "[deciding_seed(each) for each in wanted]",
+                "[deciding_seed(wanted[0]) for each in wanted]",
+            ),
         ),
     ),
     *breaks(
@@ -486,7 +489,7 @@ MUTANTS: tuple[Mutant, ...] = (
             ),
         ),
         (
-            "_numbers",
+            "_random_numbers",
             "a row's draw depends on the generators of others",
             Swap(
                 "torch.cat([_rand(1, generator) for generator in generators])",

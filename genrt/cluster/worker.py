@@ -28,7 +28,7 @@ from genrt.engines.protocol import (
     check_supported,
     survived,
 )
-from genrt.engines.remote.tokenizers import packed_tokenizer
+from genrt.engines.remote.wire import packed_tokenizer
 from genrt.engines.weights import Sleeping, SleepingPart, TensorsIn, weights_of
 from genrt.errors import EngineDied, EngineFailed, GenrtError, UnknownAdapter
 from genrt.questions.completions import CompletionRequest, Streamed

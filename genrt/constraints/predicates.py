@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from genrt.constraints.protocols import Constraint, check_count
-from genrt.constraints.tokens import PackedState, tokens_of
+from genrt.constraints.protocols import Constraint, PackedState, check_positive, tokens_of
 from genrt.errors import InvalidConstraint, InvalidRequest
 from genrt.numbers import displayed
 from genrt.runtime.concurrency import ConcurrentCalls
-from genrt.structures.tokens import Tokens, Words
+from genrt.structures.matching import Tokens, Words
 from genrt.tokens.texts import Predicate, Text
 from genrt.tokens.vocabulary import checked_token_id
 
@@ -46,7 +45,7 @@ def predicate(
         raise InvalidConstraint(
             f"the predicate is {displayed(function)}: give a function of a Text"
         )
-    check_count("max_concurrent", max_concurrent)
+    check_positive("max_concurrent", max_concurrent)
     if name is not None and not isinstance(name, str):
         raise InvalidConstraint(f"the predicate's name is {displayed(name)}: give it as str")
     name = name or str(getattr(function, "__qualname__", None) or repr(function))

@@ -37,7 +37,7 @@ from genrt.errors import (
 )
 from genrt.numbers import check_int
 from genrt.questions.completions import CompletionRequest, Decoding, Delta, SampleRequest, Streamed
-from genrt.questions.contexts import Adapter, seed_of
+from genrt.questions.contexts import Adapter, deciding_seed
 from genrt.questions.request import Request, Result
 from genrt.structures.guides import Guides
 from genrt.tokens.rows import normalised
@@ -307,7 +307,7 @@ class SteppedEngine:
         cannot be begun."""
         progress = _Progress(request)
         if isinstance(request, SampleRequest | CompletionRequest):
-            progress.seed = seed_of(request) % 2**64
+            progress.seed = deciding_seed(request) % 2**64
         if isinstance(request, CompletionRequest):
             progress.writing = Writing(
                 request, self.tokenizer, self._guides, self._spellings, self._ends

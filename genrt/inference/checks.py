@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 
 from genrt.constraints import CheckedState, Constraint, ConstraintState
-from genrt.constraints.tokens import tokens_of, words_of
+from genrt.constraints.protocols import tokens_of, words_of
 from genrt.errors import EngineUnsupported, InvalidRequest
 from genrt.lm import AsyncLM
 from genrt.numbers import check_float, displayed, is_truth_value
 from genrt.questions.contexts import advice_for, host_array, id_words
-from genrt.structures.tokens import Tokens
+from genrt.structures.matching import Tokens
 
 A = TypeVar("A", bound=NDArray[Any])
 S = TypeVar("S")

@@ -17,13 +17,13 @@ import numpy as np
 import torch
 
 from genrt.constraints import Constraint, amasks
-from genrt.constraints.tokens import tokens_of
+from genrt.constraints.protocols import tokens_of
 from genrt.errors import ContextTooLong
 from genrt.inference.checks import adapter_name, check_runtime, constraint_start, prompt_ids
 from genrt.inference.programs import Execution, Program
 from genrt.lm import AsyncLM
 from genrt.numbers import check_int
-from genrt.structures.tokens import unpacked
+from genrt.structures.matching import unpacked
 from genrt.tokens.texts import decoded
 
 

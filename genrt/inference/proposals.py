@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from genrt.constraints import CheckedState, ConstraintState, abitmasks
-from genrt.constraints.tokens import words_of
+from genrt.constraints.protocols import words_of
 from genrt.inference import awrs
 from genrt.inference.ends import Ends
 from genrt.inference.model import DEAD, Growth

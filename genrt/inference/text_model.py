@@ -52,7 +52,7 @@ from itertools import accumulate
 from typing import Any, Self
 
 from genrt.constraints import CheckedState, Constraint
-from genrt.constraints.masking import are_quick, fill
+from genrt.constraints.products import are_quick, fill
 from genrt.errors import ContextTooLong, InvalidConstraint, InvalidRequest
 from genrt.inference import checks
 from genrt.inference.blocks import Block, Blocks, block_size

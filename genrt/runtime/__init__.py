@@ -3,6 +3,6 @@
 The way of a request: a method of ``lm.py`` makes it, by its kind in ``questions/``; ``ask.py`` awaits it.
 ``batcher.py`` finds its row in the cache, joins an equal request, or queues it until its loop is quiet.
 On the engine's thread, ``thread.py`` gives the batcher its turns. A turn submits a flush to
-``answers.py``, which asks an engine of ``engines/`` for rows and answers reads from them. The batcher ends
-the requests, and gives each caller results of its own.
+``answers.py``, which asks an engine of ``engines/`` for rows and answers reads from them. The batcher
+ends the requests, and gives each caller results of its own.
 """

@@ -60,7 +60,7 @@ from genrt.runtime.cache import RowCache
 from genrt.runtime.concurrency import follow, resolve
 from genrt.runtime.statistics import BatcherStatistics
 from genrt.runtime.streams import StreamBuffer, Streams
-from genrt.tokens.rows import apart, stacked
+from genrt.tokens.rows import separate_copies, stacked
 
 __all__ = [
     "DROPPED",
@@ -1033,7 +1033,7 @@ def _own(waiters: Sequence[Waiter]) -> Iterator[list[Result]]:
         for result in waiter.results
         if isinstance(result, Tensor)
     ]
-    copies = iter(apart(shared))
+    copies = iter(separate_copies(shared))
     for waiter in waiters:
         if waiter.stacked:
             yield [stacked(cast("list[Tensor]", waiter.results))]

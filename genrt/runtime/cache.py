@@ -20,7 +20,7 @@ from genrt.errors import GenrtError
 from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
-from genrt.tokens.rows import apart
+from genrt.tokens.rows import separate_copies
 
 __all__ = ["CacheStatistics", "RowCache"]
 
@@ -117,7 +117,7 @@ class RowCache:
         if not kept:
             return
         kept.reverse()
-        copies = apart([row for _, row in kept])
+        copies = separate_copies([row for _, row in kept])
         dropped = []
         with self._lock:
             self._evictions += passing

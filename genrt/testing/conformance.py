@@ -268,7 +268,7 @@ def reads(witness: Witness) -> None:
     examples = read_examples(witness.engine.vocab_size, witness.random)
     asked = [ReadRequest(row, wanted) for row in requests for wanted in examples]
     before = witness.engine.statistics().rows
-    together = _read(witness, asked)
+    together = _read_answers(witness, asked)
     computed = witness.engine.statistics().rows - before
     expect(
         computed == len(requests),
@@ -280,12 +280,14 @@ def reads(witness: Witness) -> None:
             f"{request} is answered by {result}, which is not what its row says",
         )
     # A recomputed row may differ by rounding, which changes only a few draws in 10,000.
-    again = _read(witness, [read for read in asked if isinstance(read.wanted, DrawToken)][::-1])
+    again = _read_answers(
+        witness, [read for read in asked if isinstance(read.wanted, DrawToken)][::-1]
+    )
     changed = sum(together[read].token_id != draw.token_id for read, draw in again.items())
     expect(changed <= 1, f"{changed} of {len(again)} draws changed with a fixed seed, asked again")
 
 
-def _read(witness: Witness, asked: Sequence[ReadRequest]) -> dict[ReadRequest, Result]:
+def _read_answers(witness: Witness, asked: Sequence[ReadRequest]) -> dict[ReadRequest, Result]:
     """Return the answers of one flush of reads, from the engine's rows without a cache."""
     engine = AnsweringEngine(witness.engine, RowCache(0))
     engine.submit(asked)
@@ -321,7 +323,7 @@ def prefixes(witness: Witness) -> None:
         witness.expect_equal(row, before[1 + asked.index(request)], f"{request} after a release")
 
 
-def adapters(witness: Witness, paths: Sequence[Path]) -> None:
+def adapter_rows(witness: Witness, paths: Sequence[Path]) -> None:
     """Check that an adapter's rows are its own, alone and mixed, until it is removed and unused."""
     if not paths:
         return
@@ -464,7 +466,7 @@ def adapter_scores(
 # -- completions: other engines pass ----------------------------------------------------------
 
 
-def options(witness: Witness) -> None:
+def completion_options(witness: Witness) -> None:
     """Check that the engine reports which options it supports, and supports the options without text."""
     if witness.capabilities.completes:
         plain = Decoding(4, top_k=3, min_tokens=2, logit_bias=((1, 1.0),), logprobs=1)
@@ -667,11 +669,11 @@ CHECKS: tuple[Callable[[Witness], None], ...] = (
     reads,
     prefixes,
     scores,
-    options,
+    completion_options,
     greedy_completions,
     laws,
     random_completions,
     streams,
     structures,
 )
-"""All checks but ``adapters``, which needs directories to load."""
+"""All checks but ``adapter_rows``, which needs directories to load."""

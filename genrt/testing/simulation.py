@@ -104,7 +104,7 @@ def run_simulated(
         lambda: _FaultyEngine(open_engine(), faults or Faults(), chance),
         cache,
         max_batch_size=max_batch_size,
-        make_batcher=partial(Batcher, clock=time, observer=_Blocking()),
+        make_batcher=partial(Batcher, clock=time, observer=_RefuseBlocking()),
         make_thread=make_rounds,
     )
     lm = AsyncLM(thread, cache, thread.engine, seed=abs(seed))
@@ -163,7 +163,7 @@ def run_simulated(
     return task.result()
 
 
-class _Blocking:
+class _RefuseBlocking:
     """An observer that refuses questions of callers that block the only thread."""
 
     def registering(self, waiter: Waiter) -> None:

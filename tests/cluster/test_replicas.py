@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import random
@@ -33,6 +34,8 @@ from genrt.questions.draws import PopulationDraw
 from genrt.questions.request import Request
 from genrt.questions.sequences import SequenceHandle
 from tests.apart import drawn_apart_sync
+from tests.population_walk import EVENTS, walk
+from tests.population_walk import Runtime as Walked
 from tests.runtime.test_pauses import SleepyEngine
 from tests.scoring_engine import ScoringEngine
 from tests.waiting import until as happened
@@ -106,6 +109,20 @@ def test_a_seed_has_the_same_results_with_any_number_of_replicas(
                     each.resample([0, 0, 1, 2, 3, 4, 5, 6])
         texts = [each.generate_sync([1], max_tokens=5) for each in (one, several)]
         assert texts[0].token_ids == texts[1].token_ids
+
+
+@pytest.mark.promise(number=36)
+async def test_each_draw_is_its_own_context_s_when_processes_are_killed(
+    two: AsyncLM, alone: AsyncLM
+) -> None:
+    @contextlib.contextmanager
+    def killed(how: str) -> Iterator[None]:
+        processes(two)[0].kill()
+        yield
+
+    without = {"evicted", "not_finite", "restarted", "updated"}
+    events = [each for each in EVENTS if each not in without]
+    await walk(Walked(two, alone, events, tolerance=1e-5, breaks=killed), seed=0, steps=30)
 
 
 def appended(contexts: list[list[int]], token_ids: list[int]) -> None:

@@ -33,62 +33,6 @@ def validates(schema: Schema, data: bytes, *, whitespace: str = "compact") -> bo
     return canonical and validator.is_valid(value)
 
 
-SCHEMAS: list[tuple[Schema, list[bytes]]] = [
-    (
-        {"type": "integer", "minimum": 2, "maximum": 12},
-        [b"-", b"0", b"1", b"2", b"12", b"3", b"01"],
-    ),
-    ({"type": "integer", "multipleOf": 3, "minimum": 1}, [b"1", b"2", b"12", b"5", b"0"]),
-    ({"enum": ["a", 1, None, "é"]}, [b'"', b"a", b"1", b"null", b"\xc3", b"\xa9", b'"\xc3', b'a"']),
-    ({"const": {"a": [1]}}, [b'{"a"', b":", b"[1", b"]", b"}", b"]}", b":[1]"]),
-    ({"type": ["boolean", "null"]}, [b"t", b"rue", b"true", b"null", b"fals", b"e"]),
-    (
-        {"type": "array", "items": {"type": "integer"}, "maxItems": 2},
-        [b"[", b"]", b"1", b",", b",1"],
-    ),
-    (
-        {
-            "type": "array",
-            "prefixItems": [{"const": 1}, {"const": 2}],
-            "items": False,
-            "minItems": 1,
-        },
-        [b"[", b"]", b"1", b"2", b",", b",2"],
-    ),
-    (
-        {
-            "type": "object",
-            "properties": {"a": {"enum": [1, 2]}, "b": {"type": "boolean"}},
-            "required": ["a"],
-            "additionalProperties": False,
-        },
-        [b"{", b'"a":', b"1", b"2", b"}", b',"b"', b":", b"true", b'"b":true', b","],
-    ),
-    (
-        {
-            "$defs": {"tree": {"type": "array", "items": {"$ref": "#/$defs/tree"}}},
-            "$ref": "#/$defs/tree",
-        },
-        [b"[", b"]", b"[]", b",", b"[["],
-    ),
-    (
-        {"anyOf": [{"type": "string", "maxLength": 1}, {"const": 0}]},
-        [b'"', b"a", b"0", b'"\xc3', b"\xa9"],
-    ),
-    ({"type": "string", "pattern": "^a+$"}, [b'"', b"a", b"aa", b'"a', b"b"]),
-    (True, [b"[", b"]", b"{", b"}", b'"', b"1", b":", b"null", b'"a"']),
-]
-
-
-@pytest.mark.parametrize(("schema", "tokens"), SCHEMAS)
-def test_compact_texts_are_those_that_validate(schema: Schema, tokens: list[bytes]) -> None:
-    lm = lm_over(*tokens)
-    got = accepted(json_schema(schema, lm, whitespace="compact"), 4)
-    assert got == matching(lambda data: validates(schema, data), lm, 4)
-    assert got, "no text is short enough: the test shows nothing"
-    assert accepted(json_schema(json.dumps(schema), lm, whitespace="compact"), 4) == got
-
-
 OBJECT: Schema = {
     "type": "object",
     "properties": {"a": {"type": "array", "items": {"const": 1}}},
@@ -361,18 +305,6 @@ def test_what_comes_no_time_is_not_there() -> None:
     for times in ("{0}", "{0, 0}", "{ 00 }"):
         text = f'root ::= "a"{times} "b" ("a" "b"){times}'
         assert accepted(grammar(text, lm, syntax="ebnf"), 3) == {(2,)}
-
-
-def test_a_schema_of_strings_that_there_are_not_is_refused() -> None:
-    never = {"type": "string", "pattern": "^a+$", "maxLength": 0}
-    schema = {"$ref": "#/$defs/m", "$defs": {"m": {"anyOf": [{"$ref": "#/$defs/m"}, never]}}}
-    with pytest.raises(InvalidConstraint, match="allows no value"):
-        json_schema(schema, lm_over(b"a"))
-    named = [{"type": "object", "properties": {"a": {"type": each}}} for each in ("null", "string")]
-    never = {"allOf": [{"type": "object", "required": ["a"]}, *named]}
-    schema["$defs"] = {"m": {"anyOf": [{"$ref": "#/$defs/m"}, never]}}
-    with pytest.raises(InvalidConstraint, match="allows no value"):
-        json_schema(schema, lm_over(b"a"))
 
 
 def test_masks_are_the_same_one_after_the_other_and_in_parallel(

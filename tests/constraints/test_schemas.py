@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 
 from genrt.constraints import ConstraintState, grammar, json_schema
 from genrt.errors import InvalidConstraint, InvalidRequest
-from genrt.structures import matching
 from tests.vocabularies import EOS, allowed, lm_over, spelt
 
 Schema = dict[str, Any] | bool
@@ -290,62 +289,6 @@ def test_what_no_finite_value_satisfies_is_left_out(schema: Schema, texts: list[
 
 
 @pytest.mark.parametrize(
-    "none",
-    [
-        {"pattern": "^a+$", "minLength": 0, "maxLength": 0},
-        {"pattern": "^[^\\s\\S]$"},
-        {"minLength": 2, "maxLength": 1},
-        {"allOf": [{"pattern": "^a+$"}, {"pattern": "^b+$"}]},
-        {"format": "date", "maxLength": 3},
-        {"enum": ["a", "b"], "pattern": "^c"},
-        {"enum": [1]},
-        {"const": None},
-        {"enum": []},
-        {"allOf": [{"type": "integer"}]},
-    ],
-)
-def test_a_choice_between_itself_and_values_that_are_none_allows_nothing(
-    none: dict[str, Any],
-) -> None:
-    """llguidance drops the values, and lets begin what then leads back to itself without end."""
-    array = {"type": "array", "minItems": 1, "maxItems": 1}
-    n = array | {"prefixItems": [{"anyOf": [{"$ref": "#/$defs/n"}, {"type": "string"} | none]}]}
-    with pytest.raises(InvalidConstraint, match="allows no value"):
-        json_schema({"$defs": {"n": n}, "$ref": "#/$defs/n"}, LM)
-    state = json_schema(
-        {"$defs": {"n": n}, "type": "object", "additionalProperties": {"$ref": "#/$defs/n"}}, LM
-    ).start()
-    assert completed(state, [100]) == b"{}"
-    for byte in b"{":
-        state = state.advance(1 + LETTERS.index(byte))
-    assert completed(state, [100]) == b"}"
-    assert 1 + LETTERS.index(b'"'[0]) not in allowed(state)
-
-
-@pytest.mark.parametrize(("key", "name"), [("properties", "a"), ("patternProperties", "^a")])
-def test_what_refers_to_one_another_is_compiled_once_each(
-    monkeypatch: pytest.MonkeyPatch, key: str, name: str
-) -> None:
-    """Whichever order it is judged in: those that refer to others come before these."""
-    made: list[str] = []
-    original = matching.new_matcher
-
-    def noted(tokenizer: Any, lark: str) -> Any:
-        made.append(lark)
-        return original(tokenizer, lark)
-
-    monkeypatch.setattr(matching, "new_matcher", noted)
-    shape = {"type": "object", "required": ["a"], "patternProperties": {"^b": True}}
-    definitions: dict[str, Any] = {"d0": {"type": "null"}}
-    for n in range(1, 40):
-        named = {"additionalProperties": False, key: {name: {"$ref": f"#/$defs/d{n - 1}"}}}
-        definitions[f"d{n}"] = shape | named
-    several = {each: {"$ref": f"#/$defs/{each}"} for each in definitions}
-    json_schema({"$defs": definitions, "type": "object", "properties": several}, LM)
-    assert len(made) <= 41
-
-
-@pytest.mark.parametrize(
     "schema",
     [
         {
@@ -366,6 +309,9 @@ def test_what_refers_to_one_another_is_compiled_once_each(
         {"type": "string", "minLength": 2, "maxLength": 1},
         {"type": "integer", "exclusiveMinimum": 1, "exclusiveMaximum": 2},
         {"not": {}},
+        {"type": "string", "allOf": [{"pattern": "^a+$"}, {"pattern": "^b+$"}]},
+        {"format": "date", "type": "string", "maxLength": 3},
+        {"enum": ["a", "b"], "pattern": "^c"},
     ],
 )
 def test_a_schema_that_nothing_satisfies_is_refused(schema: Schema) -> None:
@@ -640,24 +586,12 @@ def test_what_is_taken_is_never_too_complex_in_the_midst_of_a_text(schema: Any, 
         ({"exclusiveMaximum": 5.125, "multipleOf": 0.02}, "5.12 5.1", "5.125 5.11"),
     ],
 )
-@pytest.mark.parametrize("around", ["alone", "or null", "in an object", "one of", "with anyOf"])
 def test_bounds_of_numbers_are_where_they_are(
-    bounds: dict[str, float], inside: str, outside: str, around: str
+    bounds: dict[str, float], inside: str, outside: str
 ) -> None:
-    number: dict[str, Any] = {"type": "number", **bounds}
-    schema = {
-        "alone": number,
-        "or null": number | {"type": ["number", "null"]},
-        "in an object": {"properties": {"x": number}, "required": ["x"], "type": "object"},
-        "one of": {"oneOf": [number, {"type": "string"}]},
-        "with anyOf": number | {"anyOf": [{"type": "number"}, {"type": "string"}]},
-    }[around]
-    written = '{"x": %s}' if around == "in an object" else "%s"
-    for text in inside.split():
-        assert takes(schema, written % text), text
-    for text in outside.split():
-        assert not takes(schema, written % text), text
-    assert takes(schema, "null") == (around == "or null")
+    schema: dict[str, Any] = {"type": "number", **bounds}
+    assert [text for text in inside.split() if not takes(schema, text)] == []
+    assert [text for text in outside.split() if takes(schema, text)] == []
 
 
 @pytest.mark.parametrize("others", [{}, {"additionalProperties": True}, {"required": ["a", "c"]}])

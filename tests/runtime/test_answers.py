@@ -338,7 +338,7 @@ def test_a_kind_of_read_that_fails_fails_alone(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(draws, "draw_tokens", fail)
+    monkeypatch.setattr(draws, "draw_chunk", fail)
     engine = answering(ScriptedEngine())
     engine.submit([*every_kind(A), A])
     ends = drain(engine, 7)

@@ -24,7 +24,7 @@ from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.ask import MAX_UNAWAITED
 from genrt.runtime.batcher import MAX_PASSES, WAITERS_A_PASS, Batcher, Waiter, deliver
 from genrt.runtime.cache import RowCache
-from genrt.tokens.rows import apart
+from genrt.tokens.rows import separate_copies
 from tests.scripted import (
     PATIENCE_SECONDS,
     ByHand,
@@ -727,10 +727,10 @@ async def test_a_steps_rows_are_copied_together(
 
     def counted(rows: list[torch.Tensor]) -> list[torch.Tensor]:
         copied.append(len(rows))
-        return apart(rows)
+        return separate_copies(rows)
 
     for module in ("batcher", "cache"):
-        monkeypatch.setattr(f"genrt.runtime.{module}.apart", counted)
+        monkeypatch.setattr(f"genrt.runtime.{module}.separate_copies", counted)
     hand.turn()
     await passes()
     assert copied == ([3] if cache_bytes else []) + [5]
@@ -748,7 +748,7 @@ async def test_no_memory_for_the_copy_of_a_cached_row_is_an_error_of_genrt(
     def full(_: list[torch.Tensor]) -> list[torch.Tensor]:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr("genrt.runtime.batcher.apart", full)
+    monkeypatch.setattr("genrt.runtime.batcher.separate_copies", full)
     with pytest.raises(OutOfMemory, match="no room"):
         await hand.asker.ask([A])
 

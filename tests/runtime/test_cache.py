@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from genrt.questions.contexts import Adapter
 from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.cache import RowCache
-from genrt.tokens.rows import apart
+from genrt.tokens.rows import separate_copies
 from tests.scripted import logprobs
 
 A, B, C = logprobs(1), logprobs(2), logprobs(3)
@@ -145,7 +145,7 @@ def test_of_more_rows_than_there_is_room_for_the_last_are_copied_and_no_others(
 
     def counted(rows: list[torch.Tensor]) -> list[torch.Tensor]:
         copied.append(len(rows))
-        return apart(rows)
+        return separate_copies(rows)
 
     monkeypatch.setattr("genrt.runtime.cache.apart", counted)
     cache = RowCache(32)

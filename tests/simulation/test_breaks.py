@@ -29,7 +29,7 @@ from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.batcher import Batcher
 from genrt.runtime.cache import RowCache
 from genrt.runtime.streams import Flow, Streams
-from genrt.tokens.rows import together
+from genrt.tokens.rows import gather_rows
 from tests.simulation import soak
 from tests.simulation.engine import Faults
 from tests.simulation.simulation import simulate
@@ -104,15 +104,15 @@ def rows_go_by_position(patch: Patch) -> None:
 
 
 def rows_are_handed_out_as_views(patch: Patch) -> None:
-    patch.setattr(genrt.runtime.batcher, "apart", list)
+    patch.setattr(genrt.runtime.batcher, "separate_copies", list)
 
 
 def rows_are_cached_as_views(patch: Patch) -> None:
-    patch.setattr(genrt.runtime.cache, "apart", list)
+    patch.setattr(genrt.runtime.cache, "separate_copies", list)
 
 
 def a_stack_is_a_view(patch: Patch) -> None:
-    patch.setattr(genrt.runtime.batcher, "stacked", together)
+    patch.setattr(genrt.runtime.batcher, "stacked", gather_rows)
 
 
 def the_key_lacks_the_adapter(patch: Patch) -> None:

@@ -33,7 +33,7 @@ from genrt.engines.vllm.requests import LAW, TEXT_SEED
 from genrt.engines.vllm.structures import GuidedStructures
 from genrt.errors import EngineFailed, GenrtError, InvalidRequest
 from genrt.questions.completions import Completion, CompletionRequest, Decoding, Delta, FinishReason
-from genrt.questions.contexts import seed_of
+from genrt.questions.contexts import deciding_seed
 from genrt.tokens.detokenizing import TextStream, ends_inside_character
 from genrt.tokens.sampling import GREEDY_BELOW
 from genrt.tokens.spellings import Spellings
@@ -195,7 +195,7 @@ class Completions:
             top_p=decoding.top_p,
             top_k=decoding.top_k,
             min_p=decoding.min_p,
-            seed=None if greedy else seed_of(request),
+            seed=None if greedy else deciding_seed(request),
             stop=list(decoding.stop),
             stop_token_ids=list(decoding.stop_token_ids),
             include_stop_str_in_output=decoding.include_stop_str_in_output,

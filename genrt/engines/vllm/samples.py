@@ -26,7 +26,7 @@ from genrt.questions.completions import (
     Streamed,
     Told,
 )
-from genrt.questions.contexts import seed_of
+from genrt.questions.contexts import deciding_seed
 from genrt.questions.request import Request, Result
 from genrt.tokens.sampling import GREEDY_BELOW
 
@@ -181,7 +181,7 @@ def sample_params(request: SampleRequest, *, drawn_here: bool) -> SamplingParams
     if not greedy:
         params.temperature = request.temperature
         if drawn_here:
-            params.extra_args = {SEED: seed_of(request)}
+            params.extra_args = {SEED: deciding_seed(request)}
         else:
-            params.seed = seed_of(request)
+            params.seed = deciding_seed(request)
     return params

@@ -23,8 +23,7 @@ from vllm.v1.structured_output.backend_types import (
 from vllm.v1.structured_output.request import get_structured_output_key
 
 from genrt.errors import InvalidRequest
-from genrt.structures.forms import compact_schema, texts_of_choice
-from genrt.structures.guides import Guide, Guides, Structure
+from genrt.structures.guides import Guide, Guides, Structure, compact_schema, texts_of_choice
 
 __all__ = ["NAME", "GuidedStructures", "check_structures_config"]
 
