@@ -174,7 +174,7 @@ def generate_many(
         raise InvalidRequest(f"items must be an iterable or async iterable, got {shown(items)}")
     if not isinstance(on_error, str) or on_error not in get_args(OnError):
         raise InvalidRequest(f"on_error must be 'raise', 'return' or 'warn', got {named(on_error)}")
-    return _results(runner, items, on_error, in_order=in_order, progress=progress)
+    return _run_many(runner, items, on_error, in_order=in_order, progress=progress)
 
 
 @overload
@@ -314,7 +314,7 @@ def _chat_options(chat: dict[str, Any], item: Item) -> dict[str, Any]:
     return {name: chat[name] if own[name] is None else own[name] for name in chat}
 
 
-async def _results(
+async def _run_many(
     runner: ItemRunner, items: Source, on_error: OnError, *, in_order: bool, progress: bool
 ) -> AsyncGenerator[tuple[int, Any], None]:
     await runner.check()
