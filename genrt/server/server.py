@@ -29,7 +29,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from genrt.errors import EngineFailed, InvalidRequest
 from genrt.lm import AsyncLM
 from genrt.numbers import check_bool, check_float, check_int, named
-from genrt.runtime.thread import aside
+from genrt.runtime.concurrency import aside
 from genrt.server.bodies import Bodies, longest_text
 from genrt.server.gate import (
     Application,

@@ -129,11 +129,6 @@ def test_a_bad_schema_is_refused_at_the_call(schema: Any, message: str) -> None:
         json_schema(schema, lm_over(b"a"))
 
 
-def test_an_unknown_kind_of_whitespace_is_refused() -> None:
-    with pytest.raises(InvalidConstraint, match="'compact', 'spaced', 'flexible'"):
-        json_schema(True, lm_over(b"a"), whitespace="none")  # type: ignore[arg-type]
-
-
 def test_options_of_llguidance_go_first() -> None:
     schema: dict[str, Any] = {"x-guidance": {"item_separator": " ,"}, "type": "array"}
     lm = lm_over(b"[1", b" ,1]", b", 1]")
@@ -267,11 +262,6 @@ def test_a_bad_ebnf_grammar_is_refused_at_the_call(text: str, message: str) -> N
         grammar(text, lm_over(b"a"), syntax="ebnf")
 
 
-def test_an_unknown_syntax_is_refused() -> None:
-    with pytest.raises(InvalidConstraint, match="'lark' or 'ebnf'"):
-        grammar("start:", lm_over(b"a"), syntax="bnf")  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("text", "syntax", "hint"),
     [
@@ -283,21 +273,16 @@ def test_an_unknown_syntax_is_refused() -> None:
             "ebnf",
             'It looks like Lark: give syntax="lark"',
         ),
+        ("start: x", "lark", ""),
+        ("root ::= x", "ebnf", ""),
+        ('start: "::=" x', "lark", ""),
     ],
 )
 def test_a_grammar_in_the_other_syntax_is_told_which(text: str, syntax: Any, hint: str) -> None:
-    with pytest.raises(InvalidConstraint, match=f"{hint}$"):
-        grammar(text, lm_over(b"a"), syntax=syntax)
-
-
-@pytest.mark.parametrize(
-    ("text", "syntax"),
-    [("start: x", "lark"), ("root ::= x", "ebnf"), ('start: "::=" x', "lark"), ("start", "lark")],
-)
-def test_nothing_is_said_of_a_syntax_that_is_the_right_one(text: str, syntax: Any) -> None:
     with pytest.raises(InvalidConstraint) as caught:
         grammar(text, lm_over(b"a"), syntax=syntax)
-    assert "looks like" not in str(caught.value)
+    assert str(caught.value).endswith(hint)
+    assert ("looks like" in str(caught.value)) == bool(hint)
 
 
 def test_what_comes_no_time_is_not_there() -> None:

@@ -16,8 +16,8 @@ import pytest
 import genrt
 from genrt.errors import ExtraNotInstalled
 from genrt.inference import SMC, TextModel
+from genrt.progress import progress_bar
 from genrt.runtime import progress
-from genrt.runtime.progress import progress_bar
 from tests import runs
 
 
