@@ -25,7 +25,8 @@ from genrt.errors import EngineUnsupported, InvalidRequest
 from genrt.lm import AsyncLM
 from genrt.numbers import check_bool, check_float, check_int, named, nearest, shown
 from genrt.runtime.cache import RowCache
-from genrt.runtime.thread import EngineThread, aside
+from genrt.runtime.concurrency import aside
+from genrt.runtime.thread import EngineThread
 
 if TYPE_CHECKING:
     from genrt.engines.exact import NGram
