@@ -55,8 +55,7 @@ from genrt.questions.completions import (
     completion_requests,
 )
 from genrt.questions.contexts import Limits, check_seed, seed_at
-from genrt.runtime.blocking import blocking_twin
-from genrt.runtime.thread import aside
+from genrt.runtime.concurrency import aside, blocking_twin
 from genrt.structures.guides import Guides
 
 __all__ = ["Job", "JobReport", "JobRun"]

@@ -27,10 +27,10 @@ from genrt.errors import (
 from genrt.generation.concurrent_map import ConcurrentMap, Source
 from genrt.lm import AsyncLM
 from genrt.numbers import check_bool, check_int, check_timeout, named, nearest, shown
+from genrt.progress import progress_bar
 from genrt.questions.completions import STRUCTURES, Completion, GenerateOptions, TurnOptions
 from genrt.questions.contexts import TokenIds, check_seed, seed_at
-from genrt.runtime.blocking import blocking_generator
-from genrt.runtime.progress import progress_bar
+from genrt.runtime.concurrency import blocking_generator
 from genrt.runtime.streams import Stream
 
 __all__ = [

@@ -21,7 +21,7 @@ from genrt.lm import AsyncLM
 from genrt.numbers import check_bool, check_int, named, shown
 from genrt.questions.completions import Completion, DecodingOptions, LogprobsMode
 from genrt.questions.contexts import LAST_SEED, check_seed, host_array, id_words, seed_at
-from genrt.runtime.blocking import blocking
+from genrt.runtime.concurrency import blocking
 
 __all__ = [
     "PolicyGeneration",
