@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from genrt.errors import InvalidConstraint
-from genrt.structures.forms import lark_of_regex, lark_of_schema
+from genrt.structures.guides import lark_of_regex, lark_of_schema
 from genrt.structures.matching import brief, byte_matcher
 
 COLUMNS = ("agreed", "refused", "too wide", "too narrow")

@@ -73,7 +73,7 @@ def _options() -> dict[str, list[tuple[str, dict[str, Any], str]]]:
     integer: dict[str, Any] = {"metavar": "N", "type": int}
     number: dict[str, Any] = {"metavar": "X", "type": float}
     seconds: dict[str, Any] = {"metavar": "SECONDS", "type": float}
-    text: dict[str, Any] = {"metavar": "TEXT", "type": _text}
+    text: dict[str, Any] = {"metavar": "TEXT", "type": _text_or_file}
     texts: dict[str, Any] = {"metavar": "TEXT", "nargs": "+"}
     mapping: dict[str, Any] = {"metavar": "JSON", "type": _json}
     flag: dict[str, Any] = {"action": "store_true"}
@@ -116,7 +116,11 @@ def _options() -> dict[str, list[tuple[str, dict[str, Any], str]]]:
             ("stop-token-ids", {"metavar": "ID", "type": int, "nargs": "+"}, ""),
             ("min-tokens", integer, ""),
             ("bad-words", texts, ""),
-            ("logit-bias", {"metavar": "JSON", "type": _bias}, "added to logits, by token id"),
+            (
+                "logit-bias",
+                {"metavar": "JSON", "type": _parse_bias},
+                "added to logits, by token id",
+            ),
             ("logprobs", integer, "in the lines, with N likeliest tokens each"),
             ("logprobs-mode", name, "raw_logprobs (default) or processed_logprobs"),
             ("presence-penalty", number, ""),
@@ -187,6 +191,7 @@ def _run(given: dict[str, Any]) -> int:
     from genrt import models
     from genrt.cluster.opening import check_replicas
     from genrt.engines import check_choice
+    from genrt.engines.adapters import least_lora_rank
     from genrt.generation.jobs import Job
 
     replicas = replica_options(given)
@@ -202,7 +207,8 @@ def _run(given: dict[str, Any]) -> int:
             raise InvalidRequest(f"--adapter {adapter} is not a directory")
         given["adapter"] = ADAPTER
         if engine == "vllm":
-            engine_options = {"enable_lora": True, "max_lora_rank": _rank(adapter)} | engine_options
+            lora = {"enable_lora": True, "max_lora_rank": least_lora_rank(Path(adapter))}
+            engine_options = lora | engine_options
     check_choice(engine, model, engine_options)
     found = str(model) if engine == "exact" else models.resolve(model)
     compared = {name: each for name, each in engine_options.items() if name not in HARMLESS}
@@ -211,7 +217,7 @@ def _run(given: dict[str, Any]) -> int:
         try:
             if running.report().left:
                 options = engine_options, replicas
-                with _loaded(model, engine, *options, adapter) as lm:
+                with _open_runtime(model, engine, *options, adapter) as lm:
                     running.run_sync(lm)
         finally:
             report = running.report()
@@ -231,7 +237,7 @@ def _show(report: JobReport) -> None:
 
 
 @contextlib.contextmanager
-def _loaded(
+def _open_runtime(
     model: str | None,
     engine: str,
     options: dict[str, Any],
@@ -270,19 +276,7 @@ def _long_fields() -> Iterator[None]:
         csv.field_size_limit(before)
 
 
-def _rank(adapter: str) -> int:
-    """Return the smallest ``max_lora_rank`` of vLLM for an adapter."""
-    try:
-        config = json.loads(Path(adapter, "adapter_config.json").read_bytes())
-        rank = int(config["r"])
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise InvalidRequest(
-            f"{adapter} is not a LoRA adapter: there is no adapter_config.json with a rank in it"
-        ) from error
-    return next((each for each in (8, 16, 32, 64, 128, 256, 320, 512) if each >= rank), rank)
-
-
-def _text(value: str) -> str:
+def _text_or_file(value: str) -> str:
     return _file(value[1:]) if value.startswith("@") else value
 
 
@@ -303,7 +297,7 @@ def _json(text: str) -> dict[str, Any]:
     return value
 
 
-def _bias(text: str) -> dict[int, float]:
+def _parse_bias(text: str) -> dict[int, float]:
     try:
         return {int(token): bias for token, bias in _json(text).items()}
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""A model's name and options -> a runtime: opens the engine on its thread, and gives up cleanly."""
+"""Loading: a model's name and options become a runtime, with the engine open on its thread."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import concurrent.futures
 import contextlib
 import logging
 import math
+import operator
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -22,112 +23,144 @@ from genrt.engines.folders import sweep
 from genrt.engines.protocol import Engine
 from genrt.errors import EngineUnsupported, InvalidRequest
 from genrt.lm import AsyncLM
-from genrt.numbers import check_bool, check_float, check_int, named, shown
+from genrt.numbers import check_bool, check_float, check_int, named, nearest, shown
 from genrt.runtime.cache import RowCache
-from genrt.runtime.thread import EngineThread, aside
+from genrt.runtime.concurrency import aside
+from genrt.runtime.thread import EngineThread
 
 if TYPE_CHECKING:
     from genrt.engines.exact import NGram
 
-__all__ = ["aload", "load"]
+__all__ = ["LoadOptions", "aload", "load"]
 
 log = logging.getLogger("genrt.loading")
 
-TOLD_SECONDS = 15.0
-"""So often the log says that a model is still being loaded."""
+PROGRESS_SECONDS = 15.0
+"""The interval of log messages while a model is loading."""
+
+
+class LoadOptions(TypedDict, total=False):
+    """The options of ``load`` and ``aload``.
+
+    Attributes:
+        engine: ``"vllm"`` (the default), ``"transformers"``, ``"exact"``, or a function that makes your
+            own Engine. The function runs on the engine's thread; do not give a model or options with it.
+        engine_options: for vLLM's ``EngineArgs``, or transformers' ``from_pretrained``, unchanged.
+        cache_bytes: the bound of the row cache, on the engine's device; by default 256 MiB. 0 disables
+            it.
+        max_batch_size: the maximum number of requests in one flush; by default no bound. A population's
+            draw counts once for each sequence, here and in the queue.
+        max_wait_seconds: how long a question waits for others after its loop has become idle; by default
+            0.
+        max_queued_requests: the maximum number of waiting requests; by default 2**16. Questions beyond
+            wait for room, and event loops and threads take turns.
+        max_queued_bytes: the maximum size of their contexts and masks; by default 1 GiB. A larger
+            question waits for an empty queue.
+        residency: whether vLLM keeps the sequences of earlier questions, which is the default. A context
+            that grew by a token, shares a prefix or was cut then costs only its new tokens. Rows are the
+            same up to the engine's numerics.
+        restart: ``"auto"`` replaces a dead engine, and repeats the unanswered questions. A second death
+            without an answer in between is final. By default later calls raise the reason, until
+            ``AsyncLM.restart``.
+        seed: for draws and samples without their own seed, in the order of the calls and for any
+            batching. Two runtimes with one seed give equal answers to equal questions. By default the
+            system gives a seed. The global generators of ``random``, numpy and torch are not used.
+        replicas: the number of engines, each in its own process on this host. By default one engine in
+            this process, or one of ranks with vLLM's ``tensor_parallel_size``. A population, and texts
+            with a common beginning, stay on one replica. A replica that dies, hangs or fails is
+            restarted; without any replica the engine is dead. GPUs are distributed evenly; replicas
+            with several GPUs do not share them. The row cache is in the host's memory. An engine
+            function must be picklable.
+        replica_limits: when a replica is given up, and how often it is restarted.
+        cluster: runs the replicas as actors of a Ray cluster (extra ``ray``): its address for
+            ``ray.init``; ``"auto"`` for the running one, or else one on this host that ends with the
+            runtime; ``"local"`` always for the latter. Actors read new weights and adapters as files:
+            with several hosts, store them, and ``TMPDIR``, on a shared file system.
+    """
+
+    engine: str | Callable[[], Engine]
+    engine_options: Mapping[str, Any] | None
+    cache_bytes: int
+    max_batch_size: int | None
+    max_wait_seconds: float
+    max_queued_requests: int
+    max_queued_bytes: int
+    residency: bool
+    restart: Literal["auto"] | None
+    seed: int | None
+    replicas: int | None
+    replica_limits: ReplicaLimits | None
+    cluster: str | None
 
 
 def load(
-    model: str | os.PathLike[str] | NGram | None = None,
-    *,
-    engine: str | Callable[[], Engine] = "vllm",
-    engine_options: Mapping[str, Any] | None = None,
-    cache_bytes: int = 256 * 2**20,
-    max_batch_size: int | None = None,
-    max_wait_seconds: float = 0.0,
-    max_queued_requests: int = 2**16,
-    max_queued_bytes: int = 2**30,
-    residency: bool = True,
-    restart: Literal["auto"] | None = None,
-    seed: int | None = None,
-    replicas: int | None = None,
-    replica_limits: ReplicaLimits | None = None,
-    cluster: str | None = None,
+    model: str | os.PathLike[str] | NGram | None = None, **options: Unpack[LoadOptions]
 ) -> AsyncLM:
-    """Open a model and return the runtime over it, ready to be asked.
+    """Open a model and return its runtime.
+
+    It blocks until the engine is open. Every 15 seconds the logger ``genrt.loading`` reports that the
+    model is loading, at level INFO. An interrupt abandons the loading.
 
     Args:
         model: a checkpoint directory, a model's name, or ``None`` for the embedded
-            SmolLM2-135M-Instruct; for the exact engine, an ``NGram`` or the directory of a saved one.
-        engine: ``"vllm"``, ``"transformers"``, ``"exact"``, or a function that makes an Engine of your
-            own; it is called on the thread that will own it, and takes no model or options here.
-        engine_options: to vLLM's ``EngineArgs``, or transformers' ``from_pretrained``, as they are.
-        cache_bytes: the bound of the row cache, on the engine's device; 0 is no cache.
-        max_batch_size: the most requests in one flush, however many the engine takes to a step;
-            ``None`` is no bound. A population's draw counts as one for each sequence, here and in
-            the queue.
-        max_wait_seconds: how long a question waits for company once its loop has gone quiet.
-        max_queued_requests: how many requests may wait for the engine. Questions beyond that wait for
-            room, and event loops and threads take turns; none is refused.
-        max_queued_bytes: how many bytes their contexts and masks may take. A question that is larger
-            waits for an empty queue.
-        residency: whether vLLM keeps the sequences it has answered, so that a context that grew by a
-            token, shares a prefix or was cut back costs only its new tokens. Rows are the same, up to
-            the engine's numerics, and every step is scheduled when the one before has ended.
-        restart: ``"auto"`` opens another engine in place of one that died, and asks it the unanswered
-            questions; if nothing is answered between two deaths, the second is final. Without it
-            every later call raises the reason, until ``AsyncLM.restart``.
-        seed: for draws and samples without a seed of their own, in the order of the calls, however they
-            are batched. Two runtimes of one seed give equal answers to equal questions. ``None`` takes a
-            seed from the system. The process's own generators, of ``random``, numpy and torch, are
-            neither set nor used.
-        replicas: how many engines there are, each in a process of its own on this host; ``None`` is one
-            in this process, or one of ranks with vLLM's ``tensor_parallel_size`` alone. A population,
-            and texts that begin alike, stay with one of them. One that dies, hangs or fails is started
-            again, and no question notices but in time; with none left, the engine is dead. GPUs are
-            dealt out evenly; replicas of several each must have them for themselves. The row cache is in
-            the host's memory. An engine that is a function must be one that can be pickled.
-        replica_limits: when a replica is given up, and how often it is started again.
-        cluster: has the replicas be actors of a Ray cluster (extra ``ray``): its address as ``ray.init``
-            takes it; ``"auto"`` for the one that runs, or else one of this host alone, which
-            ends with the runtime; ``"local"`` always for that. New weights and adapters are read by
-            the actors as files: over several hosts, keep them, and ``TMPDIR``, where all hosts read them.
-
-    Blocks until the engine is open; every 15 seconds the logger ``genrt.loading`` says that it still
-    loads, at level INFO. An interrupt abandons the loading.
+            SmolLM2-135M-Instruct; for the exact engine, an ``NGram`` or its saved directory.
+        options: see ``LoadOptions``.
 
     Raises:
-        EngineNotInstalled, EngineUnsupported, ModelNotFound: each says what to do about it.
-        InvalidRequest: an argument is out of range, or an engine of that name is not known.
+        EngineNotInstalled, EngineUnsupported, ModelNotFound: with advice.
+        InvalidRequest: an option or an engine is unknown, or an option is out of range.
     """
-    thread, cache = _start(
-        model,
-        engine,
-        engine_options,
-        cache_bytes,
-        residency,
-        restart,
-        seed,
-        replicas,
-        replica_limits,
-        cluster,
-        max_batch_size=max_batch_size,
-        max_wait_seconds=max_wait_seconds,
-        max_queued_requests=max_queued_requests,
-        max_queued_bytes=max_queued_bytes,
-    )
+    thread, cache = _start(model, options)
     began = time.monotonic()
     try:
-        while not concurrent.futures.wait([thread.opened], TOLD_SECONDS).done:
-            _tell(model, engine, began)
-        return _compared(AsyncLM(thread, cache, thread.opened.result(), seed=seed))
+        while not concurrent.futures.wait([thread.opened], PROGRESS_SECONDS).done:
+            _log_progress(model, options, began)
+        return _compare_vocabulary(
+            AsyncLM(thread, cache, thread.opened.result(), seed=_option_seed(options))
+        )
     except BaseException:
         thread.close(wait=False)
         raise
 
 
 async def aload(
-    model: str | os.PathLike[str] | NGram | None = None,
+    model: str | os.PathLike[str] | NGram | None = None, **options: Unpack[LoadOptions]
+) -> AsyncLM:
+    """Open a model as ``load`` does, without blocking the event loop. Cancelling abandons the loading."""
+    thread, cache = _start(model, options)
+    began, opened = time.monotonic(), asyncio.wrap_future(thread.opened)
+    try:
+        while not (await asyncio.wait([opened], timeout=PROGRESS_SECONDS))[0]:
+            _log_progress(model, options, began)
+        lm = AsyncLM(thread, cache, await opened, seed=_option_seed(options))
+        return await aside(partial(_compare_vocabulary, lm))
+    except BaseException:
+        opened.cancel()
+        thread.close(wait=False)
+        raise
+
+
+def _option_seed(options: LoadOptions) -> int | None:
+    seed = options.get("seed")
+    return None if seed is None else operator.index(seed)
+
+
+def _log_progress(model: object, options: LoadOptions, began: float) -> None:
+    name, engine = model or "the embedded model", options.get("engine", "vllm")
+    log.info("loading %s on engine %s: %.0f s", name, engine, time.monotonic() - began)
+
+
+def _start(
+    model: str | os.PathLike[str] | NGram | None, given: LoadOptions
+) -> tuple[EngineThread, RowCache]:
+    if unknown := [name for name in given if name not in LoadOptions.__annotations__]:
+        near = nearest(unknown[0], LoadOptions.__annotations__) or ": see genrt.loading.LoadOptions"
+        raise InvalidRequest(f"load has no option {named(unknown[0])}{near}")
+    return _start_checked(model, **given)
+
+
+def _start_checked(
+    model: str | os.PathLike[str] | NGram | None,
     *,
     engine: str | Callable[[], Engine] = "vllm",
     engine_options: Mapping[str, Any] | None = None,
@@ -137,90 +170,41 @@ async def aload(
     max_queued_requests: int = 2**16,
     max_queued_bytes: int = 2**30,
     residency: bool = True,
-    restart: Literal["auto"] | None = None,
+    restart: str | None = None,
     seed: int | None = None,
     replicas: int | None = None,
     replica_limits: ReplicaLimits | None = None,
     cluster: str | None = None,
-) -> AsyncLM:
-    """Open a model as ``load`` does, while the running event loop goes on. Cancelling abandons the
-    loading."""
-    thread, cache = _start(
-        model,
-        engine,
-        engine_options,
-        cache_bytes,
-        residency,
-        restart,
-        seed,
-        replicas,
-        replica_limits,
-        cluster,
-        max_batch_size=max_batch_size,
-        max_wait_seconds=max_wait_seconds,
-        max_queued_requests=max_queued_requests,
-        max_queued_bytes=max_queued_bytes,
-    )
-    began, opened = time.monotonic(), asyncio.wrap_future(thread.opened)
-    try:
-        while not (await asyncio.wait([opened], timeout=TOLD_SECONDS))[0]:
-            _tell(model, engine, began)
-        lm = AsyncLM(thread, cache, await opened, seed=seed)
-        return await aside(partial(_compared, lm))
-    except BaseException:
-        opened.cancel()
-        thread.close(wait=False)
-        raise
-
-
-def _tell(model: object, engine: object, began: float) -> None:
-    what = "the embedded model" if model is None else model
-    log.info("loading %s on engine %s: %.0f s", what, engine, time.monotonic() - began)
-
-
-class _Flow(TypedDict):
-    """The options of how questions flow to the engine; see ``Batcher``."""
-
-    max_batch_size: int | None
-    max_wait_seconds: float
-    max_queued_requests: int
-    max_queued_bytes: int
-
-
-def _start(
-    model: str | os.PathLike[str] | NGram | None,
-    engine: str | Callable[[], Engine],
-    engine_options: Mapping[str, Any] | None,
-    cache_bytes: int,
-    residency: bool,
-    restart: str | None,
-    seed: int | None,
-    replicas: int | None,
-    replica_limits: ReplicaLimits | None,
-    cluster: str | None,
-    **flow: Unpack[_Flow],
 ) -> tuple[EngineThread, RowCache]:
-    check_int("cache_bytes", cache_bytes, 0)
-    if flow["max_batch_size"] is not None:
-        check_int("max_batch_size", flow["max_batch_size"], 1)
-    check_float("max_wait_seconds", flow["max_wait_seconds"], 0.0, math.inf)
-    check_int("max_queued_requests", flow["max_queued_requests"], 1)
-    check_int("max_queued_bytes", flow["max_queued_bytes"], 1)
+    cache_bytes = check_int("cache_bytes", cache_bytes, 0)
+    if max_batch_size is not None:
+        max_batch_size = check_int("max_batch_size", max_batch_size, 1)
+    max_wait_seconds = check_float("max_wait_seconds", max_wait_seconds, 0.0, math.inf)
+    max_queued_requests = check_int("max_queued_requests", max_queued_requests, 1)
+    max_queued_bytes = check_int("max_queued_bytes", max_queued_bytes, 1)
     if seed is not None:
-        check_int("seed", seed, 0)
+        seed = check_int("seed", seed, 0)
     check_bool("residency", residency)
     check_replicas(replicas, replica_limits, cluster)
-    if restart not in (None, "auto"):
+    replicas = None if replicas is None else operator.index(replicas)
+    if not isinstance(restart, str | None) or restart not in (None, "auto"):
         raise InvalidRequest(f'restart must be "auto" or None, got {named(restart)}')
     if not isinstance(engine_options, Mapping | None):
         raise InvalidRequest(
-            f"engine_options must be a mapping of option names to values, got {engine_options!r}"
+            f"engine_options must be a mapping of option names to values, got {shown(engine_options)}"
         )
     if callable(engine) and (model is not None or engine_options):
         raise InvalidRequest(
             "model and engine_options are for engines opened by name: a function that makes an engine "
             "must bring its own"
         )
+    with contextlib.suppress(TypeError):  # not a path
+        try:
+            os.fsencode(cast("Any", model))
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(
+                f"model must be a path that a file can have: {error.reason}"
+            ) from error
     options = dict(engine_options or {})
     if not callable(engine):
         check_choice(engine, model, options)
@@ -236,10 +220,10 @@ def _start(
     def opened() -> Engine:
         sweep()
         if callable(engine):
-            make: Callable[[], Engine] = partial(_made, engine)
+            make: Callable[[], Engine] = partial(_make_engine, engine)
         else:
             found = model if engine == "exact" else models.resolve(cast("Any", model))
-            # The cache is on the engine's device, unless that is another process's.
+            # The cache is on the engine's device, or in host memory for engines of other processes.
             reserved = cache_bytes if replicas is None else 0
             make = partial(
                 open_engine, engine, found, options, reserve_bytes=reserved, residency=residency
@@ -255,11 +239,20 @@ def _start(
         return open_replicas(make, replicas, limits, cluster, gpus=each, environment=environment)
 
     cache = RowCache(cache_bytes)
-    return EngineThread(opened, cache, restarts=restart == "auto", **flow), cache
+    thread = EngineThread(
+        opened,
+        cache,
+        restarts=restart == "auto",
+        max_batch_size=max_batch_size,
+        max_wait_seconds=max_wait_seconds,
+        max_queued_requests=max_queued_requests,
+        max_queued_bytes=max_queued_bytes,
+    )
+    return thread, cache
 
 
-def _made(function: Callable[[], object]) -> Engine:
-    """Return the engine that a user's function makes. Raises InvalidRequest if it is no Engine."""
+def _make_engine(function: Callable[[], object]) -> Engine:
+    """Return the engine of a user's function. Raises InvalidRequest if it is not an Engine."""
     engine = function()
     missing = [name for name in dir(Engine) if name[0] != "_" and not hasattr(engine, name)]
     if missing:
@@ -269,9 +262,9 @@ def _made(function: Callable[[], object]) -> Engine:
     return cast("Engine", engine)
 
 
-def _compared(lm: AsyncLM) -> AsyncLM:
-    """Return the runtime after comparing its ``byte_vocab`` with the tokenizer, which warns of what
-    disagrees. A tokenizer whose bytes are not known is no obstacle to asking with token ids."""
+def _compare_vocabulary(lm: AsyncLM) -> AsyncLM:
+    """Return the runtime after building its ``byte_vocab``, which warns if the tokenizer disagrees.
+    Without known bytes the runtime still answers questions about token ids."""
     with contextlib.suppress(InvalidRequest, EngineUnsupported, AttributeError):
         lm.byte_vocab  # noqa: B018
     return lm

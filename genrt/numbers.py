@@ -1,4 +1,4 @@
-"""Numbers that callers give: checked, and converted to the int or float that computes."""
+"""Numbers in arguments: checks, and conversion to int or float; values in messages."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ __all__ = [
     "check_float",
     "check_int",
     "check_timeout",
+    "displayed",
     "is_truth_value",
     "named",
     "nearest",
@@ -25,10 +26,10 @@ __all__ = [
 ]
 
 _LONG = 10**40
-"""Integers from here on are described in messages: Python refuses to print those of 4,300 digits."""
+"""Messages describe integers from here on: Python refuses to print 4,300 digits."""
 
 _ELSEWHERE = {"max_new_tokens": "max_tokens", "max_length": "max_tokens", "schema": "json_schema"}
-"""Options of other libraries, and what they are called here."""
+"""Options of other libraries, with their names here."""
 
 
 def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
@@ -39,7 +40,7 @@ def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
     """
     try:
         number = operator.index(value)
-    except (TypeError, RuntimeError):  # torch raises the last
+    except (TypeError, RuntimeError):  # torch raises RuntimeError
         number = None
     if number is None or is_truth_value(value):
         raise InvalidRequest(f"{name} must be an int, got {shown(value)}")
@@ -50,7 +51,7 @@ def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
 
 
 def check_bool(name: str, value: object) -> bool:
-    """Return the value. Raises InvalidRequest if it is not a truth value."""
+    """Return the value. Raises InvalidRequest for anything but a bool."""
     if not isinstance(value, bool):
         raise InvalidRequest(f"{name} must be True or False, got {shown(value)}")
     return value
@@ -81,17 +82,17 @@ def check_timeout(seconds: float | None) -> float | None:
     if seconds is None:
         return None
     check_float("timeout", seconds, 0.0, math.inf)
-    return float(seconds)  # what numpy's narrow floats are added to loses its precision
+    return float(seconds)  # sums with numpy's narrow floats lose precision
 
 
 def is_truth_value(value: object) -> bool:
-    """Tell whether a value is a bool of any library, or holds bools."""
+    """Return whether a value is a bool of any library, or holds bools."""
     return isinstance(value, bool) or getattr(value, "dtype", None) in (np.bool_, torch.bool)
 
 
 def shown(value: object) -> str:
-    """Return a number, a truth value or ``None`` as a message shows it, of anything else only the type:
-    it may be a prompt in the wrong place."""
+    """Return a number, a truth value or ``None`` for a message, and only the type of other values, which
+    may be private prompts."""
     if isinstance(value, int) and abs(value) >= _LONG:
         return f"an int of {value.bit_length()} bits"
     if isinstance(value, np.bool_):
@@ -102,13 +103,21 @@ def shown(value: object) -> str:
 
 
 def named(value: object) -> str:
-    """Return what a message shows where a name was expected: a str in full, anything else as ``shown``
-    does."""
+    """Return a str in full for a message about a name, and other values as ``shown`` does."""
     return repr(value) if isinstance(value, str) else shown(value)
 
 
+def displayed(value: object) -> str:
+    """Return the ``repr`` of a value for a message. Large integers are described instead."""
+    try:
+        return repr(value)
+    except ValueError:  # Python refuses to print integers of over 4,300 digits
+        return shown(value)
+
+
 def nearest(name: object, known: Iterable[str]) -> str:
-    """Return the end of a message about an unknown name: the known one that was meant, if one is near."""
+    """Return a suggestion for the end of a message about an unknown name; empty if no known name is
+    near."""
     if not isinstance(name, str):
         return ""
     plain, names = name.lstrip("-").replace("-", "_"), list(known)

@@ -20,7 +20,7 @@ from genrt.questions.draws import merge_draws, population_draw
 from genrt.questions.masks import Masks, packed_masks
 from genrt.questions.reads import host_row
 from genrt.questions.rows import Device, check_length, must_move
-from genrt.questions.scores import after_contexts, joined
+from genrt.questions.scores import after_contexts, joined_scores
 from genrt.questions.sequences import (
     MOST_SEQUENCES,
     Contexts,
@@ -32,7 +32,7 @@ from genrt.questions.sequences import (
     check_flags,
     check_integers,
 )
-from genrt.runtime.adapter_names import AdapterNames
+from genrt.runtime.adapters import AdapterNames
 from genrt.runtime.ask import Asker, blocking_question, seconds_left
 from genrt.runtime.thread import EngineThread
 from genrt.tokens.encoding import encode_prompt
@@ -96,7 +96,7 @@ class PopulationRuntime:
         known = own if own.go_on(contexts.lengths) else None
         failed: GenrtError | None = None
         while True:
-            # Binding the adapter and asking are one step, so nobody removes the adapter in between.
+            # Binding the adapter and asking are one step, so the adapter cannot be removed in between.
             try:
                 bound = self.adapters.bound(adapter)
             except UnknownAdapter:
@@ -140,7 +140,7 @@ async def draw_batch(
     adapter: str | None,
     timeout: float | None,
 ) -> BatchDraw:
-    """Return a draw after each context, as ``AsyncLM.batch_draw`` does: those of a new population."""
+    """Return a draw after each context, as ``AsyncLM.batch_draw`` does, by a new population."""
     runtime.adapters.bound(adapter)
     sequences = Sequences.of(runtime.limits, contexts)
     count = len(sequences)
@@ -150,7 +150,7 @@ async def draw_batch(
     words = None if packed is None else packed.view(np.int32)
     thread = runtime.thread
     share = max(-(-count // max(1, len(thread.replicas()))), FEW)
-    most, origins = min(thread.most_together, share), sequences.origins
+    most, origins = min(thread.max_weight, share), sequences.origins
     own = adapter, places, words, origins, temperature, seed, most, timeout
     found, _ = await runtime.draw(ask, whole, *own)
     return found
@@ -223,7 +223,7 @@ class Population:
 
     ``AsyncLM.population`` makes it. ``draw``, ``logprobs`` and ``score`` ask about all sequences at once,
     as they are at the call; ``append``, ``extend``, ``resample`` and ``cut`` change them without a
-    question. Answers, cancellation, timeouts and errors are those of every question. After a restart or
+    question. Answers, cancellation, timeouts and errors are as for every question. After a restart or
     an eviction, the engine recomputes what it lost.
 
     One task or thread at a time may change a population. As a context manager, it closes at the end.
@@ -303,7 +303,7 @@ class Population:
         """
         runtime, places = self._runtime, self._places(where)
         contexts, before = self._contexts(places), self._sequences.origins
-        most = runtime.thread.most_together
+        most = runtime.thread.max_weight
         own = contexts, self._adapter, places, masks, before, temperature, seed, most, timeout
         found, handles = await runtime.draw(self._ask, *own)
         if handles and not self._finalizer.alive:
@@ -320,7 +320,7 @@ class Population:
         device: Device | None = None,
         timeout: float | None = None,
     ) -> torch.Tensor:
-        """Return the row after each sequence, or after those in ``where``, in order: float32
+        """Return the row after each sequence, or only where ``where`` is true, in order: float32
         ``[n, vocab_size]``, as ``AsyncLM.batch_next_token_logprobs`` does.
 
         Raises:
@@ -356,8 +356,9 @@ class Population:
         runtime, bound = self._runtime, self._runtime.adapters.bound(self._adapter)
         contexts = [row.packed for row in self._contexts(self._places(None)).rows(bound)]
         own = runtime.limits, contexts, continuations, bound
-        requests = after_contexts(*own, in_one=runtime.thread.scores, temperature=temperature)
-        return joined(await self._ask([*chain(*requests)], timeout=timeout), requests)
+        in_one = runtime.thread.capabilities.scores
+        requests = after_contexts(*own, in_one=in_one, temperature=temperature)
+        return joined_scores(await self._ask([*chain(*requests)], timeout=timeout), requests)
 
     draw_sync = blocking_question(draw)
     logprobs_sync = blocking_question(logprobs)
@@ -366,7 +367,7 @@ class Population:
     # -- changes ------------------------------------------------------------------------------
 
     def append(self, token_ids: Integers) -> None:
-        """Add a token to each sequence: ids ``[n]``, -1 to add none.
+        """Add a token to each sequence: ids ``[n]``, -1 adds no token.
 
         Raises:
             InvalidRequest: not integers, not one per sequence, or not in the vocabulary.

@@ -45,6 +45,9 @@ EVENTS = (
 """What may happen to questions and engines between two draws."""
 
 
+QUIET = ("batch", "cancelled", "evicted", "scored", "timed_out")
+"""The events that change nothing for other populations."""
+
 MADE: list[Any] = [list, np.array, torch.tensor]
 """The forms of numbers that callers give."""
 
@@ -175,9 +178,15 @@ class Walk:
         return [self.rng.randrange(self.runtime.lm.vocab_size) for _ in range(count)]
 
     async def happen(self, event: str) -> None:
-        """Have an event happen to one of the populations."""
+        """Have an event happen to one of the populations; others may draw meanwhile."""
         self.counts[event] = self.counts.get(event, 0) + 1
-        await getattr(self, f"_{event}")(self.rng.choice(self.all))
+        one = self.rng.choice(self.all)
+        others = [each for each in self.all if each is not one]
+        happening = getattr(self, f"_{event}")(one)
+        if event in QUIET and others and self.rng.random() < 0.5:
+            await asyncio.gather(happening, self.draw(others))
+        else:
+            await happening
 
     async def _cancelled(self, particles: Particles) -> None:
         """A draw is given up, anywhere on its way."""
@@ -298,7 +307,8 @@ class Walk:
     def change(self) -> None:
         """Have the populations change: resampled, cut, extended, split, joined, taken or closed."""
         for each in [*self.all]:
-            names = ["resample"] * 3 + ["cut", "append", "extend", "split", "join", "take", "close"]
+            names = ["resample"] * 3 + ["cut", "append", "extend", "rewrite", "split", "join"]
+            names += ["take", "close"]
             if self.rng.random() < 0.5 and each in self.all:
                 name = self.rng.choice(names)
                 self.counts[name] = self.counts.get(name, 0) + 1
@@ -338,6 +348,15 @@ class Walk:
         more = [self.ids(self.rng.randrange(6)) for _ in each.lists]
         each.population.extend([self.rng.choice(MADE)(one) for one in more])
         each.lists = [[*one, *two] for one, two in zip(each.lists, more, strict=True)]
+
+    def _rewrite(self, each: Particles) -> None:
+        """Some have another last token."""
+        each.population.cut([max(1, len(one) - 1) for one in each.lists])
+        ends = [self.rng.choice([one[-1], *self.ids(1)]) for one in each.lists]
+        each.population.append(ends)
+        each.lists = [
+            [*one[: max(1, len(one) - 1)], end] for one, end in zip(each.lists, ends, strict=True)
+        ]
 
     def _split(self, each: Particles) -> None:
         size = self.rng.randint(0, len(each.lists))

@@ -1,13 +1,21 @@
-"""Every public question and each of its parameters, with wrong values: InvalidRequest, or it works.
+"""Every public call and each of its parameters, with wrong values: InvalidRequest, or it works.
 
-Never an error of torch, NumPy, Python or a tokenizer; and the runtime answers whoever asks next.
+Never an error of torch, NumPy, Python or a tokenizer; and the runtime answers the next question.
+``refusals.json`` has the messages, which a reader checks: after a change, run
+``python -m tests.test_every_argument`` and review the difference.
 """
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import inspect
+import json
 import math
-from collections.abc import Callable, Iterator
+import re
+import sys
+import tempfile
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -16,9 +24,27 @@ import pytest
 import torch
 
 import genrt
+from genrt import constraints, inference
 from genrt.engines.exact import NGram
-from genrt.errors import GenrtError, InvalidRequest
+from genrt.errors import InvalidRequest, TimedOut
+from genrt.generation import (
+    Conversation,
+    Failed,
+    Item,
+    Job,
+    PolicyGeneration,
+    generate_many,
+    generate_valid,
+    rollout,
+    rollout_samples,
+    splice_turn,
+    verify_right_padding,
+)
+from genrt.inference import SMC, BestOfN, MetropolisHastings, Program, Rejection, TextModel
 from genrt.lm import AsyncLM
+from genrt.loading import LoadOptions
+
+GOLDEN = Path(__file__).with_name("refusals.json")
 
 
 async def _draws(lm: AsyncLM) -> int:
@@ -60,25 +86,66 @@ ELSEWHERE |= {"adapter_files", "aclose", "arestart", "connect"}
 ELSEWHERE |= {"update_weights", "pause", "resume", "sleep", "wake_up", "reset_prefix_cache"}
 """What asks nothing."""
 
-WRONG: list[Any] = [
-    *(None, True, 0, -1, 1.5, math.nan, math.inf, 1e39, 1e-46, 2**63, 2**70, 10**5000, 1j),
-    *("", "text", "\ud800", b"bytes", bytearray(2), memoryview(b"ab"), object(), ..., type),
-    *([], (), {}, set(), [[]], [None], ["a"], [-1], [2**70], [1.5], [True], [math.nan], [[1], 2]),
-    *({"input_ids": [1]}, {1: 2}, {1}, {"a"}, iter([1]), (x for x in [1]), range(3), range(-3, 0)),
-    *(np.array(1), np.array([1.0]), np.array([[1]]), np.array(["a"]), np.array([None])),
-    *(np.zeros(3, "m8[s]"), np.zeros(2, [("a", int)]), np.float16("nan"), np.uint64(2**64 - 1)),
-    *(np.longdouble("1e4000"), np.array([1], ">i8"), np.zeros((0, 3), int), np.zeros((2, 2, 2))),
-    *(torch.tensor(1), torch.tensor([1.0]), torch.tensor([1j]), torch.tensor([True])),
-    *(torch.tensor([[1]]), torch.tensor([1]).to_sparse(), torch.ones(2, 2).to_sparse()),
-    *(torch.tensor([1], device="meta"), torch.ones(2, 2, device="meta"), torch.zeros(0, 3)),
-    *(torch.ones(2, requires_grad=True), torch.ones(2, dtype=torch.bfloat16)),
-    *("cuda:99", "meta", "nowhere", torch.device("meta"), [torch.tensor([1], device="meta")]),
-]
+
+def wrong_values() -> list[Any]:
+    """Values of every kind; iterators among them are fresh."""
+    return [
+        *(None, True, 0, -1, 1.5, math.nan, math.inf, 1e39, 1e-46, 2**63, 2**70, 10**5000, 1j),
+        *("", "text", "\ud800", b"bytes", bytearray(2), memoryview(b"ab"), object(), ..., type),
+        *(
+            [],
+            (),
+            {},
+            set(),
+            [[]],
+            [None],
+            ["a"],
+            [-1],
+            [2**70],
+            [1.5],
+            [True],
+            [math.nan],
+            [[1], 2],
+        ),
+        *(
+            {"input_ids": [1]},
+            {1: 2},
+            {1},
+            {"a"},
+            iter([1]),
+            (x for x in [1]),
+            range(3),
+            range(-3, 0),
+        ),
+        *(np.array(1), np.array([1.0]), np.array([[1]]), np.array(["a"]), np.array([None])),
+        *(np.zeros(3, "m8[s]"), np.zeros(2, [("a", int)]), np.float16("nan"), np.uint64(2**64 - 1)),
+        *(
+            np.longdouble("1e4000"),
+            np.array([1], ">i8"),
+            np.zeros((0, 3), int),
+            np.zeros((2, 2, 2)),
+        ),
+        *(torch.tensor(1), torch.tensor([1.0]), torch.tensor([1j]), torch.tensor([True])),
+        *(torch.tensor([[1]]), torch.tensor([1]).to_sparse(), torch.ones(2, 2).to_sparse()),
+        *(torch.tensor([1], device="meta"), torch.ones(2, 2, device="meta"), torch.zeros(0, 3)),
+        *(torch.ones(2, requires_grad=True), torch.ones(2, dtype=torch.bfloat16)),
+        *("cuda:99", "meta", "nowhere", torch.device("meta"), [torch.tensor([1], device="meta")]),
+    ]
+
+
+MODEL = NGram.random(11, order=1, seed=2, zeros=0.3)
+LETTERS = NGram.random([b"a", b"b", b"ab", b""], seed=3, eos_token_id=3)
 
 
 @pytest.fixture(scope="module")
 def exact() -> Iterator[AsyncLM]:
-    with genrt.load(NGram.random(11, order=1, seed=2, zeros=0.3), engine="exact") as lm:
+    with genrt.load(MODEL, engine="exact") as lm:
+        yield lm
+
+
+@pytest.fixture(scope="module")
+def letters() -> Iterator[AsyncLM]:
+    with genrt.load(LETTERS, engine="exact") as lm:
         yield lm
 
 
@@ -88,20 +155,26 @@ def transformers(llama: Path) -> Iterator[AsyncLM]:
         yield lm
 
 
-def parameters(name: str) -> list[str]:
-    """The parameters of a question, with options that are given together spelled out."""
-    function = getattr(AsyncLM, name)
-    names = [*inspect.signature(function).parameters][1:]
-    if "options" in names:
-        [options] = get_args(get_type_hints(function)["options"])
-        names = [each for each in names if each != "options"] + [*get_type_hints(options)]
-    return names
+def parameters(function: Callable[..., Any]) -> list[str]:
+    """The parameters of a call, with the options of its TypedDict."""
+    found = inspect.signature(function).parameters.values()
+    names = [
+        each.name for each in found if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
+    ]
+    if any(each.kind is each.VAR_KEYWORD for each in found):
+        made = vars(function)["__init__"] if isinstance(function, type) else function
+        hints = get_type_hints(made)
+        [options] = get_args(hints["options"])
+        names += get_type_hints(options)
+    return [name for name in names if name not in ("self", "lm")]
 
+
+# -- questions of a runtime -------------------------------------------------------------------------
 
 QUESTIONS = [
     (name, parameter)
     for name in RIGHT
-    for parameter in parameters(name)
+    for parameter in parameters(getattr(AsyncLM, name))
     if not (parameter == "token_ids" and "contexts" in RIGHT[name])
 ]
 
@@ -122,6 +195,50 @@ def asked(lm: AsyncLM, name: str, arguments: dict[str, Any]) -> Callable[[], Any
     return lambda: method(**arguments)
 
 
+def refusals(call: Callable[[Any], Any], raw: list[str]) -> set[str]:
+    """The messages for all wrong values; other errors than refusals are added to ``raw``."""
+    found = set()
+    for value in wrong_values():
+        try:
+            call(value)
+        except (InvalidRequest, genrt.InvalidConstraint, genrt.ModelNotFound) as error:
+            found.add(f"{type(error).__name__}: {' '.join(str(error).split())}")
+        except TimedOut:
+            pass
+        except Exception as error:
+            raw.append(f"{type(value).__name__}: {type(error).__name__}: {error}"[:200])
+    return found
+
+
+def _plain(message: str) -> str:
+    """A message without the refused value, and without parts that differ from run to run."""
+    message = re.sub(r"(/tmp|/var)/[^ :,)]*", "/…", message)
+    message = re.sub(r"\bgot [^;:]*", "got …", message)
+    message = re.sub(
+        r"(there is|is a|has|bytes) [^ ]+( of shape [^ ]*)?(?= *[;:]|$)", r"\1 …", message
+    )
+    message = re.sub(r": .* is no constraint", ": … is no constraint", message)
+    message = re.sub(r"\b(is|are|has|was given|gave) .*?(?=( in it)?[:;] give)", r"\1 …", message)
+    message = re.sub(r"\d+(, \d+)*", "N", message)
+    return message if len(message) <= 200 else message[:200] + "…"
+
+
+@functools.cache
+def golden() -> dict[str, set[str]]:
+    """The messages of each call and parameter."""
+    found: dict[str, set[str]] = {}
+    for message, places in json.loads(GOLDEN.read_text()).items():
+        for place in places.split():
+            found.setdefault(place, set()).add(message)
+    return found
+
+
+def compare(name: str, parameter: str, found: set[str]) -> None:
+    assert {*map(_plain, found)} == golden().get(f"{name}({parameter})", set()), (
+        "a message has changed: run python -m tests.test_every_argument, and review the difference"
+    )
+
+
 @pytest.mark.promise(number=29)
 @pytest.mark.parametrize("engine", ["exact", "transformers"])
 @pytest.mark.parametrize(("name", "parameter"), QUESTIONS)
@@ -130,20 +247,13 @@ def test_a_wrong_argument_is_refused_or_taken_and_disturbs_nobody(
 ) -> None:
     lm: AsyncLM = request.getfixturevalue(engine)
     raw: list[str] = []
-    for value in WRONG:
-        failed = lm.statistics().engine.failed
-        try:
-            asked(lm, name, {**RIGHT[name], parameter: value})()
-        except (InvalidRequest, genrt.TimedOut):
-            pass
-        except GenrtError as error:
-            raw.append(f"{type(value).__name__}: {type(error).__name__}: {error}"[:200])
-        except Exception as error:
-            raw.append(f"{type(value).__name__}: {type(error).__name__}: {error}"[:200])
-        if lm.statistics().engine.failed != failed:
-            raw.append(f"{type(value).__name__}: failed in the engine")
+    failed = lm.statistics().engine.failed
+    found = refusals(lambda value: asked(lm, name, {**RIGHT[name], parameter: value})(), raw)
     assert not raw, "\n".join(raw)
+    assert lm.statistics().engine.failed == failed
     assert len(lm.sample_sync([1], max_tokens=2)) == 2
+    if engine == "exact":
+        compare(f"AsyncLM.{name}", parameter, found)
 
 
 @pytest.mark.parametrize("name", [name for name in RIGHT if hasattr(AsyncLM, f"{name}_sync")])
@@ -162,3 +272,220 @@ async def test_what_is_awaited_refuses_what_its_blocking_twin_refuses(
             with pytest.raises(InvalidRequest) as awaited:
                 await getattr(exact, name)(**arguments)
             assert str(awaited.value) == str(blocking.value)
+
+
+# -- other calls ------------------------------------------------------------------------------------
+
+BATCH = {"input_ids": torch.tensor([[1, 2], [2, 0]]), "input_lengths": torch.tensor([2, 1])}
+ROLLOUT = {**BATCH, "pad_value": 0, "max_new_tokens": 1}
+TURN = [{"role": "user", "content": "a"}]
+
+
+def awaited(coroutine: Any) -> Any:
+    """The result of a coroutine, or all values of an asynchronous generator."""
+
+    async def main() -> Any:
+        if isinstance(coroutine, AsyncGenerator):
+            return [each async for each in coroutine]
+        return await coroutine
+
+    return asyncio.run(main())
+
+
+def a_job(lm: AsyncLM, **arguments: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        rows = Path(folder, "in.jsonl")
+        rows.write_text('{"text": "a"}\n')
+        Job(**{"input": rows, "output": Path(folder, "out.jsonl")} | arguments)
+
+
+def a_model(lm: AsyncLM) -> TextModel:
+    return TextModel(lm, [0], max_tokens=2)
+
+
+def loaded(lm: AsyncLM, **arguments: Any) -> None:
+    given: dict[str, Any] = {"model": LETTERS, "engine": "exact"}
+    genrt.load(**given | arguments).close()
+
+
+async def _program(p: Any) -> int:
+    return int(await p.sample([0]))
+
+
+Call = tuple[Callable[..., Any], dict[str, Any], Sequence[str]]
+"""A call with a runtime and keyword arguments; arguments that are right; the parameters to try."""
+
+MANY = {"items": [[1], [2]], "max_tokens": 1}
+VALID = {"prompts": [1], "validate": str, "target": 1, "max_tokens": 1, "max_attempts": 2}
+CALLS: dict[str, Call] = {
+    "load": (
+        loaded,
+        {},
+        [
+            "model",
+            *get_type_hints(LoadOptions, vars(sys.modules["genrt.loading"]) | {"NGram": NGram}),
+        ],
+    ),
+    "generate_many": (
+        lambda lm, **a: awaited(generate_many(lm, **a)),
+        MANY,
+        parameters(generate_many),
+    ),
+    "generate_valid": (
+        lambda lm, **a: awaited(generate_valid(lm, **a)),
+        VALID,
+        parameters(generate_valid),
+    ),
+    "rollout": (lambda lm, **a: awaited(rollout(lm, **a)), ROLLOUT, parameters(rollout)),
+    "rollout_samples": (
+        lambda lm, **a: awaited(rollout_samples(lm, **a)),
+        ROLLOUT,
+        [*BATCH, "pad_value"],
+    ),
+    "PolicyGeneration": (PolicyGeneration, {"pad_value": 0}, parameters(PolicyGeneration)),
+    "PolicyGeneration.generate": (
+        lambda lm, **a: PolicyGeneration(lm, pad_value=0, max_new_tokens=1).generate(**a),
+        {"data": BATCH},
+        ["data", "greedy"],
+    ),
+    "PolicyGeneration.generate_async": (
+        lambda lm, **a: awaited(
+            PolicyGeneration(lm, pad_value=0, max_new_tokens=1).generate_async(a)
+        ),
+        BATCH,
+        [*BATCH, "stop_strings"],
+    ),
+    "verify_right_padding": (
+        lambda lm, **a: verify_right_padding(**a),
+        {"data": BATCH, "pad_value": 0},
+        ["data", "pad_value", "raise_error"],
+    ),
+    "splice_turn": (
+        lambda lm, **a: splice_turn(**a),
+        {"model_ids": [1], "template_prefix_ids": [1], "template_ids": [1], "eos_token_id": 1},
+        parameters(splice_turn),
+    ),
+    "Conversation": (
+        lambda lm, **a: Conversation(lm, **a),
+        {"messages": TURN, "end_token_id": 3},
+        ["messages", "end_token_id", "message_of"],
+    ),
+    "Job": (a_job, {"prompt_template": "{text}"}, parameters(Job)),
+    "TextModel": (TextModel, {"prompt": [0], "max_tokens": 2}, parameters(TextModel)),
+    "SMC": (
+        lambda lm, **a: SMC(**{"model": a_model(lm)} | a).run_sync(0),
+        {"num_particles": 2},
+        parameters(SMC),
+    ),
+    "SMC.init": (lambda lm, **a: SMC(a_model(lm), num_particles=2).init(**a), {}, ["seed"]),
+    "MetropolisHastings": (
+        lambda lm, **a: MetropolisHastings(**{"model": a_model(lm)} | a),
+        {"num_chains": 2, "num_steps": 2},
+        parameters(MetropolisHastings),
+    ),
+    "Rejection": (
+        lambda lm, **a: Rejection(**{"model": a_model(lm)} | a),
+        {"num_samples": 2, "max_texts": 4},
+        parameters(Rejection),
+    ),
+    "BestOfN": (
+        lambda lm, **a: BestOfN(**{"model": a_model(lm)} | a),
+        {"n": 2},
+        parameters(BestOfN),
+    ),
+    "BestOfN.init": (lambda lm, **a: BestOfN(a_model(lm), n=2).init(**a), {}, ["seed"]),
+    "Program": (Program, {"function": _program}, ["function"]),
+    "infilling": (
+        lambda lm, **a: inference.infilling(lm, **a),
+        {"prefix": [0], "suffix": [1], "max_tokens": 2},
+        parameters(inference.infilling),
+    ),
+    "regex": (lambda lm, **a: constraints.regex(lm=lm, **a), {"pattern": "a"}, ["pattern"]),
+    "json_schema": (
+        lambda lm, **a: constraints.json_schema(lm=lm, **a),
+        {"schema": {"type": "null"}},
+        ["schema", "whitespace"],
+    ),
+    "grammar": (
+        lambda lm, **a: constraints.grammar(lm=lm, **a),
+        {"text": 'start: "a"'},
+        ["text", "syntax"],
+    ),
+    "strings": (lambda lm, **a: constraints.strings(lm=lm, **a), {}, ["texts"]),
+    "predicate": (
+        lambda lm, **a: constraints.predicate(lm=lm, **a),
+        {"function": bool},
+        ["function", "name", "max_concurrent"],
+    ),
+    "potential": (
+        lambda lm, **a: constraints.potential(**{"constraint": constraints.regex("a", lm)} | a),
+        {},
+        parameters(constraints.potential),
+    ),
+}
+EVERY_CALL = [(name, parameter) for name, (_, _, names) in CALLS.items() for parameter in names]
+
+
+@pytest.mark.parametrize(("name", "parameter"), EVERY_CALL)
+def test_a_wrong_argument_of_other_calls_is_refused_or_taken(
+    name: str, parameter: str, letters: AsyncLM
+) -> None:
+    call, right, _ = CALLS[name]
+    raw: list[str] = []
+    found = refusals(lambda value: call(letters, **right | {parameter: value}), raw)
+    assert not raw, "\n".join(raw)
+    assert len(letters.sample_sync([1], max_tokens=2)) == 2
+    compare(name, parameter, found)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name in CALLS
+        if name not in ("load", "verify_right_padding", "splice_turn", "Job", "strings")
+    ],
+)
+def test_a_call_takes_a_runtime_alone(name: str) -> None:
+    call, right, _ = CALLS[name]
+    if name.endswith((".init", ".generate", ".generate_async")) or "potential" in name:
+        return
+    for wrong in (None, LETTERS, "lm"):
+        with pytest.raises((InvalidRequest, genrt.InvalidConstraint), match=r"genrt\.load"):
+            call(wrong, **right)
+
+
+@pytest.mark.parametrize("parameter", [*inspect.signature(Item).parameters])
+async def test_a_wrong_item_is_refused_or_taken(exact: AsyncLM, parameter: str) -> None:
+    items = [Item(**{parameter: value}) for value in wrong_values()]
+    right: dict[str, Any] = {} if parameter in ("prompt", "messages") else {"prompt": [1]}
+    items += [Item(**right | {parameter: value}) for value in wrong_values()]
+    found = [r async for _, r in generate_many(exact, items, on_error="return", max_tokens=1)]
+    errors = [each.error for each in found if isinstance(each, Failed)]
+    assert [repr(each) for each in errors if not isinstance(each, InvalidRequest)] == []
+    assert len(found) == len(items)
+
+
+def record() -> None:
+    """Write every message, with the calls and parameters that give it."""
+    found: dict[str, set[str]] = {}
+    with genrt.load(MODEL, engine="exact") as lm, genrt.load(LETTERS, engine="exact") as letters:
+        for name, parameter in [*QUESTIONS, *EVERY_CALL]:
+            function, right, _ = CALLS.get(name, (None, RIGHT.get(name, {}), ()))
+
+            def call(value: Any, place: Any = (name, parameter, function, right)) -> Any:
+                name, parameter, function, right = place
+                given = {**right, parameter: value}
+                return asked(lm, name, given)() if function is None else function(letters, **given)
+
+            place = f"{'AsyncLM.' if function is None else ''}{name}({parameter})"
+            raw: list[str] = []
+            for message in refusals(call, raw):
+                found.setdefault(_plain(message), set()).add(place)
+            print(place, *raw, sep="\n  ") if raw else None
+    written = {message: " ".join(sorted(places)) for message, places in sorted(found.items())}
+    GOLDEN.write_text(json.dumps(written, indent=1, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    record()

@@ -18,10 +18,10 @@ import pytest
 from safetensors.torch import save_file
 
 import genrt
-from genrt import generate as command
 from genrt import loading
 from genrt.__main__ import main
 from genrt.cluster.health import ReplicaLimits
+from genrt.engines.adapters import least_lora_rank
 from genrt.engines.exact import NGram
 from genrt.errors import EngineFailed, InvalidRequest
 from genrt.generation.jobs import Job
@@ -283,9 +283,10 @@ def test_texts_may_be_an_adapters(folder: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_vllm_gets_the_rank_that_an_adapter_needs(folder: Path) -> None:
-    assert command._rank(str(write_adapter(folder / "one", 5))) == 16
+    adapters = write_adapter(folder / "one", 5), write_adapter(folder / "two", 5)
+    assert least_lora_rank(*adapters) == 16
     with pytest.raises(InvalidRequest, match="is not a LoRA adapter"):
-        command._rank(str(folder))
+        least_lora_rank(folder)
 
 
 def test_rows_that_fail_are_told_by_the_exit_code(

@@ -25,7 +25,7 @@ from tests.cluster.simulated_populations import KeepingEngine, Seen
 from tests.engines.test_exact import adapter_directory
 from tests.population_walk import EVENTS, Runtime, walk
 from tests.scoring_engine import ScoringEngine
-from tests.test_every_argument import WRONG
+from tests.test_every_argument import wrong_values
 
 SIZE = 7
 MODEL = NGram.random(SIZE, order=2, seed=3, zeros=0.2)
@@ -442,7 +442,7 @@ def test_a_wrong_argument_is_refused_and_changes_nothing(
     lm: AsyncLM, method: str, argument: str
 ) -> None:
     raw: list[str] = []
-    for value in WRONG:
+    for value in wrong_values():
         population = lm.population([1, 2], 2)
         given = {**METHODS[method], argument: value}
         try:

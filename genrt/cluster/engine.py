@@ -35,7 +35,7 @@ from genrt.cluster.transport import Came, Gone, Pulsed, Transport
 from genrt.cluster.weights import ReplicaWeights
 from genrt.cluster.worker import Answers, Facts, Renewal
 from genrt.engines.protocol import EngineStatistics, Finished, ReplicaStatistics
-from genrt.engines.remote.tokenizers import unpacked_tokenizer
+from genrt.engines.remote.wire import unpacked_tokenizer
 from genrt.errors import Closed, EngineDied, EngineFailed, GenrtError, InvalidRequest
 from genrt.questions.completions import Decoding, Streamed, Told
 from genrt.questions.contexts import Adapter

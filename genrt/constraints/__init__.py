@@ -24,13 +24,10 @@ states of a predicate, and of a product with a predicate, are checked. ``await a
 
 from __future__ import annotations
 
-from genrt.constraints.grammars import grammar, json_schema, regex
-from genrt.constraints.masking import abitmasks, amasks, bitmasks, masks
-from genrt.constraints.potentials import potential
+from genrt.constraints.grammars import grammar, json_schema, regex, strings
 from genrt.constraints.predicates import predicate
-from genrt.constraints.products import all_of
+from genrt.constraints.products import abitmasks, all_of, amasks, bitmasks, masks, potential
 from genrt.constraints.protocols import CheckedState, Constraint, ConstraintState, MaskedConstraint
-from genrt.constraints.string_sets import strings
 
 __all__ = [
     "CheckedState",

@@ -1,22 +1,20 @@
-"""Constraints that llguidance runs: regular expressions, JSON schemas, grammars.
-
-Compiling one and computing masks takes milliseconds of CPU time, off the event loop with ``amasks``.
-"""
+"""Constraints that llguidance runs, and lists of texts."""
 
 from __future__ import annotations
 
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import numpy as np
 
-from genrt.constraints.protocols import MaskedConstraint
-from genrt.constraints.tokens import PackedState, lm_of, tokens_of
+from genrt.constraints.protocols import MaskedConstraint, PackedState, lm_of, tokens_of
 from genrt.errors import InvalidConstraint
-from genrt.structures.forms import (
+from genrt.numbers import displayed
+from genrt.structures.guides import (
     lark_of_grammar,
     lark_of_regex,
     lark_of_schema,
@@ -24,8 +22,15 @@ from genrt.structures.forms import (
     syntax_advice,
 )
 from genrt.structures.json_grammar import Whitespace
-from genrt.structures.matching import brief, new_matcher, new_tokenizer
-from genrt.structures.tokens import Tokens, Words, has_bit
+from genrt.structures.matching import (
+    Tokens,
+    Words,
+    brief,
+    has_bit,
+    new_matcher,
+    new_tokenizer,
+    packed,
+)
 from genrt.tokens.vocabulary import checked_token_id
 
 if TYPE_CHECKING:
@@ -51,7 +56,7 @@ def regex(pattern: str, lm: AsyncLM) -> MaskedConstraint:
         InvalidConstraint: the pattern is not in the dialect or is too complex, or there is no end token.
     """
     lark = lark_of_regex(pattern)
-    return _Grammar(_Vocabulary.of(lm), lark, name_of_regex(pattern))
+    return _CompiledConstraint(_Vocabulary.of(lm), lark, name_of_regex(pattern))
 
 
 def json_schema(
@@ -72,8 +77,7 @@ def json_schema(
     Names that are not in ``properties`` may occur twice. A ``pattern`` is searched for in the
     string; where validators read it differently, only strings are drawn on which they agree.
 
-    Parts that no finite value satisfies are left out, so that masks lead only to beginnings of
-    valid texts.
+    Parts without a finite value are removed, so that masks lead only to prefixes of valid texts.
 
     A ``format`` is checked where it is known (date, time, date-time, duration, email, hostname, ipv4,
     ipv6, uuid, uri), and is an error where not. So is a keyword that looks misspelt, and one that
@@ -88,15 +92,17 @@ def json_schema(
     Args:
         whitespace: ``"spaced"``, one space after each comma and colon, as Python's ``json.dumps`` and
             most models write; ``"compact"``, none at all; ``"flexible"``, any between the parts, which
-            makes the texts of even one value infinitely many. There is none around the whole.
+            makes the texts of even one value infinitely many. No white space surrounds the whole.
             ``whitespace_flexible``, ``item_separator`` and ``key_separator``, in the schema under
             ``"x-guidance"``, go before it.
 
     Raises:
-        InvalidConstraint: the schema is not one, says more than can be compiled, allows nothing at all,
+        InvalidConstraint: the schema is not one, says more than can be compiled, allows no value,
             or is too large or too complex; or there is no end token.
     """
-    return _Grammar(_Vocabulary.of(lm), lark_of_schema(schema, whitespace), "JSON schema")
+    return _CompiledConstraint(
+        _Vocabulary.of(lm), lark_of_schema(schema, whitespace), "JSON schema"
+    )
 
 
 def grammar(
@@ -110,27 +116,27 @@ def grammar(
     common.NUMBER``, ``%ignore``, inline ``%json {schema}`` as in ``json_schema``. There are no
     priorities, templates or look-around. **A terminal takes the longest match**, and what could
     have matched less is not tried again: ``A "a"`` with ``A: /a+/`` derives no text at all, and
-    ``("a" | "ab") "b"`` only ``abb``. That is fast, and right for grammars over words, as those of
+    ``("a" | "ab") "b"`` only ``abb``. That is fast, and right for grammars over words, as in
     programming languages are. Names of special tokens, and the rule options ``stop``,
-    ``max_tokens`` and ``temperature``, are refused, since what they say is not about the text.
+    ``max_tokens`` and ``temperature``, are refused, because they do not describe the text.
 
     ``"ebnf"`` is that of GBNF: ``root ::= item ("," item)*``, literals, classes ``[a-z]`` and ``[^\n]``,
     ``.`` for any character, ``? * + {2} {2,} {2,5}``, groups, ``#`` comments. It has no terminals: every
     text that can be derived is in the set, character by character, and masks cost more.
 
-    Alternatives of an EBNF that derive no finite text (``a ::= "x" a``) are left out, and a grammar
-    without others is refused. Those of Lark are not looked for: masks may lead into them. A grammar
+    Alternatives of an EBNF that derive no finite text (``a ::= "x" a``) are removed, and a grammar
+    without others is refused. In Lark they stay, and masks may lead into them. A grammar
     that is nested through more than 1,000 rules, each in the one before, or has more than 200,000
     parts, is refused.
 
     Raises:
-        InvalidConstraint: the grammar does not compile, asks for what is refused, derives nothing, or is
+        InvalidConstraint: the grammar does not compile, has refused options, derives no text, or is
             too large or too complex; or there is no end token.
     """
     lark = lark_of_grammar(text, syntax)
     vocabulary = _Vocabulary.of(lm)
     try:
-        return _Grammar(vocabulary, lark, "grammar")
+        return _CompiledConstraint(vocabulary, lark, "grammar")
     except InvalidConstraint as error:
         raise InvalidConstraint(f"{error}{syntax_advice(text, syntax)}") from error
 
@@ -187,9 +193,9 @@ class _Vocabulary:
                 state.words = row.copy()
 
     def _compute(self, matchers: Sequence[Any], words: Words) -> bool:
-        """Have matchers compute their masks: one after the other, and in parallel what is left after
-        ``QUICK`` seconds; return whether all took less. Most masks take some microseconds, and to wake
-        threads takes longer."""
+        """Compute the masks of matchers one after the other, and after ``QUICK`` seconds the others in
+        parallel. Return whether all took less. Most masks take some microseconds, less than waking
+        threads."""
         count, size = words.shape
         first, until = words.ctypes.data, time.perf_counter() + QUICK
         for number, matcher in enumerate(matchers):
@@ -205,7 +211,7 @@ class _Vocabulary:
 _vocabularies: weakref.WeakKeyDictionary[AsyncLM, _Vocabulary] = weakref.WeakKeyDictionary()
 
 
-class _Grammar:
+class _CompiledConstraint:
     """A constraint that llguidance runs, from a grammar in its Lark dialect."""
 
     def __init__(self, vocabulary: _Vocabulary, lark: str, name: str) -> None:
@@ -223,7 +229,7 @@ class _Grammar:
         return self._start
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Grammar, self._made_of
+        return _CompiledConstraint, self._made_of
 
     def __repr__(self) -> str:
         return f"<constraint: {self._rules.name}>"
@@ -235,19 +241,19 @@ class _Rules:
     Attributes:
         matcher: at the start, never used but to be copied.
         name: the constraint's, for messages.
-        states: those that somebody holds, and some that are gone, by the bytes of their texts, which
-            alone decide what may follow, whatever tokens spell them; used under the vocabulary's lock.
+        states: weak references to states, by the bytes of their texts. The bytes decide the next tokens,
+            however tokens spell them. Used under the vocabulary's lock.
     """
 
     def __init__(self, vocabulary: _Vocabulary, matcher: Any, name: str) -> None:
         self.vocabulary, self.matcher, self.name = vocabulary, matcher, name
         self.vocab_size = len(vocabulary.tokens)
         self.states: dict[bytes, weakref.ref[GrammarState]] = {}
-        self._most = 1024  # so many are looked through for those that are gone
+        self._most = 1024  # the size at which dead references are removed
 
     def keep(self, data: bytes, state: GrammarState) -> GrammarState:
         """Return a state, which is found by its bytes from now on."""
-        # No WeakValueDictionary: what it does at each state's end costs more than a look at all of them.
+        # No WeakValueDictionary: its work at each state's end costs more than a scan of all states.
         if len(self.states) >= self._most:
             self.states = {data: held for data, held in self.states.items() if held() is not None}
             self._most = 1024 + 2 * len(self.states)
@@ -284,7 +290,7 @@ class GrammarState(PackedState):
         if len(walk.tokens) > length:
             tokens = walk.tokens[:length]
             matcher = walk.matcher.deep_copy()
-            # A matcher that met a dead end or a limit takes nothing back.
+            # After a dead end or a limit a matcher cannot roll back.
             if not matcher.rollback(len(walk.tokens) - length):
                 matcher = self._rules.matcher.deep_copy()
                 matcher.consume_tokens(tokens)
@@ -322,3 +328,123 @@ class GrammarState(PackedState):
             f"the {self._rules.name} is too complex to tell which tokens follow here, simplify it: "
             f"{brief(error)}"
         )
+
+
+def strings(texts: Iterable[str], lm: AsyncLM) -> MaskedConstraint:
+    """Return the constraint of exactly these texts, in any order. One may be a prefix of another, or
+    empty.
+
+    A mask costs one look-up for each prefix that the remaining texts and the vocabulary's tokens share.
+    The number of texts does not matter. A mask is computed once for all tokenizations of a text.
+
+    Raises:
+        InvalidConstraint: there are no texts, one is not a str or has lone surrogates, or there is no
+            end token.
+    """
+    is_one = isinstance(texts, str | bytes) or getattr(texts, "ndim", 1) == 0
+    if is_one or not isinstance(texts, Iterable):
+        raise InvalidConstraint(f"the texts are {displayed(texts)}: give a list of str")
+    encoded = sorted({_utf8(text) for text in texts})
+    if not encoded:
+        raise InvalidConstraint("there are no texts: give at least one, '' for the empty text")
+    return _TextList(encoded, tokens_of(lm))
+
+
+def _utf8(text: str) -> bytes:
+    if not isinstance(text, str):
+        raise InvalidConstraint(f"one of the texts is {displayed(text)}: give each as str")
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidConstraint(
+            f"the text {displayed(text)} holds a lone surrogate: remove it"
+        ) from error
+
+
+class _TextList:
+    """The constraint: sorted texts, so that texts with a common prefix are neighbors.
+
+    A state is a range of texts and the length of the prefix that they share.
+    """
+
+    def __init__(self, texts: list[bytes], tokens: Tokens) -> None:
+        self.texts = texts
+        self.tokens = tokens
+        self._states: weakref.WeakValueDictionary[tuple[int, int, int], _StringState] = (
+            weakref.WeakValueDictionary()
+        )
+        self._lock = threading.Lock()
+
+    def start(self) -> _StringState:
+        return self.state(0, len(self.texts), 0)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _TextList, (self.texts, self.tokens)
+
+    def __repr__(self) -> str:
+        shown = ", ".join(repr(text.decode()) for text in self.texts[:3])
+        more = f", … {len(self.texts)} in all" if len(self.texts) > 3 else ""
+        return f"<constraint: strings {shown}{more}>"
+
+    def state(self, first: int, end: int, length: int) -> _StringState:
+        """Return the state of that range; all holders share one object."""
+        with self._lock:
+            return self._states.setdefault(
+                (first, end, length), _StringState(self, first, end, length)
+            )
+
+
+class _StringState(PackedState):
+    """The texts ``first .. end - 1``. Their common first ``length`` bytes are the text so far."""
+
+    __slots__ = ("_end", "_first", "_length", "_of")
+
+    def __init__(self, of: _TextList, first: int, end: int, length: int) -> None:
+        super().__init__(len(of.tokens))
+        self._of = of
+        self._first = first
+        self._end = end
+        self._length = length
+
+    @property
+    def accepting(self) -> bool:
+        return len(self._of.texts[self._first]) == self._length
+
+    def _computed(self) -> Words:
+        """Return the mask by a walk over the trie of the texts' continuations, as far as tokens reach."""
+        tokens, texts = self._of.tokens, self._of.texts
+        mask = np.zeros(len(tokens), dtype=np.bool_)
+        mask[tokens.eos_token_id] = self.accepting
+        # Each entry: a range of texts, a range of tokens, and the number of token bytes that they share.
+        spelt, spellings = tokens.spelt
+        ranges = [(self._first, self._end, 0, len(spellings), 0)]
+        while ranges:
+            first, end, start, stop, shared = ranges.pop()
+            here = start
+            while here < stop and len(spellings[here]) == shared:
+                here += 1
+            if shared:
+                mask[spelt[start:here]] = True
+            depth = self._length + shared
+            if len(texts[first]) == depth:
+                first += 1
+            while first < end and here < stop:
+                byte = texts[first][depth]
+                after = bisect_right(texts, byte, first, end, key=lambda text: text[depth])
+                low = bisect_left(spellings, byte, here, stop, key=lambda token: token[shared])
+                high = bisect_right(spellings, byte, low, stop, key=lambda token: token[shared])
+                if low < high:
+                    ranges.append((first, after, low, high, shared + 1))
+                first, here = after, high
+        return packed(mask)
+
+    def _after(self, token_id: int) -> _StringState:
+        tokens, texts = self._of.tokens, self._of.texts
+        token = tokens.text(token_id)
+        length = self._length + len(token)
+        text = texts[self._first][: self._length] + token
+        first = bisect_left(texts, text, self._first, self._end)
+        end = bisect_right(texts, text, first, self._end, key=lambda other: other[:length])
+        if first == end or not tokens.is_open(token_id):
+            raise tokens.refused(token_id)
+        return self._of.state(first, end, length)

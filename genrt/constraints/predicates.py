@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from genrt.constraints.protocols import Constraint, check_count
-from genrt.constraints.tokens import PackedState, tokens_of
+from genrt.constraints.protocols import Constraint, PackedState, check_positive, tokens_of
 from genrt.errors import InvalidConstraint, InvalidRequest
-from genrt.runtime.together import Asked
-from genrt.structures.tokens import Tokens, Words
+from genrt.numbers import displayed
+from genrt.runtime.concurrency import ConcurrentCalls
+from genrt.structures.matching import Tokens, Words
 from genrt.tokens.texts import Predicate, Text
 from genrt.tokens.vocabulary import checked_token_id
 
@@ -42,10 +42,12 @@ def predicate(
             token.
     """
     if not callable(function):
-        raise InvalidConstraint(f"the predicate is {function!r}: give a function of a Text")
-    check_count("max_concurrent", max_concurrent)
+        raise InvalidConstraint(
+            f"the predicate is {displayed(function)}: give a function of a Text"
+        )
+    check_positive("max_concurrent", max_concurrent)
     if name is not None and not isinstance(name, str):
-        raise InvalidConstraint(f"the predicate's name is {name!r}: give it as str")
+        raise InvalidConstraint(f"the predicate's name is {displayed(name)}: give it as str")
     name = name or str(getattr(function, "__qualname__", None) or repr(function))
     return _Predicate(function, tokens_of(lm), name, max_concurrent)
 
@@ -57,7 +59,7 @@ class _Predicate:
         self.tokens = tokens
         self.name = name
         self._made_of = function, tokens, name, max_concurrent
-        self.asked = Asked(function, max_concurrent)
+        self.asked = ConcurrentCalls(function, max_concurrent)
         self._start = PredicateState(self, (), b"")
 
     def start(self) -> PredicateState:

@@ -25,9 +25,11 @@ def check_choice(name: object, model: object, options: dict[str, Any]) -> None:
     Raises:
         InvalidRequest: no engine has this name, or it does not take this model or these options.
     """
-    if name not in ENGINES:
+    if not isinstance(name, str) or name not in ENGINES:
+        from genrt.numbers import displayed
+
         known = ", ".join(map(repr, ENGINES))
-        raise InvalidRequest(f"engine must be one of {known}, or a function, got {name!r}")
+        raise InvalidRequest(f"engine must be one of {known}, or a function, got {displayed(name)}")
     if name == "exact":
         from genrt.engines.exact import NGram
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from genrt.engines.folders import Folder
-from genrt.errors import GenrtError, InvalidAdapter, UnknownAdapter
+from genrt.errors import GenrtError, InvalidAdapter, InvalidRequest, UnknownAdapter
 from genrt.questions.contexts import Adapter
 
 CONFIG_NAME = "adapter_config.json"
@@ -112,9 +112,10 @@ def _files(path: Path) -> list[Path]:
 
 
 def check_adapter_directory(path: Path) -> dict[str, Any]:
-    """Return an adapter's configuration. Every engine calls this before it reads an adapter.
+    """Return an adapter's configuration; refuse a directory that no engine should open. A runtime checks
+    it once, before it copies the files for its engines.
 
-    Pickled files beside the safetensors file are not read.
+    Pickled files beside the safetensors file are neither read nor copied.
 
     Raises:
         InvalidAdapter: there is no such directory; its configuration is missing or not a JSON object; its
@@ -143,3 +144,18 @@ def check_adapter_directory(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise InvalidAdapter(f"{path / CONFIG_NAME} is not a JSON object: save the adapter again")
     return config
+
+
+def least_lora_rank(*directories: Path) -> int:
+    """Return the least ``max_lora_rank`` of vLLM that fits these adapters. Raises InvalidRequest if one
+    has no rank."""
+    ranks = [1]
+    for each in directories:
+        try:
+            ranks.append(int(json.loads((each / CONFIG_NAME).read_bytes())["r"]))
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise InvalidRequest(
+                f"{each} is not a LoRA adapter: its {CONFIG_NAME} has no rank"
+            ) from error
+    most = max(ranks)
+    return next((each for each in (8, 16, 32, 64, 128, 256, 320, 512) if each >= most), most)

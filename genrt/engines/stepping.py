@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, cast, runtime_checkable
@@ -19,8 +20,7 @@ from typing import Any, NoReturn, Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor
 
-from genrt.engines.adapters import check_adapter_directory
-from genrt.engines.completions import Writing, unsupported
+from genrt.engines.completions import CompletionState, unsupported
 from genrt.engines.protocol import EngineStatistics, Finished, failure
 from genrt.engines.weights import Layout, NamedTensors
 from genrt.errors import (
@@ -36,8 +36,8 @@ from genrt.errors import (
 )
 from genrt.numbers import check_int
 from genrt.questions.completions import CompletionRequest, Decoding, Delta, SampleRequest, Streamed
-from genrt.questions.contexts import Adapter, seed_of
-from genrt.questions.request import Request, Result
+from genrt.questions.contexts import Adapter, deciding_seed
+from genrt.questions.request import Request
 from genrt.structures.guides import Guides
 from genrt.tokens.rows import normalised
 from genrt.tokens.sampling import check_parameters, draw, mixed, truncate
@@ -90,17 +90,12 @@ class _Progress:
     request: Request
     seed: int = 0
     generator: torch.Generator | None = None
-    drawn: list[int] = field(default_factory=list)
-    writing: Writing | None = None
+    drawn: Sequence[int] = ()
+    state: CompletionState | None = None
 
     @property
     def context(self) -> Sequence[int]:
         return (*self.request.token_ids, *self.drawn) if self.drawn else self.request.token_ids
-
-    def law(self, logits: Tensor) -> Tensor | None:
-        """Return what the next token is drawn from, before temperature and truncation, unless that is the
-        row."""
-        return None if self.writing is None else self.writing.law(logits)
 
 
 class _Weights:
@@ -167,13 +162,14 @@ class SteppedEngine:
         self._adapters: set[Adapter] = set()
         self._removed: set[Adapter] = set()
         self._closed = False
-        self._statistics = EngineStatistics()
+        self._counted: Counter[str] = Counter()  # in the present step
+        self._counts: dict[str, Any] = asdict(EngineStatistics())
         self.weights = _Weights(model, self._in_progress)
 
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}({self._model!r}, {len(self._in_progress)} in progress, "
-            f"{len(self._adapters)} adapters, {self._statistics.steps} steps"
+            f"{len(self._adapters)} adapters, {self._counts['steps']} steps"
             f"{', closed' if self._closed else ''})"
         )
 
@@ -186,10 +182,13 @@ class SteppedEngine:
         """
         if self._closed:
             raise Closed("the engine is closed: open another one")
-        known = any(each in self._in_progress or each in self._refused for each in requests)
-        if known or len(set(requests)) < len(requests):
+        new = dict.fromkeys(requests)
+        is_known = not (
+            self._in_progress.keys().isdisjoint(new) and new.keys().isdisjoint(self._refused)
+        )
+        if is_known or len(new) < len(requests):
             raise InvalidRequest("a request is in progress already: join it, don't submit it again")
-        for request in requests:
+        for request in new:
             try:
                 self._check(request)
                 self._in_progress[request] = self._begun(request)
@@ -210,29 +209,31 @@ class SteppedEngine:
         if not batch:
             return []
         started = time.perf_counter()
+        groups: dict[Adapter | None, list[_Progress]] = {}
+        for progress in batch:
+            groups.setdefault(progress.request.adapter, []).append(progress)
         finished = []
+        self._counted = Counter(steps=1)
         try:
-            for adapter in dict.fromkeys(progress.request.adapter for progress in batch):
-                group = [each for each in batch if each.request.adapter == adapter]
+            for adapter, group in groups.items():
                 finished += self._advance(group, adapter)
         except Exception as error:
             self._fail(error, started)
-        done = {end.request for end in finished}
-        for progress in batch:  # those that go on move behind those that waited
-            del self._in_progress[progress.request]
-            if progress.request not in done:
-                self._in_progress[progress.request] = progress
-        self._count(
-            steps=1,
-            failed=sum(end.error is not None for end in finished),
-            seconds=time.perf_counter() - started,
-        )
-        self._unload_unused()
+        for end in finished:
+            del self._in_progress[end.request]
+            self._counted["failed"] += end.error is not None
+        if len(finished) < len(batch):  # unfinished ones go behind those that waited
+            for progress in batch:
+                if self._in_progress.pop(progress.request, None) is not None:
+                    self._in_progress[progress.request] = progress
+        self._count(**self._counted, seconds=time.perf_counter() - started)
+        if self._removed:
+            self._unload_unused()
         return finished
 
     def progress(self, streamed: Sequence[Streamed]) -> list[Delta | None]:
         under_way = [self._in_progress.get(request) for request in streamed]
-        return [each.writing.progress() if each and each.writing else None for each in under_way]
+        return [each.state.progress() if each and each.state else None for each in under_way]
 
     def cancel(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -251,7 +252,6 @@ class SteppedEngine:
             raise Closed("the engine is closed: open another one")
         if adapter in self._adapters or adapter in self._removed:
             raise InvalidAdapter(f"{adapter} is loaded already: give it a new version")
-        check_adapter_directory(path)
         self._model.load_adapter(adapter, path)
         self._adapters.add(adapter)
 
@@ -276,7 +276,7 @@ class SteppedEngine:
         return reason
 
     def statistics(self) -> EngineStatistics:
-        return self._statistics
+        return EngineStatistics(**self._counts)
 
     def close(self) -> None:
         if self._closed:
@@ -292,7 +292,7 @@ class SteppedEngine:
     def _to_host(self, tensor: Tensor) -> list[int]:
         """Return a tensor's values, and count their bytes as moved if they were on a device."""
         if tensor.device.type != "cpu":
-            self._count(bytes_to_host=tensor.nbytes)
+            self._counted["bytes_to_host"] += tensor.nbytes
         return list(tensor.tolist())
 
     def _begun(self, request: Request) -> _Progress:
@@ -300,30 +300,28 @@ class SteppedEngine:
         cannot be begun."""
         progress = _Progress(request)
         if isinstance(request, SampleRequest | CompletionRequest):
-            progress.seed = seed_of(request) % 2**64
-        if isinstance(request, CompletionRequest):
-            progress.writing = Writing(
+            progress.seed = deciding_seed(request) % 2**64
+            progress.state = CompletionState(
                 request, self.tokenizer, self._guides, self._spellings, self._ends
             )
-            progress.drawn = progress.writing.drawn
+            progress.drawn = progress.state.drawn
         return progress
 
     def _check(self, request: Request) -> None:
         """Raise the error of a request that cannot be computed."""
         new = 0
-        if isinstance(request, CompletionRequest):
-            new = request.decoding.max_tokens
-            if (reason := self.unsupported(request.decoding)) is not None:
-                raise InvalidRequest(reason)
-        elif isinstance(request, SampleRequest):
-            new = check_int("max_tokens", request.max_tokens, 1)
+        if isinstance(request, SampleRequest | CompletionRequest):
+            decoding = request.decoding
+            new = check_int("max_tokens", decoding.max_tokens, 1)
             check_parameters(
-                temperature=request.temperature,
-                top_k=request.top_k,
-                top_p=request.top_p,
-                min_p=request.min_p,
+                temperature=decoding.temperature,
+                top_k=decoding.top_k,
+                top_p=decoding.top_p,
+                min_p=decoding.min_p,
             )
-        token_ids = request.token_ids  # unpacked at every access
+            if (reason := self.unsupported(decoding)) is not None:
+                raise InvalidRequest(reason)
+        token_ids = request.token_ids  # unpacked every time
         count = len(token_ids)
         if count == 0:
             raise InvalidRequest("the context is empty: give at least one token id")
@@ -349,7 +347,7 @@ class SteppedEngine:
         """Run one forward over requests that share an adapter; return those that it ends."""
         contexts = [progress.context for progress in group]
         logits = self._model.logits(contexts, adapter).float()
-        self._count(computed_tokens=sum(map(len, contexts)))
+        self._counted["computed_tokens"] += sum(map(len, contexts))
         sound = ~(logits.isnan() | (logits == torch.inf)).any(-1) & (logits > -torch.inf).any(-1)
         finished: list[Finished] = []
         laws: dict[int, Tensor | None] = {}
@@ -358,20 +356,23 @@ class SteppedEngine:
             if not is_sound:
                 error = NotFinite("the model's logits are NaN, +inf or all -inf for this context")
                 finished.append(Finished(progress.request, error=error))
-            elif isinstance(progress.request, SampleRequest | CompletionRequest):
+            elif progress.state is not None:
                 try:
-                    laws[index] = progress.law(logits[index])
+                    laws[index] = progress.state.law(logits[index])
                 except GenrtError as failed:
                     finished.append(Finished(progress.request, error=failed))
             else:
                 finished.append(Finished(progress.request, result=rows[index].clone()))
-                self._count(rows=1)
+                self._counted["rows"] += 1
         if laws:
             finished += self._sample(laws, rows, group)
         return finished
 
     def _sample(
-        self, laws: dict[int, Tensor | None], rows: Tensor, group: Sequence[_Progress]
+        self,
+        laws: dict[int, Tensor | None],
+        rows: Tensor,
+        group: Sequence[_Progress],
     ) -> list[Finished]:
         """Draw one token for each that has a law, by its index; return those that it ends."""
         if len(laws) == len(rows) and all(law is None for law in laws.values()):
@@ -379,12 +380,9 @@ class SteppedEngine:
         else:
             drawn_from = torch.stack([rows[i] if law is None else law for i, law in laws.items()])
         drawing = [group[index] for index in laws]
-        parameters = [
-            each.request.decoding if isinstance(each.request, CompletionRequest) else each.request
-            for each in drawing
-        ]
-        asked = cast("list[SampleRequest | Decoding]", parameters)
+        states = [cast("CompletionState", each.state) for each in drawing]
         generators = [self._generator(each) for each in drawing]
+        asked = [each.decoding for each in states]
         # In float64, as they were checked: float32 would make 0 or infinity of some.
         numbers = [(each.temperature, each.top_p, each.min_p) for each in asked]
         temperature, top_p, min_p = torch.tensor(numbers, dtype=torch.float64).unbind(1)
@@ -393,23 +391,15 @@ class SteppedEngine:
         tokens = self._to_host(draw(kept, generators=generators).token_ids)
         finished: list[Finished] = []
         for place, (index, token) in enumerate(zip(laws, tokens, strict=True)):
-            progress, each = drawing[place], asked[place]
-            result: Result | None = None
-            error: GenrtError | None = None
-            if progress.writing is not None:
-                try:
-                    result = progress.writing.add(token, rows[index], kept[place])
-                except InvalidRequest as wrong:
-                    error = wrong
-            elif token in each.stop_token_ids:
-                result = tuple(progress.drawn)
+            request = drawing[place].request
+            try:
+                result = states[place].add(token, rows[index], kept[place])
+            except InvalidRequest as wrong:
+                finished.append(Finished(request, error=wrong))
             else:
-                progress.drawn.append(token)
-                if len(progress.drawn) == each.max_tokens:
-                    result = tuple(progress.drawn)
-            if result is not None or error is not None:
-                finished.append(Finished(progress.request, result=result, error=error))
-        self._count(sampled_tokens=len(tokens))
+                if result is not None:
+                    finished.append(Finished(request, result))
+        self._counted["sampled_tokens"] += len(tokens)
         return finished
 
     def _fail(self, error: Exception, started: float) -> NoReturn:
@@ -429,8 +419,8 @@ class SteppedEngine:
             self._model.unload_adapter(adapter)
 
     def _count(self, **increments: float) -> None:
-        # One assignment of a new frozen value, so that other threads read a whole one.
-        before = self._statistics
-        self._statistics = replace(
-            before, **{name: getattr(before, name) + more for name, more in increments.items()}
-        )
+        # One assignment of a new dict, so that other threads read a whole one.
+        counts = self._counts.copy()
+        for name, more in increments.items():
+            counts[name] += more
+        self._counts = counts

@@ -31,9 +31,9 @@ from genrt.generation.many import AskOptions, Failed, Item, ItemRunner, Prompt
 from genrt.generation.validators import Fault, Parse, RecordValidator, Validate
 from genrt.lm import AsyncLM
 from genrt.numbers import check_bool, check_float, check_int, shown
+from genrt.progress import progress_bar
 from genrt.questions.completions import Completion
-from genrt.runtime.blocking import blocking_twin
-from genrt.runtime.progress import progress_bar
+from genrt.runtime.concurrency import blocking_twin
 
 __all__ = [
     "BatchStatistics",
@@ -260,7 +260,7 @@ class UntilValid:
         **options: Unpack[ValidOptions],
     ) -> None:
         given: dict[str, Any] = {**options}
-        self._target = check_int("target", target, 1)
+        self._target = check_int("target", target, 1, 2**53)
         self._batch_size = min(max(self._target, PROBE), 100)
         self._validator = RecordValidator(validate, given.pop("parse", None))
         self._max_attempts = _check_bound("max_attempts", given.pop("max_attempts", None))

@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 
 from genrt.constraints import CheckedState, Constraint, ConstraintState
-from genrt.constraints.tokens import tokens_of, words_of
+from genrt.constraints.protocols import tokens_of, words_of
 from genrt.errors import EngineUnsupported, InvalidRequest
 from genrt.lm import AsyncLM
-from genrt.numbers import check_float, is_truth_value
+from genrt.numbers import check_float, displayed, is_truth_value
 from genrt.questions.contexts import advice_for, host_array, id_words
-from genrt.structures.tokens import Tokens
+from genrt.structures.matching import Tokens
 
 A = TypeVar("A", bound=NDArray[Any])
 S = TypeVar("S")
@@ -32,7 +32,9 @@ def check_runtime(lm: Any) -> AsyncLM:
 def state_of(kind: type[S], state: S) -> S:
     """Return an algorithm's state. Raises InvalidRequest if it is of another type."""
     if not isinstance(state, kind):
-        raise InvalidRequest(f"the state is {state!r}: give a state, at first that of init(seed)")
+        raise InvalidRequest(
+            f"the state is {displayed(state)}: give a state, at first that of init(seed)"
+        )
     return state
 
 
@@ -40,7 +42,7 @@ def check_callable(name: str, value: Any, what: str, *, optional: bool = False) 
     """Raise InvalidRequest unless a value can be called, or is ``None`` and ``optional``; the message
     says ``what`` to give."""
     if not callable(value) and not (optional and value is None):
-        raise InvalidRequest(f"{name} is {value!r}: give {what}")
+        raise InvalidRequest(f"{name} is {displayed(value)}: give {what}")
 
 
 def check_temperature(temperature: Any) -> float:
@@ -81,7 +83,7 @@ def adapter_name(adapter: Any) -> str | None:
     """Return the name of an adapter, ``None`` for the base model. Raises InvalidRequest for anything
     else."""
     if adapter is not None and not isinstance(adapter, str):
-        raise InvalidRequest(f"the adapter is {adapter!r}: give its name")
+        raise InvalidRequest(f"the adapter is {displayed(adapter)}: give its name")
     return adapter
 
 
@@ -127,7 +129,8 @@ def constraint_start(lm: AsyncLM, constraint: Any) -> ConstraintState | CheckedS
     """Return a constraint's state before any text. Raises InvalidRequest if it is not a constraint, or is
     one over another vocabulary than the runtime's."""
     start = None
-    if isinstance(constraint, Constraint) and not isinstance(constraint, type):
+    is_type = isinstance(constraint, type)
+    if isinstance(constraint, Constraint) and not is_type and callable(constraint.start):
         start = constraint.start()
     if not isinstance(start, ConstraintState | CheckedState):
         raise InvalidRequest(

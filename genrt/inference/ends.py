@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any, Literal, TypeAlias
 
 from genrt.errors import InvalidRequest
+from genrt.numbers import displayed
 from genrt.tokens.vocabulary import checked_utf8
 
 
@@ -58,8 +59,8 @@ def parse_stop(stop: Any, *, eos_token_id: int | None, vocab_size: int) -> Ends:
     given = [stop] if isinstance(stop, str | EndToken) or hasattr(stop, "__index__") else stop
     if isinstance(given, bytes) or not isinstance(given, Collection) or not given:
         raise InvalidRequest(
-            f"stop is {stop!r}: give strings, token ids, END_TOKEN, or several in a list; None if "
-            "nothing is to end a text"
+            f"stop is {displayed(stop)}: give strings, token ids, END_TOKEN, or several in a list; None "
+            "if nothing is to end a text"
         )
     token_ids: set[int] = set()
     strings: list[bytes] = []
@@ -71,12 +72,12 @@ def parse_stop(stop: Any, *, eos_token_id: int | None, vocab_size: int) -> Ends:
         else:
             try:
                 token_id = operator.index(each)
-            except TypeError:
+            except (TypeError, RuntimeError):  # torch raises the latter
                 token_id = -1
             if isinstance(each, bool) or not 0 <= token_id < vocab_size:
                 raise InvalidRequest(
-                    f"stop has {each!r} in it: give strings that are not empty, or token ids from 0 to "
-                    f"{vocab_size - 1}"
+                    f"stop has {displayed(each)} in it: give strings that are not empty, or token ids "
+                    f"from 0 to {vocab_size - 1}"
                 )
             token_ids.add(token_id)
     return Ends(frozenset(token_ids), tuple(strings), False)

@@ -17,13 +17,13 @@ import numpy as np
 import torch
 
 from genrt.constraints import Constraint, amasks
-from genrt.constraints.tokens import tokens_of
+from genrt.constraints.protocols import tokens_of
 from genrt.errors import ContextTooLong
 from genrt.inference.checks import adapter_name, check_runtime, constraint_start, prompt_ids
 from genrt.inference.programs import Execution, Program
 from genrt.lm import AsyncLM
 from genrt.numbers import check_int
-from genrt.structures.tokens import unpacked
+from genrt.structures.matching import unpacked
 from genrt.tokens.texts import decoded
 
 
@@ -52,7 +52,7 @@ def infilling(
     before = prompt_ids(check_runtime(lm), prefix, name="the prefix")
     after = prompt_ids(lm, suffix, name="the suffix")
     name = adapter_name(adapter)
-    longest = check_int("max_tokens", max_tokens, 0)
+    longest = check_int("max_tokens", max_tokens, 0, 2**31)
     if constraint is not None:
         constraint_start(lm, constraint)
     needed = len(before) + longest + len(after) - 1

@@ -38,9 +38,9 @@ from genrt.inference.counting import start_counting
 from genrt.inference.diagnostics import ChainStatistics
 from genrt.inference.model import Growth, Model, checked_model, grown
 from genrt.inference.result import Result
-from genrt.numbers import check_int
-from genrt.runtime.blocking import blocking_twin
-from genrt.runtime.progress import progress_bar
+from genrt.numbers import check_int, displayed
+from genrt.progress import progress_bar
+from genrt.runtime.concurrency import blocking_twin
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,7 +125,8 @@ class MetropolisHastings:
         self._attempts = check_int("attempts", attempts, 1)
         if self._warm_up >= self._num_steps:
             raise InvalidRequest(
-                f"warm_up is {warm_up} of num_steps={num_steps}: then nothing is counted; give fewer"
+                f"warm_up is {displayed(warm_up)} of num_steps={num_steps}: then nothing is counted; "
+                "give fewer"
             )
 
     def __repr__(self) -> str:

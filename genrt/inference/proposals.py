@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from genrt.constraints import CheckedState, ConstraintState, abitmasks
-from genrt.constraints.tokens import words_of
+from genrt.constraints.protocols import words_of
 from genrt.inference import awrs
 from genrt.inference.ends import Ends
 from genrt.inference.model import DEAD, Growth
@@ -27,7 +27,7 @@ from genrt.inference.trails import Trail
 from genrt.lm import AsyncLM
 from genrt.populations import Population
 from genrt.questions.contexts import seeds_at
-from genrt.runtime.together import together
+from genrt.runtime.concurrency import together
 from genrt.tokens import sampling
 
 State: TypeAlias = ConstraintState | CheckedState

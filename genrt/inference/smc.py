@@ -34,9 +34,9 @@ from genrt.inference.model import DEAD, Model, checked_model, grown
 from genrt.inference.resampling import Ancestors, Floats, Resampler, systematic
 from genrt.inference.result import Result
 from genrt.inference.state import Deaths, Info, State
-from genrt.numbers import check_float, check_int
-from genrt.runtime.blocking import blocking_twin
-from genrt.runtime.progress import progress_bar
+from genrt.numbers import check_float, check_int, displayed
+from genrt.progress import progress_bar
+from genrt.runtime.concurrency import blocking_twin
 
 Rule: TypeAlias = Callable[[State], bool]
 """Whether to resample before the next step."""
@@ -74,11 +74,11 @@ class SMC:
             InvalidRequest: an argument is out of its range.
         """
         self._model = checked_model(model)
-        self._num_particles = check_int("num_particles", num_particles, 1)
+        self._num_particles = check_int("num_particles", num_particles, 1, 2**31)
         given = resample_when
         if not callable(given) and not 0 <= check_float("resample_when", given) <= 1:
             raise InvalidRequest(
-                f"resample_when is {resample_when!r}: give a share from 0 to 1, or a rule"
+                f"resample_when is {displayed(resample_when)}: give a share from 0 to 1, or a rule"
             )
         check_callable("resample", resample, "a resampler, such as genrt.inference.systematic")
         self._resample_when = resample_when

@@ -52,7 +52,7 @@ from itertools import accumulate
 from typing import Any, Self
 
 from genrt.constraints import CheckedState, Constraint
-from genrt.constraints.masking import are_quick, fill
+from genrt.constraints.products import are_quick, fill
 from genrt.errors import ContextTooLong, InvalidConstraint, InvalidRequest
 from genrt.inference import checks
 from genrt.inference.blocks import Block, Blocks, block_size
@@ -62,8 +62,8 @@ from genrt.inference.potentials import evaluate_potential
 from genrt.inference.proposals import Proposal, Proposals, ProposedTokens, State
 from genrt.inference.trails import Frontier, Trail
 from genrt.lm import AsyncLM
-from genrt.numbers import check_int
-from genrt.runtime.together import together
+from genrt.numbers import check_int, displayed
+from genrt.runtime.concurrency import together
 from genrt.tokens.texts import Potential, Text, decoded
 
 
@@ -150,11 +150,15 @@ class TextModel:
             UnknownAdapter: from the first step; the adapter is bound at every one.
         """
         ids = checks.prompt_ids(checks.check_runtime(lm), prompt)
-        max_tokens = check_int("max_tokens", max_tokens, 1)
+        max_tokens = check_int("max_tokens", max_tokens, 1, 2**31)
         temperature = checks.check_temperature(temperature)
         is_other = isinstance(proposal, AsyncLM)
-        if not is_other and proposal not in (None, "mask", "awrs"):
-            raise InvalidRequest(f'proposal is {proposal!r}: give "mask" or "awrs", or a runtime')
+        if not is_other and (
+            not isinstance(proposal, str | None) or proposal not in (None, "mask", "awrs")
+        ):
+            raise InvalidRequest(
+                f'proposal is {displayed(proposal)}: give "mask" or "awrs", or a runtime'
+            )
         for name, function in {"the potential": potential, "the twist": twist}.items():
             checks.check_callable(name, function, "a function of a Text", optional=True)
         longest = len(ids) + max_tokens - 1

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, Protocol, Required, TypeAlias, TypedDict, get_args
+from typing import Any, ClassVar, Literal, Required, TypeAlias, TypedDict, get_args
 
 from genrt.errors import ContextTooLong, InvalidRequest
 from genrt.numbers import check_bool, check_float, check_int, named, nearest, shown
@@ -29,7 +29,6 @@ __all__ = [
     "SampleOptions",
     "SampleRequest",
     "Streamed",
-    "Telling",
     "Told",
     "TurnOptions",
     "check_among",
@@ -154,7 +153,7 @@ class Decoding:
 
     @property
     def tells_law(self) -> bool:
-        """True if the log-probabilities are those of the sampling distribution."""
+        """True if log-probabilities come from the sampling distribution."""
         return self.logprobs is not None and self.logprobs_mode == "processed_logprobs"
 
     @property
@@ -192,9 +191,10 @@ class SampleRequest(Request):
         top_p: draw among the likeliest tokens with this joint probability; 1.0 is off.
         top_k: draw among this many of the likeliest tokens; 0 is off.
         min_p: draw among tokens with at least this share of the likeliest token's probability; 0.0 is
-            off. seed: fixes the draws, independent of the rest of the batch.
+            off.
+        seed: fixes the draws, independent of the rest of the batch.
         nonce: distinguishes requests without a seed, whose answers are independent, and decides their
-            draws; see ``seed_of``. ``None`` if equal requests have equal answers.
+            draws; see ``deciding_seed``. ``None`` if equal requests have equal answers.
     """
 
     token_ids: tuple[int, ...]
@@ -208,6 +208,25 @@ class SampleRequest(Request):
     adapter: Adapter | None = None
     nonce: int | None = None
     weights_version: int = 0
+
+    streamed: ClassVar[bool] = False
+
+    @property
+    def decoding(self) -> Decoding:
+        """The options as those of a completion that only ``stop_token_ids`` end early."""
+        return Decoding(
+            self.max_tokens,
+            self.temperature,
+            self.top_p,
+            self.top_k,
+            self.min_p,
+            stop_token_ids=tuple(sorted(self.stop_token_ids)),
+            ignore_eos=True,
+        )
+
+    def result(self, drawn: Sequence[int], reason: FinishReason) -> tuple[int, ...]:
+        """Return the drawn tokens without the one that stopped the sample."""
+        return tuple(drawn[:-1] if reason == "stop" else drawn)
 
     def __repr__(self) -> str:
         return (
@@ -281,7 +300,7 @@ class DecodingOptions(TypedDict, total=False):
 
 
 class SampleOptions(DecodingOptions, total=False):
-    """The options of ``AsyncLM.sample``, with those of ``DecodingOptions``.
+    """The options of ``AsyncLM.sample``, in addition to ``DecodingOptions``.
 
     Attributes:
         stop_token_ids: each ends the sample and is not returned. Add ``tokenizer.eos_token_id`` to stop
@@ -296,13 +315,6 @@ class SampleOptions(DecodingOptions, total=False):
     adapter: str | None
 
 
-class Telling(Protocol):
-    """Tracks what a native text's stream has delivered."""
-
-    def tell(self, outputs: Iterable[Any]) -> None:
-        """Note that the stream has delivered these outputs; they are not delivered again."""
-
-
 @dataclass(frozen=True, slots=True, repr=False)
 class NativeRequest(Request):
     """A text after ``token_ids`` in the engine's own terms, for its own front ends.
@@ -311,7 +323,7 @@ class NativeRequest(Request):
     uses no nonce twice.
 
     Attributes:
-        asked: the engine's own parameters, and what was delivered: a ``Telling``.
+        asked: the engine's own parameters. Its ``tell(outputs)`` notes delivered outputs.
         nonce: decides the draws if ``asked`` has no seed.
         streamed: whether outputs are delivered meanwhile; the answer then has the rest.
     """
@@ -488,7 +500,7 @@ def completion_requests(
         InvalidRequest: an option is unknown, of the wrong type or out of range.
         ContextTooLong: a context and ``max_tokens`` are too long together.
     """
-    checked, seed = _checked(limits, options), check_seed(seed)
+    checked, seed = _checked_options(limits, options), check_seed(seed)
     if template is not None:
         checked |= {"is_chat": True, "template": _plain(template)}
     max_tokens = checked.pop("max_tokens", None)
@@ -569,8 +581,8 @@ def check_room(limits: Limits, length: int, max_tokens: int) -> int:
     return max_tokens
 
 
-def _checked(limits: Limits, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the given options as fields of ``Decoding``, in plain types."""
+def _checked_options(limits: Limits, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options as fields of ``Decoding``, in plain types."""
     for name in options:
         if name not in CompletionOptions.__annotations__:
             raise InvalidRequest(
@@ -578,7 +590,7 @@ def _checked(limits: Limits, options: Mapping[str, Any]) -> dict[str, Any]:
                 f"{nearest(name, GenerateOptions.__annotations__) or ': see GenerateOptions'}"
             )
     given: dict[str, Any] = {**options}
-    structure = _structure({name: given.pop(name) for name in STRUCTURES if name in given})
+    structure = _structure_option({name: given.pop(name) for name in STRUCTURES if name in given})
     checked = {name: _CHECKS[name](limits, name, value) for name, value in given.items()}
     return checked | {"structure": structure}
 
@@ -589,7 +601,7 @@ def _plain(template: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     return tuple((name, value) for name, value in plain.items() if name != "chat_template")
 
 
-def _structure(given: dict[str, Any]) -> tuple[str, str | tuple[str, ...]] | None:
+def _structure_option(given: dict[str, Any]) -> tuple[str, str | tuple[str, ...]] | None:
     if len(given) > 1:
         raise InvalidRequest(f"give one of {', '.join(given)}: a text has one structure")
     if not given:
@@ -609,7 +621,7 @@ def _structure(given: dict[str, Any]) -> tuple[str, str | tuple[str, ...]] | Non
 
 
 def schema_text(schema: Mapping[str, Any] | str | bool | type) -> str:
-    """Return a JSON schema, in any of its forms, as a JSON text.
+    """Return a JSON schema of any form as a JSON text.
 
     Raises:
         InvalidRequest: it cannot be written as JSON, or is of another type.
@@ -652,7 +664,7 @@ def _check_encodable(name: str, text: str) -> None:
         ) from error
 
 
-def _bias(limits: Limits, name: str, value: object) -> tuple[tuple[int, float], ...]:
+def _logit_bias(limits: Limits, name: str, value: object) -> tuple[tuple[int, float], ...]:
     if not isinstance(value, Mapping):
         raise InvalidRequest(f"{name} must map token ids to numbers, got {shown(value)}")
     pairs = [
@@ -675,7 +687,7 @@ _CHECKS: dict[str, Check] = DECODING_CHECKS | {
     "frequency_penalty": check_number(-2.0, 2.0),
     "repetition_penalty": check_number(0.01, 100.0),
     "bad_words": _texts,
-    "logit_bias": _bias,
+    "logit_bias": _logit_bias,
     "ignore_eos": _bool,
     "logprobs_mode": check_among(get_args(LogprobsMode)),
     "split_reasoning": lambda _, name, value: None if value is None else check_bool(name, value),

@@ -1,6 +1,6 @@
 """Checks contexts and seeds: token ids become 32-bit words below the model's limits.
 
-Nothing here touches an engine. A request that is made in this folder can be computed.
+These functions use no engine. An engine can compute every request that this folder makes.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ __all__ = [
     "advice_for",
     "check_contexts",
     "check_seed",
+    "deciding_seed",
     "host_array",
     "id_words",
     "nonces_of",
     "seed_at",
-    "seed_of",
     "seeds_at",
 ]
 
@@ -146,7 +146,7 @@ def _sequence(token_ids: object, name: str) -> Sequence[int]:
     """Return token ids of another type as a sequence. Raises InvalidRequest if they are not a
     sequence."""
     if isinstance(token_ids, torch.Tensor | np.ndarray):
-        return _integers(token_ids, name)
+        return _integer_list(token_ids, name)
     if isinstance(token_ids, str | bytes | bytearray | memoryview) or not isinstance(
         token_ids, Sequence
     ):
@@ -155,7 +155,7 @@ def _sequence(token_ids: object, name: str) -> Sequence[int]:
     return token_ids
 
 
-def _integers(token_ids: Table, name: str) -> list[int]:
+def _integer_list(token_ids: Table, name: str) -> list[int]:
     """Return the ints of a flat array or tensor. Raises InvalidRequest for other shapes and types."""
     if isinstance(token_ids, torch.Tensor):
         dtype = token_ids.dtype
@@ -252,7 +252,7 @@ def seeds_at(seed: int, places: np.ndarray) -> np.ndarray:
     return (np.uint64(seed) + places.astype(np.uint64)) % np.uint64(LAST_SEED + 1)
 
 
-def seed_of(request: Seeded) -> int:
+def deciding_seed(request: Seeded) -> int:
     """Return the number that decides the draws: the seed, else the nonce, else a random number of the
     system."""
     if request.seed is not None:

@@ -16,20 +16,20 @@ import torch
 from torch import Tensor
 
 from genrt.numbers import check_float
-from genrt.questions.contexts import Adapter, Limits, TokenIds, check_seed, seed_of, seeds_at
+from genrt.questions.contexts import Adapter, Limits, TokenIds, check_seed, deciding_seed, seeds_at
 from genrt.questions.masks import Mask, Masks, packed_mask, packed_masks
 from genrt.questions.reads import Answering, Read, ReadRequest, Wanted, wanted_of
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest, row_request
 from genrt.questions.sequences import Contexts, Origins, SequenceHandle
-from genrt.tokens.rows import Leaving, moved, together
+from genrt.tokens.rows import Leaving, gather_rows, moved
 from genrt.tokens.sampling import (
     BatchDraw,
     Draw,
     DrawGraphs,
     DrawInputs,
     copy_masks,
-    draw_tokens,
+    draw_chunk,
     rows_at_once,
     seeded_uniforms,
 )
@@ -102,11 +102,13 @@ class DrawToken(Wanted):
         if any(each.mask is not None for each in wanted):
             size = -(-len(rows[0]) // 32) * 4
             every = b"\xff" * size
-            packed = b"".join([every if each.mask is None else each.mask for each in wanted])
+            packed = bytearray().join(
+                [every if each.mask is None else each.mask for each in wanted]
+            )
             masks = np.frombuffer(packed, np.uint8).reshape(len(wanted), size)
         if wanted[0].temperature != 1.0:
             heats = np.array([each.temperature for each in wanted])
-        seeds = np.array([seed_of(each) for each in wanted], np.uint64)
+        seeds = np.array([deciding_seed(each) for each in wanted], np.uint64)
         whole = draw_from_rows(rows, seeds, masks, heats)
         on_host = Leaving(whole)
         engine.expect([read.request.row for read in reads], whole[:, 0])
@@ -237,7 +239,7 @@ class PopulationDraw(Request):
             )
 
     def draw(self, rows: Sequence[Tensor] | Tensor) -> Tensor:
-        """Return the draws from one row per sequence, as ``draw_tokens`` does."""
+        """Return the draws from one row per sequence, as ``draw_chunk`` does."""
         heats = None if self.temperature == 1.0 else np.full(len(self), self.temperature)
         return draw_from_rows(rows, self.seeds, self.masks, heats)
 
@@ -339,7 +341,7 @@ def draw_from_rows(
     heats: np.ndarray | None,
     places: np.ndarray | None = None,
 ) -> Tensor:
-    """Return one draw per seed as ``draw_tokens`` does, without waiting for the device.
+    """Return one draw per seed as ``draw_chunk`` does, without waiting for the device.
 
     All inputs are on their way before the rows are read, which may still be in computation.
 
@@ -366,8 +368,8 @@ def draw_from_rows(
         part = slice(start, start + size)
         batch = rows if at is not None else rows[part]
         bits, hot, there = [None if x is None else x[part] for x in (mask, heat, at)]
-        batch = batch if isinstance(batch, Tensor) else together(batch)
-        parts.append(draw_tokens(batch, numbers[part], mask=bits, heat=hot, places=there))
+        batch = batch if isinstance(batch, Tensor) else gather_rows(batch)
+        parts.append(draw_chunk(batch, numbers[part], mask=bits, heat=hot, places=there))
     return _one(parts, torch.cat)
 
 

@@ -53,7 +53,7 @@ def packed_mask(mask: Mask, vocab_size: int) -> bytes:
         bits = _bits_of_ids(mask, vocab_size)
     else:
         raise InvalidRequest(
-            f"mask is {mask.dtype} {list(mask.shape)}: {_advice(vocab_size)}; of numbers that say "
+            f"mask is {mask.dtype} {list(mask.shape)}: {_mask_advice(vocab_size)}; of numbers that say "
             "allowed or not make bools, as in mask != 0"
         )
     return np.packbits(bits, bitorder="little").tobytes().ljust(4 * words, b"\0")
@@ -75,7 +75,7 @@ def packed_masks(
             given = given[:1]
         packed = _packed_table(given, vocab_size, copies)
         if packed is not None:
-            _check_count(len(masks), count)
+            _check_mask_count(len(masks), count)
             return (
                 np.broadcast_to(packed, (count, packed.shape[1])) if len(packed) < count else packed
             )
@@ -122,11 +122,11 @@ def check_masks(masks: Masks | None, count: int) -> Sequence[Mask | None]:
     given: object = masks
     if isinstance(given, str | bytes | bytearray | memoryview) or not isinstance(given, Sequence):
         raise InvalidRequest(f"masks must be a sequence of masks, got {type(masks).__name__}")
-    _check_count(len(masks), count)
+    _check_mask_count(len(masks), count)
     return masks
 
 
-def _check_count(given: int, count: int) -> None:
+def _check_mask_count(given: int, count: int) -> None:
     if given != count:
         raise InvalidRequest(f"{given} masks for {count} contexts: give one for each")
 
@@ -149,7 +149,7 @@ def _ids(mask: Sequence[int] | Set[int], vocab_size: int) -> Sequence[int]:
         if kinds & _BOOLS or (
             torch.Tensor in kinds and any(getattr(x, "dtype", None) == torch.bool for x in given)
         ):
-            raise InvalidRequest(f"mask is a sequence of bool: {_advice(vocab_size)}")
+            raise InvalidRequest(f"mask is a sequence of bool: {_mask_advice(vocab_size)}")
     return given
 
 
@@ -162,7 +162,7 @@ def _bits_of_ids(token_ids: TokenIds, vocab_size: int) -> np.ndarray:
     if _are_flags(words):
         raise InvalidRequest(
             f"mask has {len(words)} entries, all of them 0 or 1, which as token ids allow no token but "
-            f"these: {_advice(vocab_size)}, each once"
+            f"these: {_mask_advice(vocab_size)}, each once"
         )
     bits = np.zeros(vocab_size, dtype=np.bool_)
     bits[np.frombuffer(words, np.uint32)] = True
@@ -177,9 +177,11 @@ def _are_flags(words: array.array[int]) -> bool:
 def _check_shape(mask: Table, length: int, vocab_size: int) -> None:
     if tuple(mask.shape) != (length,):
         form = "bool" if mask.dtype in (torch.bool, np.bool_) else "packed int32"
-        raise InvalidRequest(f"mask is {form} of shape {list(mask.shape)}: {_advice(vocab_size)}")
+        raise InvalidRequest(
+            f"mask is {form} of shape {list(mask.shape)}: {_mask_advice(vocab_size)}"
+        )
 
 
-def _advice(vocab_size: int) -> str:
+def _mask_advice(vocab_size: int) -> str:
     packed = f"packed int32 [{-(-vocab_size // 32)}]"
     return f"give bool [{vocab_size}], {packed}, or token ids as a list or int64"

@@ -18,7 +18,7 @@ from genrt.numbers import check_float, check_int
 from genrt.questions.contexts import Adapter, Limits, TokenIds, abbreviated
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest, moved_rows, row_request
-from genrt.tokens.rows import apart, entries_of, together
+from genrt.tokens.rows import entries_of, gather_rows, separate_copies
 from genrt.tokens.sampling import TopLogprobs, rows_at_once, truncate
 
 __all__ = [
@@ -68,8 +68,8 @@ class Wanted:
         raise NotImplementedError
 
     def owned(self, result: Any) -> object:
-        """Return a result that one caller may change. Tensors do not come here: ``waiters.py`` copies
-        those of all callers at once."""
+        """Return a result that one caller may change. ``waiters.py`` copies tensors of all callers at
+        once instead."""
         return result
 
 
@@ -157,7 +157,7 @@ def parts_of(reads: Sequence[Read]) -> Iterator[Sequence[Read]]:
 
 def rows_of(reads: Sequence[Read]) -> Tensor:
     """Return the rows of reads, ``[n, vocab_size]``; do not write to them."""
-    return together([read.row for read in reads])
+    return gather_rows([read.row for read in reads])
 
 
 # -- entries ------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ class TopTokens(Wanted):
                 yield TopLogprobs(ids[: each.k].clone(), values[: each.k].clone())
 
     def owned(self, result: TopLogprobs) -> TopLogprobs:
-        return TopLogprobs(*apart(result))
+        return TopLogprobs(*separate_copies(result))
 
 
 def top_request(
@@ -299,7 +299,7 @@ class PrefixOptions(TypedDict, total=False):
 
 
 class WarmUpOptions(PrefixOptions, total=False):
-    """The options of ``AsyncLM.warm_up``: those of ``PrefixOptions`` and of every question.
+    """The options of ``AsyncLM.warm_up``: ``PrefixOptions`` and the options of every question.
 
     Attributes:
         timeout: the seconds until TimedOut is raised. After a timeout or a cancellation during the last

@@ -15,7 +15,7 @@ from genrt.errors import ContextTooLong, InvalidRequest, NotFinite
 from genrt.numbers import named
 from genrt.questions.contexts import TOKEN_BYTES, Adapter, Limits, TokenIds, abbreviated, id_words
 from genrt.questions.request import Request
-from genrt.tokens.rows import together
+from genrt.tokens.rows import gather_rows
 from genrt.tokens.sampling import rows_at_once
 
 __all__ = [
@@ -57,7 +57,7 @@ class LogprobsRequest(Request):
         weights_version: int = 0,
     ) -> None:
         if packed is None:
-            packed = (token_ids if type(token_ids) is array else _words(token_ids)).tobytes()
+            packed = (token_ids if type(token_ids) is array else _token_words(token_ids)).tobytes()
         # Every question makes one, and a frozen dataclass's own way takes 1.5 times as long.
         _set_packed(self, packed)
         _set_adapter(self, adapter)
@@ -91,7 +91,7 @@ class LogprobsRequest(Request):
         return f"LogprobsRequest({abbreviated(self.token_ids)}, adapter={self.adapter})"
 
 
-def _words(token_ids: Sequence[int]) -> array[int]:
+def _token_words(token_ids: Sequence[int]) -> array[int]:
     try:
         return array("I", token_ids)
     except OverflowError as error:
@@ -142,7 +142,7 @@ def move_rows(rows: Sequence[Tensor], block: Tensor) -> None:
     for start, places in enumerate(torch.split(block, size)):
         part = rows[start * size :][:size]
         try:
-            places.copy_(together(part), non_blocking=True)
+            places.copy_(gather_rows(part), non_blocking=True)
         except torch.OutOfMemoryError:  # there is no memory to gather scattered rows
             for place, row in zip(places, part, strict=True):
                 place.copy_(row, non_blocking=True)

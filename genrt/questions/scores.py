@@ -31,11 +31,11 @@ from genrt.tokens.sampling import GREEDY_BELOW
 __all__ = [
     "ScoreRequest",
     "after_contexts",
-    "entries",
     "greedy_joined",
     "greedy_requests",
-    "joined",
+    "joined_scores",
     "row_chunks",
+    "score_entries",
     "score_requests",
     "text_requests",
     "text_score_request",
@@ -105,7 +105,7 @@ class ScoreRequest(Request):
         return len(self.packed)
 
     def answer(self, rows: Sequence[Tensor]) -> Tensor:
-        """Return the answer, given the row before each token."""
+        """Return the answer, from the row before each token."""
         stacked, targets = torch.stack([*rows]), torch.tensor(self.token_ids[self.start :])
         if self.wanted == "rows":
             return stacked
@@ -113,7 +113,7 @@ class ScoreRequest(Request):
         if self.temperature != 1.0:
             heats = torch.full((len(rows),), self.temperature, dtype=torch.float64)
             heats = heats.to(stacked.device)
-        return entries(stacked, targets.to(stacked.device), self.wanted, heats).cpu()
+        return score_entries(stacked, targets.to(stacked.device), self.wanted, heats).cpu()
 
     def __len__(self) -> int:
         return len(self.packed) // TOKEN_BYTES - self.start
@@ -126,7 +126,9 @@ class ScoreRequest(Request):
         return f"ScoreRequest({text}, start={self.start}, adapter={self.adapter})"
 
 
-def entries(rows: Tensor, targets: Tensor, wanted: Wanted, heats: Tensor | None = None) -> Tensor:
+def score_entries(
+    rows: Tensor, targets: Tensor, wanted: Wanted, heats: Tensor | None = None
+) -> Tensor:
     """Return the scores of targets, int64 ``[n]``, in rows ``[n, vocab_size]``.
 
     With temperatures, float64 ``[n]``, the rows are overwritten, to save memory. Below ``GREEDY_BELOW``
@@ -157,7 +159,7 @@ def after_contexts(
     in_one: bool,
     temperature: float = 1.0,
 ) -> list[list[ReadRequest | ScoreRequest]]:
-    """Return, for each continuation, the requests whose ``joined`` results are its score.
+    """Return, for each continuation, the requests whose ``joined_scores`` results are its score.
 
     The contexts are packed and checked. With ``in_one``, a continuation of several tokens is one request.
     Otherwise each token is a read of the row before it. A single token is always a read, because the row
@@ -298,7 +300,7 @@ def row_chunks(
     return chunks()
 
 
-def joined(results: Sequence[Tensor], requests: Sequence[Sequence[object]]) -> list[Tensor]:
+def joined_scores(results: Sequence[Tensor], requests: Sequence[Sequence[object]]) -> list[Tensor]:
     """Return the log-probabilities of each continuation's tokens, float32 ``[len(continuation)]`` on the
     host, from the results of all requests in order."""
     found = iter(results)

@@ -51,7 +51,7 @@ Flags: TypeAlias = Sequence[bool] | np.ndarray | torch.Tensor
 MOST_SEQUENCES = 2**20
 """The most sequences in one table."""
 
-GROWTH_BYTES = 20
+EXTENSION_BYTES = 20
 """The memory of a growth for each sequence: its length, its number and its token."""
 
 
@@ -171,7 +171,7 @@ class Contexts:
 
     def __init__(self, table: np.ndarray, places: np.ndarray, lengths: np.ndarray) -> None:
         self._table, self._places, self.lengths = table, places, lengths
-        self._growth: _Growth | None = None
+        self._growth: _Extension | None = None
 
     @classmethod
     def grown(cls, before: Sequence[Contexts], numbers: np.ndarray, tokens: np.ndarray) -> Self:
@@ -182,8 +182,8 @@ class Contexts:
             parts = [Sequences(each.table[each.places], each.lengths) for each in before]
             one = (whole := Sequences.joined(parts)).contexts(np.arange(len(whole)))
         found = cls(nothing, nothing, one.lengths[numbers] + 1)
-        kept = GROWTH_BYTES * len(numbers) + (one._growth.kept if one._growth else one.nbytes)
-        found._growth = _Growth(one, numbers, tokens, kept)
+        kept = EXTENSION_BYTES * len(numbers) + (one._growth.kept if one._growth else one.nbytes)
+        found._growth = _Extension(one, numbers, tokens, kept)
         if 2 * kept > 3 * found.nbytes:  # few of many sequences are extended
             found._put_together()
         return found
@@ -252,7 +252,7 @@ class Contexts:
         return Contexts(self.table[self.places], np.arange(len(self)), self.lengths.copy())
 
 
-class _Growth(NamedTuple):
+class _Extension(NamedTuple):
     """Contexts as extensions: sequences ``numbers`` of ``before``, each with one of ``tokens``, uint32
     ``[n]``; ``kept`` is the memory of all earlier sequences, in bytes."""
 
@@ -379,12 +379,12 @@ def check_integers(
     Raises:
         InvalidRequest: not a flat sequence of integers from ``low`` to ``high``, or another number.
     """
-    found = _flat(name, given)
+    found = _flat_array(name, given)
     if found.dtype.kind not in "iu":
         if len(found):
             raise InvalidRequest(f"{name} must be integers, got {shown(given)}")
         found = found.astype(np.int64)
-    _check_count(name, found, count)
+    _check_one_each(name, found, count)
     wrong = (found < low) | (found > high)
     if wrong.any():
         first = int(wrong.argmax())
@@ -396,10 +396,10 @@ def check_integers(
 
 def check_flags(name: str, given: Flags, count: int) -> np.ndarray:
     """Return bools as an array ``[count]``. Raises InvalidRequest for other types or another number."""
-    found = _flat(name, given)
+    found = _flat_array(name, given)
     if found.dtype != bool and len(found):
         raise InvalidRequest(f"{name} must be bools, got {shown(given)}")
-    _check_count(name, found, count)
+    _check_one_each(name, found, count)
     return found.astype(bool)
 
 
@@ -413,7 +413,7 @@ def _table(contexts: Sequence[TokenIds] | Table, vocab_size: int) -> np.ndarray 
     return table.astype(np.uint32) if table.min() >= 0 and table.max() < vocab_size else None
 
 
-def _flat(name: str, given: Table | Sequence[object]) -> np.ndarray:
+def _flat_array(name: str, given: Table | Sequence[object]) -> np.ndarray:
     if isinstance(given, torch.Tensor | np.ndarray):
         found = host_array(given, name)
     elif isinstance(given, str | bytes | bytearray | memoryview) or not isinstance(given, Sequence):
@@ -428,6 +428,6 @@ def _flat(name: str, given: Table | Sequence[object]) -> np.ndarray:
     return found
 
 
-def _check_count(name: str, found: np.ndarray, count: int | None) -> None:
+def _check_one_each(name: str, found: np.ndarray, count: int | None) -> None:
     if count is not None and len(found) != count:
         raise InvalidRequest(f"{len(found)} {name} for {count} sequences: give one for each")

@@ -1,18 +1,19 @@
-"""vLLM's ``EngineClient`` over a runtime: vLLM's own front ends ask the engine that everyone else asks.
+"""vLLM's ``EngineClient`` over a runtime: vLLM's front ends share the runtime with its other users.
 
-A text goes through the runtime's queue as one native question, and comes back as vLLM's outputs; several
-texts after one prompt are several questions. What would take the engine from its other users (sleep,
-pauses, profiles) is refused: the runtime's owner does that.
+Each text is one native request in the runtime's queue; several texts of one prompt are several requests.
+Sleep, pauses and profiles are refused: they belong to the runtime's owner.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from contextlib import aclosing
 from copy import copy
+from http import HTTPStatus
 from typing import Any, NoReturn, cast
 
 from vllm.engine.protocol import EngineClient, StreamingInput
+from vllm.exceptions import GenerationError
 from vllm.inputs import EngineInput, PromptType
 from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
@@ -25,41 +26,64 @@ from vllm.utils.async_utils import merge_async_iterators
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
 
-from genrt.engines.protocol import Fronted
-from genrt.engines.vllm.native_texts import NativeText
+from genrt.engines.protocol import FullEngine
+from genrt.engines.vllm.texts import NativeText
 from genrt.errors import Closed, GenrtError
 from genrt.lm import AsyncLM
 from genrt.questions.completions import NativeRequest
 from genrt.runtime.ask import Asker
-from genrt.runtime.passages import NativeFlow
-from genrt.server.failures import TextFailed
-from genrt.server.gate import CLOSING
+from genrt.runtime.streams import NativeFlow
+from genrt.server.gate import CLOSING, HTTPError, http_error
 
-__all__ = ["TASKS", "RuntimeClient"]
+__all__ = ["TASKS", "RuntimeClient", "TextFailed"]
 
 TASKS: tuple[SupportedTask, ...] = ("generate",)
-"""What a runtime does of what vLLM's front ends offer."""
+"""The tasks of vLLM's front ends that a runtime supports."""
+
+
+class TextFailed(GenerationError):  # type: ignore[misc]
+    """A GenrtError inside vLLM's front ends, which log no traceback of this type.
+
+    Args:
+        error: why the text failed.
+
+    Attributes:
+        answer: the error as clients get it.
+    """
+
+    def __init__(self, error: GenrtError) -> None:
+        super().__init__(str(error))
+        self.__cause__ = error
+        self.answer: HTTPError = http_error(error)
+        self.status_code = HTTPStatus(self.answer.status)
+
+
+def _refused(name: str) -> Callable[..., Coroutine[Any, Any, NoReturn]]:
+    """Return a method that refuses an action of the runtime's owner."""
+
+    async def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise NotImplementedError(f"the server does not offer {name}: ask the runtime's owner")
+
+    return refuse
 
 
 class RuntimeClient(EngineClient):  # type: ignore[misc]
     """A runtime as an engine of vLLM's front ends.
 
     Args:
-        lm: a runtime over vLLM; it stays its owner's to close and restart.
+        lm: a runtime over vLLM; its owner closes and restarts it.
     """
 
     def __init__(self, lm: AsyncLM) -> None:
-        engine = cast("Fronted", lm._thread.engine)
+        engine = cast("FullEngine", lm._thread.engine)
         self._lm = lm
-        self._asker = Asker(lambda: lm._thread.batcher, lm._adapters)
-        self._flows: dict[str, set[NativeFlow]] = {}  # of texts under way, by the front end's ids
+        self._asker = Asker(lm._thread, lm._adapters)
+        self._flows: dict[str, set[NativeFlow]] = {}  # texts in progress, by the front end's ids
         self._is_closing = False
         self.vllm_config = engine.vllm_config
         self.model_config = self.vllm_config.model_config
         self.renderer = renderer_from_config(self.vllm_config)
         self.input_processor = InputProcessor(self.vllm_config, self.renderer)
-
-    # -- texts --------------------------------------------------------------------------------
 
     async def generate(
         self,
@@ -74,20 +98,20 @@ class RuntimeClient(EngineClient):  # type: ignore[misc]
         reasoning_parser_kwargs: dict[str, Any] | None = None,
         **_: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the outputs of ``sampling_params.n`` texts after a prompt; closing it withdraws them.
+        """Yield the outputs of ``sampling_params.n`` texts after a prompt; closing it cancels them.
 
-        Priorities, sessions, trace headers and hints have no meaning here, and are ignored.
+        Priorities, sessions, trace headers and hints are ignored.
 
         Raises:
             VLLMValidationError: a parameter is out of range.
             TextFailed: the runtime is closed or paused, or cannot draw the text.
-            NotImplementedError: a prompt that is still being written.
+            NotImplementedError: the prompt is a stream.
         """
         if isinstance(prompt, AsyncGenerator):
-            raise NotImplementedError("a prompt that is still being written is not supported")
+            raise NotImplementedError("a prompt that is a stream is not supported")
         if isinstance(prompt, EngineCoreRequest):
             prompt = tokens_input(list(prompt.prompt_token_ids or ()))
-        # vLLM's checks read structures in their own way: the engine checks them.
+        # The engine checks structures, by other rules than vLLM's.
         structures = sampling_params.structured_outputs
         if structures is not None:
             sampling_params = copy(sampling_params)
@@ -112,16 +136,16 @@ class RuntimeClient(EngineClient):  # type: ignore[misc]
         is_streamed = kind != RequestOutputKind.FINAL_ONLY
         texts = [
             self._text(text, adapter, is_streamed)
-            for text in _apart(made, prompt_text, is_streamed)
+            for text in _native_texts(made, prompt_text, is_streamed)
         ]
         async with aclosing(merge_async_iterators(*texts)) as outputs:
-            async for output in _together(outputs, len(texts), kind):
+            async for output in _merged(outputs, len(texts), kind):
                 yield output
 
     async def _text(
         self, text: NativeText, adapter: str | None, is_streamed: bool
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the outputs of one text, with the last one the end of one that ``abort`` ends."""
+        """Yield the outputs of one text. After ``abort``, the last one ends with that reason."""
         lm, core, flow = self._lm, text.core, NativeFlow()
         token_ids = cast("list[int]", core.prompt_token_ids)
         flows = self._flows.setdefault(core.request_id, set())
@@ -130,8 +154,8 @@ class RuntimeClient(EngineClient):  # type: ignore[misc]
             self._check_open()
             bound = lm._adapters.bound(adapter)
             request = NativeRequest(tuple(token_ids), text, next(lm._nonces), bound, is_streamed)
-            async with aclosing(self._asker.native(request, flow)) as told:
-                async for outputs in told:
+            async with aclosing(self._asker.native(request, flow)) as steps:
+                async for outputs in steps:
                     for output in outputs:
                         yield output
             if not flow.is_over:
@@ -149,13 +173,13 @@ class RuntimeClient(EngineClient):  # type: ignore[misc]
         raise NotImplementedError("a runtime has no pooling")
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """Withdraw these texts; whoever reads them gets what there is, ended by "abort"."""
+        """Cancel these texts; their readers get what there is, ended by "abort"."""
         for each in [request_id] if isinstance(request_id, str) else [*request_id]:
             for flow in [*self._flows.get(each, ())]:
                 flow.leave()
 
-    def withdraw(self) -> None:
-        """Withdraw all texts, and refuse others: the server closes."""
+    def cancel_all(self) -> None:
+        """Cancel all texts, and refuse others: the server closes."""
         self._is_closing = True
         for flows in self._flows.values():
             for flow in flows:
@@ -165,14 +189,10 @@ class RuntimeClient(EngineClient):  # type: ignore[misc]
         if self._is_closing:
             raise Closed(CLOSING)
 
-    # -- adapters -----------------------------------------------------------------------------
-
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load an adapter under its name, for everyone who uses the runtime."""
+        """Load an adapter under its name, for all users of the runtime."""
         await self._lm.add_adapter(lora_request.lora_name, lora_request.lora_path)
         return True
-
-    # -- what it is ---------------------------------------------------------------------------
 
     @property
     def is_running(self) -> bool:
@@ -188,79 +208,47 @@ class RuntimeClient(EngineClient):  # type: ignore[misc]
 
     @property
     def dead_error(self) -> BaseException:
-        """The error for requests that come while nothing is answered: a restart may change that."""
+        """The error of requests to a dead runtime; a restart may end that state."""
         error: BaseException = TextFailed(Closed("the runtime is closed, or its engine has died"))
         return error
 
     async def check_health(self) -> None:
-        """Raise ``dead_error`` if the runtime answers nobody."""
+        """Raise ``dead_error`` if the runtime is dead."""
         if self.errored:
             raise self.dead_error
 
     async def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
         return TASKS
 
-    async def is_tracing_enabled(self) -> bool:
+    async def _no(self) -> bool:
         return False
 
-    async def do_log_stats(self) -> None:
-        """Do nothing: ``AsyncLM.statistics`` counts."""
+    async def _nothing(self, *_: Any, **__: Any) -> None:
+        """Do nothing: ``AsyncLM.statistics`` counts, and a runtime transfers no KV blocks."""
 
-    async def notify_kv_transfer_request_rejected(self, *_: Any, **__: Any) -> None:
-        """Do nothing: a runtime transfers no KV blocks."""
+    is_tracing_enabled = is_sleeping = is_paused = _no
+    do_log_stats = notify_kv_transfer_request_rejected = _nothing
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Free what the front end holds. The runtime goes on."""
+        """Free the front end's resources. The runtime goes on."""
         self.renderer.shutdown()
 
-    # -- what is the owner's alone ------------------------------------------------------------
-
-    async def start_profile(self, *_: Any, **__: Any) -> None:
-        _refuse("profiles")
-
-    async def stop_profile(self) -> None:
-        _refuse("profiles")
-
-    async def reset_mm_cache(self) -> None:
-        _refuse("a multi-modal cache")
-
-    async def reset_encoder_cache(self) -> None:
-        _refuse("an encoder's cache")
-
-    async def reset_prefix_cache(self, *_: Any, **__: Any) -> bool:
-        _refuse("resetting the prefix cache")
-
-    async def sleep(self, *_: Any, **__: Any) -> None:
-        _refuse("sleep")
-
-    async def release_kv_cache_memory(self) -> None:
-        _refuse("releasing memory")
-
-    async def wake_up(self, *_: Any) -> bool:
-        _refuse("waking up")
-
-    async def is_sleeping(self) -> bool:
-        return False
-
-    async def pause_generation(self, **_: Any) -> None:
-        _refuse("pauses")
-
-    async def resume_generation(self) -> None:
-        _refuse("pauses")
-
-    async def is_paused(self) -> bool:
-        return False
+    start_profile = stop_profile = _refused("profiles")
+    reset_mm_cache = _refused("a multi-modal cache")
+    reset_encoder_cache = _refused("an encoder's cache")
+    reset_prefix_cache = _refused("resetting the prefix cache")
+    sleep = _refused("sleep")
+    wake_up = _refused("waking up")
+    release_kv_cache_memory = _refused("releasing memory")
+    pause_generation = resume_generation = _refused("pauses")
 
 
-def _refuse(what: str) -> NoReturn:
-    raise NotImplementedError(f"the server does not offer {what}: ask the runtime's owner")
-
-
-def _apart(made: EngineCoreRequest, prompt: str | None, is_streamed: bool) -> list[NativeText]:
-    """Return a text for each of the ``n`` that were asked for. With a seed, number ``i`` is drawn with
-    ``seed + i``, as in vLLM."""
+def _native_texts(
+    made: EngineCoreRequest, prompt: str | None, is_streamed: bool
+) -> list[NativeText]:
+    """Return a text for each of ``n``. With a seed, number ``i`` has ``seed + i``, as in vLLM."""
     params = made.sampling_params
-    if is_streamed:  # outputs are told as they come; what has come so far is for ``_together``
+    if is_streamed:  # outputs come in pieces, and ``_merged`` joins them
         params.output_kind = RequestOutputKind.DELTA
     if params.n == 1:
         return [NativeText(made, prompt)]
@@ -275,11 +263,11 @@ def _apart(made: EngineCoreRequest, prompt: str | None, is_streamed: bool) -> li
     return texts
 
 
-async def _together(
+async def _merged(
     outputs: AsyncGenerator[tuple[int, RequestOutput], None], count: int, kind: RequestOutputKind
 ) -> AsyncGenerator[RequestOutput, None]:
-    """Yield the outputs of ``count`` texts as vLLM does those of one prompt: as they come, all that has
-    come so far, or one at the end; only the last is ``finished``."""
+    """Yield the outputs of ``count`` texts as vLLM does for one prompt: in pieces, cumulated, or
+    once at the end. Only the last is ``finished``."""
     running = count
     so_far: RequestOutput | None = None
     async for _, output in outputs:
@@ -299,7 +287,7 @@ async def _together(
 
 
 def _copied(output: RequestOutput) -> RequestOutput:
-    """Return what stays as it is when more is added to the output."""
+    """Return a copy that later pieces do not change."""
     copied = copy(output)
     copied.outputs = [copy(each) for each in output.outputs]
     for each in copied.outputs:

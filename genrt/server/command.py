@@ -6,20 +6,19 @@ import argparse
 import contextlib
 import dataclasses
 import importlib.util
-import json
 import os
 import resource
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from genrt.cluster.arguments import add_replica_arguments, replica_options
 from genrt.cluster.opening import check_replicas
-from genrt.engines.adapters import CONFIG_NAME, check_adapter_directory
-from genrt.errors import EngineNotInstalled, ExtraNotInstalled, InvalidAdapter, InvalidRequest
+from genrt.engines.adapters import check_adapter_directory, least_lora_rank
+from genrt.errors import EngineNotInstalled, ExtraNotInstalled, InvalidRequest
 from genrt.loading import load
 from genrt.numbers import check_float, check_int, named
 from genrt.questions.contexts import check_seed
@@ -30,54 +29,32 @@ __all__ = ["add_arguments", "run"]
 NO_VLLM = "vLLM is missing: pip install 'genrt[cpu]', or 'genrt[cuda]' on a GPU machine"
 
 KEY_VARIABLE = "GENRT_API_KEY"
-"""Where the key may be given without everyone on the machine seeing it."""
+"""The environment variable of the key: other users of the machine can read the command line."""
 
 
 def add_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> list[str]:
-    """Add the command's arguments to a parser; return those of the command line that are for it. What
-    follows ``--`` is for vLLM."""
-    parser.add_argument(
-        "model", nargs="?", help="a checkpoint's directory or name; the embedded one"
-    )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
-    parser.add_argument("--port", type=int, default=8000, help="0 is any (%(default)s)")
-    parser.add_argument(
-        "--api-key",
-        help=f"what clients have to show; needed beside 127.0.0.1. Rather set {KEY_VARIABLE}",
-    )
-    parser.add_argument(
-        "--name", help="what clients call the model; by default as it is given here"
-    )
-    parser.add_argument(
-        "--engine", default="vllm", choices=("vllm", "transformers"), help="(%(default)s)"
-    )
-    parser.add_argument(
-        "--adapter",
-        action="append",
-        default=[],
-        metavar="NAME=DIRECTORY",
-        help="a LoRA adapter, which clients call by its name; may be repeated",
-    )
-    parser.add_argument("--seed", type=int, help="of what is drawn without a seed of its own")
-    parser.add_argument(
-        "--no-restart", action="store_true", help="do not replace an engine that has died"
-    )
-    parser.add_argument(
-        "--shutdown-seconds", type=float, default=10.0, help="for requests under way (%(default)s)"
-    )
-    parser.add_argument(
-        "--trainers",
-        action="store_true",
-        help="let vLLM's trainers replace the weights; takes --weight-transfer-config after --",
-    )
+    """Add the command's arguments to a parser; return the part of the command line before ``--``. The
+    rest is for vLLM."""
+    add = parser.add_argument
+    add("model", nargs="?", help="a checkpoint's directory or name; the embedded one")
+    add("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    add("--port", type=int, default=8000, help="0 is any (%(default)s)")
+    about = f"key that clients must show; needed beside 127.0.0.1. Better: set {KEY_VARIABLE}"
+    add("--api-key", help=about)
+    add("--name", help="the model's name for clients; by default MODEL")
+    add("--engine", default="vllm", choices=("vllm", "transformers"), help="(%(default)s)")
+    about = "a LoRA adapter, and its name for clients; may be repeated"
+    add("--adapter", action="append", default=[], metavar="NAME=DIRECTORY", help=about)
+    add("--seed", type=int, help="for draws without a seed of their own")
+    add("--no-restart", action="store_true", help="do not replace an engine that has died")
+    about = "time for requests in progress to end (%(default)s)"
+    add("--shutdown-seconds", type=float, default=10.0, help=about)
+    about = "let vLLM's trainers replace the weights; takes --weight-transfer-config after --"
+    add("--trainers", action="store_true", help=about)
     for each in dataclasses.fields(ServerLimits):
-        parser.add_argument(
-            f"--max-{each.name.replace('_', '-')}",
-            dest=each.name,
-            type=type(each.default),
-            default=each.default,
-            help="see genrt.server.ServerLimits (%(default)s)",
-        )
+        option, about = each.name.replace("_", "-"), "see genrt.server.ServerLimits (%(default)s)"
+        kind = type(each.default)
+        add(f"--max-{option}", dest=each.name, type=kind, default=each.default, help=about)
     add_replica_arguments(parser)
     parser.epilog = (
         "What follows -- are options of `vllm serve`, of the engine and the front end, such as "
@@ -93,12 +70,12 @@ def run(options: argparse.Namespace) -> int:
     """Serve until an interrupt or SIGTERM; return the exit code.
 
     Raises:
-        GenrtError: an argument is refused, before the model is loaded; or it cannot be loaded.
-        SystemExit: of a SIGTERM while it is being loaded; a second one ends the process at once.
+        GenrtError: an argument is refused before the model is loaded, or the model cannot be loaded.
+        SystemExit: on a SIGTERM during loading; a second one ends the process at once.
     """
     given = {each.name: getattr(options, each.name) for each in dataclasses.fields(ServerLimits)}
     limits = ServerLimits(**given)
-    # All of this before the model is loaded, which may take minutes.
+    # Check everything before loading, which may take minutes.
     key = os.environ.get(KEY_VARIABLE) if options.api_key is None else options.api_key
     if key == "":
         raise InvalidRequest(
@@ -118,12 +95,12 @@ def run(options: argparse.Namespace) -> int:
     if options.engine == "vllm" and importlib.util.find_spec("vllm") is None:
         raise EngineNotInstalled(NO_VLLM)
     engine_options, front_end = ({}, {}) if not options.vllm else _of_vllm(options)
-    adapters = _adapters(options.adapter)
+    adapters = _adapter_directories(options.adapter)
     if adapters and options.engine == "vllm":
         engine_options = {
             "enable_lora": True,
             "max_loras": len(adapters),
-            "max_lora_rank": _least_rank(adapters.values()),
+            "max_lora_rank": least_lora_rank(*adapters.values()),
         } | engine_options
     _raise_descriptors()
     try:
@@ -182,7 +159,7 @@ def _end_loading(*_: object) -> NoReturn:
 
 
 def _raise_descriptors() -> None:
-    """Let this process, which is the server's alone, have as many connections as it may."""
+    """Raise this process's soft limit of descriptors, for connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= soft < 2**16:
         most = 2**16 if hard == resource.RLIM_INFINITY else min(2**16, hard)
@@ -190,20 +167,20 @@ def _raise_descriptors() -> None:
 
 
 def _greeting(options: argparse.Namespace, url: str, key: str | None) -> str:
-    """Return what is served, to whom, and where."""
-    who = f"genrt's own routes, and AsyncLM.connect({url!r})"
+    """Return a line about the model, its address and its clients."""
+    clients = f"genrt's own routes, and AsyncLM.connect({url!r})"
     if options.engine == "vllm":
-        who = f"OpenAI clients: {url}/v1"
+        clients = f"OpenAI clients: {url}/v1"
     name = options.name or options.model or "the embedded model"
-    return f"genrt: serving {name} on {url}, {'with the' if key else 'without a'} key; {who}"
+    return f"genrt: serving {name} on {url}, {'with the' if key else 'without a'} key; {clients}"
 
 
-def _adapters(given: Sequence[str]) -> dict[str, Path]:
+def _adapter_directories(given: Sequence[str]) -> dict[str, Path]:
     """Return the adapters' directories by their names.
 
     Raises:
-        InvalidRequest: an argument is none, or a name is given twice.
-        InvalidAdapter: no adapter is there.
+        InvalidRequest: an argument has another form, or a name is given twice.
+        InvalidAdapter: a directory has no adapter.
     """
     found: dict[str, Path] = {}
     for each in given:
@@ -218,22 +195,8 @@ def _adapters(given: Sequence[str]) -> dict[str, Path]:
     return found
 
 
-def _least_rank(adapters: Iterable[Path]) -> int:
-    """Return the least ``max_lora_rank`` of vLLM that adapters fit in. Raises InvalidAdapter if one has
-    none."""
-    ranks = [1]
-    for each in adapters:
-        try:
-            ranks.append(int(json.loads((each / CONFIG_NAME).read_bytes())["r"]))
-        except (ValueError, LookupError, TypeError) as error:
-            raise InvalidAdapter(f"{each / CONFIG_NAME} has no rank: {error}") from error
-    return next(
-        (each for each in (8, 16, 32, 64, 128, 256, 320, 512) if each >= max(ranks)), max(ranks)
-    )
-
-
 def _of_vllm(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return vLLM's own options that were given: of the engine, and of the front end."""
+    """Return vLLM's options: of the engine, and of the front end."""
     if options.engine != "vllm":
         raise InvalidRequest(f"options after -- are vLLM's, and the engine is {options.engine}")
     try:

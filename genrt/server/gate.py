@@ -1,14 +1,13 @@
-"""The gate: who comes in, how many at once, and how large and how slow their requests may be.
+"""Admission of requests: the key, bounds on bodies and answers, and the errors that clients get.
 
 Rules:
-    Nothing but a GET of ``/health`` passes without the key, if there is one, however its path is spelt.
-    The key is compared in constant time, and before anything of the body is read.
-    A body is read whole, within bounds of size and time, before any route sees the request.
-    On the loopback interface, without a key, the request must name a loopback host: a page in the user's
-    browser cannot reach the server under a name of its own.
-    A client that does not read what it asked for is dropped, and its work is withdrawn. Answers leave
-    piece by piece, and all bodies and answers together are within ``held_bytes``.
-    A server that closes tells those whose requests it withdraws: by a 503, or by a last event.
+    Only a GET of ``/health`` needs no key. The key is compared in constant time, before the body is read.
+    A body is read whole, within bounds of size and time, before a route sees the request.
+    Without a key, a request must name a loopback host: otherwise a page in the user's browser could
+    reach the server under a host name of its own.
+    Clients that stop reading are disconnected after ``send_seconds``, and their work is cancelled.
+    Bodies and answers together take ``held_bytes`` at most.
+    A server that closes ends the requests under way with a 503, and streams with a last event.
 """
 
 from __future__ import annotations
@@ -18,51 +17,88 @@ import base64
 import binascii
 import hmac
 import ipaddress
+import json
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, fields
+from typing import Any, TypeAlias
 
-from genrt.errors import InvalidRequest
+from genrt.errors import (
+    Closed,
+    EngineDied,
+    GenrtError,
+    InvalidAdapter,
+    InvalidConstraint,
+    InvalidRequest,
+    Paused,
+    StreamCut,
+    TimedOut,
+    UnknownAdapter,
+)
 from genrt.numbers import check_float, check_int
-from genrt.server.asgi import Application, HTTPError, Message, Receive, Scope, Send, send_error
 
-__all__ = ["Gate", "ServerLimits", "check_key", "is_loopback"]
+__all__ = [
+    "CLOSING",
+    "Application",
+    "ClientLeft",
+    "Gate",
+    "HTTPError",
+    "Message",
+    "Receive",
+    "Scope",
+    "Send",
+    "ServerLimits",
+    "check_key",
+    "error_event",
+    "http_error",
+    "is_loopback",
+]
 
 logger = logging.getLogger("genrt.server")
 
-HEALTH = "/health"
+Scope: TypeAlias = MutableMapping[str, Any]
+Message: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[Message]]
+Send: TypeAlias = Callable[[Message], Awaitable[None]]
+Application: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 EVENTS = b"text/event-stream"
 
 CLOSING = "the server is closing: ask again later"
-"""The message for those whose requests take longer than a server has that is closed."""
+"""The message for requests that outlast a server's shutdown."""
 
 PIECE = 2**16
-"""How many bytes of an answer are on their way to a client at once."""
+"""How many bytes of an answer are passed on at once."""
 
-LEAST_KEY = 8
-"""How many characters a key has at least."""
+KINDS = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    429: "RateLimitError",
+    503: "ServiceUnavailableError",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLimits:
-    """How much a server takes. What is over is answered with a 4xx.
+    """Limits of a server. Requests beyond them get a 4xx.
 
     Attributes:
         body_bytes: the largest body of a request.
-        body_seconds: how long a client may take to send one.
-        head_seconds: how long it may take to send the head of a request.
-        send_seconds: how long a client may leave what is sent to it unread; a long answer has a second
-            more for each MiB.
-        connections: how many connections are open at once, at most three quarters of the descriptors of
-            the process. One more closes the oldest idle one, first of those that have shown no key.
+        body_seconds: how long a client may take to send a body.
+        head_seconds: how long a client may take to send the head of a request.
+        send_seconds: how long a client may leave an answer unread; a long answer has a second more for
+            each MiB.
+        connections: how many connections are open at once, at most three quarters of the process's
+            descriptors. One more closes the oldest idle one, those without a shown key first.
         requests: how many requests are served at once; more get a 429.
-        held_bytes: how many bytes the bodies and the answers of all of them may take together.
-        values: how many values the JSON of a body may have; lists and objects are a 64th of them at most.
+        held_bytes: how many bytes all bodies and answers may take together.
+        values: how many values the JSON of a body may have; lists and members of objects, a 64th.
         contexts: the most contexts, continuations and particles of one request to genrt's own routes.
         answer_bytes: the largest answer of genrt's own routes.
-        update_seconds: how long a trainer may be silent in the middle of an update of the weights.
+        update_seconds: how long a trainer may pause in the middle of an update of the weights.
     """
 
     body_bytes: int = 2**25
@@ -86,8 +122,53 @@ class ServerLimits:
                 check_int(each.name, value, 1)
 
 
+class HTTPError(Exception):
+    """Ends a request with an error.
+
+    Args:
+        status: of the answer, 400 to 599.
+        message: says the problem and its solution.
+        headers: of the answer.
+    """
+
+    def __init__(self, status: int, message: str, **headers: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
+
+    @property
+    def body(self) -> bytes:
+        """The answer's body: JSON, in the form of OpenAI's errors."""
+        kind = KINDS.get(self.status, "APIError")
+        error = {"message": str(self), "type": kind, "param": None, "code": self.status}
+        return json.dumps({"error": error}).encode()
+
+
+def http_error(error: GenrtError) -> HTTPError:
+    """Return a GenrtError as an answer."""
+    status = 500
+    if isinstance(error, UnknownAdapter):
+        status = 404
+    elif isinstance(error, InvalidRequest | InvalidConstraint | InvalidAdapter):
+        status = 400
+    elif isinstance(error, TimedOut):
+        status = 408
+    elif isinstance(error, Closed | EngineDied | Paused | StreamCut):
+        status = 503
+    return HTTPError(status, str(error))
+
+
+def error_event(error: HTTPError) -> bytes:
+    """Return an error as the last event of a stream."""
+    return b"event: error\ndata: " + error.body + b"\n\n"
+
+
+class ClientLeft(Exception):
+    """The client has disconnected, or does not read its answer."""
+
+
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach an address: an IP address, or ``localhost``."""
+    """Return whether an IP address or ``localhost`` can be reached from this machine only."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -98,7 +179,7 @@ def check_key(api_key: str | None, host: str) -> str | None:
     """Return the key of a server that listens on ``host``.
 
     Raises:
-        InvalidRequest: it is none, or it is missing where other machines can ask.
+        InvalidRequest: the key is malformed, or missing although other machines can connect.
     """
     if api_key is None:
         if not is_loopback(host):
@@ -108,20 +189,23 @@ def check_key(api_key: str | None, host: str) -> str | None:
         return None
     if not isinstance(api_key, str) or not api_key.isascii() or not api_key.isprintable():
         raise InvalidRequest("api_key must be printable ASCII characters")
-    if len(api_key) < LEAST_KEY or " " in api_key:
-        raise InvalidRequest(f"api_key must have {LEAST_KEY} characters or more, and no space")
+    if len(api_key) < 8 or " " in api_key:
+        raise InvalidRequest("api_key must have 8 characters or more, and no space")
     return api_key
 
 
 class Gate:
-    """An ASGI application in front of another.
+    """ASGI middleware in front of all routes.
 
     Args:
-        application: serves who passes.
-        api_key: what they have to show; ``None`` is nothing.
-        limits: how much they may ask.
-        is_healthy: says whether a GET of ``/health`` is answered with 200, or 503.
-        on_key: told the address of a client that has shown the key.
+        application: serves the requests that are admitted.
+        api_key: the key that requests must show, if any.
+        limits: of requests and answers.
+        is_healthy: decides whether ``/health`` is answered with 200 or 503.
+        on_key: called with the scope of each request that has shown the key.
+
+    Attributes:
+        held_bytes: the bytes of all bodies and answers under way.
     """
 
     def __init__(
@@ -131,14 +215,14 @@ class Gate:
         api_key: str | None,
         limits: ServerLimits,
         is_healthy: Callable[[], bool] = lambda: True,
-        on_key: Callable[[object], None] = lambda client: None,
+        on_key: Callable[[Scope], None] = lambda scope: None,
     ) -> None:
         self._application = application
         self._api_key = None if api_key is None else api_key.encode()
         self._limits = limits
         self._is_healthy = is_healthy
         self._on_key = on_key
-        self._answers: set[_Answer] = set()
+        self._answers: set[_AnswerStream] = set()
         self.held_bytes = 0
 
     @property
@@ -146,8 +230,8 @@ class Gate:
         """How many requests are being served."""
         return len(self._answers)
 
-    def withdraw(self) -> None:
-        """End all requests under way, but for answers that are on their way as they are."""
+    def cancel_all(self) -> None:
+        """End all requests under way, but for plain answers that are being sent."""
         for answer in self._answers:
             if not answer.is_begun or answer.has_events:
                 answer.time.reschedule(0.0)
@@ -155,140 +239,132 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         if scope["type"] != "http":
-            raise RuntimeError(f"the server speaks HTTP alone, not {scope['type']}")
-        answer = _Answer(send, self._limits.send_seconds, self._hold)
+            raise RuntimeError(f"the server speaks HTTP only, not {scope['type']}")
+        answer = _AnswerStream(send, self._limits.send_seconds, self._hold)
+        error: HTTPError
         try:
-            if scope["path"] == HEALTH and scope["method"] in ("GET", "HEAD"):
-                await self._tell_health(send)
+            if scope["path"] == "/health" and scope["method"] in ("GET", "HEAD"):
+                await _send(send, 200 if self._is_healthy() else 503, b"", {})
                 return
             self._check(scope)
             if self.serving >= self._limits.requests:
-                raise HTTPError(
-                    429, "the server is busy: too many requests at once", retry_after="1"
-                )
-            self._on_key(scope.get("client"))
+                raise _busy("requests")
+            self._on_key(scope)
             self._answers.add(answer)
             try:
                 async with answer.time:
                     await self._serve(scope, receive, answer.send)
+                return
             except TimeoutError:
                 if not answer.time.expired():
                     raise
-                raise HTTPError(503, CLOSING, connection="close") from None
+                error = HTTPError(503, CLOSING, connection="close")
             finally:
                 self._answers.discard(answer)
-        except HTTPError as error:
-            if not answer.is_begun:
-                await send_error(error, send)
-            elif answer.has_events:
-                event = b"event: error\ndata: " + error.body + b"\n\n"
-                await send({"type": "http.response.body", "body": event})
         except ClientLeft:
-            pass  # uvicorn closes a connection whose answer has no end
-        except Exception:
+            return  # uvicorn closes a connection whose answer has no end
+        except Exception as failed:
             if answer.is_left:
-                return  # an error of the application's, of which that was the cause
-            logger.exception("%s %s failed", scope["method"], scope["path"])
-            if not answer.is_begun:
-                await send_error(HTTPError(500, "the server failed; its log says why"), send)
+                return  # the client's absence made the application fail
+            found = _error_in(failed)
+            if found is None:
+                logger.exception("%s %s failed", scope["method"], scope["path"])
+                found = HTTPError(500, "the server failed; its log says why")
+            error = found
+        if not answer.is_begun:
+            headers = {"content-type": "application/json"} | error.headers
+            await _send(send, error.status, error.body, headers)
+        elif answer.has_events:
+            await send({"type": "http.response.body", "body": error_event(error)})
 
     def _hold(self, count: int) -> None:
-        """Count bytes that are held, or with less than 0 are no more. Raises HTTPError for too many."""
+        """Add to the bytes held; less than 0 frees some. Raises HTTPError for too many."""
         if count > 0 and self.held_bytes + count > self._limits.held_bytes:
-            raise HTTPError(429, "the server is busy: too many bytes at once", retry_after="1")
+            raise _busy("bytes")
         self.held_bytes += count
 
-    async def _tell_health(self, send: Send) -> None:
-        status = 200 if self._is_healthy() else 503
-        headers = [(b"content-length", b"0")]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": b""})
-
     def _check(self, scope: Scope) -> None:
-        """Raise HTTPError unless this client may ask for this path."""
+        """Raise HTTPError unless the request shows the key, or names a loopback host without one."""
         headers: list[tuple[bytes, bytes]] = scope["headers"]
-        if self._api_key is not None:
-            if not self._has_key(headers, safe=scope["method"] in ("GET", "HEAD")):
-                raise HTTPError(
-                    401,
-                    "the key is missing or wrong: send `Authorization: Bearer KEY`",
-                    www_authenticate='Basic realm="genrt", charset="UTF-8"',
-                )
-        elif not _names_loopback(headers):
+        if self._api_key is None:
+            if not _names_loopback(headers):
+                message = "without a key, the server answers to localhost and 127.0.0.1 alone"
+                raise HTTPError(403, message)
+        elif not self._has_key(headers, reads=scope["method"] in ("GET", "HEAD")):
             raise HTTPError(
-                403, "without a key, the server answers to localhost and 127.0.0.1 alone"
+                401,
+                "the key is missing or wrong: send `Authorization: Bearer KEY`",
+                www_authenticate='Basic realm="genrt", charset="UTF-8"',
             )
 
-    def _has_key(self, headers: list[tuple[bytes, bytes]], *, safe: bool) -> bool:
-        """Return whether the key is shown: as a bearer, or as the password of a browser that reads."""
+    def _has_key(self, headers: list[tuple[bytes, bytes]], *, reads: bool) -> bool:
+        """Return whether headers show the key: as a bearer token, or for a request that only reads as a
+        browser's password."""
         shown = [value for name, value in headers if name == b"authorization"]
         if len(shown) != 1:
             return False
         scheme, _, value = shown[0].partition(b" ")
-        given = value.strip()
-        if scheme.lower() == b"basic" and safe:
+        key = value.strip()
+        if scheme.lower() == b"basic" and reads:
             try:
-                given = base64.b64decode(given, validate=True).partition(b":")[2]
+                key = base64.b64decode(key, validate=True).partition(b":")[2]
             except (binascii.Error, ValueError):
                 return False
         elif scheme.lower() != b"bearer":
             return False
-        return hmac.compare_digest(given, self._api_key or b"")
+        return hmac.compare_digest(key, self._api_key or b"")
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = bytearray()
         try:
-            async with asyncio.timeout(self._limits.body_seconds) as time:
-                self._check_length(scope)
-                more = True
-                while more:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise ClientLeft
-                    part, more = message.get("body", b""), message.get("more_body", False)
-                    if len(body) + len(part) > self._limits.body_bytes:
-                        raise HTTPError(413, f"the body is over {self._limits.body_bytes} bytes")
-                    self._hold(len(part))
-                    body += part
-                time.reschedule(None)
-        except TimeoutError:
-            self._hold(-len(body))
-            raise HTTPError(
-                408, f"the body took over {self._limits.body_seconds:g} s", connection="close"
-            ) from None
-        except BaseException:
-            self._hold(-len(body))
-            raise
-        parts, taken = [bytes(body)], len(body)
-        del body
+            try:
+                async with asyncio.timeout(self._limits.body_seconds):
+                    await self._read(scope, receive, body)
+            except TimeoutError:
+                message = f"the body took over {self._limits.body_seconds:g} s"
+                raise HTTPError(408, message, connection="close") from None
+            held, parts = len(body), [bytes(body)]
+            body.clear()
+            try:
 
-        async def again() -> Message:
-            if parts:
-                return {"type": "http.request", "body": parts.pop(), "more_body": False}
-            return await receive()
+                async def again() -> Message:
+                    if parts:
+                        return {"type": "http.request", "body": parts.pop(), "more_body": False}
+                    return await receive()
 
-        try:
-            await self._application(scope, again, send)
+                await self._application(scope, again, send)
+            finally:
+                self._hold(-held)
         finally:
-            self._hold(-taken)
+            self._hold(-len(body))
 
-    def _check_length(self, scope: Scope) -> None:
-        """Raise HTTPError if the body is said to be too long."""
+    async def _read(self, scope: Scope, receive: Receive, body: bytearray) -> None:
+        """Read a request's body, and hold its bytes. Raises HTTPError if it is too large."""
+        most = self._limits.body_bytes
+        too_large = HTTPError(413, f"the body is over {most} bytes")
         for name, value in scope["headers"]:
-            if name == b"content-length" and (
-                not value.isdigit() or len(value) > 18 or int(value) > self._limits.body_bytes
-            ):
-                raise HTTPError(413, f"the body is over {self._limits.body_bytes} bytes")
+            if name == b"content-length" and (len(value) > 18 or int(value) > most):
+                raise too_large
+        more = True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientLeft
+            part, more = message.get("body", b""), message.get("more_body", False)
+            if len(body) + len(part) > most:
+                raise too_large
+            self._hold(len(part))
+            body += part
 
 
-class _Answer:
+class _AnswerStream:
     """The answer to one request.
 
     Attributes:
-        is_begun: whether something of it was sent.
-        has_events: whether it is a stream of events, which has begun.
+        is_begun: whether a part was sent.
+        has_events: whether it is an open stream of events.
         is_left: whether the client does not read it.
-        time: when it is withdrawn, if it is.
+        time: the timeout that ends the request when the server closes.
     """
 
     def __init__(self, send: Send, send_seconds: float, hold: Callable[[int], None]) -> None:
@@ -300,23 +376,23 @@ class _Answer:
         self.time = asyncio.timeout(None)
 
     async def send(self, message: Message) -> None:
-        """Send a part of it.
+        """Send a part of the answer.
 
         Raises:
-            ClientLeft: the client does not read. HTTPError: too much is held for all clients already.
+            ClientLeft: the client does not read. HTTPError: all clients' answers take too many bytes.
         """
         if message["type"] == "http.response.start":
             kinds = [value for name, value in message["headers"] if name == b"content-type"]
             self.has_events = any(each.startswith(EVENTS) for each in kinds)
             if not self.has_events:
-                self._start = message  # with the body, which may be too much
+                self._start = message  # sent with the body, which may be too large
                 return
             self.is_begun = True
             await self._sent(message, math.inf)
             return
         body = memoryview(message.get("body", b""))
         size = len(body)
-        # Of what fits in a piece there is no more than requests; and a stream has begun.
+        # Answers of one piece are bounded by the number of requests; a stream cannot be refused any more.
         held = size if size > PIECE and not self.has_events else 0
         self._hold(held)
         try:
@@ -341,8 +417,26 @@ class _Answer:
             raise ClientLeft from None
 
 
-class ClientLeft(Exception):
-    """The client is gone with its request half sent, or does not read its answer."""
+async def _send(send: Send, status: int, body: bytes, headers: dict[str, str]) -> None:
+    """Send a whole answer."""
+    full = {"content-length": str(len(body))} | headers
+    encoded = [(name.encode(), value.encode()) for name, value in full.items()]
+    await send({"type": "http.response.start", "status": status, "headers": encoded})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _busy(of: str) -> HTTPError:
+    return HTTPError(429, f"the server is busy: too many {of} at once", retry_after="1")
+
+
+def _error_in(failed: BaseException) -> HTTPError | None:
+    """Return the error that an exception, or one that caused it, means for the client."""
+    cause: BaseException | None = failed
+    while cause is not None:
+        if isinstance(cause, HTTPError | GenrtError):
+            return cause if isinstance(cause, HTTPError) else http_error(cause)
+        cause = cause.__cause__
+    return None
 
 
 def _names_loopback(headers: list[tuple[bytes, bytes]]) -> bool:

@@ -1,16 +1,31 @@
 """vLLM's OpenAI application over a runtime: completions, chat, responses, tools, tokenize, models.
 
-vLLM makes the application and all that its routes need; it is given a ``RuntimeClient`` as its engine.
-Routes that would change the engine for its other users, or the process, are closed.
+vLLM builds the application over a ``RuntimeClient``. Routes that would change the engine for its other
+users, or the process, are removed.
+
+Trainers ask for prompts that begin with the tokens that the model drew. A request of a chat may have
+``required_prefix_token_ids``: the tokens of the conversation up to and including the model's last turn.
+By default they are the ``prompt_token_ids`` and ``generation_token_ids`` of the last
+message that has them. ``splice_turn`` makes the prompt begin with them.
 """
 
 from __future__ import annotations
 
 import asyncio
 from argparse import Namespace
-from collections.abc import ItemsView, Iterator, Mapping, MutableMapping, Sequence, ValuesView
+from collections.abc import (
+    Awaitable,
+    Callable,
+    ItemsView,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+    ValuesView,
+)
+from copy import deepcopy
 from dataclasses import fields
-from typing import Any
+from typing import Any, NoReturn, TypeAlias
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,6 +34,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.exceptions import GenerationError
 from vllm.lora.request import LoRARequest
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -32,22 +48,36 @@ except ImportError:  # 0.32
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.entrypoints.launchers.launcher import validate_api_server_args
 
-from genrt.errors import EngineFailed, GenrtError, InvalidRequest
+from genrt.errors import EngineFailed, InvalidRequest
+from genrt.generation.conversations import splice_turn
 from genrt.lm import AsyncLM
-from genrt.numbers import named
-from genrt.server.asgi import Application, Message, Receive, Scope, Send, http_error
+from genrt.numbers import named, shown
+from genrt.questions.contexts import id_words
 from genrt.server.bodies import Bodies, check_front_end_body, json_bytes
-from genrt.server.client import TASKS, RuntimeClient
-from genrt.server.failures import telling_failures
-from genrt.server.routes import JSON
-from genrt.server.turns import keeping_turns
+from genrt.server.client import TASKS, RuntimeClient, TextFailed
+from genrt.server.gate import Application, HTTPError, Message, Receive, Scope, Send
+from genrt.server.routes import BODIES, JSON
 
 __all__ = ["HONOURED", "front_end_options", "openai_application", "options_of"]
+
+PREFIX = "required_prefix_token_ids"
+
+TEXT_KEYS = {"prompt", "prompt_token_offsets"}
+"""Keys of vLLM's prompts that describe their text."""
 
 CLOSED = frozenset(
     "/scale_elastic_ep /is_scaling_elastic_ep /start_profile /stop_profile /v1/systemone".split()  # noqa: SIM905
 )
-"""Paths of vLLM's that are for who owns the engine, or of which no runtime can do anything."""
+"""Paths of vLLM's that belong to the engine's owner, or that no runtime can serve."""
+
+STREAMING = (
+    "openai_serving_chat",
+    "openai_serving_completion",
+    "openai_serving_responses",
+    "serving_tokens",
+    "anthropic_serving_messages",
+)
+"""The parts of vLLM's application that stream texts."""
 
 GIVEN_ELSEWHERE = {
     **{name: name for name in ("host", "port", "api_key", "model", "seed")},
@@ -55,7 +85,7 @@ GIVEN_ELSEWHERE = {
     "served_model_name": "name",
     "lora_modules": "adapter",
 }
-"""Arguments of ``vllm serve`` for which genrt has its own, by these names."""
+"""Arguments of ``vllm serve``, and genrt's own arguments in their place."""
 
 # fmt: off
 HONOURED = frozenset((
@@ -73,8 +103,8 @@ HONOURED = frozenset((
     "tool_strict_level", "trust_request_chat_template",
 ))
 # fmt: on
-"""The front end's options that have an effect here. All others of ``vllm serve`` are refused: they are
-for its own server (TLS, processes, sockets, plug-ins), or for what a runtime does not do."""
+"""The front end's options that have an effect here. All others of ``vllm serve`` are refused: they belong
+to its own server (TLS, processes, sockets, plug-ins), or to features that a runtime lacks."""
 
 TLS = ". It speaks plain HTTP: have a proxy in front of it speak TLS"
 
@@ -102,12 +132,12 @@ def front_end_options(options: Mapping[str, Any]) -> Namespace:
 
 
 def options_of(arguments: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return arguments of ``vllm serve`` as options of the engine, and of the front end: those that
+    """Return arguments of ``vllm serve`` as options of the engine, and of the front end, where they
     differ from vLLM's defaults.
 
     Raises:
         SystemExit: vLLM does not understand them.
-        InvalidRequest: genrt has an argument of its own for that, or would not do what it says.
+        InvalidRequest: genrt has an argument of its own for that, or does not support it.
     """
     if any(each.partition("=")[0] == "--config" for each in arguments):  # it would be read at once
         raise InvalidRequest("genrt's server reads no --config: give its options one by one")
@@ -140,8 +170,8 @@ async def openai_application(
     Args:
         lm: a runtime over vLLM.
         model: the name that clients call it by.
-        arguments: of ``vllm serve``; what they say of the engine has no effect any more.
-        bodies: reads those that the application gets, before it does.
+        arguments: of ``vllm serve``; those about the engine have no effect.
+        bodies: checks the bodies of requests before the application.
 
     Raises:
         InvalidRequest: vLLM does not take them.
@@ -161,40 +191,55 @@ async def openai_application(
         raise InvalidRequest(f"vLLM's front end does not take these options: {error}") from error
     except Exception as error:
         raise EngineFailed(f"vLLM's front end cannot be set up: {error}") from error
-    application.state.openai_serving_models.lora_requests = _Adapters(lm)
+    application.state.openai_serving_models.lora_requests = _ServedAdapters(lm)
     renderer = application.state.online_renderer
-    renderer.preprocess_chat = keeping_turns(lm, renderer.preprocess_chat)
-    telling_failures(application)
+    renderer.preprocess_chat = _with_turns(lm, renderer.preprocess_chat)
+    _keep_failures(application)
     routes = application.router.routes
     routes[:] = [each for each in routes if getattr(each, "path", None) not in CLOSED]
     if application.openapi_url is not None:
         application.router.routes.insert(0, _schema_route(application))
-    return _checked(application, bodies), client
+    return _with_checks(application, bodies), client
 
 
-def _checked(application: Application, bodies: Bodies) -> Application:
-    """Return an application that gets no body which would keep it busy for seconds."""
+def _keep_failures(application: Any) -> None:
+    """Have texts that fail end with their own error: as an answer, or raised out of a stream; the server
+    writes its last event."""
 
-    async def answered(scope: Scope, receive: Receive, send: Send) -> None:
+    async def answer(_: Request, error: Exception) -> Response:
+        told = error.answer if isinstance(error, TextFailed) else HTTPError(500, str(error))
+        return Response(told.body, status_code=told.status, media_type=JSON)
+
+    def fail(error: GenerationError) -> NoReturn:
+        raise error
+
+    application.add_exception_handler(TextFailed, answer)
+    application.middleware_stack = None  # vLLM has built one, with its own handlers only
+    for name in STREAMING:
+        if (part := getattr(application.state, name, None)) is not None:
+            part._convert_generation_error_to_streaming_response = fail
+
+
+def _with_checks(application: Application, bodies: Bodies) -> Application:
+    """Return the application behind a check of bodies."""
+
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
         parts = [await receive()]  # the whole body
         check = _check_response if scope["path"].endswith("/responses") else check_front_end_body
-        try:
-            await bodies.read(parts[0].get("body", b""), check)
-        except GenrtError as error:
-            raise http_error(error) from error
+        await bodies.read(parts[0].get("body", b""), lambda data: check(data, bodies))
 
         async def again() -> Message:
             return parts.pop() if parts else await receive()
 
         await application(scope, again, send)
 
-    return answered
+    return serve
 
 
-def _check_response(data: bytes, values: int) -> None:
-    """Raise InvalidRequest for what ``check_front_end_body`` refuses, or for the first wrong one of the
-    items: vLLM says of each, in hundreds of errors, why it is no item of any kind."""
-    found = check_front_end_body(data, values)
+def _check_response(data: bytes, bodies: Bodies) -> None:
+    """Raise InvalidRequest as ``check_front_end_body`` does, and for the first wrong item: vLLM would
+    write hundreds of errors for each."""
+    found = check_front_end_body(data, bodies)
     items = found.get("input") if isinstance(found, dict) else None
     for place, item in enumerate(items if isinstance(items, list) else ()):
         written = json_bytes(item)
@@ -203,43 +248,55 @@ def _check_response(data: bytes, values: int) -> None:
         try:
             ResponsesRequest.model_validate({"input": [item]})
         except Exception as error:
-            raise InvalidRequest(
-                f"input[{place}] is no item of a response: see OpenAI's API"
-            ) from error
+            message = f"input[{place}] is not an item of a response: see OpenAI's API"
+            raise InvalidRequest(message) from error
 
 
 def _schema_route(application: Any) -> Route:
-    """Return the route of the application's OpenAPI schema. It takes a second to make, once: what the
-    application would do on the event loop, every stream waiting, this does in a thread."""
+    """Return the route of the OpenAPI schema, with genrt's own routes. Making it takes a second, once, in
+    a thread: on the event loop every stream would wait."""
     made: list[bytes] = []
+
+    def make() -> bytes:
+        schema = application.openapi()
+        for path, kind in BODIES.items():
+            content = {JSON: {"schema": kind.model_json_schema()}}
+            about = (kind.__doc__ or "").partition("\n")[0]
+            schema["paths"][path] = {
+                "post": {
+                    "summary": about,
+                    "requestBody": {"content": content, "required": True},
+                    "responses": {"200": {"description": "Successful Response"}},
+                }
+            }
+        return json_bytes(schema)
 
     async def schema(_: Request) -> Response:
         if not made:
-            made.append(await asyncio.to_thread(lambda: json_bytes(application.openapi())))
+            made.append(await asyncio.to_thread(make))
         return Response(made[0], media_type=JSON)
 
     return Route(application.openapi_url, schema, include_in_schema=False)
 
 
-def _named(name: str) -> LoRARequest:
-    # The engine has a number and copies of its own; a front end only ever reads the name.
+def _lora_request(name: str) -> LoRARequest:
+    # A front end reads only the name.
     return LoRARequest(lora_name=name, lora_int_id=1, lora_path=name)
 
 
-class _Adapters(MutableMapping[str, LoRARequest]):
-    """The adapters of a runtime, under the names that they have now, as vLLM's front end names them. It
-    adds one once the client has loaded it."""
+class _ServedAdapters(MutableMapping[str, LoRARequest]):
+    """A runtime's adapters, as vLLM's front end keeps them. The client has loaded those it adds."""
 
     def __init__(self, lm: AsyncLM) -> None:
         self._lm = lm
 
     def _now(self) -> dict[str, LoRARequest]:
-        return {name: _named(name) for name in self._lm.adapters}
+        return {name: _lora_request(name) for name in self._lm.adapters}
 
     def __getitem__(self, name: str) -> LoRARequest:
         if name not in self._lm.adapters:
             raise KeyError(name)
-        return _named(name)
+        return _lora_request(name)
 
     def values(self) -> ValuesView[LoRARequest]:
         return self._now().values()  # also where one is removed before it is looked up
@@ -259,3 +316,70 @@ class _Adapters(MutableMapping[str, LoRARequest]):
 
     def __len__(self) -> int:
         return len(self._lm.adapters)
+
+
+# -- turns of chats ----------------------------------------------------------------------------------
+
+Written: TypeAlias = tuple[list[Any], list[Any]]
+"""A conversation as vLLM reads it, and its prompt."""
+
+Writes: TypeAlias = Callable[..., Awaitable[Written]]
+
+
+def _with_turns(lm: AsyncLM, write: Writes) -> Writes:
+    """Return a function like vLLM's ``OnlineRenderer.preprocess_chat`` that keeps the tokens the model
+    drew. It raises InvalidRequest for a prefix that is not a list of tokens of the conversation."""
+
+    async def written(request: Any, messages: list[Any], *given: Any, **options: Any) -> Written:
+        prefix = _prefix_of(request, messages)
+        if not prefix:
+            return await write(request, messages, *given, **options)
+        if "add_generation_prompt" not in type(request).model_fields:
+            raise InvalidRequest(f"{PREFIX} is for chat completions only")
+        end = getattr(lm.tokenizer, "eos_token_id", None)
+        if end is None:
+            raise InvalidRequest(f"{PREFIX}: the tokenizer has no end token")
+        kept = list(id_words(prefix, lm.vocab_size, name=PREFIX))
+        # A copy: vLLM parses arguments of tools in place.
+        earlier = deepcopy(messages[: _turns_end(messages)])
+        conversation, [prompt] = await write(request, messages, *given, **options)
+        ended = {"add_generation_prompt": False, "continue_final_message": False}
+        options = {**options, "parser": None}
+        _, [begun] = await write(request.model_copy(update=ended), earlier, *given, **options)
+        token_ids = splice_turn(kept, begun["prompt_token_ids"], prompt["prompt_token_ids"], end)
+        own = {name: prompt[name] for name in prompt.keys() - TEXT_KEYS}
+        return conversation, [own | {"prompt_token_ids": token_ids}]
+
+    return written
+
+
+def _prefix_of(request: Any, messages: Sequence[Any]) -> Sequence[Any] | None:
+    """Return the tokens that a prompt must begin with. Raises InvalidRequest for another type."""
+    found = (getattr(request, "model_extra", None) or {}).get(PREFIX)
+    if found is None:
+        for each in reversed(messages):
+            if isinstance(each, Mapping) and "prompt_token_ids" in each:
+                parts = [each["prompt_token_ids"], each.get("generation_token_ids")]
+                found = _drawn_tokens(parts)
+                break
+    if found is None:
+        return None
+    if not isinstance(found, list) or not all(type(each) is int for each in found):
+        raise InvalidRequest(f"{PREFIX} must be a list of token ids, got {shown(found)}")
+    return found
+
+
+def _drawn_tokens(parts: Sequence[Any]) -> list[Any]:
+    if not all(isinstance(each, list) for each in parts):
+        raise InvalidRequest(
+            "a message with prompt_token_ids needs generation_token_ids too, both lists of token ids"
+        )
+    return [token for each in parts for token in each]
+
+
+def _turns_end(messages: Sequence[Any]) -> int:
+    """Return the number of messages up to and including the model's last, or all without one."""
+    for place in reversed(range(len(messages))):
+        if messages[place].get("role") == "assistant":
+            return place + 1
+    return len(messages)

@@ -1,4 +1,4 @@
-"""genrt's own routes: rows, draws and scores of many contexts at once.
+"""genrt's own routes: rows, draws, scores, inference, whole flushes for ``AsyncLM.connect``, and weights.
 
 A prompt is a text or a list of token ids. In JSON, null stands for a log-probability of -inf.
 """
@@ -6,58 +6,145 @@ A prompt is a text or a list of token ids. In JSON, null stands for a log-probab
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+import hashlib
+import itertools
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeAlias, TypeVar
 
+from pydantic import Field
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from genrt.errors import GenrtError, InvalidRequest
+from genrt.constraints import MaskedConstraint, grammar, json_schema, regex
+from genrt.engines.remote.wire import AnotherModel, Question, answers_of, flush_to, packed_tokenizer
+from genrt.errors import (
+    Closed,
+    EngineDied,
+    EngineFailed,
+    EngineUnsupported,
+    GenrtError,
+    InvalidRequest,
+    UnknownAdapter,
+)
+from genrt.inference import SMC, Info, Result, State, TextModel
 from genrt.lm import AsyncLM
-from genrt.runtime.together import together
-from genrt.server.asgi import HTTPError, http_error
-from genrt.server.bodies import Bodies, Body, contexts_of, finite, json_bytes
-from genrt.server.gate import ClientLeft, ServerLimits
+from genrt.questions.contexts import LAST_SEED
+from genrt.questions.reads import host_row
+from genrt.questions.rows import LogprobsRequest
+from genrt.questions.scores import ScoreRequest
+from genrt.runtime.concurrency import together
+from genrt.runtime.weights import Transfers
+from genrt.server.bodies import (
+    Bodies,
+    JSONBody,
+    TokenList,
+    contexts_of,
+    json_bytes,
+    json_number,
+    parse_body,
+)
+from genrt.server.gate import ClientLeft, HTTPError, ServerLimits, error_event, http_error
 
-__all__ = ["BYTES", "JSON", "answering", "body_of", "question_routes", "while_connected"]
+__all__ = ["BODIES", "JSON", "ConnectRoutes", "Inferences", "Questions", "Running", "TrainerRoutes"]
 
 T = TypeVar("T")
+B = TypeVar("B", bound=JSONBody)
 
 JSON, BYTES = "application/json", "application/octet-stream"
 
 SHORT = 2**13
 """So many characters are tokenized in a few milliseconds."""
 
-Handler = Callable[[Request], Awaitable[Response]]
+Texts: TypeAlias = Annotated[list[str | TokenList], Field(min_length=1, fail_fast=True)]
 
 
-def answering(handler: Handler) -> Handler:
-    """Return a handler whose errors of genrt's are answers."""
+class RowsBody(JSONBody):
+    """Body of ``/v1/next_token_logprobs``: prompts, and how many of the likeliest tokens to return."""
 
-    async def answered(request: Request) -> Response:
-        try:
-            return await handler(request)
-        except GenrtError as error:
-            raise http_error(error) from error
-
-    return answered
+    prompts: Texts
+    top: int | None = None
+    adapter: str | None = None
 
 
-async def body_of(request: Request, kind: str = JSON) -> bytes:
-    """Return the body. Raises HTTPError if it is said to be of another kind: what a page of another site
-    may send without asking is of none of ours."""
+class DrawBody(JSONBody):
+    """Body of ``/v1/draw``: prompts, and for each the token ids that may be drawn, or null."""
+
+    prompts: Texts
+    masks: Annotated[list[TokenList | None], Field(min_length=1, fail_fast=True)] | None = None
+    temperature: float | None = None
+    seed: int | None = None
+    adapter: str | None = None
+
+
+class ScoreBody(JSONBody):
+    """Body of ``/v1/score``: prompts, and a continuation of each."""
+
+    prompts: Texts
+    continuations: Texts
+    adapter: str | None = None
+
+
+class InferBody(JSONBody):
+    """Body of ``/v1/infer``: a prompt, a form, and settings of SMC."""
+
+    prompt: str | TokenList
+    particles: int
+    max_tokens: int
+    regex: str | None = None
+    json_schema: str | dict[str, Any] | bool | None = None
+    grammar: str | None = None
+    resample_when: float = Field(default=0.5, ge=0.0, le=1.0)
+    temperature: float | None = None
+    seed: int | None = Field(default=None, ge=0, le=LAST_SEED)
+    adapter: str | None = None
+    stream: bool = False
+
+
+class InitBody(JSONBody):
+    """Body of ``/init_weight_transfer_engine``."""
+
+    init_info: dict[str, Any]
+
+
+class UpdateBody(JSONBody):
+    """Body of ``/update_weights``."""
+
+    update_info: dict[str, Any] | list[dict[str, Any]]
+
+
+BODIES: dict[str, type[JSONBody]] = {
+    "/v1/next_token_logprobs": RowsBody,
+    "/v1/draw": DrawBody,
+    "/v1/score": ScoreBody,
+    "/v1/infer": InferBody,
+}
+"""The bodies of genrt's own JSON routes."""
+
+
+async def _body_data(request: Request, kind: str) -> bytes:
+    """Return the body. Raises HTTPError for another content type: pages of other sites may send some
+    types without asking."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != kind:
         raise HTTPError(415, f"content-type must be {kind}")
+    if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
+        raise HTTPError(415, "compressed bodies are not read: leave out content-encoding")
     return await request.body()
 
 
-async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return what the work returns, and cancel it when the client disconnects. The body must have been
+async def _json_body(request: Request, bodies: Bodies, kind: type[B]) -> B:
+    data = await _body_data(request, JSON)
+    return await bodies.read(data, lambda data: parse_body(kind, data, bodies.values))
+
+
+async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of the work, and cancel it when the client disconnects. The body must have been
     read.
 
     Raises:
-        ClientLeft: it did.
+        ClientLeft: the client disconnected.
     """
 
     async def left() -> None:
@@ -76,15 +163,31 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
-def question_routes(lm: AsyncLM, limits: ServerLimits, bodies: Bodies) -> list[Route]:
-    """Return the routes for rows, draws and scores."""
+def _answer(value: object) -> Response:
+    return Response(json_bytes(value), media_type=JSON)
 
-    async def rows(request: Request) -> Response:
-        body = await bodies.read(await body_of(request), Body)
-        contexts = await _tokenized(lm, bodies, body.listed("prompts", limits.contexts), "prompts")
-        k = body.integer("top", 1, lm.vocab_size, None)
-        adapter = body.text("adapter", None)
-        body.end()
+
+class Questions:
+    """The routes for rows, draws and scores of many contexts at once."""
+
+    def __init__(self, lm: AsyncLM, limits: ServerLimits, bodies: Bodies) -> None:
+        self._lm = lm
+        self._limits = limits
+        self._bodies = bodies
+
+    def routes(self) -> list[Route]:
+        """Return the routes."""
+        return [
+            Route("/v1/next_token_logprobs", self._rows, methods=["POST"]),
+            Route("/v1/draw", self._draws, methods=["POST"]),
+            Route("/v1/score", self._scores, methods=["POST"]),
+        ]
+
+    async def _rows(self, request: Request) -> Response:
+        lm, limits = self._lm, self._limits
+        body = await _json_body(request, self._bodies, RowsBody)
+        contexts = await self._contexts(body.prompts, "prompts")
+        k, adapter = body.top, body.adapter
         size = 24 * k if k is not None else 4 * lm.vocab_size
         is_much = k is not None and k * len(contexts) > limits.values
         if is_much or size * len(contexts) > limits.answer_bytes:
@@ -93,80 +196,432 @@ def question_routes(lm: AsyncLM, limits: ServerLimits, bodies: Bodies) -> list[R
                 "for fewer prompts, or for fewer tokens with top"
             )
         if k is None:
-            asked = lm.batch_next_token_logprobs(contexts, device="cpu", adapter=adapter)
-            table = await while_connected(request, asked)
+            rows = lm.batch_next_token_logprobs(contexts, device="cpu", adapter=adapter)
+            table = await _while_connected(request, rows)
             shape = {"genrt-shape": f"{len(table)},{lm.vocab_size}"}
             return Response(table.numpy().data.cast("B"), media_type=BYTES, headers=shape)
         tops = [lm.top_logprobs(each, k, adapter=adapter) for each in contexts]
-        found = await while_connected(request, together(tops))
+        found = await _while_connected(request, together(tops))
 
         def written() -> Response:
             data = [  # one by one, so that other threads run in between
                 json_bytes(
-                    {"token_ids": ids.tolist(), "logprobs": [*map(finite, logprobs.tolist())]}
+                    {"token_ids": ids.tolist(), "logprobs": [*map(json_number, logprobs.tolist())]}
                 )
                 for ids, logprobs in found
             ]
             return Response(b'{"data":[' + b",".join(data) + b"]}", media_type=JSON)
 
-        return await bodies.aside(written)
+        return await self._bodies.aside(written)
 
-    async def draws(request: Request) -> Response:
-        body = await bodies.read(await body_of(request), Body)
-        contexts = await _tokenized(lm, bodies, body.listed("prompts", limits.contexts), "prompts")
-        masks = body.listed("masks", limits.contexts) if "masks" in body else None
-        for mask in masks or ():
-            if mask is not None and not (
-                isinstance(mask, list) and all(type(token) is int for token in mask)
-            ):
-                raise InvalidRequest("masks must be lists of token ids, or null")
-        asked = {name: body.take(name, None) for name in ("temperature", "seed")}
-        given = {name: value for name, value in asked.items() if value is not None}
-        adapter = body.text("adapter", None)
-        body.end()
-        drawn = await while_connected(
-            request, lm.batch_draw(contexts, masks=masks, adapter=adapter, **given)
-        )
+    async def _draws(self, request: Request) -> Response:
+        body = await _json_body(request, self._bodies, DrawBody)
+        contexts = await self._contexts(body.prompts, "prompts")
+        options: dict[str, Any] = {"temperature": body.temperature, "seed": body.seed}
+        options = {name: value for name, value in options.items() if value is not None}
+        draws = self._lm.batch_draw(contexts, masks=body.masks, adapter=body.adapter, **options)
+        drawn = await _while_connected(request, draws)
         data = [
-            {"token_id": token_id, "logprob": finite(logprob), "log_mass": finite(log_mass)}
+            {
+                "token_id": token_id,
+                "logprob": json_number(logprob),
+                "log_mass": json_number(log_mass),
+            }
             for token_id, logprob, log_mass in zip(*(each.tolist() for each in drawn), strict=True)
         ]
         return _answer({"data": data})
 
-    async def scores(request: Request) -> Response:
-        body = await bodies.read(await body_of(request), Body)
-        prompts = await _tokenized(lm, bodies, body.listed("prompts", limits.contexts), "prompts")
-        given = body.listed("continuations", limits.contexts)
-        adapter = body.text("adapter", None)
-        body.end()
-        if len(given) != len(prompts):
+    async def _scores(self, request: Request) -> Response:
+        body, most = await _json_body(request, self._bodies, ScoreBody), self._limits.contexts
+        prompts = await self._contexts(body.prompts, "prompts")
+        if len(body.continuations) != len(prompts):
             raise InvalidRequest(
-                f"{len(given)} continuations for {len(prompts)} prompts: give one for each"
+                f"{len(body.continuations)} continuations for {len(prompts)} prompts: give one for each"
             )
-        continuations = await _tokenized(lm, bodies, given, "continuations", begins=False)
-        if (count := sum(map(len, continuations))) > limits.contexts:
+        continuations = await self._contexts(body.continuations, "continuations", begins=False)
+        if (count := sum(map(len, continuations))) > most:
             raise InvalidRequest(
-                f"continuations have {count} tokens together: {limits.contexts} at most, or ask again"
+                f"continuations have {count} tokens together, and {most} is the most: split the request"
             )
-        asked = lm.batch_score(prompts, continuations, adapter=adapter)
+        scores = self._lm.batch_score(prompts, continuations, adapter=body.adapter)
         data = [
-            {"logprobs": list(map(finite, each.tolist())), "total": finite(float(each.sum()))}
-            for each in await while_connected(request, asked)
+            {
+                "logprobs": list(map(json_number, each.tolist())),
+                "total": json_number(float(each.sum())),
+            }
+            for each in await _while_connected(request, scores)
         ]
         return _answer({"data": data})
 
-    own = {"/v1/next_token_logprobs": rows, "/v1/draw": draws, "/v1/score": scores}
-    return [Route(path, answering(each), methods=["POST"]) for path, each in own.items()]
+    async def _contexts(
+        self, given: Sequence[Any], name: str, *, begins: bool = True
+    ) -> list[list[int]]:
+        """Return contexts as ``contexts_of`` does: in a thread if they are long."""
+        if len(given) > self._limits.contexts:
+            raise InvalidRequest(
+                f"{name} must have 1 to {self._limits.contexts} members, got {len(given)}"
+            )
+        if sum(map(len, given)) <= SHORT:
+            return contexts_of(self._lm, given, name, begins=begins)
+        return await self._bodies.tokenize(
+            lambda: contexts_of(self._lm, given, name, begins=begins)
+        )
 
 
-async def _tokenized(
-    lm: AsyncLM, bodies: Bodies, given: Sequence[Any], name: str, *, begins: bool = True
-) -> list[list[int]]:
-    """Return contexts as ``contexts_of`` does: off the event loop if that takes long."""
-    if sum(len(each) for each in given if isinstance(each, str | list)) <= SHORT:
-        return contexts_of(lm, given, name, begins=begins)
-    return await bodies.tokenize(lambda: contexts_of(lm, given, name, begins=begins))
+# -- inference ---------------------------------------------------------------------------------------
 
 
-def _answer(value: object) -> Response:
-    return Response(json_bytes(value), media_type=JSON)
+@dataclass(slots=True)
+class Running:
+    """An inference in progress, for the status page.
+
+    Attributes:
+        number: counts the inferences of a server.
+        particles: how many it has.
+        max_steps: how many steps it takes at most.
+        step: how many it has taken.
+        ess: the effective sample size after the last step.
+        unfinished: how many particles go on.
+        log_evidence: the estimate so far.
+    """
+
+    number: int
+    particles: int
+    max_steps: int
+    step: int = 0
+    ess: float = 0.0
+    unfinished: int = 0
+    log_evidence: float = 0.0
+
+
+class Inferences:
+    """The route ``/v1/infer``: sequential Monte Carlo over texts that have a form.
+
+    The answer is the posterior with its weights and evidence. A stream has an event for each step first.
+
+    Attributes:
+        running: the inferences in progress, by their numbers.
+    """
+
+    def __init__(self, lm: AsyncLM, limits: ServerLimits, bodies: Bodies) -> None:
+        self.running: dict[int, Running] = {}
+        self._lm = lm
+        self._limits = limits
+        self._bodies = bodies
+        self._numbers = itertools.count(1)
+        self._turns = asyncio.Semaphore(64)
+
+    def routes(self) -> list[Route]:
+        """Return the route."""
+        return [Route("/v1/infer", self._infer, methods=["POST"])]
+
+    async def _infer(self, request: Request) -> Response:
+        body = await _json_body(request, self._bodies, InferBody)
+        # A form may take long to compile, and a prompt to tokenize.
+        smc = await self._bodies.tokenize(lambda: self._smc(body))
+        seed = secrets.randbits(62) if body.seed is None else body.seed
+        if body.stream:
+            return StreamingResponse(self._events(smc, seed), media_type="text/event-stream")
+        result = await _while_connected(request, self._run(smc, seed, lambda info: None))
+        data = await self._bodies.aside(lambda: json_bytes(_result_json(result, seed)))
+        return Response(data, media_type=JSON)
+
+    def _smc(self, body: InferBody) -> SMC:
+        lm, most = self._lm, self._limits.contexts
+        if not 1 <= body.particles <= most:
+            raise InvalidRequest(f"particles must be from 1 to {most}, got {body.particles}")
+        if not 1 <= body.max_tokens <= lm.max_model_len:
+            raise InvalidRequest(
+                f"max_tokens must be from 1 to {lm.max_model_len}, got {body.max_tokens}"
+            )
+        [prompt] = contexts_of(lm, [body.prompt], "prompt")
+        options: dict[str, Any] = {"constraint": _constraint(lm, body), "adapter": body.adapter}
+        if body.temperature is not None:
+            options["temperature"] = body.temperature
+        model = TextModel(lm, prompt, max_tokens=body.max_tokens, **options)
+        lm._adapters.bound(body.adapter)  # an unknown adapter is refused before the first step
+        return SMC(model, num_particles=body.particles, resample_when=body.resample_when)
+
+    async def _run(self, smc: SMC, seed: int, on_step: Callable[[Info], None]) -> Result:
+        """Run an inference when its turn comes."""
+        async with self._turns:
+            number, count = next(self._numbers), len(smc.init(seed).particles)
+            running = Running(number, count, smc.model.max_steps or 0, ess=count, unfinished=count)
+            self.running[number] = running
+
+            def noted(_: State, info: Info) -> None:
+                running.step, running.ess = info.step + 1, info.ess
+                running.unfinished, running.log_evidence = info.unfinished, info.log_evidence
+                on_step(info)
+
+            try:
+                return await smc.run(seed, on_step=noted)
+            finally:
+                del self.running[number]
+
+    async def _events(self, smc: SMC, seed: int) -> AsyncIterator[bytes]:
+        """Yield an event for each step, and the result, or the error that ended it."""
+        steps: asyncio.Queue[Info | None] = asyncio.Queue()
+        run = asyncio.create_task(self._run(smc, seed, steps.put_nowait))
+        run.add_done_callback(lambda _: steps.put_nowait(None))
+        try:
+            while (info := await steps.get()) is not None:
+                yield _event("step", _step(info))
+            yield await self._bodies.aside(
+                lambda: _event("result", _result_json(run.result(), seed))
+            )
+        except GenrtError as error:
+            yield error_event(http_error(error))
+        finally:
+            run.cancel()
+            await asyncio.gather(run, return_exceptions=True)
+
+
+def _constraint(lm: AsyncLM, body: InferBody) -> MaskedConstraint | None:
+    """Return the form that the texts are to have, if any."""
+    forms = {
+        "regex": (body.regex, regex),
+        "json_schema": (body.json_schema, json_schema),
+        "grammar": (body.grammar, grammar),
+    }
+    made = [(make, form) for form, make in forms.values() if form is not None]
+    if len(made) > 1:
+        raise InvalidRequest(f"give one of {', '.join(forms)}: a text has one form")
+    if not made:
+        return None
+    [(make, form)] = made
+    if isinstance(form, str) and len(form) > 2**18:
+        raise InvalidRequest("the form has over 262,144 characters: make it smaller")
+    constraint: MaskedConstraint = make(form, lm)  # type: ignore[operator]
+    return constraint
+
+
+def _step(info: Info) -> dict[str, Any]:
+    return {
+        "step": info.step,
+        "ess": info.ess,
+        "log_evidence": json_number(info.log_evidence),
+        "resampled": info.resampled,
+        "unfinished": info.unfinished,
+    }
+
+
+def _result_json(result: Result, seed: int) -> dict[str, Any]:
+    particles = zip(result.texts, result.token_ids, result.log_weights.tolist(), strict=True)
+    return {
+        "posterior": [{"text": text, "weight": weight} for text, weight in result.posterior()],
+        "log_evidence": json_number(result.log_evidence),
+        "ess": result.ess,
+        "steps": len(result.infos),
+        "seed": seed,
+        "particles": [
+            {"text": text, "token_ids": list(ids), "log_weight": json_number(weight)}
+            for text, ids, weight in particles
+        ],
+    }
+
+
+def _event(name: str, value: dict[str, Any]) -> bytes:
+    return b"event: " + name.encode() + b"\ndata: " + json_bytes(value) + b"\n\n"
+
+
+# -- AsyncLM.connect ---------------------------------------------------------------------------------
+
+
+class ConnectRoutes:
+    """The routes behind ``AsyncLM.connect``: a description of the runtime, its tokenizer, and flushes."""
+
+    def __init__(self, lm: AsyncLM, model: str, limits: ServerLimits) -> None:
+        self._lm = lm
+        self._model = model
+        self._most = max(1, min(limits.contexts, limits.answer_bytes // (4 * lm.vocab_size)))
+        self._tokenizer_data: bytes | None = None
+
+    def routes(self) -> list[Route]:
+        """Return the routes."""
+        return [
+            Route("/v1/runtime", self._runtime, methods=["GET"]),
+            Route("/v1/tokenizer", self._tokenizer, methods=["GET"]),
+            Route("/v1/flush", self._flush, methods=["POST"]),
+        ]
+
+    def _fingerprint(self) -> str:
+        """Return a digest of the model, its weights and the process. New weights change it, and
+        the runtime's nonce tells weights of two processes apart."""
+        lm = self._lm
+        named = f"{self._model}/{lm.vocab_size}/{lm.max_model_len}/{lm._thread.nonce}"
+        return hashlib.sha256(f"{named}/{lm.weights_version}".encode()).hexdigest()[:16]
+
+    async def _runtime(self, _: Request) -> Response:
+        lm = self._lm
+        adapters = [(each, lm._adapters.by_name.get(each)) for each in lm.adapters]
+        return _answer(
+            {
+                "model": self._model,
+                "fingerprint": self._fingerprint(),
+                "vocab_size": lm.vocab_size,
+                "max_model_len": lm.max_model_len,
+                "most_questions": self._most,
+                "scores": lm._thread.capabilities.scores,
+                "adapters": {name: each.version for name, each in adapters if each is not None},
+            }
+        )
+
+    async def _tokenizer(self, _: Request) -> Response:
+        if self._tokenizer_data is None:
+            tokenizer = self._lm._thread.engine.tokenizer
+            self._tokenizer_data = await asyncio.to_thread(packed_tokenizer, tokenizer)
+        return Response(self._tokenizer_data, media_type="application/zip")
+
+    async def _flush(self, request: Request) -> Response:
+        lm, data, now = self._lm, await _body_data(request, BYTES), self._fingerprint()
+        bound, most = lm._adapters.bound, self._most
+        try:
+            questions = await asyncio.to_thread(
+                flush_to, data, lm._limits, bound, model=now, most=most
+            )
+        except AnotherModel as error:
+            raise HTTPError(409, str(error)) from error
+        if not lm._thread.capabilities.scores:
+            refusal = EngineUnsupported("this server's engine computes no scores: connect again")
+            questions = [refusal if isinstance(each, ScoreRequest) else each for each in questions]
+        adapters = [None if isinstance(each, GenrtError) else each.adapter for each in questions]
+        results = await _while_connected(request, self._answers(questions))
+        if self._fingerprint() != now:  # the rows may be of the old and the new weights
+            raise HTTPError(409, str(AnotherModel()))
+        for place, each in enumerate(adapters):
+            if each is not None and lm._adapters.by_name.get(each.name) != each:
+                results[place] = UnknownAdapter(f"{each} was replaced meanwhile: ask again")
+        versions = {each.name: each.version for each in adapters if each is not None}
+        answer = await asyncio.to_thread(answers_of, results, versions)
+        return Response(answer, media_type=BYTES)
+
+    async def _answers(self, questions: Sequence[Question | GenrtError]) -> list[Any]:
+        """Return the results of a flush, with an error in the place of each question that fails.
+
+        Raises:
+            Closed, EngineDied: the runtime is dead.
+        """
+        requests = [
+            host_row(each)
+            if isinstance(each, LogprobsRequest) and self._lm.device.type != "cpu"
+            else each
+            for each in questions
+            if not isinstance(each, GenrtError)
+        ]
+        results = iter(await self._results(requests))
+        return [each if isinstance(each, GenrtError) else next(results) for each in questions]
+
+    async def _results(self, requests: Sequence[Question]) -> list[Any]:
+        lm = self._lm
+        try:
+            return [*await lm._ask(requests)]
+        except (Closed, EngineDied):
+            raise
+        except GenrtError as error:
+            if len(requests) == 1:
+                return [error]
+        # Each by itself, to see which fails; rows that were computed are mostly in the cache.
+        found = await asyncio.gather(
+            *(lm._ask((each,)) for each in requests), return_exceptions=True
+        )
+        for each in found:
+            if isinstance(each, BaseException) and (
+                isinstance(each, Closed | EngineDied) or not isinstance(each, GenrtError)
+            ):
+                raise each
+        return [each if isinstance(each, BaseException) else each[0] for each in found]
+
+
+# -- trainers ----------------------------------------------------------------------------------------
+
+
+class TrainerRoutes:
+    """The routes that vLLM's ``HTTPVLLMWeightSyncClient`` calls to update the weights.
+
+    Only the server's owner enables them. Requests of pages in browsers are refused. An update is
+    dropped if the trainer pauses for too long, and so is one when the server closes.
+
+    Args:
+        silent_seconds: how long a trainer may pause in the middle of an update.
+    """
+
+    def __init__(self, lm: AsyncLM, silent_seconds: float, bodies: Bodies) -> None:
+        self._transfers = Transfers(lm._weights)
+        self._silent_seconds = silent_seconds
+        self._bodies = bodies
+        self._turns = asyncio.Lock()
+        self._silence: asyncio.Task[None] | None = None
+
+    async def check(self) -> None:
+        """Raise EngineUnsupported unless the engine was opened to receive weights."""
+        await self._transfers.check()
+
+    def routes(self) -> list[Route]:
+        """Return the routes, by vLLM's names."""
+        calls: dict[str, Callable[[Request], Awaitable[object]]] = {
+            "/init_weight_transfer_engine": self._connect,
+            "/shutdown_weight_transfer_engine": self._disconnect,
+            "/start_weight_update": self._start,
+            "/update_weights": self._take,
+            "/finish_weight_update": self._finish,
+        }
+        return [Route(path, self._alone(call), methods=["POST"]) for path, call in calls.items()]
+
+    async def close(self) -> None:
+        """Drop the update in progress, if any."""
+        self._stop_waiting()
+        await self._transfers.give_up()
+
+    def _alone(
+        self, call: Callable[[Request], Awaitable[object]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """Return a handler that makes one call at a time, and then waits for the trainer's next one."""
+
+        async def answered(request: Request) -> Response:
+            if "origin" in request.headers:
+                raise HTTPError(403, "pages in browsers may not replace weights")
+            async with self._turns:
+                self._stop_waiting()
+                try:
+                    return _answer(await call(request))
+                finally:
+                    if self._transfers.is_under_way:
+                        self._silence = asyncio.create_task(self._give_up())
+
+        return answered
+
+    def _stop_waiting(self) -> None:
+        silence, self._silence = self._silence, None
+        if silence is not None:
+            silence.cancel()
+
+    async def _give_up(self) -> None:
+        await asyncio.sleep(self._silent_seconds)
+        async with self._turns:
+            await self._transfers.give_up()
+
+    async def _connect(self, request: Request) -> object:
+        body = await _json_body(request, self._bodies, InitBody)
+        try:
+            await self._transfers.connect(body.init_info)
+        except EngineFailed as error:  # the trainer's own description is wrong
+            raise HTTPError(400, str(error)) from error
+        return {}
+
+    async def _disconnect(self, _: Request) -> object:
+        await self._transfers.disconnect()
+        return {}
+
+    async def _start(self, _: Request) -> object:
+        await self._transfers.start("finish")
+        return {}
+
+    async def _take(self, request: Request) -> object:
+        await self._transfers.take(
+            (await _json_body(request, self._bodies, UpdateBody)).update_info
+        )
+        return {}
+
+    async def _finish(self, _: Request) -> object:
+        return {"weights_version": await self._transfers.finish()}

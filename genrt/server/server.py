@@ -1,10 +1,12 @@
-"""A server: a runtime's HTTP front end, on a thread and an event loop of its own.
+"""A server: a runtime's HTTP front end, on a thread and its own event loop.
 
 Rules:
     The runtime stays its owner's: closing a server leaves it open, and closing it leaves the server up,
-    which answers 503 then.
-    The thread ends with ``close``, with the context, or with the interpreter. Requests under way get
-    ``shutdown_seconds`` to end; then they are withdrawn.
+    which then answers 503.
+    The thread ends with ``close``, with the context, or with the interpreter. Requests in progress get
+    ``shutdown_seconds`` to end; then they are cancelled.
+    Connections without a request make room for new ones: the longest idle first, and before them
+    clients without a shown key. If all have a request, a new connection is closed.
 """
 
 from __future__ import annotations
@@ -22,40 +24,220 @@ from typing import Any, Self, cast
 import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route, Router
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from genrt.errors import EngineFailed, InvalidRequest
 from genrt.lm import AsyncLM
 from genrt.numbers import check_bool, check_float, check_int, named
-from genrt.runtime.thread import aside
-from genrt.server.asgi import Application, Receive, Scope, Send
-from genrt.server.bodies import Bodies
-from genrt.server.connections import Connections, connection_kind
-from genrt.server.gate import Gate, ServerLimits, check_key
-from genrt.server.inferences import Inferences
-from genrt.server.remote_questions import remote_routes
-from genrt.server.routes import question_routes
+from genrt.runtime.concurrency import aside
+from genrt.server.bodies import Bodies, longest_text
+from genrt.server.gate import (
+    Application,
+    Gate,
+    HTTPError,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    ServerLimits,
+    check_key,
+)
+from genrt.server.routes import ConnectRoutes, Inferences, Questions, TrainerRoutes
 from genrt.server.status import status_routes
-from genrt.server.trainers import TrainerRoutes
 
-__all__ = ["Server", "bound_socket", "serving"]
+__all__ = ["ClientConnection", "Connections", "Server", "bound_socket", "serving"]
 
-KEEP_ALIVE_SECONDS = 75
-"""How long a connection without a request stays open."""
+HEAD_BYTES = 2**16
+"""The longest head of a request, and the longest line between the chunks of a body."""
 
-DRAIN_SECONDS = 5.0
-"""How much longer than ``shutdown_seconds`` ``close`` waits for the thread."""
+READ_BYTES = 2**13
+"""How many bytes of a connection are parsed before others have their turn."""
 
-TELL_SECONDS = 1.0
-"""How long clients have to take the end of what is withdrawn, before more is done."""
+OVERHEAD_BYTES = 2**17
+"""How many bytes the framing of a body may take, beside an eighth of the body."""
+
+REFUSED_BYTES = 2**28
+"""How many bytes of a refused body are read, so that the client reads the refusal."""
+
+
+class Connections:
+    """The open connections, at most so many.
+
+    Args:
+        most: how many.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._open: set[ClientConnection] = set()
+        self._idle: tuple[dict[ClientConnection, None], ...] = (
+            {},
+            {},
+        )  # without and with a key, oldest first
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add(self, connection: ClientConnection) -> bool:
+        """Take in a connection; return whether there is room for it. An idle one may be closed."""
+        if len(self._open) >= self._most:
+            idle = self._idle[False] or self._idle[True]
+            if not idle:
+                return False
+            oldest = next(iter(idle))
+            self.remove(oldest)
+            oldest.abort()
+        self._open.add(connection)
+        self.mark_idle(connection)
+        return True
+
+    def mark_idle(self, connection: ClientConnection) -> None:
+        """Note that a connection has no request, from now on."""
+        if connection in self._open:
+            self._idle[connection.is_known][connection] = None
+
+    def mark_busy(self, connection: ClientConnection) -> None:
+        """Note that a connection has a request."""
+        for each in self._idle:
+            each.pop(connection, None)
+
+    def remove(self, connection: ClientConnection) -> None:
+        """Forget a connection that is closed."""
+        self._open.discard(connection)
+        self.mark_busy(connection)
+
+    def abort_all(self) -> None:
+        """Close all connections at once."""
+        for each in [*self._open]:
+            each.abort()
+
+
+class ClientConnection(asyncio.BufferedProtocol):
+    """One client's connection: bounds in front of uvicorn's HTTP.
+
+    uvicorn waits for ever for the head of a request, and parses all that it has of a body at once.
+
+    Attributes:
+        http: uvicorn's protocol.
+        is_known: whether the client has shown the key.
+    """
+
+    http: H11Protocol
+
+    def __init__(self, connections: Connections, head_seconds: float) -> None:
+        self.is_known = False
+        self._connections = connections
+        self._head_seconds = head_seconds
+        self._buffer = bytearray(READ_BYTES)
+        self._transport: Any = None
+        self._late: asyncio.TimerHandle | None = None
+        self._is_idle = True
+        self._most_received = OVERHEAD_BYTES  # of the request in progress
+        self._received = 0
+        self._next: bytearray | None = None  # received after a whole request, before its answer
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        if not self._connections.add(self):
+            transport.abort()
+        self.http.connection_made(transport)
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        self._connections.remove(self)
+        self.http.connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        self.http.pause_writing()
+
+    def resume_writing(self) -> None:
+        self.http.resume_writing()
+
+    def eof_received(self) -> None:
+        self.http.eof_received()
+
+    def get_buffer(self, sizehint: int) -> bytearray:
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._received += nbytes
+        if self._received > self._most_received:
+            self.abort()
+            return
+        data = bytes(memoryview(self._buffer)[:nbytes])
+        if self._next is not None:
+            self._next += data
+            return
+        if self._is_idle and self._late is None:
+            self._expect_head()
+        self.http.data_received(data)
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+        self._transport.abort()
+
+    async def serve(
+        self, application: Application, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Serve one request of this connection."""
+        self._is_idle = False
+        self._stop_timer()
+        self._connections.mark_busy(self)
+        self._received, self._most_received = 0, OVERHEAD_BYTES
+        has_more = True
+
+        async def counted() -> Message:
+            nonlocal has_more
+            message = await receive()
+            if message["type"] == "http.request":
+                has_more = message.get("more_body", False)
+                size = len(message.get("body", b""))
+                self._most_received += size + size // 8
+                if not has_more and self._next is None:
+                    # uvicorn stops reading at another request, and would not see the client leave.
+                    self._next = bytearray()
+                    self._received, self._most_received = 0, OVERHEAD_BYTES
+                    self._transport.resume_reading()
+            return message
+
+        try:
+            await application(scope, counted, send)
+        finally:
+            is_whole = any(name == b"content-length" for name, _ in scope["headers"])
+            if has_more and is_whole:  # a body in chunks would be parsed chunk by chunk
+                self._most_received = REFUSED_BYTES
+            self._is_idle = True
+            self._connections.mark_idle(self)
+            data, self._next = self._next, None
+            if data and not self._transport.is_closing():
+                self.http.data_received(bytes(data))
+
+    def _expect_head(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._late = loop.call_later(self._head_seconds, self._give_up)
+
+    def _stop_timer(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _give_up(self) -> None:
+        if not self._transport.is_closing():
+            answer = (
+                b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+            )
+            self._transport.write(answer)
+            self._transport.close()
 
 
 class Server:
     """A runtime that is served over HTTP; made by ``serving``. A context manager both ways.
 
     Attributes:
-        url: where it is, such as ``http://127.0.0.1:8000``; ``None`` until it has started.
-        gate: who is being served.
-        bound: a socket that has the address already, to be listened on and closed.
+        url: its address, such as ``http://127.0.0.1:8000``; ``None`` until it has started.
+        gate: admits requests; ``None`` until it has started.
+        bound: a socket that has the address already; the server listens on it and closes it.
     """
 
     url: str | None = None
@@ -103,7 +285,7 @@ class Server:
             self._host, self._port, needs_loopback=self._api_key is None
         )
         try:
-            # What a connection that has ended leaves unread, the kernel would keep for ever.
+            # Otherwise the kernel keeps the unread data of ended connections for ever.
             milliseconds = int(1000 * min(self._limits.send_seconds, 2e6))
             listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, milliseconds))
             listening.listen(2048)
@@ -126,13 +308,13 @@ class Server:
         return self
 
     def close(self) -> None:
-        """Take no more requests, wait for those under way, and free the address. Idempotent."""
+        """Take no more requests, wait for the ones in progress, and free the address. Idempotent."""
         self._is_closing = True
         atexit.unregister(self.close)
         if self._uvicorn is not None:
             self._uvicorn.should_exit = True
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(self._shutdown_seconds + DRAIN_SECONDS)
+            self._thread.join(self._shutdown_seconds + 5.0)
         elif self._thread is None and self.bound is not None:
             self.bound.close()
 
@@ -149,37 +331,43 @@ class Server:
     async def _serve(
         self, listening: socket.socket, started: concurrent.futures.Future[None]
     ) -> None:
-        openai, client, arguments = None, None, None
-        bodies = Bodies(self._limits.values)
-        own, trainers = self._own_routes(bodies), None
+        lm, limits = self._lm, self._limits
+        openai, client, arguments, trainers = None, None, None, None
+        ids = max(lm.vocab_size, lm.max_model_len)
+        bodies = Bodies(limits.values, text=longest_text(lm), ids=ids)
+        inferences = Inferences(lm, limits, bodies)
+        own = [
+            *Questions(lm, limits, bodies).routes(),
+            *inferences.routes(),
+            *ConnectRoutes(lm, self._model, limits).routes(),
+            *status_routes(lm, self._model, inferences.running.values, self._serving),
+        ]
         if self._takes_weights:
-            trainers = TrainerRoutes(self._lm, self._limits.update_seconds)
+            trainers = TrainerRoutes(lm, limits.update_seconds, bodies)
             await trainers.check()
             own += trainers.routes()
-        if _is_vllm(self._lm):
+        if getattr(lm._thread.engine, "vllm_config", None) is not None:
             from genrt.server import openai as front_end
 
             arguments = front_end.front_end_options(self._options)
-            openai, client = await front_end.openai_application(
-                self._lm, self._model, arguments, bodies
-            )
+            openai, client = await front_end.openai_application(lm, self._model, arguments, bodies)
         elif self._options:
             raise InvalidRequest(
                 "options are for vLLM's front end: this runtime has another engine"
             )
         self._connections = connections = Connections(
-            min(self._limits.connections, _descriptors() * 3 // 4)
+            min(limits.connections, _descriptors() * 3 // 4)
         )
         self.gate = Gate(
-            _Routes(own, openai),
+            _routed(own, openai),
             api_key=self._api_key,
-            limits=self._limits,
-            is_healthy=lambda: self._lm._thread.alive,
-            on_key=connections.know,
+            limits=limits,
+            is_healthy=lambda: lm._thread.alive,
+            on_key=lambda scope: setattr(scope["state"]["connection"], "is_known", True),
         )
         application: Application = self.gate
         if arguments is not None and arguments.allowed_origins:
-            # In front of the gate: a browser asks without the key whether it may ask with it.
+            # In front of the gate: a browser's preflight request has no key.
             application = CORSMiddleware(
                 application,
                 allow_origins=arguments.allowed_origins,
@@ -187,18 +375,34 @@ class Server:
                 allow_headers=arguments.allowed_headers,
                 allow_credentials=arguments.allow_credentials,
             )
+
+        async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+            connection: ClientConnection = scope["state"]["connection"]
+            await connection.serve(application, scope, receive, send)
+
+        def connect(
+            config: Any, server_state: Any, app_state: Any, _loop: Any = None
+        ) -> ClientConnection:
+            connection = ClientConnection(connections, limits.head_seconds)
+            state = {**app_state, "connection": connection}
+            connection.http = H11Protocol(config, server_state, state, _loop)
+            return connection
+
         config = uvicorn.Config(
-            application,
-            http=connection_kind(self._limits.head_seconds, connections),
+            serve,
+            http=cast("Any", connect),
+            h11_max_incomplete_event_size=HEAD_BYTES,
             ws="none",
             lifespan="off",  # vLLM's would freeze the process's garbage collector
             log_config=None,
             access_log=False,
             proxy_headers=False,
             server_header=False,
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_keep_alive=75,
         )
-        ends = [self.gate.withdraw] if client is None else [client.withdraw, self.gate.withdraw]
+        ends = [self.gate.cancel_all, connections.abort_all]
+        if client is not None:
+            ends.insert(0, client.cancel_all)
         self._uvicorn = server = _Uvicorn(
             config, lambda: started.set_result(None), self._shutdown_seconds, ends
         )
@@ -212,15 +416,6 @@ class Server:
                 client.shutdown()
             if not started.done():
                 raise EngineFailed("the server did not start")
-
-    def _own_routes(self, bodies: Bodies) -> list[Route]:
-        inferences = Inferences(self._lm, self._limits, bodies)
-        return [
-            *question_routes(self._lm, self._limits, bodies),
-            *remote_routes(self._lm, self._model, self._limits),
-            inferences.route(),
-            *status_routes(self._lm, self._model, inferences.running.values, self._serving),
-        ]
 
     def _serving(self) -> int:
         return 0 if self.gate is None else self.gate.serving
@@ -262,7 +457,7 @@ def serving(
     Args:
         host: the address to listen on. By default only this machine can ask.
         port: 0 is any free one; ``Server.url`` has it.
-        api_key: what clients have to show, at least 8 characters; needed for any other address.
+        api_key: the key that clients must show, at least 8 characters; needed for any other address.
         model: the name that clients call the model by.
         limits: how much clients may ask at once.
         options: for vLLM's front end, by their names in ``vllm serve``: ``enable_auto_tool_choice``,
@@ -299,13 +494,12 @@ def serving(
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn's server, which says when it listens, and ends requests in its own way: uvicorn would
-    cancel them, and log that as their errors.
+    """uvicorn's server with its own shutdown: uvicorn would cancel requests, and log that as errors.
 
     Args:
         on_started: called when it listens.
-        shutdown_seconds: how long requests under way may go on.
-        ends: withdraw them then, one after the other for those that are left; at last they are cut.
+        shutdown_seconds: how long requests in progress may go on.
+        ends: called after that, a second apart: each ends remaining requests.
     """
 
     def __init__(
@@ -335,30 +529,26 @@ class _Uvicorn(uvicorn.Server):
         await asyncio.sleep(self._shutdown_seconds)
         for end in self._ends:
             end()
-            await asyncio.sleep(TELL_SECONDS)
-        for connection in [*self.server_state.connections]:
-            cast("Any", connection).transport.abort()
+            await asyncio.sleep(1.0)
 
 
-class _Routes:
-    """genrt's own routes, and behind them vLLM's application, if there is one."""
+def _routed(own: list[Route], openai: Application | None) -> Application:
+    """Return an application of genrt's own routes, and of vLLM's behind them."""
+    router, paths = Router(own, redirect_slashes=False), {route.path for route in own}
 
-    def __init__(self, own: list[Route], openai: Application | None) -> None:
-        self._own = Router(own, redirect_slashes=False)
-        self._paths = {route.path for route in own}
-        self._openai = openai
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] in paths:
+            await router(scope, receive, send)
+        elif openai is not None:
+            await openai(scope, receive, send)
+        else:
+            raise HTTPError(404, "no such route: the guide's page on serving lists them")
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_own = self._openai is None or scope["path"] in self._paths
-        await (self._own if is_own or self._openai is None else self._openai)(scope, receive, send)
-
-
-def _is_vllm(lm: AsyncLM) -> bool:
-    return getattr(lm._thread.engine, "vllm_config", None) is not None
+    return serve
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Return what makes the faster event loops, where they are installed."""
+    """Return uvloop's factory of event loops, if it is installed."""
     try:
         import uvloop
     except ImportError:
@@ -368,16 +558,16 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def _descriptors() -> int:
-    """Return how many descriptors the process may have."""
+    """Return how many descriptors the process may open."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 2**20 if most == resource.RLIM_INFINITY else most
 
 
 def bound_socket(host: str, port: int, *, needs_loopback: bool) -> socket.socket:
-    """Return a socket that has an address, and does not listen yet.
+    """Return a socket that is bound to an address, and does not listen yet.
 
     Raises:
-        InvalidRequest: it cannot, or others than this machine could reach it though they must not.
+        InvalidRequest: the address cannot be bound, or other machines could reach it and must not.
     """
     try:
         [(family, _, _, _, address), *_] = socket.getaddrinfo(

@@ -1,4 +1,4 @@
-"""The state of a server: a page for people, JSON for the page, counters for Prometheus."""
+"""The state of a server: the status page, its JSON, and counters for Prometheus."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from starlette.routing import Route
 
 from genrt.lm import AsyncLM
 from genrt.runtime.statistics import NO_COUNTERS, Statistics
-from genrt.server.bodies import finite, json_bytes
-from genrt.server.inferences import Running
-from genrt.server.routes import JSON
+from genrt.server.bodies import json_bytes, json_number
+from genrt.server.routes import JSON, Running
 
 __all__ = ["status_routes"]
 
 OWN_PAGE = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:"
 )
-"""The page loads its own parts and nothing else."""
+"""The policy of the page: it loads only its own parts."""
 
 PARTS = {"status.html": "text/html", "status.js": "text/javascript", "status.css": "text/css"}
 
@@ -35,7 +34,7 @@ def status_routes(
 
     Args:
         model: the name that clients call it by.
-        running: the inferences under way.
+        running: the inferences in progress.
         serving: how many requests are being served.
     """
     began = time.monotonic()
@@ -49,13 +48,14 @@ def status_routes(
             "serving": serving(),
             "statistics": asdict(lm.statistics()),
             "inferences": [
-                asdict(each) | {"log_evidence": finite(each.log_evidence)} for each in running()
+                asdict(each) | {"log_evidence": json_number(each.log_evidence)}
+                for each in running()
             ],
         }
         return Response(json_bytes(found), media_type=JSON, headers={"cache-control": "no-store"})
 
     async def counters(_: Request) -> Response:
-        text = b"".join([*_of_process(), *_counters(lm.statistics())])
+        text = b"".join([*_process_lines(), *_counter_lines(lm.statistics())])
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     routes = [
@@ -63,10 +63,10 @@ def status_routes(
         Route("/metrics", counters, methods=["GET"]),
     ]
     paths = {"status.html": "/", "status.js": "/status.js", "status.css": "/status.css"}
-    return routes + [Route(path, _part(name), methods=["GET"]) for name, path in paths.items()]
+    return routes + [Route(path, _page_part(name), methods=["GET"]) for name, path in paths.items()]
 
 
-def _part(name: str) -> Callable[[Request], Any]:
+def _page_part(name: str) -> Callable[[Request], Any]:
     content = resources.files("genrt.server").joinpath(name).read_bytes()
     headers = {
         "content-security-policy": OWN_PAGE,
@@ -81,8 +81,8 @@ def _part(name: str) -> Callable[[Request], Any]:
     return part
 
 
-def _of_process() -> list[bytes]:
-    """Return what other libraries, vLLM's front end among them, count in this process."""
+def _process_lines() -> list[bytes]:
+    """Return the counters of other libraries in this process, such as vLLM's front end."""
     try:
         from prometheus_client import generate_latest
     except ImportError:
@@ -90,8 +90,8 @@ def _of_process() -> list[bytes]:
     return [generate_latest()]
 
 
-def _counters(statistics: Statistics) -> list[bytes]:
-    """Return a runtime's counters as Prometheus reads them."""
+def _counter_lines(statistics: Statistics) -> list[bytes]:
+    """Return a runtime's counters in the format of Prometheus."""
     lines: list[bytes] = []
     for part, gauges in NO_COUNTERS.items():
         for name, value in asdict(getattr(statistics, part)).items():

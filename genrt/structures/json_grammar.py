@@ -1,8 +1,8 @@
 """A JSON schema as a grammar in llguidance's Lark, with one rule for each place in a value.
 
 Every text of the grammar is the JSON text of a valid value. Strings are spelt in one way: escapes
-only where JSON asks for them. A rule that derives no finite text is left out with all that needs
-it, so that masks lead only to beginnings of valid texts.
+only where JSON requires them. Rules without a finite text are removed, and the rules that need them,
+so that masks lead only to prefixes of valid texts.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from functools import lru_cache
 from typing import Any, Literal, TypeAlias
 
 from genrt.errors import InvalidConstraint
-from genrt.structures.lark import check_depth
-from genrt.structures.numbers import Numbers
+from genrt.structures.grammars import check_rule_depth
 from genrt.structures.regexes import (
     ANY_TEXT,
     Both,
@@ -29,18 +28,21 @@ from genrt.structures.regexes import (
     in_json,
     literal,
 )
-from genrt.structures.schemas import Document, object_of, undone
-from genrt.structures.values import (
+from genrt.structures.schemas import (
     ANYTHING,
     KINDS,
     NOTHING,
     Arrays,
     Claims,
+    Document,
     Literals,
+    Numbers,
     Objects,
     Place,
     Strings,
     is_nothing,
+    object_of,
+    undone,
 )
 
 __all__ = ["Whitespace", "schema_rules"]
@@ -56,7 +58,7 @@ _BLANKS = r"[\x{20}\n\r\t]*"
 
 
 @dataclass(frozen=True, slots=True)
-class _Times:
+class _Repeat:
     """Symbols that come from ``low`` to ``high`` times."""
 
     symbols: tuple[_Symbol, ...]
@@ -64,7 +66,7 @@ class _Times:
     high: int | None
 
 
-_Symbol: TypeAlias = str | _Times
+_Symbol: TypeAlias = str | _Repeat
 _Option: TypeAlias = tuple[_Symbol, ...]
 
 
@@ -75,9 +77,9 @@ def schema_rules(
 
     Args:
         whitespace: see ``Whitespace``; llguidance's options under ``x-guidance`` go before it.
-        closed: whether objects have no other properties than those named, where no schema speaks of
-        others. prefix: what names of rules begin with, in lower case; the first line defines the
-        rule ``prefix``.
+        closed: whether objects have only named properties, unless a schema describes other properties.
+        prefix: the prefix of the names of rules, in lower case; the first line defines the rule
+            ``prefix``.
 
     Raises:
         InvalidConstraint: the schema is wrong, too large, cannot be compiled, or allows no value.
@@ -136,7 +138,7 @@ class _Compiler:
         self._rules: dict[str, list[_Option]] = {}
         self._places: dict[Place, str] = {}
         self._left: list[Place] = []
-        self._never: set[str] = set()  # terminals that match nothing
+        self._never: set[str] = set()  # terminals without a match
 
     def lines(self, root: Any) -> list[str]:
         start = self._place(self._claims.place(root))
@@ -163,9 +165,11 @@ class _Compiler:
             for name, options in self._rules.items()
             if name in alive
         }
-        check_depth(start, lambda name: _named(kept.get(name, ())), "JSON schema")
+        check_rule_depth(start, lambda name: _symbols_of(kept.get(name, ())), "JSON schema")
         lines = [f"{self._prefix}: {start}"]
-        lines += [f"{name}: {' | '.join(map(_text, options))}" for name, options in kept.items()]
+        lines += [
+            f"{name}: {' | '.join(map(_option_text, options))}" for name, options in kept.items()
+        ]
         used = {
             symbol for options in kept.values() for option in options for symbol in _flat(option)
         }
@@ -199,14 +203,13 @@ class _Compiler:
         return alive
 
     def _kept(self, option: _Option, alive: set[str]) -> _Option | None:
-        """Return an option without what may be left out and derives nothing; ``None`` if it needs
-        that."""
+        """Return an option without its optional dead parts, or ``None`` if it needs a dead part."""
         kept: list[_Symbol] = []
         for symbol in option:
-            if isinstance(symbol, _Times):
+            if isinstance(symbol, _Repeat):
                 inside = self._kept(symbol.symbols, alive)
                 if inside is not None:
-                    kept.append(_Times(inside, symbol.low, symbol.high))
+                    kept.append(_Repeat(inside, symbol.low, symbol.high))
                 elif symbol.low:
                     return None
             elif symbol in self._never or (symbol in self._rules and symbol not in alive):
@@ -219,7 +222,7 @@ class _Compiler:
         return self._terminals.name(node)
 
     def _checked(self, node: Node) -> str:
-        """Return the terminal of what may match nothing."""
+        """Return the terminal of a node, and note whether it has no match."""
         name = self._terminal(node)
         if _may_be_nothing(node) and is_nothing(node):
             self._never.add(name)
@@ -284,10 +287,10 @@ class _Compiler:
         least = max(low - first, 1)
         if items:
             whole = self._rule([_with_commas(items, comma)])
-            bodies.append((whole, _Times((comma, rest), least, more)))
+            bodies.append((whole, _Repeat((comma, rest), least, more)))
         else:
             bodies.append(
-                (rest, _Times((comma, rest), least - 1, None if more is None else more - 1))
+                (rest, _Repeat((comma, rest), least - 1, None if more is None else more - 1))
             )
         return bodies
 
@@ -306,7 +309,7 @@ class _Compiler:
         return self._rule(options)
 
     def _counted_array(self, arrays: Arrays) -> Iterable[_Option]:
-        """Return arrays of which some items are counted, by a rule for each length and counts."""
+        """Return arrays with counted items, by a rule for each length and counts."""
         contained = arrays.contained
         last = max([arrays.named, arrays.low, arrays.high or 0, *(each[1] for each in contained)])
         tops = [low if high is None else high + 1 for _, _, low, high in contained]
@@ -332,7 +335,7 @@ class _Compiler:
             )
 
         def steps(length: int, counts: tuple[int, ...]) -> Iterable[tuple[Place, tuple[int, ...]]]:
-            """Yield what the next item may be, and the counts after it."""
+            """Yield the places that the next item may have, each with the counts after it."""
             found = [(arrays.place(length), counts)]
             for index, (place, start, _, high) in enumerate(contained):
                 if length < start:
@@ -345,7 +348,7 @@ class _Compiler:
                     for said, now in found
                     if high is None or now[index] < high
                 ]
-                if high is not None:  # what is not counted must not be one
+                if high is not None:  # an item that is not counted must fail
                     found = [(said | self._negated(place), now) for said, now in found]
                 found = [*counted, *found]
             return found
@@ -370,7 +373,7 @@ class _Compiler:
         return bodies
 
     def _negated(self, place: Place) -> Place:
-        """Return the place of what does not meet one of a single claim."""
+        """Return the complement of a place with a single claim."""
         if place in (ANYTHING, NOTHING):
             return NOTHING if place == ANYTHING else ANYTHING
         [(number, holds)] = place
@@ -386,7 +389,7 @@ class _Compiler:
         rules: dict[frozenset[str], str] = {}
 
         def rest(used: frozenset[str]) -> str:
-            """Return the rule of what follows these values, in any order."""
+            """Return the rule of the values after these, in any order."""
             if used not in rules:
                 name = rules[used] = self._rule()
                 full = arrays.high is not None and len(used) >= arrays.high
@@ -401,7 +404,7 @@ class _Compiler:
         return [(rest(frozenset()),)]
 
     def _finite(self, place: Place) -> list[str] | None:
-        """Return the terminals of all values of a place, each once; ``None`` if they are not listed."""
+        """Return the terminals of all values of a place, each once, if the place lists its values."""
         found: dict[str, None] = {}
         for kind in KINDS:
             for facts in self._claims.cases(place, kind):
@@ -447,14 +450,14 @@ class _Compiler:
         if objects.low > len(required) or objects.high is not None:
             return self._counted_object(objects, pairs, extras)
         more = (
-            [(_Times((comma, self._rule([(each,) for each in extras])), 0, None),)]
+            [(_Repeat((comma, self._rule([(each,) for each in extras])), 0, None),)]
             if extras
             else [()]
         )
         bodies: list[_Option] = [] if required else [()]
         if extras and not required:
             extra = self._rule([(each,) for each in extras])
-            bodies.append((extra, _Times((comma, extra), 0, None)))
+            bodies.append((extra, _Repeat((comma, extra), 0, None)))
         if pairs:
             bodies += [(self._some(pairs), *after) for after in more]
         return bodies
@@ -464,7 +467,7 @@ class _Compiler:
         return self._rule([(self._string(name), colon, value)])
 
     def _some(self, pairs: Sequence[tuple[_Symbol, bool]]) -> str:
-        """Return the rule of some of these pairs, in their order, all that are required among them.
+        """Return the rule of a subset of these pairs, in order, with all required pairs.
 
         It is made of halves, so that its depth is the logarithm of their number.
         """
@@ -481,7 +484,7 @@ class _Compiler:
         if len(pairs) <= 16:
             comma = self._sign[","]
             return self._rule(
-                [tuple(_Times((comma, pair), int(is_required), 1) for pair, is_required in pairs)]
+                [tuple(_Repeat((comma, pair), int(is_required), 1) for pair, is_required in pairs)]
             )
         middle = len(pairs) // 2
         return self._rule([(self._after(pairs[:middle]), self._after(pairs[middle:]))])
@@ -499,7 +502,7 @@ class _Compiler:
         if (len(pairs) + 1) * min(len(pairs) + 1, top + 1) > MOST_STATES or len(pairs) > 300:
             raise undone("minProperties or maxProperties of very many properties")
         extra = self._rule([(each,) for each in extras]) if extras else None
-        # By count, the rule of the pairs so far; ``None``: there are none yet.
+        # By count, the rule of the pairs so far, if there are any.
         states: dict[int, str | None] = {0: None}
         for pair, is_required in pairs:
             made: dict[int, list[_Option]] = {}
@@ -524,11 +527,11 @@ class _Compiler:
             if extra is not None and most != 0 and count + 1 >= objects.low:
                 rest = None if most is None else most - 1
                 lead = () if rule is None else (comma,)
-                bodies.append((*before, *lead, extra, _Times((comma, extra), 0, rest)))
+                bodies.append((*before, *lead, extra, _Repeat((comma, extra), 0, rest)))
         return bodies
 
     def _extras(self, objects: Objects, named: list[str], colon: str) -> list[str]:
-        """Return the pairs of names that are not spelt out, by the patterns that these match."""
+        """Return the pairs of other names, one for each set of patterns that a name can match."""
         regexes: list[Node] = []
         if named:
             regexes.append(Not(OneOf(tuple(map(literal, dict.fromkeys(named))))))
@@ -545,7 +548,7 @@ class _Compiler:
                     split.append((nodes, matched))  # no name of this class matches
                     continue
                 for more, now in ((narrow, matched | {pattern}), (Not(wide), matched)):
-                    if not is_nothing(_all_of((*nodes, more))):
+                    if not is_nothing(_intersection((*nodes, more))):
                         split.append(((*nodes, more), now))
             classes = split
             if len(classes) > MOST_CLASSES:
@@ -554,7 +557,7 @@ class _Compiler:
         for nodes, matched in classes:
             place = self._of_class(objects, matched)
             if not place >= NOTHING:
-                pairs.append(self._pair(_all_of(nodes), place, colon))
+                pairs.append(self._pair(_intersection(nodes), place, colon))
         return pairs
 
     def _of_class(self, objects: Objects, matched: frozenset[str]) -> Place:
@@ -567,7 +570,7 @@ class _Compiler:
         return place
 
 
-def _all_of(nodes: tuple[Node, ...]) -> Node:
+def _intersection(nodes: tuple[Node, ...]) -> Node:
     return ANY_TEXT if not nodes else nodes[0] if len(nodes) == 1 else Both(nodes)
 
 
@@ -594,7 +597,7 @@ def _with_commas(items: Sequence[_Symbol], comma: str) -> _Option:
 def _needed(option: _Option) -> Iterable[str]:
     """Yield the symbols that an option cannot do without."""
     for symbol in option:
-        if not isinstance(symbol, _Times):
+        if not isinstance(symbol, _Repeat):
             yield symbol
         elif symbol.low:
             yield from _needed(symbol.symbols)
@@ -602,25 +605,25 @@ def _needed(option: _Option) -> Iterable[str]:
 
 def _flat(option: _Option) -> Iterable[str]:
     for symbol in option:
-        if isinstance(symbol, _Times):
+        if isinstance(symbol, _Repeat):
             yield from _flat(symbol.symbols)
         else:
             yield symbol
 
 
-def _named(options: Iterable[_Option]) -> Iterable[str]:
+def _symbols_of(options: Iterable[_Option]) -> Iterable[str]:
     for option in options:
         yield from _flat(option)
 
 
-def _text(option: _Option) -> str:
+def _option_text(option: _Option) -> str:
     return " ".join(map(_symbol_text, option)) or '""'
 
 
 def _symbol_text(symbol: _Symbol) -> str:
     if isinstance(symbol, str):
         return symbol
-    inside = _text(symbol.symbols)
+    inside = _option_text(symbol.symbols)
     low, high = symbol.low, symbol.high
     if high == 0:
         return '""'

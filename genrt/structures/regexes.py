@@ -7,9 +7,9 @@ has two readings.
 Rules:
     A pattern becomes a tree of ``Node``. Trees are also intersected (``Both``) and complemented
     (``Not``). ``^`` and ``$`` vanish from the tree: ``parsed`` matches a whole text, ``searched`` a
-    part of it. Schemas' patterns are judged by validators of several languages, which read ``\d \w
-    \s .`` differently. ``searched`` takes the narrow reading, of which all agree that it matches;
-    ``wide=True`` takes the one outside of which all agree that nothing matches.
+    part of it. Validators of several languages read ``\d \w \s .`` in schemas differently.
+    ``searched`` takes the narrow reading: all validators match it. ``wide=True`` takes the wide
+    reading: no validator matches other texts.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Chars:
     Attributes:
         ranges: first and last code points.
         named: further members, as the Rust crate writes them inside a class.
-        negated: whether the class is the complement of these.
+        negated: whether the class is the complement of its members.
         folded: whether case is ignored.
     """
 
@@ -79,14 +79,14 @@ class Seq:
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """One of the parts; nothing at all without parts."""
+    """One of the parts; the empty set without parts."""
 
     parts: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """A part from ``low`` to ``high`` times; without end if ``high`` is ``None``."""
+    """A part from ``low`` to ``high`` times, unbounded without ``high``."""
 
     part: Node
     low: int
@@ -187,7 +187,7 @@ def _anchors_in(node: Node) -> set[str]:
 
 
 def _without_anchors(node: Node, sign: str, around: Node, found: Node) -> Node:
-    """Replace an anchor at one end of each alternative by ``found``, and put ``around`` where none is."""
+    """Replace an anchor at one end of each alternative by ``found``, else add ``around``."""
     match node:
         case Anchor(other) if other == sign:
             return found
@@ -196,13 +196,13 @@ def _without_anchors(node: Node, sign: str, around: Node, found: Node) -> Node:
         case Seq(parts) if parts:
             end, rest = (parts[0], parts[1:]) if sign == "^" else (parts[-1], parts[:-1])
             if end == Anchor(sign):
-                return _joined(found, _without_anchors(Seq(rest), sign, EMPTY, EMPTY), sign)
+                return _beside(found, _without_anchors(Seq(rest), sign, EMPTY, EMPTY), sign)
             if sign in _anchors_in(end):
-                return _joined(_without_anchors(end, sign, around, found), Seq(rest), sign)
-    return node if around == EMPTY else _joined(around, node, sign)
+                return _beside(_without_anchors(end, sign, around, found), Seq(rest), sign)
+    return node if around == EMPTY else _beside(around, node, sign)
 
 
-def _joined(outer: Node, inner: Node, sign: str) -> Node:
+def _beside(outer: Node, inner: Node, sign: str) -> Node:
     return Seq((outer, inner) if sign == "^" else (inner, outer))
 
 
@@ -275,7 +275,7 @@ class _Parser:
         return self.text[self.at : self.at + count]
 
     def _skip(self) -> None:
-        """Skip what flag x leaves out: white space, and comments up to the end of their line."""
+        """Skip white space and comments under flag x."""
         while self.flags.x and (sign := self._peek()):
             if sign == "#":
                 end = self.text.find("\n", self.at)
@@ -542,7 +542,7 @@ def escaped(letter: str) -> str:
 
 
 def in_json(node: Node) -> Node:
-    """Return the tree of JSON strings, without their quotes, whose values a tree matches."""
+    """Return the tree of the JSON spellings, without quotes, of the strings that a tree matches."""
     match node:
         case Chars():
             return _encoded(node)
@@ -561,7 +561,7 @@ def in_json(node: Node) -> Node:
 
 @cache
 def _encoded(chars: Chars) -> Node:
-    special = [letter for letter in _SPECIALS if _has(chars, letter)]
+    special = [letter for letter in _SPECIALS if _covers(chars, letter)]
     if not special:
         return chars
     escapes = "|".join("".join(map(character_code, escaped(letter))) for letter in special)
@@ -575,7 +575,7 @@ def _encoded(chars: Chars) -> Node:
     return Raw(f"(?:{plain}|{escapes})")
 
 
-def _has(chars: Chars, letter: str) -> bool:
+def _covers(chars: Chars, letter: str) -> bool:
     code = ord(letter)  # which has no case
     found = any(low <= code <= high for low, high in chars.ranges)
     return (
@@ -584,10 +584,10 @@ def _has(chars: Chars, letter: str) -> bool:
 
 
 class Terminals:
-    """The terminals of one grammar in llguidance's Lark, each of which has one name.
+    """The terminals of one grammar in llguidance's Lark, each with one name.
 
     Args:
-        prefix: what their names begin with, in upper case.
+        prefix: the prefix of their names, in upper case.
     """
 
     def __init__(self, prefix: str = "T") -> None:
@@ -596,7 +596,7 @@ class Terminals:
         self._parts: dict[str, list[str]] = {}
 
     def name(self, node: Node) -> str:
-        """Return the name of the terminal of what a tree matches."""
+        """Return the name of the terminal of a tree."""
         parts: list[str] = []
         match node:
             case Not(part):
@@ -613,7 +613,7 @@ class Terminals:
         return name
 
     def lines(self, used: Iterable[str] | None = None) -> list[str]:
-        """Return the lines that define these terminals, or those used and what they need."""
+        """Return the lines that define these terminals, or only the used ones and their parts."""
         needed: set[str] = set(self._parts if used is None else ())
         left = [*(used or ())]
         while left:

@@ -67,7 +67,7 @@ def check_engine(
         witness = Witness(engine, tolerance)
         for check in conformance.CHECKS:
             check(witness)
-        conformance.adapters(witness, adapter_paths)
+        conformance.adapter_rows(witness, adapter_paths)
         conformance.idle(witness)
     finally:
         engine.close()

@@ -1,4 +1,4 @@
-"""The right answers of questions, by arithmetic that shares nothing with the engines' own."""
+"""Correct answers of reads, draws and scores, computed independently of the engines."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ TOLERANCE = 1e-4
 
 
 class ReadOracle(NamedTuple):
-    """What tests know of one kind of read.
+    """The test data of one kind of read.
 
     Attributes:
-        examples: makes a few, given the size of the vocabulary and a generator.
-        is_answer: returns whether a result answers one, given the row and a tolerance.
+        examples: makes a few reads from the size of the vocabulary and a generator.
+        is_answer: returns whether a result answers a read, from the row and a tolerance.
     """
 
     examples: Callable[[int, torch.Generator], Sequence[Wanted]]
@@ -43,7 +43,7 @@ def is_row(row: Tensor, result: object, *, tolerance: float = 0.0) -> bool:
 
 
 def is_answer(wanted: Wanted, row: Tensor, result: object, *, tolerance: float = 0.0) -> bool:
-    """Return whether a result is what a read wants of the row."""
+    """Return whether a result answers a read of the row."""
     return READS[type(wanted)].is_answer(wanted, row, result, tolerance)
 
 
@@ -59,7 +59,7 @@ def are_draws(request: PopulationDraw, rows: Sequence[Tensor], result: object) -
     draws = map(Draw, *[numbers.tolist() for numbers in result])
     masks = [None] * len(rows) if request.masks is None else [m.tobytes() for m in request.masks]
     return all(
-        _is_draw(DrawToken(mask, request.temperature, seed=0), row, draw)
+        _is_possible_draw(DrawToken(mask, request.temperature, seed=0), row, draw)
         for row, mask, draw in zip(rows, masks, draws, strict=True)
     )
 
@@ -67,20 +67,22 @@ def are_draws(request: PopulationDraw, rows: Sequence[Tensor], result: object) -
 def is_score(
     request: ScoreRequest, rows: Sequence[Tensor], result: object, *, tolerance: float = 0.0
 ) -> bool:
-    """Return whether this is the answer of a score, given the row before each token."""
+    """Return whether a result answers a score, given the row before each token."""
     return is_row(request.answer(rows), result, tolerance=tolerance)
 
 
 def _draws(vocab_size: int, generator: torch.Generator) -> list[Wanted]:
-    """Return draws with and without a mask, greedy ones and tempered ones."""
+    """Return draws with and without a mask, greedy and tempered draws."""
     allowed = torch.randperm(vocab_size, generator=generator)[: max(1, vocab_size // 3)]
     mask = packed_mask(allowed, vocab_size)
     free = DrawToken(seed=9)
     return [DrawToken(mask, seed=8), free, DrawToken(mask, 0.0), DrawToken(mask, 2.0, seed=10)]
 
 
-def _is_draw(wanted: DrawToken, row: Tensor, result: object, tolerance: float = 0.0) -> bool:
-    """Return whether the token of a draw is possible, and its two numbers are those of that token."""
+def _is_possible_draw(
+    wanted: DrawToken, row: Tensor, result: object, tolerance: float = 0.0
+) -> bool:
+    """Return whether the token of a draw is possible and its two numbers are correct."""
     if not isinstance(result, Draw):
         return False
     tolerance = max(tolerance, TOLERANCE)
@@ -105,7 +107,7 @@ def _is_draw(wanted: DrawToken, row: Tensor, result: object, tolerance: float = 
 
 
 def _is_top(wanted: TopTokens, row: Tensor, result: object, tolerance: float) -> bool:
-    """Return whether these are ``k`` of the likeliest tokens in order, with their entries."""
+    """Return whether a result has the ``k`` likeliest tokens in order, with their entries."""
     if not isinstance(result, TopLogprobs) or len(set(result.token_ids.tolist())) != wanted.k:
         return False
     several = row.topk(wanted.k).values, row[result.token_ids.to(row.device)]
@@ -113,14 +115,14 @@ def _is_top(wanted: TopTokens, row: Tensor, result: object, tolerance: float) ->
 
 
 def _candidates(vocab_size: int, generator: torch.Generator) -> list[Wanted]:
-    """Return a few tokens, one of them twice, and no token."""
+    """Return a few tokens with a repetition, and no token."""
     ids = tuple(torch.randperm(vocab_size, generator=generator)[:5].tolist())
     ways = [Candidates((*ids, ids[0])), Candidates(()), Candidates(ids, 0.5), Candidates(ids, 3.0)]
     return [*ways]
 
 
 def _are_candidates(wanted: Candidates, row: Tensor, result: object, tolerance: float) -> bool:
-    """Return whether these are the row's entries."""
+    """Return whether a result has the row's entries."""
     if wanted.temperature != 1.0:
         row = truncate(row, temperature=wanted.temperature)
     return is_row(row[list(wanted.token_ids)], result, tolerance=tolerance)
@@ -132,7 +134,7 @@ def _is_on_host(_: HostRow, row: Tensor, result: object, tolerance: float) -> bo
 
 
 READS: dict[type[Wanted], ReadOracle] = {
-    DrawToken: ReadOracle(_draws, _is_draw),
+    DrawToken: ReadOracle(_draws, _is_possible_draw),
     TopTokens: ReadOracle(lambda size, _: [TopTokens(1), TopTokens(min(5, size))], _is_top),
     Candidates: ReadOracle(_candidates, _are_candidates),
     HostRow: ReadOracle(lambda *_: [HostRow()], _is_on_host),

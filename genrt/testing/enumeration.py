@@ -19,7 +19,7 @@ from genrt.inference.checks import check_temperature
 from genrt.inference.ends import END_TOKEN, Ends, Stop, parse_stop
 from genrt.inference.potentials import evaluate_potential
 from genrt.numbers import check_int
-from genrt.runtime.blocking import blocking
+from genrt.runtime.concurrency import blocking
 from genrt.tokens import sampling
 from genrt.tokens.texts import Potential, Text
 
@@ -110,7 +110,7 @@ def exact_posterior(
         raise InvalidRequest(
             "a constrained text ends with the end token, and the model has none: give it an eos_token_id"
         )
-    walk = _Walk(
+    walk = _TextWalk(
         model,
         tuple(
             model.tokenizer.encode(prompt)
@@ -123,21 +123,23 @@ def exact_posterior(
         check_int("max_texts", max_texts, 1),
         parse_stop(stop, eos_token_id=model.eos_token_id, vocab_size=model.vocab_size),
     )
-    return blocking(_posterior(walk, model, potential))
+    return blocking(_posterior_of(walk, model, potential))
 
 
-async def _posterior(walk: _Walk, model: NGram, potential: Potential | None) -> ExactPosterior:
+async def _posterior_of(
+    walk: _TextWalk, model: NGram, potential: Potential | None
+) -> ExactPosterior:
     logprobs = await walk.texts()
     texts = [Text(ids, data, True) for ids, data in logprobs]
     weights = list(logprobs.values())
     if potential is not None:
         gained = await evaluate_potential("potential", potential, texts)
         weights = [logprob + more for logprob, more in zip(weights, gained, strict=True)]
-    return _normalised(texts, weights)
+    return _normalised_masses(texts, weights)
 
 
 @dataclass(frozen=True, slots=True)
-class _Walk:
+class _TextWalk:
     """Enumerates all possible texts token by token, with all prefixes of one length together."""
 
     model: NGram
@@ -268,7 +270,7 @@ def _add(texts: Weighed, text: tuple[tuple[int, ...], bytes], logprob: float) ->
     texts[text] = float(np.logaddexp(texts.get(text, -math.inf), logprob))
 
 
-def _normalised(texts: Sequence[Text], log_weights: Sequence[float]) -> ExactPosterior:
+def _normalised_masses(texts: Sequence[Text], log_weights: Sequence[float]) -> ExactPosterior:
     highest = max(log_weights, default=-math.inf)
     if highest == -math.inf:
         return ExactPosterior(-math.inf, MappingProxyType({}), MappingProxyType({}))

@@ -91,8 +91,8 @@ def assert_unbiased(
     Warns:
         CannotTell: the mean looks too small, and ``highest`` is ``None``.
     """
-    needed = _needed(level)
-    values = _numbers("estimates", estimates)
+    needed = _needed_capital(level)
+    values = _float_numbers("estimates", estimates)
     if not len(values):
         raise InvalidRequest("there are no estimates: give those of some hundred runs")
     exact, lowest = check_float("exact", exact), check_float("lowest", lowest)
@@ -114,7 +114,7 @@ def assert_unbiased(
     if highest is None:
         supposed = _supposed(values, exact, lowest)
         if bets.on_smaller_mean(values, exact, highest=supposed, slack=slack) >= needed:
-            _warn(f"whether the estimates are biased: {_means(values, exact)}")
+            _warn_caller(f"whether the estimates are biased: {_means(values, exact)}")
 
 
 def assert_variance_bounded(
@@ -144,8 +144,8 @@ def assert_variance_bounded(
             finite. Estimates that obey the law fail with probability at most ``level``.
         InvalidRequest: there are no estimates, or an argument is out of its range.
     """
-    needed = _needed(level)
-    values = _numbers("estimates", estimates)
+    needed = _needed_capital(level)
+    values = _float_numbers("estimates", estimates)
     if not len(values):
         raise InvalidRequest("there are no estimates: give those of some hundred runs")
     for name, number in {"exact": exact, "relative_variance": relative_variance}.items():
@@ -192,7 +192,7 @@ def assert_samples_from(
         AssertionError: the probabilities differ; the message shows the most deviating samples.
         InvalidRequest: there are no samples, or the probabilities are not a distribution.
     """
-    needed = _needed(level)
+    needed = _needed_capital(level)
     law = _distribution(probabilities)
     try:
         counts = Counter(samples)
@@ -261,7 +261,7 @@ def assert_weighted_samples_from(
     Warns:
         CannotTell: a mean looks too small, and ``highest`` is ``None``.
     """
-    needed = _needed(level)
+    needed = _needed_capital(level)
     at_most = _bound(highest)
     _rounding(rtol)
     evidence = _evidence(log_evidence)
@@ -269,7 +269,7 @@ def assert_weighted_samples_from(
     watched = {sample: place for place, sample in enumerate(list(law)[:WATCHED])}
     rows = []
     for samples, log_weights in runs:
-        logs = _numbers("log-weights", log_weights)
+        logs = _float_numbers("log-weights", log_weights)
         if len(logs) != len(samples) or not len(logs):
             raise InvalidRequest(
                 f"a run has {len(samples)} samples and {len(logs)} log-weights: give one for each, of at "
@@ -307,11 +307,11 @@ def assert_weighted_samples_from(
         bets.on_mean(values, min(mean, at_most), lowest=0.0, highest=at_most, slack=rtol * evidence)
         for values, mean in zip(columns, means, strict=True)
     ]
-    if _together(capitals) >= needed:
+    if _spread_capital(capitals) >= needed:
         place = int(np.argmax(capitals))
         raise AssertionError(
-            f"the samples are not properly weighted: p <= {_p(_together(capitals))} (level {level:g}). "
-            f"Most off are\n{_most_off(names, columns, means, capitals)}\n"
+            f"the samples are not properly weighted: p <= {_p(_spread_capital(capitals))} "
+            f"(level {level:g}). Most off are\n{_most_off(names, columns, means, capitals)}\n"
             f"{_diagnosis(columns[place], means[place])}"
         )
     if highest is None:
@@ -320,14 +320,14 @@ def assert_weighted_samples_from(
             bets.on_smaller_mean(values, mean, highest=supposed, slack=rtol * evidence)
             for values, mean in zip(columns, means, strict=True)
         ]
-        if _together(small) >= needed:
-            _warn(
+        if _spread_capital(small) >= needed:
+            _warn_caller(
                 "whether the samples are properly weighted. Most off are\n"
                 f"{_most_off(names, columns, means, small)}\nThat is too small, as far as was seen"
             )
 
 
-def _together(capitals: Sequence[float]) -> float:
+def _spread_capital(capitals: Sequence[float]) -> float:
     """Return one log-capital: half of it bet on the first mean, the other half on all others."""
     return bets.spread(capitals[0], bets.spread(*capitals[1:]) if capitals[1:] else 0.0)
 
@@ -351,7 +351,7 @@ def _supposed(values: Floats, mean: float, lowest: float) -> float:
     return 2 * max(float(values.max()), mean) - lowest
 
 
-def _warn(what: str) -> None:
+def _warn_caller(what: str) -> None:
     """Warn the caller of an assertion."""
     warnings.warn(
         f"cannot tell {what}. What is missing may be rare and heavy, or never come: say by highest= what "
@@ -392,7 +392,7 @@ def _check_bounds(name: str, values: Floats, lowest: float, highest: float) -> N
         )
 
 
-def _needed(level: float) -> float:
+def _needed_capital(level: float) -> float:
     """Return the log-capital that a correct sampler's bets reach with probability at most ``level``."""
     if not 0 < check_float("level", level) < 1:
         raise InvalidRequest(f"level is {level}: give a probability above 0 and below 1, as 1e-6")
@@ -432,7 +432,7 @@ def _distribution(probabilities: Mapping[Any, float]) -> dict[Any, float]:
     return {sample: probability / total for sample, probability in ranked if probability > 0}
 
 
-def _numbers(name: str, values: Iterable[float] | Floats | Tensor) -> Floats:
+def _float_numbers(name: str, values: Iterable[float] | Floats | Tensor) -> Floats:
     if isinstance(values, Tensor):
         values = values.detach().cpu().double().numpy()
     try:

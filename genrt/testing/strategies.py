@@ -169,7 +169,7 @@ def small_lms(
     def model(shape: tuple[int, int]) -> SearchStrategy[NGram]:
         size, order = shape
         rows = st.lists(
-            _rows(size, zeros=zeros, near_zeros=near_zeros),
+            _row_weights(size, zeros=zeros, near_zeros=near_zeros),
             min_size=size**order,
             max_size=size**order,
         )
@@ -262,7 +262,7 @@ def _also_asynchronous(
     return st.one_of(plain, plain.map(Asynchronous))
 
 
-def _rows(size: int, *, zeros: bool, near_zeros: bool) -> SearchStrategy[list[float]]:
+def _row_weights(size: int, *, zeros: bool, near_zeros: bool) -> SearchStrategy[list[float]]:
     """Draw the log-weights of one row: uniform, arbitrary, or a single token."""
     entries = [st.just(0.0), st.floats(-8, 0, width=32)]
     if near_zeros:
@@ -316,7 +316,7 @@ def _alphabet(vocabulary: list[bytes]) -> list[str]:
 
 def _patterns(alphabet: list[str]) -> SearchStrategy[str]:
     """Draw regular expressions, mostly short."""
-    characters = st.sampled_from([*map(_escaped, alphabet), "(?s:.)"])
+    characters = st.sampled_from([*map(_escaped_pattern, alphabet), "(?s:.)"])
 
     def larger(inner: SearchStrategy[str]) -> SearchStrategy[str]:
         repeated: Callable[[tuple[str, str]], str] = lambda drawn: f"(?:{drawn[0]}){drawn[1]}"
@@ -330,6 +330,6 @@ def _patterns(alphabet: list[str]) -> SearchStrategy[str]:
     return st.one_of(patterns, st.sampled_from([EVERYTHING, NOTHING, ""]))
 
 
-def _escaped(text: str) -> str:
+def _escaped_pattern(text: str) -> str:
     """Return the pattern that matches this text alone."""
     return "".join(f"\\{each}" if each in r"\.+*?()|[]{}^$#&-~/" else each for each in text)

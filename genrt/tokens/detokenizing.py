@@ -3,7 +3,7 @@
 Rules:
     The text is a tokenizer's own, after the prompt: a token's text may depend on the tokens before.
     Text that ends inside a character waits for the rest of it.
-    A character that the prompt begins and a drawn token completes is the prompt's, and is left out.
+    A character that the prompt begins and a drawn token completes belongs to the prompt, not to the text.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TextStream:
     ) -> None:
         self._fast = getattr(tokenizer, "backend_tokenizer", None)
         self._skip = skip_special_tokens
-        self._decode = _decode(tokenizer, skip_special_tokens)
+        self._decode = _decoder(tokenizer, skip_special_tokens)
         self._ids = _tail(self._decode, prompt)
         self._before = self._decode(self._ids)
         self._whole = self._whole_characters()
@@ -46,7 +46,7 @@ class TextStream:
             self._stream = self._begun(prompt)
 
     def step(self, token_id: int) -> str:
-        """Return what the text gains by a token; it may be nothing."""
+        """Return the text that a token adds; may be empty."""
         if self._stream is not None:
             return self._streamed(token_id)
         self._ids.append(token_id)
@@ -72,7 +72,7 @@ class TextStream:
         return 0
 
     def _added(self, text: str) -> str:
-        """Return what follows the text so far, less a character that it has begun."""
+        """Return the new text, without the rest of a character that the old text began."""
         before = self._before
         if text.startswith(before):
             return text[len(before) :]
@@ -88,7 +88,7 @@ class TextStream:
     def _streamed(self, token_id: int) -> str:
         try:
             found: str | None = self._stream.step(self._fast, token_id)
-        except Exception as error:  # the library has none of its own for this
+        except Exception as error:  # the library has no error type for this
             if "Invalid prefix" not in str(error):
                 raise
             # Bytes that are no text have changed the text before them: vLLM begins again here too.
@@ -101,14 +101,14 @@ def ends_inside_character(
     tokenizer: Any, prompt: Sequence[int], *, skip_special_tokens: bool = True
 ) -> bool:
     """Return whether a prompt's text ends inside a character, or with U+FFFD, which looks the same."""
-    decode = _decode(tokenizer, skip_special_tokens)
+    decode = _decoder(tokenizer, skip_special_tokens)
     last = decode([prompt[-1]]) if prompt else ""
     if last and not last.endswith(BROKEN):
         return False
     return decode(_tail(decode, prompt)).endswith(BROKEN)
 
 
-def _decode(tokenizer: Any, skip_special_tokens: bool) -> Decode:
+def _decoder(tokenizer: Any, skip_special_tokens: bool) -> Decode:
     if isinstance(tokenizer, BytesTokenizer):
         return tokenizer.decode
     fast = getattr(tokenizer, "backend_tokenizer", None)

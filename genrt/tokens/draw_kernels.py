@@ -1,6 +1,6 @@
 """Draws tokens with two fused Triton kernels: a pass over the rows, then a pass over the block sums.
 
-``sampling.draw_tokens`` uses this module where it can, for the same result in fewer launches. Importing
+``sampling.draw_chunk`` uses this module where it can, for the same result in fewer launches. Importing
 it needs Triton. The first kernel reduces every block of tokens to its maximum entry and the sum of its
 weights relative to that maximum. The second kernel, with one program per draw, chooses a block, loads it
 again and chooses one of its tokens. A program reads one row in tiles of one size, so no draw depends on
@@ -48,7 +48,7 @@ def draw_fused(
     largest: float,
     greedy_below: float,
 ) -> Tensor:
-    """Return the result of ``sampling.draw_tokens`` without waiting for the device.
+    """Return the result of ``sampling.draw_chunk`` without waiting for the device.
 
     ``batch`` is float32 ``[m, V]`` with contiguous rows; ``mask`` is packed. The last three arguments are
     constants of ``sampling``. There must be at least one draw.
@@ -130,18 +130,18 @@ def _reduce(
     ``reduced`` is float32 ``[n, 2 or 3, blocks]``.
     """
     draw = tl.program_id(0).to(tl.int64)
-    batch = _rows(batch)
+    batch = _row_address(batch)
     block = tl.program_id(1) * TILE + tl.arange(0, TILE)
     tokens = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    entries = _entries(batch, stride, width, mask, mask_stride, places, draw, tokens)
+    entries = _load_entries(batch, stride, width, mask, mask_stride, places, draw, tokens)
     highest = _highest(entries, 1)
-    distances = entries - _finite(highest)[:, None]
+    distances = entries - _finite_or_zero(highest)[:, None]
     planes = 2 if heat is None else 3
     at = reduced + draw * planes * blocks + block
     tl.store(at, highest, mask=block < blocks)
     tl.store(at + blocks, tl.sum(tl.exp(distances), 1), mask=block < blocks)
     if heat is not None:
-        weights = tl.exp(distances / _divisor(tl.load(heat + draw), GREEDY_BELOW))
+        weights = tl.exp(distances / _float32_divisor(tl.load(heat + draw), GREEDY_BELOW))
         tl.store(at + 2 * blocks, tl.sum(weights, 1), mask=block < blocks)
 
 
@@ -165,11 +165,11 @@ def _choose(
 ) -> None:
     """Write a token id, logprob and log mass per draw: ``found`` float64 ``[n, 3]``."""
     draw = tl.program_id(0).to(tl.int64)
-    batch = _rows(batch)
+    batch = _row_address(batch)
     largest = tl.full([], LARGEST, tl.float64)
     if numbers.dtype.element_ty == tl.int64:
         golden = tl.full([], 0x9E3779B97F4A7C15, tl.uint64)
-        state = _finalised(tl.load(numbers + draw).to(tl.uint64, bitcast=True) + golden)
+        state = _splitmix_finalised(tl.load(numbers + draw).to(tl.uint64, bitcast=True) + golden)
         first, second = _uniform(state + golden), _uniform(state + golden + golden)
     else:
         first = tl.load(numbers + 2 * draw)
@@ -183,13 +183,13 @@ def _choose(
     highest = tl.load(at, mask=block < blocks, other=float("-inf"))
     sums = tl.load(at + blocks, mask=block < blocks, other=0.0).to(tl.float64)
     peak = tl.max(highest, 0)
-    distances = highest.to(tl.float64) - _finite(peak).to(tl.float64)
+    distances = highest.to(tl.float64) - _finite_or_zero(peak).to(tl.float64)
     masses = tl.exp(distances) * sums
     log_total = tl.log(tl.sum(masses, 0))
-    log_mass = _finite(peak).to(tl.float64) + log_total
+    log_mass = _finite_or_zero(peak).to(tl.float64) + log_total
     if heat is not None:
         temperature = tl.load(heat + draw)
-        divisor = _divisor(temperature, GREEDY_BELOW)
+        divisor = _float32_divisor(temperature, GREEDY_BELOW)
         is_greedy = _is_greedy(temperature, GREEDY_BELOW)
         first = tl.where(is_greedy, 0.0, first)
         second = tl.where(is_greedy, 0.0, second)
@@ -197,21 +197,21 @@ def _choose(
         masses = tl.exp(distances / divisor.to(tl.float64)) * sums
         log_total = tl.log(tl.sum(masses, 0))
         masses = tl.where(is_greedy, (highest == peak).to(tl.float64), masses)
-    chosen = _inverse(masses, first, block, PADDED)
+    chosen = _inverse_of_row(masses, first, block, PADDED)
 
     inside = tl.arange(0, BLOCK)
     tokens = chosen * BLOCK + inside
-    entries = _entries(batch, stride, width, mask, mask_stride, places, draw, tokens)
-    distances = entries - _finite(_highest(entries, 0))
+    entries = _load_entries(batch, stride, width, mask, mask_stride, places, draw, tokens)
+    distances = entries - _finite_or_zero(_highest(entries, 0))
     if heat is None:
         weights = tl.exp(distances)
     else:
         weights = tl.exp(distances / divisor)
         weights = tl.where(is_greedy, (entries == peak).to(tl.float32), weights)
-    token = _inverse(weights.to(tl.float64), second, inside, BLOCK)
+    token = _inverse_of_row(weights.to(tl.float64), second, inside, BLOCK)
 
     own = tl.sum(tl.where(inside == token, entries, 0.0), 0)
-    logprob = own.to(tl.float64) - _finite(peak).to(tl.float64)
+    logprob = own.to(tl.float64) - _finite_or_zero(peak).to(tl.float64)
     if heat is not None:
         logprob = logprob / divisor.to(tl.float64)
     logprob = logprob - log_total
@@ -226,7 +226,7 @@ def _choose(
 
 
 @triton.jit
-def _rows(batch: tl.tensor) -> tl.tensor:
+def _row_address(batch: tl.tensor) -> tl.tensor:
     """Return the start of the rows; ``batch`` may be a tensor that holds their address."""
     if batch.dtype.element_ty == tl.int64:
         batch = tl.multiple_of(tl.load(batch).to(tl.pointer_type(tl.float32)), 16)
@@ -234,7 +234,7 @@ def _rows(batch: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _finalised(bits: tl.tensor) -> tl.tensor:
+def _splitmix_finalised(bits: tl.tensor) -> tl.tensor:
     """Apply SplitMix64's finaliser, as ``sampling._finalised`` does."""
     bits = (bits ^ (bits >> 30)) * tl.full([], 0xBF58476D1CE4E5B9, tl.uint64)
     bits = (bits ^ (bits >> 27)) * tl.full([], 0x94D049BB133111EB, tl.uint64)
@@ -244,12 +244,12 @@ def _finalised(bits: tl.tensor) -> tl.tensor:
 @triton.jit
 def _uniform(state: tl.tensor) -> tl.tensor:
     """Return a state's number in [0, 1)."""
-    bits = _finalised(state) >> 11
+    bits = _splitmix_finalised(state) >> 11
     return bits.to(tl.float64) * tl.full([], 1.1102230246251565e-16, tl.float64)  # 2**-53
 
 
 @triton.jit
-def _entries(
+def _load_entries(
     batch: tl.tensor,
     stride: tl.tensor,
     width: tl.tensor,
@@ -277,13 +277,13 @@ def _highest(entries: tl.tensor, AXIS: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _finite(highest: tl.tensor) -> tl.tensor:
+def _finite_or_zero(highest: tl.tensor) -> tl.tensor:
     """Return ``highest``, or 0 for -inf: subtracting it moves ``highest`` to 0 and keeps -inf."""
     return tl.where(highest == float("-inf"), 0.0, highest)
 
 
 @triton.jit
-def _divisor(temperature: tl.tensor, GREEDY_BELOW: tl.constexpr) -> tl.tensor:
+def _float32_divisor(temperature: tl.tensor, GREEDY_BELOW: tl.constexpr) -> tl.tensor:
     """Return a float64 temperature as the float32 divisor, as ``sampling._divisor`` does; 1 if greedy."""
     temperature = tl.where(_is_greedy(temperature, GREEDY_BELOW), 1.0, temperature)
     most = tl.full([], 3.4028234663852886e38, tl.float64)  # the greatest float32
@@ -297,7 +297,7 @@ def _is_greedy(temperature: tl.tensor, GREEDY_BELOW: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _inverse(
+def _inverse_of_row(
     weights: tl.tensor, uniform: tl.tensor, indices: tl.tensor, SIZE: tl.constexpr
 ) -> tl.tensor:
     """Return the result of ``sampling._inverse`` for one row."""

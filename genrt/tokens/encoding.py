@@ -203,7 +203,7 @@ def _written(
     is_whole = all(each.strip() in text for each in said if isinstance(each, str))
     if (failed or not is_whole) and _takes_only_parts(write):
         turns = [
-            {**each, "content": _part(each["content"])}
+            {**each, "content": _text_part(each["content"])}
             if isinstance(each.get("content"), str) and each["role"] != "tool"
             else each
             for each in turns
@@ -217,7 +217,7 @@ def _written(
 def _takes_only_parts(write: Callable[[Sequence[Mapping[str, Any]]], str]) -> bool:
     mark = "genrt"
     found = []
-    for content in (mark, _part(mark)):
+    for content in (mark, _text_part(mark)):
         text = ""
         with contextlib.suppress(InvalidRequest):
             text = write([{"role": "user", "content": content}])
@@ -225,7 +225,7 @@ def _takes_only_parts(write: Callable[[Sequence[Mapping[str, Any]]], str]) -> bo
     return found == [False, True]
 
 
-def _part(text: str) -> list[dict[str, str]]:
+def _text_part(text: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": text}]
 
 
@@ -334,7 +334,9 @@ def check_messages(messages: object) -> None:
 def _check_kept(tokenizer: Any, text: str, token_ids: Sequence[int]) -> None:
     """Raise InvalidRequest, with the difference, if the tokenizer loses or changes some of the text."""
     if not _is_kept(tokenizer, text, token_ids):
-        what = _lost_characters(tokenizer, text) or _difference(text, decode(tokenizer, token_ids))
+        what = _lost_characters(tokenizer, text) or _first_difference(
+            text, decode(tokenizer, token_ids)
+        )
         raise InvalidRequest(
             f"the tokenizer loses text: {what}. Leave it out, give it as it comes back, or take what the "
             "tokenizer makes of it, lm.encode(text, lossy=True), as lm.encode_chat takes lossy=True"
@@ -392,7 +394,7 @@ def _lost_characters(tokenizer: Any, text: str) -> str:
     return ", ".join(named + more)
 
 
-def _difference(text: str, came: str) -> str:
+def _first_difference(text: str, came: str) -> str:
     """Return a message about the first difference between a text and its decoded form."""
     pairs = enumerate(zip(text, came, strict=False))
     at = next((i for i, (one, other) in pairs if one != other), min(len(text), len(came)))

@@ -1,6 +1,6 @@
-"""A step's rows: normalised; together and apart, with few kernels.
+"""Normalizes, gathers and copies a step's rows with few kernels.
 
-An engine answers a step with a row for each request. Mostly these are views of one tensor, the step's
+An engine answers a step with a row for each request. Usually these are views of one tensor, the step's
 ``[n, vocab_size]``, in the order of the requests. Stacking or copying them one by one costs a kernel
 launch each; here one launch handles all.
 """
@@ -20,35 +20,34 @@ STACKED = 2**25
 """The most entries of rows that are stacked at a time."""
 
 AT_ONCE = 16
-"""So many rows are corrected at once: they stay in a processor's cache, and little memory is taken."""
+"""The number of rows to correct at once; they stay in a processor's cache."""
 
 
 def normalised(logits: Tensor) -> Tensor:
     """Return the log-probabilities of logits ``[…, V]``, float32. Their ``logsumexp`` is 0 up to the
     rounding of the entries: 3e-7 where likely tokens carry the mass, 6e-7 where 128,256 share it.
 
-    ``log_softmax`` alone adds up one after another in float32 on a CPU, and is off by 1.3e-5 at 128,256
-    entries. ``sum`` adds up in a tree, so that its total corrects that. -inf and NaN stay.
+    On a CPU, ``log_softmax`` adds entries one by one in float32, with an error of 1.3e-5 at 128,256
+    entries. ``sum`` adds in a tree, so its total corrects that. -inf and NaN stay.
     """
     return corrected(logits.log_softmax(-1, dtype=torch.float32))
 
 
 def corrected(rows: Tensor) -> Tensor:
-    """Return float32 log-probabilities ``[…, V]`` that ``log_softmax`` made, summing to 1 as closely as
-    ``normalised`` says. They are changed in place. A GPU adds up in a tree: its rows stay as they are."""
+    """Correct the sums of ``log_softmax``'s float32 log-probabilities ``[…, V]`` in place, and return
+    them. A GPU adds in a tree, so its rows stay unchanged."""
     if rows.device.type == "cpu":
         for part in torch.split(rows.view(-1, rows.shape[-1]), AT_ONCE):
             part -= part.exp().sum(-1, keepdim=True).log_()
     return rows
 
 
-def together(rows: Sequence[Tensor]) -> Tensor:
+def gather_rows(rows: Sequence[Tensor]) -> Tensor:
     """Return the rows, at least one, as one tensor ``[n, width]`` in their order.
 
-    Rows that lie in one storage at even distances, as a step's do in their own order, are not copied:
-    the result is a view of that storage, and not to be written to. Others that lie in one storage are
-    gathered at once; the rest are stacked. Rows of several lengths or devices raise what ``torch.stack``
-    raises.
+    For rows in one storage at even distances, such as a step's in order, the result is a view of that
+    storage; do not write to it. Other rows of one storage are gathered at once; the rest are stacked.
+    Rows of several lengths or devices raise the errors of ``torch.stack``.
     """
     offsets = _offsets(rows)
     if offsets is None:
@@ -98,16 +97,15 @@ def moved(numbers: Tensor, device: torch.device) -> Tensor:
 
 
 def stacked(rows: Sequence[Tensor]) -> Tensor:
-    """Return ``together`` in storage of its own that holds nothing else."""
-    whole = together(rows)
+    """Return ``gather_rows`` in a storage of its own."""
+    whole = gather_rows(rows)
     if whole.untyped_storage().data_ptr() == rows[0].untyped_storage().data_ptr():
         return whole.clone(memory_format=torch.contiguous_format)
     return whole
 
 
-def apart(rows: Sequence[Tensor]) -> list[Tensor]:
-    """Copy each row into storage of its own that holds nothing else. All or none: it raises when memory
-    is short for one of them."""
+def separate_copies(rows: Sequence[Tensor]) -> list[Tensor]:
+    """Copy each row into a storage of its own. Raises if there is no memory for all copies."""
     if not rows:
         return []
     copies = list(map(torch.empty_like, rows))
@@ -128,8 +126,8 @@ class Leaving:
 
     @classmethod
     def lent(cls, on_host: Tensor, device: torch.device) -> Leaving:
-        """Return one whose copy to ``on_host``, which others will be copied to after it, the device's
-        current stream was given last."""
+        """Return the tensor of a copy to ``on_host`` that is the last work of the device's current
+        stream. Later copies will overwrite ``on_host``."""
         leaving = cls(on_host)
         leaving._is_lent = True
         if device.type != "cpu":
@@ -146,7 +144,7 @@ class Leaving:
         return self._on_host
 
     def part(self, which: slice) -> Leaving:
-        """Return some of its rows, which arrive with the others."""
+        """Return some of its rows; they arrive together with the whole tensor."""
         return _Part(self, which)
 
 
@@ -161,8 +159,8 @@ class _Part(Leaving):
 
 
 def _offsets(rows: Sequence[Tensor]) -> list[int] | None:
-    """Return where in their storage the rows begin, in entries; ``None`` unless they lie in one storage,
-    as unbroken stretches of one length and type.
+    """Return the rows' offsets in their storage, in entries; ``None`` unless all are contiguous, of one
+    length and type, in one storage.
 
     This compares addresses and not ``_base``, which views that were made in inference mode lack.
     """

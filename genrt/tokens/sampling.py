@@ -1,6 +1,6 @@
 """Draws tokens from rows: temperature, truncation, masks and draws, batched, on the rows' device.
 
-One law has three implementations: ``draw_tokens`` for every device, ``_draw_on_host`` with numpy for
+One law has three implementations: ``draw_chunk`` for every device, ``_draw_on_host`` with numpy for
 untempered draws on CPUs, and ``draw_kernels.py`` with Triton for GPUs. ``DrawGraphs`` launches the last
 one as a CUDA graph.
 """
@@ -285,19 +285,19 @@ def draw(
     batch = _batch(rows)
     count = len(batch)
     masks = None if mask is None else _row_masks(mask, batch)
-    numbers = _numbers(count, batch.device, generators, uniforms)
+    numbers = _random_numbers(count, batch.device, generators, uniforms)
     is_plain = isinstance(temperature, float) and temperature == 1.0
     heat = None if is_plain else column("temperature", temperature, batch)
     size = rows_at_once(batch)
     given = (batch, numbers, masks, heat)
     split = [itertools.repeat(None) if x is None else torch.split(x, size) for x in given]
     chunks = zip(*split, strict=False)  # missing arguments repeat None forever
-    parts = [draw_tokens(rows, pairs, mask=mask, heat=heat) for rows, pairs, mask, heat in chunks]
+    parts = [draw_chunk(rows, pairs, mask=mask, heat=heat) for rows, pairs, mask, heat in chunks]
     token_ids, logprobs, log_mass = torch.cat(parts).unbind(dim=-1)
     return BatchDraw(token_ids.long(), logprobs.float(), log_mass.float())
 
 
-def draw_tokens(
+def draw_chunk(
     batch: Tensor,
     numbers: Tensor,
     *,
@@ -363,7 +363,7 @@ def draw_tokens(
 
 
 def _draw_on_host(rows: Tensor, numbers: Tensor) -> Tensor:
-    """Return the result of ``draw_tokens`` for masked float32 rows at temperature 1, with numpy on one
+    """Return the result of ``draw_chunk`` for masked float32 rows at temperature 1, with numpy on one
     thread: waking torch's threads for a dozen operations takes longer than they save.
 
     A row is ordinary if it has some mass and float32 holds its tokens' weights without scaling. Other
@@ -384,7 +384,7 @@ def _draw_on_host(rows: Tensor, numbers: Tensor) -> Tensor:
     others = np.flatnonzero(~((mass > LEAST_MASS) & (mass < np.inf)))
     if len(others):
         heat = numbers.new_ones(len(others), 1)
-        found[others] = draw_tokens(rows[others], numbers[others], heat=heat)
+        found[others] = draw_chunk(rows[others], numbers[others], heat=heat)
     return found
 
 
@@ -525,7 +525,7 @@ def _finalised(bits: Bits) -> Bits:
     return bits
 
 
-def _numbers(
+def _random_numbers(
     count: int,
     device: torch.device,
     generators: torch.Generator | Sequence[torch.Generator] | None,
@@ -622,7 +622,7 @@ class DrawGraphs:
         self._kinds: LRUCache[_Kind, _Graph] = LRUCache(MOST_KINDS)
 
     def launch(self, rows: Tensor, several: Sequence[DrawInputs]) -> tuple[Tensor, Leaving] | None:
-        """Return the result of ``draw_tokens`` for several groups of draws, and its copy to the host.
+        """Return the result of ``draw_chunk`` for several groups of draws, and its copy to the host.
 
         Both are valid until the next call. The random numbers are ``seeded_uniforms``. Return
         ``None`` where there are no kernels for these rows, float32 ``[m, V]``, or if only some of the

@@ -14,7 +14,7 @@ from genrt.tokens.vocabulary import BytesTokenizer, all_tokens
 __all__ = ["Spellings"]
 
 MOST_KEPT = 1024
-"""How many words' spellings are kept, the last ones that were asked for."""
+"""The number of most recent words whose spellings stay in memory."""
 
 
 class Spellings:
@@ -57,13 +57,13 @@ class Spellings:
 
     def _found(self, forms: Sequence[str]) -> Iterator[tuple[int, ...]]:
         tokens = self._read()
-        if not tokens:  # nothing tells which bytes a token has
+        if not tokens:  # the tokens' bytes are unknown
             yield from (self._encoded(form) for form in forms)
             return
         for form in forms:
             data = form.encode()
             yield from ((token_id,) for token_id in self._ids.get(data, ()))
-            # A tokenizer may put a blank before a text; none comes after a line feed.
+            # A tokenizer may put a blank before a text, but not after a line feed.
             for before in ("", "\n"):
                 yield _last(tokens, self._encoded(before + form), data)
                 yield _last(tokens, self._encoded(before + form.removeprefix(" ")), data)
@@ -77,14 +77,14 @@ class Spellings:
             return ()
 
     def _read(self) -> list[bytes]:
-        """Return the tokens' bytes, read once; none if the tokenizer is of an unknown kind."""
+        """Return the tokens' bytes, read once; empty for an unknown kind of tokenizer."""
         if self._tokens is None:
             try:
                 self._tokens = all_tokens(self._tokenizer)
             except EngineUnsupported:
                 self._tokens = []
             if isinstance(self._tokenizer, BytesTokenizer) and self._tokens:
-                end = self._tokenizer.eos_token_id  # which stands for no text, whatever its bytes
+                end = self._tokenizer.eos_token_id  # it is not text, even if it has bytes
                 self._tokens = [b"" if i == end else each for i, each in enumerate(self._tokens)]
             for token_id, data in enumerate(self._tokens):
                 self._ids.setdefault(data, []).append(token_id)
@@ -92,8 +92,7 @@ class Spellings:
 
 
 def _last(tokens: Sequence[bytes], token_ids: Sequence[int], data: bytes) -> tuple[int, ...]:
-    """Return the last of the token ids, as many as spell these bytes; none if the bytes begin inside of a
-    token."""
+    """Return the last token ids that spell these bytes; empty if the bytes begin inside a token."""
     start, spelled = len(token_ids), b""
     while start and len(spelled) < len(data):
         start -= 1

@@ -177,7 +177,7 @@ class BytesTokenizer:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reading:
+class _PieceReading:
     """How the pieces of a tokenizer's model, which are strings, spell bytes.
 
     With ``byte_level``, one character stands for one byte. Otherwise a piece is text with
@@ -218,14 +218,14 @@ def _transformers_bytes(tokenizer: Any) -> list[bytes]:
     sentencepiece = getattr(tokenizer, "sp_model", None)
     pieces: dict[int, str]
     if fast is not None:
-        reading = _fast_reading(tokenizer, _specification(fast))
+        reading = _fast_piece_reading(tokenizer, _specification(fast))
         own = fast.get_vocab(with_added_tokens=False)
         size = 1 + max(fast.get_vocab(with_added_tokens=True).values(), default=-1)
         pieces = {i: piece for i in range(size) if (piece := fast.id_to_token(i)) is not None}
     elif sentencepiece is not None:
         numbers = range(sentencepiece.get_piece_size())
         own = {sentencepiece.id_to_piece(number) for number in numbers}
-        reading = _Reading(
+        reading = _PieceReading(
             replacements=(("\u2581", " "),),
             byte_fallback=any(sentencepiece.is_byte(number) for number in numbers),
         )
@@ -259,7 +259,7 @@ def _specification(fast: Any) -> dict[str, Any]:
     specification: dict[str, Any] = {}
     for name in ("normalizer", "pre_tokenizer", "decoder"):
         component = getattr(fast, name)
-        specification[name] = _flat(json.loads(component.__getstate__())) if component else []
+        specification[name] = _flat_steps(json.loads(component.__getstate__())) if component else []
     model = fast.model
     if type(model).__name__ == "BPE":
         names = ("unk_token", "byte_fallback", "continuing_subword_prefix", "end_of_word_suffix")
@@ -269,8 +269,8 @@ def _specification(fast: Any) -> dict[str, Any]:
     return specification
 
 
-def _fast_reading(tokenizer: Any, specification: dict[str, Any]) -> _Reading:
-    """Return the ``_Reading`` for the JSON form of a tokenizer of the ``tokenizers`` library."""
+def _fast_piece_reading(tokenizer: Any, specification: dict[str, Any]) -> _PieceReading:
+    """Return the ``_PieceReading`` for the JSON form of a tokenizer of the ``tokenizers`` library."""
     model = specification["model"]
     if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
         raise _unknown_kind(tokenizer, f"its {model['type']} model marks the pieces within a word")
@@ -287,7 +287,7 @@ def _fast_reading(tokenizer: Any, specification: dict[str, Any]) -> _Reading:
             )
         if not encodes_bytes:
             raise _unknown_kind(tokenizer, "it decodes characters to bytes, but does not encode so")
-        return _Reading(byte_level=True)
+        return _PieceReading(byte_level=True)
     replacements = []
     for index, step in enumerate(decoders):
         match step:
@@ -304,7 +304,7 @@ def _fast_reading(tokenizer: Any, specification: dict[str, Any]) -> _Reading:
     if not decoders:
         raise _unknown_kind(tokenizer, "it has no decoder")
     fallback = _falls_back_to_bytes(specification)
-    return _Reading(replacements=tuple(replacements), byte_fallback=fallback)
+    return _PieceReading(replacements=tuple(replacements), byte_fallback=fallback)
 
 
 def _falls_back_to_bytes(specification: dict[str, Any]) -> bool:
@@ -315,12 +315,12 @@ def _falls_back_to_bytes(specification: dict[str, Any]) -> bool:
     )
 
 
-def _flat(component: dict[str, Any]) -> list[dict[str, Any]]:
+def _flat_steps(component: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the steps of a tokenizer's component in order, with sequences flattened."""
     if component["type"] != "Sequence":
         return [component]
     sequences = (value for value in component.values() if isinstance(value, list))
-    return [flat for steps in sequences for step in steps for flat in _flat(step)]
+    return [flat for steps in sequences for step in steps for flat in _flat_steps(step)]
 
 
 def _check_law(tokenizer: Any, vocabulary: list[bytes]) -> None:

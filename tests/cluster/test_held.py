@@ -68,7 +68,7 @@ class FarEnds(AsLists):
     @initialize(growth=st.sampled_from([0, 2, 20]), most=st.sampled_from([0, 200, 2**28]))
     def bounds(self, growth: int, most: int) -> None:
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(sequences, "GROWTH_BYTES", growth)
+        self.patch.setattr(sequences, "EXTENSION_BYTES", growth)
         self.patch.setattr(messages, "MOST_HELD", most)
         self.most = most
         self.ways = [(Hop(), Hop()), (Hop(), Hop())]

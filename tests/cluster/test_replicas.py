@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import random
@@ -33,6 +34,8 @@ from genrt.questions.draws import PopulationDraw
 from genrt.questions.request import Request
 from genrt.questions.sequences import SequenceHandle
 from tests.apart import drawn_apart_sync
+from tests.population_walk import EVENTS, walk
+from tests.population_walk import Runtime as Walked
 from tests.runtime.test_pauses import SleepyEngine
 from tests.scoring_engine import ScoringEngine
 from tests.waiting import until as happened
@@ -108,6 +111,20 @@ def test_a_seed_has_the_same_results_with_any_number_of_replicas(
         assert texts[0].token_ids == texts[1].token_ids
 
 
+@pytest.mark.promise(number=36)
+async def test_each_draw_is_its_own_context_s_when_processes_are_killed(
+    two: AsyncLM, alone: AsyncLM
+) -> None:
+    @contextlib.contextmanager
+    def killed(how: str) -> Iterator[None]:
+        processes(two)[0].kill()
+        yield
+
+    without = {"evicted", "not_finite", "restarted", "updated"}
+    events = [each for each in EVENTS if each not in without]
+    await walk(Walked(two, alone, events, tolerance=1e-5, breaks=killed), seed=0, steps=30)
+
+
 def appended(contexts: list[list[int]], token_ids: list[int]) -> None:
     for context, token_id in zip(contexts, token_ids, strict=True):
         context.append(token_id)
@@ -160,7 +177,7 @@ def test_a_small_batch_is_one_replica_s(
     two: AsyncLM, routes: list[tuple[PopulationDraw, int]], count: int
 ) -> None:
     until(two, "healthy")
-    contexts = [[n % 11, n // 11, 7] for n in range(count)]
+    contexts = [[count % 11, n % 11, n // 11] for n in range(count)]
     for step in range(4):
         appended(contexts, two.batch_draw_sync(contexts, seed=step).token_ids.tolist())
     assert len(routes) == 4

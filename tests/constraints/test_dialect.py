@@ -12,9 +12,8 @@ import pytest
 from benchmarks.structures import accepts, check_patterns, check_schemas
 from genrt.constraints import json_schema, regex
 from genrt.errors import InvalidConstraint
-from genrt.structures.forms import lark_of_grammar, lark_of_regex, lark_of_schema
+from genrt.structures.guides import lark_of_grammar, lark_of_regex, lark_of_schema, lark_of_tags
 from genrt.structures.matching import byte_matcher
-from genrt.structures.tags import lark_of_tags
 from tests.vocabularies import lm_over
 
 

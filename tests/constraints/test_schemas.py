@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 
 from genrt.constraints import ConstraintState, grammar, json_schema
 from genrt.errors import InvalidConstraint, InvalidRequest
-from genrt.structures import matching
 from tests.vocabularies import EOS, allowed, lm_over, spelt
 
 Schema = dict[str, Any] | bool
@@ -221,37 +220,9 @@ NAMED_A: dict[str, Any] = {
             ["1"],
         ),
         # Numbers that there are not.
-        *(
-            (
-                {
-                    "$defs": {"m": {"anyOf": [{"anyOf": [{"$ref": "#/$defs/m"}]}, number]}},
-                    "type": "object",
-                    "additionalProperties": {"$ref": "#/$defs/m"},
-                },
-                ["{}"],
-            )
-            for number in (
-                {"type": "integer", "minimum": -1, "maximum": -3},
-                {"type": "integer", "exclusiveMinimum": -3, "exclusiveMaximum": -2},
-                {"type": "integer", "minimum": 1.25, "maximum": 1.75},
-                {"type": "number", "exclusiveMinimum": 2, "maximum": 2},
-                {"type": "number", "minimum": 1, "allOf": [{"maximum": 0.5}]},
-            )
-        ),
         ({"type": ["array", "integer"], "maxItems": 0, **NO_MULTIPLE}, ["[]"]),
         ({"type": "array", "items": {"type": "number", "multipleOf": 0.5, "maximum": -1}}, ["[]"]),
-        (
-            {"type": "array", "items": {
-                "type": "integer", "allOf": [{"multipleOf": 4}, {"multipleOf": 6}],
-                "exclusiveMinimum": 0, "exclusiveMaximum": 12,
-            }},
-            ["[]"],
-        ),
         ({"type": "integer", "multipleOf": 1.5, "minimum": 1, "maximum": 3}, ["3"]),
-        (
-            {"type": "integer", "multipleOf": 3, "minimum": 3, "maximum": 6, "exclusiveMaximum": True},
-            ["3"],
-        ),
         # Names that are taken already.
         (
             {"type": "object", "properties": {"a": {"const": 1}},
@@ -290,62 +261,6 @@ def test_what_no_finite_value_satisfies_is_left_out(schema: Schema, texts: list[
 
 
 @pytest.mark.parametrize(
-    "none",
-    [
-        {"pattern": "^a+$", "minLength": 0, "maxLength": 0},
-        {"pattern": "^[^\\s\\S]$"},
-        {"minLength": 2, "maxLength": 1},
-        {"allOf": [{"pattern": "^a+$"}, {"pattern": "^b+$"}]},
-        {"format": "date", "maxLength": 3},
-        {"enum": ["a", "b"], "pattern": "^c"},
-        {"enum": [1]},
-        {"const": None},
-        {"enum": []},
-        {"allOf": [{"type": "integer"}]},
-    ],
-)
-def test_a_choice_between_itself_and_values_that_are_none_allows_nothing(
-    none: dict[str, Any],
-) -> None:
-    """llguidance drops the values, and lets begin what then leads back to itself without end."""
-    array = {"type": "array", "minItems": 1, "maxItems": 1}
-    n = array | {"prefixItems": [{"anyOf": [{"$ref": "#/$defs/n"}, {"type": "string"} | none]}]}
-    with pytest.raises(InvalidConstraint, match="allows no value"):
-        json_schema({"$defs": {"n": n}, "$ref": "#/$defs/n"}, LM)
-    state = json_schema(
-        {"$defs": {"n": n}, "type": "object", "additionalProperties": {"$ref": "#/$defs/n"}}, LM
-    ).start()
-    assert completed(state, [100]) == b"{}"
-    for byte in b"{":
-        state = state.advance(1 + LETTERS.index(byte))
-    assert completed(state, [100]) == b"}"
-    assert 1 + LETTERS.index(b'"'[0]) not in allowed(state)
-
-
-@pytest.mark.parametrize(("key", "name"), [("properties", "a"), ("patternProperties", "^a")])
-def test_what_refers_to_one_another_is_compiled_once_each(
-    monkeypatch: pytest.MonkeyPatch, key: str, name: str
-) -> None:
-    """Whichever order it is judged in: those that refer to others come before these."""
-    made: list[str] = []
-    original = matching.new_matcher
-
-    def noted(tokenizer: Any, lark: str) -> Any:
-        made.append(lark)
-        return original(tokenizer, lark)
-
-    monkeypatch.setattr(matching, "new_matcher", noted)
-    shape = {"type": "object", "required": ["a"], "patternProperties": {"^b": True}}
-    definitions: dict[str, Any] = {"d0": {"type": "null"}}
-    for n in range(1, 40):
-        named = {"additionalProperties": False, key: {name: {"$ref": f"#/$defs/d{n - 1}"}}}
-        definitions[f"d{n}"] = shape | named
-    several = {each: {"$ref": f"#/$defs/{each}"} for each in definitions}
-    json_schema({"$defs": definitions, "type": "object", "properties": several}, LM)
-    assert len(made) <= 41
-
-
-@pytest.mark.parametrize(
     "schema",
     [
         {
@@ -366,6 +281,9 @@ def test_what_refers_to_one_another_is_compiled_once_each(
         {"type": "string", "minLength": 2, "maxLength": 1},
         {"type": "integer", "exclusiveMinimum": 1, "exclusiveMaximum": 2},
         {"not": {}},
+        {"type": "string", "allOf": [{"pattern": "^a+$"}, {"pattern": "^b+$"}]},
+        {"format": "date", "type": "string", "maxLength": 3},
+        {"enum": ["a", "b"], "pattern": "^c"},
     ],
 )
 def test_a_schema_that_nothing_satisfies_is_refused(schema: Schema) -> None:
@@ -374,105 +292,62 @@ def test_a_schema_that_nothing_satisfies_is_refused(schema: Schema) -> None:
 
 
 # Of each format that llguidance knows or genrt defines: what is of it, what is not, and who says so.
-FORMATS: list[tuple[str, list[str], list[str], Callable[[str], object] | None]] = [
+FORMATS: list[tuple[str, str, str, Callable[[str], object] | None]] = [
     (
         "date",
-        ["2020-02-29", "2000-02-29", "1996-02-29", "0001-01-01", "9999-12-31", "0004-02-29"],
-        [
-            "2019-02-29",
-            "1900-02-29",
-            "2100-02-29",
-            "0000-01-01",
-            "2020-02-30",
-            "2021-04-31",
-            "2021-13-01",
-            "2021-00-01",
-            "2021-01-00",
-            "20210101",
-            "21-01-01",
-            "2021-1-1",
-            "2021-01-01T",
-            " 2021-01-01",
-        ],
+        "2020-02-29 2000-02-29 1996-02-29 0001-01-01 9999-12-31 0004-02-29",
+        "2019-02-29 1900-02-29 2100-02-29 0000-01-01 2020-02-30 2021-04-31 2021-13-01 2021-00-01 "
+        "2021-01-00 20210101 21-01-01 2021-1-1 2021-01-01T _2021-01-01",
         datetime.date.fromisoformat,
     ),
     (
         "time",
-        ["00:00:00Z", "23:59:59.999999+23:59", "12:30:00-05:00", "12:30:00.5Z"],
-        [
-            "24:00:00Z",
-            "12:60:00Z",
-            "12:00:60Z",
-            "12:00:00",
-            "12:00Z",
-            "1:00:00Z",
-            "12:00:00+24:00",
-            "12:00:00.Z",
-        ],
+        "00:00:00Z 23:59:59.999999+23:59 12:30:00-05:00 12:30:00.5Z",
+        "24:00:00Z 12:60:00Z 12:00:60Z 12:00:00 12:00Z 1:00:00Z 12:00:00+24:00 12:00:00.Z",
         datetime.time.fromisoformat,
     ),
     (
         "date-time",
-        ["2020-02-29T00:00:00Z", "1999-12-31T23:59:59.25+01:00"],
-        [
-            "2019-02-29T00:00:00Z",
-            "2020-01-01T00:00:60Z",
-            "2020-01-01 00:00:00Z",
-            "2020-01-01T00:00:00",
-            "0000-01-01T00:00:00Z",
-            "2020-01-01",
-        ],
+        "2020-02-29T00:00:00Z 1999-12-31T23:59:59.25+01:00",
+        "2019-02-29T00:00:00Z 2020-01-01T00:00:60Z 2020-01-01_00:00:00Z 2020-01-01T00:00:00 "
+        "0000-01-01T00:00:00Z 2020-01-01",
         datetime.datetime.fromisoformat,
     ),
-    (
-        "duration",
-        ["P1Y2M3D", "PT1H", "P1DT12H30M5S", "P2W"],
-        ["P", "PT", "1Y", "P1S", "P1Y2W", "PT1D", "P-1D", "P1.5D", "P1YT"],
-        None,
-    ),
+    ("duration", "P1Y2M3D PT1H P1DT12H30M5S P2W", "P PT 1Y P1S P1Y2W PT1D P-1D P1.5D P1YT", None),
     (
         "email",
-        ["a@b", "a.b+c@d-e.org", "a@[127.0.0.1]"],
-        ["a", "@b", "a@", "a@b@c", "a b@c", ".a@b", "a.@b", "a@-b", "a@b..c", "a@[256.0.0.1]"],
+        "a@b a.b+c@d-e.org a@[127.0.0.1]",
+        "a @b a@ a@b@c a_b@c,d .a@b a.@b a@-b a@b..c a@[256.0.0.1]",
         None,
     ),
     (
         "hostname",
-        ["a", "a-b.c", "x" * 63, ".".join(["x" * 63] * 3 + ["x" * 61])],
-        ["", "-a", "a-", "a..b", "a_b", "x" * 64, ".".join(["x" * 63] * 3 + ["x" * 62])],
+        f"a a-b.c {'x' * 63} {'.'.join(['x' * 63] * 3 + ['x' * 61])}",
+        f"-a a- a..b a_b {'x' * 64} {'.'.join(['x' * 63] * 3 + ['x' * 62])}",
         None,
     ),
     (
         "ipv4",
-        ["0.0.0.0", "255.255.255.255", "127.0.0.1"],
-        ["256.0.0.1", "1.2.3", "1.2.3.4.5", "01.2.3.4", "1.2.3.4/8"],
+        "0.0.0.0 255.255.255.255 127.0.0.1",
+        "256.0.0.1 1.2.3 1.2.3.4.5 01.2.3.4 1.2.3.4/8",
         ipaddress.IPv4Address,
     ),
     (
         "ipv6",
-        ["::", "::1", "1::", "1:2:3:4:5:6:7:8", "fe80::1:2", "1:2:3:4:5:6:7::", "::2:3:4:5:6:7:8"],
-        [
-            ":",
-            ":::",
-            "1::2::3",
-            "1:2:3:4:5:6:7",
-            "1:2:3:4:5:6:7:8:9",
-            "12345::",
-            "g::",
-            "fe80::1%eth0",
-        ],
+        ":: ::1 1:: 1:2:3:4:5:6:7:8 fe80::1:2 1:2:3:4:5:6:7:: ::2:3:4:5:6:7:8",
+        ": ::: 1::2::3 1:2:3:4:5:6:7 1:2:3:4:5:6:7:8:9 12345:: g:: fe80::1%eth0",
         ipaddress.IPv6Address,
     ),
     (
         "uuid",
-        ["123e4567-e89b-12d3-a456-426614174000", "00000000-0000-0000-0000-000000000000"],
-        ["123e4567e89b12d3a456426614174000", "123e4567-e89b-12d3-a456-42661417400", "g" * 8],
+        "123e4567-e89b-12d3-a456-426614174000 00000000-0000-0000-0000-000000000000",
+        "123e4567e89b12d3a456426614174000 123e4567-e89b-12d3-a456-42661417400 gggggggg",
         uuid.UUID,
     ),
     (
         "uri",
-        ["http://a.b/c?d=e#f", "mailto:a@b", "a:", "urn:x:y", "http://[::1]:80/"],
-        ["", "a", "//a/b", "http://a b", "1a:b", "http://[::1", "a:%zz", "a:b#c#d"],
+        "http://a.b/c?d=e#f mailto:a@b a: urn:x:y http://[::1]:80/",
+        "a //a/b http://a<b 1a:b http://[::1 a:%zz a:b#c#d",
         None,
     ),
 ]
@@ -482,22 +357,23 @@ FORMATS: list[tuple[str, list[str], list[str], Callable[[str], object] | None]] 
     ("form", "valid", "invalid", "parse"), FORMATS, ids=[each[0] for each in FORMATS]
 )
 def test_formats(
-    form: str, valid: list[str], invalid: list[str], parse: Callable[[str], object] | None
+    form: str, valid: str, invalid: str, parse: Callable[[str], object] | None
 ) -> None:
     """The standard library reads whatever is of the format; with a pattern beside it, both hold."""
+    first, *others = valid.split()
+    wrong = ["", " ", f" {first}", f"{first} ", *invalid.split()]
     for schema in ({"format": form}, {"type": "string", "format": form, "maxLength": 300}):
-        assert [text for text in valid if not takes(schema, json.dumps(text))] == []
-        assert [text for text in invalid if takes(schema, json.dumps(text))] == []
+        assert [text for text in (first, *others) if not takes(schema, json.dumps(text))] == []
+        assert [text for text in wrong if takes(schema, json.dumps(text))] == []
     if parse is not None:
-        for text in valid:
+        for text in (first, *others):
             parse(text)
-    first = valid[0]
     with_pattern = {
         "format": form,
         "pattern": "^" + "".join(f"\\x{ord(sign):02x}" for sign in first) + "$",
     }
     assert takes(with_pattern, json.dumps(first))
-    assert not any(takes(with_pattern, json.dumps(text)) for text in (*valid[1:], *invalid))
+    assert not any(takes(with_pattern, json.dumps(text)) for text in (*others, *wrong))
 
 
 def test_dates_are_the_days_that_there_are() -> None:
@@ -640,43 +516,9 @@ def test_what_is_taken_is_never_too_complex_in_the_midst_of_a_text(schema: Any, 
         ({"exclusiveMaximum": 5.125, "multipleOf": 0.02}, "5.12 5.1", "5.125 5.11"),
     ],
 )
-@pytest.mark.parametrize("around", ["alone", "or null", "in an object", "one of", "with anyOf"])
 def test_bounds_of_numbers_are_where_they_are(
-    bounds: dict[str, float], inside: str, outside: str, around: str
+    bounds: dict[str, float], inside: str, outside: str
 ) -> None:
-    number: dict[str, Any] = {"type": "number", **bounds}
-    schema = {
-        "alone": number,
-        "or null": number | {"type": ["number", "null"]},
-        "in an object": {"properties": {"x": number}, "required": ["x"], "type": "object"},
-        "one of": {"oneOf": [number, {"type": "string"}]},
-        "with anyOf": number | {"anyOf": [{"type": "number"}, {"type": "string"}]},
-    }[around]
-    written = '{"x": %s}' if around == "in an object" else "%s"
-    for text in inside.split():
-        assert takes(schema, written % text), text
-    for text in outside.split():
-        assert not takes(schema, written % text), text
-    assert takes(schema, "null") == (around == "or null")
-
-
-@pytest.mark.parametrize("others", [{}, {"additionalProperties": True}, {"required": ["a", "c"]}])
-def test_a_property_is_the_same_however_its_name_is_spelt(others: dict[str, Any]) -> None:
-    schema: dict[str, Any] = {
-        "properties": {"a": {"type": "integer"}, "é": {"type": "null"}},
-        **others,
-    }
-    more = ', "c": [null], "d\\n": {"x": 1}}'
-    assert takes(schema, '{"a": 1' + more)
-    assert takes(schema, '{"a": 1, "é": null' + more)
-    for name in ("a", "\\u0061", "é", "\\u00e9", "\\u00E9"):
-        assert not takes(schema, f'{{"{name}": "x"{more}')
-    assert not takes(schema, '{"a": 1, "a": 2' + more)
-    both = {"allOf": [schema, {"properties": {"c": {"type": "array"}}}]}
-    assert takes(both, '{"a": 1, "c": [null]}')
-    assert not takes(both, '{"a": 1, "c": null}')
-    closed = {
-        "allOf": [schema, {"properties": {"a": True, "c": {}}, "additionalProperties": False}]
-    }
-    assert takes(closed, '{"a": 1, "c": [null]}')
-    assert not takes(closed, '{"a": 1' + more)
+    schema: dict[str, Any] = {"type": "number", **bounds}
+    assert [text for text in inside.split() if not takes(schema, text)] == []
+    assert [text for text in outside.split() if takes(schema, text)] == []

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genrt.constraints import grammar, json_schema, masking, regex
+from genrt.constraints import grammar, json_schema, products, regex
 from genrt.errors import InvalidRequest
 from genrt.lm import AsyncLM
 from tests.vocabularies import EOS, Tokens, allowed, lm_over
@@ -58,7 +58,7 @@ def test_a_state_says_what_it_would_alone(name: str, data: st.DataObject) -> Non
             token_id = data.draw(st.sampled_from([each for each in following if each != EOS]))
             held.append(((*token_ids, token_id), state.advance(token_id)))
         elif what == "fill":
-            masking.fill([each for _, each in held[place:]])
+            products.fill([each for _, each in held[place:]])
         elif what == "refuse":
             refused = data.draw(
                 st.sampled_from(sorted({*range(LM.vocab_size)} - {*following} | {EOS}))
@@ -77,7 +77,7 @@ def test_a_text_that_only_grows_copies_no_matcher() -> None:
     states: list[Any] = [regex("[ab]*", LM).start()]
     for _ in range(20):
         states.append(states[-1].advance(1))
-        masking.fill(states[-1:])
+        products.fill(states[-1:])
     assert {state._walk for state in states} == {states[0]._walk}
     fork = states[7].advance(2)
     assert fork._walk is not states[0]._walk

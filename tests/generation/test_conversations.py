@@ -454,15 +454,10 @@ async def test_a_trajectory_tells_with_which_weights_each_token_was_drawn() -> N
 
 def test_mistakes_are_told(lm: AsyncLM) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"lm": None}, "lm must be an AsyncLM"),
-        ({"messages": []}, "messages must be one conversation"),
-        ({"messages": "Hello"}, "messages must be one conversation"),
         ({"messages": USER}, "messages must be one conversation"),
         ({"messages": [{"content": "a"}]}, "messages must be one conversation"),
         ({"messages": [{"role": "user", "content": "ä"}]}, "the tokenizer loses text"),
         ({"end_token_id": 10**6}, "end_token_id must be from 0"),
-        ({"end_token_id": "</s>"}, "end_token_id must be an int"),
-        ({"message_of": 5}, "message_of must be a function"),
     ]
     right: dict[str, Any] = {"lm": lm, "messages": [USER]}
     for mistake, message in wrong:

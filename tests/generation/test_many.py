@@ -195,33 +195,22 @@ async def test_a_bad_item_fails_alone(lm: AsyncLM) -> None:
         assert isinstance(good, Completion)
 
 
-WRONG: list[tuple[Any, dict[str, Any], str]] = [
-    ("ab", {}, r"give \[prompt\]"),
-    (b"ab", {}, r"give \[prompt\]"),
-    ({"role": "user"}, {}, r"give \[prompt\]"),
-    (Item("ab"), {}, r"give \[prompt\]"),
-    (None, {}, "iterable"),
-    (5, {}, "iterable"),
-    (["ab"], {"on_error": "ignore"}, "on_error must be"),
-    (["ab"], {"on_error": None}, "on_error must be"),
-    (["ab"], {"on_error": ["raise"]}, "on_error must be"),
-    *((["ab"], {"concurrency": wrong}, "concurrency must be") for wrong in (0, -1, 1.5, True, "3")),
-    *((["ab"], {"in_order": wrong}, "in_order must be") for wrong in (1, None, np.bool_(True))),
-    (["ab"], {"progress": 1}, "progress must be"),
-    (["ab"], {"seed": -1}, "seed must be"),
-    (["ab"], {"seed": True}, "seed must be"),
-]
-
-
-@pytest.mark.parametrize(("items", "options", "message"), WRONG)
+@pytest.mark.parametrize(
+    ("items", "options", "message"),
+    [
+        ("ab", {}, r"give \[prompt\]"),
+        (Item("ab"), {}, r"give \[prompt\]"),
+        (None, {}, "iterable"),
+        (["ab"], {"on_error": "ignore"}, "on_error must be"),
+        (["ab"], {"concurrency": 0}, "concurrency must be"),
+    ],
+)
 def test_wrong_arguments_raise_at_the_call(
     lm: AsyncLM, items: Any, options: dict[str, Any], message: str
 ) -> None:
     for function in (generate_many, generate_many_sync):
         with pytest.raises(InvalidRequest, match=message):
             function(lm, items, **options)
-    with pytest.raises(InvalidRequest, match="must be an AsyncLM"):
-        generate_many(None, items)  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize(

@@ -249,13 +249,7 @@ async def test_an_adapter_draws_and_scores(tmp_path: Path) -> None:
 
 BATCH, LENGTHS = padded([[0, 1, 2], [3]])
 MISTAKES: list[tuple[dict[str, Any], str]] = [
-    ({"input_ids": [[0, 1, 2], [3, 0, 0]]}, "input_ids must be a tensor, got a value of type list"),
-    ({"input_ids": BATCH.float()}, r"integers \[batch, time\], got torch.float32"),
     ({"input_ids": BATCH[0]}, r"integers \[batch, time\], got torch.int64 of shape \[3\]"),
-    ({"input_ids": BATCH.to("meta")}, "'meta' holds no numbers"),
-    ({"input_ids": BATCH.bool()}, "got torch.bool"),
-    ({"input_lengths": [3, 1]}, "input_lengths must be a tensor"),
-    ({"input_lengths": torch.tensor([3.0, 1.0])}, r"integers \[batch\], got torch.float32"),
     ({"input_lengths": torch.tensor([3])}, "input_ids has 2 rows, and input_lengths 1 lengths"),
     ({"input_lengths": torch.tensor([3, 4])}, "row 1: input_lengths says 4, and input_ids is 3"),
     ({"input_lengths": torch.tensor([-1, 1])}, "row 0: input_lengths says -1"),
@@ -264,25 +258,17 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": BATCH.flip(1)}, "row 1, position 2 .* there is 3 .* padded on the left"),
     ({"input_ids": BATCH + 9}, "row 1, position 1 of input_ids: there is 9"),
     ({"input_ids": BATCH + 9, "pad_value": 9}, "token ids of row 0 must be in the vocabulary"),
-    ({"pad_value": None}, "pad_value must be an int, got None: .* eos_token_id will do"),
-    ({"pad_value": 1.5}, "pad_value must be an int"),
     ({"pad_value": 2**40, "input_ids": BATCH.int()}, "does not fit torch.int32"),
     ({"stop_strings": [["a"]]}, "stop_strings is given for 1 samples, and the batch has 2"),
     ({"stop_strings": [["a"], 5]}, "stop must be a list of texts, got 5"),
     ({"stop_token_ids": [[1], [2], [3]]}, "stop_token_ids is given for 3 samples"),
-    ({"stop_token_ids": [1.5]}, "stop_token_ids must be int"),
     ({"seed": [1]}, "seed is given for 1 samples"),
     ({"seed": [1, -1]}, "seed of row 1 must be from 0"),
-    ({"seed": "x"}, "seed must be an int"),
-    ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
     ({"max_new_tokens": 2, "min_tokens": 3}, "min_tokens must be from 0 to 2"),
     ({"max_tokens": 2}, "no option 'max_tokens': give max_new_tokens"),
     ({"stop": "a"}, "no option 'stop': give stop_strings"),
     ({"logprobs": 1}, "no option 'logprobs'"),
     ({"beams": 2}, "no option 'beams'"),
-    ({"temperature": -1}, "temperature must be"),
-    ({"logprobs_mode": "raw"}, "logprobs_mode must be one of"),
-    ({"lm": None}, "lm must be an AsyncLM"),
 ]
 
 
@@ -434,13 +420,6 @@ async def test_what_was_drawn_in_time_is_kept_beside_texts_that_are_whole(
     assert not found.logprobs[1, 3:].any()
     with pytest.raises(TimedOut):
         await rollout(held, ids, lengths, **options, timeout=60)
-
-
-@pytest.mark.parametrize("wrong", ["cut", None, 1, ["raise"]])
-async def test_what_becomes_of_late_samples_is_one_of_two(held: AsyncLM, wrong: Any) -> None:
-    ids, lengths = padded([[0]])
-    with pytest.raises(InvalidRequest, match="on_timeout must be 'raise' or 'truncate'"):
-        await rollout(held, ids, lengths, pad_value=0, on_timeout=wrong)
 
 
 async def test_log_probabilities_that_are_missing_are_an_error_and_no_zeros(
@@ -641,20 +620,13 @@ def test_a_trainers_mistakes_are_told(lm: AsyncLM) -> None:
     policy = PolicyGeneration(lm, pad_value=0)
     for batch, message in [
         ({"input_ids": BATCH}, "data has no 'input_lengths'"),
-        ([BATCH], "data must be a mapping"),
-        ({"input_ids": 1, "input_lengths": LENGTHS}, "input_ids must be a tensor"),
-        ({"input_ids": BATCH, "input_lengths": LENGTHS, "stop_strings": 5}, "stop must be"),
         ({"input_ids": BATCH, "input_lengths": LENGTHS, "stop_strings": [["a"]]}, "1 samples"),
     ]:
         with pytest.raises(InvalidRequest, match=message):
             policy.generate(batch)  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequest, match="greedy"):
-        policy.generate({"input_ids": BATCH, "input_lengths": LENGTHS}, greedy=1)  # type: ignore[arg-type]
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"stop_strings": [["a"], None]}, "here are for all samples"),
         ({"seed": [1]}, "seed is given for 1 samples"),
-        ({"pad_value": None}, "pad_value"),
-        ({"max_new_tokens": -1}, "max_new_tokens"),
     ]
     for options, message in wrong:
         with pytest.raises(InvalidRequest, match=message):

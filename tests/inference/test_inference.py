@@ -577,32 +577,6 @@ def test_a_posterior_sums_to_one(distinct: int) -> None:
 # -- wrong use --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_particles": 0}, "num_particles"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"num_particles": 2.5}, "num_particles"),
-        ({"resample_when": 1.5}, "resample_when"),
-        ({"resample_when": math.nan}, "resample_when"),
-        ({"temperature": 0.0}, "temperature"),
-        ({"temperature": math.inf}, "temperature"),
-        ({"prompt": []}, "prompt is empty"),
-        ({"prompt": [b"ab"]}, "the prompt must be int"),
-    ],
-)
-def test_wrong_arguments_are_refused_at_once(options: dict[str, Any], message: str) -> None:
-    right: dict[str, Any] = {"prompt": PROMPT, "num_particles": 2, "max_tokens": 2}
-    with genrt.load(MODEL, engine="exact") as lm, pytest.raises(InvalidRequest, match=message):
-        smc_of(lm, **(right | options))
-
-
-@pytest.mark.parametrize("seed", [-1, 1.5, None])
-def test_a_wrong_seed_is_refused(seed: Any) -> None:
-    with genrt.load(MODEL, engine="exact") as lm, pytest.raises(InvalidRequest, match="seed"):
-        an_smc(lm).init(seed)
-
-
 async def test_the_longest_context_is_the_models() -> None:
     with genrt.load(MODEL, engine="exact", engine_options={"max_model_len": 8}) as lm:
         assert len((await smc_of(lm, [0] * 5, num_particles=2, max_tokens=4).run(0)).texts) == 2

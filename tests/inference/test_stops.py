@@ -208,25 +208,6 @@ async def test_texts_of_a_model_without_an_end_token_may_end() -> None:
             weigh(await importance_sampling(model, num_particles=400).run(0), exact)
 
 
-@pytest.mark.parametrize(
-    ("stop", "message"),
-    [
-        ("", "stop has '' in it"),
-        ([], r"stop is \[\]"),
-        (b"b", "stop is b'b'"),
-        (5, r"stop has 5 in it.*from 0 to 4"),
-        (-1, "stop has -1"),
-        ([1.5], "stop has 1.5"),
-        ([True], "stop has True"),
-        (1.5, "stop is 1.5"),
-        ([None], "stop has None"),
-    ],
-)
-def test_what_ends_nothing_is_refused(stop: Any, message: str) -> None:
-    with genrt.load(MODEL, engine="exact") as lm, pytest.raises(InvalidRequest, match=message):
-        TextModel(lm, [0], max_tokens=2, stop=stop)
-
-
 def of(lm: AsyncLM, **options: Any) -> TextModel:
     return TextModel(lm, [0], max_tokens=2, constraint=regex("a*", lm), **options)
 

@@ -42,7 +42,7 @@ def test_rows_for_which_there_is_no_room_together_are_moved_one_by_one(
         tried.append(len(rows))
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(questions_rows, "together", without_room)
+    monkeypatch.setattr(questions_rows, "gather_rows", without_room)
     monkeypatch.setattr(questions_rows, "rows_at_once", lambda _: 3)
     rows = scattered(7, 50)
     assert torch.equal(moved_rows(rows), torch.stack(rows))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from genrt.questions.contexts import Adapter
 from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.cache import RowCache
-from genrt.tokens.rows import apart
+from genrt.tokens.rows import separate_copies
 from tests.scripted import logprobs
 
 A, B, C = logprobs(1), logprobs(2), logprobs(3)
@@ -143,7 +145,7 @@ def test_of_more_rows_than_there_is_room_for_the_last_are_copied_and_no_others(
 
     def counted(rows: list[torch.Tensor]) -> list[torch.Tensor]:
         copied.append(len(rows))
-        return apart(rows)
+        return separate_copies(rows)
 
     monkeypatch.setattr("genrt.runtime.cache.apart", counted)
     cache = RowCache(32)
@@ -275,12 +277,12 @@ def test_who_interrupts_it_may_read_its_statistics() -> None:
     cache.put(A, row(5))
     seen: list[int] = []
 
-    class Interrupted(type(cache._rows)):  # type: ignore[misc]
+    class Interrupted(OrderedDict[Any, Any]):
         def get(self, *arguments: object) -> object:
             seen.append(cache.statistics().rows)
             return super().get(*arguments)
 
-    cache._rows.__class__ = Interrupted
+    cache._rows = Interrupted(cache._rows)
     asked = threading.Thread(target=cache.borrow, args=(A,), daemon=True)
     asked.start()
     asked.join(60)

@@ -23,8 +23,14 @@ from genrt.constraints import regex
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.engines.remote.connection import ServerBusy
 from genrt.engines.remote.engine import RemoteEngine
-from genrt.engines.remote.tokenizers import packed_tokenizer, unpacked_tokenizer
-from genrt.engines.remote.wire import answers_of, answers_to, flush_of, flush_to
+from genrt.engines.remote.wire import (
+    answers_of,
+    answers_to,
+    flush_of,
+    flush_to,
+    packed_tokenizer,
+    unpacked_tokenizer,
+)
 from genrt.errors import EngineFailed, EngineUnsupported, InvalidRequest, NotFinite
 from genrt.inference import SMC, TextModel
 from genrt.lm import AsyncLM
@@ -401,6 +407,31 @@ async def test_what_is_no_genrt_server_is_refused(answer: bytes) -> None:
     try:
         with pytest.raises((genrt.EngineUnsupported, genrt.EngineFailed)):
             await AsyncLM.connect(canned.url, timeout=20)
+    finally:
+        canned.close()
+
+
+@pytest.mark.parametrize("vocab_size", [0, -1, 1.5, 2**40])
+async def test_a_server_needs_a_vocabulary(server: Server, vocab_size: Any) -> None:
+    opening = json.loads(opening_of(server)[0].partition(b"\r\n\r\n")[2])
+    canned = Canned(ok(json.dumps(opening | {"vocab_size": vocab_size}).encode()))
+    try:
+        with pytest.raises(genrt.EngineUnsupported, match="vocab_size"):
+            await AsyncLM.connect(canned.url, timeout=20)
+    finally:
+        canned.close()
+
+
+async def test_an_answer_is_not_read_for_ever(server: Server) -> None:
+    """What follows is of a server that is still there."""
+    opening, row = opening_of(server), torch.full((8,), -math.log(8.0))
+    right = answers_of([row], {})
+    canned = Canned(*opening, ok(right + bytes(2**23)), ok(right))
+    try:
+        async with await AsyncLM.connect(canned.url) as remote:
+            with pytest.raises(genrt.EngineFailed, match="is over 4"):
+                await remote.next_token_logprobs([1])
+            assert torch.equal(await remote.next_token_logprobs([1]), row)
     finally:
         canned.close()
 
@@ -791,6 +822,7 @@ def test_tokenizers_arrive_as_they_were_sent() -> None:
         *({"../x.json": "{}"}, {"/etc/x.json": "{}"}, {"x.py": "1"}, {"a/x.json": "{}"}),
         *({"bytes_tokenizer.json": "[]"}, {"bytes_tokenizer.json": '{"vocabulary": 3}'}),
         {"x.json": "{}"},
+        {f"{number}.json": "{}" for number in range(65)},
     ],
 )
 def test_what_is_no_tokenizer_is_refused(files: dict[str, str]) -> None:

@@ -19,13 +19,12 @@ from hypothesis import strategies as st
 
 import genrt
 from genrt.engines.exact import ExactEngine, NGram
-from genrt.errors import InvalidRequest
+from genrt.errors import ContextTooLong, InvalidRequest
 from genrt.server import Server, ServerLimits, serving
-from genrt.server.asgi import Receive, Scope, Send
-from genrt.server.bodies import Bodies, Body, check_front_end_body
-from genrt.server.connections import Connections
+from genrt.server.bodies import Bodies, JSONBody, check_front_end_body, contexts_of, parse_body
 from genrt.server.gate import Gate as ServerGate
-from genrt.server.gate import check_key, is_loopback
+from genrt.server.gate import Receive, Scope, Send, check_key, is_loopback
+from genrt.server.server import Connections
 from tests.scripted import Gate, ScriptedEngine
 from tests.waiting import until
 
@@ -202,7 +201,7 @@ def test_a_slow_head_ends_the_connection(locked: Server, data: bytes) -> None:
     "data",
     [
         b"\x16\x03\x01\x02\x00\x01\x00\x01",
-        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET / HTTP/9.9\r\nconnection: close\r\n\r\n",
         b"POST /v1/draw HTTP/1.1\r\ncontent-length: -1\r\n\r\n",
         b"POST /v1/draw HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
         b"GET /\x00 HTTP/1.1\r\n\r\n",
@@ -419,10 +418,7 @@ def test_a_refused_body_is_not_read_for_ever(locked: Server) -> None:
 class Line:
     """A connection, as far as the others see it."""
 
-    def __init__(self, *, is_idle: bool) -> None:
-        self.is_idle = is_idle
-        self.is_aborted = False
-        self.transport = self
+    is_known = is_aborted = False
 
     def abort(self) -> None:
         self.is_aborted = True
@@ -430,20 +426,27 @@ class Line:
 
 def test_who_makes_room_for_a_new_connection() -> None:
     connections = Connections(3)
-    asks, known, idle, new = (Line(is_idle=each) for each in (False, True, True, True))
+    lines: list[Any] = [Line() for _ in range(6)]
+    asks, known, idle, new, busy, refused = lines
     for each in (asks, known, idle):
-        assert connections.add(each, each)
-    connections.know(known)
-    assert connections.add(new, new)
-    assert [each.is_aborted for each in (asks, known, idle, new)] == [False, False, True, False]
-    connections.remove(idle, idle)  # when the transport says so
-    new.is_idle = False
-    another = Line(is_idle=False)
-    assert connections.add(another, another)
+        assert connections.add(each)
+        connections.mark_busy(each)
+    known.is_known = True
+    connections.mark_idle(known)
+    connections.mark_idle(idle)
+    assert connections.add(new)
+    assert [each.is_aborted for each in lines] == [False, False, True, False, False, False]
+    connections.mark_busy(new)
+    assert connections.add(busy)
     assert known.is_aborted
-    assert not connections.add(object(), Line(is_idle=True))  # all have a request
-    connections.remove(new, known)  # which is not the one of this address
-    assert len(connections) == 3
+    connections.mark_busy(busy)
+    assert not connections.add(refused)  # all have a request
+    connections.mark_idle(refused)  # which is not open
+    connections.remove(idle)  # when its transport says so
+    assert (len(connections), refused.is_aborted) == (3, False)
+    connections.abort_all()
+    assert asks.is_aborted
+    assert not refused.is_aborted
 
 
 # -- bodies that take long to read --------------------------------------------------------------------
@@ -452,10 +455,15 @@ LISTS = b"[" + b"[]," * 2**23 + b"[]]"
 IDS = b"[" + b"1," * (2**24 - 99) + b"1]"
 KEYS = b"{" + b",".join(b'"%d":1' % each for each in range(2_400_000)) + b"}"
 DEEP = b"[" * 900 + b"]" * 900
+LONG = b"[" + b",".join([b"9" * 4000] * 8000) + b"]"
 
 
 @pytest.mark.promise(number=35)
-@pytest.mark.parametrize("data", [LISTS, IDS, KEYS, DEEP], ids=["lists", "ids", "keys", "deep"])
+@pytest.mark.parametrize(
+    "data",
+    [LISTS, IDS, KEYS, DEEP, LONG],
+    ids=["lists", "ids", "keys", "deep", "long"],
+)
 def test_a_body_of_very_many_values_is_refused_before_it_is_parsed(
     lm: genrt.AsyncLM, data: bytes
 ) -> None:
@@ -464,13 +472,20 @@ def test_a_body_of_very_many_values_is_refused_before_it_is_parsed(
         headers = {"content-type": "application/json"}
         found = asked(server, "POST", "/v1/draw", content=body, headers=headers, timeout=60)
     assert found.status_code == 400
-    assert "over" in found.text
+    assert "over" in found.text or "recursion limit" in found.text
 
 
 @pytest.mark.parametrize(
     ("data", "message"),
     [
         *((LISTS, "values"), (IDS, "values"), (KEYS, "values"), (DEEP, "deep")),
+        (b"{" + b",".join(b'"%d":1' % each for each in range(2**15)) + b"}", "members of objects"),
+        (b'{"n": ' + b"9" * 4000 + b', "user": "' + b"x" * 2**18 + b'"}', "over 100 digits"),
+        (b'{"prompt": "' + b"x" * (2**18 + 1) + b'"}', "'prompt' has over 262144 characters"),
+        (b'{"a": [{"stop": ["' + b"x" * (2**18 + 1) + b'"]}]}', "'stop' has over 262144"),
+        (b'{"' + b"x" * (2**18 + 1) + b'": NaN}', "over 262144 characters"),
+        (b'{"tokens": [' + b"1," * 2**18 + b"1]}", "'tokens' has over 200000 members"),
+        (b'{"stop_token_ids": [' + b"1," * 4096 + b"1]}", "'stop_token_ids' has over 4096"),
         (b'{"messages": [' + b"{}," * 4096 + b"{}]}", "'messages' has over 4096 members"),
         (b'{"messages": [' + b"1," * 4096 + b"1]}", "'messages' has over 4096 members"),
         (b'{"prompt": [' + b"1," * 4096 + b'"a"]}', "'prompt' has over 4096 members"),
@@ -481,7 +496,7 @@ def test_a_body_of_very_many_values_is_refused_before_it_is_parsed(
 )
 def test_what_the_front_end_would_be_busy_with_is_refused(data: bytes, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
-        check_front_end_body(data, 2**20)
+        check_front_end_body(data, Bodies(2**20, ids=200_000))
 
 
 @pytest.mark.parametrize(
@@ -490,30 +505,43 @@ def test_what_the_front_end_would_be_busy_with_is_refused(data: bytes, message: 
         b'{"prompt": [' + b"1," * 2**17 + b"1]}",
         b'{"prompt": [[' + b"1," * 2**17 + b"1], [2]]}",
         b'{"token_ids": [' + b"1," * 2**17 + b'1], "stop": [3]}',
-        b'{"prompt": "' + b"[{,}" * 2**21 + b'"}',
+        b'{"prompt": "' + b"[{,}" * 2**16 + b'"}',
         b'{"prompt": "' + b'\\\\\\"[{,}' * 2**18 + b'"}',
         *(b"no json" + b"," * 5000, b"{" * 200, b"", b'"', b'"' + b"," * 4096 + b'"'),
     ],
 )
 def test_what_is_long_and_quickly_read_is_not(data: bytes) -> None:
-    found = check_front_end_body(data, 2**20)
+    found = check_front_end_body(data, Bodies(2**20, text=2**21))
     assert found is None or found == json.loads(data)
 
 
 @pytest.mark.parametrize("text", ["[{,}" * 2**20, '"[{,}' * 2**16])
 def test_commas_and_brackets_of_texts_are_no_values(text: str) -> None:
-    body = Body(b'{"prompt": "' + text.replace('"', '\\"').encode() + b'"}', 2**20)
-    assert body.text("prompt") == text
+    class Prompt(JSONBody):
+        prompt: str
+
+    data = b'{"prompt": "' + text.replace('"', '\\"').encode() + b'"}'
+    assert parse_body(Prompt, data, 2**20).prompt == text
+
+
+def test_the_first_text_that_is_too_long_ends_the_tokenizing(lm: genrt.AsyncLM) -> None:
+    for texts in (["a" * 2**18], ["a" * (2**18 + 1)]):
+        with pytest.raises(ContextTooLong, match="prompts: a text of 26214"):
+            contexts_of(lm, [*texts, "€"], "prompts")  # which the tokenizer cannot spell
+
+
+def test_a_compressed_body_is_refused(free: Server) -> None:
+    found = asked(free, "POST", "/v1/draw", json=ROW, headers={"content-encoding": "gzip"})
+    assert (found.status_code, "compressed" in found.text) == (415, True)
 
 
 async def test_long_bodies_are_read_one_at_a_time_in_another_thread() -> None:
     bodies, here = Bodies(99), threading.get_ident()
     running: list[int] = []
 
-    def make(data: bytes, values: int) -> int:
+    def make(data: bytes) -> int:
         running.append(threading.get_ident())
         assert len(running) == 1
-        assert values == 99
         return running.pop()
 
     assert await bodies.read(b"short", make) == here

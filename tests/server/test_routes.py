@@ -204,14 +204,16 @@ def test_who_disconnects_with_another_request_sent_withdraws_the_question() -> N
         assert lm.statistics().batcher.cancelled == 1
 
 
-def test_a_connection_has_one_request_at_a_time(server: Server) -> None:
+def test_requests_that_are_sent_at_once_are_answered_in_order(server: Server) -> None:
     host, port = str(server.url).removeprefix("http://").split(":")
-    requests = b"GET /v1/status HTTP/1.1\r\nhost: localhost\r\n\r\n" * 3 + b"PUT / HTTP"
+    heads = [b"GET /v1/status HTTP/1.1\r\nhost: localhost\r\n\r\n", b"PUT /v1/draw HTTP/1.1\r\n"]
+    last = b"host: localhost\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
     with socket.create_connection((host, int(port)), timeout=20) as connection:
-        connection.sendall(requests)
+        connection.sendall(heads[0] + heads[0] + heads[1])
+        connection.sendall(last)
         found = b"".join(iter(lambda: connection.recv(65536), b""))
-    assert found.startswith(b"HTTP/1.1 200")
-    assert found.count(b"HTTP/1.1") == 1
+    statuses = [part[:3] for part in found.split(b"HTTP/1.1 ")[1:]]
+    assert statuses == [b"200", b"200", b"405"]
 
 
 async def test_a_pause_that_refuses_questions_is_told_as_unavailable(
@@ -364,7 +366,7 @@ async def test_long_texts_are_tokenized_off_the_event_loop(monkeypatch: pytest.M
         return [[1] for _ in given]
 
     monkeypatch.setattr(routes, "contexts_of", tokenized)
-    bodies = Bodies(9)
+    questions = routes.Questions(cast("Any", None), ServerLimits(), Bodies(9))
     for text in ("short", "long " * routes.SHORT):
-        assert await routes._tokenized(cast("Any", None), bodies, [text], "prompts") == [[1]]
+        assert await questions._contexts([text], "prompts") == [[1]]
     assert threads[0] == threading.get_ident() != threads[1]

@@ -14,7 +14,7 @@ import pytest
 import genrt
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.server import Server, serving
-from genrt.server.inferences import Inferences, Running
+from genrt.server.routes import Inferences, Running
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 MODEL = NGram.random(11, seed=1)

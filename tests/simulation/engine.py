@@ -21,12 +21,18 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
-from genrt.engines.protocol import Completing, Engine, EngineStatistics, Finished
+from genrt.engines.protocol import (
+    Engine,
+    EngineStatistics,
+    Finished,
+    FullEngine,
+    capabilities_of,
+)
 from genrt.engines.weights import Layout, NamedTensors, TensorForm
 from genrt.errors import EngineDied, EngineFailed, GenrtError, NotFinite, OutOfMemory
 from genrt.questions.completions import (
@@ -133,8 +139,8 @@ class EngineModel:
 
     def unsupported(self, decoding: Decoding) -> str | None:
         """Return the reason why the engine does not support these options, or ``None``."""
-        if isinstance(self._engine, Completing):
-            return self._engine.unsupported(decoding)
+        if capabilities_of(self._engine).completes:
+            return cast("FullEngine", self._engine).unsupported(decoding)
         return "it draws no completions"
 
     def add_adapter(self, adapter: Adapter, path: Path) -> None:

@@ -26,7 +26,7 @@ from genrt.tokens.sampling import (
     LARGEST,
     DrawGraphs,
     DrawInputs,
-    draw_tokens,
+    draw_chunk,
     seeded_uniforms,
 )
 
@@ -39,7 +39,7 @@ HEATS = (1.0, 0.0, 0.3, 2.0, 1e30, 1e300, 0.9e-5, 1.0)
 
 
 class Case(NamedTuple):
-    """What ``draw_tokens`` is given."""
+    """What ``draw_chunk`` is given."""
 
     batch: Tensor
     numbers: Tensor
@@ -52,7 +52,7 @@ def by_torch(case: Case) -> Tensor:
     """Return the draws of torch's path as GPUs have it, where a mask chooses."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampling, "ADDING", ())
-        return draw_tokens(
+        return draw_chunk(
             case.batch, case.numbers, mask=case.mask, heat=case.heat, places=case.places
         )
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import genrt.tokens
 from genrt.tokens import sampling
-from genrt.tokens.sampling import draw, draw_tokens, seeded_uniforms
+from genrt.tokens.sampling import draw, draw_chunk, seeded_uniforms
 from tests.tokens.draws_by_hand import WIDTHS, Case, by_torch, cases, disagreements, packed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,8 +72,8 @@ def test_float32_rows_on_a_gpu_are_drawn_from_by_the_kernels(kernels: Kernels) -
     places, heat = torch.tensor([2, 0, 1]), torch.full((3, 1), 0.5, dtype=torch.float64)
     mask = packed(BOOLS)
     gapped = torch.randn(3, 90)[:, :40]
-    assert bool((draw_tokens(on_gpu(ROWS), NUMBERS) == 1).all())
-    draw_tokens(on_gpu(gapped), NUMBERS, mask=mask, heat=heat, places=places)
+    assert bool((draw_chunk(on_gpu(ROWS), NUMBERS) == 1).all())
+    draw_chunk(on_gpu(gapped), NUMBERS, mask=mask, heat=heat, places=places)
     plain, full = kernels.calls
     assert plain["mask"] is plain["heat"] is plain["places"] is None
     assert (full["mask"], full["heat"], full["places"]) == (mask, heat, places)
@@ -94,14 +94,14 @@ def test_float32_rows_on_a_gpu_are_drawn_from_by_the_kernels(kernels: Kernels) -
 def test_torch_draws_from_everything_else(
     kernels: Kernels, rows: Tensor, mask: Tensor | None
 ) -> None:
-    found = draw_tokens(rows, NUMBERS, mask=mask)
+    found = draw_chunk(rows, NUMBERS, mask=mask)
     assert kernels.calls == []
-    expected = draw_tokens(torch.Tensor(ROWS), NUMBERS, mask=mask)
+    expected = draw_chunk(torch.Tensor(ROWS), NUMBERS, mask=mask)
     torch.testing.assert_close(found.as_subclass(Tensor), expected)
 
 
 def test_no_draws_launch_nothing(kernels: Kernels) -> None:
-    assert draw_tokens(on_gpu(ROWS[:0]), NUMBERS[:0]).shape == (0, 3)
+    assert draw_chunk(on_gpu(ROWS[:0]), NUMBERS[:0]).shape == (0, 3)
     assert kernels.calls == []
 
 
@@ -109,13 +109,13 @@ def test_without_triton_torch_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "genrt.tokens.draw_kernels", raising=False)
     monkeypatch.delattr(genrt.tokens, "draw_kernels", raising=False)
-    assert torch.equal(draw_tokens(on_gpu(ROWS), NUMBERS), draw_tokens(ROWS, NUMBERS))
+    assert torch.equal(draw_chunk(on_gpu(ROWS), NUMBERS), draw_chunk(ROWS, NUMBERS))
 
 
 def test_without_a_compiler_torch_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in = Kernels(works=False)
     monkeypatch.setattr(genrt.tokens, "draw_kernels", stand_in, raising=False)
-    assert torch.equal(draw_tokens(on_gpu(ROWS), NUMBERS), draw_tokens(ROWS, NUMBERS))
+    assert torch.equal(draw_chunk(on_gpu(ROWS), NUMBERS), draw_chunk(ROWS, NUMBERS))
     assert stand_in.calls == []
 
 
@@ -123,8 +123,8 @@ def test_places_say_which_row_each_draw_is_from() -> None:
     places = torch.tensor([4, 1, 1, 0, 4])
     rows, numbers = torch.randn(6, 300), seeded_uniforms(range(5))
     mask, heat = torch.rand(5, 300) > 0.5, torch.full((5, 1), 0.7, dtype=torch.float64)
-    found = draw_tokens(rows, numbers, mask=mask, heat=heat, places=places)
-    assert torch.equal(found, draw_tokens(rows[places], numbers, mask=mask, heat=heat))
+    found = draw_chunk(rows, numbers, mask=mask, heat=heat, places=places)
+    assert torch.equal(found, draw_chunk(rows[places], numbers, mask=mask, heat=heat))
 
 
 @pytest.mark.parametrize("width", [5, 129])

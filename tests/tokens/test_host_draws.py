@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from genrt.tokens import sampling
-from genrt.tokens.sampling import BLOCK, LARGEST, draw, draw_tokens, seeded_uniforms
+from genrt.tokens.sampling import BLOCK, LARGEST, draw, draw_chunk, seeded_uniforms
 from tests.scripted import logprobs, population_of
 from tests.tokens.draws_by_hand import WIDTHS, Case, by_torch, cases, disagreements, packed
 
@@ -27,7 +27,7 @@ def expect_torchs(
 ) -> Tensor:
     """Return the draws, which have the tokens of torch's path."""
     mask = None if allowed is None else packed(allowed)
-    found = draw_tokens(rows, numbers, mask=mask, places=places)
+    found = draw_chunk(rows, numbers, mask=mask, places=places)
     wanted = by_torch(Case(rows, numbers, mask, None, places))
     assert found[:, 0].tolist() == wanted[:, 0].tolist()
     torch.testing.assert_close(found, wanted, atol=NEAR, rtol=NEAR)
@@ -46,7 +46,7 @@ def left(rows: Tensor) -> list[Tensor]:
 
     numbers = seeded_uniforms(range(len(rows)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling, "draw_tokens", otherwise)
+        patch.setattr(sampling, "draw_chunk", otherwise)
         found = sampling._draw_on_host(rows, numbers)
     assert int((found == 7).all(-1).sum()) == sum(map(len, calls))
     return calls
@@ -58,7 +58,7 @@ def test_draws_agree_with_torch_and_with_the_law(width: int) -> None:
         if case.mask is not None:  # adding keeps NaN, choosing may not
             case = case._replace(batch=case.batch.nan_to_num(0.0, neginf=-math.inf))
         batch, numbers, mask, heat, places = case
-        found = draw_tokens(batch, numbers, mask=mask, heat=heat, places=places)
+        found = draw_chunk(batch, numbers, mask=mask, heat=heat, places=places)
         assert disagreements(case, found, by_torch(case)) == []
 
 
@@ -99,10 +99,10 @@ def test_a_draw_is_the_same_alone_and_beside_rows_that_are_not_ordinary(width: i
     rows, numbers = normalised(9, width), seeded_uniforms(range(9))
     rows[2], rows[5] = -math.inf, rows[5] - 300
     mask = packed(torch.arange(9 * width).reshape(9, width) % 3 > 0)
-    together = draw_tokens(rows, numbers, mask=mask)
+    together = draw_chunk(rows, numbers, mask=mask)
     for n in range(9):
         part = slice(n, n + 1)
-        alone = draw_tokens(rows[part], numbers[part], mask=mask[part])
+        alone = draw_chunk(rows[part], numbers[part], mask=mask[part])
         assert torch.equal(together[part], alone)
 
 
@@ -125,10 +125,10 @@ def test_gapped_rows_and_rows_with_gradients_are_read_and_nothing_is_changed() -
     rows, allowed = wide[:, 30:330], torch.arange(1200).reshape(4, 300) % 2 > 0
     before, mask = wide.clone(), packed(allowed)
     bits = mask.clone()
-    found = draw_tokens(rows, numbers, mask=mask)
-    assert torch.equal(found, draw_tokens(rows.contiguous(), numbers, mask=mask))
-    assert torch.equal(found, draw_tokens(rows.clone().requires_grad_(), numbers, mask=mask))
-    assert torch.equal(found, draw_tokens(rows, numbers, mask=allowed))
+    found = draw_chunk(rows, numbers, mask=mask)
+    assert torch.equal(found, draw_chunk(rows.contiguous(), numbers, mask=mask))
+    assert torch.equal(found, draw_chunk(rows.clone().requires_grad_(), numbers, mask=mask))
+    assert torch.equal(found, draw_chunk(rows, numbers, mask=allowed))
     assert torch.equal(wide, before)
     assert torch.equal(mask, bits)
 
@@ -146,7 +146,7 @@ def test_a_population_draws_by_masks_that_it_may_not_write_to() -> None:
     masks = packed(torch.arange(900).reshape(3, 300) % 5 > 0).numpy()
     found = replace(several, masks=masks).draw(rows)
     assert torch.equal(
-        found, draw_tokens(rows, seeded_uniforms(several.seeds), mask=torch.tensor(masks))
+        found, draw_chunk(rows, seeded_uniforms(several.seeds), mask=torch.tensor(masks))
     )
     masks.flags.writeable = False
     assert torch.equal(found, replace(several, masks=masks).draw(rows))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from genrt.tokens.rows import Leaving, apart, normalised, stacked, together
+from genrt.tokens.rows import Leaving, gather_rows, normalised, separate_copies, stacked
 
 
 def step(count: int = 6, width: int = 5) -> Tensor:
@@ -96,10 +96,10 @@ class Calls(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("rows", ANY_ROWS)
-def test_together_is_a_stack(rows: Callable[[], list[Tensor]]) -> None:
+def test_gathered_rows_are_a_stack(rows: Callable[[], list[Tensor]]) -> None:
     given_rows = rows()
-    assert same(together(given_rows), torch.stack(given_rows))
-    assert same(together(tuple(given_rows[::-1])), torch.stack(given_rows[::-1]))
+    assert same(gather_rows(given_rows), torch.stack(given_rows))
+    assert same(gather_rows(tuple(given_rows[::-1])), torch.stack(given_rows[::-1]))
 
 
 @pytest.mark.parametrize("rows", ANY_ROWS)
@@ -115,7 +115,7 @@ def test_stacked_is_a_stack_in_storage_of_its_own(rows: Callable[[], list[Tensor
 @pytest.mark.parametrize("rows", ANY_ROWS)
 def test_apart_are_clones_in_storage_of_their_own(rows: Callable[[], list[Tensor]]) -> None:
     given_rows = rows()
-    copies = apart(given_rows)
+    copies = separate_copies(given_rows)
     assert len(copies) == len(given_rows)
     for copy, row in zip(copies, given_rows, strict=True):
         assert same(copy, row)
@@ -134,7 +134,7 @@ def test_rows_of_one_step_in_any_order_are_together_what_they_are(
     whole = make()
     rows = [whole[place] for place in places]
     with Calls() as calls:
-        found = together(rows)
+        found = gather_rows(rows)
     assert same(found, whole[places])
     assert "stack" not in calls.names, "one kernel, or none"
 
@@ -145,7 +145,7 @@ def test_evenly_spaced_rows_are_not_copied(
     make: Callable[[], Tensor], places: list[int] | range
 ) -> None:
     whole = make()
-    found = together([whole[place] for place in places])
+    found = gather_rows([whole[place] for place in places])
     assert same(found, whole[list(places)])
     assert found.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 
@@ -158,7 +158,7 @@ def test_a_gathered_or_stacked_result_is_a_copy() -> None:
         [whole[0], whole[1], whole[3]],
         [whole[0], step()[1]],
     ):
-        together(rows).zero_()
+        gather_rows(rows).zero_()
     assert same(whole, step())
 
 
@@ -166,29 +166,29 @@ def test_neighbours_in_memory_that_are_no_views_of_one_storage_are_stacked() -> 
     numbers = step()
     strangers = [torch.from_numpy(row) for row in numbers.numpy()]
     with Calls() as calls:
-        assert same(together(strangers), numbers)
+        assert same(gather_rows(strangers), numbers)
     assert "stack" in calls.names
 
 
-def test_rows_of_several_lengths_are_not_together() -> None:
+def test_rows_of_several_lengths_are_not_gathered() -> None:
     with pytest.raises(RuntimeError):
-        together([step()[0], step()[1][:4]])
+        gather_rows([step()[0], step()[1][:4]])
 
 
 def test_rows_of_several_types_come_apart_each_in_its_own() -> None:
     rows = [torch.randn(3), torch.arange(5), torch.randn(2, dtype=torch.float64)]
-    assert all(same(copy, row) for copy, row in zip(apart(rows), rows, strict=True))
+    assert all(same(copy, row) for copy, row in zip(separate_copies(rows), rows, strict=True))
 
 
 def test_a_steps_rows_come_apart_with_one_copy() -> None:
     with Calls() as calls:
-        apart(list(step()))
+        separate_copies(list(step()))
     assert calls.names.count("_foreach_copy_") == 1
     assert not {"clone", "copy_"} & set(calls.names)
 
 
 def test_no_rows_come_apart() -> None:
-    assert apart([]) == []
+    assert separate_copies([]) == []
 
 
 def test_a_row_without_memory_for_its_copy_raises_and_changes_nothing() -> None:
@@ -200,7 +200,7 @@ def test_a_row_without_memory_for_its_copy_raises_and_changes_nothing() -> None:
 
     rows = [torch.ones(3), torch.ones(7)]
     with Full(), pytest.raises(torch.OutOfMemoryError):
-        apart(rows)
+        separate_copies(rows)
     assert all(bool((row == 1).all()) for row in rows)
 
 

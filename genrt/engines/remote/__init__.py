@@ -1,1 +1,1 @@
-"""An engine elsewhere, asked over HTTP."""
+"""An engine on another machine, over HTTP."""

@@ -1,8 +1,8 @@
-"""A connection to a genrt server: one HTTP call at a time, kept open in between.
+"""A persistent HTTP connection to a genrt server: one call at a time.
 
 Rules:
-    A server that cannot be reached, or whose answer is cut off, is lost: ``EngineDied``.
-    Any thread may hang up, which ends the call under way: nobody waits for a server that is silent.
+    A server that cannot be reached, or cuts an answer off, is lost: ``EngineDied``.
+    Any thread may hang up, which ends the call in progress.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from typing import Any
 from genrt.errors import EngineDied, EngineFailed, EngineUnsupported, GenrtError, InvalidRequest
 from genrt.numbers import check_float
 
-__all__ = ["Connection", "ServerBusy"]
+__all__ = ["ServerBusy", "ServerConnection"]
 
-MOST_ANSWERED = 2**33
-"""The largest answer that is read, in bytes."""
+MOST_ANSWERED = 2**28
+"""The default bound on an answer, in bytes."""
 
 CONNECT_SECONDS = 10.0
-"""How long it takes at most to connect; nobody can hang up meanwhile."""
+"""The longest time to connect, which no thread can cut short."""
 
 
 class ServerBusy(Exception):
-    """The server takes no more at the moment.
+    """The server refuses more requests at the moment.
 
     Args:
-        seconds: how long to wait before asking again.
+        seconds: how long to wait before the next call.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -39,16 +39,16 @@ class ServerBusy(Exception):
         self.seconds = seconds
 
 
-class Connection:
+class ServerConnection:
     """Calls one server, from one thread.
 
     Args:
-        url: of the server, ``http://`` or ``https://``.
+        url: the server's, ``http://`` or ``https://``.
         api_key: the server's key, if it has one.
         timeout: seconds without a byte from the server after which a call fails.
 
     Raises:
-        InvalidRequest: an argument is none.
+        InvalidRequest: an argument is malformed.
     """
 
     def __init__(self, url: str, api_key: str | None, timeout: float) -> None:
@@ -71,7 +71,7 @@ class Connection:
             self._http = http.client.HTTPConnection(host, port, timeout=seconds)
 
     def get(self, path: str) -> bytes:
-        """Return what is at a path; raises as ``post``."""
+        """Return the content of a path; raises as ``post``."""
         return self._call("GET", path, None)
 
     def get_json(self, path: str) -> dict[str, Any]:
@@ -82,44 +82,47 @@ class Connection:
                 return found
         except (ValueError, RecursionError):
             pass
-        raise EngineUnsupported(f"{self.url} is no genrt server: its {path} is no JSON object")
+        raise EngineUnsupported(
+            f"{self.url} is not a genrt server: its {path} is not a JSON object"
+        )
 
-    def post(self, path: str, body: bytes) -> bytes:
-        """Return the answer to a body, of questions whose answers don't depend on how often they are
-        asked.
+    def post(self, path: str, body: bytes, *, most: int = MOST_ANSWERED) -> bytes:
+        """Return the answer to a body, at most ``most`` bytes. A call is repeated on a new connection if
+        the server has closed an idle one.
 
         Raises:
-            ServerBusy: ask again later.
-            EngineDied: the server cannot be reached, or does not let this client in.
-            EngineFailed: it failed. InvalidRequest: it refuses the body.
+            ServerBusy: the server is busy.
+            EngineDied: the server cannot be reached, or refuses the key.
+            EngineFailed: the server failed, or its answer is too large.
+            InvalidRequest: the server refuses the body.
         """
-        return self._call("POST", path, body)
+        return self._call("POST", path, body, most)
 
     def close(self) -> None:
         """Close the connection; the next call opens another."""
         self._http.close()
 
     def hang_up(self) -> None:
-        """End the call under way, and all later ones; from any thread, taking no lock."""
+        """End the call in progress, and all later ones. Callable from any thread; takes no lock."""
         self._is_hung_up = True
         if (line := self._http.sock) is not None:
             with contextlib.suppress(OSError):
                 socket.socket.shutdown(line, socket.SHUT_RDWR)
 
-    def _call(self, method: str, path: str, body: bytes | None) -> bytes:
+    def _call(self, method: str, path: str, body: bytes | None, most: int = MOST_ANSWERED) -> bytes:
         headers = dict(self._headers)
         if body is not None:
             headers["content-type"] = "application/octet-stream"
         was_open = self._http.sock is not None
         try:
-            status, data, wait = self._once(method, path, body, headers)
+            status, data, wait = self._once(method, path, body, headers, most)
         except (http.client.HTTPException, OSError) as error:
             self._http.close()
-            # A server closes connections that were idle, or is another one since.
+            # Servers close idle connections, and may have been replaced.
             if not was_open or isinstance(error, TimeoutError):
                 raise self._unreachable(error) from error
             try:
-                status, data, wait = self._once(method, path, body, headers)
+                status, data, wait = self._once(method, path, body, headers, most)
             except (http.client.HTTPException, OSError) as again:
                 self._http.close()
                 raise self._unreachable(again) from again
@@ -130,7 +133,7 @@ class Connection:
         raise self._refused(status, data)
 
     def _once(
-        self, method: str, path: str, body: bytes | None, headers: dict[str, str]
+        self, method: str, path: str, body: bytes | None, headers: dict[str, str], most: int
     ) -> tuple[int, bytes, float]:
         is_open = self._http.sock is not None
         if not is_open and not self._is_hung_up:
@@ -140,8 +143,11 @@ class Connection:
             raise ConnectionAbortedError("this end has hung up")
         self._http.request(method, self._path + path, body, headers)
         with self._http.getresponse() as answer:
-            data = answer.read(MOST_ANSWERED)
-            if answer.length:  # which is what is missing; ``read`` does not mind
+            data = answer.read(most + 1)
+            if len(data) > most:
+                self._http.close()
+                raise EngineFailed(f"{self.url}: its answer to {path} is over {most} bytes")
+            if answer.length:  # the number of missing bytes, which ``read`` ignores
                 raise http.client.IncompleteRead(data, answer.length)
         wait = answer.headers.get("retry-after", "")
         return answer.status, data, float(wait) if wait.isdigit() else 1.0
@@ -150,7 +156,7 @@ class Connection:
         return EngineDied(f"{self.url} cannot be reached: {type(error).__name__}: {error}")
 
     def _refused(self, status: int, data: bytes) -> GenrtError:
-        """Return what an answer other than 200 means."""
+        """Return the error for an answer other than 200."""
         try:
             message = str(json.loads(data)["error"]["message"])[:1000]
         except (ValueError, KeyError, TypeError, RecursionError):
@@ -166,7 +172,7 @@ class Connection:
 
 
 def _split(url: str) -> tuple[urllib.parse.SplitResult, int | None]:
-    """Return the parts of a server's URL, and its port. Raises InvalidRequest if it is none."""
+    """Return the parts of a server's URL, and its port. Raises InvalidRequest for another text."""
     message = "url must be that of a server, such as http://127.0.0.1:8000"
     if not isinstance(url, str) or not url.isprintable() or " " in url:
         raise InvalidRequest(message)

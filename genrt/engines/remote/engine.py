@@ -1,13 +1,13 @@
-"""The Engine protocol over a genrt server: each step is one HTTP call, for all that is in progress.
+"""The Engine protocol over a genrt server: each step is one HTTP call for all requests in progress.
 
-Rows, draws, candidates, the likeliest tokens and scores are read where the model is, and only what was
-asked for travels. Samples and completions are drawn here, from rows, a token a step. Draws have seeds
-before they leave, so that a call that is made again changes nothing.
+The server computes rows, draws, candidates, top tokens and scores, and only results travel. Samples and
+completions are drawn here from rows, a token a step: new requests join them between steps. Draws carry
+seeds, so that a repeated call gives the same answer.
 
 Rules:
-    What fails for one question fails for that one: the server says which.
-    An adapter is the one of its name when the connection was made; a later one is refused.
-    A server that serves another model, or other weights, is no longer this engine.
+    An error of one question fails that question only.
+    Adapters are bound when the connection is made; one replaced later is refused.
+    A server with another model or other weights is a lost engine.
 """
 
 from __future__ import annotations
@@ -22,9 +22,16 @@ import torch
 from torch import Tensor
 
 from genrt.engines.protocol import Finished
-from genrt.engines.remote.connection import Connection, ServerBusy
-from genrt.engines.remote.tokenizers import unpacked_tokenizer
-from genrt.engines.remote.wire import KINDS, Asked, answers_to, flush_of
+from genrt.engines.remote.connection import ServerBusy, ServerConnection
+from genrt.engines.remote.wire import (
+    HEADER_BYTES,
+    KINDS,
+    Question,
+    answer_bytes,
+    answers_to,
+    flush_of,
+    unpacked_tokenizer,
+)
 from genrt.engines.stepping import SteppedEngine
 from genrt.engines.weights import Layout, NamedTensors
 from genrt.errors import (
@@ -36,6 +43,7 @@ from genrt.errors import (
     InvalidRequest,
     UnknownAdapter,
 )
+from genrt.numbers import check_int
 from genrt.questions.contexts import TOKEN_BYTES, Adapter
 from genrt.questions.draws import DrawToken, PopulationDraw, batch_draw
 from genrt.questions.reads import ReadRequest
@@ -46,22 +54,22 @@ from genrt.questions.scores import ScoreRequest
 __all__ = ["RemoteEngine"]
 
 MOST_IN_BODY = 2**24
-"""How many bytes of contexts and masks are sent at once, about; more take several steps."""
+"""The approximate bound on the contexts and masks of one call, in bytes; more take several steps."""
 
 
 class RemoteEngine(SteppedEngine):
     """The engine of a server.
 
     Attributes:
-        adapters: those that the server had when this was made.
-        fingerprint: of the model and its weights then.
-        reads: the kinds of requests that are answered there, beside rows.
-        scores: true if scores are, each by computing its text once.
-        scores_rows: false: all rows of a text may be more than a call takes.
+        adapters: the server's adapters at the time of connection.
+        fingerprint: identifies the model and its weights at that time.
+        reads: the kinds of requests that the server answers, beside rows.
+        scores: whether the server scores texts, each in one forward.
+        scores_rows: false: all rows of a text may be too many for a call.
 
     Raises:
         EngineDied: the server cannot be reached, or the key is wrong.
-        EngineUnsupported: it is no genrt server.
+        EngineUnsupported: the URL is not a genrt server's.
     """
 
     reads = frozenset({*KINDS, PopulationDraw})
@@ -73,9 +81,9 @@ class RemoteEngine(SteppedEngine):
         api_key: str | None = None,
         *,
         timeout: float = 600.0,
-        on_connection: Callable[[Connection], None] = lambda connection: None,
+        on_connection: Callable[[ServerConnection], None] = lambda connection: None,
     ) -> None:
-        self._connection = Connection(url, api_key, timeout)
+        self._connection = ServerConnection(url, api_key, timeout)
         on_connection(self._connection)
         try:
             found = self._connection.get_json("/v1/runtime")
@@ -85,7 +93,7 @@ class RemoteEngine(SteppedEngine):
                 str(name): Adapter(str(name), int(version))
                 for name, version in dict(found["adapters"]).items()
             }
-            rows = _RemoteRows(int(found["vocab_size"]))
+            rows = _RemoteRows(check_int("vocab_size", found["vocab_size"], 1, 2**31))
             rows.tokenizer = unpacked_tokenizer(self._connection.get("/v1/tokenizer"))
             super().__init__(
                 rows, max_model_len=int(found["max_model_len"]), max_batch_size=max(1, most)
@@ -94,7 +102,7 @@ class RemoteEngine(SteppedEngine):
             self._connection.close()
             if not isinstance(error, KeyError | TypeError | ValueError | ServerBusy):
                 raise
-            raise EngineUnsupported(f"{url} is no genrt server that answers: {error}") from error
+            raise EngineUnsupported(f"{url} is not a working genrt server: {error}") from error
         self._rows = rows
         self._adapters |= set(self.adapters.values())
         self._direct: dict[Request, None] = {}
@@ -106,11 +114,11 @@ class RemoteEngine(SteppedEngine):
         return f"RemoteEngine({self._connection.url!r}, {len(self._direct)} in progress)"
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Take a flush, as ``SteppedEngine.submit`` does; nothing is sent before the next step."""
+        """Take a flush as ``SteppedEngine.submit`` does; the next step sends it."""
         if any(each in self._direct for each in requests):
             raise InvalidRequest("a request is in progress already: join it, don't submit it again")
         super().submit(requests)
-        for request in requests:  # those that were not refused, and are not drawn here
+        for request in requests:  # except refused ones, samples and completions
             if request in self._in_progress and isinstance(
                 request, LogprobsRequest | ReadRequest | PopulationDraw | ScoreRequest
             ):
@@ -118,17 +126,15 @@ class RemoteEngine(SteppedEngine):
                 self._direct[request] = None
 
     def step(self) -> list[Finished]:
-        """Ask the server about all that is in progress, or as much as a call takes, and wait for it.
-
-        A server that is busy is asked again in another step.
-        """
+        """Send the requests in progress, as many as a call takes, and wait for the answers. If the server
+        is busy, the next step sends them again."""
         if self._refused or not (self._direct or self._in_progress):
             return super().step()
         started = time.perf_counter()
         drawing, direct = self._next()
         self._drew_last = bool(drawing)
         contexts = [LogprobsRequest(each.context, each.request.adapter) for each in drawing]
-        asked: list[Asked] = [*contexts]
+        asked: list[Question] = [*contexts]
         for request in direct:
             asked += _questions(request)
         try:
@@ -147,7 +153,7 @@ class RemoteEngine(SteppedEngine):
             place += count
             del self._direct[request]
         rows = sum(isinstance(each, LogprobsRequest) for each in direct)
-        computed = sum(_length(each) for each in asked[len(contexts) :])
+        computed = sum(_token_count(each) for each in asked[len(contexts) :])
         scored = sum(len(each) for each in direct if isinstance(each, ScoreRequest))
         self._count(rows=rows, computed_tokens=computed, scored_tokens=scored)
         if not drawing:
@@ -161,8 +167,8 @@ class RemoteEngine(SteppedEngine):
             self._rows.found = {}
 
     def _next(self) -> tuple[list[Any], list[Request]]:
-        """Return what one call asks: texts that are drawn here, a row for each, and the rest. Where they
-        do not fit in one call, they take turns."""
+        """Return the contents of one call: texts drawn here, which need a row each, and other requests.
+        They take turns if they do not fit in one call."""
         drawing = list(islice(self._in_progress.values(), self.max_batch_size))
         oldest = next(iter(self._direct), None)
         if oldest is not None and oldest.weight > self.max_batch_size - len(drawing):
@@ -172,7 +178,7 @@ class RemoteEngine(SteppedEngine):
         return drawing, self._fitting(self.max_batch_size - len(drawing))
 
     def _advance(self, group: Sequence[Any], adapter: Adapter | None) -> list[Finished]:
-        """Draw from the rows that came; those that the server has an error for end with it."""
+        """Draw from the rows of this step; a text whose row failed ends with that error."""
         failed: list[Finished] = []
         sound: list[Any] = []
         for each in group:
@@ -184,7 +190,7 @@ class RemoteEngine(SteppedEngine):
         return failed + super()._advance(sound, adapter) if sound else failed
 
     def cancel(self, requests: Sequence[Request]) -> None:
-        """Forget these; what was sent has been answered."""
+        """Forget these requests; no call is in progress between steps."""
         for request in requests:
             if self._direct.pop(request, self) is None:
                 self._count(cancelled=1)
@@ -203,7 +209,7 @@ class RemoteEngine(SteppedEngine):
         self._connection.close()
 
     def _fitting(self, most: int) -> list[Request]:
-        """Return as many requests as one call takes, at least one: the oldest."""
+        """Return the oldest requests that fit in one call, at least one."""
         taken: list[Request] = []
         nbytes = weight = 0
         for request in self._direct:
@@ -214,24 +220,25 @@ class RemoteEngine(SteppedEngine):
             taken.append(request)
         return taken
 
-    def _asked(self, asked: Sequence[Asked]) -> list[Any]:
+    def _asked(self, asked: Sequence[Question]) -> list[Any]:
         """Return the server's results, errors among them."""
         body = flush_of(asked, self.fingerprint)
-        data = self._connection.post("/v1/flush", body)
+        most = sum(answer_bytes(each, self.vocab_size) for each in asked)
+        data = self._connection.post("/v1/flush", body, most=most + HEADER_BYTES)
         results, versions = answers_to(data, asked, self.vocab_size)
         for place, each in enumerate(asked):
             adapter = each.adapter
             if adapter is not None and versions.get(adapter.name) != adapter.version:
                 results[place] = UnknownAdapter(
-                    f"adapter {adapter.name!r} was loaded anew on the server: connect again"
+                    f"adapter {adapter.name!r} was replaced on the server: connect again"
                 )
         return results
 
     def _wait(self, seconds: float, started: float) -> list[Finished]:
-        """Wait for a busy server, not for ever."""
+        """Wait for a busy server, up to the timeout."""
         self._waited += (seconds := min(max(seconds, 0.05), 1.0))
         if self._waited > self._timeout:
-            waited, self._waited = self._waited, 0.0  # the next question's patience is its own
+            waited, self._waited = self._waited, 0.0
             self._direct.clear()
             self._fail(EngineFailed(f"the server was busy for {waited:.0f} s"), started)
         time.sleep(seconds)
@@ -244,12 +251,12 @@ class RemoteEngine(SteppedEngine):
 
     def _check(self, request: Request) -> None:
         if isinstance(request, PopulationDraw | ScoreRequest):
-            return  # its contexts are checked where they were made
+            return  # checked when the request was made
         super()._check(request)
 
 
 class _RemoteRows:
-    """The rows of one step as a SteppedModel has them: they have come already."""
+    """A SteppedModel that returns the rows received in this step."""
 
     device = torch.device("cpu")
     tokenizer: Any = None
@@ -265,30 +272,30 @@ class _RemoteRows:
         raise InvalidAdapter("adapters are loaded on the server")
 
     def unload_adapter(self, adapter: Adapter) -> None:
-        """Do nothing: it is the server's."""
+        """Do nothing: the server owns the adapter."""
 
     def layout(self) -> Layout:
         """Raise EngineUnsupported."""
         raise EngineUnsupported("weights are replaced where the model is: connect again after that")
 
     def load(self, tensors: NamedTensors) -> None:
-        """Raise what ``layout`` raises."""
+        """Raise EngineUnsupported."""
         self.layout()
 
     def close(self) -> None:
         """Do nothing: the engine closes the connection."""
 
 
-def _length(asked: Asked) -> int:
-    """Return how many tokens a question's text has."""
+def _token_count(asked: Question) -> int:
+    """Return the number of tokens of a question's text."""
     row = asked.row if isinstance(asked, ReadRequest) else asked
     return len(row.packed) // TOKEN_BYTES
 
 
-def _questions(request: Request) -> list[Asked]:
-    """Return what is asked for a request: of a population, a draw for each sequence."""
+def _questions(request: Request) -> list[Question]:
+    """Return a request's questions: for a population, a draw for each sequence."""
     if not isinstance(request, PopulationDraw):
-        return [cast("Asked", request)]
+        return [cast("Question", request)]
     masks = [None] * len(request) if request.masks is None else map(bytes, request.masks)
     seeds = request.seeds.tolist()
     return [
@@ -298,7 +305,7 @@ def _questions(request: Request) -> list[Asked]:
 
 
 def _finished(request: Request, results: Sequence[Any]) -> Finished:
-    """Return the end of a request: a population fails with one of its draws."""
+    """Return a finished request. A population fails with any of its draws."""
     failed = next((each for each in results if isinstance(each, GenrtError)), None)
     if failed is not None:
         return Finished(request, error=failed.fresh())

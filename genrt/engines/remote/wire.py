@@ -1,19 +1,24 @@
-"""A flush and its answers as bytes, for both ends of a connection.
+"""The wire format of a connection, for both ends: flushes, their answers, and a tokenizer as bytes.
 
-Both are the length of a JSON header (4 bytes, little-endian), the header, and arrays of little-endian
-numbers one after the other. Of a flush: token ids of the distinct contexts, uint32; candidates, uint32;
-distinct masks, packed as ``DrawToken`` has them. Of the answers, in order: rows, candidates' entries and
-scores, float32; draws, 3 float64; the likeliest tokens, int64, and their entries, float32.
+Flushes and answers have the length of a JSON header (4 bytes, little-endian), the header, and arrays of
+little-endian numbers. A flush has token ids of the distinct contexts, uint32; candidates, uint32;
+distinct masks, packed as in ``DrawToken``. The answers have, in order: rows, candidates' entries and
+scores, float32; draws, 3 float64; top tokens, int64, and their entries, float32. A tokenizer is a zip
+archive of its files, in formats without code, or a list of tokens.
 
-Nothing in here runs code of the other end's, and every number is checked before it is used.
+No code from the other end runs here, and every number is checked before use.
 """
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import math
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import PurePosixPath
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -21,6 +26,7 @@ import torch
 from torch import Tensor
 
 from genrt import errors
+from genrt.engines.folders import Folder
 from genrt.errors import EngineFailed, GenrtError, InvalidRequest
 from genrt.numbers import check_int
 from genrt.questions.contexts import Adapter, Limits
@@ -35,25 +41,41 @@ from genrt.questions.reads import (
 from genrt.questions.rows import LogprobsRequest, row_request
 from genrt.questions.scores import ScoreRequest, text_score_request
 from genrt.tokens.sampling import Draw, TopLogprobs
+from genrt.tokens.vocabulary import BytesTokenizer
 
-__all__ = ["KINDS", "AnotherModel", "Asked", "answers_of", "answers_to", "flush_of", "flush_to"]
+__all__ = [
+    "HEADER_BYTES",
+    "KINDS",
+    "AnotherModel",
+    "Question",
+    "answer_bytes",
+    "answers_of",
+    "answers_to",
+    "flush_of",
+    "flush_to",
+    "packed_tokenizer",
+    "unpacked_tokenizer",
+]
 
-Asked: TypeAlias = LogprobsRequest | ReadRequest | ScoreRequest
-"""What can be asked over a connection."""
+Question: TypeAlias = LogprobsRequest | ReadRequest | ScoreRequest
+"""The requests that a connection carries."""
 
 KINDS = frozenset({DrawToken, Candidates, TopTokens})
-"""The kinds of reads that can be."""
+"""The kinds of reads that a connection carries."""
 
 T = TypeVar("T")
 
 ROUNDING = 1e-3
-"""How far log-probabilities may be from those of a distribution."""
+"""The largest error of log-probabilities from those of a distribution."""
+
+HEADER_BYTES = 2**22
+"""The most bytes of an answer's header, apart from its errors."""
 
 U4, I8, F4, F8 = (np.dtype(each) for each in ("<u4", "<i8", "<f4", "<f8"))
 
 
-def flush_of(asked: Sequence[Asked], model: str) -> bytes:
-    """Return questions as bytes, for the model of this fingerprint. Draws have seeds, or are greedy."""
+def flush_of(asked: Sequence[Question], model: str) -> bytes:
+    """Return questions as bytes, for the model of this fingerprint."""
     contexts: dict[bytes, int] = {}
     masks: dict[bytes, int] = {}
     adapters: dict[str | None, int] = {}
@@ -92,7 +114,7 @@ def flush_of(asked: Sequence[Asked], model: str) -> bytes:
         "questions": questions,
     }
     ids = [np.frombuffer(packed, np.uint32).astype(U4).tobytes() for packed in contexts]
-    return _joined(header, [*ids, np.array(candidates, U4).tobytes(), *masks])
+    return _framed(header, [*ids, np.array(candidates, U4).tobytes(), *masks])
 
 
 def flush_to(
@@ -102,20 +124,20 @@ def flush_to(
     *,
     model: str,
     most: int,
-) -> list[Asked | GenrtError]:
-    """Return the questions that bytes hold; errors in the place of those that cannot be asked.
+) -> list[Question | GenrtError]:
+    """Return the questions of a flush, with an error in the place of each invalid one.
 
     Args:
         bound: returns the adapter of a name, or raises.
         model: the fingerprint of the model that answers.
-        most: how many questions there may be.
+        most: the most questions of a flush.
 
     Raises:
-        InvalidRequest: they hold no questions; AnotherModel, ones to another model.
+        InvalidRequest: the bytes are malformed. AnotherModel: they are for another model.
     """
     if int.from_bytes(data[:4], "little") > 256 * (most + 16):  # a question takes less
         raise InvalidRequest(f"a flush has {most} questions at most")
-    header, rest = _apart(data)
+    header, rest = _unframed(data)
     if header.get("model") != model:
         raise AnotherModel
     lengths, questions = header.get("contexts"), header.get("questions")
@@ -146,13 +168,15 @@ def flush_to(
     reader.end()
     of_candidates = iter(candidates)
     return [
-        _asked(limits, question, contexts[question[1]], adapters[question[2]], masks, of_candidates)
+        _request_of(
+            limits, question, contexts[question[1]], adapters[question[2]], masks, of_candidates
+        )
         for question in picked
     ]
 
 
 class AnotherModel(InvalidRequest):
-    """The questions are to a model that is served no more, or to weights that were replaced."""
+    """The questions are for another model, or for weights that were replaced."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -161,7 +185,7 @@ class AnotherModel(InvalidRequest):
 
 
 def _tried(make: Callable[[], T]) -> T | GenrtError:
-    """Return what a function returns, or the error of genrt's that it raises."""
+    """Return the result of a function, or the GenrtError that it raises."""
     try:
         return make()
     except GenrtError as error:
@@ -171,20 +195,20 @@ def _tried(make: Callable[[], T]) -> T | GenrtError:
 def _question(given: Any, contexts: int, adapters: int) -> list[Any]:
     fields = {"row": 3, "draw": 6, "candidates": 5, "top": 4, "score": 6}
     if not isinstance(given, list) or not given or fields.get(str(given[0])) != len(given):
-        raise InvalidRequest("a question of the flush is none")
+        raise InvalidRequest("a question of the flush is malformed")
     check_int("a question's context", given[1], 0, contexts - 1)
     check_int("a question's adapter", given[2], 0, adapters - 1)
     return given
 
 
-def _asked(
+def _request_of(
     limits: Limits,
     question: list[Any],
     context: np.ndarray,
     adapter: Adapter | GenrtError | None,
     masks: Sequence[np.ndarray],
     candidates: Iterator[np.ndarray],
-) -> Asked | GenrtError:
+) -> Question | GenrtError:
     kind = question[0]
     wanted = next(candidates) if kind == "candidates" else np.empty(0, np.int64)
     if isinstance(adapter, GenrtError):
@@ -206,7 +230,7 @@ def _asked(
 
 
 def answers_of(results: Sequence[Any], versions: dict[str, int]) -> bytes:
-    """Return results as bytes, errors among them, with the versions of the adapters that were asked."""
+    """Return results and errors as bytes, with the versions of the adapters in use."""
     failed: dict[str, list[str]] = {}
     parts: list[bytes] = []
     for place, result in enumerate(results):
@@ -219,56 +243,70 @@ def answers_of(results: Sequence[Any], versions: dict[str, int]) -> bytes:
             parts.append(result.logprobs.numpy().astype(F4).tobytes())
         else:
             parts.append(result.numpy().astype(F4, copy=False).tobytes())
-    return _joined({"errors": failed, "adapters": versions}, parts)
+    return _framed({"errors": failed, "adapters": versions}, parts)
 
 
 def answers_to(
-    data: bytes, asked: Sequence[Asked], vocab_size: int
+    data: bytes, asked: Sequence[Question], vocab_size: int
 ) -> tuple[list[Any], dict[str, int]]:
     """Return the results that bytes hold, errors among them, and the versions of the adapters. A result
     that no model gives is an error of the server's, for its question alone.
 
     Raises:
-        EngineFailed: they hold no results of these questions.
+        EngineFailed: they are malformed.
     """
     try:
-        header, rest = _apart(data)
+        header, rest = _unframed(data)
         reader, failed = _Reader(rest), header["errors"]
         results: list[Any] = [
-            _error(*failed[str(place)])
+            _error_of(*failed[str(place)])
             if str(place) in failed
-            else _checked(request, _result(request, reader, vocab_size), vocab_size)
+            else _verified(request, _read_result(request, reader, vocab_size), vocab_size)
             for place, request in enumerate(asked)
         ]
         reader.end()
         versions = {str(name): int(version) for name, version in header["adapters"].items()}
     except (InvalidRequest, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise EngineFailed(f"the server's answer is none: {error}") from error
+        raise EngineFailed(f"the server's answer is malformed: {error}") from error
     return results, versions
 
 
-def _result(request: Asked, reader: _Reader, vocab_size: int) -> Any:
+def answer_bytes(request: Question, vocab_size: int) -> int:
+    """Return how many bytes the answer to a question has at most; one that fails has a message."""
+    wanted = request.wanted if isinstance(request, ReadRequest) else None
+    if isinstance(wanted, TopTokens):
+        count = 3 * wanted.k
+    elif isinstance(request, ScoreRequest):
+        count = 2 * len(request)
+    else:
+        count = vocab_size if wanted is None else len(getattr(wanted, "token_ids", (0,) * 6))
+    return F4.itemsize * count + 2**12
+
+
+def _read_result(request: Question, reader: _Reader, vocab_size: int) -> Any:
     wanted = request.wanted if isinstance(request, ReadRequest) else None
     if isinstance(wanted, DrawToken):
         token_id, logprob, log_mass = reader.take(F8, 3).tolist()
         if token_id not in range(-1, vocab_size):
-            raise InvalidRequest("a draw's token is none of the vocabulary")
+            raise InvalidRequest("a draw's token is outside the vocabulary")
         return Draw(int(token_id), logprob, log_mass)
     if isinstance(wanted, TopTokens):
-        return TopLogprobs(_tensor(reader.take(I8, wanted.k)), _tensor(reader.take(F4, wanted.k)))
+        return TopLogprobs(
+            _to_tensor(reader.take(I8, wanted.k)), _to_tensor(reader.take(F4, wanted.k))
+        )
     if isinstance(request, ScoreRequest):
-        found = _tensor(reader.take(F4, len(request) * (1 + (request.wanted == "greedy"))))
+        found = _to_tensor(reader.take(F4, len(request) * (1 + (request.wanted == "greedy"))))
         return found.view(2, -1) if request.wanted == "greedy" else found
     count = vocab_size if wanted is None else len(wanted.token_ids)  # type: ignore[attr-defined]
-    return _tensor(reader.take(F4, count))
+    return _to_tensor(reader.take(F4, count))
 
 
-def _checked(request: Asked, result: Any, vocab_size: int) -> Any:
-    """Return a result, or an error in its place if no model gives it."""
+def _verified(request: Question, result: Any, vocab_size: int) -> Any:
+    """Return a result, or an error if it cannot be a model's."""
     wanted = request.wanted if isinstance(request, ReadRequest) else None
     is_sound = True
     if isinstance(wanted, DrawToken):
-        is_sound = _is_draw(wanted, result)
+        is_sound = _is_valid_draw(wanted, result)
     elif isinstance(wanted, TopTokens):
         ids, logprobs = result
         is_sound = (
@@ -287,16 +325,20 @@ def _checked(request: Asked, result: Any, vocab_size: int) -> Any:
             ((rows[1:] == 0) | (rows[1:] == 1)).all()
         )
     else:
-        is_sound = abs(float(result.logsumexp(-1))) <= ROUNDING  # which NaN is not
-    return result if is_sound else EngineFailed(f"the server's answer to {request} is of no model")
+        is_sound = abs(float(result.logsumexp(-1))) <= ROUNDING  # false for NaN
+    return (
+        result
+        if is_sound
+        else EngineFailed(f"the server's answer to {request} cannot be a model's")
+    )
 
 
 def _are_entries(logprobs: Tensor) -> bool:
-    """Return whether these are log-probabilities of distinct tokens; no comparison with NaN holds."""
+    """Return whether these are log-probabilities of distinct tokens; false for NaN."""
     return bool((logprobs <= ROUNDING).all()) and float(logprobs.exp().sum()) <= 1.0 + ROUNDING
 
 
-def _is_draw(wanted: DrawToken, draw: Draw) -> bool:
+def _is_valid_draw(wanted: DrawToken, draw: Draw) -> bool:
     token_id, logprob, log_mass = draw
     if token_id == -1:
         return wanted.mask is not None and logprob == log_mass == -math.inf
@@ -309,20 +351,20 @@ def _is_draw(wanted: DrawToken, draw: Draw) -> bool:
     return logprob == 0.0 if wanted.temperature == 0.0 else logprob > -math.inf
 
 
-def _tensor(numbers: np.ndarray) -> Tensor:
-    """Return numbers in storage of their own, in the byte order of this machine."""
+def _to_tensor(numbers: np.ndarray) -> Tensor:
+    """Return a copy of the numbers in the byte order of this machine."""
     return torch.from_numpy(numbers.astype(numbers.dtype.newbyteorder("=")))
 
 
-def _error(kind: str, message: str) -> GenrtError:
-    """Return an error of the other end's as one of genrt's."""
+def _error_of(kind: str, message: str) -> GenrtError:
+    """Return an error from its class name and message."""
     found = getattr(errors, kind, EngineFailed) if kind in errors.__all__ else EngineFailed
     made: GenrtError = found(message)
     return made
 
 
 class _Reader:
-    """Takes arrays off bytes, one after the other."""
+    """Reads arrays from bytes, one after the other."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
@@ -338,18 +380,18 @@ class _Reader:
         return found
 
     def end(self) -> None:
-        """Raise InvalidRequest unless all has been taken."""
+        """Raise InvalidRequest unless all bytes are read."""
         if self._at != len(self._data):
             raise InvalidRequest("its arrays are longer than its header says")
 
 
-def _joined(header: dict[str, Any], parts: Sequence[Any]) -> bytes:
+def _framed(header: dict[str, Any], parts: Sequence[Any]) -> bytes:
     encoded = json.dumps(header, allow_nan=False, separators=(",", ":")).encode()
     return b"".join([len(encoded).to_bytes(4, "little"), encoded, *parts])
 
 
-def _apart(data: bytes) -> tuple[dict[str, Any], memoryview]:
-    """Return the header and what follows it. Raises InvalidRequest if there is none."""
+def _unframed(data: bytes) -> tuple[dict[str, Any], memoryview]:
+    """Return the header and the bytes after it. Raises InvalidRequest if the header is malformed."""
     view = memoryview(data)
     size = int.from_bytes(view[:4], "little")
     if len(view) < 4 or size > len(view) - 4:
@@ -357,7 +399,74 @@ def _apart(data: bytes) -> tuple[dict[str, Any], memoryview]:
     try:
         header = json.loads(bytes(view[4 : 4 + size]))
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"its header is no JSON: {error}") from error
+        raise InvalidRequest(f"its header is not JSON: {error}") from error
     if not isinstance(header, dict):
-        raise InvalidRequest("its header is no JSON object")
+        raise InvalidRequest("its header is not a JSON object")
     return header, view[4 + size :]
+
+
+# -- tokenizers -------------------------------------------------------------------------------------
+
+SUFFIXES = frozenset({".json", ".txt", ".jinja", ".model"})
+"""The suffixes of a tokenizer's files."""
+
+MOST_BYTES = 2**28
+"""The largest size of a tokenizer's files together."""
+
+MOST_FILES = 64
+
+TOKEN_LIST = "bytes_tokenizer.json"
+
+
+def packed_tokenizer(tokenizer: Any) -> bytes:
+    """Return a tokenizer as a zip archive; an empty archive for ``None``."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        if isinstance(tokenizer, BytesTokenizer):
+            tokens = [base64.b64encode(each).decode() for each in tokenizer.byte_vocab]
+            value = {"vocabulary": tokens, "eos_token_id": tokenizer.eos_token_id}
+            archive.writestr(TOKEN_LIST, json.dumps(value))
+        elif tokenizer is not None:
+            with Folder("tokenizer") as directory:
+                tokenizer.save_pretrained(directory)
+                for path in sorted(directory.iterdir()):
+                    if path.suffix in SUFFIXES and path.is_file():
+                        archive.write(path, path.name)
+    return packed.getvalue()
+
+
+def unpacked_tokenizer(data: bytes) -> Any:
+    """Return the tokenizer of an archive, and ``None`` for an empty archive.
+
+    Raises:
+        EngineFailed: the archive is malformed, or transformers cannot read its files.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            files = archive.infolist()
+            if not files:
+                return None
+            if sum(each.file_size for each in files) > MOST_BYTES or len(files) > MOST_FILES:
+                raise ValueError(f"it has over {MOST_FILES} files, or {MOST_BYTES} bytes")
+            if [each.filename for each in files] == [TOKEN_LIST]:
+                return _token_list(json.loads(archive.read(TOKEN_LIST)))
+            with Folder("tokenizer") as directory:
+                for each in files:
+                    name = PurePosixPath(each.filename)
+                    if len(name.parts) != 1 or name.suffix not in SUFFIXES or "\\" in each.filename:
+                        raise ValueError(f"{each.filename} is not a file of a tokenizer")
+                    (directory / name.name).write_bytes(archive.read(each))
+                return _read_tokenizer(str(directory))
+    except Exception as error:  # transformers raises errors of any type
+        raise EngineFailed(f"the server's tokenizer cannot be read: {error}") from error
+
+
+def _token_list(value: dict[str, Any]) -> BytesTokenizer:
+    tokens = [base64.b64decode(each) for each in value["vocabulary"]]
+    return BytesTokenizer(tokens, eos_token_id=value["eos_token_id"])
+
+
+def _read_tokenizer(directory: str) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)

@@ -29,7 +29,7 @@ from genrt.questions.contexts import Adapter
 from genrt.questions.draws import PopulationDraw, launch_draws
 from genrt.questions.rows import LogprobsRequest, not_finite
 from genrt.questions.sequences import Contexts, SequenceHandle
-from genrt.tokens.rows import Leaving, together
+from genrt.tokens.rows import Leaving, gather_rows
 from genrt.tokens.sampling import DrawGraphs
 
 __all__ = ["EarlyDelivery", "LaunchedDraws", "SeatedPopulations"]
@@ -369,7 +369,7 @@ class SeatedPopulations:
         mine = seats.request_ids
         if len(seats.rows) < len(mine):
             return None
-        rows = together([seats.rows[each] for each in mine])
+        rows = gather_rows([seats.rows[each] for each in mine])
         drawn = self.drawn([population], mine, rows)
         self.answer([population], drawn)
         return drawn.ends[0]

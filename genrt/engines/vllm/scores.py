@@ -32,7 +32,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from genrt.engines.vllm.capture import log_probabilities
 from genrt.engines.vllm.requests import FIRST
 from genrt.errors import EngineFailed, EngineUnsupported
-from genrt.questions.scores import ScoreRequest, Wanted, entries
+from genrt.questions.scores import ScoreRequest, Wanted, score_entries
 from genrt.tokens.rows import Leaving, moved
 
 __all__ = ["Positions", "attach", "positions_of"]
@@ -188,7 +188,7 @@ class Positions:
         heat = torch.tensor(heats, dtype=torch.float64)
         heated = None if set(heats) == {1.0} else moved(heat, self._device)
         found = [
-            entries(rows, targets[part], wants, None if heated is None else heated[part])
+            score_entries(rows, targets[part], wants, None if heated is None else heated[part])
             for part, rows in self._rows(group)
         ]
         leaving, at = Leaving(_cat(found, dim=-1)), 0

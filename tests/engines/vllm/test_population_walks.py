@@ -1,171 +1,135 @@
-"""Random walks of populations: draws are cancelled, timed out and overtaken by restarts, sequences are
-resampled, changed, cut, split, joined and closed, and others ask the same engine. Each draw is a quiet
-runtime's, and nothing stays behind."""
+"""The walk of populations on vLLM, and what ended populations give back."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import gc
-import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import genrt
-from genrt.errors import TimedOut
 from genrt.lm import AsyncLM
 from genrt.populations import Population
 from tests.engines.vllm.ahead import (
     COUNT,
     OPTIONS,
     Runtimes,
-    all_the_same,
-    halved,
     held,
     run_always_ahead,
     two_runtimes,
     under_way,
 )
+from tests.population_walk import EVENTS, walk
+from tests.population_walk import Runtime as WalkedRuntime
+from tests.small_models import make_llama
 
 pytestmark = pytest.mark.vllm
 
-SEQUENCES = 24
-LONGEST = 90
+BLOCK = 2 * 2 * 32 * 2 * 4 * 32
+"""Bytes: layers, KV heads, head size, K and V, of a float32, tokens."""
+TIGHT = {"max_num_seqs": 12, "block_size": 32, "kv_cache_memory_bytes": 34 * BLOCK}
+BREAKS = ("fails", "not_finite")
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["at once", "ahead"])
 def runtimes(llama: Path, request: pytest.FixtureRequest) -> Iterator[Runtimes]:
-    with two_runtimes(llama, ahead=request.param, max_num_seqs=SEQUENCES) as both:
+    with two_runtimes(llama, ahead=request.param, max_num_seqs=24) as both:
         yield both
 
 
-class Walk:
-    """Populations and what happens to them."""
-
-    def __init__(self, lm: AsyncLM, count: int, seed: int) -> None:
-        self.lm = lm
-        self.rng = random.Random(seed)
-        self.populations = [self.new() for _ in range(count)]
-
-    def ids(self, count: int) -> list[int]:
-        return [self.rng.randrange(self.lm.vocab_size) for _ in range(count)]
-
-    def new(self) -> Population:
-        count = self.rng.choice([1, 3, COUNT, COUNT])
-        if self.rng.random() < 0.5:
-            return self.lm.population(self.ids(20), count)
-        return self.lm.population([[n, *self.ids(6)] for n in range(count)])
-
-    def any(self) -> Population:
-        return self.rng.choice(self.populations)
-
-    async def cancelled(self) -> None:
-        """A draw is given up, anywhere on its way."""
-        draw = asyncio.ensure_future(self.any().draw(seed=self.rng.randrange(99)))
-        for _ in range(self.rng.randrange(6)):
-            await asyncio.sleep(0)
-        if self.rng.random() < 0.5:  # one that has reached the engine, whose step goes on
-            await self.lm.next_token_logprobs(self.ids(1))
-        draw.cancel()
-        await asyncio.gather(draw, return_exceptions=True)
-
-    async def timed_out(self) -> None:
-        with contextlib.suppress(TimedOut):
-            await self.any().draw(timeout=self.rng.choice([0.0, 0.0001, 0.002]))
-
-    async def restarted(self) -> None:
-        """In the middle of a draw, which fails or is answered."""
-        draw = asyncio.ensure_future(self.any().draw(seed=1))
-        await asyncio.sleep(0)
-        await asyncio.gather(self.lm.arestart(), draw, return_exceptions=True)
-
-    async def evicted(self) -> None:
-        await self.lm.batch_next_token_logprobs([self.ids(40) for _ in range(40)])
-
-    async def from_another_loop(self) -> None:
-        """A closed loop's population goes on in this one."""
-        await asyncio.to_thread(self.any().draw_sync, seed=3)
-
-    async def asked_about(self) -> None:
-        """A row of one of its sequences."""
-        context = self.rng.choice([*self.any()])
-        assert float((await self.lm.next_token_logprobs(context)).logsumexp(0).abs()) < 1e-3
-
-    def change(self, place: int) -> None:
-        """Another population of the same sequences, copied, cut, joined or with other last tokens."""
-        population, rng = self.populations[place], self.rng
-        count, chance = len(population), rng.random()
-        if chance < 0.2:
-            population.resample(halved(rng, count))
-        elif chance < 0.4:
-            population.resample([rng.randrange(count) for _ in range(count)])
-        elif chance < 0.45:
-            population.cut([max(5, int(n) - rng.randrange(3)) for n in population.lengths])
-        elif chance < 0.55:
-            drawn = population.token_ids[range(count), population.lengths - 1].tolist()
-            population.cut([int(n) - 1 for n in population.lengths])
-            population.append([rng.choice([token, 7]) for token in drawn])
-        elif chance < 0.65 and count > 1:
-            first, second = population.split([count // 3 or 1, count - (count // 3 or 1)])
-            self.populations[place] = second.join(first)
-        elif chance < 0.7:
-            population.close()
-            self.populations[place] = self.new()
-        if int(self.populations[place].lengths.max()) > LONGEST:
-            self.populations[place].cut(20)
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Other weights for ``llama``."""
+    return make_llama(tmp_path_factory.mktemp("other") / "model", seed=7)
 
 
-@pytest.mark.parametrize(
-    ("count", "seed", "steps"),
-    [
-        (1, 0, 40),
-        (2, 1, 40),
-        (4, 2, 40),
-        *(pytest.param(n, n, 150, marks=pytest.mark.proof) for n in range(1, 5)),
-    ],
-)
+@contextlib.contextmanager
+def broken(how: str) -> Iterator[None]:
+    """Have the steps of engines fail, or a row of theirs be not finite."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    from genrt.engines.vllm import capture, runners
+
+    log_probabilities = capture.log_probabilities
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("scripted failure")
+
+    def poisoned(logits: torch.Tensor, **options: Any) -> torch.Tensor:
+        rows = log_probabilities(logits, **options).clone()
+        rows[-1, 0] = float("nan")
+        return rows
+
+    with pytest.MonkeyPatch.context() as patch:
+        if how == "fails":
+            patch.setattr(GPUModelRunner, "_model_forward", fails)
+        else:
+            patch.setattr(runners, "log_probabilities", poisoned)
+        yield
+
+
+async def walked(
+    both: Runtimes, paths: list[Path], seed: int, steps: int, without: Sequence[str] = ()
+) -> None:
+    """Walk on vLLM, between the weights of two checkpoints, and end with the first one's."""
+    lm, quiet = both
+
+    async def update() -> None:
+        paths.reverse()
+        for each in both:
+            await each.update_weights(paths[0])
+
+    runtime = WalkedRuntime(
+        lm,
+        quiet,
+        [each for each in EVENTS if each not in without],
+        longest=90,
+        tolerance=1e-3,
+        update=update,
+        breaks=broken,
+    )
+    made = await walk(runtime, seed, steps, most=4)
+    if made.counts.get("updated", 0) % 2:
+        await update()
+    assert under_way(lm) == (0, 0)
+    statistics = lm.statistics().engine
+    assert statistics.forked > 0  # since the last restart
+    assert statistics.extended > 0
+
+
+WALKS = [(0, 40), *(pytest.param(seed, 150, marks=pytest.mark.proof) for seed in range(1, 4))]
+
+
+@pytest.mark.promise(number=36)
+@pytest.mark.parametrize(("seed", "steps"), WALKS)
 @pytest.mark.parametrize("is_always", [False, True])
-async def test_whatever_happens_draws_are_those_of_the_sequences(
+async def test_each_draw_is_its_own_context_s_on_vllm(
     runtimes: Runtimes,
-    count: int,
+    llama: Path,
+    other: Path,
     seed: int,
     steps: int,
     is_always: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Some ask and some don't; what happens to one happens while the others draw."""
     if is_always:
         run_always_ahead(monkeypatch)
-    lm, quiet = runtimes
-    walk = Walk(lm, count, seed)
-    rng = walk.rng
-    events = [walk.cancelled, walk.timed_out, walk.evicted, walk.from_another_loop]
-    for step in range(steps):
-        asked = walk.populations
-        if rng.random() < 0.4:
-            asked = rng.sample(asked, rng.randrange(1, count + 1))
-        if not is_always and step in (steps // 3, steps // 2):
-            await walk.restarted()
-        beside = [walk.asked_about()] if rng.random() < 0.3 else []
-        if rng.random() < 0.3:
-            event = rng.choice(events)
-            if count == 1:
-                await event()
-            else:
-                beside.append(event())
-        await asyncio.gather(all_the_same(asked, quiet, rng.randrange(10**6)), *beside)
-        for place in range(count):
-            walk.change(place)
-    assert under_way(lm) == (0, 0)
-    statistics = lm.statistics()
-    assert (statistics.batcher.queued, statistics.batcher.in_flight) == (0, 0)
-    assert statistics.engine.forked > 0  # since the last restart
-    assert statistics.engine.extended > 0
-    for each in walk.populations:
-        each.close()
+    without = (*BREAKS, *["restarted"] * is_always)
+    await walked(runtimes, [llama, other], seed, steps, without)
+
+
+@pytest.mark.parametrize(("seed", "steps"), [(0, 30), *WALKS[1:]])
+async def test_and_with_hardly_any_memory_and_steps_that_fail(
+    llama: Path, other: Path, seed: int, steps: int
+) -> None:
+    with two_runtimes(llama, ahead=False, **TIGHT) as both:
+        await walked(both, [llama, other], seed, steps)
+        assert both[0].statistics().engine.evicted > 0
 
 
 # -- what is given back -------------------------------------------------------------------------

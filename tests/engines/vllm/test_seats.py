@@ -251,13 +251,13 @@ def test_many_generations_leave_every_block_with_whom_it_belongs(seed: int, hash
                 blocks += all_of.pool.get_new_blocks(1)
 
 
-LAYERS, BLOCKS, HEADS, TOKENS, SIZE = 3, 5, 2, 4, 6
+LAYERS, BLOCKS, HEADS, TOKENS, WIDTH = 3, 5, 2, 4, 6
 
 
 def caches_in(order: str) -> list[torch.Tensor]:
     """The caches ``[B, H, N, C]`` of all layers, which lie in one memory with the axes in this order."""
-    sizes = {"L": LAYERS, "B": BLOCKS, "H": HEADS, "N": TOKENS, "C": SIZE}
-    memory = torch.arange(LAYERS * BLOCKS * HEADS * TOKENS * SIZE, dtype=torch.int64)
+    sizes = {"L": LAYERS, "B": BLOCKS, "H": HEADS, "N": TOKENS, "C": WIDTH}
+    memory = torch.arange(LAYERS * BLOCKS * HEADS * TOKENS * WIDTH, dtype=torch.int64)
     whole = memory.view([sizes[axis] for axis in order]).permute([order.index(a) for a in "LBHNC"])
     return list(whole.unbind())
 
@@ -282,7 +282,7 @@ def test_a_block_is_found_where_it_is_one_stretch(order: str, is_one_stretch: bo
 def test_blocks_in_parts_are_one_stretch_if_the_parts_follow_each_other() -> None:
     from genrt.engines.vllm.seats import _alike
 
-    count = BLOCKS * HEADS * TOKENS * SIZE
+    count = BLOCKS * HEADS * TOKENS * WIDTH
     assert _alike([torch.arange(count).view(2 * BLOCKS, -1)], BLOCKS) == (48, 48)
     apart = torch.arange(2 * count).view(2 * BLOCKS, 2, -1)[:, 0]
     assert _alike([apart], BLOCKS) is None

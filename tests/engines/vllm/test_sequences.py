@@ -89,14 +89,14 @@ def ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
     return bool(request.param)
 
 
-@pytest.fixture(params=["by content", "by number"])
+@pytest.fixture(params=["apart", "as a batch"])
 def drawing(request: pytest.FixtureRequest) -> Callable[..., BatchDraw]:
-    """Draws after many contexts, each of them a question of its own, or as one batch that goes on."""
+    """Draws after many contexts, each of them a question of its own, or all as one."""
 
-    def by_number(lm: AsyncLM, contexts: Sequence[Sequence[int]], **options: Any) -> BatchDraw:
+    def as_a_batch(lm: AsyncLM, contexts: Sequence[Sequence[int]], **options: Any) -> BatchDraw:
         return lm.batch_draw_sync(contexts, **options)
 
-    return drawn_apart_sync if request.param == "by content" else by_number
+    return drawn_apart_sync if request.param == "apart" else as_a_batch
 
 
 @pytest.mark.promise(number=3)
@@ -226,9 +226,8 @@ def test_what_was_drawn_is_computed_before_it_is_asked_and_never_mistaken_for_so
         particles = [[choose.randrange(320) for _ in range(55)] for _ in range(10)]
         for _ in range(12):
             particles = draw(particles)
-        # By content all but three, after which two steps are seen to be alike; by number all but two, as
-        # whose sequences are known needs no second step.
-        grown = (9 if drawing is drawn_apart_sync else 10) if ahead else 0
+        # All but three, after which two steps are seen to be alike.
+        grown = 9 if ahead else 0
         assert speculated() == grown
         particles = draw([altered(particles[0]), *particles[1:]])
         particles = draw(list(map(altered, particles)))

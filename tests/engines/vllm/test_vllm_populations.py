@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +18,22 @@ from genrt.engines.protocol import Finished
 from genrt.engines.vllm.engine import VLLMEngine
 from genrt.engines.vllm.populations import EarlyDelivery
 from genrt.engines.vllm.runners import step_rows
-from genrt.errors import EngineFailed, NotFinite
+from genrt.errors import NotFinite
 from genrt.questions.completions import SampleRequest
 from genrt.questions.contexts import Adapter, Limits
 from genrt.questions.draws import PopulationDraw
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.sequences import Contexts, Origins, Sequences
-from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.cache import RowCache
 from genrt.tokens.sampling import BatchDraw
+from tests.scripted import Answers
 
 pytestmark = pytest.mark.vllm
 
 SIZE = 320
 SLOTS = 12
 LONGEST = 200
-BLOCK = 2 * 2 * 32 * 2 * 4 * 32
-"""Bytes: layers, KV heads, head size, K and V, of a float32, tokens."""
 HAS_LORA = not torch.cuda.is_available()
 """vLLM's LoRA kernels for CUDA take 16 bits only, and these tests are of float32."""
 OPTIONS: dict[str, Any] = {
@@ -108,7 +105,7 @@ class Turns:
 
     def __init__(self, engine: VLLMEngine, oracle: Oracle) -> None:
         self.engine = engine
-        self.answering = AnsweringEngine(engine, RowCache(0))
+        self.answering = Answers(engine, RowCache(0))
         self.oracle = oracle
         self.ends: dict[Request, Finished] = {}
         self.went_on = 0
@@ -181,24 +178,9 @@ def engine(llama: Path) -> Iterator[VLLMEngine]:
     opened.close()
 
 
-@pytest.fixture(scope="module")
-def tight(llama: Path) -> Iterator[VLLMEngine]:
-    """An engine whose blocks hold few of the sequences."""
-    from genrt.engines.vllm.opening import open_vllm
-
-    opened = open_vllm(str(llama), options=OPTIONS | {"kv_cache_memory_bytes": 34 * BLOCK})
-    yield opened
-    opened.close()
-
-
 @pytest.fixture
 def turns(engine: VLLMEngine, oracle: Oracle) -> Iterator[Turns]:
     yield from checked(engine, oracle)
-
-
-@pytest.fixture
-def tight_turns(tight: VLLMEngine, oracle: Oracle) -> Iterator[Turns]:
-    yield from checked(tight, oracle)
 
 
 def checked(engine: VLLMEngine, oracle: Oracle) -> Iterator[Turns]:
@@ -526,159 +508,6 @@ def test_a_population_of_an_adapter_goes_on_with_that_one_alone(
         grow(rebound, second)
         turns.grow(base_too)
     turns.answering.remove_adapter(second)
-
-
-# -- whatever happens -------------------------------------------------------------------------------
-
-
-class Walk:
-    """Populations of one engine that grow, are resampled, cut, taken, joined and asked about in part,
-    together, beside rows and texts; some questions are cancelled, and some steps fail."""
-
-    def __init__(
-        self, turns: Turns, seed: int, breaks: Callable[[str], AbstractContextManager[None]]
-    ) -> None:
-        self.turns, self.breaks = turns, breaks
-        self.chance = random.Random(seed)
-        self.all = [Particles([*contexts_of(1, 20, seed) * 4, *contexts_of(2, 31, seed)])]
-        self.asked = 0
-
-    def step(self) -> None:
-        chance, turns = self.chance, self.turns
-        several = chance.sample(self.all, min(len(self.all), chance.choice([1, 1, 2])))
-        places: list[list[int] | None] = [
-            sorted(chance.sample(range(len(each.lists)), chance.randint(1, len(each.lists))))
-            if chance.random() < 0.25
-            else None
-            for each in several
-        ]
-        seed = chance.randrange(10**6)
-        questions = [each.question(seed, at) for each, at in zip(several, places, strict=True)]
-        self.asked += len(questions)
-        beside = [self.row() for _ in range(chance.choice([0, 0, 1, 2]))]
-        beside = [*dict.fromkeys(beside)]
-        texts = [SampleRequest((seed % SIZE,), 9, seed=1)] if chance.random() < 0.1 else []
-        turns.submit(*questions, *beside, *texts)
-        how = chance.random()
-        if how < 0.1:
-            if chance.random() < 0.5 and self.turns.engine._in_progress:
-                turns.step()
-            gone: list[Request] = (
-                [*questions] if chance.random() < 0.5 else [*questions[:1], *beside]
-            )
-            turns.answering.cancel(gone)
-        elif how < 0.16:
-            with self.breaks("fails"), pytest.raises(EngineFailed, match="scripted"):
-                turns.finish(*questions, *beside)
-        elif how < 0.22:
-            with self.breaks("not finite"):
-                turns.step()
-        while turns.engine._in_progress or turns.engine._ended or len(turns.engine._samples):
-            turns.step()
-        for row in beside:
-            if row in turns.ends:
-                self.check(row)
-        for each, at, question in zip(several, places, questions, strict=True):
-            if question in turns.ends and (found := self.check(question)) is not None:
-                each.answered(question, at)
-                token_ids = np.full(len(each.lists), -1)
-                token_ids[slice(None) if at is None else at] = found.token_ids.numpy()
-                each.append(token_ids.tolist())
-            if max(map(len, each.lists)) > LONGEST - 40:
-                each.cut([chance.randrange(1, 50)] * len(each.lists))
-        turns.ends.clear()
-        self.change()
-
-    def check(self, request: PopulationDraw | LogprobsRequest) -> Any:
-        if self.turns.ends[request].error is not None:
-            assert isinstance(self.turns.ends[request].error, NotFinite)
-            return None
-        return self.turns.check(request)
-
-    def row(self) -> LogprobsRequest:
-        """A context that shares much with a sequence."""
-        known = self.chance.choice(self.chance.choice(self.all).lists)
-        end = self.chance.choice([len(known), len(known), len(known) - 1, len(known) // 2])
-        return LogprobsRequest((*known[:end], self.chance.randrange(SIZE)))
-
-    def change(self) -> None:
-        chance, how = self.chance, self.chance.random()
-        number = chance.randrange(len(self.all))
-        each = self.all[number]
-        count = len(each.lists)
-        if how < 0.25:
-            self.all[number] = each.take(sorted(chance.choices(range(count), k=count)))
-        elif how < 0.32:
-            each.cut([max(1, len(one) - chance.randrange(4)) for one in each.lists])
-        elif how < 0.38 and len(self.all) < 3:
-            self.all.append(each.take(chance.choices(range(count), k=chance.randrange(1, 5))))
-        elif how < 0.44 and len(self.all) > 1:
-            other = self.all.pop(number)
-            joined = self.all[0].join(other)
-            self.all[0] = joined.take(range(min(len(joined.lists), 8)))
-        elif how < 0.5 and count > 1:
-            self.all[number] = each.take(range(count // 2))
-            self.all.append(each.take(range(count // 2, count)))
-            del self.all[:-3]
-        elif how < 0.54:
-            each.append([chance.randrange(-1, SIZE) for _ in each.lists])
-        elif how < 0.6:
-            each.extend(
-                [[chance.randrange(SIZE) for _ in range(chance.randrange(6))] for _ in each.lists]
-            )
-
-
-@pytest.fixture
-def breaks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AbstractContextManager[None]]:
-    """Have the steps of an engine fail, or a row of theirs be not finite."""
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    from genrt.engines.vllm import capture, runners
-
-    log_probabilities = capture.log_probabilities
-
-    def fails(*_: Any, **__: Any) -> None:
-        raise RuntimeError("scripted failure")
-
-    def poisoned(logits: torch.Tensor, **options: Any) -> torch.Tensor:
-        rows = log_probabilities(logits, **options).clone()
-        rows[-1, 0] = float("nan")
-        return rows
-
-    @contextmanager
-    def broken(how: str) -> Iterator[None]:
-        with monkeypatch.context() as patch:
-            if how == "fails":
-                patch.setattr(GPUModelRunner, "_model_forward", fails)
-            else:
-                patch.setattr(runners, "log_probabilities", poisoned)
-            yield
-
-    return broken
-
-
-LONG = pytest.mark.proof
-
-
-@pytest.mark.parametrize(
-    ("seed", "steps"), [(1, 25), pytest.param(2, 60, marks=LONG), pytest.param(3, 60, marks=LONG)]
-)
-def test_random_walks(turns: Turns, seed: int, steps: int, breaks: Any) -> None:
-    walk = Walk(turns, seed, breaks)
-    for _ in range(steps):
-        walk.step()
-    assert turns.went_on > walk.asked / 3
-
-
-@LONG
-@pytest.mark.parametrize("seed", [4, 5])
-def test_random_walks_with_hardly_any_memory(tight_turns: Turns, seed: int, breaks: Any) -> None:
-    walk = Walk(tight_turns, seed, breaks)
-    before = tight_turns.engine.statistics().evicted
-    for _ in range(60):
-        walk.step()
-    assert tight_turns.went_on > 5
-    assert tight_turns.engine.statistics().evicted > before
 
 
 def test_who_waits_begins_with_no_sequence_that_has_become_another(turns: Turns) -> None:
