@@ -1,7 +1,7 @@
 """The command line: ``genrt demo``, ``genrt generate``, ``genrt serve`` and ``genrt info``.
 
-``info`` inspects the installation without needing any part of it, so it also runs where something is
-missing or broken, and says what to do about that.
+``info`` needs no part of the installation, so it also runs where packages are missing or broken, and
+gives advice.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from genrt.errors import (
 _PACKAGES = ("torch", "numpy", "transformers", "tokenizers", "safetensors", "llguidance")
 _TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 _DEVELOPERS = ("cpu", "cuda", "test", "docs", "notebook")
-"""Extras that bring vLLM, which is looked at by itself, or that only a checkout needs."""
+"""Extras with vLLM, which has its own check, and extras for a checkout."""
 
 REFUSALS = InvalidRequest, InvalidConstraint, InvalidAdapter, JobRefused, ModelNotFound
-"""The errors of a command that was given something wrong."""
+"""The errors of wrong arguments."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the process's exit code: 2 when the command was refused, 1 when it
-    failed. An error is one line on stderr.
+    """Run the command line. Return the exit code: 2 for a refused command, 1 for a failure. An error is
+    one line on stderr.
 
     Raises:
-        SystemExit: the arguments are not understood, or ask for help or the version.
+        SystemExit: the arguments cannot be parsed, or request help or the version.
     """
     _hush()
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     try:
         if arguments[:1] == ["demo"]:
-            # Not earlier: the demo needs packages that info may report as missing.
+            # Imported here: the demo needs packages that info may report as missing.
             program = importlib.import_module("genrt.demo")
             program.add_arguments(demo)
             demo.set_defaults(run=program.run)
@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _logging() -> Iterator[None]:
-    """Show what genrt logs on stderr, and leave the loggers as they were."""
+    """Show genrt's log on stderr. The loggers are restored at the end."""
     log, handler = logging.getLogger("genrt"), logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
     level = log.level
@@ -119,7 +119,7 @@ def _logging() -> Iterator[None]:
 
 
 def _hush() -> None:
-    """Make vLLM and torch report errors only, unless the user has set their logging otherwise."""
+    """Make vLLM and torch report errors only, unless the user has configured their logging."""
     for name in ("VLLM_LOGGING_LEVEL", "TORCH_CPP_LOG_LEVEL"):
         os.environ.setdefault(name, "ERROR")
     if not sys.warnoptions:
@@ -127,11 +127,12 @@ def _hush() -> None:
 
 
 @dataclass(slots=True)
-class Report:
-    """The output of ``genrt info``: named facts in sections, and advice about what is wrong.
+class Installation:
+    """The output of ``genrt info``: named facts in sections, and advice.
 
-    A fact that is ``None`` is a package that is not installed. ``self_test`` is ``None`` if it was not
-    asked for, ``"passed"``, or the reason for its failure.
+    Attributes:
+        facts: by section and name; ``None`` for a missing package.
+        self_test: ``"passed"``, the reason of a failure, or ``None`` without a test.
     """
 
     facts: dict[str, dict[str, str | None]] = field(default_factory=dict)
@@ -151,8 +152,8 @@ class Report:
 
 
 def _info(options: argparse.Namespace) -> int:
-    report = Report()
-    # The report may be parsed: prints of vLLM and others go to stderr.
+    report = Installation()
+    # The report may be parsed: other output, such as vLLM's, goes to stderr.
     with contextlib.redirect_stdout(sys.stderr):
         _versions(report)
         _engines(report)
@@ -170,7 +171,7 @@ def _version(distribution: str) -> str | None:
     return None
 
 
-def _versions(report: Report) -> None:
+def _versions(report: Installation) -> None:
     report.facts["versions"] = versions = {
         "genrt": genrt.__version__,
         "python": platform.python_version(),
@@ -195,7 +196,7 @@ def _versions(report: Report) -> None:
 
 
 def _extras() -> Iterator[tuple[str, str]]:
-    """Yield genrt's optional extras, and whether all their packages are there."""
+    """Yield genrt's optional extras, with their missing packages."""
     extras: dict[str, list[str]] = {}
     for line in importlib.metadata.requires("genrt") or ():
         if found := re.match(r"([\w.-]+).*extra == ['\"]([\w-]+)", line):
@@ -214,7 +215,7 @@ def _local_build(version: str | None) -> str:
     return (version or "").partition("+")[2]
 
 
-def _engines(report: Report) -> None:
+def _engines(report: Installation) -> None:
     has_torch = importlib.util.find_spec("torch") is not None
     has_transformers = has_torch and importlib.util.find_spec("transformers") is not None
     report.facts["engines"] = {
@@ -224,8 +225,8 @@ def _engines(report: Report) -> None:
     }
 
 
-def _vllm_runner(report: Report) -> str:
-    """Return which of vLLM's model runners a model gets, by the rule in vLLM's own configuration."""
+def _vllm_runner(report: Installation) -> str:
+    """Return the model runner of vLLM for most models, by the rule of vLLM's configuration."""
     logging.disable(logging.CRITICAL)  # vLLM reports its set-up while it is imported
     try:
         from vllm import envs
@@ -243,7 +244,7 @@ def _vllm_runner(report: Report) -> str:
     return "installed; model runner V2 (V1 for what V2 does not support)"
 
 
-def _devices(report: Report) -> None:
+def _devices(report: Installation) -> None:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     cores = len(os.sched_getaffinity(0))
     cpu = f"{cores} cores, {memory / 2**30:.1f} GiB, {_cpu_name()}"
@@ -279,7 +280,7 @@ def _cpu_name() -> str:
     return platform.machine()
 
 
-def _default_model(report: Report) -> None:
+def _default_model(report: Installation) -> None:
     state = None
     if converted := models.converted_embedded():
         state = f"converted, in {converted}"
@@ -293,7 +294,7 @@ def _default_model(report: Report) -> None:
 
 
 def _self_test() -> str:
-    """Return ``"passed"`` if the default engine and model answer as they should, or else why not."""
+    """Return ``"passed"`` if the default engine and model answer correctly, or else the reason."""
     try:
         with genrt.load() as lm:
             row = lm.next_token_logprobs_sync(lm.encode("The capital of France is"))

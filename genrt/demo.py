@@ -1,4 +1,4 @@
-"""The demo: sequential Monte Carlo over the embedded model, its posterior, and the runtime's counters."""
+"""The demo: sequential Monte Carlo over the embedded model, with its posterior and the counters."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ def run(args: argparse.Namespace) -> int:
     """Run the demo: messages and progress on stderr, the result on stdout. Return the exit code.
 
     Raises:
-        GenrtError: an argument is wrong, which is mostly seen before anything is loaded; or the engine
-            failed.
+        GenrtError: an argument is wrong, usually before the model is loaded; or the engine failed.
     """
-    _check(args)
+    _check_arguments(args)
     _run(args)
     return 0
 
 
-def _check(args: argparse.Namespace) -> None:
-    """Raise InvalidRequest or InvalidConstraint for mistakes that do not depend on the model."""
+def _check_arguments(args: argparse.Namespace) -> None:
+    """Check the arguments as far as possible without the model. Raises InvalidRequest,
+    InvalidConstraint."""
     for option, least in (("particles", 1), ("max_tokens", 1), ("seed", 0)):
         value = getattr(args, option)
         if value < least:
@@ -78,10 +78,10 @@ def _check(args: argparse.Namespace) -> None:
 
 def _run(args: argparse.Namespace) -> None:
     name = args.model or "the embedded model, which is unpacked the first time,"
-    _tell(f"Loading {name} on engine {args.engine} …")
+    _to_stderr(f"Loading {name} on engine {args.engine} …")
     began = time.perf_counter()
     with genrt.load(args.model, engine=args.engine, **replica_options(vars(args))) as lm:
-        _tell(f"Loaded in {time.perf_counter() - began:.1f} s.")
+        _to_stderr(f"Loaded in {time.perf_counter() - began:.1f} s.")
         model = TextModel(
             lm,
             _prompt_token_ids(lm, args.prompt),
@@ -148,5 +148,5 @@ def _line(name: str, figure: int | str, note: str) -> str:
     return f"{name:<12}  {shown:>8}  {note}"
 
 
-def _tell(message: str) -> None:
+def _to_stderr(message: str) -> None:
     print(message, file=sys.stderr, flush=True)

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 import genrt
 from genrt.cluster.arguments import ReplicaOptions, add_replica_arguments, replica_options
-from genrt.engines.adapters import least_lora_rank
 from genrt.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ def _options() -> dict[str, list[tuple[str, dict[str, Any], str]]]:
     integer: dict[str, Any] = {"metavar": "N", "type": int}
     number: dict[str, Any] = {"metavar": "X", "type": float}
     seconds: dict[str, Any] = {"metavar": "SECONDS", "type": float}
-    text: dict[str, Any] = {"metavar": "TEXT", "type": _text}
+    text: dict[str, Any] = {"metavar": "TEXT", "type": _text_or_file}
     texts: dict[str, Any] = {"metavar": "TEXT", "nargs": "+"}
     mapping: dict[str, Any] = {"metavar": "JSON", "type": _json}
     flag: dict[str, Any] = {"action": "store_true"}
@@ -117,7 +116,11 @@ def _options() -> dict[str, list[tuple[str, dict[str, Any], str]]]:
             ("stop-token-ids", {"metavar": "ID", "type": int, "nargs": "+"}, ""),
             ("min-tokens", integer, ""),
             ("bad-words", texts, ""),
-            ("logit-bias", {"metavar": "JSON", "type": _bias}, "added to logits, by token id"),
+            (
+                "logit-bias",
+                {"metavar": "JSON", "type": _parse_bias},
+                "added to logits, by token id",
+            ),
             ("logprobs", integer, "in the lines, with N likeliest tokens each"),
             ("logprobs-mode", name, "raw_logprobs (default) or processed_logprobs"),
             ("presence-penalty", number, ""),
@@ -188,6 +191,7 @@ def _run(given: dict[str, Any]) -> int:
     from genrt import models
     from genrt.cluster.opening import check_replicas
     from genrt.engines import check_choice
+    from genrt.engines.adapters import least_lora_rank
     from genrt.generation.jobs import Job
 
     replicas = replica_options(given)
@@ -213,7 +217,7 @@ def _run(given: dict[str, Any]) -> int:
         try:
             if running.report().left:
                 options = engine_options, replicas
-                with _loaded(model, engine, *options, adapter) as lm:
+                with _open_runtime(model, engine, *options, adapter) as lm:
                     running.run_sync(lm)
         finally:
             report = running.report()
@@ -233,7 +237,7 @@ def _show(report: JobReport) -> None:
 
 
 @contextlib.contextmanager
-def _loaded(
+def _open_runtime(
     model: str | None,
     engine: str,
     options: dict[str, Any],
@@ -272,7 +276,7 @@ def _long_fields() -> Iterator[None]:
         csv.field_size_limit(before)
 
 
-def _text(value: str) -> str:
+def _text_or_file(value: str) -> str:
     return _file(value[1:]) if value.startswith("@") else value
 
 
@@ -293,7 +297,7 @@ def _json(text: str) -> dict[str, Any]:
     return value
 
 
-def _bias(text: str) -> dict[int, float]:
+def _parse_bias(text: str) -> dict[int, float]:
     try:
         return {int(token): bias for token, bias in _json(text).items()}
     except ValueError as error:

@@ -1,15 +1,20 @@
-"""AsyncLM: what users hold. ``runtime/__init__.py`` tells a request's way from here down."""
+"""AsyncLM: a language model that users ask. ``runtime/__init__.py`` has the way of a request."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from itertools import chain
-from typing import Any, Self, Unpack, cast
+from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack, cast
 
 import torch
 
 from genrt.cluster.programs import run_program
 from genrt.engines.protocol import Engine
+from genrt.engines.remote.connection import ServerConnection
+from genrt.engines.remote.engine import RemoteEngine
+from genrt.errors import EngineFailed, InvalidRequest
+from genrt.numbers import check_int, named
 from genrt.populations import Population, PopulationRuntime, Prompts, begin, draw_batch
 from genrt.questions.completions import Completion, GenerateOptions, SampleOptions, TurnOptions
 from genrt.questions.contexts import TokenIds, check_contexts, check_seed, nonces_of
@@ -31,16 +36,46 @@ from genrt.questions.scores import (
     text_requests,
 )
 from genrt.runtime.ask import Asker, blocking_chunks, blocking_question, blocking_stream
-from genrt.runtime.blocking import blocking_twin
 from genrt.runtime.cache import RowCache
-from genrt.runtime.connecting import ConnectOptions, connected
+from genrt.runtime.concurrency import blocking_twin
 from genrt.runtime.owner import EngineOwner
 from genrt.runtime.streams import Stream
 from genrt.runtime.texts import Texts
 from genrt.runtime.thread import EngineThread
 from genrt.tokens.sampling import BatchDraw, Draw, TopLogprobs
 
-__all__ = ["AsyncLM"]
+__all__ = ["AsyncLM", "ConnectOptions"]
+
+
+T = TypeVar("T")
+
+MAX_QUEUED, MAX_QUEUED_BYTES = 2**16, 2**30
+"""The bounds of the queue of a connected runtime, as ``genrt.load`` has them by default."""
+
+
+class ConnectOptions(TypedDict, total=False):
+    """The options of ``AsyncLM.connect``, which returns a runtime over one that a genrt server serves.
+
+    It answers as one that was loaded: what is asked concurrently is sent together, one HTTP call for a
+    flush, and rows are cached here. Draws, scores and populations are answered over there, and little
+    travels; rows travel whole. Samples and texts are drawn here, from a row for each token: for long ones
+    use the server's OpenAI routes. Its adapters are those of the server at this moment; others cannot be
+    added from here. The url is ``http://`` or ``https://``, with nothing or ``/v1`` at its end.
+
+    Attributes:
+        api_key: the server's key.
+        timeout: seconds without a byte from the server after which it counts as dead; by default 600.
+        cache_bytes: the bound of the row cache; by default 256 MiB, and 0 is no cache.
+        restart: ``"auto"`` connects once more to a server that was lost, and asks it the unanswered
+            questions; without it every later call raises the reason, until ``AsyncLM.restart``.
+        seed: as ``genrt.load`` has it.
+    """
+
+    api_key: str | None
+    timeout: float
+    cache_bytes: int
+    restart: Literal["auto"] | None
+    seed: int | None
 
 
 class AsyncLM(EngineOwner):
@@ -61,7 +96,7 @@ class AsyncLM(EngineOwner):
         self, thread: EngineThread, cache: RowCache, engine: Engine, *, seed: int | None = None
     ) -> None:
         super().__init__(thread, cache, engine)
-        self._asker = asker = Asker(lambda: thread.batcher, self._adapters)
+        self._asker = asker = Asker(thread, self._adapters)
         self._ask, self._ask_sync = asker.ask, asker.ask_sync
         self._stream, self._stream_sync = asker.stream, asker.stream_sync
         self._chunks, self._chunks_sync = asker.chunks, asker.chunks_sync
@@ -71,7 +106,7 @@ class AsyncLM(EngineOwner):
     async def connect(cls, url: str, **options: Unpack[ConnectOptions]) -> Self:
         """Return a runtime over the one that a genrt server serves at ``url``; see ``ConnectOptions``.
         Raises EngineDied if it cannot be reached, EngineUnsupported if it is none; InvalidRequest."""
-        return await connected(cls, url, options)
+        return await _connected(cls, url, options)
 
     def _draw_from(self, seed: int | None) -> None:
         """Have what is asked without a seed be drawn from this one."""
@@ -224,7 +259,7 @@ class AsyncLM(EngineOwner):
         """Return each token's log-probability in ``continuation``, given those before it: float32
         ``[len(continuation)]`` on the host. vLLM computes the text once; others, a row for each token."""
         own = self._limits, [token_ids], [continuation], self._adapters.bound(adapter)
-        requests = score_requests(*own, in_one=self._thread.scores)
+        requests = score_requests(*own, in_one=self._thread.capabilities.scores)
         return joined_scores(await self._ask(requests[0], timeout=timeout), requests)[0]
 
     async def batch_score(
@@ -237,7 +272,7 @@ class AsyncLM(EngineOwner):
     ) -> list[torch.Tensor]:
         """Return what ``score`` does of each continuation after its context, all as one question."""
         own = self._limits, contexts, continuations, self._adapters.bound(adapter)
-        requests = score_requests(*own, in_one=self._thread.scores)
+        requests = score_requests(*own, in_one=self._thread.capabilities.scores)
         return joined_scores(await self._ask([*chain(*requests)], timeout=timeout), requests)
 
     async def prompt_logprobs(
@@ -245,7 +280,7 @@ class AsyncLM(EngineOwner):
     ) -> torch.Tensor:
         """Return the score of a text's tokens after its first: float32 ``[len(token_ids) - 1]``."""
         own = self._limits, token_ids, self._adapters.bound(adapter)
-        requests = text_requests(*own, in_one=self._thread.scores)
+        requests = text_requests(*own, in_one=self._thread.capabilities.scores)
         return joined_scores(await self._ask(requests[0], timeout=timeout), requests)[0]
 
     def prompt_rows(
@@ -266,7 +301,9 @@ class AsyncLM(EngineOwner):
         here, all else on the way.
         """
         own = self._limits, token_ids, start, chunk, self._adapters.bound(adapter)
-        return self._chunks(row_chunks(*own, in_one=self._thread.scores_rows), timeout=timeout)
+        return self._chunks(
+            row_chunks(*own, in_one=self._thread.capabilities.scores_rows), timeout=timeout
+        )
 
     def population(
         self, prompt: Prompts, n: int | None = None, *, adapter: str | None = None
@@ -429,3 +466,69 @@ class AsyncLM(EngineOwner):
     warm_up_sync = blocking_question(warm_up)
     stream_sync = blocking_stream(stream)
     stream_chat_sync = blocking_stream(stream_chat)
+
+
+async def _connected(make: Callable[..., T], url: str, options: ConnectOptions) -> T:
+    """Return the runtime that ``make`` makes of a thread, a cache, an engine and a seed. Cancelling
+    abandons the connecting.
+
+    Raises:
+        TypeError: an option is unknown. InvalidRequest: one is out of range.
+        EngineDied: the server cannot be reached, or does not take the key.
+        EngineUnsupported: it is no genrt server, or one of another version.
+    """
+    thread, cache = _started(url, **options)
+    try:
+        engine = await asyncio.wrap_future(thread.opened)
+        return make(thread, cache, engine, seed=options.get("seed"))
+    except BaseException:
+        thread.close(wait=False)
+        raise
+
+
+def _started(
+    url: str,
+    *,
+    api_key: str | None = None,
+    timeout: float = 600.0,
+    cache_bytes: int = 256 * 2**20,
+    restart: str | None = None,
+    seed: int | None = None,
+) -> tuple[EngineThread, RowCache]:
+    check_int("cache_bytes", cache_bytes, 0)
+    if seed is not None:
+        check_int("seed", seed, 0)
+    if restart not in (None, "auto"):
+        raise InvalidRequest(f'restart must be "auto" or None, got {named(restart)}')
+    cache = RowCache(cache_bytes)
+    engines: list[RemoteEngine] = []
+    lines: list[ServerConnection] = []
+
+    def open_engine() -> RemoteEngine:
+        lines.clear()
+        engine = RemoteEngine(url, api_key, timeout=timeout, on_connection=lines.append)
+        if engines and engine.fingerprint != engines[0].fingerprint:  # whose rows are cached
+            engine.close()
+            raise EngineFailed(f"{url} has another model by now, or new weights: connect again")
+        # The names that the runtime knows are those of the server now.
+        names = engines[0].adapters if engines else engine.adapters
+        for gone in names.keys() - engine.adapters.keys():
+            del names[gone]
+        names |= engine.adapters
+        engine.adapters = names
+        engines[:] = [engine]
+        return engine
+
+    def hang_up() -> None:
+        for line in [*lines]:
+            line.hang_up()
+
+    thread = EngineThread(
+        open_engine,
+        cache,
+        max_queued_requests=MAX_QUEUED,
+        max_queued_bytes=MAX_QUEUED_BYTES,
+        restarts=restart == "auto",
+        hang_up=hang_up,
+    )
+    return thread, cache

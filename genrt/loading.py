@@ -25,7 +25,8 @@ from genrt.errors import EngineUnsupported, InvalidRequest
 from genrt.lm import AsyncLM
 from genrt.numbers import check_bool, check_float, check_int, named, nearest, shown
 from genrt.runtime.cache import RowCache
-from genrt.runtime.thread import EngineThread, aside
+from genrt.runtime.concurrency import aside
+from genrt.runtime.thread import EngineThread
 
 if TYPE_CHECKING:
     from genrt.engines.exact import NGram
@@ -46,7 +47,7 @@ class LoadOptions(TypedDict, total=False):
             own Engine. The function runs on the engine's thread; do not give a model or options with it.
         engine_options: for vLLM's ``EngineArgs``, or transformers' ``from_pretrained``, unchanged.
         cache_bytes: the bound of the row cache, on the engine's device; by default 256 MiB. 0 disables
-        it.
+            it.
         max_batch_size: the maximum number of requests in one flush; by default no bound. A population's
             draw counts once for each sequence, here and in the queue.
         max_wait_seconds: how long a question waits for others after its loop has become idle; by default
@@ -115,7 +116,7 @@ def load(
         while not concurrent.futures.wait([thread.opened], PROGRESS_SECONDS).done:
             _log_progress(model, options, began)
         return _compare_vocabulary(
-            AsyncLM(thread, cache, thread.opened.result(), seed=_seed_of(options))
+            AsyncLM(thread, cache, thread.opened.result(), seed=_option_seed(options))
         )
     except BaseException:
         thread.close(wait=False)
@@ -131,7 +132,7 @@ async def aload(
     try:
         while not (await asyncio.wait([opened], timeout=PROGRESS_SECONDS))[0]:
             _log_progress(model, options, began)
-        lm = AsyncLM(thread, cache, await opened, seed=_seed_of(options))
+        lm = AsyncLM(thread, cache, await opened, seed=_option_seed(options))
         return await aside(partial(_compare_vocabulary, lm))
     except BaseException:
         opened.cancel()
@@ -139,7 +140,7 @@ async def aload(
         raise
 
 
-def _seed_of(options: LoadOptions) -> int | None:
+def _option_seed(options: LoadOptions) -> int | None:
     seed = options.get("seed")
     return None if seed is None else operator.index(seed)
 

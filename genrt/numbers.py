@@ -1,4 +1,4 @@
-"""Numbers that callers give: checked, and converted to the int or float that computes."""
+"""Numbers in arguments: checks, and conversion to int or float; values in messages."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ __all__ = [
 ]
 
 _LONG = 10**40
-"""Integers from here on are described in messages: Python refuses to print those of 4,300 digits."""
+"""Messages describe integers from here on: Python refuses to print 4,300 digits."""
 
 _ELSEWHERE = {"max_new_tokens": "max_tokens", "max_length": "max_tokens", "schema": "json_schema"}
-"""Options of other libraries, and what they are called here."""
+"""Options of other libraries, with their names here."""
 
 
 def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
@@ -40,7 +40,7 @@ def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
     """
     try:
         number = operator.index(value)
-    except (TypeError, RuntimeError):  # torch raises the last
+    except (TypeError, RuntimeError):  # torch raises RuntimeError
         number = None
     if number is None or is_truth_value(value):
         raise InvalidRequest(f"{name} must be an int, got {shown(value)}")
@@ -51,7 +51,7 @@ def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
 
 
 def check_bool(name: str, value: object) -> bool:
-    """Return the value. Raises InvalidRequest if it is not a truth value."""
+    """Return the value. Raises InvalidRequest for anything but a bool."""
     if not isinstance(value, bool):
         raise InvalidRequest(f"{name} must be True or False, got {shown(value)}")
     return value

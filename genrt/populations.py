@@ -32,7 +32,7 @@ from genrt.questions.sequences import (
     check_flags,
     check_integers,
 )
-from genrt.runtime.adapter_names import AdapterNames
+from genrt.runtime.adapters import AdapterNames
 from genrt.runtime.ask import Asker, blocking_question, seconds_left
 from genrt.runtime.thread import EngineThread
 from genrt.tokens.encoding import encode_prompt
@@ -150,7 +150,7 @@ async def draw_batch(
     words = None if packed is None else packed.view(np.int32)
     thread = runtime.thread
     share = max(-(-count // max(1, len(thread.replicas()))), FEW)
-    most, origins = min(thread.most_together, share), sequences.origins
+    most, origins = min(thread.max_weight, share), sequences.origins
     own = adapter, places, words, origins, temperature, seed, most, timeout
     found, _ = await runtime.draw(ask, whole, *own)
     return found
@@ -303,7 +303,7 @@ class Population:
         """
         runtime, places = self._runtime, self._places(where)
         contexts, before = self._contexts(places), self._sequences.origins
-        most = runtime.thread.most_together
+        most = runtime.thread.max_weight
         own = contexts, self._adapter, places, masks, before, temperature, seed, most, timeout
         found, handles = await runtime.draw(self._ask, *own)
         if handles and not self._finalizer.alive:
@@ -356,7 +356,8 @@ class Population:
         runtime, bound = self._runtime, self._runtime.adapters.bound(self._adapter)
         contexts = [row.packed for row in self._contexts(self._places(None)).rows(bound)]
         own = runtime.limits, contexts, continuations, bound
-        requests = after_contexts(*own, in_one=runtime.thread.scores, temperature=temperature)
+        in_one = runtime.thread.capabilities.scores
+        requests = after_contexts(*own, in_one=in_one, temperature=temperature)
         return joined_scores(await self._ask([*chain(*requests)], timeout=timeout), requests)
 
     draw_sync = blocking_question(draw)

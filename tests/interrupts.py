@@ -25,7 +25,7 @@ from typing import Any
 
 import genrt
 from genrt.lm import AsyncLM
-from genrt.runtime.waiters import Waiter
+from genrt.runtime.batcher import Waiter
 
 NO_MOMENTS = ("with ", "async with ", "try:")
 PACKAGE = str(Path(genrt.__file__).parent)

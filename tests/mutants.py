@@ -200,22 +200,22 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "runtime.lifecycle",
+        "runtime.batcher",
         "test_new_weights.py test_run_simulated.py",
         (
-            "Lifecycle.stop",
+            "Batcher.join",
             "questions run by half of the new weights",
-            Instead("return False"),
+            Swap("self.holds and requests", "False"),
         ),
         (
-            "Lifecycle.is_passed",
+            "Batcher._is_passed_unseen",
             "weights are replaced under what was asked before",
-            Instead("return True"),
+            Instead("return self._is_watched"),
         ),
         (
-            "Lifecycle.take_down",
+            "Batcher.take_down",
             "a stream goes on by other weights than it began with",
-            Swap("self._admission.told_in_part()", "()"),
+            Swap("self._in_line()", "()"),
         ),
         only="version or weights or update",
     ),
@@ -226,7 +226,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "Update.end",
             "half of the new weights answer when an update is given up",
-            Swap("self._began_on is answering", "False"),
+            Swap("self._engine is answering", "False"),
         ),
         (
             "Update.begin",
@@ -250,14 +250,14 @@ MUTANTS: tuple[Mutant, ...] = (
             "Batcher._drop",
             "a cancelled waiter takes its request from the others",
             Swap(
-                "entry is None or entry.waiters.pop(waiter, self) is self or entry.waiters",
-                "entry is None or entry.waiters.pop(waiter, self) is self",
+                "entry is None or entry.waiters.pop(waiter, None) is None or entry.waiters",
+                "entry is None or entry.waiters.pop(waiter, None) is None",
             ),
         ),
         (
             "Batcher._drop",
             "what was cancelled in the queue is sent all the same",
-            Drop("self._ready.discard"),
+            Swap("self._ready.pop(entry, 0)", "0"),
         ),
         (
             "Batcher._settle",
@@ -277,7 +277,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "Batcher._requeue",
             "what ran out of memory goes behind what came later",
-            Swap("self._ready.put_back", "self._ready.add"),
+            Swap("reversed(again)", "again"),
         ),
     ),
     *breaks(
@@ -286,7 +286,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "Batcher.close",
             "who closes in the middle of a question goes on in it",
-            Swap("self._lock._is_owned()", "False"),
+            Swap("self.lock._is_owned()", "False"),
         ),
     ),
     *breaks(
@@ -308,47 +308,47 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "runtime.queue",
+        "runtime.batcher",
         "test_batcher.py",
         (
-            "Entries.register",
+            "Batcher._register",
             "a request that was withdrawn stays so when it is asked again",
-            Drop("self._flight.rescue"),
+            Drop("self._withdrawn.pop"),
         ),
         (
-            "Bindings.free",
+            "Batcher._removable",
             "an adapter is removed while requests are bound to it",
             Instead("return list(self._retired)"),
         ),
     ),
     *breaks(
-        "runtime.queue",
+        "runtime.batcher",
         "test_queue.py test_recovery.py",
         (
-            "Admission.must_wait",
+            "Batcher._must_wait",
             "newcomers overtake those who wait for room",
-            Swap("self._clients", "False"),
+            Swap("not self._line", "True"),
         ),
     ),
     *breaks(
-        "runtime.waiters",
+        "runtime.batcher",
         "test_batcher.py test_draw.py",
         (
             "_own",
             "waiters get views of the step's rows",
             Swap(
-                "separate_copies([result for result in apiece if isinstance(result, Tensor)])",
-                "[result for result in apiece if isinstance(result, Tensor)]",
+                "separate_copies(shared)",
+                "shared",
             ),
         ),
         (
-            "_resolve",
+            "_resolve_all",
             "whether a future is done already is not looked at",
-            Swap("_DONE", "contextlib.nullcontext()"),
+            Swap("_IS_DONE", "contextlib.nullcontext()"),
         ),
     ),
     *breaks(
-        "runtime.waiters",
+        "runtime.batcher",
         "test_simulation.py",
         (
             "deliver",
@@ -373,7 +373,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "RowCache._put",
             "the cache keeps the step's row itself, a view",
-            Swap("separate_copies(list(kept.values()))", "list(kept.values())"),
+            Swap("separate_copies([row for _, row in kept])", "[row for _, row in kept]"),
         ),
         (
             "RowCache.forget",
@@ -385,7 +385,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "runtime.population_answers",
+        "runtime.answers",
         "test_population_answers.py",
         (
             "FoundRows.__init__",
@@ -397,26 +397,26 @@ MUTANTS: tuple[Mutant, ...] = (
         "runtime.answers",
         "test_answers.py test_draw.py",
         (
-            "AnsweringEngine._left",
+            "AnsweringEngine._without",
             "the last who reads from a row takes it from who asked for it",
-            Swap("[] if row in self._asked else [row]", "[row]"),
+            Swap("row.is_asked", "False"),
         ),
     ),
     *breaks(
-        "runtime.engine_loop",
+        "runtime.thread",
         "test_engine_thread.py test_recovery.py",
         (
-            "EngineLoop._may_restart",
+            "EngineThread._may_restart",
             "an engine that dies of every question is opened for ever",
             Swap("self._answered != before", "True"),
         ),
         (
-            "EngineLoop._open",
+            "EngineThread._open",
             "after a restart the adapters are gone",
             Drop("self._batcher.fail"),
         ),
         (
-            "EngineLoop._end",
+            "EngineThread._end",
             "calls that came too late are never answered",
             Drop("future.set_exception"),
         ),
@@ -425,13 +425,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "runtime.thread",
         "test_engine_thread.py test_recovery.py",
         (
-            "EngineThread._check_process",
+            "EngineThread.batcher",
             "a forked child uses the thread of its parent",
-            Instead("pass"),
+            Instead("return self._batcher"),
         ),
     ),
     *breaks(
-        "runtime.adapter_names",
+        "runtime.adapters",
         "test_lm.py",
         (
             "AdapterNames._retire",

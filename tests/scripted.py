@@ -17,7 +17,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from genrt.engines.protocol import EngineStatistics, Finished
+from genrt.engines.protocol import Engine, EngineStatistics, Finished
 from genrt.errors import GenrtError
 from genrt.questions.completions import SampleRequest
 from genrt.questions.contexts import Adapter, Limits
@@ -224,6 +224,24 @@ class ScriptedEngine:
             raise ProtocolViolation("called after close")
 
 
+class Answers(AnsweringEngine):
+    """An answering engine that keeps the ends of ``submit`` until ``ready`` is called."""
+
+    def __init__(self, engine: Engine, *parts: Any) -> None:
+        super().__init__(engine, *parts)
+        self.vocab_size, self.max_model_len = engine.vocab_size, engine.max_model_len
+        self.max_batch_size, self.device = engine.max_batch_size, engine.device
+        self._ends: list[Finished] = []
+
+    def submit(self, requests: Sequence[Request]) -> list[Finished]:
+        self._ends += super().submit(requests)
+        return []
+
+    def ready(self) -> list[Finished]:
+        ends, self._ends = self._ends, []
+        return ends
+
+
 async def passes(count: int = 5) -> None:
     """Let the loop go round so many times."""
     for _ in range(count):
@@ -260,9 +278,8 @@ class ByHand:
             max_queued_bytes=max_queued_bytes,
             wake=self._wake,
             clock=clock,
-            cpu_clock=clock,
         )
-        self.asker = Asker(lambda: self.batcher)
+        self.asker = Asker(self)
         self.dropped = 0
         self._tasks: list[asyncio.Task[list[Result]]] = []
 

@@ -49,6 +49,7 @@ ROOMS = (
     "tokens",
     "models.py",
     "launches.py",
+    "progress.py",
     "numbers.py",
     "errors.py",
 )

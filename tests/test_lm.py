@@ -30,7 +30,7 @@ from genrt.errors import (
 from genrt.lm import AsyncLM
 from genrt.questions.completions import SampleRequest, sample_request
 from genrt.questions.request import Request
-from genrt.runtime.ask import MOST_AT_ONCE
+from genrt.runtime.ask import MAX_UNAWAITED
 from tests.scripted import ScriptedEngine, logprobs, passes
 
 VOCAB_SIZE, MAX_MODEL_LEN = 12, 20
@@ -486,7 +486,7 @@ async def test_a_question_in_a_row_of_cached_ones_keeps_its_adapter_too(
 ) -> None:
     """Where a loop of questions lets the event loop go round, they are asked already."""
     await lm.add_adapter("x", adapters["a"])
-    for cached in range(MOST_AT_ONCE - 1, MOST_AT_ONCE + 3):
+    for cached in range(MAX_UNAWAITED - 1, MAX_UNAWAITED + 3):
         for _ in range(cached):
             await lm.next_token_logprobs([1], adapter="x")
         before = asyncio.create_task(lm.next_token_logprobs([2], adapter="x"))

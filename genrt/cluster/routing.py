@@ -137,8 +137,9 @@ class Router:
         if home is not None:
             margin = POPULATION_MARGIN * max(work, MARGIN)
         elif (place := self._contexts.get(known, -1)) in self._usable:
-            is_full = isinstance(request, PopulationDraw) and self._is_full(place, len(request))
-            home = None if is_full else place
+            # Populations that begin alike are spread; a batch that has grown stays with its contexts.
+            begins = isinstance(request, PopulationDraw) and known == own
+            home = None if begins and self._is_full(place, request.weight) else place
         if home is None or self._is_beyond(home, margin):
             is_new = isinstance(request, PopulationDraw)
             work += PREFILL * length

@@ -40,7 +40,8 @@ from genrt.questions.request import Request
 from genrt.questions.sequences import SequenceHandle
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.cache import RowCache
-from genrt.runtime.thread import EngineThread, aside
+from genrt.runtime.concurrency import aside
+from genrt.runtime.thread import EngineThread
 
 __all__ = ["Programs", "SharedEngine"]
 
@@ -248,5 +249,5 @@ class Programs:
             self._runtime = request.runtime(self._thread, RowCache(0), self._thread.opened.result())
             with contextlib.suppress(Exception):  # a tokenizer whose bytes are not known
                 await aside(lambda: self._runtime.byte_vocab)
-        self._thread.batcher.lifecycle.weights_version = request.weights_version
+        self._thread.batcher.weights_version = request.weights_version
         return self._runtime

@@ -25,8 +25,6 @@ from genrt.engines.protocol import (
     Engine,
     EngineStatistics,
     Finished,
-    Fronted,
-    Keeping,
     check_supported,
     survived,
 )
@@ -147,6 +145,7 @@ class Worker:
 
     def facts(self) -> Facts:
         """Return what the runtime has to know of the engine."""
+        has = self.answering.capabilities
         engine, refused = self.answering.engine, "it has no memory of a device to give back"
         weights = getattr(engine, "weights", None)
         if isinstance(weights, Sleeping):
@@ -161,8 +160,10 @@ class Worker:
             engine.max_batch_size,
             packed_tokenizer(engine.tokenizer),
             refused or None,
-            bool(getattr(engine, "scores", False)),
-            dump_message(engine.vllm_config) if isinstance(engine, Fronted) else None,
+            has.scores,
+            dump_message(self.answering.full.vllm_config)
+            if self.answering.capabilities.serves_vllm
+            else None,
         )
 
     def take(self, kind: str, *arguments: Any) -> None:
@@ -256,12 +257,10 @@ class Worker:
             else:
                 new.append(request)
         try:
-            self.answering.submit(new)
+            self._ended += self.answering.submit(new)
         except Exception as error:
             failed = survived(error)
             self._ended += [Finished(request, error=failed) for request in new]
-        else:
-            self._ended += self.answering.ready()
 
     def _take_cancel(self, tickets: Sequence[int]) -> None:
         asked: list[tuple[int | SharedEngine, Request]] = []
@@ -348,14 +347,14 @@ class Worker:
         self.answering.forget_residents()
 
     def _keep(self, prefix: LogprobsRequest) -> None:
-        if prefix not in self._prefixes and isinstance(self.answering.engine, Keeping):
+        if prefix not in self._prefixes and self.answering.capabilities.keeps_prefixes:
             self._prefixes[prefix] = None
-            self.answering.engine.prefixes.keep(prefix)
+            self.answering.full.prefixes.keep(prefix)
 
     def _release(self, prefix: LogprobsRequest) -> None:
-        if prefix in self._prefixes and isinstance(self.answering.engine, Keeping):
+        if prefix in self._prefixes and self.answering.capabilities.keeps_prefixes:
             del self._prefixes[prefix]
-            self.answering.engine.prefixes.release(prefix)
+            self.answering.full.prefixes.release(prefix)
 
     def _layout(self) -> Any:
         return dict(weights_of(self.answering.engine).layout())

@@ -13,7 +13,7 @@ import numpy as np
 from genrt.constraints.protocols import Constraint, PackedState, check_positive, tokens_of
 from genrt.errors import InvalidConstraint, InvalidRequest
 from genrt.numbers import displayed
-from genrt.runtime.together import Asked
+from genrt.runtime.concurrency import ConcurrentCalls
 from genrt.structures.matching import Tokens, Words
 from genrt.tokens.texts import Predicate, Text
 from genrt.tokens.vocabulary import checked_token_id
@@ -59,7 +59,7 @@ class _Predicate:
         self.tokens = tokens
         self.name = name
         self._made_of = function, tokens, name, max_concurrent
-        self.asked = Asked(function, max_concurrent)
+        self.asked = ConcurrentCalls(function, max_concurrent)
         self._start = PredicateState(self, (), b"")
 
     def start(self) -> PredicateState:

@@ -28,7 +28,7 @@ from genrt.constraints.protocols import (
     words_of,
 )
 from genrt.errors import InvalidConstraint, InvalidRequest
-from genrt.runtime.together import together
+from genrt.runtime.concurrency import together
 from genrt.structures.matching import Tokens, Words, has_bit, packed, unpacked
 from genrt.tokens.texts import Potential, Text
 from genrt.tokens.vocabulary import checked_token_id

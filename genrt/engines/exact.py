@@ -126,10 +126,11 @@ class NGram:
         Raises:
             InvalidRequest: a token id is outside the vocabulary.
         """
-        if any(not 0 <= token < self.vocab_size for token in token_ids):
-            raise InvalidRequest(f"a token id is outside 0 .. {self.vocab_size - 1}")
-        tail = token_ids[-self.order :] if self.order else ()
-        return self._table[(*[0] * (self.order - len(tail)), *tail)].clone()
+        size, order = len(self._vocabulary), self._table.dim() - 1
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < size:
+            raise InvalidRequest(f"a token id is outside 0 .. {size - 1}")
+        tail = token_ids[-order:] if order else ()
+        return self._table[(*[0] * (order - len(tail)), *tail)].clone()
 
     def with_table(self, table: Tensor) -> NGram:
         """Return the model with another table, of the same shape, over the same vocabulary.

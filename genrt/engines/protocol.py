@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
 from genrt.errors import EngineDied, EngineFailed, GenrtError, InvalidRequest, OutOfMemory
 from genrt.questions.completions import Decoding, Streamed, Told
@@ -20,19 +20,13 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "Completing",
+    "Capabilities",
     "Engine",
     "EngineStatistics",
     "Finished",
-    "Fronted",
-    "Keeping",
-    "Populating",
-    "Reading",
+    "FullEngine",
     "ReplicaStatistics",
-    "Replicated",
-    "Scoring",
-    "Speculating",
-    "Telling",
+    "capabilities_of",
     "check_supported",
     "failure",
     "survived",
@@ -182,102 +176,6 @@ class Engine(Protocol):
         """Free everything, forgetting the requests in progress. Idempotent."""
 
 
-@runtime_checkable
-class Speculating(Protocol):
-    """An Engine that can also speculate: begin with what will most likely be asked next."""
-
-    def expect(self, rows: Sequence[LogprobsRequest], token_ids: torch.Tensor) -> None:
-        """Expect questions about these contexts, all different, each with the token that was drawn from
-        its row: float64 ``[n]``, -1 for none. The tokens are on the engine's device, which may still be
-        drawing them; do not wait for it, and do not raise."""
-
-
-@runtime_checkable
-class Scoring(Protocol):
-    """An Engine that can also score texts, each by computing it once."""
-
-    @property
-    def scores(self) -> bool:
-        """True if ``submit`` takes score requests; otherwise rows are asked for in their place. Those of
-        whole rows are left out if the engine says so by ``scores_rows``. Any thread may ask."""
-
-
-@runtime_checkable
-class Populating(Protocol):
-    """An Engine that keeps the sequences of populations, and finds them by number."""
-
-    def go_on(self, population: PopulationDraw) -> bool:
-        """Take a population whose sequences all go on from known ones: ``step`` returns it once, ended
-        by its draws on their way to the host, a ``Leaving`` of what ``PopulationDraw.drawn`` returns, and
-        ``cancel`` forgets it. Rows that are not finite give a log mass that is not a number. Change
-        nothing, and return False, where they do not, or there is no room: ask for its rows then."""
-
-    def settle(self, population: PopulationDraw) -> None:
-        """Remember the sequences of a population whose rows were asked for one by one, so that others go
-        on from them. Do not raise."""
-
-    def release(self, asked: Sequence[SequenceHandle]) -> None:
-        """Forget these sequences, and free what only they hold. Do not raise."""
-
-
-@runtime_checkable
-class Telling(Protocol):
-    """A ``Populating`` Engine whose step has more to do once populations have been drawn."""
-
-    tell: Callable[[Sequence[Finished]], object] | None
-    """Set by whoever steps: may be called by ``step`` with the ends of populations, which it does not
-    return then. It is called when nothing but the next step depends on what is left to do."""
-
-
-@runtime_checkable
-class Completing(Protocol):
-    """An Engine that also draws completions."""
-
-    def unsupported(self, decoding: Decoding) -> str | None:
-        """Return which option of these the engine cannot do, and why; ``None`` if it can do all. Any
-        thread may ask.
-
-        Raises:
-            InvalidRequest: an option is wrong, and it is cheap to see that here.
-        """
-
-    def progress(self, streamed: Sequence[Streamed]) -> Sequence[Told | None]:
-        """Return what each of these, which are streamed, has drawn since it was asked last: ``None`` for
-        nothing, or if it is not in progress. The completion has all of it too. Do not raise."""
-
-
-@runtime_checkable
-class Reading(Protocol):
-    """An Engine that takes reads, and draws of populations, itself, and returns their answers."""
-
-    @property
-    def reads(self) -> Collection[type]:
-        """The kinds that it takes: classes of a ``ReadRequest``'s ``wanted``, and ``PopulationDraw``."""
-
-    @property
-    def adapters(self) -> Mapping[str, Adapter]:
-        """The adapters that it has without being given them, by their names."""
-
-
-@runtime_checkable
-class Replicated(Protocol):
-    """An Engine that waits for others, elsewhere, in its ``step``."""
-
-    def interrupt(self) -> None:
-        """Have ``step`` return soon, since there is something new; any thread may call it, also a
-        finalizer that holds locks."""
-
-    def tend(self) -> float:
-        """See after the others while nothing is in progress; return in how many seconds to do so again.
-
-        Raises:
-            EngineDied: none is left.
-        """
-
-    def replicas(self) -> tuple[ReplicaStatistics, ...]:
-        """Return what each of them is and has done; any thread may ask."""
-
-
 class Prefixes(Protocol):
     """The contexts that an engine keeps, so that others which begin with them start from there."""
 
@@ -292,34 +190,142 @@ class Prefixes(Protocol):
         """Keep this context no more; ignore one that is not kept."""
 
 
-@runtime_checkable
-class Keeping(Protocol):
-    """An Engine that can keep what it has computed of a context."""
+class FullEngine(Engine, Protocol):
+    """Every method that an engine may have beside those of ``Engine``; ``Capabilities`` tells which."""
+
+    tell: Callable[[Sequence[Finished]], object] | None
+    """May be called by ``step`` with the ends of populations, which it does not return then, once only
+    the next step depends on the rest of the work. Set before each step."""
+
+    # Speculation.
+
+    def expect(self, rows: Sequence[LogprobsRequest], token_ids: torch.Tensor) -> None:
+        """Expect questions about these contexts, all different, each with the token that was drawn from
+        its row: float64 ``[n]``, -1 for none. The tokens are on the engine's device, which may still be
+        drawing them; do not wait for it, and do not raise."""
+
+    # Populations, whose sequences the engine keeps and finds by number.
+
+    def go_on(self, population: PopulationDraw) -> bool:
+        """Take a population whose sequences all go on from known ones: ``step`` returns it once, ended
+        by its draws on their way to the host, a ``Leaving`` of the result of ``PopulationDraw.drawn``,
+        and ``cancel`` forgets it. Rows that are not finite give a log mass that is NaN. Otherwise, or
+        without room, change no state and return False: its rows are asked for then."""
+
+    def settle(self, population: PopulationDraw) -> None:
+        """Remember the sequences of a population whose rows were asked for one by one, so that others go
+        on from them. Do not raise."""
+
+    def release(self, asked: Sequence[SequenceHandle]) -> None:
+        """Forget these sequences, and free the memory that only they hold. Do not raise."""
+
+    # Texts.
+
+    def unsupported(self, decoding: Decoding) -> str | None:
+        """Return which option of these the engine cannot do, and why; ``None`` if it can do all. Any
+        thread may ask.
+
+        Raises:
+            InvalidRequest: an option is wrong, and it is cheap to see that here.
+        """
+
+    def progress(self, streamed: Sequence[Streamed]) -> Sequence[Told | None]:
+        """Return the deltas of each of these streamed requests since the last call: ``None`` if there
+        are none, or if it is not in progress. The completion has all of them too. Do not raise."""
+
+    # Scores, reads and prefixes.
+
+    @property
+    def scores(self) -> bool:
+        """True if ``submit`` takes score requests, and computes each text once; rows are asked for
+        otherwise. Any thread may ask."""
+
+    @property
+    def scores_rows(self) -> bool:
+        """True, the default, if these may ask for whole rows."""
+
+    @property
+    def reads(self) -> Collection[type]:
+        """The kinds of reads that the engine answers itself: classes of a ``ReadRequest``'s ``wanted``,
+        and ``PopulationDraw``."""
+
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        """The adapters, by name, that an engine with ``reads`` has without being given them."""
 
     @property
     def prefixes(self) -> Prefixes:
         """The contexts that it keeps."""
 
+    def forget_residents(self) -> None:
+        """Forget everything computed that no request in progress needs."""
 
-@runtime_checkable
-class Fronted(Protocol):
-    """An Engine that vLLM's own front ends can be served over."""
+    # Engines that wait for others, elsewhere, in ``step``.
+
+    def interrupt(self) -> None:
+        """Have ``step`` return soon, as there is something new; any thread may call it, also a finalizer
+        that holds locks."""
+
+    def tend(self) -> float:
+        """Look after the others while no request is in progress; return in how many seconds to do so
+        again.
+
+        Raises:
+            EngineDied: there are no others any more.
+        """
+
+    def replicas(self) -> tuple[ReplicaStatistics, ...]:
+        """Return the state and the counters of each; any thread may ask."""
+
+    # vLLM's front ends.
 
     @property
     def vllm_config(self) -> Any:
         """vLLM's configuration of the model; ``None`` if the engine is not vLLM after all."""
 
 
-def scores_rows(engine: Engine) -> bool:
-    """Return whether an engine takes score requests of whole rows."""
-    # Asking a runtime-checkable protocol takes as long as all the rest of a question.
-    return bool(getattr(engine, "scores", False)) and getattr(engine, "scores_rows", True)
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """The optional parts of one engine, each a group of methods of ``FullEngine``."""
+
+    speculates: bool
+    populates: bool
+    delivers_early: bool
+    completes: bool
+    scores: bool
+    scores_rows: bool
+    reads: frozenset[type]
+    keeps_prefixes: bool
+    forgets_residents: bool
+    has_replicas: bool
+    serves_vllm: bool
+
+
+def capabilities_of(engine: Engine) -> Capabilities:
+    """Return the optional parts of an engine, by the methods that it has. Keep it: looking takes time."""
+
+    def has(*names: str) -> bool:
+        return all(hasattr(engine, name) for name in names)
+
+    scores = bool(getattr(engine, "scores", False))
+    return Capabilities(
+        speculates=has("expect"),
+        populates=has("go_on", "settle", "release"),
+        delivers_early=has("tell"),
+        completes=has("unsupported", "progress"),
+        scores=scores,
+        scores_rows=scores and bool(getattr(engine, "scores_rows", True)),
+        reads=frozenset(getattr(engine, "reads", ())),
+        keeps_prefixes=has("prefixes"),
+        forgets_residents=has("forget_residents"),
+        has_replicas=has("interrupt", "tend", "replicas"),
+        serves_vllm=has("vllm_config"),
+    )
 
 
 def check_supported(engine: Engine, decoding: Decoding) -> None:
     """Raise InvalidRequest, with the name of the option and of the engine, unless this engine draws such
     completions."""
-    # Asking a runtime-checkable protocol takes as long as all the rest of a question.
     unsupported = getattr(engine, "unsupported", None)
     reason = "it draws no completions" if unsupported is None else unsupported(decoding)
     if reason is not None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, cast, runtime_checkable
@@ -167,13 +168,14 @@ class SteppedEngine:
         self._adapters: set[Adapter] = set()
         self._removed: set[Adapter] = set()
         self._closed = False
-        self._statistics = EngineStatistics()
+        self._counted: Counter[str] = Counter()  # in the present step
+        self._counts: dict[str, Any] = asdict(EngineStatistics())
         self.weights = _Weights(model, self._in_progress)
 
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}({self._model!r}, {len(self._in_progress)} in progress, "
-            f"{len(self._adapters)} adapters, {self._statistics.steps} steps"
+            f"{len(self._adapters)} adapters, {self._counts['steps']} steps"
             f"{', closed' if self._closed else ''})"
         )
 
@@ -186,10 +188,13 @@ class SteppedEngine:
         """
         if self._closed:
             raise Closed("the engine is closed: open another one")
-        known = any(each in self._in_progress or each in self._refused for each in requests)
-        if known or len(set(requests)) < len(requests):
+        new = dict.fromkeys(requests)
+        is_known = not (
+            self._in_progress.keys().isdisjoint(new) and new.keys().isdisjoint(self._refused)
+        )
+        if is_known or len(new) < len(requests):
             raise InvalidRequest("a request is in progress already: join it, don't submit it again")
-        for request in requests:
+        for request in new:
             try:
                 self._check(request)
                 self._in_progress[request] = self._begun(request)
@@ -210,24 +215,26 @@ class SteppedEngine:
         if not batch:
             return []
         started = time.perf_counter()
+        groups: dict[Adapter | None, list[_Progress]] = {}
+        for progress in batch:
+            groups.setdefault(progress.request.adapter, []).append(progress)
         finished = []
+        self._counted = Counter(steps=1)
         try:
-            for adapter in dict.fromkeys(progress.request.adapter for progress in batch):
-                group = [each for each in batch if each.request.adapter == adapter]
+            for adapter, group in groups.items():
                 finished += self._advance(group, adapter)
         except Exception as error:
             self._fail(error, started)
-        done = {end.request for end in finished}
-        for progress in batch:  # those that go on move behind those that waited
-            del self._in_progress[progress.request]
-            if progress.request not in done:
-                self._in_progress[progress.request] = progress
-        self._count(
-            steps=1,
-            failed=sum(end.error is not None for end in finished),
-            seconds=time.perf_counter() - started,
-        )
-        self._unload_unused()
+        for end in finished:
+            del self._in_progress[end.request]
+            self._counted["failed"] += end.error is not None
+        if len(finished) < len(batch):  # unfinished ones go behind those that waited
+            for progress in batch:
+                if self._in_progress.pop(progress.request, None) is not None:
+                    self._in_progress[progress.request] = progress
+        self._count(**self._counted, seconds=time.perf_counter() - started)
+        if self._removed:
+            self._unload_unused()
         return finished
 
     def progress(self, streamed: Sequence[Streamed]) -> list[Delta | None]:
@@ -276,7 +283,7 @@ class SteppedEngine:
         return reason
 
     def statistics(self) -> EngineStatistics:
-        return self._statistics
+        return EngineStatistics(**self._counts)
 
     def close(self) -> None:
         if self._closed:
@@ -292,7 +299,7 @@ class SteppedEngine:
     def _to_host(self, tensor: Tensor) -> list[int]:
         """Return a tensor's values, and count their bytes as moved if they were on a device."""
         if tensor.device.type != "cpu":
-            self._count(bytes_to_host=tensor.nbytes)
+            self._counted["bytes_to_host"] += tensor.nbytes
         return list(tensor.tolist())
 
     def _begun(self, request: Request) -> _Progress:
@@ -323,7 +330,7 @@ class SteppedEngine:
                 top_p=request.top_p,
                 min_p=request.min_p,
             )
-        token_ids = request.token_ids  # unpacked at every access
+        token_ids = request.token_ids  # unpacked every time
         count = len(token_ids)
         if count == 0:
             raise InvalidRequest("the context is empty: give at least one token id")
@@ -349,7 +356,7 @@ class SteppedEngine:
         """Run one forward over requests that share an adapter; return those that it ends."""
         contexts = [progress.context for progress in group]
         logits = self._model.logits(contexts, adapter).float()
-        self._count(computed_tokens=sum(map(len, contexts)))
+        self._counted["computed_tokens"] += sum(map(len, contexts))
         sound = ~(logits.isnan() | (logits == torch.inf)).any(-1) & (logits > -torch.inf).any(-1)
         finished: list[Finished] = []
         laws: dict[int, Tensor | None] = {}
@@ -365,13 +372,16 @@ class SteppedEngine:
                     finished.append(Finished(progress.request, error=failed))
             else:
                 finished.append(Finished(progress.request, result=rows[index].clone()))
-                self._count(rows=1)
+                self._counted["rows"] += 1
         if laws:
             finished += self._sample(laws, rows, group)
         return finished
 
     def _sample(
-        self, laws: dict[int, Tensor | None], rows: Tensor, group: Sequence[_Progress]
+        self,
+        laws: dict[int, Tensor | None],
+        rows: Tensor,
+        group: Sequence[_Progress],
     ) -> list[Finished]:
         """Draw one token for each that has a law, by its index; return those that it ends."""
         if len(laws) == len(rows) and all(law is None for law in laws.values()):
@@ -409,7 +419,7 @@ class SteppedEngine:
                     result = tuple(progress.drawn)
             if result is not None or error is not None:
                 finished.append(Finished(progress.request, result=result, error=error))
-        self._count(sampled_tokens=len(tokens))
+        self._counted["sampled_tokens"] += len(tokens)
         return finished
 
     def _fail(self, error: Exception, started: float) -> NoReturn:
@@ -429,8 +439,8 @@ class SteppedEngine:
             self._model.unload_adapter(adapter)
 
     def _count(self, **increments: float) -> None:
-        # One assignment of a new frozen value, so that other threads read a whole one.
-        before = self._statistics
-        self._statistics = replace(
-            before, **{name: getattr(before, name) + more for name, more in increments.items()}
-        )
+        # One assignment of a new dict, so that other threads read a whole one.
+        counts = self._counts.copy()
+        for name, more in increments.items():
+            counts[name] += more
+        self._counts = counts

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from genrt.runtime.ask import MOST_AT_ONCE
+from genrt.runtime.ask import MAX_UNAWAITED
 
 __all__ = ["ConcurrentMap", "Source"]
 
@@ -88,12 +88,12 @@ class ConcurrentMap(Generic[T]):
     async def take(self) -> tuple[int, T] | None:
         """Wait for the next result. Return it with the number of its item, or ``None`` after the last.
 
-        The loop runs other tasks after every ``MOST_AT_ONCE`` results that needed no wait. Cancelling
+        The loop runs other tasks after every ``MAX_UNAWAITED`` results that needed no wait. Cancelling
         loses no result: the next call returns it.
 
         Raises the error of the item, or of the source after the results of all items before it.
         """
-        if self._taken_without_waiting >= MOST_AT_ONCE:
+        if self._taken_without_waiting >= MAX_UNAWAITED:
             self._taken_without_waiting = 0
             await asyncio.sleep(0)
         while True:

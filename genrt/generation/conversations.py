@@ -138,7 +138,7 @@ class Conversation:
                 )
         self._lm = lm
         self._end = check_int("end_token_id", end_token_id, 0, lm.vocab_size - 1)
-        self._message_of = message_of or _message
+        self._message_of = message_of or _answer_message
         self._tools, self._template_kwargs = tools, chat_template_kwargs
         self._messages: list[Message] = []
         self._answered = 0  # the number of messages up to the model's last answer
@@ -204,7 +204,7 @@ class Conversation:
         if place not in self._drawn or not end:
             return message
         rest = {name: each for name, each in message.items() if name != "role"}
-        return {"role": message["role"], **_without(end, rest)}
+        return {"role": message["role"], **_remove_text(end, rest)}
 
     def answer(self, completion: Completion) -> None:
         """Add a completion of ``prompt_ids()``, drawn with ``logprobs``, as the model's answer. ``ask``
@@ -289,18 +289,18 @@ class Conversation:
         )
 
 
-def _message(completion: Completion) -> Message:
+def _answer_message(completion: Completion) -> Message:
     """Return the message of an answer."""
     message = {"role": "assistant", "content": completion.text}
     return message | ({"reasoning_content": completion.reasoning} if completion.reasoning else {})
 
 
-def _without(text: str, value: Any) -> Any:
+def _remove_text(text: str, value: Any) -> Any:
     """Return a value of a message with all its texts without ``text``."""
     if isinstance(value, Mapping):
-        return {name: _without(text, each) for name, each in value.items()}
+        return {name: _remove_text(text, each) for name, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_without(text, each) for each in value]
+        return [_remove_text(text, each) for each in value]
     while isinstance(value, str) and text in value:  # the rest may spell it again
         value = value.replace(text, "")
     return value

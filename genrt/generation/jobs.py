@@ -55,8 +55,7 @@ from genrt.questions.completions import (
     completion_requests,
 )
 from genrt.questions.contexts import Limits, check_seed, seed_at
-from genrt.runtime.blocking import blocking_twin
-from genrt.runtime.thread import aside
+from genrt.runtime.concurrency import aside, blocking_twin
 from genrt.structures.guides import Guides
 
 __all__ = ["Job", "JobReport", "JobRun"]
@@ -353,7 +352,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
+class _RowResult:
     """The result of a row, with its validation.
 
     Attributes:
@@ -496,7 +495,7 @@ class JobRun:
         return replace(report, failed=counted[0], invalid=counted[1], seconds=seconds)
 
     async def _run_rows(self, lm: AsyncLM, runner: ItemRunner) -> None:
-        answers: ConcurrentMap[_Answer] = ConcurrentMap(
+        answers: ConcurrentMap[_RowResult] = ConcurrentMap(
             self._remaining_rows(),
             lambda number, row: self._answer(runner, number, row),
             concurrency=runner.concurrency,
@@ -524,13 +523,13 @@ class JobRun:
             if not self._journal.has(row.index):
                 yield row
 
-    async def _answer(self, runner: ItemRunner, number: int, row: Row) -> _Answer:
+    async def _answer(self, runner: ItemRunner, number: int, row: Row) -> _RowResult:
         """Return the text of a row. Invalid texts are drawn again."""
         job = self._job
         try:
             prompt = job._prompts.of(row.columns)
         except InvalidRequest as error:
-            return _Answer(row, Failed(error))
+            return _RowResult(row, Failed(error))
         tokens, attempt = 0, 0
         while True:
             options: GenerateOptions = {}
@@ -540,23 +539,23 @@ class JobRun:
             text, messages = (prompt, None) if isinstance(prompt, str) else (None, prompt)
             result = await runner.run(number, Item(text, messages, options))
             if isinstance(result, Failed):
-                return _Answer(row, result, tokens=tokens)
+                return _RowResult(row, result, tokens=tokens)
             tokens += len(result.token_ids)
             values, faults = list[Any](), list[Fault]()
             if job._validator is not None:
                 await job._validator.validate(result.text, values, faults)
             if not faults or attempt == job._num_retries:
                 output = _output_json(values[0]) if values else None
-                return _Answer(row, result, options.get("seed"), tokens, output, faults)
+                return _RowResult(row, result, options.get("seed"), tokens, output, faults)
             attempt += 1
 
-    async def _finish(self, lm: AsyncLM, answers: ConcurrentMap[_Answer]) -> None:
+    async def _finish(self, lm: AsyncLM, answers: ConcurrentMap[_RowResult]) -> None:
         """Cancel the running rows, and write the finished ones."""
         await answers.close()
         for _, answer in answers.drain():
             self._settle(lm, answer)
 
-    def _settle(self, lm: AsyncLM, answer: _Answer) -> None:
+    def _settle(self, lm: AsyncLM, answer: _RowResult) -> None:
         """Write the line of a row, and count it."""
         job, report, result = self._job, self._report, answer.result
         text = result.partial if isinstance(result, Failed) else result

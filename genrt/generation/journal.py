@@ -116,7 +116,7 @@ class Journal:
             raise InvalidRequest(f"there is no directory {self.path.parent}: make it first")
         if self.path.exists() and not self.path.is_file():
             raise InvalidRequest(f"{self.path} is no file: name one for the output")
-        with _translated(self.path):
+        with _translate_os_errors(self.path):
             try:
                 self._lock.acquire()
             except filelock.Timeout as error:
@@ -194,7 +194,7 @@ class Journal:
     def start(self) -> None:
         """Open the file for the next line: cut off an incomplete one, remove the rows that run again, and
         write the description."""
-        with _translated(self.path):
+        with _translate_os_errors(self.path):
             if self._retried:
                 with _replaced(self.path) as kept, self.path.open("rb") as file:
                     for number, line in enumerate(file):
@@ -219,7 +219,7 @@ class Journal:
         if self._file is None:
             raise OutputFailed(f"{self.path} is closed")
         line = _as_line(entry)
-        with _translated(self.path):
+        with _translate_os_errors(self.path):
             try:
                 # Usually one call: a full disk takes a part, and fails with the next call.
                 written = 0
@@ -233,7 +233,7 @@ class Journal:
 
     def sync(self) -> None:
         """Write the file through to the disk. Safe from any thread."""
-        with contextlib.suppress(ValueError), _translated(self.path):  # closed meanwhile
+        with contextlib.suppress(ValueError), _translate_os_errors(self.path):  # closed meanwhile
             if (file := self._file) is not None:
                 os.fsync(file.fileno())
 
@@ -290,7 +290,7 @@ def _sync_directory(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _translated(path: Path) -> Iterator[None]:
+def _translate_os_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OutputFailed:

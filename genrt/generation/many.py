@@ -27,10 +27,10 @@ from genrt.errors import (
 from genrt.generation.concurrent_map import ConcurrentMap, Source
 from genrt.lm import AsyncLM
 from genrt.numbers import check_bool, check_int, check_timeout, named, nearest, shown
+from genrt.progress import progress_bar
 from genrt.questions.completions import STRUCTURES, Completion, GenerateOptions, TurnOptions
 from genrt.questions.contexts import TokenIds, check_seed, seed_at
-from genrt.runtime.blocking import blocking_generator
-from genrt.runtime.progress import progress_bar
+from genrt.runtime.concurrency import blocking_generator
 from genrt.runtime.streams import Stream
 
 __all__ = [
@@ -174,7 +174,7 @@ def generate_many(
         raise InvalidRequest(f"items must be an iterable or async iterable, got {shown(items)}")
     if not isinstance(on_error, str) or on_error not in get_args(OnError):
         raise InvalidRequest(f"on_error must be 'raise', 'return' or 'warn', got {named(on_error)}")
-    return _results(runner, items, on_error, in_order=in_order, progress=progress)
+    return _run_many(runner, items, on_error, in_order=in_order, progress=progress)
 
 
 @overload
@@ -314,7 +314,7 @@ def _chat_options(chat: dict[str, Any], item: Item) -> dict[str, Any]:
     return {name: chat[name] if own[name] is None else own[name] for name in chat}
 
 
-async def _results(
+async def _run_many(
     runner: ItemRunner, items: Source, on_error: OnError, *, in_order: bool, progress: bool
 ) -> AsyncGenerator[tuple[int, Any], None]:
     await runner.check()

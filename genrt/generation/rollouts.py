@@ -21,7 +21,7 @@ from genrt.lm import AsyncLM
 from genrt.numbers import check_bool, check_int, named, shown
 from genrt.questions.completions import Completion, DecodingOptions, LogprobsMode
 from genrt.questions.contexts import LAST_SEED, check_seed, host_array, id_words, seed_at
-from genrt.runtime.blocking import blocking
+from genrt.runtime.concurrency import blocking
 
 __all__ = [
     "PolicyGeneration",
@@ -320,14 +320,14 @@ class _RolloutBatch:
         self._prompts = [self._prompt(number, row[:length]) for number, (row, length) in rows]
         count = len(self._prompts)
         self._own: list[dict[str, Any]] = [
-            {"seed": seed} for seed in _seeds(given.pop("seed", None), count)
+            {"seed": seed} for seed in _sample_seeds(given.pop("seed", None), count)
         ]
         for option, of_all in (("stop", "stop_strings"), ("stop_token_ids", "stop_token_ids")):
             stops = given.pop(of_all, None)
             if not _is_per_sample(stops):
                 given |= {} if stops is None else {option: stops}
                 continue
-            _check_count(of_all, len(stops), count)
+            _check_batch_count(of_all, len(stops), count)
             for own_options, own_stops in zip(self._own, stops, strict=True):
                 own_options |= {} if own_stops is None else {option: own_stops}
         most = given.pop("max_new_tokens", None)
@@ -427,19 +427,19 @@ def _is_per_sample(given: object) -> bool:
     )
 
 
-def _check_count(name: str, found: int, count: int) -> None:
+def _check_batch_count(name: str, found: int, count: int) -> None:
     if found != count:
         raise InvalidRequest(f"{name} is given for {found} samples, and the batch has {count}")
 
 
-def _seeds(given: Any, count: int) -> Sequence[int | None]:
+def _sample_seeds(given: Any, count: int) -> Sequence[int | None]:
     """Return a seed for each sample, or ``None`` for each."""
     if given is None:
         return [None] * count
     if not isinstance(given, list | tuple | range) and getattr(given, "ndim", 0) != 1:
         first = cast("int", check_seed(given))
         return [seed_at(first, number) for number in range(count)]
-    _check_count("seed", len(given), count)
+    _check_batch_count("seed", len(given), count)
     return [
         check_int(f"seed of row {number}", each, 0, LAST_SEED) for number, each in enumerate(given)
     ]
@@ -497,8 +497,8 @@ def _unpadded(
     Raises:
         InvalidRequest: the tensors are not a batch and its lengths, or not padded on the right.
     """
-    tokens = _integers(ids, name, 2)
-    counts = _integers(lengths, FIELDS[name], 1)
+    tokens = _integer_array(ids, name, 2)
+    counts = _integer_array(lengths, FIELDS[name], 1)
     if not torch.iinfo(ids.dtype).min <= pad_value <= torch.iinfo(ids.dtype).max:
         raise InvalidRequest(
             f"pad_value={shown(pad_value)} does not fit {ids.dtype}, the dtype of {name}"
@@ -534,7 +534,7 @@ def _batch_field(data: Mapping[str, Any]) -> str:
     raise InvalidRequest(f"data must have {pairs}: it has {names}")
 
 
-def _integers(tensor: object, name: str, dimensions: int) -> np.ndarray:
+def _integer_array(tensor: object, name: str, dimensions: int) -> np.ndarray:
     """Return a tensor of integers as int64 on the host. Raises InvalidRequest for other values."""
     if not isinstance(tensor, Tensor):
         raise InvalidRequest(f"{name} must be a tensor, got {shown(tensor)}")

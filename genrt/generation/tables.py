@@ -101,20 +101,20 @@ def parse_json(text: str | bytes) -> Any:
             message does not quote the text.
     """
     try:
-        return json.loads(text, parse_float=_finite, parse_constant=_refuse_constant)
+        return json.loads(text, parse_float=_finite_float, parse_constant=_reject_constant)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"{error.msg} at character {error.pos}") from error
 
 
-def _finite(digits: str) -> float:
+def _finite_float(digits: str) -> float:
     if not math.isfinite(number := float(digits)):
         raise ValueError("it has a number beyond all floats")
     return number
 
 
-def _refuse_constant(name: str) -> NoReturn:
+def _reject_constant(name: str) -> NoReturn:
     raise ValueError(f"it has {name}, which is not JSON: write null")
 
 
@@ -338,7 +338,7 @@ def _default_columns(first: Row | None) -> tuple[str | None, str | None]:
     columns = {} if first is None else first.columns
     found = [name for name in ("prompt", "messages") if name in columns]
     if len(found) != 1:
-        among = "both 'prompt' and 'messages'" if found else f"the columns {_listed(columns)}"
+        among = "both 'prompt' and 'messages'" if found else f"the columns {_column_names(columns)}"
         raise InvalidRequest(
             "say what is asked: give --prompt-template (prompt_template=) or --messages-column "
             f"(messages_column=); the rows have {among}"
@@ -351,11 +351,11 @@ def _default_columns(first: Row | None) -> tuple[str | None, str | None]:
 def value_of(columns: Mapping[str, Any], name: str) -> Any:
     """Return a row's value. Raises UnknownColumn with the known columns."""
     if name not in columns:
-        raise UnknownColumn(f"there is no column {name!r}: there are {_listed(columns)}")
+        raise UnknownColumn(f"there is no column {name!r}: there are {_column_names(columns)}")
     return columns[name]
 
 
-def _listed(columns: Mapping[str, Any]) -> str:
+def _column_names(columns: Mapping[str, Any]) -> str:
     names = ", ".join(map(repr, itertools.islice(columns, 20)))
     more = f" and {len(columns) - 20} more" if len(columns) > 20 else ""
     return f"{names or 'none'}{more}"

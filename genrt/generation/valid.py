@@ -31,9 +31,9 @@ from genrt.generation.many import AskOptions, Failed, Item, ItemRunner, Prompt
 from genrt.generation.validators import Fault, Parse, RecordValidator, Validate
 from genrt.lm import AsyncLM
 from genrt.numbers import check_bool, check_float, check_int, shown
+from genrt.progress import progress_bar
 from genrt.questions.completions import Completion
-from genrt.runtime.blocking import blocking_twin
-from genrt.runtime.progress import progress_bar
+from genrt.runtime.concurrency import blocking_twin
 
 __all__ = [
     "BatchStatistics",

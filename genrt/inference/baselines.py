@@ -33,8 +33,8 @@ from genrt.inference.smc import importance_sampling
 from genrt.inference.state import Deaths
 from genrt.inference.text_model import TextModel
 from genrt.numbers import check_float, check_int
-from genrt.runtime.blocking import blocking_twin
-from genrt.runtime.progress import progress_bar
+from genrt.progress import progress_bar
+from genrt.runtime.concurrency import blocking_twin
 from genrt.tokens.texts import Potential, Text, decoded
 
 

@@ -39,8 +39,8 @@ from genrt.inference.diagnostics import ChainStatistics
 from genrt.inference.model import Growth, Model, checked_model, grown
 from genrt.inference.result import Result
 from genrt.numbers import check_int, displayed
-from genrt.runtime.blocking import blocking_twin
-from genrt.runtime.progress import progress_bar
+from genrt.progress import progress_bar
+from genrt.runtime.concurrency import blocking_twin
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,7 +7,7 @@ from typing import Any
 
 from genrt.errors import InvalidRequest
 from genrt.inference.checks import check_log_weight
-from genrt.runtime.together import Asked
+from genrt.runtime.concurrency import ConcurrentCalls
 from genrt.tokens.texts import Potential, Text
 
 
@@ -21,7 +21,7 @@ async def evaluate_potential(name: str, potential: Potential, texts: Sequence[Te
     """
     distinct = list(dict.fromkeys(texts))
     answers: dict[int, Any] = {}
-    asked = Asked(potential, max_concurrent=max(1, len(distinct)))
+    asked = ConcurrentCalls(potential, max_concurrent=max(1, len(distinct)))
     await asked.about(dict(enumerate(distinct)), answers.__setitem__)
     by_text = {
         text: _checked_weight(name, text, answers[number]) for number, text in enumerate(distinct)

@@ -64,7 +64,7 @@ from genrt.lm import AsyncLM
 from genrt.numbers import check_float
 from genrt.questions.contexts import TokenIds
 from genrt.questions.masks import Mask, packed_mask
-from genrt.runtime.together import together
+from genrt.runtime.concurrency import together
 from genrt.tokens.texts import decoded
 
 T = TypeVar("T")

@@ -27,7 +27,7 @@ from genrt.inference.trails import Trail
 from genrt.lm import AsyncLM
 from genrt.populations import Population
 from genrt.questions.contexts import seeds_at
-from genrt.runtime.together import together
+from genrt.runtime.concurrency import together
 from genrt.tokens import sampling
 
 State: TypeAlias = ConstraintState | CheckedState

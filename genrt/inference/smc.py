@@ -35,8 +35,8 @@ from genrt.inference.resampling import Ancestors, Floats, Resampler, systematic
 from genrt.inference.result import Result
 from genrt.inference.state import Deaths, Info, State
 from genrt.numbers import check_float, check_int, displayed
-from genrt.runtime.blocking import blocking_twin
-from genrt.runtime.progress import progress_bar
+from genrt.progress import progress_bar
+from genrt.runtime.concurrency import blocking_twin
 
 Rule: TypeAlias = Callable[[State], bool]
 """Whether to resample before the next step."""

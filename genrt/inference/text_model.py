@@ -63,7 +63,7 @@ from genrt.inference.proposals import Proposal, Proposals, ProposedTokens, State
 from genrt.inference.trails import Frontier, Trail
 from genrt.lm import AsyncLM
 from genrt.numbers import check_int, displayed
-from genrt.runtime.together import together
+from genrt.runtime.concurrency import together
 from genrt.tokens.texts import Potential, Text, decoded
 
 

@@ -176,7 +176,7 @@ class GenrtEval(TemplateLM):  # type: ignore[misc]
 
     def _scored(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
         lm, most = self._lm, self.max_length
-        bound, in_one = lm._adapters.bound(self._adapter), lm._thread.scores
+        bound, in_one = lm._adapters.bound(self._adapter), lm._thread.capabilities.scores
         requests = []
         for context, after in pairs:
             # All but the last token are computed.

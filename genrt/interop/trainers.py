@@ -8,9 +8,10 @@ from typing import Any
 from genrt.errors import InvalidRequest
 from genrt.lm import AsyncLM
 from genrt.numbers import shown
-from genrt.runtime.blocking import blocking
-from genrt.runtime.lifecycle import Pending, check_pending
-from genrt.runtime.transfers import Transfers
+from genrt.runtime.batcher import Pending
+from genrt.runtime.concurrency import blocking
+from genrt.runtime.lifecycle import check_pending
+from genrt.runtime.weights import Transfers
 
 __all__ = ["WeightSyncClient"]
 

@@ -1,8 +1,8 @@
-"""From many awaits to one call: the batcher, its parts, and the one thread that talks to the engine.
+"""From many awaits to few engine calls.
 
-A request's way: a method of ``lm.py`` checks the question and makes its requests, by its kind in
-``questions/``. Here, ``ask.py`` asks; ``batcher.py`` finds rows in the cache, joins equal requests or
-queues them; ``waiters.py`` waits until the loop has asked all it will; ``engine_loop.py`` gives the
-batcher its turns; ``answers.py`` submits the flush, and reads from its rows; ``engines/`` compute. Back:
-``batcher.py`` ends the requests, ``waiters.py`` gives each caller results of its own.
+The way of a request: a method of ``lm.py`` makes it, by its kind in ``questions/``; ``ask.py`` awaits it.
+``batcher.py`` finds its row in the cache, joins an equal request, or queues it until its loop is quiet.
+On the engine's thread, ``thread.py`` gives the batcher its turns. A turn submits a flush to
+``answers.py``, which asks an engine of ``engines/`` for rows and answers reads from them. The batcher
+ends the requests, and gives each caller results of its own.
 """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import functools
 import threading
 import time
 from collections.abc import (
@@ -18,7 +17,7 @@ from collections.abc import (
     Iterator,
     Sequence,
 )
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 from torch import Tensor
 
@@ -27,54 +26,57 @@ from genrt.numbers import check_timeout
 from genrt.questions.completions import CompletionRequest, Delta, NativeRequest
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
-from genrt.runtime.adapter_names import AdapterNames
-from genrt.runtime.batcher import Batcher
-from genrt.runtime.passages import NativeFlow, Passage
-from genrt.runtime.streams import Flow, Stream, SyncStream
-from genrt.runtime.waiters import Waiter
+from genrt.runtime.adapters import AdapterNames
+from genrt.runtime.batcher import Batcher, Waiter
+from genrt.runtime.concurrency import twin_of
+from genrt.runtime.streams import Flow, NativeFlow, Stream, StreamBuffer, SyncStream
 
 __all__ = [
-    "MOST_AT_ONCE",
+    "MAX_UNAWAITED",
     "Asker",
     "blocking_chunks",
     "blocking_question",
     "blocking_stream",
-    "twin_of",
     "within",
 ]
 
-MOST_AT_ONCE = 64
-"""After so many requests in a row that nobody waited for, the loop goes round once."""
+MAX_UNAWAITED = 64
+"""After so many requests in a row without waiting, a task lets others run."""
 
 S = TypeVar("S")
 P = ParamSpec("P")
 T = TypeVar("T")
-F = TypeVar("F", bound=Callable[..., Any])
+
+
+class HasBatcher(Protocol):
+    """Has a batcher, as ``EngineThread`` does."""
+
+    @property
+    def batcher(self) -> Batcher:
+        """The batcher. Raises Closed if there is none."""
 
 
 class Asker:
     """Asks a batcher.
 
     Args:
-        batcher: returns it; raises Closed where there is none.
-        adapters: the names that adapters have now, for questions bound to one that is loaded anew.
+        source: has the batcher.
+        adapters: the present adapters by name, for questions bound to one that was loaded over.
     """
 
-    def __init__(
-        self, batcher: Callable[[], Batcher], adapters: AdapterNames | None = None
-    ) -> None:
-        self._batcher = batcher
+    def __init__(self, source: HasBatcher, adapters: AdapterNames | None = None) -> None:
+        self._source = source
         self._adapters = adapters
-        self._at_once = AtOnce()
+        self._unawaited = Unawaited()
 
-    def ask(
+    async def ask(
         self, requests: Sequence[Request], *, stacked: bool = False, timeout: float | None = None
-    ) -> Coroutine[Any, Any, list[Result]]:
-        """Return the results in order, to be awaited, each in storage of its own; requests may appear
-        more than once. With ``stacked``, the only result is the stack of the rows, of which there is at
-        least one.
+    ) -> list[Result]:
+        """Return the results in order, each in storage of its own; requests may appear more than once.
+        With ``stacked``, the only result is the stack of the rows, of which there is at least one.
 
-        Cancelling the await withdraws this caller alone. Questions that the cache answers let others run.
+        Cancelling the await withdraws this caller alone. Questions that the cache answers let other tasks
+        run from time to time.
 
         Raises:
             InvalidRequest: the timeout is out of range.
@@ -83,46 +85,38 @@ class Asker:
             Closed: the batcher is closed, or was while this waited.
         """
         seconds = None if timeout is None else check_timeout(timeout)
-        if self._adapters is None or not requests or requests[0].adapter is None:
-            return self._ask(requests, stacked, seconds)
-        return self._ask_adapter(self._adapters, requests, stacked, seconds)
-
-    async def _ask_adapter(
-        self,
-        adapters: AdapterNames,
-        requests: Sequence[Request],
-        stacked: bool,
-        seconds: float | None,
-    ) -> list[Result]:
         until = None if seconds is None else time.monotonic() + seconds
+        loop, unawaited = asyncio.get_running_loop(), self._unawaited
         while True:
+            unawaited.count += len(requests) or 1
+            future: asyncio.Future[list[Result]] = loop.create_future()
+            waiter = Waiter(requests, loop, future, stacked)
             try:
-                return await self._ask(requests, stacked, seconds)
+                batcher = self._source.batcher
+                try:
+                    if (results := batcher.join(waiter)) is None:
+                        unawaited.count = 0
+                        return await (future if seconds is None else within(seconds, future))
+                finally:
+                    if waiter.missing and not loop.is_closed():
+                        batcher.leave(waiter)
             except UnknownAdapter as error:
-                requests = adapters.rebound(requests, error)
-                seconds = seconds_left(until)
+                await unawaited.let_others_run()
+                requests, seconds = self._rebound(requests, error), seconds_left(until)
+            except GenrtError:
+                await unawaited.let_others_run()
+                raise
+            else:
+                if unawaited.count >= MAX_UNAWAITED:  # after ``join``: its adapter could go
+                    await unawaited.let_others_run()
+                return results
 
-    async def _ask(
-        self, requests: Sequence[Request], stacked: bool, seconds: float | None
-    ) -> list[Result]:
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[list[Result]] = loop.create_future()
-        waiter = Waiter(requests, loop, future, stacked, {})
-        self._at_once.count += len(requests) or 1
-        try:
-            batcher = self._batcher()
-            try:
-                if (results := batcher.join(waiter)) is None:
-                    self._at_once.count = 0
-                    return await (future if seconds is None else within(seconds, future))
-            finally:
-                if waiter.missing and not loop.is_closed():
-                    batcher.leave(waiter)
-        except GenrtError:
-            await self._at_once.go_round()
-            raise
-        await self._at_once.go_round()  # not before it is asked: what it is bound to could go
-        return results
+    def _rebound(self, requests: Sequence[Request], error: UnknownAdapter) -> Sequence[Request]:
+        """Return the requests for the adapter that was loaded under the name meanwhile; raise the error
+        if there is none."""
+        if self._adapters is None:
+            raise error
+        return self._adapters.rebound(requests, error)
 
     def ask_sync(
         self, requests: Sequence[Request], *, stacked: bool = False, timeout: float | None = None
@@ -134,17 +128,14 @@ class Asker:
             try:
                 return self._join_sync(requests, stacked, seconds)
             except UnknownAdapter as error:
-                if self._adapters is None:
-                    raise
-                requests = self._adapters.rebound(requests, error)
-                seconds = seconds_left(until)
+                requests, seconds = self._rebound(requests, error), seconds_left(until)
 
     def _join_sync(
         self, requests: Sequence[Request], stacked: bool, seconds: float | None
     ) -> list[Result]:
         future: concurrent.futures.Future[list[Result]] = concurrent.futures.Future()
-        waiter = Waiter(requests, None, future, stacked, {})
-        batcher = self._batcher()
+        waiter = Waiter(requests, None, future, stacked)
+        batcher = self._source.batcher
         longest = None if seconds is None else min(seconds, threading.TIMEOUT_MAX)
         try:
             results = batcher.join(waiter)
@@ -199,15 +190,15 @@ class Asker:
         raises and withdraws as ``stream``. It also ends, without the rest, when the flow is left."""
         return self._deltas(request, flow)
 
-    async def _deltas(self, request: Request, flow: Passage[T]) -> AsyncGenerator[T, None]:
+    async def _deltas(self, request: Request, flow: StreamBuffer[T]) -> AsyncGenerator[T, None]:
         loop = asyncio.get_running_loop()
         requests: Sequence[Request] = (request,)
         with flow.under_way(loop):
             while not flow.is_over:
                 future: asyncio.Future[list[Result]] = loop.create_future()
                 future.add_done_callback(flow.wake)
-                waiter = Waiter(requests, loop, future, False, {}, flow=flow)
-                batcher = self._batcher()
+                waiter = Waiter(requests, loop, future, flow=flow)
+                batcher = self._source.batcher
                 try:
                     batcher.join(waiter)
                     while not future.done():
@@ -221,7 +212,7 @@ class Asker:
                             await flow.wait()
                     yield flow.end(*future.result())
                 except UnknownAdapter as error:
-                    requests = self._anew(requests, flow, error)
+                    requests = self._restarted(requests, flow, error)
                 finally:
                     if waiter.missing and not loop.is_closed():
                         batcher.leave(waiter)
@@ -238,8 +229,8 @@ class Asker:
             while not flow.is_over:
                 future: concurrent.futures.Future[list[Result]] = concurrent.futures.Future()
                 future.add_done_callback(flow.wake)
-                waiter = Waiter(requests, None, future, False, {}, flow=flow)
-                batcher = self._batcher()
+                waiter = Waiter(requests, None, future, flow=flow)
+                batcher = self._source.batcher
                 try:
                     batcher.join(waiter)
                     while not future.done():
@@ -253,32 +244,32 @@ class Asker:
                             flow.wait_sync(left)
                     yield flow.end(*future.result())
                 except UnknownAdapter as error:
-                    requests = self._anew(requests, flow, error)
+                    requests = self._restarted(requests, flow, error)
                 finally:
                     if waiter.missing:
                         batcher.leave_soon(waiter)
 
-    def _anew(
-        self, requests: Sequence[Request], flow: Passage[Any], error: UnknownAdapter
+    def _restarted(
+        self, requests: Sequence[Request], flow: StreamBuffer[Any], error: UnknownAdapter
     ) -> Sequence[Request]:
         """Return the request for the adapter that was loaded anew meanwhile. Raise the error if there is
         none, or if the text has been begun with the old one's weights."""
-        if self._adapters is None or flow.is_begun:
+        if flow.is_begun:
             raise error
-        flow.begin_anew()
-        return self._adapters.rebound(requests, error)
+        flow.restart()
+        return self._rebound(requests, error)
 
 
-class AtOnce(threading.local):
-    """How many requests in a row this thread has asked without waiting for one: a task that the cache
-    always answers would never let its loop run anything else, not even what is to cancel it. One count
-    serves all tasks of the thread, as another task runs only once the loop has gone on."""
+class Unawaited(threading.local):
+    """How many requests in a row this thread has asked without waiting: a task that the cache always
+    answers would never let its loop run, not even to cancel it. One count serves all tasks of a thread:
+    another task runs only once the loop has gone on."""
 
     count = 0
 
-    async def go_round(self) -> None:
-        """Let the loop run something else, if it is time."""
-        if self.count >= MOST_AT_ONCE:
+    async def let_others_run(self) -> None:
+        """Let the loop run other tasks, if it is time."""
+        if self.count >= MAX_UNAWAITED:
             self.count = 0
             await asyncio.sleep(0)
 
@@ -312,19 +303,6 @@ def _timed_out(seconds: float) -> TimedOut:
 def seconds_left(until: float | None) -> float | None:
     """Return how many seconds are left, if there is an end to them."""
     return None if until is None else max(0.0, until - time.monotonic())
-
-
-def twin_of(method: Callable[..., Any], *, interrupted: str) -> Callable[[F], F]:
-    """Return a decorator that names a function as the ``_sync`` twin of this method; its docstring is the
-    method's, after what an interrupt does."""
-
-    def named(twin: F) -> F:
-        functools.update_wrapper(twin, method)
-        twin.__name__, twin.__qualname__ = f"{method.__name__}_sync", f"{method.__qualname__}_sync"
-        twin.__doc__ = f"``{method.__name__}``, blocking. {interrupted}\n\n{method.__doc__}"
-        return twin
-
-    return named
 
 
 def blocking_question(

@@ -1,72 +1,242 @@
-"""Many awaits, one call: queue, dedupe, flush policy, cancellation, delivery.
+"""The batcher: many awaits become few engine calls. It deduplicates, queues, flushes, cancels, delivers.
 
-A question travels: ``join`` finds its row in the cache, joins an equal request that is queued or in
-flight, or queues it, if need be when there is room; when the asking loop has gone quiet the request is
-*ready*; the engine thread's next ``turn`` submits the ready requests as one flush, runs one engine step,
-and delivers what finished.
+States of a request, each an ``Entry`` from the question that queued it to its end:
+    gathered   its event loop may still ask more in this pass.
+    ready      the next flush takes it, if there is room.
+    in flight  the engine has it.
+    withdrawn  in flight without a waiter. The next turn cancels it, unless it is asked again first.
+A question *waits in line* without an entry while the queue has no room, or while a ``Hold`` is up.
 
 Rules:
-    All state changes under one lock, held for dictionary work on what changed, never on all there is but
-    when the batcher is closed, held or goes on with another engine; ``turn`` alone talks to the engine.
-    A turn with something in flight always steps; what needs no forward is delivered before that. It
-    begins once those have asked who ask again as soon as they are answered.
-    A request is in ``_entries`` from the question that queued it until it ends; it ends once.
-    Requests that ran out of memory together are sent again, fewer at a time; one alone fails.
-    A waiter that leaves is seen by nobody else; a request whose last waiter left is withdrawn: from
-    the queue at once, from the engine at the next turn, unless an equal question comes first.
-    A row is in the cache before its request leaves ``_entries``; a question looks at both under the lock.
-    Entries hold their waiters: a coroutine that is collected waits for nothing, or its loop is closed.
-    Waiters and loops that are let go of are kept until the lock is free: their end may run any code.
-    The garbage collector and signal handlers may run code while this thread holds the lock, which it can
-    take again. What such code calls here only reads; ``close`` refuses, ``leave_soon`` puts off.
+    State changes under one lock, held for dictionary work on what changed; only a close, a hold or a
+    restart touches everything. Only ``turn`` talks to the engine.
+    A turn with something in flight always steps. Answers that need no forward are delivered before.
+    A request ends once. Requests that ran out of memory together are sent again, fewer at a time.
+    A waiter that leaves is seen by nobody else. A request whose last waiter left is withdrawn.
+    A row is in the cache before its entry ends; a question looks at both under the lock.
+    A question enters the queue whole or waits whole. Clients enter by turns, one question each. A
+    question larger than the queue enters an empty queue.
+    Every waiter gets storage, or an exception object, of its own. Each event loop is called once a turn.
+    References are dropped after the lock is released: finalizers may run any code.
+    The garbage collector and signal handlers may run code while this thread holds the lock, which is
+    reentrant. Such code only reads here: ``close`` refuses, ``leave_soon`` defers.
 """
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
+import contextlib
+import math
 import sys
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import cast
+from collections import Counter, OrderedDict, deque
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast
+from weakref import WeakKeyDictionary
 
-from genrt.engines.protocol import Finished, survived
-from genrt.errors import WAS_CLOSED, Closed, GenrtError, OutOfMemory
+from torch import Tensor
+
+from genrt.engines.protocol import Finished, failure, survived
+from genrt.errors import (
+    WAS_CLOSED,
+    Closed,
+    EngineFailed,
+    GenrtError,
+    InvalidRequest,
+    OutOfMemory,
+    StreamCut,
+)
+from genrt.questions.completions import Streamed
 from genrt.questions.contexts import Adapter
+from genrt.questions.draws import PopulationDraw
+from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request, Result
+from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.cache import RowCache
-from genrt.runtime.lifecycle import Lifecycle
-from genrt.runtime.queue import Admission, Bindings, Entries, Flight, Ready
-from genrt.runtime.returning import Returning
+from genrt.runtime.concurrency import follow, resolve
 from genrt.runtime.statistics import BatcherStatistics
-from genrt.runtime.streams import Streams
-from genrt.runtime.waiters import (
-    Entry,
-    Gatherings,
-    Observer,
-    OnLoops,
-    Outcome,
-    Waiter,
-    deliver,
-    hand_out,
-    outcome_of,
-)
+from genrt.runtime.streams import StreamBuffer, Streams
+from genrt.tokens.rows import separate_copies, stacked
 
-__all__ = ["Batcher"]
+__all__ = [
+    "DROPPED",
+    "MAX_PASSES",
+    "RETURN_SHARE",
+    "WAITERS_A_PASS",
+    "Batcher",
+    "Entry",
+    "Hold",
+    "Observer",
+    "Outcome",
+    "Pending",
+    "Waiter",
+    "deliver",
+    "outcomes",
+]
+
+T = TypeVar("T")
+
+MAX_PASSES = 100
+"""The most passes of a loop that a gathering lasts, if every pass brings a question."""
+
+WAITERS_A_PASS = 256
+"""The most waiters of a loop that are resolved in one pass: their tasks take time, too."""
+
+RETURN_SHARE = 0.1
+"""The longest wait for a loop's next question, as a share of the time of a step. Everything else in
+flight loses that time; a sampler asks again within about half a millisecond."""
+
+OLD_STEPS = 0.75
+"""The weight of earlier steps in the average time of a step."""
+
+GOOD_STEPS = 8
+"""After running out of memory, the number of good steps before more is sent: a failed step is costly."""
+
+ONE_STEP = LogprobsRequest | ReadRequest | PopulationDraw
+"""Requests of one step, whose callers go on from the answer. A text has many steps."""
+
+DROPPED = "the engine was restarted, replaced or closed in the middle of this: begin again"
+
+Outcome: TypeAlias = list[Result] | GenrtError
+"""The value, or the error, of a waiter's future."""
+
+Pending: TypeAlias = Literal["finish", "restart"]
+"""Whether questions asked before a hold are answered first, or asked again later."""
+
+
+@dataclass(slots=True, eq=False)
+class Waiter:
+    """One awaiting caller of one or more requests, on an event loop or (``loop is None``) a thread.
+
+    ``results`` has the results in the order of the requests; ``missing`` counts the distinct requests
+    without one. ``flow`` gets the deltas of a stream, whose only request is streamed. ``client`` is set
+    while the question waits in line.
+    """
+
+    requests: Sequence[Request]
+    loop: asyncio.AbstractEventLoop | None
+    future: asyncio.Future[list[Result]] | concurrent.futures.Future[list[Result]]
+    stacked: bool = False
+    flow: StreamBuffer[Any] | None = None
+    results: list[Result | None] = field(default_factory=list)
+    missing: int = 0
+    client: Hashable = None
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One request on its way, with its waiters and the places of the request in each one's question."""
+
+    request: Request
+    waiters: dict[Waiter, list[int]]
+    flow: StreamBuffer[Any] | None = None
+    in_flight: bool = False
+
+
+class Hold:
+    """Makes questions asked after it wait, until it is down.
+
+    Args:
+        pending: whether questions asked before are answered first, or asked again later.
+        refusal: the error for questions that come after it; ``None`` makes them wait.
+
+    Attributes:
+        passed: resolves once every question asked before it has ended, or to the error that prevents it.
+        dropped: resolves to an error if a restart or a close drops the hold.
+        is_down: true once it has ended; it is never put up again. Set under the batcher's lock.
+    """
+
+    def __init__(self, pending: Pending, refusal: GenrtError | None = None) -> None:
+        self.pending = pending
+        self.refusal = refusal
+        self.passed: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self.dropped: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self.is_down = False
+
+    async def wait(self) -> None:
+        """Wait until it is passed. Cancelling concerns this caller alone."""
+        await asyncio.wrap_future(follow(self.passed))
+
+    async def unless_dropped(self, work: Awaitable[T]) -> T:
+        """Return the result of the work. Raises EngineFailed once the hold is dropped, and cancels the
+        work."""
+        task = asyncio.ensure_future(work)
+        dropped = asyncio.wrap_future(follow(self.dropped))
+        try:
+            either: set[asyncio.Future[Any]] = {task, dropped}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if dropped.done():
+                dropped.result()
+            return await task
+        finally:
+            dropped.cancel()
+            task.cancel()
+            if task.done():  # maybe with an error, while the hold was dropped
+                _ = task.cancelled() or task.exception()
+            else:
+                task.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    def drop(self, reason: GenrtError) -> None:
+        """End the hold with errors: everything that waits for it, or works behind it, fails."""
+        resolve(self.passed, reason.fresh())
+        resolve(self.dropped, EngineFailed(DROPPED))
+
+
+class Observer(Protocol):
+    """Observes a batcher. Its methods must not block."""
+
+    def registering(self, waiter: Waiter) -> None:
+        """Called under the lock before the requests of a question are found, joined or queued."""
+        ...
+
+    def leaving(self, waiter: Waiter) -> None:
+        """Called before a waiter that leaves by itself is removed."""
+        ...
+
+    def taken(self, flush: Sequence[Request], withdrawn: Sequence[Request]) -> None:
+        """Called before a turn submits a flush and cancels withdrawn requests."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Loop:
+    """The waiters of one event loop, its gathering, and whether it asks again at once.
+
+    Attributes:
+        gathered: the entries asked since the loop was last quiet; ``None`` while no pass is awaited.
+        told_at: when it was last answered, if it has not asked since.
+        returns: whether its last answer was followed by a question in time.
+    """
+
+    waiters: dict[Waiter, None] = field(default_factory=dict)
+    gathered: dict[Entry, None] | None = None
+    weight: int = 0
+    questions: int = 0
+    passes: int = 0
+    told_at: float | None = None
+    returns: bool = False
 
 
 class Batcher:
     """The questions of all callers, as flushes for one engine.
 
     Args:
-        cache: answers before the engine is asked, and keeps the rows that come back.
-        max_batch_size: the most requests in one flush, by their weight; that many queued ones are ready
-            at once. With ``None`` a flush is everything that is ready.
-        max_wait_seconds: how long ready requests wait for more company; 0 is never.
-        max_queued_requests, max_queued_bytes: how much may be queued; who asks for more waits for room.
-        wake: called, from any thread, when there may be something for ``turn`` to do.
-        clock, cpu_clock: monotonic seconds; the thread's CPU time. For simulations, as all that follows.
+        cache: answers before the engine does, and keeps the rows that come back.
+        max_batch_size: the most requests in one flush, by their weight. So many ready requests do not
+            wait for more. ``None`` is no bound.
+        max_wait_seconds: how long ready requests wait for more; 0 is never.
+        max_queued_requests, max_queued_bytes: the bounds of the queue; later questions wait in line.
+        wake: called, from any thread, when ``turn`` may have something to do.
+        clock: monotonic seconds. For simulations, as all that follows.
+
+    Attributes:
+        weights_version: the version of the weights that new questions are bound to.
+        holds: the holds that are up. Read without the lock.
+        keeps_adapters: whether retired adapters stay in the engine for now.
     """
 
     def __init__(
@@ -79,112 +249,221 @@ class Batcher:
         max_queued_bytes: int = sys.maxsize,
         wake: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
-        cpu_clock: Callable[[], float] = time.thread_time,
         lock: threading.RLock | None = None,
         observer: Observer | None = None,
     ) -> None:
-        self._cache, self._wake, self._observer = cache, wake, observer
-        self._lock = lock or threading.RLock()
-        most = max_batch_size or sys.maxsize
-        self._ready = Ready(most, max_wait_seconds, clock)
-        self._flight = Flight(Streams(self._lock, clock, cpu_clock))
-        self._on_loops, self._bindings = OnLoops(), Bindings()
-        self._admission = Admission(max_queued_requests, max_queued_bytes)
-        self._returning = Returning(clock)
-        asked = self._returning.asked
-        self._gatherings = Gatherings(self._lock, self._make_ready, wake, most, asked)
-        self._left: deque[Waiter] = deque()
+        self._cache, self._wake, self._observer, self._clock = cache, wake, observer, clock
+        self.lock = lock or threading.RLock()
         self._closed: GenrtError | None = None
-        self._last_told: list[tuple[Waiter, Outcome]] = []
+        self._undelivered: list[tuple[Waiter, Outcome]] = []  # of a close that was interrupted
         self._counted: Counter[str] = Counter()  # by names of BatcherStatistics
-        self._entries = Entries(cache, self._flight, self._ready, self._counted)
-        places = self._entries, self._gatherings, self._admission
-        own = self._drop, self._wait, self._admit
-        self.lifecycle = Lifecycle(self._lock, wake, *places, *own)
+        self._entries: dict[Request, Entry] = {}
+        self._loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _Loop] = WeakKeyDictionary()
+        self._gathering: dict[_Loop, None] = {}  # the loops that have gathered something
+        self._leaving: deque[Waiter] = deque()
+        # The queue: its bounds, its size, and the waiters in line, by client.
+        self._max_queued = max_queued_requests, max_queued_bytes
+        self._queued = self._queued_bytes = 0
+        self._line: OrderedDict[Hashable, OrderedDict[Waiter, None]] = OrderedDict()
+        # Ready entries, oldest first, with their weights; when the oldest is due.
+        self._max_batch_size = max_batch_size or sys.maxsize
+        self._max_wait_seconds = float(max_wait_seconds)
+        self._ready: OrderedDict[Entry, int] = OrderedDict()
+        self._ready_weight, self._due = 0, 0.0
+        # Entries in flight, with their weights; the bound after running out of memory.
+        self._flight: dict[Entry, int] = {}
+        self._flight_weight, self.most_in_flight, self._good_steps = 0, sys.maxsize, 0
+        self._withdrawn: dict[Entry, None] = {}
+        self._step_seconds = 0.0
+        self._returning: dict[_Loop, None] = {}
+        self.streams = Streams(self.lock, clock)
+        # How many requests name each adapter; the adapters to be removed once none does.
+        self._bound: Counter[Adapter] = Counter()
+        self._retired: list[Adapter] = []
+        self.weights_version = 0
+        self.holds: dict[Hold, None] = {}
+        self._is_watched = False  # whether a hold is not known to be passed
+        self.keeps_adapters = False
 
     # -- asking and leaving: event loops and threads --------------------------------------------
 
     def join(self, waiter: Waiter) -> list[Result] | None:
-        """Register the waiter for what the cache lacks; return the results if that is nothing. Raises
-        Closed if the batcher is."""
-        with self._lock:
+        """Register the waiter for requests that the cache lacks; return the results if there are none.
+        Raises Closed if the batcher is, or the refusal of a hold."""
+        requests = waiter.requests
+        with self.lock:
             if self._closed is not None:
                 raise self._closed.fresh()
             try:
-                if self.lifecycle.up and self.lifecycle.stop(waiter):
-                    return None
-                waiter.bind(self.lifecycle.weights_version)
-                must_wait, entries = self._admission.must_wait(waiter.requests), self._entries
-                if must_wait and not all(r in entries or r in self._cache for r in waiter.requests):
-                    self._wait(waiter)
-                    self._gatherings.end()
+                if self.holds and requests:
+                    for hold in self.holds:
+                        if hold.refusal is not None:
+                            raise hold.refusal.fresh()
+                    self._wait_in_line(waiter)
+                    wake = False
+                elif self._must_wait(waiter):
+                    self._wait_in_line(waiter)
+                    self._send_all_gathered()
                     wake = bool(self._ready)
                 else:
-                    wake = self._gatherings.add(waiter.loop, self._register(waiter))
+                    wake = self._gather(waiter.loop, self._register(waiter))
                 lacks_something = waiter.missing  # later, it may have failed and miss nothing more
-            except BaseException:  # an interrupt, wherever it was
+            except BaseException:  # an interrupt, at any line
                 self._recount()
                 raise
         if wake:
             self._wake()
-        return None if lacks_something else outcome_of(waiter)
+        if lacks_something:
+            return None
+        [outcome] = outcomes([waiter])
+        if isinstance(outcome, GenrtError):
+            raise outcome
+        return outcome
 
-    def _wait(self, waiter: Waiter) -> None:
-        """Have it wait for room, or behind the holds, under the lock."""
-        self._bindings.bind(waiter.requests)
-        (self._admission.hold if self.lifecycle.up else self._admission.wait)(waiter)
-        self._on_loops.add(waiter)
+    def _must_wait(self, waiter: Waiter) -> bool:
+        """Return whether a question has to wait in line: it takes room, and there is none, or others
+        have waited longer. Binds it to the present weights. Under the lock."""
+        requests, version = waiter.requests, self.weights_version
+        if requests and requests[0].weights_version != version:
+            waiter.requests = requests = [each.of_weights(version) for each in requests]
+        if waiter.flow is not None:
+            waiter.flow.weights_version = version
+        if not self._line and (not self._queued or self._fits(requests)):
+            return False
+        return not all(each in self._entries or each in self._cache for each in requests)
+
+    def _fits(self, requests: Sequence[Request]) -> bool:
+        weight, nbytes = _size(requests)
+        max_requests, max_bytes = self._max_queued
+        return self._queued + weight <= max_requests and self._queued_bytes + nbytes <= max_bytes
 
     def _register(self, waiter: Waiter) -> list[Entry]:
-        """Find or join each request, under the lock; return the entries that have to be queued."""
+        """Find or join each request, under the lock; return the entries that have to be sent."""
         if self._observer is not None:
             self._observer.registering(waiter)
-        queued, new = self._entries.register(waiter)
-        self._admission.enter(new)
-        self._bindings.bind(new)
-        self._on_loops.add(waiter)
-        return queued
+        results: list[Result | None] = [None] * len(waiter.requests)
+        waiter.results = results
+        entries, counted, borrow, send = self._entries, self._counted, self._cache.borrow, []
+        for place, request in enumerate(waiter.requests):
+            weight = request.weight
+            counted["questions"] += weight
+            if isinstance(request, LogprobsRequest) and (row := borrow(request)) is not None:
+                results[place] = row
+                counted["cached"] += 1
+                continue
+            entry = entries.get(request)
+            if entry is None:
+                entries[request] = entry = Entry(request, {waiter: [place]}, waiter.flow)
+                self._queued += weight
+                self._queued_bytes += request.nbytes
+                if (adapter := request.adapter) is not None:
+                    self._bound[adapter] += 1
+                send.append(entry)
+                waiter.missing += 1
+                continue
+            counted["deduplicated"] += weight
+            if waiter in entry.waiters:
+                entry.waiters[waiter].append(place)
+                continue
+            entry.waiters[waiter] = [place]
+            waiter.missing += 1
+            self._withdrawn.pop(entry, None)
+            if not entry.in_flight and entry not in self._ready:
+                send.append(entry)
+        if waiter.missing and waiter.loop is not None:
+            self._loop(waiter.loop).waiters[waiter] = None
+        return send
 
-    def _recount(self) -> None:
-        """Count what is queued and bound anew, under the lock, after an interrupt in the middle of it."""
-        self._admission.recount(each for each, e in self._entries.items() if not e.in_flight)
-        self._bindings.clear()
-        self._bindings.bind([*self._entries, *self._admission.requests()])
+    def _loop(self, loop: asyncio.AbstractEventLoop) -> _Loop:
+        found = self._loops.get(loop)
+        if found is None:
+            found = self._loops[loop] = _Loop()
+        return found
 
-    def _admit(self) -> list[Waiter]:
-        """Register waiters while there is room, under the lock; return those that lack nothing."""
-        answered: list[Waiter] = []
-        while (waiter := self._admission.first()) is not None:
-            self._enter(waiter)
-            if not waiter.missing:
-                self._on_loops.discard(waiter)
-                answered.append(waiter)
-        return answered
+    def _gather(self, loop: asyncio.AbstractEventLoop | None, entries: list[Entry]) -> bool:
+        """Gather entries until their running loop is quiet; send those of a thread, and a full flush.
+        Return whether the engine's thread must look. Under the lock."""
+        if loop is None or not entries:
+            return self._make_ready(entries)
+        asking = self._loop(loop)
+        if asking.gathered is None:
+            asking.gathered, asking.weight, asking.questions, asking.passes = {}, 0, 0, 0
+            loop.call_soon(self._look_for_more, loop, asking, 0)
+        asking.questions += 1
+        self._gathering[asking] = None
+        for entry in entries:
+            if entry not in asking.gathered:
+                asking.gathered[entry] = None
+                asking.weight += entry.request.weight
+        return asking.weight >= self._max_batch_size and self._send_gathered(asking)
 
-    def _enter(self, waiter: Waiter) -> None:
-        """Register a waiter that waited for room, under the lock."""
-        self._admission.admit(waiter)
-        self._bindings.bind(waiter.requests, -1)
-        waiter.bind(self.lifecycle.weights_version)
-        self._make_ready(self._register(waiter))
+    def _look_for_more(self, loop: asyncio.AbstractEventLoop, asking: _Loop, seen: int) -> None:
+        """Look for new questions once a pass of the loop, until it is quiet: a pass brought none. The
+        pass of the first question counts as one that brought some, so the tasks that it started are
+        waited for, too."""
+        try:
+            with self.lock:
+                asking.passes += 1
+                if asking.questions != seen and asking.passes < MAX_PASSES:
+                    loop.call_soon(self._look_for_more, loop, asking, asking.questions)
+                    return
+                wake = self._end_gathering(asking)
+            if wake:
+                self._wake()
+        except BaseException:  # an interrupt: nothing else would end the gathering
+            with self.lock:
+                self._end_gathering(asking)
+            self._wake()
+            raise
+
+    def _end_gathering(self, asking: _Loop) -> bool:
+        """Send what was gathered, under the lock: the loop is quiet."""
+        wake = self._send_gathered(asking)
+        asking.gathered = None
+        if asking.told_at is not None:
+            asking.returns = self._clock() - asking.told_at <= RETURN_SHARE * self._step_seconds
+            asking.told_at = None
+            self._returning.pop(asking, None)
+        return wake
+
+    def _send_all_gathered(self) -> None:
+        """Send the entries of every loop without waiting for quiet, under the lock."""
+        for asking in [*self._gathering]:
+            self._send_gathered(asking)
+
+    def _send_gathered(self, asking: _Loop) -> bool:
+        self._gathering.pop(asking, None)
+        if not asking.gathered:
+            return False
+        entries, asking.gathered, asking.weight = asking.gathered, {}, 0
+        return self._make_ready(entries)
 
     def _make_ready(self, entries: Iterable[Entry]) -> bool:
-        """Have entries sent, under the lock, but those dropped or sent already; return if any are."""
-        added = [entry for entry in entries if entry.waiters and not entry.in_flight]
-        self._ready.add(added)
-        return bool(added)
+        """Have entries sent, but those without waiters or sent already; return whether there are any.
+        Under the lock."""
+        ready, added = self._ready, False
+        if not ready:
+            self._due = self._clock() + self._max_wait_seconds
+            self._ready_weight = 0  # an interrupt may have left some
+        for entry in entries:
+            if entry.waiters and not entry.in_flight:
+                added = True
+                if entry not in ready:
+                    ready[entry] = weight = entry.request.weight
+                    self._ready_weight += weight
+        return added
 
     def leave(self, waiter: Waiter) -> None:
         """Withdraw the question of a waiter that is still missing something."""
         if self._observer is not None:
             self._observer.leaving(waiter)
-        with self._lock:
+        with self.lock:
             self._cancel(waiter)
-        self._wake()  # to forget requests, an adapter, or let in who waits for room
+        self._wake()  # to cancel requests, to remove an adapter, or to let in the next in line
 
     def leave_soon(self, waiter: Waiter) -> None:
         """Withdraw it at the next turn. This takes no lock: finalizers call it, whatever is locked."""
-        self._left.append(waiter)
+        self._leaving.append(waiter)
         self._wake()
 
     def _cancel(self, waiter: Waiter) -> None:
@@ -194,263 +473,611 @@ class Batcher:
             self._drop(waiter)
 
     def _drop(self, waiter: Waiter) -> None:
-        """Take a waiter off every request it still waits for, under the lock."""
+        """Remove a waiter from every request that it waits for, under the lock."""
         waiter.missing = 0
-        self._on_loops.discard(waiter)
-        if self._admission.withdraw(waiter):
-            self._bindings.bind(waiter.requests, -1)
+        self._forget_waiter(waiter)
+        if waiter.client is not None:
+            self._leave_line(waiter)
             return
-        for request, result in waiter.found.items():
+        for request, result in zip(waiter.requests, waiter.results, strict=False):
             entry = self._entries.get(request) if result is None else None
-            if entry is None or entry.waiters.pop(waiter, self) is self or entry.waiters:
+            if entry is None or entry.waiters.pop(waiter, None) is None or entry.waiters:
                 continue
             if entry.in_flight:
-                self._flight.withdraw(entry)
+                self._withdrawn[entry] = None
             else:
                 self._end(entry)
-                self._ready.discard(entry)
-                self._admission.leave([request])
+                self._ready_weight -= self._ready.pop(entry, 0)
+                self._leave_queue([entry])
 
     def _end(self, entry: Entry) -> None:
         """Forget an entry that has ended, under the lock."""
-        del self._entries[entry.request]
-        self._flight.end(entry)
-        self._bindings.bind([entry.request], -1)
+        request = entry.request
+        del self._entries[request]
+        self._land(entry)
+        if (adapter := request.adapter) is not None:
+            self._unbind(adapter)
 
-    def _sweep(self) -> list[object]:
-        """Cancel waiters of closed loops and of finalizers, under the lock; return what is let go of."""
-        waiters = self._on_loops.closed()
-        waiters += [self._left.popleft() for _ in range(len(self._left))]
-        for waiter in waiters:
-            self._cancel(waiter)
-        return [waiters, self._gatherings.of_closed_loops()]
+    def _land(self, entry: Entry) -> None:
+        """Have an entry in flight no more, if it is, under the lock."""
+        self._flight_weight -= self._flight.pop(entry, 0)
+        self._withdrawn.pop(entry, None)
+        if entry.flow is not None:
+            self.streams.discard(cast("Streamed", entry.request), entry.flow)
 
-    # -- turning: the engine thread -----------------------------------------------------------
+    def _unbind(self, adapter: Adapter) -> None:
+        self._bound[adapter] -= 1
+        if not self._bound[adapter]:
+            del self._bound[adapter]
+
+    def _leave_queue(self, entries: Iterable[Entry]) -> None:
+        """Count entries that have left the queue, for the engine or for good, under the lock."""
+        for entry in entries:
+            self._queued -= entry.request.weight
+            self._queued_bytes -= entry.request.nbytes
+
+    def _recount(self) -> None:
+        """Count everything queued and bound from the start, under the lock, after an interrupt."""
+        queued = [request for request, entry in self._entries.items() if not entry.in_flight]
+        self._queued, self._queued_bytes = _size(queued)
+        in_line = (request for waiter in self._in_line() for request in waiter.requests)
+        named = [r.adapter for r in (*self._entries, *in_line) if r.adapter is not None]
+        self._bound = Counter(named)
+
+    # -- waiting in line ----------------------------------------------------------------------
+
+    def _in_line(self) -> Iterator[Waiter]:
+        return (waiter for waiters in self._line.values() for waiter in waiters)
+
+    def _wait_in_line(self, waiter: Waiter) -> None:
+        """Have a question wait behind the others of its client: its loop, or the thread that asks."""
+        waiter.missing, waiter.results = len(waiter.requests), []
+        waiter.client = client = waiter.loop or threading.get_ident()
+        try:
+            self._line.setdefault(client, OrderedDict())[waiter] = None
+        except BaseException:  # an interrupt
+            self._leave_line(waiter)
+            raise
+        for request in waiter.requests:
+            if request.adapter is not None:
+                self._bound[request.adapter] += 1
+        if waiter.loop is not None:
+            self._loop(waiter.loop).waiters[waiter] = None
+
+    def _leave_line(self, waiter: Waiter) -> None:
+        client, waiter.client = waiter.client, None
+        waiters = self._line.get(client, OrderedDict())
+        is_in_line = waiters.pop(waiter, self) is None
+        if not waiters:
+            self._line.pop(client, None)
+        for request in waiter.requests if is_in_line else ():
+            if request.adapter is not None:
+                self._unbind(request.adapter)
+
+    def _first_in_line(self) -> Waiter | None:
+        """Return the next waiter in line, if there is room for its question and no hold is up."""
+        if not self._line or self.holds:
+            return None
+        waiter = next(iter(next(iter(self._line.values()))))
+        return waiter if not self._queued or self._fits(waiter.requests) else None
+
+    def _admit(self) -> list[Waiter]:
+        """Register waiters in line while there is room, under the lock; return those that the cache
+        answers."""
+        answered: list[Waiter] = []
+        while (waiter := self._first_in_line()) is not None:
+            self._enter(waiter, answered)
+        return answered
+
+    def _enter(self, waiter: Waiter, answered: list[Waiter]) -> None:
+        """Register a waiter in line, under the lock; its client goes behind the others. Append it to
+        ``answered`` if the cache answers it."""
+        self._line.move_to_end(waiter.client)
+        self._leave_line(waiter)
+        waiter.missing = 0
+        version = self.weights_version
+        if waiter.requests and waiter.requests[0].weights_version != version:
+            waiter.requests = [each.of_weights(version) for each in waiter.requests]
+        if waiter.flow is not None:
+            waiter.flow.weights_version = version
+        self._make_ready(self._register(waiter))
+        if not waiter.missing:
+            self._forget_waiter(waiter)
+            answered.append(waiter)
+
+    def _forget_waiter(self, waiter: Waiter) -> None:
+        if waiter.loop is not None and (asking := self._loops.get(waiter.loop)) is not None:
+            asking.waiters.pop(waiter, None)
+
+    # -- turning: the engine's thread ---------------------------------------------------------
+
+    def serve(self, engine: AnsweringEngine) -> float:
+        """Take a turn if one is due. Return the seconds until the next, unless the batcher wakes its
+        thread before: 0.0 after a turn, infinity with nothing to do."""
+        seconds = self.seconds_until_due()
+        if seconds == 0.0:
+            self.turn(engine)
+        return math.inf if seconds is None else seconds
 
     def seconds_until_due(self) -> float | None:
         """Return the seconds until ``turn`` has something to do; ``None``: not before ``wake``."""
-        with self._lock:
-            has_work = self._left or self._free() or self._admission.first()
-            if has_work or (self.lifecycle.is_watched and self.lifecycle.is_passed):
+        with self.lock:
+            if self._leaving or self._is_passed_unseen or self._first_in_line() is not None:
                 return 0.0
-            if self._flight:  # behind a hold, what comes would not be in the next step
-                return 0.0 if self.lifecycle.up else self._returning.seconds()
-            return self._ready.seconds_until_due()
+            if self._retired and self._removable():
+                return 0.0
+            if self._flight:  # behind a hold, a new question would not be in the next step
+                return self._return_seconds() if self._returning and not self.holds else 0.0
+            if not self._ready:
+                return None
+            return self._ready_seconds()
+
+    @property
+    def _is_passed_unseen(self) -> bool:
+        return self._is_watched and not self._entries
+
+    def _ready_seconds(self) -> float:
+        if not self._max_wait_seconds or self._ready_weight >= self._max_batch_size:
+            return 0.0
+        return max(0.0, self._due - self._clock())
+
+    def _return_seconds(self) -> float:
+        """Return how long the next step waits for loops that were just answered, and ask again at once.
+        Without that wait, a sampler beside texts would be in every other step only."""
+        last = max(asking.told_at or 0.0 for asking in self._returning)
+        left = last + RETURN_SHARE * self._step_seconds - self._clock()
+        if left <= 0.0:
+            self._returning.clear()
+        return max(0.0, left)
 
     def turn(self, engine: AnsweringEngine) -> None:
-        """Move everything one step on: withdraw, submit, deliver what needs no forward, step, deliver.
+        """Move everything one step on: cancel, submit, deliver answers without a forward, step, deliver.
 
         Raises:
-            EngineDied: the engine can't go on. Nobody has been told; what was in flight still is.
+            EngineDied: the engine cannot go on. Requests in flight stay in flight.
         """
         flush, withdrawn, retired, answered = self._take()
         if self._observer is not None:
             self._observer.taken(flush, withdrawn)
-        hand_out(answered)
+        if answered:
+            deliver(zip(answered, outcomes(answered), strict=True))
         if withdrawn:
             engine.cancel(withdrawn)
         for adapter in retired:
             engine.remove_adapter(adapter)
             self._cache.forget(adapter)
-            with self._lock:
-                self._bindings.gone(adapter)
+            with self.lock:
+                self._retired.remove(adapter)
         if flush:
-            self._settle(self._sent(engine, flush))
+            self._settle(self._submit(engine, flush))
         if self._flight:
-            with self._returning.step():
-                finished = self._stepped(engine)
+            began = self._clock()
+            finished = self._step(engine)
+            seconds = self._clock() - began
+            old = OLD_STEPS if self._step_seconds else 0.0
+            self._step_seconds = old * self._step_seconds + (1.0 - old) * seconds
             self._settle(finished, stepped=True)
-            if self._flight.streams.by_loop:
-                self._flight.streams.tell(engine.progress)
-        if self.lifecycle.is_watched and self.lifecycle.is_passed:
-            self.lifecycle.tell()
+            if self.streams.by_loop:
+                self.streams.tell(engine.progress)
+        if self._is_passed_unseen:
+            with self.lock:
+                self._is_watched, passed = False, [*self.holds]
+            for hold in passed:
+                resolve(hold.passed, None)
 
-    def _sent(self, engine: AnsweringEngine, flush: Sequence[Request]) -> list[Finished]:
-        """Submit a flush; what of it has ended already."""
+    def _submit(self, engine: AnsweringEngine, flush: Sequence[Request]) -> Sequence[Finished]:
+        """Submit a flush; return the requests that have ended already."""
         try:
-            engine.submit(flush)
+            return engine.submit(flush)
         except Exception as error:
             failed = survived(error)
             return [Finished(request, error=failed) for request in flush]
-        return engine.ready()
 
-    def _stepped(self, engine: AnsweringEngine) -> list[Finished]:
-        """Step; what has ended."""
+    def _step(self, engine: AnsweringEngine) -> Sequence[Finished]:
+        """Step; return the requests that have ended."""
         try:
             return engine.step(lambda ends: self._settle(ends, stepped=True))
         except Exception as error:
             failed = survived(error)
-            with self._lock:
+            with self.lock:
                 lost = [entry.request for entry in self._flight]
             engine.cancel(lost)
             return [Finished(request, error=failed) for request in lost]
 
     def _take(self) -> tuple[list[Request], list[Request], list[Adapter], list[Waiter]]:
-        with self._lock:
-            gone = self._sweep()
-            withdrawn = self._flight.withdrawn
+        """Return the flush, the withdrawn requests, the adapters to be removed, and waiters that the
+        cache answers."""
+        with self.lock:
+            released: list[object] = []
+            for loop in [each for each in self._loops if each.is_closed()]:
+                released.append(asking := self._loops.pop(loop))
+                self._returning.pop(asking, None)
+                self._gathering.pop(asking, None)
+                self._leaving.extend(asking.waiters)
+            while self._leaving:
+                released.append(waiter := self._leaving.popleft())
+                self._cancel(waiter)
+            withdrawn = [*self._withdrawn]
             for entry in withdrawn:
                 self._end(entry)
-            sent = self._ready.take(self._flight.room, is_idle=not self._flight)
-            weight = self._flight.send(sent)
-            flush = [entry.request for entry in sent]
-            self._counted["flushes"] += bool(flush)
-            self._counted["largest_flush"] = max(self._counted["largest_flush"], weight)
-            self._admission.leave(flush)
-            answered = self._admit()
-            free = self._free()
-        del gone  # without the lock: see the rules
-        return flush, [entry.request for entry in withdrawn], free, answered
+            sent = self._take_ready() if self._ready else []
+            if sent:
+                before = self._flight_weight
+                self._launch(sent)
+                self._leave_queue(sent)
+                weight = self._flight_weight - before
+                self._counted["flushes"] += 1
+                self._counted["largest_flush"] = max(self._counted["largest_flush"], weight)
+            answered = self._admit() if self._line else []
+            retired = self._removable() if self._retired else []
+        del released  # without the lock
+        return [e.request for e in sent], [e.request for e in withdrawn], retired, answered
 
-    def _free(self) -> list[Adapter]:
-        """Return the adapters that may go, under the lock: none in an update or a sleep."""
-        return [] if self.lifecycle.owner is not None else self._bindings.free()
+    def _take_ready(self) -> list[Entry]:
+        """Remove and return the ready entries that are due and that there is room for. An entry larger
+        than a flush is a flush by itself; one larger than the room is sent once the engine is idle."""
+        if self._ready_seconds() > 0.0:
+            return []
+        ready, is_idle = self._ready, not self._flight
+        room = max(0, self.most_in_flight - self._flight_weight)
+        left = min(self._max_batch_size, room)
+        if self._ready_weight <= left:
+            taken = [*ready]
+            ready.clear()
+            self._ready_weight = 0
+            return taken
+        taken = []
+        while ready:
+            entry, weight = ready.popitem(last=False)
+            if weight > left and (taken or (weight > room and not is_idle)):
+                self._put_first(entry)
+                break
+            self._ready_weight -= weight
+            taken.append(entry)
+            left -= weight
+        return taken
+
+    def _put_first(self, entry: Entry) -> None:
+        self._ready[entry] = entry.request.weight
+        self._ready.move_to_end(entry, last=False)
+
+    def _launch(self, entries: Iterable[Entry]) -> None:
+        """Have entries in flight, under the lock."""
+        for entry in entries:
+            entry.in_flight = True
+            self._flight[entry] = weight = entry.request.weight
+            self._flight_weight += weight
+            if entry.flow is not None:
+                self.streams.add(cast("Streamed", entry.request), entry.flow)
+
+    def _removable(self) -> list[Adapter]:
+        """Return the retired adapters that no request names, under the lock."""
+        if self.keeps_adapters:
+            return []
+        return [adapter for adapter in self._retired if adapter not in self._bound]
 
     def _settle(self, finished: Sequence[Finished], *, stepped: bool = False) -> None:
-        """End these requests: cache the rows, then hand every waiter its own. Those that ran out of
-        memory with others in flight are queued again."""
-        if any(isinstance(end.error, OutOfMemory) for end in finished):
-            if self._flight.weight > 1:
-                self._flight.shrink()  # one alone may be a population, whose parts are asked next
-            if len(self._flight) > 1:
-                finished = self._send_again(finished)
+        """End these requests: cache the rows, then give each waiter its own results. Requests that ran
+        out of memory with others in flight are queued again."""
+        is_short = False
+        for end in finished:
+            is_short = is_short or isinstance(end.error, OutOfMemory)
+        if is_short:
+            finished = self._send_less(finished)
         elif stepped:
-            self._flight.grow()
+            self._good_steps += 1
+            if self._good_steps == GOOD_STEPS:
+                self.most_in_flight = min(2 * self.most_in_flight, sys.maxsize)
+                self._good_steps = 0
         if not finished:
             return
         no_room = self._cache.keep(finished)
         failed: list[tuple[Waiter, Outcome]] = []
         answered: list[Waiter] = []
-        with self._lock:
+        with self.lock:
             for end in finished:
-                request, result, error = end.request, end.result, end.error
+                request, result = end.request, end.result
                 entry = self._entries.get(request)
                 if entry is None or not entry.in_flight:
                     continue
                 self._end(entry)
-                error = error or no_room.get(request)
+                error = end.error or (no_room.get(request) if no_room else None)
                 self._counted["answered" if error is None else "failed"] += request.weight
-                for waiter in entry.waiters:
+                for waiter, places in [*entry.waiters.items()]:
                     if error is not None:
                         self._drop(waiter)
                         failed.append((waiter, error.fresh()))
                         continue
-                    waiter.found[request] = result
+                    for place in places:
+                        waiter.results[place] = result
                     waiter.missing -= 1
                     if not waiter.missing:
-                        self._on_loops.discard(waiter)
                         answered.append(waiter)
-            if stepped:
-                self._returning.told(answered)
-            answered += self._admit()  # who failed may have left room in the queue
-        deliver(failed)
-        hand_out(answered)
+            self._note_answers(answered, stepped=stepped)
+            if self._line:
+                answered += self._admit()  # a failed question may have left room in the queue
+        if failed:
+            deliver(failed)
+        if answered:
+            deliver(zip(answered, outcomes(answered), strict=True))
 
-    def _send_again(self, finished: Sequence[Finished]) -> list[Finished]:
-        """Queue those again that ran out of memory, first of all, for a smaller flush; the rest."""
+    def _note_answers(self, answered: Sequence[Waiter], *, stepped: bool) -> None:
+        """Note that these waiters have all of their results, and which of their loops may ask again at
+        once. Under the lock."""
+        told: set[_Loop] = set()
+        for waiter in answered:
+            if waiter.loop is None or (asking := self._loops.get(waiter.loop)) is None:
+                continue
+            asking.waiters.pop(waiter, None)
+            if not stepped or asking in told or not isinstance(waiter.requests[0], ONE_STEP):
+                continue
+            told.add(asking)
+            if asking.told_at is not None:  # it did not ask since an earlier answer
+                asking.returns = False
+            asking.told_at = self._clock()
+            if asking.returns:
+                self._returning[asking] = None
+
+    def _send_less(self, finished: Sequence[Finished]) -> list[Finished]:
+        """Halve the bound of what is in flight, and queue the requests that ran out of memory again, as
+        the first of all; return the other ends. A request that ran out of memory alone fails."""
+        if self._flight_weight > 1:
+            self.most_in_flight = max(1, self._flight_weight // 2)
+            self._good_steps = 0  # one alone may be a population, whose parts are asked next
+        if len(self._flight) <= 1:
+            return [*finished]
         short = [end.request for end in finished if isinstance(end.error, OutOfMemory)]
-        with self._lock:
+        with self.lock:
             self._requeue([entry for entry in map(self._entries.get, short) if entry is not None])
         return [end for end in finished if not isinstance(end.error, OutOfMemory)]
 
     def _requeue(self, entries: Iterable[Entry]) -> None:
         """Make entries that the engine has forgotten ready again, before all others, under the lock."""
-        withdrawn, again = set(self._flight.withdrawn), []
+        again = []
         for entry in [entry for entry in entries if entry.in_flight]:
-            if entry in withdrawn:
+            if entry in self._withdrawn:
                 self._end(entry)
             else:
-                self._flight.bring_back(entry)
+                self._land(entry)
+                entry.in_flight = False
                 again.append(entry)
-        self._counted["retried"] += sum(entry.request.weight for entry in again)
-        self._admission.enter([entry.request for entry in again])
-        self._ready.put_back(again)
+        weight, nbytes = _size([entry.request for entry in again])
+        self._counted["retried"] += weight
+        self._queued += weight
+        self._queued_bytes += nbytes
+        for entry in reversed(again):
+            self._put_first(entry)
+        self._ready_weight += weight
+        if again:
+            self._due = self._clock()
+
+    # -- holds --------------------------------------------------------------------------------
+
+    def put_up(self, hold: Hold) -> None:
+        """Make every later question wait until the hold is down; do nothing if it is. Questions asked
+        before are sent, whatever the bounds of the queue, or wait in line too, as ``hold.pending`` says.
+        For the engine's thread."""
+        answered: list[Waiter] = []
+        with self.lock:
+            if hold.is_down:
+                return
+            self._send_all_gathered()  # a loop may stand still
+            if hold.pending == "restart":
+                in_line = [*self._in_line()]
+                asked = {waiter: None for e in self._entries.values() for waiter in e.waiters}
+                for waiter in (*asked, *in_line):
+                    self._drop(waiter)
+                    self._wait_in_line(waiter)
+            elif not self.holds:
+                for waiter in [*self._in_line()]:
+                    self._enter(waiter, answered)
+            self.holds[hold] = None
+            self._is_watched = True
+        if answered:
+            deliver(zip(answered, outcomes(answered), strict=True))
+        self._wake()
+
+    def take_down(self, hold: Hold, weights_version: int | None = None) -> None:
+        """Let questions go on, unless another hold is up; idempotent. With a version, all are bound to
+        it from now on, and partly delivered texts of another version fail."""
+        cut: list[tuple[Waiter, Outcome]] = []
+        with self.lock:
+            if weights_version is not None:
+                self.weights_version = weights_version
+                begun = [w for w in self._in_line() if w.flow is not None and w.flow.is_told]
+                cut = [(waiter, _stream_cut()) for waiter in begun]
+                for waiter in begun:
+                    self._drop(waiter)
+            hold.is_down = True
+            self.holds.pop(hold, None)
+            answered = self._admit()
+        resolve(hold.passed, InvalidRequest("the runtime was resumed before it stood still"))
+        deliver(cut)
+        deliver(zip(answered, outcomes(answered), strict=True))
+        self._wake()
+
+    @property
+    def is_passed(self) -> bool:
+        """True if no question asked before the holds is left."""
+        return not self._entries
 
     # -- the rest of a life -------------------------------------------------------------------
 
     def retire(self, adapter: Adapter) -> None:
-        """Have ``turn`` remove the adapter from the engine once no request is bound to it."""
-        with self._lock:
-            self._bindings.retire(adapter)
+        """Have ``turn`` remove the adapter from the engine once no request names it."""
+        with self.lock:
+            self._retired.append(adapter)
         self._wake()
 
     def fail(self, lost: Mapping[Adapter, GenrtError]) -> None:
-        """End every request that is bound to one of these adapters with that one's error."""
-        with self._lock:
-            for waiter in self._admission.bound_to(lost):
-                self._enter(waiter)  # its bounds do not matter: it fails below and is never sent
-            bound = [entry for entry in self._entries.values() if entry.request.adapter in lost]
-            for entry in (queued := [entry for entry in bound if not entry.in_flight]):
-                self._ready.discard(entry)
-            self._admission.leave([entry.request for entry in queued])
-            self._flight.send(queued)
-        if requests := [entry.request for entry in bound]:
-            errors = [lost[cast("Adapter", each.adapter)] for each in requests]
-            self._settle([Finished(r, error=e) for r, e in zip(requests, errors, strict=True)])
+        """End every request of these adapters with the adapter's error."""
+        if not lost:
+            return
+        with self.lock:
+            for waiter in [*self._in_line()]:
+                if any(request.adapter in lost for request in waiter.requests):
+                    self._enter(waiter, [])  # whatever the bounds: it fails below and is never sent
+            named = [each for each in self._entries.values() if each.request.adapter in lost]
+            queued = [entry for entry in named if not entry.in_flight]
+            for entry in queued:
+                self._ready_weight -= self._ready.pop(entry, 0)
+            self._leave_queue(queued)
+            self._launch(queued)
+        errors = [lost[cast("Adapter", entry.request.adapter)] for entry in named]
+        ends = zip(named, errors, strict=True)
+        self._settle([Finished(entry.request, error=error) for entry, error in ends])
 
     @property
     def is_closed(self) -> bool:
         """True once questions are refused; read without the lock."""
         return self._closed is not None
 
-    @property
-    def most_in_flight(self) -> int:
-        """How much the engine's memory may have room for; read without the lock."""
-        return self._flight.most
-
     def close(self, reason: GenrtError | None = None) -> bool:
-        """End every waiter with ``reason`` (``Closed`` by default), and every later question too.
-        Idempotent; returns at once, whatever the engine is doing.
+        """End every waiter with ``reason`` (``Closed`` by default), and every later question too, and
+        drop the holds. Idempotent; returns at once, whatever the engine is doing.
 
         Returns ``False``, and does nothing, if the calling thread is in the middle of something under the
         lock, as where a finalizer or a signal handler interrupts it: another thread must close then.
         """
         # As threading.Condition asks a lock. Taking it would go on in a state that is half changed.
-        if self._lock._is_owned():  # type: ignore[attr-defined]
+        if self.lock._is_owned():  # type: ignore[attr-defined]
             return False
-        with self._lock:
+        with self.lock:
+            released: list[object] = [self._loops]
             if self._closed is None:
                 self._closed = reason or Closed(WAS_CLOSED)
-                self._last_told = [(waiter, self._closed.fresh()) for waiter in self._let_go()]
-            self._returning.clear()
-            told, gone, holds = self._last_told, self._gatherings.clear(), self.lifecycle.clear()
-            reason = self._closed
-        del gone
-        self.lifecycle.fail(holds, reason)
-        deliver(told)  # also what an earlier call did not come to, which an interrupt ended
-        self._last_told = []
+                waiters = {waiter: None for waiter in self._in_line()}
+                waiters |= {w: None for entry in self._entries.values() for w in entry.waiters}
+                self._undelivered = [(waiter, self._closed.fresh()) for waiter in waiters]
+                for waiter in waiters:
+                    waiter.missing, waiter.client = 0, None
+                for entry in self._entries.values():
+                    entry.waiters.clear()
+                released += [self._entries, self._line, self._ready, self._flight]
+                self._entries, self._line, self._ready = {}, OrderedDict(), OrderedDict()
+                self._flight, self._withdrawn, self._returning = {}, {}, {}
+                self._gathering = {}
+                self._queued = self._queued_bytes = self._ready_weight = self._flight_weight = 0
+                self.streams.by_loop.clear()
+                self._bound.clear()
+            self._loops = WeakKeyDictionary()
+            undelivered, reason = self._undelivered, self._closed
+            holds, self.holds, self._is_watched = [*self.holds], {}, False
+            for hold in holds:
+                hold.is_down = True
+        del released
+        for hold in holds:
+            hold.drop(reason)
+        deliver(undelivered)  # also the rest of an earlier call that an interrupt ended
+        self._undelivered = []
         return True
-
-    def _let_go(self) -> Iterable[Waiter]:
-        """Forget everything that is asked, under the lock; return the waiters."""
-        waiting = dict.fromkeys(self._admission.clear())
-        waiters = waiting | {w: None for e in self._entries.values() for w in e.waiters}
-        for waiter in waiters:
-            waiter.missing = 0
-        for entry in self._entries.values():
-            entry.waiters.clear()
-        for each in (self._entries, self._on_loops, self._ready, self._flight, self._bindings):
-            each.clear()
-        return waiters
 
     def reopen(self) -> None:
         """Take questions again, for another engine."""
-        with self._lock:
+        with self.lock:
             self._closed = None
-            self.lifecycle.reopen()
 
     def resume(self) -> None:
-        """Send everything that was in flight again: another engine is in the place of that one's."""
-        with self._lock:
+        """Send everything that was in flight again: another engine has replaced the one before."""
+        with self.lock:
             self._requeue(self._flight)
 
     def statistics(self) -> BatcherStatistics:
-        with self._lock:
-            admission, weight = self._admission, self._flight.weight
-            return BatcherStatistics(
-                **self._counted, queued=admission.queued, in_flight=weight, waiting=len(admission)
-            )
+        with self.lock:
+            waiting = sum(map(len, self._line.values()))
+            sizes = {"queued": self._queued, "in_flight": self._flight_weight, "waiting": waiting}
+            return BatcherStatistics(**self._counted, **sizes)
 
     def __repr__(self) -> str:
         s, state = self.statistics(), "closed" if self.is_closed else "open"
         return f"Batcher({state}, {s.queued} queued, {s.in_flight} in flight, {s.flushes} flushes)"
+
+
+def _size(requests: Iterable[Request]) -> tuple[int, int]:
+    """Return the weight of requests, and the bytes of their contexts and masks."""
+    weight = nbytes = 0
+    for request in requests:
+        weight += request.weight
+        nbytes += request.nbytes
+    return weight, nbytes
+
+
+def _stream_cut() -> StreamCut:
+    return StreamCut(
+        "the weights were replaced while this text was drawn, and a part of it was delivered: ask again, "
+        'or replace them with pending="finish"'
+    )
+
+
+# -- delivery -------------------------------------------------------------------------------------
+
+
+def outcomes(waiters: Sequence[Waiter]) -> list[Outcome]:
+    """Return the outcome of each waiter: results in storage of its own, or an error if there is no
+    memory for that. All are copied at once; if that fails, one by one."""
+    try:
+        return list(_own(waiters))
+    except Exception as error:
+        if len(waiters) == 1:
+            return [failure(error)]
+    return [outcome for waiter in waiters for outcome in outcomes([waiter])]
+
+
+def _own(waiters: Sequence[Waiter]) -> Iterator[list[Result]]:
+    """Yield the results of each waiter in storage of its own, or one stack of its rows. All tensors are
+    copied at once; a request knows what to copy of any other result."""
+    shared = [
+        result
+        for waiter in waiters
+        if not waiter.stacked
+        for result in waiter.results
+        if isinstance(result, Tensor)
+    ]
+    copies = iter(separate_copies(shared))
+    for waiter in waiters:
+        if waiter.stacked:
+            yield [stacked(cast("list[Tensor]", waiter.results))]
+        else:
+            yield [
+                next(copies) if isinstance(result, Tensor) else request.owned(result)
+                for request, result in zip(waiter.requests, waiter.results, strict=True)
+            ]
+
+
+def deliver(done: Iterable[tuple[Waiter, Outcome]]) -> None:
+    """Resolve the futures of waiters: of threads here, of each event loop by one call into it."""
+    by_loop: dict[asyncio.AbstractEventLoop | None, deque[tuple[Any, Outcome]]] = {}
+    for waiter, outcome in done:
+        loop = waiter.loop
+        if loop not in by_loop:
+            by_loop[loop] = deque()
+        by_loop[loop].append((waiter.future, outcome))
+    for loop, resolved in by_loop.items():
+        if loop is None:
+            _resolve_all(None, resolved)
+            continue
+        with contextlib.suppress(RuntimeError):  # closed, and with it all of its waiters
+            loop.call_soon_threadsafe(_resolve_all, loop, resolved)
+
+
+def _resolve_all(loop: asyncio.AbstractEventLoop | None, done: deque[tuple[Any, Outcome]]) -> None:
+    """Resolve futures of threads; or of one loop, with a pass of the loop after ``WAITERS_A_PASS`` of
+    them, or after an interrupt."""
+    try:
+        for _ in range(len(done) if loop is None else min(len(done), WAITERS_A_PASS)):
+            future, outcome = done[0]
+            failed = isinstance(outcome, GenrtError)
+            with (
+                _IS_DONE
+            ):  # cancelled, at any moment by a signal handler; or resolved by another thread
+                (future.set_exception if failed else future.set_result)(outcome)
+            done.popleft()
+    except Exception:  # of a future that raised by itself, and would do so for ever
+        done.popleft()
+        raise
+    finally:
+        if loop is not None and done:
+            loop.call_soon(_resolve_all, loop, done)
+
+
+_IS_DONE = contextlib.suppress(asyncio.InvalidStateError, concurrent.futures.InvalidStateError)

@@ -1,19 +1,18 @@
-"""Rows we still have: least recently used out, bounded in bytes.
+"""The row cache: least recently used rows out first, bounded in bytes.
 
 Rules:
-    A stored row is nobody else's: it is copied in, and never written to. Who borrows one copies it
-    before anybody else sees it.
-    The bound counts the storage that is really held, not the tensor's own length.
+    A stored row is a copy that is never written to. A borrower copies it before a caller sees it.
+    The bound counts the storage held, not the tensor's own length.
     The lock is held for dictionary work only, never while a row is copied.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cachetools import LRUCache
 from torch import Tensor
 
 from genrt.engines.protocol import Finished, failure
@@ -35,7 +34,7 @@ class CacheStatistics:
         misses: look-ups that did not.
         evictions: rows dropped to make room.
         rows: rows held at this moment.
-        bytes: what they take.
+        bytes: their size.
         max_bytes: the bound of that.
     """
 
@@ -51,31 +50,28 @@ class RowCache:
     """Rows by request. Safe from any thread; ``max_bytes=0`` keeps nothing."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._rows = self._empty()
-        # Statistics are also read by signal handlers and finalizers, which may interrupt whoever has it.
+        self.max_bytes = max_bytes
+        self._rows: OrderedDict[LogprobsRequest, Tensor] = OrderedDict()  # the newest use last
+        self._bytes = 0
+        # Signal handlers and finalizers read statistics, and may interrupt a thread that holds it.
         self._lock = threading.RLock()
         self._hits = 0
         self._misses = 0
         self._evictions = 0
-
-    @property
-    def max_bytes(self) -> int:
-        """The bound; 0 keeps nothing."""
-        return self._max_bytes
 
     def __contains__(self, request: Request) -> bool:
         with self._lock:
             return request in self._rows
 
     def borrow(self, request: LogprobsRequest) -> Tensor | None:
-        """Return the stored row itself, which is not to be written to; count a hit or a miss."""
+        """Return the stored row itself, which must not be written to; count a hit or a miss."""
         with self._lock:
-            row = self._rows.get(request) if self._max_bytes else None
+            row = self._rows.get(request) if self._rows else None
             if row is None:
                 self._misses += 1
             else:
                 self._hits += 1
+                self._rows.move_to_end(request)
             return row
 
     def put(self, request: LogprobsRequest, row: Tensor) -> None:
@@ -84,17 +80,17 @@ class RowCache:
             raise error
 
     def keep(self, finished: Sequence[Finished]) -> dict[Request, GenrtError]:
-        """Put the rows that are among these ends; return the errors of those there is no memory for."""
-        rows = {
-            end.request: end.result
-            for end in (finished if self._max_bytes else ())
-            if isinstance(end.request, LogprobsRequest) and isinstance(end.result, Tensor)
-        }
-        return {each: failure(error) for each, error in self.put_all(rows).items()}
+        """Put the rows among these ends; return the errors of rows that there is no memory for."""
+        rows = {}
+        for end in finished if self.max_bytes else ():
+            if isinstance(end.request, LogprobsRequest) and isinstance(end.result, Tensor):
+                rows[end.request] = end.result
+        errors = self.put_all(rows)
+        return {each: failure(error) for each, error in errors.items()} if errors else {}
 
     def put_all(self, rows: dict[LogprobsRequest, Tensor]) -> dict[LogprobsRequest, Exception]:
-        """Put each in turn, all copied at once; those that the ones after them drive out again are not
-        copied at all. Return the errors of those for whose copies there is no memory."""
+        """Put each in turn, all copied at once. Rows that later ones would evict are not copied. Return
+        the errors of rows whose copies there is no memory for."""
         try:
             self._put(rows)
         except Exception as error:
@@ -108,56 +104,60 @@ class RowCache:
         return failed
 
     def _put(self, rows: dict[LogprobsRequest, Tensor]) -> None:
-        kept, passing = self._divided(rows)
+        kept, room, passing, is_full = [], self.max_bytes, 0, False
+        for request, row in reversed(rows.items()):  # the last ones, as many as fit at once
+            if row.nbytes > self.max_bytes:
+                continue
+            is_full = is_full or row.nbytes > room
+            if is_full:
+                passing += request not in self._rows
+                continue
+            kept.append((request, row))
+            room -= row.nbytes
         if not kept:
             return
-        copies = separate_copies(list(kept.values()))
+        kept.reverse()
+        copies = separate_copies([row for _, row in kept])
+        dropped = []
         with self._lock:
-            self._evictions += sum(request not in self._rows for request in passing)
-            for request, copy in zip(kept, copies, strict=True):
-                before = len(self._rows) + (request not in self._rows)
+            self._evictions += passing
+            for (request, _), copy in zip(kept, copies, strict=True):
+                dropped.append(before := self._rows.pop(request, None))
+                self._bytes += _storage_bytes(copy) - (
+                    0 if before is None else _storage_bytes(before)
+                )
                 self._rows[request] = copy
-                self._evictions += before - len(self._rows)
-
-    def _divided(
-        self, rows: dict[LogprobsRequest, Tensor]
-    ) -> tuple[dict[LogprobsRequest, Tensor], list[LogprobsRequest]]:
-        """Return the last rows, as many as fit at once, and the requests of those before them."""
-        fitting = [(each, row) for each, row in rows.items() if row.nbytes <= self._max_bytes]
-        room, first = self._max_bytes, len(fitting)
-        while first and room >= fitting[first - 1][1].nbytes:
-            first -= 1
-            room -= fitting[first][1].nbytes
-        return dict(fitting[first:]), [request for request, _ in fitting[:first]]
+            while self._bytes > self.max_bytes:
+                _, row = self._rows.popitem(last=False)
+                self._bytes -= _storage_bytes(row)
+                self._evictions += 1
+                dropped.append(row)
 
     def forget(self, adapter: Adapter) -> None:
         """Drop the rows of an adapter that no later request can name."""
         with self._lock:
             requests = [*self._rows]
-        for request in requests:  # a look at each takes too long for others to wait
+        for request in requests:  # a look at all of them takes too long for others to wait
             if request.adapter == adapter:
                 with self._lock:
-                    self._rows.pop(request, None)
+                    row = self._rows.pop(request, None)
+                    self._bytes -= 0 if row is None else _storage_bytes(row)
 
     def clear(self) -> None:
         """Drop every row. The counters stay."""
-        empty = self._empty()
         with self._lock:
-            dropped, self._rows = self._rows, empty
+            dropped, self._rows, self._bytes = self._rows, OrderedDict(), 0
         del dropped  # without the lock: that takes longer
-
-    def _empty(self) -> LRUCache[LogprobsRequest, Tensor]:
-        return LRUCache(self._max_bytes, getsizeof=_storage_bytes)
 
     def statistics(self) -> CacheStatistics:
         with self._lock:
             return CacheStatistics(
-                hits=self._hits,
-                misses=self._misses,
-                evictions=self._evictions,
-                rows=len(self._rows),
-                bytes=int(self._rows.currsize),
-                max_bytes=self._max_bytes,
+                self._hits,
+                self._misses,
+                self._evictions,
+                len(self._rows),
+                self._bytes,
+                self.max_bytes,
             )
 
     def __repr__(self) -> str:

@@ -11,16 +11,15 @@ from typing import Any, NoReturn, Self, Unpack
 
 import torch
 
-from genrt.engines.protocol import Engine, Reading, tokenizer_of
+from genrt.engines.protocol import Engine, tokenizer_of
 from genrt.engines.weights import SleepingPart
 from genrt.questions.contexts import Limits, TokenIds
-from genrt.runtime.adapter_names import AdapterNames
-from genrt.runtime.ask import twin_of
-from genrt.runtime.blocking import blocking, blocking_twin
+from genrt.runtime.adapters import AdapterNames
 from genrt.runtime.cache import RowCache
+from genrt.runtime.concurrency import aside, blocking, blocking_twin, twin_of
 from genrt.runtime.pauses import PauseOptions, Pauses
 from genrt.runtime.statistics import Statistics
-from genrt.runtime.thread import EngineThread, aside
+from genrt.runtime.thread import EngineThread
 from genrt.runtime.weights import UpdateOptions, WeightsSource, WeightUpdates
 from genrt.tokens import encoding, vocabulary
 
@@ -43,9 +42,8 @@ class EngineOwner:
         self._thread = thread
         self._cache = cache
         self._limits = Limits(engine.vocab_size, engine.max_model_len)
-        self._adapters = AdapterNames(
-            thread, engine.adapters if isinstance(engine, Reading) else {}
-        )
+        has_own = bool(thread.capabilities.reads)
+        self._adapters = AdapterNames(thread, thread.answering.full.adapters if has_own else {})
         self._pauses = Pauses(thread)
         self._weights = WeightUpdates(thread, cache, self._pauses)
         thread.belong_to(self)
@@ -134,11 +132,6 @@ class EngineOwner:
         """The names that ``adapter=`` takes."""
         return self._adapters.loaded()
 
-    def adapter_files(self, name: str) -> Path | None:
-        """Return the directory with this runtime's copy of an adapter's files: another one for each
-        loading of the name. ``None`` if the engine brings the adapter, or the name is not bound."""
-        return self._adapters.files(name)
-
     async def add_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
         """Load the LoRA adapter in directory ``path`` (safetensors) under ``name``.
 
@@ -157,6 +150,11 @@ class EngineOwner:
         """Load an adapter as ``add_adapter`` does, blocking."""
         blocking(self._adapters.add(name, path), undo=operator.call)
 
+    def adapter_files(self, name: str) -> Path | None:
+        """Return the directory with this runtime's copy of an adapter's files: another one for each
+        loading of the name. ``None`` if the engine brings the adapter, or the name is not bound."""
+        return self._adapters.files(name)
+
     def remove_adapter(self, name: str) -> None:
         """Unbind ``name``: later calls that name it raise ``UnknownAdapter``. Questions asked before
         are answered; then its weights and its cached rows go. Returns at once."""
@@ -167,7 +165,7 @@ class EngineOwner:
     @property
     def weights_version(self) -> int:
         """Which weights answer: 0 are those of the model that was loaded, and each update adds 1."""
-        return self._thread.weights_version
+        return self._thread.batcher.weights_version
 
     async def update_weights(self, source: WeightsSource, **options: Unpack[UpdateOptions]) -> int:
         """Replace the model's weights in place; return their version. ``UpdateOptions`` has the options.
@@ -239,7 +237,7 @@ class EngineOwner:
     def reset_prefix_cache(self) -> None:
         """Have the engine forget, between two steps, what it has computed and nothing in progress needs.
         Prefixes of ``warm_up`` are kept again once they are computed again. Returns at once."""
-        self._thread.call_alone(lambda answering: answering.forget_residents())
+        self._thread.call(lambda answering: answering.forget_residents())
 
     update_weights_sync = blocking_twin(update_weights)
     wake_up_sync = blocking_twin(wake_up)

@@ -20,7 +20,9 @@ from genrt.engines.weights import SLEEPING_PARTS, Sleeping, SleepingPart, weight
 from genrt.errors import EngineUnsupported, InvalidRequest, Paused
 from genrt.numbers import check_int, named, shown
 from genrt.runtime.answers import AnsweringEngine
-from genrt.runtime.lifecycle import ASLEEP, Hold, Lifecycle, Pending, Turns, check_pending
+from genrt.runtime.batcher import Hold, Pending
+from genrt.runtime.concurrency import Turns
+from genrt.runtime.lifecycle import ASLEEP, Lifecycle, check_pending
 from genrt.runtime.thread import EngineThread
 
 __all__ = ["Asked", "PauseOptions", "Pauses"]
@@ -60,11 +62,6 @@ class Pauses:
     def _lifecycle(self) -> Lifecycle:
         return self._thread.lifecycle
 
-    @property
-    def is_paused(self) -> bool:
-        """True from the call of ``pause`` to that of ``resume``, or to a restart."""
-        return self._lifecycle.is_paused
-
     def check_awake(self, part: SleepingPart) -> None:
         """Raise InvalidRequest if this part of the engine sleeps."""
         is_asleep = self._lifecycle.memory == "asleep"
@@ -86,7 +83,7 @@ class Pauses:
         lifecycle = self._lifecycle
         try:
             if is_own:
-                await self._called(lambda _: lifecycle.put_up(hold))
+                await self._called(lambda _: self._thread.batcher.put_up(hold))
             await hold.wait()
         except GeneratorExit:  # collected with its loop, whatever is locked
             if is_own:
@@ -117,11 +114,11 @@ class Pauses:
             is_own = hold is own
             await self._stand_still(hold, is_own=is_own)
             fall = partial(self._fall_asleep, hold=hold, is_own=is_own, level=level)
-            falling = self._thread.call_alone(fall)
+            falling = self._thread.call(fall)
             try:
                 freed = await asyncio.wrap_future(falling)
             except GeneratorExit:  # as above: the engine wakes, whatever became of this call
-                self._thread.call_soon(self._taking_back(hold, is_own), self)
+                self._thread.call_soon(self._taking_back(hold, is_own), self._lifecycle)
                 raise
             except BaseException:
                 if falling.cancel():  # it has not begun
@@ -142,9 +139,9 @@ class Pauses:
     def _fall_asleep(
         self, answering: AnsweringEngine, *, hold: Hold, is_own: bool, level: int
     ) -> int:
-        sleeping = _sleeping(answering.engine)
-        self._lifecycle.begin_sleep(hold, is_own=is_own, level=level)
-        self._thread.run_exclusively(self)  # calls that would use the memory wait
+        sleeping, lifecycle = _sleeping(answering.engine), self._lifecycle
+        lifecycle.begin_sleep(hold, is_own=is_own, level=level)
+        self._thread.run_exclusively(lifecycle)  # calls that would use the memory wait
         try:
             answering.begin_update()  # what is computed is lost
             return sleeping.sleep(level)
@@ -153,7 +150,7 @@ class Pauses:
 
     def _take_back(self, hold: Hold, is_own: bool) -> concurrent.futures.Future[None]:
         """Wake the engine of a sleep that failed or was cancelled, and end the pause if it is its own."""
-        return self._thread.call_alone(self._taking_back(hold, is_own), self)
+        return self._thread.call(self._taking_back(hold, is_own), self._lifecycle)
 
     def _taking_back(self, hold: Hold, is_own: bool) -> Callable[[AnsweringEngine], None]:
         def take_back(answering: AnsweringEngine) -> None:
@@ -175,7 +172,7 @@ class Pauses:
         try:
             if self._lifecycle.memory == "awake":
                 return True
-            return await self._called(partial(self._wake, parts=parts), self)
+            return await self._called(partial(self._wake, parts=parts), self._lifecycle)
         finally:
             end_turn()
 
@@ -203,11 +200,11 @@ class Pauses:
 
     def _moved(self, sleeping: Sleeping) -> bool:
         asleep = sleeping.asleep
-        self._thread.run_exclusively(self if "weights" in asleep else None)
-        return self._lifecycle.moved(is_awake=not asleep)
+        self._thread.run_exclusively(self._lifecycle if "weights" in asleep else None)
+        return self._lifecycle.moved(asleep)
 
     async def _called(self, function: Callable[[AnsweringEngine], T], owner: object = None) -> T:
-        return await asyncio.wrap_future(self._thread.call_alone(function, owner))
+        return await asyncio.wrap_future(self._thread.call(function, owner))
 
 
 def _nothing() -> None:

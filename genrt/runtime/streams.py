@@ -1,47 +1,193 @@
-"""Streams: what completions have drawn so far, brought to those who read it while the rest is drawn.
+"""Streams: the deltas of texts, from the engine's thread to their readers while the texts are drawn.
 
-The engine thread asks the engine for deltas after a step, and hands those of one event loop over in one
-call. A loop that takes long to tell its readers gets them less often, several tokens at once: telling
-takes a ``SHARE`` of its time at most, and the engine never waits for a reader. How long it takes is the
-CPU time of the loop's thread, for a loop that sleeps or waits for Python's lock holds up nobody.
+After a step the engine's thread asks the engine for deltas, and hands those of one event loop over in one
+call. A loop with n readers gets deltas every n times ``READER_SECONDS`` at most, several tokens at once,
+and only after it has taken the last ones: the engine never waits for a reader.
 
 Rules:
-    The last delta comes with the answer to the question, which a stream waits for as any other does.
-    An engine that was restarted, or ran out of memory, draws the same text again from its beginning.
-    What a reader has seen is left out; a text that differs from it fails.
-    A stream that nobody reads any more withdraws its question. Where the garbage collector ends it, that
-    may be in any thread, so ``Batcher.leave_soon`` is made for it.
+    The last delta comes with the answer to the question, which a stream awaits as any other caller.
+    After a restart, or running out of memory, an engine draws the same text again from its beginning.
+    Tokens already read are skipped; a text that differs from them fails.
+    A stream that is left withdraws its question. If the garbage collector ends it, that may happen in any
+    thread, so ``Batcher.leave_soon`` takes no lock.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import queue
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Generic, Self, TypeAlias, TypeVar, cast
 
-from genrt.errors import GenrtError, StreamCut
+from genrt.errors import GenrtError, InvalidRequest, StreamCut
 from genrt.questions.completions import Completion, CompletionRequest, Delta, Streamed, Told
-from genrt.runtime.passages import Passage
 
-__all__ = ["Flow", "Stream", "Streams", "SyncStream"]
+__all__ = [
+    "READER_SECONDS",
+    "Flow",
+    "NativeFlow",
+    "Stream",
+    "StreamBuffer",
+    "Streams",
+    "SyncStream",
+]
 
-SHARE = 0.04
-"""How much of an event loop's time is spent at most on telling what streams have drawn. While it runs,
-the engine thread waits for Python's lock."""
+T = TypeVar("T")
 
-MOST_EACH = 1e-4
-"""Seconds of CPU time that telling one reader is taken to cost at most: alone it takes some 80 us, among
-many 10. What a reader computes beyond that is its own, and so is what else the loop runs meanwhile.
-Telling it less often would not make that cheaper, and would bring all others on its loop their texts
-late."""
+Outputs: TypeAlias = tuple[Any, ...]
+
+READER_SECONDS = 2.5e-4
+"""The interval between two deliveries to a loop, for each reader that gets something. Among many readers,
+a delivery takes a loop 10 us of CPU time each, 4 % of this; meanwhile the engine's thread waits for
+Python's lock."""
 
 
-class Flow(Passage[Delta]):
+class StreamBuffer(ABC, Generic[T]):
+    """One stream on its way from the engine thread to its reader, part by part.
+
+    Args:
+        loop: the reader's event loop; ``None`` for one that blocks a thread.
+        seconds: how long the text may take, if there is an end to that.
+
+    Attributes:
+        error: why the text was not read to its end, unless its reader left.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop | None = None, *, seconds: float | None = None
+    ) -> None:
+        self.loop = loop
+        self.seconds = seconds
+        self.error: GenrtError | None = None
+        self.weights_version = 0  # of the text, since it was asked for
+        self.is_told = False  # written by the engine thread, once it gives the reader anything
+        self.is_left = self.is_late = False
+        self._came: deque[T] = deque()  # put by one thread, taken by another
+        self._woken: asyncio.Future[None] | None = None
+        self._signals: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    @property
+    @abstractmethod
+    def is_begun(self) -> bool:
+        """True once something of the text has been read."""
+
+    @property
+    @abstractmethod
+    def is_over(self) -> bool:
+        """True once all of it has."""
+
+    @abstractmethod
+    def take(self) -> T | None:
+        """Return all that has come since the last call, if anything has.
+
+        Raises:
+            StreamCut: the text was begun anew, and differs from what was read.
+        """
+
+    @abstractmethod
+    def end(self, result: Any) -> T:
+        """Return what of the result has not been read; raises as ``take``."""
+
+    def put(self, part: T) -> None:
+        """Have the reader take this; called on its loop, or by the engine thread for one without."""
+        self._came.append(part)
+        self.wake()
+
+    def wake(self, _: object = None) -> None:
+        """End the reader's present wait, or its next."""
+        if self.loop is None:
+            self._signals.put(None)
+        elif self._woken is not None and not self._woken.done():
+            self._woken.set_result(None)
+
+    def leave(self) -> None:
+        """Have the reader's present wait be its last."""
+        self.is_left = True
+        if self.loop is None or not self.loop.is_closed():
+            self.wake()
+
+    def time_out(self) -> None:
+        """Tell the reader that its time is over. Called on its loop, which need not agree: uvloop's
+        timers are early by up to a millisecond."""
+        self.is_late = True
+        self.wake()
+
+    async def wait(self) -> None:
+        """Wait until something has come, or the question has ended."""
+        if not self._came and self.loop is not None:
+            self._woken = self.loop.create_future()
+            await self._woken
+
+    def wait_sync(self, seconds: float | None) -> None:
+        """Block as ``wait`` does, at most so long."""
+        longest = None if seconds is None else min(seconds, threading.TIMEOUT_MAX)
+        with contextlib.suppress(queue.Empty):
+            self._signals.get(timeout=longest)
+
+    @contextlib.contextmanager
+    def under_way(self, loop: asyncio.AbstractEventLoop | None = None) -> Iterator[None]:
+        """Read on this loop, or blocking, in the time there is; note an error that ends the reading."""
+        self.loop = loop
+        timer = None
+        if loop is not None and self.seconds is not None:
+            timer = loop.call_later(self.seconds, self.time_out)
+        try:
+            yield
+        except GeneratorExit:  # closed, or collected
+            raise
+        except BaseException as error:
+            self.error = error.fresh() if isinstance(error, GenrtError) else _withdrawn(error)
+            raise
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+    def check(self) -> None:
+        """Raise the error that ended the reading, if one did."""
+        if self.error is not None:
+            raise self.error.fresh() from None
+
+    def restart(self) -> None:
+        """Forget what has come and was not read: it is of another text, by other weights."""
+        self._came.clear()
+
+
+class NativeFlow(StreamBuffer[Outputs]):
+    """The outputs of a native text, on their way to its reader. The engine leaves out what it has told
+    before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_begun = self._is_over = False
+
+    @property
+    def is_begun(self) -> bool:
+        return self._is_begun
+
+    @property
+    def is_over(self) -> bool:
+        return self._is_over
+
+    def take(self) -> Outputs | None:
+        outputs: list[Any] = []
+        while self._came:
+            outputs += self._came.popleft()
+        self._is_begun = self._is_begun or bool(outputs)
+        return tuple(outputs) or None
+
+    def end(self, result: Outputs) -> Outputs:
+        self._is_over = True
+        return (*(self.take() or ()), *result)
+
+
+class Flow(StreamBuffer[Delta]):
     """The deltas of a completion, on their way to its reader, and what they amount to."""
 
     def __init__(
@@ -64,7 +210,7 @@ class Flow(Passage[Delta]):
 
     def take(self) -> Delta | None:
         """Return all that has come since the last call, if anything has, as one delta; raises as
-        ``Passage.take``."""
+        ``StreamBuffer.take``."""
         before = self._so_far()
         while self._came:
             self._add(self._came.popleft())
@@ -257,97 +403,89 @@ class SyncStream(_Reading):
 
 @dataclass(slots=True, eq=False)
 class _Readers:
-    """The streams in flight that are read on one loop, and when it is told of them next."""
+    """The streams in flight that one loop reads, and when deltas may be delivered to it next."""
 
-    flows: dict[Streamed, Passage[Any]] = field(default_factory=dict)
-    is_told: bool = False  # set by the engine thread, taken back on the loop
+    buffers: dict[Streamed, StreamBuffer[Any]] = field(default_factory=dict)
+    is_busy: bool = False  # set by the engine's thread, cleared on the loop
     due: float = 0.0
 
 
 class Streams:
-    """The streams in flight, loop by loop; ``by_loop`` is empty if there is none.
+    """The streams in flight, by the event loop that reads them; ``by_loop`` is empty if there are none.
 
     Args:
-        lock: the batcher's, which whoever calls anything but ``tell`` holds.
-        clock: seconds, monotonic.
-        cpu_clock: seconds of CPU time of the calling thread. By a coarse one, few streams mostly cost
-            nothing, and many on average what they do.
+        lock: the batcher's, which every caller of anything but ``tell`` holds.
+        clock: monotonic seconds.
     """
 
-    def __init__(
-        self, lock: threading.RLock, clock: Callable[[], float], cpu_clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, lock: threading.RLock, clock: Callable[[], float]) -> None:
         self._lock = lock
         self._clock = clock
-        self._cpu_clock = cpu_clock
         self.by_loop: dict[asyncio.AbstractEventLoop | None, _Readers] = {}
 
-    def add(self, request: Streamed, flow: Passage[Any]) -> None:
-        """Have this one told of."""
-        self.by_loop.setdefault(flow.loop, _Readers()).flows[request] = flow
+    def add(self, request: Streamed, buffer: StreamBuffer[Any]) -> None:
+        """Deliver this stream's deltas from now on."""
+        self.by_loop.setdefault(buffer.loop, _Readers()).buffers[request] = buffer
 
-    def discard(self, request: Streamed, flow: Passage[Any]) -> None:
-        """Have this one told of no more."""
-        readers = self.by_loop.get(flow.loop)
+    def discard(self, request: Streamed, buffer: StreamBuffer[Any]) -> None:
+        """Deliver this stream's deltas no more."""
+        readers = self.by_loop.get(buffer.loop)
         if readers is not None:
-            readers.flows.pop(request, None)
-            if not readers.flows:
-                del self.by_loop[flow.loop]
-
-    def clear(self) -> None:
-        """Forget all."""
-        self.by_loop.clear()
+            readers.buffers.pop(request, None)
+            if not readers.buffers:
+                del self.by_loop[buffer.loop]
 
     def tell(self, progress: Callable[[Sequence[Streamed]], Sequence[Told | None]]) -> None:
-        """Give what the engine has drawn to the readers of those loops that may be told now."""
+        """Deliver new deltas to each loop that is due and has taken its last ones."""
         now = self._clock()
         with self._lock:
             due = [
-                (readers, [*readers.flows.items()])
-                for readers in self.by_loop.values()
-                if not readers.is_told and readers.due <= now
+                (loop, readers, [*readers.buffers.items()])
+                for loop, readers in self.by_loop.items()
+                if not readers.is_busy and readers.due <= now
             ]
-        for readers, flows in due:
-            deltas = progress([request for request, _ in flows])
+        for loop, readers, buffers in due:
+            deltas = progress([request for request, _ in buffers])
             news = [
-                (flow, delta)
-                for (_, flow), delta in zip(flows, deltas, strict=True)
+                (buffer, delta)
+                for (_, buffer), delta in zip(buffers, deltas, strict=True)
                 if delta is not None
             ]
             if not news:
                 continue
-            for flow, _ in news:
-                flow.is_told = True
-            loop = flows[0][1].loop
+            for buffer, _ in news:
+                buffer.is_told = True
             if loop is None:
                 _put(news)
                 continue
-            readers.is_told = True
-            with contextlib.suppress(RuntimeError):  # closed, and with it all who read there
-                loop.call_soon_threadsafe(self._tell, loop, readers, news)
-
-    def _tell(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        readers: _Readers,
-        news: Sequence[tuple[Passage[Any], Told]],
-    ) -> None:
-        """Tell the readers on a loop, on it, and look when they have all done what they do then."""
-        try:
-            # Their tasks run in the loop's next round, before what that round schedules.
-            loop.call_soon(loop.call_soon, self._told, readers, len(news), self._cpu_clock())
-            _put(news)
-        except BaseException:  # an interrupt: all are told again, and leave out what they know
-            loop.call_soon(self._tell, loop, readers, news)
-            raise
-
-    def _told(self, readers: _Readers, count: int, began: float) -> None:
-        # Less than nothing on a loop that was stopped, and goes on in another thread.
-        cost = min(max(0.0, self._cpu_clock() - began), MOST_EACH * count)
-        readers.due = self._clock() + cost * (1.0 / SHARE - 1.0)
-        readers.is_told = False
+            readers.due = now + READER_SECONDS * len(news)
+            readers.is_busy = True
+            with contextlib.suppress(RuntimeError):  # closed, and with it all of its readers
+                loop.call_soon_threadsafe(_deliver, loop, readers, news)
 
 
-def _put(news: Sequence[tuple[Passage[Any], Told]]) -> None:
-    for flow, delta in news:
-        flow.put(delta)
+def _deliver(
+    loop: asyncio.AbstractEventLoop,
+    readers: _Readers,
+    news: Sequence[tuple[StreamBuffer[Any], Told]],
+) -> None:
+    """Put deltas into the buffers of one loop, on that loop."""
+    try:
+        _put(news)
+    except BaseException:  # an interrupt: all are put again, and a buffer skips tokens it has
+        loop.call_soon(_deliver, loop, readers, news)
+        raise
+    readers.is_busy = False
+
+
+def _put(news: Sequence[tuple[StreamBuffer[Any], Told]]) -> None:
+    for buffer, delta in news:
+        buffer.put(delta)
+
+
+def _withdrawn(error: BaseException) -> InvalidRequest:
+    return InvalidRequest(
+        f"this stream was withdrawn by the {type(error).__name__} that ended an earlier read of it: ask "
+        "again. asyncio.wait_for and asyncio.timeout cancel a read that takes too long; "
+        "asyncio.wait({task}, timeout=…) does not"
+    )

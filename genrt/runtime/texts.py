@@ -19,7 +19,7 @@ from genrt.questions.completions import (
 )
 from genrt.questions.contexts import Limits, TokenIds
 from genrt.questions.reads import Prefix, PrefixOptions, ReadRequest, WarmUpOptions, prefix_request
-from genrt.runtime.adapter_names import AdapterNames
+from genrt.runtime.adapters import AdapterNames
 from genrt.runtime.thread import EngineThread
 from genrt.tokens import encoding
 

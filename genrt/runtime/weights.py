@@ -1,11 +1,11 @@
-"""New weights for the engine of a runtime: brought in chunks, checked, loaded while questions wait.
+"""New weights for a runtime: checked, copied for later engines, loaded while questions wait.
 
 Rules:
     Until the first tensor is loaded nothing has changed. After that all of it succeeds, or the engine is
-    dead, and the one in its place has the last weights that were whole.
+    dead, and the one that replaces it has the last whole weights.
     Other calls that load something, as adapters, wait meanwhile: no step runs by half of the weights.
-    One update follows the other. Each belongs to the engine that it began on: if that is restarted or
-    replaced, the update ends with EngineFailed, and loads nothing into another.
+    Updates take turns. Each belongs to the engine that it began on: if that is restarted or replaced, the
+    update ends with EngineFailed, and loads nothing into another.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypedDict, TypeVar
@@ -32,6 +31,7 @@ from torch import Tensor
 from genrt.engines.weights import (
     Layout,
     NamedTensors,
+    Receiving,
     SavedWeights,
     TensorsIn,
     Weights,
@@ -44,18 +44,21 @@ from genrt.engines.weights import (
 from genrt.errors import (
     EngineDied,
     EngineFailed,
+    EngineUnsupported,
     GenrtError,
     InvalidRequest,
     InvalidWeights,
 )
 from genrt.numbers import check_bool, shown
 from genrt.runtime.answers import AnsweringEngine
+from genrt.runtime.batcher import DROPPED, Hold, Pending
 from genrt.runtime.cache import RowCache
-from genrt.runtime.lifecycle import DROPPED, Hold, Pending, Turns, check_pending, follow
+from genrt.runtime.concurrency import AT_ONCE_BYTES, Turns, aside, follow
+from genrt.runtime.lifecycle import check_pending
 from genrt.runtime.pauses import Pauses
-from genrt.runtime.thread import AT_ONCE_BYTES, EngineThread, aside
+from genrt.runtime.thread import EngineThread
 
-__all__ = ["Taking", "Update", "UpdateOptions", "WeightUpdates", "WeightsSource"]
+__all__ = ["Transfers", "Update", "UpdateOptions", "WeightUpdates", "WeightsSource"]
 
 T = TypeVar("T")
 
@@ -72,11 +75,11 @@ class UpdateOptions(TypedDict, total=False):
 
     Attributes:
         pending: ``"finish"``, the default, has questions asked before answered first, by the old weights;
-            ``"restart"`` asks them anew, by the new ones. A stream of which something has been told then
-            raises StreamCut.
-        check_finite: refuse NaN and infinity too, which takes a look at every number; by default not.
+            ``"restart"`` asks them again, by the new ones. A partly delivered stream then raises
+            StreamCut.
+        check_finite: refuse NaN and infinity too, which reads every number; by default not.
         keep: whether a copy is written to the temporary folder, for an engine after this one and for
-            ``wake_up`` after ``sleep(2)``. ``None``, the default, copies tensors, which are nowhere else;
+            ``wake_up`` after ``sleep(2)``. ``None``, the default, copies tensors;
             files at a path are copied only with ``load(restart="auto")``, and otherwise read again where
             they are, unless they have changed. ``False`` copies nothing: the runtime cannot be restarted.
     """
@@ -87,10 +90,7 @@ class UpdateOptions(TypedDict, total=False):
 
 
 class WeightUpdates:
-    """Replaces the weights of one runtime, whatever engine it has. Safe from any thread.
-
-    ``turns`` has one update follow the other.
-    """
+    """Replaces the weights of one runtime, whatever engine it has. Safe from any thread."""
 
     def __init__(self, thread: EngineThread, cache: RowCache, pauses: Pauses) -> None:
         self.thread = thread
@@ -115,130 +115,123 @@ class WeightUpdates:
         chunks = _Chunks(source)
         original = SavedWeights(chunks.files) if keep is None and chunks.files else None
         layout = await self.called(lambda answering: weights_of(answering.engine).layout())
-        taking = Taking(layout, check_finite)
+        update = Update(self, pending, layout, finite=check_finite)
         known = [each async for each in chunks.known()]
         for chunk in known:
-            await taking.check(chunk)
+            await _looked_at(chunk, update.check)
         if chunks.are_known:
-            check_complete(layout, taking.names)
+            check_complete(layout, update.names)
         elif not known:
             raise InvalidWeights("there are no weights: give all tensors of the model's checkpoint")
         try:
-            if keep is None and original is not None and not self.thread.restarts:
-                taking.original = original
+            if original is not None and not self.thread.restarts:
+                update.kept = original
             elif keep is not False:
-                taking.copy = self.thread.weights.begin()
+                update.kept, update.is_copied = self.thread.weights.begin(), True
                 for chunk in known:
-                    await taking.keep(chunk)
+                    await _looked_at(chunk, update.keep)
             end_turn = await self.turns.take()
-            update = Update(self.thread, self.cache, pending, taking)
             update.hold.dropped.add_done_callback(end_turn)
             try:
                 return await self._replace(update, known, chunks)
             finally:
                 end_turn()
         except BaseException:
-            if taking.copy is not None and not taking.is_given:
-                taking.copy.drop()
+            if not update.is_under_way:
+                update.release()
             raise
 
-    async def _replace(self, update: Update, known: Sequence[_Chunk], chunks: _Chunks) -> int:
-        taking, layout = update.taking, update.taking.layout
+    async def _replace(self, update: Update, known: Sequence[NamedTensors], chunks: _Chunks) -> int:
         try:
-            taking.is_given = True
-            await self.called(update.hold_questions)
-            await update.hold.wait()
-            await self.called(update.begin, owner=update)
+            update.is_under_way = True
+            await self.begin(update)
             for chunk in known:
-                await self.called(partial(update.load, give=chunk.to(layout)), owner=update)
-            while (following := await update.hold.unless_dropped(chunks.take())) is not None:
-                await taking.check(following)
-                await taking.keep(following)
-                await self.called(partial(update.load, give=following.to(layout)), owner=update)
-            check_complete(layout, taking.names)
+                await self.called(partial(update.load, give=update.giving(chunk)), owner=update)
+            while (more := await update.hold.unless_dropped(chunks.take())) is not None:
+                await _looked_at(more, update.check)
+                await _looked_at(more, update.keep)
+                await self.called(partial(update.load, give=update.giving(more)), owner=update)
+            check_complete(update.layout, update.names)
             return await self.called(update.finish, owner=update)
         except GeneratorExit:  # collected with its loop, whatever is locked
             self.thread.call_soon(update.end, update)
             raise
         except BaseException as error:
             with contextlib.suppress(GenrtError):  # Closed in a forked child
-                ending = self.thread.call_alone(update.end, update)
+                ending = self.thread.call(update.end, update)
                 ending.add_done_callback(lambda _: update.release())
                 if isinstance(error, Exception):  # the caller then finds the runtime as it stays
                     await asyncio.wrap_future(follow(ending))
             raise
+
+    async def begin(self, update: Update) -> None:
+        """Begin an update: return once questions wait, and everything computed is forgotten."""
+        await self.called(lambda _: self.thread.batcher.put_up(update.hold))
+        await update.hold.wait()
+        await self.called(update.begin, owner=update)
 
     def check_awake(self) -> None:
         """Raise InvalidRequest if the weights sleep."""
         self._pauses.check_awake("weights")
 
     async def called(self, function: Callable[[AnsweringEngine], T], *, owner: object = None) -> T:
-        """Return what the engine's thread returns for this, exclusively if it is the owner's."""
-        return await asyncio.wrap_future(self.thread.call_alone(function, owner))
-
-
-class Taking:
-    """The new weights that were checked, and are kept for another engine.
-
-    Attributes:
-        names: the tensors that have been given.
-        copy: where they are kept, if they are.
-        original: the files that they are read from, if no copy is needed.
-        is_given: whether the copy is the engine's thread's, to keep or to drop.
-    """
-
-    def __init__(self, layout: Layout, finite: bool) -> None:
-        self.layout = layout
-        self.names: set[str] = set()
-        self.copy: SavedWeights | None = None
-        self.original: SavedWeights | None = None
-        self.is_given = False
-        self._finite = finite
-
-    async def check(self, chunk: _Chunk) -> None:
-        """Take note of a chunk that fits; raises as ``check_tensors``."""
-        self.names |= await chunk.by(self._names)
-
-    def _names(self, chunk: _Chunk) -> set[str]:
-        found = check_tensors(self.layout, chunk.forms(), self.names, finite=self._finite)
-        if self._finite and chunk.is_file:
-            check_tensors(self.layout, chunk.tensors(), self.names, finite=True)
-        return {*found}
-
-    async def keep(self, chunk: _Chunk) -> None:
-        """Keep a copy of a chunk, if copies are kept. Raises InvalidWeights if there is no room."""
-        if (copy := self.copy) is not None:
-            await chunk.by(lambda chunk: copy.add(chunk.of(self.layout)))
+        """Return the result of a call on the engine's thread, exclusively if it is the owner's."""
+        return await asyncio.wrap_future(self.thread.call(function, owner))
 
 
 class Update:
-    """One update, as the engine's thread does it; ``call_alone`` has each method called there.
+    """One update. The engine's thread calls ``begin``, ``load``, ``finish`` and ``end``.
 
     It begins on one engine, and ends with EngineFailed once that has been restarted or replaced.
 
     Attributes:
-        hold: has questions wait until the end.
+        hold: makes questions wait until the end.
+        names: the tensors that have been checked.
+        kept: the copy (``is_copied``), or the files to be read again, for another engine.
+        is_under_way: whether the engine's thread may use this.
     """
 
     def __init__(
-        self, thread: EngineThread, cache: RowCache, pending: Pending, taking: Taking
+        self, updates: WeightUpdates, pending: Pending, layout: Layout, *, finite: bool = False
     ) -> None:
         self.hold = Hold(pending)
-        self.taking = taking
-        self._cache = cache
-        self._thread = thread
-        self._began_on: AnsweringEngine | None = None
+        self.layout = layout
+        self.names: set[str] = set()
+        self.kept: SavedWeights | None = None
+        self.is_copied = False
+        self.is_under_way = False
+        self._finite = finite
+        self._cache = updates.cache
+        self._thread = updates.thread
+        self._engine: AnsweringEngine | None = None  # on which it began
         self._has_loaded = False
         self._is_over = False
         self._is_kept = False
 
-    def hold_questions(self, answering: AnsweringEngine) -> None:
-        """Have questions wait from now on."""
-        self._thread.lifecycle.put_up(self.hold)
+    def check(self, tensors: NamedTensors) -> None:
+        """Note tensors that fit; raises as ``check_tensors``."""
+        is_files = isinstance(tensors, TensorsIn)
+        forms = forms_in(tensors.files) if isinstance(tensors, TensorsIn) else tensors
+        found = check_tensors(self.layout, forms, self.names, finite=self._finite)
+        if self._finite and is_files:
+            check_tensors(self.layout, tensors, self.names, finite=True)
+        self.names |= {*found}
+
+    def keep(self, tensors: NamedTensors) -> None:
+        """Copy tensors, if copies are kept. Raises InvalidWeights if there is no room."""
+        if self.kept is not None and self.is_copied:
+            self.kept.add(self._untied(tensors))
+
+    def giving(self, tensors: NamedTensors) -> Callable[[Weights], None]:
+        """Return the function that gives tensors to an engine."""
+        return lambda weights: weights.load(self._untied(tensors))
+
+    def _untied(self, tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
+        return ((name, each) for name, each in tensors if self.layout[name].tied_to is None)
 
     def begin(self, answering: AnsweringEngine) -> None:
-        """Forget what the old weights have computed."""
-        self._began_on = answering
+        """Forget everything that the old weights have computed."""
+        self._engine = answering
         self._check(answering)
         self._thread.run_exclusively(self, self.hold)
         answering.begin_update()
@@ -253,28 +246,28 @@ class Update:
             self._die(error)
 
     def finish(self, answering: AnsweringEngine) -> int:
-        """Have questions go on, by the new weights; return their version. Raises EngineDied if the engine
+        """Let questions go on, by the new weights; return their version. Raises EngineDied if the engine
         cannot."""
         self._check(answering)
-        lifecycle = self._thread.lifecycle
-        version = lifecycle.weights_version + 1
+        version = self._thread.batcher.weights_version + 1
         try:
             weights_of(answering.engine).finish()
         except BaseException as error:
             self._die(error)
         self._is_over = True
         self._cache.clear()
-        self._thread.weights.replace(version, self.taking.copy or self.taking.original)
+        self._thread.weights.replace(version, self.kept)
         self._is_kept = True
         self._thread.run_exclusively(None)
-        lifecycle.take_down(self.hold, version)
+        self._thread.lifecycle.are_weights_lost = False
+        self._thread.batcher.take_down(self.hold, version)
         return version
 
     def end(self, answering: AnsweringEngine) -> None:
-        """Have questions go on by the old weights, unless this is over. Raises EngineDied if the engine
+        """Let questions go on by the old weights, unless this is over. Raises EngineDied if the engine
         has some of the new ones."""
         if not self._is_over:
-            is_mixed = self._has_loaded and self._began_on is answering
+            is_mixed = self._has_loaded and self._engine is answering
             self._give_up()
             if is_mixed:
                 raise EngineDied(
@@ -284,8 +277,8 @@ class Update:
     def release(self) -> None:
         """Remove the copy, unless the runtime keeps it. Nothing of this runs on the engine's thread
         afterwards."""
-        if self.taking.copy is not None and not self._is_kept:
-            self.taking.copy.drop()
+        if self.kept is not None and not self._is_kept:
+            self.kept.drop()
 
     def _die(self, error: BaseException) -> Any:
         self._give_up()
@@ -296,56 +289,41 @@ class Update:
         self.release()
         if self._thread.lifecycle.owner is self:
             self._thread.run_exclusively(None)
-        self._thread.lifecycle.take_down(self.hold)
+        self._thread.batcher.take_down(self.hold)
 
     def _check(self, answering: AnsweringEngine) -> None:
-        if self._is_over or self.hold.is_down or self._began_on is not answering:
+        if self._is_over or self.hold.is_down or self._engine is not answering:
             raise EngineFailed(DROPPED)
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """Some tensors: what is known of them, and where to read them.
-
-    Attributes:
-        is_slow: whether to look at all of it, or to copy it, takes too long for an event loop.
-        is_file: whether what is known of them is not them.
-    """
-
-    forms: Callable[[], NamedTensors]
-    tensors: Callable[[], NamedTensors]
-    is_slow: bool = True
-    is_file: bool = False
-
-    async def by(self, function: Callable[[_Chunk], T]) -> T:
-        """Return what the function returns for this chunk; in a thread of its own where it is slow."""
-        return await _aside_if(self.is_slow, partial(function, self))
-
-    def to(self, layout: Layout) -> Callable[[Weights], None]:
-        """Return what gives the tensors to an engine."""
-        return lambda weights: weights.load(self.of(layout))
-
-    def of(self, layout: Layout) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors, but for those that are only other names of one."""
-        return ((n, each) for n, each in self.tensors() if layout[n].tied_to is None)
+async def _looked_at(tensors: NamedTensors, function: Callable[[NamedTensors], T]) -> T:
+    """Return the function's result for tensors, in a thread of its own where that takes long."""
+    is_slow = (
+        isinstance(tensors, TensorsIn)
+        or sum(each.numel() * each.itemsize for _, each in tensors if isinstance(each, Tensor))
+        > AT_ONCE_BYTES
+    )
+    return await aside(partial(function, tensors)) if is_slow else function(tensors)
 
 
 class _Chunks:
-    """The chunks that a caller gives. ``are_known`` if those that ``known`` has yielded are all;
-    ``files`` are those at a path."""
+    """The chunks that a caller gives, each as tensors with their names.
+
+    Attributes:
+        files: the safetensors files of a path.
+        are_known: whether ``known`` has yielded all of them.
+    """
 
     def __init__(self, source: WeightsSource) -> None:
         given: Any = source
         self.are_known = False
-        self._chunks: Any = None
-        self._first: list[_Chunk] = []
-        self._is_at_hand = isinstance(given, list | tuple)
         self.files: Sequence[Path] = ()
+        self._chunks: Any = None
+        self._first: list[NamedTensors] = []
+        self._is_at_hand = isinstance(given, list | tuple)
         if isinstance(given, str | os.PathLike):
-            self.files = files = weight_files(Path(given).expanduser())
-            self._first = [
-                _Chunk(partial(forms_in, files), partial(TensorsIn, files), is_file=True)
-            ]
+            self.files = weight_files(Path(given).expanduser())
+            self._first = [TensorsIn(self.files)]
         elif isinstance(given, Mapping):
             self._first = [_named(given)]
         elif isinstance(given, AsyncIterable | Iterable) and not isinstance(given, Tensor | bytes):
@@ -356,9 +334,9 @@ class _Chunks:
                 f"got {shown(given)}"
             )
 
-    async def known(self) -> AsyncIterator[_Chunk]:
-        """Yield what can be looked at before anything changes: all that is at hand, or the first chunk;
-        raises what the caller's iterator does."""
+    async def known(self) -> AsyncIterator[NamedTensors]:
+        """Yield the chunks that can be checked before anything changes: all in a path or a list, or the
+        first; raises as the caller's iterator does."""
         for chunk in self._first:
             yield chunk
         while (found := await self.take()) is not None:
@@ -367,8 +345,8 @@ class _Chunks:
                 break
         self.are_known = self._chunks is None
 
-    async def take(self) -> _Chunk | None:
-        """Return the next chunk, if there is another; raises what the caller's iterator does."""
+    async def take(self) -> NamedTensors | None:
+        """Return the next chunk, if there is another; raises as the caller's iterator does."""
         if self._chunks is None or (found := await self._next()) is _END:
             self._chunks = None
             return None
@@ -383,15 +361,16 @@ class _Chunks:
     async def _next(self) -> Any:
         if isinstance(self._chunks, AsyncIterator):
             return await anext(self._chunks, _END)
-        return await _aside_if(not self._is_at_hand, lambda: next(self._chunks, _END))
+        take: Callable[[], Any] = partial(next, self._chunks, _END)
+        return take() if self._is_at_hand else await aside(take)
 
 
 _END: Any = object()
-"""What comes after the last chunk."""
+"""Comes after the last chunk."""
 
 
-def _named(given: Any) -> _Chunk:
-    """Return a chunk of tensors that are there. Raises InvalidWeights if these are none."""
+def _named(given: Any) -> list[tuple[str, Tensor]]:
+    """Return a chunk as pairs. Raises InvalidWeights if it is not tensors with their names."""
     pairs = list(given.items()) if isinstance(given, Mapping) else given
     if isinstance(pairs, Iterator):
         pairs = list(pairs)
@@ -399,9 +378,139 @@ def _named(given: Any) -> _Chunk:
         isinstance(each, tuple | list) and len(each) == 2 for each in pairs
     ):
         raise InvalidWeights(f"a chunk must be tensors with their names, got {shown(given)}")
-    size = sum(each.numel() * each.itemsize for _, each in pairs if isinstance(each, Tensor))
-    return _Chunk(lambda: pairs, lambda: pairs, is_slow=size > AT_ONCE_BYTES)
+    return list(map(tuple, pairs))
 
 
-async def _aside_if(slow: bool, function: Callable[[], T]) -> T:
-    return await aside(function) if slow else function()
+# -- trainers -------------------------------------------------------------------------------------
+
+
+class Transfers:
+    """The updates that one trainer sends to the engine's workers by itself, as vLLM's trainers do.
+
+    Each runs exclusively from its start to its end, and questions wait as in ``WeightUpdates``. No copy
+    is kept. An error in one is the engine's death. The workers that a trainer has met end with their
+    engine: it must connect again after a restart.
+    """
+
+    def __init__(self, updates: WeightUpdates) -> None:
+        self._updates = updates
+        self._update: Update | None = None
+        self._is_given = False
+        self._met: AnsweringEngine | None = None
+        self._end_turn: Callable[..., None] = lambda: None
+
+    @property
+    def is_under_way(self) -> bool:
+        """True between the start of an update and its end."""
+        return self._update is not None
+
+    async def check(self) -> None:
+        """Raise EngineUnsupported unless the engine receives what trainers send."""
+        await self._updates.called(_receiving)
+
+    async def connect(self, init_info: Mapping[str, Any]) -> None:
+        """Have the engine's workers meet the trainer."""
+
+        def connect(answering: AnsweringEngine) -> None:
+            _receiving(answering).connect(init_info)
+            self._met = answering
+
+        await self._updates.called(connect)
+
+    async def disconnect(self) -> None:
+        """Have them leave it. Does nothing if their engine is gone."""
+        if self._update is not None:
+            raise InvalidRequest("an update is under way: finish it first")
+
+        def disconnect(answering: AnsweringEngine) -> None:
+            receiving, met = _receiving(answering), self._met
+            self._met = None
+            if met is None or met is answering:
+                receiving.disconnect()
+
+        await self._updates.called(disconnect)
+
+    async def start(self, pending: Pending) -> None:
+        """Begin an update: return once questions wait, and what was computed is forgotten."""
+        check_pending(pending)
+        if self._update is not None:
+            raise InvalidRequest("an update is under way already: finish it first")
+        await self.check()
+        self._updates.check_awake()
+        self._end_turn = await self._updates.turns.take()
+        update = Update(self._updates, pending, {})
+        update.hold.dropped.add_done_callback(self._end_turn)
+        self._update, self._is_given = update, False
+        try:
+            await self._updates.begin(update)
+            await self._updates.called(self._check_met, owner=update)
+        except BaseException:
+            await self.give_up()
+            raise
+
+    def _check_met(self, answering: AnsweringEngine) -> None:
+        if self._met is not None and self._met is not answering:
+            raise EngineFailed(
+                "the engine was restarted since its workers met the trainer: call "
+                "init_weight_transfer_engine again"
+            )
+
+    async def take(self, update_info: Any) -> None:
+        """Have the engine take some of what the trainer sends."""
+
+        def receive(weights: Weights) -> None:
+            _checked(weights).receive(update_info)
+
+        update = self._under_way()
+        self._is_given = True
+        await self._through(lambda answering: update.load(answering, give=receive), update)
+
+    async def finish(self) -> int:
+        """End the update; return the version of the weights."""
+        update = self._under_way()
+        if not self._is_given:
+            raise InvalidRequest("nothing was sent in this update: call update_weights first")
+        version: int = await self._through(update.finish, update)
+        self._update = None
+        self._end_turn()
+        return version
+
+    async def give_up(self) -> None:
+        """End the update without its end, if one is under way: the engine is dead if it has a part of
+        it."""
+        update, self._update = self._update, None
+        if update is not None:
+            self._updates.thread.call_soon(update.end, update)
+            self._end_turn()
+
+    async def _through(self, function: Callable[[AnsweringEngine], Any], update: Update) -> Any:
+        try:
+            return await self._updates.called(function, owner=update)
+        except BaseException:  # cancelled too: without this part, the weights would be a mixture
+            await self.give_up()
+            raise
+
+    def _under_way(self) -> Update:
+        if self._update is None:
+            raise InvalidRequest("no update is under way: call start_weight_update first")
+        return self._update
+
+
+def _receiving(answering: AnsweringEngine) -> Receiving:
+    if answering.capabilities.has_replicas:
+        raise EngineUnsupported(
+            "replicas receive nothing from vLLM's trainers: what these send is put into the memory of "
+            "one engine's workers, and no copy is kept for a replica that is started later. Give all of "
+            "them the new weights with lm.update_weights, as tensors or safetensors"
+        )
+    weights = _checked(weights_of(answering.engine))
+    weights.check_receives()
+    return weights
+
+
+def _checked(weights: Weights) -> Receiving:
+    if not isinstance(weights, Receiving):
+        raise EngineUnsupported(
+            "this engine receives nothing from trainers, as vLLM does: use lm.update_weights"
+        )
+    return weights

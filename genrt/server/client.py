@@ -26,13 +26,13 @@ from vllm.utils.async_utils import merge_async_iterators
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
 
-from genrt.engines.protocol import Fronted
+from genrt.engines.protocol import FullEngine
 from genrt.engines.vllm.native_texts import NativeText
 from genrt.errors import Closed, GenrtError
 from genrt.lm import AsyncLM
 from genrt.questions.completions import NativeRequest
 from genrt.runtime.ask import Asker
-from genrt.runtime.passages import NativeFlow
+from genrt.runtime.streams import NativeFlow
 from genrt.server.gate import CLOSING, HTTPError, http_error
 
 __all__ = ["TASKS", "RuntimeClient", "TextFailed"]
@@ -75,9 +75,9 @@ class RuntimeClient(EngineClient):  # type: ignore[misc]
     """
 
     def __init__(self, lm: AsyncLM) -> None:
-        engine = cast("Fronted", lm._thread.engine)
+        engine = cast("FullEngine", lm._thread.engine)
         self._lm = lm
-        self._asker = Asker(lambda: lm._thread.batcher, lm._adapters)
+        self._asker = Asker(lm._thread, lm._adapters)
         self._flows: dict[str, set[NativeFlow]] = {}  # texts in progress, by the front end's ids
         self._is_closing = False
         self.vllm_config = engine.vllm_config

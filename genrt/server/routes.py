@@ -35,8 +35,8 @@ from genrt.questions.contexts import LAST_SEED
 from genrt.questions.reads import host_row
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest
-from genrt.runtime.together import together
-from genrt.runtime.transfers import Transfers
+from genrt.runtime.concurrency import together
+from genrt.runtime.weights import Transfers
 from genrt.server.bodies import (
     Bodies,
     JSONBody,
@@ -462,7 +462,7 @@ class ConnectRoutes:
                 "vocab_size": lm.vocab_size,
                 "max_model_len": lm.max_model_len,
                 "most_questions": self._most,
-                "scores": lm._thread.scores,
+                "scores": lm._thread.capabilities.scores,
                 "adapters": {name: each.version for name, each in adapters if each is not None},
             }
         )
@@ -482,7 +482,7 @@ class ConnectRoutes:
             )
         except AnotherModel as error:
             raise HTTPError(409, str(error)) from error
-        if not lm._thread.scores:
+        if not lm._thread.capabilities.scores:
             refusal = EngineUnsupported("this server's engine computes no scores: connect again")
             questions = [refusal if isinstance(each, ScoreRequest) else each for each in questions]
         adapters = [None if isinstance(each, GenrtError) else each.adapter for each in questions]

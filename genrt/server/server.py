@@ -29,7 +29,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from genrt.errors import EngineFailed, InvalidRequest
 from genrt.lm import AsyncLM
 from genrt.numbers import check_bool, check_float, check_int, named
-from genrt.runtime.thread import aside
+from genrt.runtime.concurrency import aside
 from genrt.server.bodies import Bodies, longest_text
 from genrt.server.gate import (
     Application,
@@ -50,10 +50,10 @@ __all__ = ["ClientConnection", "Connections", "Server", "bound_socket", "serving
 HEAD_BYTES = 2**16
 """The longest head of a request, and the longest line between the chunks of a body."""
 
-READ_BYTES = 2**14
+READ_BYTES = 2**13
 """How many bytes of a connection are parsed before others have their turn."""
 
-OVERHEAD_BYTES = 2**18
+OVERHEAD_BYTES = 2**17
 """How many bytes the framing of a body may take, beside an eighth of the body."""
 
 REFUSED_BYTES = 2**28

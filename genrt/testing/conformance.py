@@ -14,7 +14,6 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from genrt.engines.protocol import Completing, Keeping, Scoring
 from genrt.questions.completions import (
     Completion,
     CompletionRequest,
@@ -303,9 +302,9 @@ def _read_answers(witness: Witness, asked: Sequence[ReadRequest]) -> dict[ReadRe
 def prefixes(witness: Witness) -> None:
     """Check that ``prefixes`` contains a context from ``keep`` to ``release``, and that rows of contexts
     that start with it do not change."""
-    if not isinstance(witness.engine, Keeping):
+    if not witness.capabilities.keeps_prefixes:
         return
-    kept = witness.engine.prefixes
+    kept = witness.full.prefixes
     prefix = LogprobsRequest(witness.context(witness.longest_prompt))
     asked = [LogprobsRequest((*prefix.token_ids, token)) for token in (0, 1)]
     before = witness.rows_of([prefix, *asked])
@@ -403,7 +402,7 @@ def scores(witness: Witness) -> None:
     Scores are mixed with rows and samples, and their texts share prefixes. A cancelled score must not
     come back.
     """
-    if not isinstance(witness.engine, Scoring) or not witness.engine.scores:
+    if not witness.capabilities.scores:
         return
     most = witness.longest_prompt
     texts = [witness.context(most), witness.context(most // 2), witness.context(2)]
@@ -415,7 +414,7 @@ def scores(witness: Witness) -> None:
     ]
     text = LogprobsRequest(texts[1]).packed
     asked += [ScoreRequest(text, 2, wanted="greedy")]
-    if getattr(witness.engine, "scores_rows", True):
+    if witness.capabilities.scores_rows:
         asked += [ScoreRequest(text, 1, wanted="rows")]
     asked += [ScoreRequest(text, 2, temperature=heat) for heat in (0.4, 2.5)]
     company: list[Request] = [*witness.questions(2)]
@@ -452,7 +451,7 @@ def adapter_scores(
     witness: Witness, context: tuple[int, ...], bound: Sequence[Adapter | None]
 ) -> None:
     """Check that a score uses its own adapter, among scores with other adapters."""
-    if len(context) < 3 or not getattr(witness.engine, "scores", False):
+    if len(context) < 3 or not witness.capabilities.scores:
         return
     text = LogprobsRequest(context).packed
     asked = [ScoreRequest(text, 1, adapter) for adapter in bound]
@@ -469,19 +468,19 @@ def adapter_scores(
 
 def completion_options(witness: Witness) -> None:
     """Check that the engine reports which options it supports, and supports the options without text."""
-    if isinstance(witness.engine, Completing):
+    if witness.capabilities.completes:
         plain = Decoding(4, top_k=3, min_tokens=2, logit_bias=((1, 1.0),), logprobs=1)
-        reason = witness.engine.unsupported(plain)
+        reason = witness.full.unsupported(plain)
         expect(reason is None, f"completions with {plain} must be drawn: {reason}")
         for decoding in (Decoding(4, stop=("a",)), Decoding(4, structure=("regex", "a"))):
-            reason = witness.engine.unsupported(decoding)
+            reason = witness.full.unsupported(decoding)
             name = decoding.of_text or ""
             expect(reason is None or name in reason, f"{reason!r} does not say that it is {name!r}")
 
 
 def greedy_completions(witness: Witness) -> None:
     """Check that greedy draws are the likeliest tokens and that log-probabilities agree with the rows."""
-    if not isinstance(witness.engine, Completing):
+    if not witness.capabilities.completes:
         return
     prompt, count = witness.context(), min(8, witness.many_tokens)
     drawn = Decoding(count, temperature=0.0, ignore_eos=True, logprobs=2)
@@ -525,7 +524,7 @@ def greedy_completions(witness: Witness) -> None:
 
 def laws(witness: Witness) -> None:
     """Check that requests for the law's log-probabilities get them, also when mixed with others."""
-    if not isinstance(witness.engine, Completing):
+    if not witness.capabilities.completes:
         return
     prompt, count = witness.context(), min(6, witness.many_tokens)
     drawn = Decoding(count, ignore_eos=True, logprobs=0)
@@ -554,7 +553,7 @@ def laws(witness: Witness) -> None:
 def random_completions(witness: Witness) -> None:
     """Check that a seed fixes a completion in any batch, that unseeded completions are independent, and
     that a cancelled one does not come back."""
-    if not isinstance(witness.engine, Completing):
+    if not witness.capabilities.completes:
         return
     prompt = witness.context()
     drawn = Decoding(min(12, witness.many_tokens), temperature=2.0, ignore_eos=True)
@@ -582,8 +581,7 @@ def random_completions(witness: Witness) -> None:
 def streams(witness: Witness) -> None:
     """Check that streamed deltas are consecutive parts of the completion, each delivered once, and that
     cancelled or finished completions have no further deltas."""
-    engine = witness.engine
-    if not isinstance(engine, Completing):
+    if not witness.capabilities.completes:
         return
     drawn = Decoding(witness.many_tokens, temperature=2.0, ignore_eos=True, logprobs=0)
     asked = [
@@ -599,7 +597,7 @@ def streams(witness: Witness) -> None:
         for end in witness.step():
             if isinstance(end.request, CompletionRequest):
                 results[end.request] = _whole(end.result)
-        for request, delta in zip(asked, engine.progress(asked), strict=True):
+        for request, delta in zip(asked, witness.full.progress(asked), strict=True):
             if delta is not None:
                 expect(
                     request in witness.in_progress,
@@ -634,7 +632,7 @@ def structures(witness: Witness) -> None:
     """Check that a text has its structure unless it is truncated, if the engine supports structures."""
     texts = Decoding(16, structure=("choice", ("ab", "ba")))
     engine = witness.engine
-    if not isinstance(engine, Completing) or engine.unsupported(texts) is not None:
+    if not witness.capabilities.completes or witness.full.unsupported(texts) is not None:
         return
     # After tokens that are part of a character, a text may start with the rest of that character.
     prompt = tuple(encode(engine.tokenizer, "abba"))

@@ -19,7 +19,7 @@ from genrt.inference.checks import check_temperature
 from genrt.inference.ends import END_TOKEN, Ends, Stop, parse_stop
 from genrt.inference.potentials import evaluate_potential
 from genrt.numbers import check_int
-from genrt.runtime.blocking import blocking
+from genrt.runtime.concurrency import blocking
 from genrt.tokens import sampling
 from genrt.tokens.texts import Potential, Text
 

@@ -10,20 +10,19 @@ import zlib
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
 from genrt.engines.exact import ExactEngine, NGram
-from genrt.engines.protocol import Completing, Engine, Finished
+from genrt.engines.protocol import Engine, Finished, FullEngine, capabilities_of
 from genrt.errors import EngineDied, EngineFailed, InvalidRequest, NotFinite, OutOfMemory
 from genrt.lm import AsyncLM
 from genrt.questions.completions import Decoding
 from genrt.questions.request import Request
-from genrt.runtime.batcher import Batcher
+from genrt.runtime.batcher import Batcher, Waiter
 from genrt.runtime.cache import RowCache
-from genrt.runtime.thread import EngineThread, Rounds
-from genrt.runtime.waiters import Waiter
+from genrt.runtime.thread import EngineThread, LoopThread
 from genrt.testing.virtual_loop import VirtualClock, VirtualLoop
 
 __all__ = ["Faults", "VirtualRounds", "run_simulated"]
@@ -105,7 +104,7 @@ def run_simulated(
         lambda: _FaultyEngine(open_engine(), faults or Faults(), chance),
         cache,
         max_batch_size=max_batch_size,
-        make_batcher=partial(Batcher, clock=time, cpu_clock=time, observer=_RefuseBlocking()),
+        make_batcher=partial(Batcher, clock=time, observer=_RefuseBlocking()),
         make_thread=make_rounds,
     )
     lm = AsyncLM(thread, cache, thread.engine, seed=abs(seed))
@@ -241,14 +240,14 @@ class _FaultyEngine:
             self._inner.cancel(running)
 
     def unsupported(self, decoding: Decoding) -> str | None:
-        if isinstance(self._inner, Completing):
-            return self._inner.unsupported(decoding)
+        if capabilities_of(self._inner).completes:
+            return cast("FullEngine", self._inner).unsupported(decoding)
         return "it draws no completions"
 
     def progress(self, streamed: Sequence[Any]) -> Sequence[Any]:
-        if not isinstance(self._inner, Completing):
+        if not capabilities_of(self._inner).completes:
             return [None] * len(streamed)
-        told = self._inner.progress(streamed)
+        told = cast("FullEngine", self._inner).progress(streamed)
         return [
             delta if each in self._running else None
             for each, delta in zip(streamed, told, strict=True)
@@ -266,7 +265,7 @@ class _FaultyEngine:
         return things[:1] + [each for each in things[1:] if self._chance.random() >= self._delay]
 
 
-class VirtualRounds(Rounds):
+class VirtualRounds(LoopThread):
     """Rounds without a thread, each run by ``go_round``. Between rounds it sleeps until it is woken or
     due, as the thread does, so a missing wake is detected."""
 

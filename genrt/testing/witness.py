@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from genrt.engines.protocol import Engine, EngineStatistics, Finished
+from genrt.engines.protocol import (
+    Engine,
+    EngineStatistics,
+    Finished,
+    FullEngine,
+    capabilities_of,
+)
 from genrt.questions.completions import SampleRequest
 from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request, Result
@@ -42,6 +49,8 @@ class Witness:
 
     def __init__(self, engine: Engine, tolerance: float) -> None:
         self.engine = engine
+        self.full = cast("FullEngine", engine)  # called only as the capabilities say
+        self.capabilities = capabilities_of(engine)
         self.tolerance = tolerance
         self.in_progress: set[Request] = set()
         self.counted = engine.statistics()

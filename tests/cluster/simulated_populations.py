@@ -152,7 +152,7 @@ class SimulatedPopulations:
         self._adapters, self._fleet = adapters, fleet
         self._at: WeakKeyDictionary[SequenceHandle, tuple[int, int]] = WeakKeyDictionary()
         self._of: dict[SequenceHandle, Walker] = {}
-        thread: Any = SimpleNamespace(most_together=MOST, give_back=lambda asked: None)
+        thread: Any = SimpleNamespace(max_weight=MOST, give_back=lambda asked: None)
         names: Any = SimpleNamespace(bound=self._bound)
         asker: Any = _Asker()
         self._home = PopulationRuntime(thread, asker, Limits(5, 1000), names, itertools.count())

@@ -177,7 +177,7 @@ def test_a_small_batch_is_one_replica_s(
     two: AsyncLM, routes: list[tuple[PopulationDraw, int]], count: int
 ) -> None:
     until(two, "healthy")
-    contexts = [[n % 11, n // 11, 7] for n in range(count)]
+    contexts = [[count % 11, n % 11, n // 11] for n in range(count)]
     for step in range(4):
         appended(contexts, two.batch_draw_sync(contexts, seed=step).token_ids.tolist())
     assert len(routes) == 4

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genrt.constraints import CheckedState, amasks, masks, predicate
-from genrt.errors import InvalidConstraint, InvalidRequest
+from genrt.errors import InvalidRequest
 from genrt.lm import AsyncLM
 from genrt.tokens.texts import Predicate, Text
 from tests.vocabularies import EOS, led_to, lm_over, marked, sequences, spelt, vocabularies
@@ -380,22 +380,6 @@ def test_loops_in_several_threads_share_the_answers(max_concurrent: int, loops: 
         thread.join()
     assert answers == [[True] * 9] * loops
     assert set(Counter(recorded.texts).values()) == {1}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"function": "a"}, "give a function of a Text"),
-        ({"max_concurrent": 0}, "at least 1"),
-        ({"max_concurrent": 1.5}, "give an integer"),
-        ({"max_concurrent": True}, "give an integer"),
-        ({"name": 3}, "give it as str"),
-        ({"lm": lm_over(b"a", eos_token_id=None)}, "eos_token_id"),
-    ],
-)
-def test_wrong_arguments_are_refused_at_the_call(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidConstraint, match=message):
-        predicate(**{"function": judge, "lm": lm_over(b"a"), **arguments})
 
 
 def test_says_what_it_is() -> None:

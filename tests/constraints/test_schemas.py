@@ -220,37 +220,9 @@ NAMED_A: dict[str, Any] = {
             ["1"],
         ),
         # Numbers that there are not.
-        *(
-            (
-                {
-                    "$defs": {"m": {"anyOf": [{"anyOf": [{"$ref": "#/$defs/m"}]}, number]}},
-                    "type": "object",
-                    "additionalProperties": {"$ref": "#/$defs/m"},
-                },
-                ["{}"],
-            )
-            for number in (
-                {"type": "integer", "minimum": -1, "maximum": -3},
-                {"type": "integer", "exclusiveMinimum": -3, "exclusiveMaximum": -2},
-                {"type": "integer", "minimum": 1.25, "maximum": 1.75},
-                {"type": "number", "exclusiveMinimum": 2, "maximum": 2},
-                {"type": "number", "minimum": 1, "allOf": [{"maximum": 0.5}]},
-            )
-        ),
         ({"type": ["array", "integer"], "maxItems": 0, **NO_MULTIPLE}, ["[]"]),
         ({"type": "array", "items": {"type": "number", "multipleOf": 0.5, "maximum": -1}}, ["[]"]),
-        (
-            {"type": "array", "items": {
-                "type": "integer", "allOf": [{"multipleOf": 4}, {"multipleOf": 6}],
-                "exclusiveMinimum": 0, "exclusiveMaximum": 12,
-            }},
-            ["[]"],
-        ),
         ({"type": "integer", "multipleOf": 1.5, "minimum": 1, "maximum": 3}, ["3"]),
-        (
-            {"type": "integer", "multipleOf": 3, "minimum": 3, "maximum": 6, "exclusiveMaximum": True},
-            ["3"],
-        ),
         # Names that are taken already.
         (
             {"type": "object", "properties": {"a": {"const": 1}},
@@ -320,105 +292,62 @@ def test_a_schema_that_nothing_satisfies_is_refused(schema: Schema) -> None:
 
 
 # Of each format that llguidance knows or genrt defines: what is of it, what is not, and who says so.
-FORMATS: list[tuple[str, list[str], list[str], Callable[[str], object] | None]] = [
+FORMATS: list[tuple[str, str, str, Callable[[str], object] | None]] = [
     (
         "date",
-        ["2020-02-29", "2000-02-29", "1996-02-29", "0001-01-01", "9999-12-31", "0004-02-29"],
-        [
-            "2019-02-29",
-            "1900-02-29",
-            "2100-02-29",
-            "0000-01-01",
-            "2020-02-30",
-            "2021-04-31",
-            "2021-13-01",
-            "2021-00-01",
-            "2021-01-00",
-            "20210101",
-            "21-01-01",
-            "2021-1-1",
-            "2021-01-01T",
-            " 2021-01-01",
-        ],
+        "2020-02-29 2000-02-29 1996-02-29 0001-01-01 9999-12-31 0004-02-29",
+        "2019-02-29 1900-02-29 2100-02-29 0000-01-01 2020-02-30 2021-04-31 2021-13-01 2021-00-01 "
+        "2021-01-00 20210101 21-01-01 2021-1-1 2021-01-01T _2021-01-01",
         datetime.date.fromisoformat,
     ),
     (
         "time",
-        ["00:00:00Z", "23:59:59.999999+23:59", "12:30:00-05:00", "12:30:00.5Z"],
-        [
-            "24:00:00Z",
-            "12:60:00Z",
-            "12:00:60Z",
-            "12:00:00",
-            "12:00Z",
-            "1:00:00Z",
-            "12:00:00+24:00",
-            "12:00:00.Z",
-        ],
+        "00:00:00Z 23:59:59.999999+23:59 12:30:00-05:00 12:30:00.5Z",
+        "24:00:00Z 12:60:00Z 12:00:60Z 12:00:00 12:00Z 1:00:00Z 12:00:00+24:00 12:00:00.Z",
         datetime.time.fromisoformat,
     ),
     (
         "date-time",
-        ["2020-02-29T00:00:00Z", "1999-12-31T23:59:59.25+01:00"],
-        [
-            "2019-02-29T00:00:00Z",
-            "2020-01-01T00:00:60Z",
-            "2020-01-01 00:00:00Z",
-            "2020-01-01T00:00:00",
-            "0000-01-01T00:00:00Z",
-            "2020-01-01",
-        ],
+        "2020-02-29T00:00:00Z 1999-12-31T23:59:59.25+01:00",
+        "2019-02-29T00:00:00Z 2020-01-01T00:00:60Z 2020-01-01_00:00:00Z 2020-01-01T00:00:00 "
+        "0000-01-01T00:00:00Z 2020-01-01",
         datetime.datetime.fromisoformat,
     ),
-    (
-        "duration",
-        ["P1Y2M3D", "PT1H", "P1DT12H30M5S", "P2W"],
-        ["P", "PT", "1Y", "P1S", "P1Y2W", "PT1D", "P-1D", "P1.5D", "P1YT"],
-        None,
-    ),
+    ("duration", "P1Y2M3D PT1H P1DT12H30M5S P2W", "P PT 1Y P1S P1Y2W PT1D P-1D P1.5D P1YT", None),
     (
         "email",
-        ["a@b", "a.b+c@d-e.org", "a@[127.0.0.1]"],
-        ["a", "@b", "a@", "a@b@c", "a b@c", ".a@b", "a.@b", "a@-b", "a@b..c", "a@[256.0.0.1]"],
+        "a@b a.b+c@d-e.org a@[127.0.0.1]",
+        "a @b a@ a@b@c a_b@c,d .a@b a.@b a@-b a@b..c a@[256.0.0.1]",
         None,
     ),
     (
         "hostname",
-        ["a", "a-b.c", "x" * 63, ".".join(["x" * 63] * 3 + ["x" * 61])],
-        ["", "-a", "a-", "a..b", "a_b", "x" * 64, ".".join(["x" * 63] * 3 + ["x" * 62])],
+        f"a a-b.c {'x' * 63} {'.'.join(['x' * 63] * 3 + ['x' * 61])}",
+        f"-a a- a..b a_b {'x' * 64} {'.'.join(['x' * 63] * 3 + ['x' * 62])}",
         None,
     ),
     (
         "ipv4",
-        ["0.0.0.0", "255.255.255.255", "127.0.0.1"],
-        ["256.0.0.1", "1.2.3", "1.2.3.4.5", "01.2.3.4", "1.2.3.4/8"],
+        "0.0.0.0 255.255.255.255 127.0.0.1",
+        "256.0.0.1 1.2.3 1.2.3.4.5 01.2.3.4 1.2.3.4/8",
         ipaddress.IPv4Address,
     ),
     (
         "ipv6",
-        ["::", "::1", "1::", "1:2:3:4:5:6:7:8", "fe80::1:2", "1:2:3:4:5:6:7::", "::2:3:4:5:6:7:8"],
-        [
-            ":",
-            ":::",
-            "1::2::3",
-            "1:2:3:4:5:6:7",
-            "1:2:3:4:5:6:7:8:9",
-            "12345::",
-            "g::",
-            "fe80::1%eth0",
-        ],
+        ":: ::1 1:: 1:2:3:4:5:6:7:8 fe80::1:2 1:2:3:4:5:6:7:: ::2:3:4:5:6:7:8",
+        ": ::: 1::2::3 1:2:3:4:5:6:7 1:2:3:4:5:6:7:8:9 12345:: g:: fe80::1%eth0",
         ipaddress.IPv6Address,
     ),
     (
         "uuid",
-        ["123e4567-e89b-12d3-a456-426614174000", "00000000-0000-0000-0000-000000000000"],
-        ["123e4567e89b12d3a456426614174000", "123e4567-e89b-12d3-a456-42661417400", "g" * 8],
+        "123e4567-e89b-12d3-a456-426614174000 00000000-0000-0000-0000-000000000000",
+        "123e4567e89b12d3a456426614174000 123e4567-e89b-12d3-a456-42661417400 gggggggg",
         uuid.UUID,
     ),
     (
         "uri",
-        ["http://a.b/c?d=e#f", "mailto:a@b", "a:", "urn:x:y", "http://[::1]:80/"],
-        ["", "a", "//a/b", "http://a b", "1a:b", "http://[::1", "a:%zz", "a:b#c#d"],
+        "http://a.b/c?d=e#f mailto:a@b a: urn:x:y http://[::1]:80/",
+        "a //a/b http://a<b 1a:b http://[::1 a:%zz a:b#c#d",
         None,
     ),
 ]
@@ -428,22 +357,23 @@ FORMATS: list[tuple[str, list[str], list[str], Callable[[str], object] | None]] 
     ("form", "valid", "invalid", "parse"), FORMATS, ids=[each[0] for each in FORMATS]
 )
 def test_formats(
-    form: str, valid: list[str], invalid: list[str], parse: Callable[[str], object] | None
+    form: str, valid: str, invalid: str, parse: Callable[[str], object] | None
 ) -> None:
     """The standard library reads whatever is of the format; with a pattern beside it, both hold."""
+    first, *others = valid.split()
+    wrong = ["", " ", f" {first}", f"{first} ", *invalid.split()]
     for schema in ({"format": form}, {"type": "string", "format": form, "maxLength": 300}):
-        assert [text for text in valid if not takes(schema, json.dumps(text))] == []
-        assert [text for text in invalid if takes(schema, json.dumps(text))] == []
+        assert [text for text in (first, *others) if not takes(schema, json.dumps(text))] == []
+        assert [text for text in wrong if takes(schema, json.dumps(text))] == []
     if parse is not None:
-        for text in valid:
+        for text in (first, *others):
             parse(text)
-    first = valid[0]
     with_pattern = {
         "format": form,
         "pattern": "^" + "".join(f"\\x{ord(sign):02x}" for sign in first) + "$",
     }
     assert takes(with_pattern, json.dumps(first))
-    assert not any(takes(with_pattern, json.dumps(text)) for text in (*valid[1:], *invalid))
+    assert not any(takes(with_pattern, json.dumps(text)) for text in (*others, *wrong))
 
 
 def test_dates_are_the_days_that_there_are() -> None:
@@ -592,25 +522,3 @@ def test_bounds_of_numbers_are_where_they_are(
     schema: dict[str, Any] = {"type": "number", **bounds}
     assert [text for text in inside.split() if not takes(schema, text)] == []
     assert [text for text in outside.split() if takes(schema, text)] == []
-
-
-@pytest.mark.parametrize("others", [{}, {"additionalProperties": True}, {"required": ["a", "c"]}])
-def test_a_property_is_the_same_however_its_name_is_spelt(others: dict[str, Any]) -> None:
-    schema: dict[str, Any] = {
-        "properties": {"a": {"type": "integer"}, "é": {"type": "null"}},
-        **others,
-    }
-    more = ', "c": [null], "d\\n": {"x": 1}}'
-    assert takes(schema, '{"a": 1' + more)
-    assert takes(schema, '{"a": 1, "é": null' + more)
-    for name in ("a", "\\u0061", "é", "\\u00e9", "\\u00E9"):
-        assert not takes(schema, f'{{"{name}": "x"{more}')
-    assert not takes(schema, '{"a": 1, "a": 2' + more)
-    both = {"allOf": [schema, {"properties": {"c": {"type": "array"}}}]}
-    assert takes(both, '{"a": 1, "c": [null]}')
-    assert not takes(both, '{"a": 1, "c": null}')
-    closed = {
-        "allOf": [schema, {"properties": {"a": True, "c": {}}, "additionalProperties": False}]
-    }
-    assert takes(closed, '{"a": 1, "c": [null]}')
-    assert not takes(closed, '{"a": 1' + more)

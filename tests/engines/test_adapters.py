@@ -23,7 +23,7 @@ from genrt.engines.exact import NGram
 from genrt.errors import EngineDied, InvalidAdapter, UnknownAdapter
 from genrt.lm import AsyncLM
 from genrt.questions.contexts import Adapter
-from genrt.runtime.thread import AT_ONCE_BYTES
+from genrt.runtime.concurrency import AT_ONCE_BYTES
 from tests.apart import drawn_apart_sync
 from tests.scripted import PATIENCE_SECONDS, Gate, ScriptedEngine, passes
 

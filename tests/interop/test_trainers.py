@@ -22,7 +22,7 @@ from genrt.errors import (
 )
 from genrt.interop.trainers import WeightSyncClient
 from genrt.lm import AsyncLM
-from genrt.runtime.transfers import Transfers
+from genrt.runtime.weights import Transfers
 
 MODEL, OTHER = NGram.random(6, order=1, seed=1), NGram.random(6, order=1, seed=2)
 SENT: dict[str, NamedTensors] = {}

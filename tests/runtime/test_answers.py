@@ -25,11 +25,10 @@ from genrt.questions.reads import Candidates, HostRow, ReadRequest, TopTokens
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
 from genrt.runtime import answers
-from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.cache import RowCache
 from genrt.testing import check_engine
 from genrt.tokens.sampling import Draw, TopLogprobs
-from tests.scripted import ScriptedEngine, expected_row, logprobs, sample
+from tests.scripted import Answers, ScriptedEngine, expected_row, logprobs, sample
 
 A, B = logprobs(1), logprobs(2)
 VOCAB_SIZE = ScriptedEngine.vocab_size
@@ -56,11 +55,11 @@ def every_kind(row: LogprobsRequest) -> list[ReadRequest]:
     ]
 
 
-def answering(engine: ScriptedEngine, *, cache_bytes: int = 2**20) -> AnsweringEngine:
-    return AnsweringEngine(engine, RowCache(cache_bytes))
+def answering(engine: ScriptedEngine, *, cache_bytes: int = 2**20) -> Answers:
+    return Answers(engine, RowCache(cache_bytes))
 
 
-def drain(engine: AnsweringEngine, count: int) -> dict[Request, Finished]:
+def drain(engine: Answers, count: int) -> dict[Request, Finished]:
     """So many ends; none comes twice."""
     ends: dict[Request, Finished] = {}
     for some in [engine.ready, *[engine.step] * 20]:
@@ -72,7 +71,7 @@ def drain(engine: AnsweringEngine, count: int) -> dict[Request, Finished]:
     raise AssertionError(f"{len(ends)} of {count} requests ended")
 
 
-def ask(engine: AnsweringEngine, *requests: Request) -> list[Result]:
+def ask(engine: Answers, *requests: Request) -> list[Result]:
     engine.submit(requests)
     ends = drain(engine, len(requests))
     for end in ends.values():
@@ -132,7 +131,7 @@ def test_a_read_joins_a_row_in_progress_and_a_row_a_read() -> None:
 def test_a_cached_row_is_read_without_the_engine() -> None:
     scripted, cache = ScriptedEngine(), RowCache(2**20)
     cache.put(A, expected_row(B))  # not what the engine would say
-    engine = AnsweringEngine(scripted, cache)
+    engine = Answers(scripted, cache)
     [found] = ask(engine, ReadRequest(A, Candidates((0, 7))))
     assert torch.equal(cast("torch.Tensor", found), expected_row(B)[[0, 7]])
     assert scripted.submitted == scripted.stepped == []
@@ -141,7 +140,7 @@ def test_a_cached_row_is_read_without_the_engine() -> None:
 def test_cached_reads_do_not_wait_for_the_engines_step() -> None:
     scripted, cache = ScriptedEngine(), RowCache(2**20)
     cache.put(A, expected_row(A))
-    engine = AnsweringEngine(scripted, cache)
+    engine = Answers(scripted, cache)
     engine.submit([draw(A), draw(B)])
     assert [end.request for end in engine.ready()] == [draw(A)]
     assert engine.ready() == []
@@ -151,7 +150,7 @@ def test_cached_reads_do_not_wait_for_the_engines_step() -> None:
 
 def test_rows_moved_to_the_host_are_cached_and_rows_only_read_from_are_not() -> None:
     cache = RowCache(2**20)
-    engine = AnsweringEngine(ScriptedEngine(), cache)
+    engine = Answers(ScriptedEngine(), cache)
     ask(engine, *every_kind(A)[:-1], ReadRequest(B, HostRow()))
     assert A not in cache
     assert B in cache
@@ -182,11 +181,12 @@ def test_a_row_is_cancelled_with_the_last_who_wants_it(
     assert engine.step() == []
 
 
-def test_a_cached_read_and_an_unknown_one_can_be_cancelled() -> None:
+def test_an_answered_read_and_an_unknown_one_can_be_cancelled() -> None:
     scripted, cache = ScriptedEngine(), RowCache(2**20)
     cache.put(A, expected_row(A))
-    engine = AnsweringEngine(scripted, cache)
+    engine = Answers(scripted, cache)
     engine.submit([draw(A)])
+    assert len(engine.ready()) == 1
     engine.cancel([draw(A), draw(A, 5), draw(B)])
     assert engine.ready() == engine.step() == []
     assert scripted.cancelled == []
@@ -229,7 +229,7 @@ def test_a_failed_submit_takes_nothing() -> None:
     cache = RowCache(2**20)
     cache.put(B, expected_row(B))
     scripted = ScriptedEngine(fail_submit={1: RuntimeError("no")})
-    engine = AnsweringEngine(scripted, cache)
+    engine = Answers(scripted, cache)
     with pytest.raises(RuntimeError, match="no"):
         engine.submit([draw(A), draw(B), A])
     assert engine.ready() == engine.step() == []
@@ -371,8 +371,8 @@ wanted = st.one_of(
 reads = st.lists(st.builds(ReadRequest, contexts, wanted), min_size=1, max_size=12, unique=True)
 
 
-def exact() -> AnsweringEngine:
-    return AnsweringEngine(ExactEngine(EXACT), RowCache(0))
+def exact() -> Answers:
+    return Answers(ExactEngine(EXACT), RowCache(0))
 
 
 @pytest.mark.promise(number=18)
@@ -455,7 +455,8 @@ def test_what_a_read_brings_to_the_host_is_small() -> None:
 
 
 def test_without_reads_it_is_the_engine_itself() -> None:
-    check_engine(lambda: AnsweringEngine(ExactEngine(EXACT, max_model_len=32), RowCache(0)))
+    make: Any = lambda: Answers(ExactEngine(EXACT, max_model_len=32), RowCache(0))
+    check_engine(make)
 
 
 def test_repr_and_statistics_tell_what_goes_on() -> None:
@@ -467,10 +468,10 @@ def test_repr_and_statistics_tell_what_goes_on() -> None:
     assert (s.reads, s.requests, s.steps, s.bytes_to_host) == (3, 2, 1, 0)
 
 
-def broken(change: Callable[[ReadRequest], ReadRequest]) -> type[AnsweringEngine]:
+def broken(change: Callable[[ReadRequest], ReadRequest]) -> type[Answers]:
     """An engine that answers another question than it was asked."""
 
-    class Broken(AnsweringEngine):
+    class Broken(Answers):
         def _answered(self, reads: Sequence[Any]) -> list[Finished]:
             changed = [read._replace(request=change(read.request)) for read in reads]
             ends = {end.request: end for end in super()._answered(changed)}

@@ -21,10 +21,9 @@ from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.answers import AnsweringEngine
-from genrt.runtime.ask import MOST_AT_ONCE
-from genrt.runtime.batcher import Batcher
+from genrt.runtime.ask import MAX_UNAWAITED
+from genrt.runtime.batcher import MAX_PASSES, WAITERS_A_PASS, Batcher, Waiter, deliver
 from genrt.runtime.cache import RowCache
-from genrt.runtime.waiters import PATIENCE, TOLD_AT_ONCE, Waiter, deliver
 from genrt.tokens.rows import separate_copies
 from tests.scripted import (
     PATIENCE_SECONDS,
@@ -159,12 +158,12 @@ async def test_a_flush_holds_everything_that_is_asked_until_the_loop_is_quiet(
 async def test_a_loop_that_never_goes_quiet_is_not_waited_for_forever(by_hand: Make) -> None:
     hand = by_hand()
     tasks = []
-    for number in range(2 * PATIENCE):
+    for number in range(2 * MAX_PASSES):
         tasks.append(hand.ask(logprobs(number)))
         await passes(1)
         if hand.batcher.seconds_until_due() == 0.0:
             break
-    assert len(tasks) <= PATIENCE + 1
+    assert len(tasks) <= MAX_PASSES + 1
     hand.turn()
     await passes()
     assert tasks[0].done(), "the oldest question is in the first flush"
@@ -226,7 +225,7 @@ async def test_one_call_into_each_loop_delivers_everything_of_a_turn(
 async def test_a_loop_goes_round_while_many_of_its_waiters_are_told(by_hand: Make) -> None:
     """The answers of one step, however many, do not hold up what else the loop has to do."""
     hand, told_in_a_pass = by_hand(), []
-    tasks = [hand.ask(logprobs(number, 1)) for number in range(3 * TOLD_AT_ONCE + 1)]
+    tasks = [hand.ask(logprobs(number, 1)) for number in range(3 * WAITERS_A_PASS + 1)]
     await passes()
     hand.turn()
     before = 0
@@ -236,7 +235,7 @@ async def test_a_loop_goes_round_while_many_of_its_waiters_are_told(by_hand: Mak
         told_in_a_pass.append(told - before)
         before = told
         assert len(told_in_a_pass) < 10
-    assert max(told_in_a_pass) == TOLD_AT_ONCE
+    assert max(told_in_a_pass) == WAITERS_A_PASS
     assert all(right([logprobs(n, 1)], task.result()) for n, task in enumerate(tasks))
 
 
@@ -286,7 +285,7 @@ Asking = Callable[[ByHand], Any]
 AT_ONCE: dict[str, Asking] = {
     "a cached row": lambda hand: hand.asker.ask([A]),
     "with a timeout": lambda hand: hand.asker.ask([A], timeout=0.0),
-    "a batch": lambda hand: hand.asker.ask([A] * MOST_AT_ONCE),
+    "a batch": lambda hand: hand.asker.ask([A] * MAX_UNAWAITED),
     "nothing": lambda hand: hand.asker.ask([]),
     "a closed runtime": lambda hand: hand.asker.ask([B]),
 }
@@ -311,7 +310,7 @@ async def test_a_loop_of_questions_that_need_no_wait_lets_its_event_loop_run(
 
     async def asks() -> None:
         nonlocal asked
-        for _ in range(20 * MOST_AT_ONCE):  # what is wrong must end, too
+        for _ in range(20 * MAX_UNAWAITED):  # what is wrong must end, too
             with contextlib.suppress(Closed):
                 await AT_ONCE[question](hand)
             asked += 1
@@ -320,7 +319,7 @@ async def test_a_loop_of_questions_that_need_no_wait_lets_its_event_loop_run(
     while not task.done():
         await passes(1)
         rounds += 1
-        assert asked <= rounds * MOST_AT_ONCE
+        assert asked <= rounds * MAX_UNAWAITED
     await task
     assert rounds < 50 or question == "a batch", "nor does every question cost a pass"
 
@@ -331,7 +330,7 @@ async def test_who_is_cancelled_while_the_event_loop_runs_has_been_answered(ques
     before = hand.batcher.statistics()
 
     async def asks() -> None:
-        for _ in range(20 * MOST_AT_ONCE):
+        for _ in range(20 * MAX_UNAWAITED):
             with contextlib.suppress(Closed):
                 await AT_ONCE[question](hand)
 
@@ -342,7 +341,7 @@ async def test_who_is_cancelled_while_the_event_loop_runs_has_been_answered(ques
     await passes(1)
     assert task.cancelled()
     assert hand.batcher.statistics() == answered
-    assert answered.questions - before.questions in (0, MOST_AT_ONCE)
+    assert answered.questions - before.questions in (0, MAX_UNAWAITED)
 
 
 @pytest.mark.promise(number=5)
@@ -351,7 +350,7 @@ async def test_a_timeout_around_cached_questions_fires() -> None:
 
     async def asks() -> None:
         async with asyncio.timeout(0.0):
-            for _ in range(10 * MOST_AT_ONCE):
+            for _ in range(10 * MAX_UNAWAITED):
                 await hand.asker.ask([A])
 
     with pytest.raises(TimeoutError):
@@ -361,9 +360,9 @@ async def test_a_timeout_around_cached_questions_fires() -> None:
 async def test_questions_that_wait_cost_no_pass_of_the_loop(by_hand: Make) -> None:
     """However many are asked: they wait anyway, and are asked in the pass that asks them."""
     hand = by_hand()
-    tasks = [hand.ask(logprobs(number, 1)) for number in range(3 * MOST_AT_ONCE)]
+    tasks = [hand.ask(logprobs(number, 1)) for number in range(3 * MAX_UNAWAITED)]
     await passes(1)
-    assert hand.batcher.statistics().queued == 3 * MOST_AT_ONCE
+    assert hand.batcher.statistics().queued == 3 * MAX_UNAWAITED
     await hand.finish()
     await asyncio.gather(*tasks)
 
@@ -730,8 +729,8 @@ async def test_a_steps_rows_are_copied_together(
         copied.append(len(rows))
         return separate_copies(rows)
 
-    for module in ("waiters", "cache"):
-        monkeypatch.setattr(f"genrt.runtime.{module}.apart", counted)
+    for module in ("batcher", "cache"):
+        monkeypatch.setattr(f"genrt.runtime.{module}.separate_copies", counted)
     hand.turn()
     await passes()
     assert copied == ([3] if cache_bytes else []) + [5]
@@ -749,7 +748,7 @@ async def test_no_memory_for_the_copy_of_a_cached_row_is_an_error_of_genrt(
     def full(_: list[torch.Tensor]) -> list[torch.Tensor]:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr("genrt.runtime.waiters.apart", full)
+    monkeypatch.setattr("genrt.runtime.batcher.separate_copies", full)
     with pytest.raises(OutOfMemory, match="no room"):
         await hand.asker.ask([A])
 
@@ -1235,7 +1234,7 @@ def test_a_closed_loops_tasks_end_where_nothing_is_locked(by_hand: Make) -> None
         try:
             await hand.asker.ask([A])
         finally:
-            locked.append(hand.batcher._lock._is_owned())  # type: ignore[attr-defined]
+            locked.append(hand.batcher.lock._is_owned())  # type: ignore[attr-defined]
 
     task = ended.create_task(asks())
     task._log_destroy_pending = False  # type: ignore[attr-defined]
@@ -1300,7 +1299,7 @@ def test_a_loop_interrupted_while_it_is_told_tells_the_rest_when_it_goes_on() ->
 
     loop = asyncio.new_event_loop()
     futures: list[Any] = [loop.create_future(), Interrupting(), loop.create_future()]
-    waiters = [Waiter([A], loop, future, False, {}) for future in futures]
+    waiters = [Waiter([A], loop, future) for future in futures]
     deliver((waiter, [expected_row(A)]) for waiter in waiters)
     with pytest.raises(KeyboardInterrupt):
         spin(loop)

@@ -58,7 +58,7 @@ class BatcherMachine(RuleBasedStateMachine):
         self.batcher = Batcher(
             RowCache(cache_bytes), max_batch_size=max_batch_size, clock=lambda: 0.0
         )
-        self.asker = Asker(lambda: self.batcher)
+        self.asker = Asker(self)
         self.loops = [asyncio.new_event_loop() for _ in range(LOOPS)]
         self.reports: list[dict[str, Any]] = []
         for loop in self.loops:

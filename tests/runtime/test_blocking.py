@@ -37,7 +37,7 @@ from genrt.inference import (
 )
 from genrt.interop.trainers import WeightSyncClient
 from genrt.lm import AsyncLM
-from genrt.runtime.blocking import INTERRUPT_SECONDS, _wait, blocking
+from genrt.runtime.concurrency import INTERRUPT_SECONDS, _wait, blocking
 from genrt.tokens.texts import Text
 from tests import children, interrupts
 from tests.runtime.test_pauses import MODEL as PAUSED_MODEL

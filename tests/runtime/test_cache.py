@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
+from typing import Any
 
 import pytest
 import torch
@@ -275,12 +277,12 @@ def test_who_interrupts_it_may_read_its_statistics() -> None:
     cache.put(A, row(5))
     seen: list[int] = []
 
-    class Interrupted(type(cache._rows)):  # type: ignore[misc]
+    class Interrupted(OrderedDict[Any, Any]):
         def get(self, *arguments: object) -> object:
             seen.append(cache.statistics().rows)
             return super().get(*arguments)
 
-    cache._rows.__class__ = Interrupted
+    cache._rows = Interrupted(cache._rows)
     asked = threading.Thread(target=cache.borrow, args=(A,), daemon=True)
     asked.start()
     asked.join(60)

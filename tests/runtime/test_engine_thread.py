@@ -19,6 +19,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,7 +72,7 @@ def opened(thread: EngineThread) -> Engine:
 
 
 def asking(batcher: Batcher) -> Asker:
-    return Asker(lambda: batcher)
+    return Asker(SimpleNamespace(batcher=batcher))
 
 
 def joined(thread: EngineThread) -> None:
@@ -240,7 +241,7 @@ def test_an_engine_that_dies_ends_every_waiter_and_every_later_one(start: Start,
     thread = start(lambda: engine)
     opened(thread)
 
-    def die(_: Engine) -> None:
+    def die(_: object) -> None:
         raise Fatal("dead")
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
@@ -365,7 +366,7 @@ def test_a_runtime_collected_on_the_engines_own_thread_closes_without_deadlock(w
     holder.append(lm)
     del lm
     if where == "in the batcher's lock":
-        batcher._ready._clock = collect
+        batcher._clock = collect
     asker = threading.Thread(target=answered_or_closed, args=[batcher], daemon=True)
     asker.start()
     asker.join(PATIENCE_SECONDS)
@@ -430,7 +431,7 @@ def test_a_runtime_that_ends_in_the_middle_of_a_question_does_not_deadlock(
     del lm
 
     def hook() -> None:
-        is_held = batcher._lock._is_owned()  # type: ignore[attr-defined]
+        is_held = batcher.lock._is_owned()  # type: ignore[attr-defined]
         if garbage and is_held and threading.current_thread() is asker:
             reference = weakref.ref(garbage.pop())
             gc.collect()
@@ -473,7 +474,7 @@ def test_a_signal_handler_may_close_the_runtime_in_the_middle_of_a_question() ->
 
     def hook() -> None:
         if not fired and threading.current_thread() is threading.main_thread():
-            fired.append(batcher._lock._is_owned())  # type: ignore[attr-defined]
+            fired.append(batcher.lock._is_owned())  # type: ignore[attr-defined]
             signal.raise_signal(signal.SIGUSR1)
 
     before = signal.signal(signal.SIGUSR1, lambda *_: lm.close())
@@ -540,14 +541,14 @@ def test_a_close_before_the_thread_of_a_restart_has_started_ends_that(
 
     thread = start(open_engine)
     opened(thread)
-    begin = engine_thread.Rounds.start
+    begin = engine_thread.LoopThread.start
 
-    def start_closed(rounds: engine_thread.Rounds) -> None:
+    def start_closed(rounds: engine_thread.LoopThread) -> None:
         thread.close()
         begin(rounds)
 
     with monkeypatch.context() as patched:
-        patched.setattr(engine_thread.Rounds, "start", start_closed)
+        patched.setattr(engine_thread.LoopThread, "start", start_closed)
         thread.restart().result(PATIENCE_SECONDS)
     joined(thread)
     assert [engine.closed for engine in engines] == [1, 1]
@@ -561,7 +562,7 @@ def test_calls_that_keep_coming_hold_up_no_turn(start: Start) -> None:
     opened(thread)
     calls = 0
 
-    def again(_: Engine) -> None:
+    def again(_: object) -> None:
         nonlocal calls
         calls += 1
         if not engine.stepped and calls < 10_000:

@@ -24,8 +24,8 @@ from genrt.errors import EngineDied, EngineFailed, GenrtError, InvalidRequest
 from genrt.lm import AsyncLM
 from genrt.runtime.cache import RowCache
 from genrt.runtime.lifecycle import State
-from genrt.runtime.thread import EngineThread, Rounds
-from genrt.runtime.transfers import Transfers
+from genrt.runtime.thread import EngineThread, LoopThread
+from genrt.runtime.weights import Transfers
 from tests.scripted import Gate, ProtocolViolation
 
 SIZE = 3
@@ -147,7 +147,7 @@ class StrictEngine(ExactEngine):
             raise violated("adapters change in an update or a sleep")
 
 
-class ByHand(Rounds):
+class ByHand(LoopThread):
     """The engine's thread, whose rounds the test takes."""
 
     def __init__(self, round: Callable[[], float | None], close: Callable[..., None]) -> None:
@@ -611,10 +611,10 @@ def test_what_is_collected_with_its_loop_takes_no_lock_and_ends(name: str, round
         return world
 
     world = loop.run_until_complete(begin())
-    batcher, engine_loop = world.thread.batcher, world.thread._loop
-    lock, calls = Watched(batcher._lock), Watched(engine_loop._calls_lock)
-    batcher._lock = batcher.lifecycle._lock = lock  # type: ignore[assignment]
-    engine_loop._calls_lock = calls  # type: ignore[assignment]
+    thread = world.thread
+    lock, calls = Watched(thread.batcher.lock), Watched(thread._calls_lock)
+    thread.batcher.lock = thread.lifecycle._lock = lock  # type: ignore[assignment]
+    thread._calls_lock = calls  # type: ignore[assignment]
     [work] = world.begun
     world.begun.clear()
     is_over = work.done()
@@ -707,7 +707,7 @@ async def test_an_update_whose_engine_dies_is_told_and_questions_go_on() -> None
     def die(_: object) -> None:
         raise EngineDied("its process has gone")
 
-    world.thread.call_alone(die, owner)
+    world.thread.call(die, owner)
     world.ask()
     await world.go("pr" * 6)
     with pytest.raises(EngineFailed, match="restarted"):
@@ -739,3 +739,29 @@ async def test_nothing_falls_while_another_thread_moves_memory(level: int) -> No
         assert torch.allclose(await asked, MODELS[0].row([1]), atol=1e-6)
         await lm.sleep(level)
         await lm.wake_up()
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("is_in_part", [False, True])
+async def test_an_engine_that_dies_asleep_is_opened_asleep(level: int, is_in_part: bool) -> None:
+    """Others, such as a trainer, were given the memory of its device."""
+    world = World(restarts=True)
+    await world.done(asyncio.ensure_future(world.lm.sleep(level)))
+    if is_in_part:
+        await world.done(asyncio.ensure_future(world.lm.wake_up(["weights"])))
+    dead: Any = world.thread.engine
+    asleep = dead.weights.asleep
+    assert asleep == ({"kv_cache"} if is_in_part else SLEEPING_PARTS)
+
+    def die(_: object) -> None:
+        raise EngineDied("its process has gone")
+
+    world.thread.call(die, world.thread.lifecycle.owner)
+    world.ask()
+    await world.go("pr" * 6)
+    opened: Any = world.thread.engine
+    assert opened is not dead
+    assert opened.weights.asleep == asleep
+    assert world.thread.lifecycle.state == "asleep"
+    assert not world.asked[0].done()
+    await world.end()

@@ -21,15 +21,14 @@ from genrt.questions.contexts import Adapter, Limits
 from genrt.questions.draws import draw_request
 from genrt.questions.reads import ReadRequest, TopTokens
 from genrt.questions.rows import LogprobsRequest
-from genrt.runtime.queue import Admission
-from genrt.runtime.waiters import Waiter
+from genrt.runtime.batcher import Waiter
 from tests.scripted import ByHand, ScriptedEngine, logprobs, passes, population_of, sample
 
 PACKAGE = Path(genrt.__file__).parent
 COUNTED = {
     str(PACKAGE / f"{name}.py")
     for name in (
-        *("runtime/ask", "runtime/batcher", "runtime/queue", "runtime/waiters", "runtime/cache"),
+        *("runtime/ask", "runtime/batcher", "runtime/cache"),
         *("questions/rows", "questions/draws"),
     )
 }
@@ -108,14 +107,19 @@ async def many_wait_behind_a_large_one(count: int) -> None:
 
 
 async def many_clients_give_up(count: int) -> None:
-    admission = Admission(1, 10**9)
-    admission.enter([logprobs(0)])
-    loops: list[Any] = [object() for _ in range(count)]
-    waiters = [Waiter([logprobs(1)], loop, loop, False, {}) for loop in loops]
+    hand = ByHand(max_queued_requests=1)
+    hand.ask(logprobs(0))
+    await passes()
+    loops = [asyncio.new_event_loop() for _ in range(count)]
+    waiters = [Waiter([logprobs(1)], loop, loop.create_future()) for loop in loops]
     for waiter in waiters:
-        admission.wait(waiter)
+        assert hand.batcher.join(waiter) is None
+    assert hand.batcher.statistics().waiting == count
     for waiter in reversed(waiters):
-        assert admission.withdraw(waiter)
+        hand.batcher.leave(waiter)
+    assert hand.batcher.statistics().waiting == 0
+    for loop in loops:
+        loop.close()
 
 
 async def an_adapter_is_retired_and_still_bound(count: int) -> None:
@@ -210,8 +214,8 @@ async def test_work_grows_as_what_is_asked(work: Work) -> None:
 
 def test_lines_are_counted() -> None:
     """The count sees a second look at everything."""
-    admission = Admission(1, 1)
+    batcher = ByHand().batcher
     with Lines() as lines:
         for _ in range(FEW):
-            admission.leave([])
-    assert lines.count == 6 * FEW
+            batcher._leave_queue([])
+    assert lines.count == FEW

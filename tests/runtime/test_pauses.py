@@ -175,7 +175,7 @@ async def test_an_engine_falls_asleep_in_a_pause_alone(
     lm: AsyncLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     thread, weights = lm._thread, lm._thread.engine.weights  # type: ignore[attr-defined]
-    original, sleep = thread.call_alone, weights.sleep
+    original, sleep = thread.call, weights.sleep
 
     def late(*call: Any) -> Any:
         lm.resume()
@@ -189,7 +189,7 @@ async def test_an_engine_falls_asleep_in_a_pause_alone(
 
     await lm.pause()
     with monkeypatch.context() as patched:
-        patched.setattr(thread, "call_alone", late)
+        patched.setattr(thread, "call", late)
         with pytest.raises(InvalidRequest, match="resumed before its engine slept"):
             await lm.sleep()
     await lm.next_token_logprobs([1], timeout=60)

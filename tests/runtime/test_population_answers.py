@@ -22,11 +22,10 @@ from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.sequences import Origins, SequenceHandle
-from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.cache import RowCache
 from genrt.tokens.rows import Leaving
 from genrt.tokens.sampling import BatchDraw, Draw
-from tests.scripted import ScriptedEngine, contexts_of, expected_row, logprobs
+from tests.scripted import Answers, ScriptedEngine, contexts_of, expected_row, logprobs
 from tests.simulation.engine import is_right
 
 A, B, C = logprobs(1), logprobs(2), logprobs(3)
@@ -54,7 +53,7 @@ def read(row: LogprobsRequest, seed: int = 0, **options: Any) -> ReadRequest:
     return ReadRequest(row, DrawToken(seed=seed, **options))
 
 
-def ended(engine: AnsweringEngine) -> dict[Request, Finished]:
+def ended(engine: Answers) -> dict[Request, Finished]:
     ends: dict[Request, Finished] = {}
     for some in [engine.ready, *[engine.step] * 12]:
         for end in some():
@@ -67,8 +66,8 @@ def single(draws: Any) -> list[Draw]:
     return [Draw(*each) for each in zip(*[part.tolist() for part in draws], strict=True)]
 
 
-def answering(scripted: ScriptedEngine, cache: RowCache | None = None) -> AnsweringEngine:
-    return AnsweringEngine(scripted, RowCache(2**20) if cache is None else cache)
+def answering(scripted: ScriptedEngine, cache: RowCache | None = None) -> Answers:
+    return Answers(scripted, RowCache(2**20) if cache is None else cache)
 
 
 @pytest.mark.promise(number=36)

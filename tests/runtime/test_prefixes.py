@@ -12,7 +12,7 @@ import pytest
 
 import genrt
 from genrt.engines.exact import NGram
-from genrt.engines.protocol import Finished, Keeping, Prefixes
+from genrt.engines.protocol import Finished, Prefixes, capabilities_of
 from genrt.errors import (
     Closed,
     ContextTooLong,
@@ -27,7 +27,7 @@ from genrt.lm import AsyncLM
 from genrt.questions.contexts import Adapter
 from genrt.questions.reads import prefix_request
 from genrt.questions.rows import LogprobsRequest
-from genrt.runtime.prefixes import MOST_PREFIXES
+from genrt.runtime.answers import MAX_PREFIXES
 from tests.scripted import PATIENCE_SECONDS, Gate, ScriptedEngine, logprobs, passes
 
 
@@ -108,8 +108,7 @@ async def test_a_prefix_is_computed_once_for_all_who_warm_it_up() -> None:
     engines = Engines()
     async with load(engines) as lm:
         [engine] = engines.made
-        protocol: object = engine
-        assert isinstance(protocol, Keeping)
+        assert capabilities_of(engine).keeps_prefixes
         assert await asyncio.gather(*[lm.warm_up([1, 2, 3]) for _ in range(5)]) == [3] * 5
         assert await lm.warm_up([1, 2, 3]) == 3
         assert lm.warm_up_sync((1, 2, 3)) == 3
@@ -157,12 +156,12 @@ def test_one_is_given_up_or_all_and_others_are_ignored() -> None:
 def test_the_oldest_of_too_many_goes() -> None:
     engines = Engines()
     with load(engines) as lm:
-        for n in range(MOST_PREFIXES):
+        for n in range(MAX_PREFIXES):
             lm.warm_up_sync([n % 8, n // 8])
         lm.warm_up_sync([0, 0])  # the newest now
         lm.warm_up_sync([7, 7, 7])
         held = engines.made[0].held()
-        assert len(held) == MOST_PREFIXES
+        assert len(held) == MAX_PREFIXES
         assert logprobs(0, 0) in held
         assert logprobs(1, 0) not in held
 
@@ -379,7 +378,7 @@ def test_threads_may_warm_up_and_cool_down_at_once() -> None:
             each.join(PATIENCE_SECONDS)
         lm.cool_down()
         settled(lm)
-        assert engines.made[0].held() == list(lm._thread._loop.prefixes) == []
+        assert engines.made[0].held() == list(lm._thread.prefixes) == []
 
 
 def test_a_text_or_a_conversation_is_what_all_that_begin_with_it_share() -> None:

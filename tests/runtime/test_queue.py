@@ -13,14 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import genrt
+from genrt.engines.protocol import Finished
 from genrt.errors import Closed, EngineFailed, InvalidRequest, NotFinite, TimedOut
 from genrt.questions.contexts import Adapter
 from genrt.questions.reads import ReadRequest, TopTokens
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
-from genrt.runtime.queue import GOOD_STEPS, Admission, Flight
-from genrt.runtime.streams import Streams
-from genrt.runtime.waiters import Entry, Waiter
+from genrt.runtime.batcher import GOOD_STEPS, Waiter
 from tests.scripted import (
     PATIENCE_SECONDS,
     ByHand,
@@ -335,24 +334,25 @@ def test_bounds_of_the_queue_are_positive_ints(name: str, value: Any) -> None:
 
 
 def waiter(*requests: Request) -> Waiter:
-    return Waiter(requests, None, concurrent.futures.Future(), False, {})
+    return Waiter(requests, None, concurrent.futures.Future())
 
 
 @pytest.mark.promise(number=10)
 def test_who_is_interrupted_on_its_way_to_wait_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    admission = Admission(1, 10**9)
-    admission.enter([A])
+    hand = ByHand(max_queued_requests=1)
+    hand.batcher.join(waiter(A))
 
     def interrupted() -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("genrt.runtime.queue.OrderedDict", interrupted)
+        patch.setattr("genrt.runtime.batcher.OrderedDict", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            admission.wait(waiter(B))
-    assert len(admission) == 0
-    admission.leave([A])
-    assert admission.first() is None
+            hand.batcher.join(waiter(B))
+    assert hand.batcher.statistics().waiting == 0
+    hand.turn()
+    assert hand.batcher.statistics().queued == 0
+    assert hand.batcher.seconds_until_due() is None
 
 
 def test_what_a_request_weighs() -> None:
@@ -364,54 +364,48 @@ def test_what_a_request_weighs() -> None:
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 4)), max_size=30))
 def test_the_bound_is_kept_whatever_comes_and_goes(events: list[tuple[bool, int]]) -> None:
     """Questions of 1 to 4 requests come, and whole flushes go."""
-    admission = Admission(4, 10**9)
-    queue: list[Request] = []
-    entered = 0
+    hand = ByHand(max_queued_requests=4, cache_bytes=0)
     for number, (comes, count) in enumerate(events):
         if comes:
-            asking = waiter(*(logprobs(number, place) for place in range(count)))
-            if admission.must_wait(asking.requests):
-                admission.wait(asking)
-            else:
-                admission.enter(asking.requests)
-                queue += asking.requests
-                entered += 1
+            hand.batcher.join(waiter(*(logprobs(number, place) for place in range(count))))
         else:
-            admission.leave(queue)
-            queue.clear()
-        while (admitted := admission.first()) is not None:
-            admission.admit(admitted)
-            admission.enter(admitted.requests)
-            queue += admitted.requests
-            entered += 1
-        assert admission.queued == len(queue) <= 4
-        assert entered + len(admission) == sum(comes for comes, _ in events[: number + 1])
-        assert queue or not len(admission), "an empty queue keeps nobody waiting"
+            hand.turn()
+        s = hand.batcher.statistics()
+        assert s.queued <= 4
+        assert s.queued or not s.waiting, "an empty queue keeps nobody waiting"
+    while hand.batcher.seconds_until_due() is not None:
+        hand.turn()
+    asked = sum(count for comes, count in events if comes)
+    assert sum(map(len, hand.engine.submitted)) == asked
 
 
 def test_what_may_be_in_flight_is_halved_and_grows_back() -> None:
-    flight = Flight(Streams(threading.RLock(), lambda: 0.0, lambda: 0.0))
-    entries = [Entry(logprobs(number), {}) for number in range(9)]
+    class Short(ScriptedEngine):
+        most = 2
 
-    def room(in_flight: int) -> int:
-        flight.clear()
-        flight.send(entries[:in_flight])
-        return flight.room
+        def step(self) -> list[Finished]:
+            if len(self.in_progress) > self.most:
+                self.in_progress.clear()
+                raise MemoryError
+            return super().step()
 
-    def shrink(in_flight: int) -> None:
-        room(in_flight)
-        flight.shrink()
+    engine = Short()
+    hand = ByHand(engine, cache_bytes=0)
+    batcher = hand.batcher
 
-    shrink(9)
-    assert [room(0), room(3), room(6)] == [4, 1, 0]
-    shrink(1)
-    assert room(0) == 1
-    for _ in range(GOOD_STEPS - 1):
-        flight.grow()
-    assert room(0) == 1
-    flight.grow()
-    assert room(0) == 2
-    shrink(2)
-    for _ in range(3 * GOOD_STEPS):
-        flight.grow()
-    assert room(0) == 8
+    def ask_many() -> None:
+        hand.engine.submitted.clear()
+        batcher.join(waiter(*(logprobs(number) for number in range(9))))
+        while batcher.seconds_until_due() is not None:
+            hand.turn()
+
+    ask_many()
+    assert [*map(len, engine.submitted)] == [9, 4, 2, 2, 2, 2, 1]
+    engine.most = 100
+    ask_many()
+    assert [*map(len, engine.submitted)] == [2, 2, 2, 3]
+    assert batcher.most_in_flight == 4
+    for _ in range(2 * GOOD_STEPS):
+        batcher.join(waiter(A))
+        hand.turn()
+    assert batcher.most_in_flight == 16

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genrt.engines.protocol import Finished
-from genrt.runtime.returning import HABIT, SHARE
+from genrt.runtime.batcher import RETURN_SHARE as SHARE
 from genrt.testing.virtual_loop import VirtualClock, VirtualLoop
 from tests.scripted import ByHand, ScriptedEngine, logprobs, sample
 
@@ -111,8 +111,8 @@ def test_a_sampler_beside_texts_is_in_every_step(races: Callable[[float], Race])
     sampler = race.loop.create_task(draws(race))
     race.go_round()
     race.run(sampler.done)
-    assert len(race.engine.stepped) - before <= DRAWS + HABIT + 2
-    assert race.waited == pytest.approx(0.05 * (DRAWS - HABIT), abs=0.2)
+    assert len(race.engine.stepped) - before <= DRAWS + 3
+    assert race.waited == pytest.approx(0.05 * (DRAWS - 1), abs=0.2)
 
 
 @pytest.mark.parametrize("delay", [SHARE * 1.5, 0.5])
@@ -234,5 +234,5 @@ async def test_particles_that_ask_one_by_one_come_back_together() -> None:
     before = len(race.engine.stepped)
     await asyncio.sleep(0)
     race.run(lambda: all(task.done() for task in tasks))
-    assert len(race.engine.stepped) - before <= DRAWS + HABIT + 2
+    assert len(race.engine.stepped) - before <= DRAWS + 3
     _end(race)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import signal
 import threading
 from collections.abc import Iterator
@@ -17,8 +18,8 @@ from genrt.engines.exact import NGram
 from genrt.errors import EngineFailed, InvalidRequest, TimedOut
 from genrt.questions.completions import CompletionRequest, Decoding, Delta
 from genrt.runtime.ask import Asker
+from genrt.runtime.batcher import Waiter
 from genrt.runtime.streams import Flow, Streams
-from genrt.runtime.waiters import Waiter
 
 REQUEST = CompletionRequest((1,), Decoding(9), nonce=1, streamed=True)
 FIRST, SECOND = Delta("a", (0,)), Delta("b", (1,), start=1, text_start=1)
@@ -57,7 +58,7 @@ def batcher() -> Batcher:
 
 @pytest.fixture
 def asker(batcher: Any) -> Asker:
-    return Asker(lambda: batcher)
+    return Asker(SimpleNamespace(batcher=batcher))
 
 
 @pytest.fixture
@@ -218,7 +219,7 @@ def test_a_stream_is_closed_whatever_locks_are_held() -> None:
         stream = lm.stream_sync([0], max_tokens=200)
         next(stream)
         closing = threading.Thread(target=stream.close, daemon=True)
-        with lm._thread.batcher._lock:
+        with lm._thread.batcher.lock:
             closing.start()
             closing.join(5)
             is_stuck = closing.is_alive()
@@ -227,7 +228,7 @@ def test_a_stream_is_closed_whatever_locks_are_held() -> None:
             lm.next_token_logprobs_sync([0])
             lm.clear_cache()
         assert lm.statistics().batcher.in_flight == 0
-        assert not lm._thread.batcher._left
+        assert not lm._thread.batcher._leaving
 
 
 class Loop:
@@ -263,7 +264,8 @@ class InterruptedFlow(Flow):
 
 
 def test_an_interrupt_while_readers_are_told_loses_nothing() -> None:
-    streams = Streams(threading.RLock(), lambda: 0.0, lambda: 0.0)
+    ticks = itertools.count()
+    streams = Streams(threading.RLock(), lambda: float(next(ticks)))
     loop: Any = Loop()
     flows = [Flow(loop), InterruptedFlow(loop), Flow(loop)]
     for nonce, flow in enumerate(flows):

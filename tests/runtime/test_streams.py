@@ -29,7 +29,7 @@ from genrt.errors import (
 )
 from genrt.lm import AsyncLM
 from genrt.questions.completions import Completion, CompletionRequest, Decoding, Delta
-from genrt.runtime.streams import MOST_EACH, SHARE, Flow, Stream, Streams, SyncStream
+from genrt.runtime.streams import READER_SECONDS, Flow, Stream, Streams, SyncStream
 from tests.scripted import passes
 
 EOS = 4
@@ -88,7 +88,7 @@ async def nothing_left(lm: AsyncLM) -> None:
         await lm.next_token_logprobs([token, token, 1])
         lm.clear_cache()
     assert lm.statistics().batcher.in_flight == 0
-    assert not lm._thread.batcher._flight.streams.by_loop
+    assert not lm._thread.batcher.streams.by_loop
     assert len(lm._thread.engine._in_progress) == 0  # type: ignore[attr-defined]
 
 
@@ -329,7 +329,7 @@ def test_a_text_that_is_begun_anew_and_differs_fails() -> None:
 def test_what_was_not_read_of_other_weights_is_forgotten() -> None:
     flow = Flow()
     flow.put(Delta("ab", (0, 1)))
-    flow.begin_anew()
+    flow.restart()
     flow.put(Delta("b", (1,)))
     assert flow.take() == Delta("b", (1,))
 
@@ -354,29 +354,17 @@ class Loop:
             function(*arguments)
 
 
-@pytest.mark.parametrize(
-    ("count", "seconds", "cpu", "cost"),
-    [
-        (100, 1e-3, 1e-3, 1e-3),
-        (100, 5.0, 1e-3, 1e-3),  # readers that block, or a loop that waits for Python's lock
-        (1, 5.0, 5.0, MOST_EACH),  # one that computes
-        (100, 5.0, 5.0, 100 * MOST_EACH),
-        (1, 0.1, 0.0, 0.0),  # a coarse clock
-        (1, 0.1, -7.0, 0.0),  # the loop goes on in another thread
-    ],
-)
-def test_a_loop_is_told_as_often_as_that_takes_a_share_of_its_time(
-    count: int, seconds: float, cpu: float, cost: float
-) -> None:
-    now, thread, asked = 0.0, 50.0, 0
-    streams = Streams(threading.RLock(), lambda: now, lambda: thread)
+@pytest.mark.parametrize("count", [1, 100])
+def test_a_loop_gets_deltas_at_intervals_and_after_it_took_the_last_ones(count: int) -> None:
+    now, asked = 0.0, 0
+    streams = Streams(threading.RLock(), lambda: now)
     loop: Any = Loop()
-    told = {
+    buffers = {
         CompletionRequest((1,), Decoding(9), nonce=nonce, streamed=True): Flow(loop)
         for nonce in range(count)
     }
-    for request, flow in told.items():
-        streams.add(request, flow)
+    for request, buffer in buffers.items():
+        streams.add(request, buffer)
 
     def progress(requests: Any) -> list[Delta]:
         nonlocal asked
@@ -384,22 +372,19 @@ def test_a_loop_is_told_as_often_as_that_takes_a_share_of_its_time(
         return [Delta("a", (0,))] * len(requests)
 
     streams.tell(progress)
+    now = 9.0
     streams.tell(progress)
-    assert asked == 1, "the loop has not been told yet"
+    assert asked == 1, "the loop has not taken the first ones"
     loop.go_round()
-    now, thread = now + seconds, thread + cpu  # what the readers took
-    loop.go_round()
-    loop.go_round()
-    assert loop.calls == []
-    pause = cost / SHARE - cost
-    now += 0.99 * pause
-    streams.tell(progress)
-    assert asked == (1 if pause else 2)
-    now += 0.02 * pause
     streams.tell(progress)
     assert asked == 2
-    for request, flow in told.items():
-        streams.discard(request, flow)
+    loop.go_round()
+    for part, expected in ((0.99, 2), (0.02, 3)):
+        now += part * count * READER_SECONDS
+        streams.tell(progress)
+        assert asked == expected
+    for request, buffer in buffers.items():
+        streams.discard(request, buffer)
     assert not streams.by_loop
 
 
@@ -436,7 +421,7 @@ def test_a_thread_leaves(lm: AsyncLM) -> None:
 def test_a_stream_that_a_finalizer_ends_under_the_lock_is_withdrawn_later(lm: AsyncLM) -> None:
     stream = lm.stream_sync([0], max_tokens=200, ignore_eos=True)
     next(stream)
-    lock = lm._thread.batcher._lock
+    lock = lm._thread.batcher.lock
     with lock:
         del stream
     asyncio.run(nothing_left(lm))

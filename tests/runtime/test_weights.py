@@ -3,14 +3,13 @@ or bounded."""
 
 from __future__ import annotations
 
-import threading
-from collections import deque
+import concurrent.futures
 from itertools import count
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genrt.engines.protocol import Finished
@@ -18,9 +17,7 @@ from genrt.errors import NotFinite
 from genrt.questions.draws import PopulationDraw
 from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request
-from genrt.runtime.queue import Flight, Ready
-from genrt.runtime.streams import Streams
-from genrt.runtime.waiters import Entry
+from genrt.runtime.batcher import Waiter
 from genrt.testing.answers import read_examples
 from tests.scripted import ByHand, ScriptedEngine, logprobs, passes, population_of, sample
 
@@ -144,69 +141,37 @@ async def test_a_population_that_fills_a_flush_waits_for_no_company() -> None:
     assert flushes(hand) == [3, 4]
 
 
-def entry(weight: int) -> Entry:
-    return Entry(A if weight == 1 else population(weight), {})
+def waiter(request: Request) -> Waiter:
+    return Waiter([request], None, concurrent.futures.Future())
 
 
 def test_what_there_is_no_room_for_waits_until_the_engine_is_idle() -> None:
-    ready = Ready(3, 0.0, lambda: 0.0)
-    large, small = entry(5), entry(1)
-    ready.add([large, small])
-    assert ready.take(4, is_idle=False) == []
-    assert ready.take(0, is_idle=False) == []
-    assert ready.take(4, is_idle=True) == [large]
-    ready.put_back([large])
-    assert ready.take(5, is_idle=False) == [large], "it is only larger than a flush"
-    assert ready.take(1, is_idle=False) == [small]
-    assert ready.seconds_until_due() is None
+    hand = ByHand(ScriptedEngine(steps=lambda request: 2), max_batch_size=3)
+    hand.batcher.most_in_flight = 4
+    for request in (A, population(5), B):
+        hand.batcher.join(waiter(request))
+    for _ in range(8):
+        hand.turn()
+    assert flushes(hand) == [1, 5, 1]
+    assert len(hand.engine.stepped) == 6, "each had the engine for itself"
 
 
-Event = tuple[str, int, int]
-EVENTS = st.tuples(
-    st.sampled_from(["add", "add", "again", "discard", "put back", "take", "take"]),
-    st.integers(1, 5),
-    st.integers(0, 9),
-)
-
-
-@given(st.integers(1, 6), st.lists(EVENTS, max_size=40))
-def test_whatever_comes_and_goes_flushes_are_as_large_as_there_is_room(
-    most: int, events: list[Event]
-) -> None:
-    ready = Ready(most, 1.0, lambda: 0.0)
-    queue: deque[Entry] = deque()
-    taken: list[Entry] = []
-    is_due = False
-    for event, weight, number in events:
-        if event == "add":
-            is_due &= bool(queue)
-            queue.append(entry(weight))
-            ready.add([queue[-1]])
-        elif event == "again" and queue:
-            ready.add([queue[number % len(queue)]])
-        elif event == "discard" and queue:
-            gone = queue[number % len(queue)]
-            queue.remove(gone)
-            ready.discard(gone)
-            ready.discard(gone)
-        elif event == "put back" and taken:
-            ready.put_back(taken)
-            queue.extendleft(reversed(taken))
-            taken, is_due = [], True
-        elif event == "take":
-            total = sum(each.request.weight for each in queue)
-            wait = None if not queue else 0.0 if is_due or total >= most else 1.0
-            assert ready.seconds_until_due() == wait
-            is_idle = bool(weight % 2)
-            taken = ready.take(number, is_idle=is_idle)
-            assert [queue.popleft() for _ in taken] == taken
-            sent = sum(each.request.weight for each in taken)
-            assert sent <= min(most, number) or len(taken) == 1
-            if wait == 0.0 and queue:
-                both = sent + queue[0].request.weight
-                assert both > min(most, number), "the next one had room"
-                assert taken or (both > number and not is_idle), "it could have gone alone"
-        assert [*ready] == [*queue]
+@settings(deadline=None)
+@given(st.integers(1, 6), st.lists(st.integers(1, 8), min_size=1, max_size=30))
+def test_flushes_are_in_order_and_as_large_as_there_is_room(most: int, weights: list[int]) -> None:
+    hand = ByHand(max_batch_size=most, cache_bytes=0)
+    for number, weight in enumerate(weights):
+        request = logprobs(number) if weight == 1 else population(weight)
+        hand.batcher.join(waiter(request))
+    while hand.batcher.seconds_until_due() is not None:
+        hand.turn()
+    expected: list[int] = []
+    for weight in weights:
+        if expected and expected[-1] + weight <= most:
+            expected[-1] += weight
+        else:
+            expected.append(weight)
+    assert flushes(hand) == expected
 
 
 # -- the queue's bound ------------------------------------------------------------------------
@@ -266,22 +231,6 @@ async def test_what_runs_out_of_memory_is_halved_by_weight(
     s = hand.batcher.statistics()
     assert (s.retried, s.answered, s.failed) == (8, 8, 0)
     hand.check()
-
-
-def test_what_may_be_in_flight_is_halved_by_weight() -> None:
-    flight = Flight(Streams(threading.RLock(), lambda: 0.0, lambda: 0.0))
-    large, small = entry(7), entry(1)
-    assert flight.send([large, small]) == flight.weight == 8
-    flight.shrink()
-    assert flight.room == 0
-    flight.end(large)
-    flight.end(large)
-    assert (flight.weight, flight.room) == (1, 3)
-    flight.bring_back(small)
-    assert (flight.weight, flight.room) == (0, 4)
-    flight.send([large])
-    flight.clear()
-    assert (flight.weight, flight.room) == (0, 4)
 
 
 async def test_a_population_that_is_too_large_by_itself_leaves_room_for_a_half() -> None:

@@ -108,7 +108,7 @@ async def beside(lm: AsyncLM, server: Server) -> AsyncIterator[Callable[[], Awai
     assert not engine._in_progress
     assert not len(engine._samples)
     assert not engine._samples.under_way
-    assert not lm._thread.batcher._flight.streams.by_loop
+    assert not lm._thread.batcher.streams.by_loop
     assert (engine._samples.natives._courses, engine._samples.natives._streamed) == ({}, {})
     assert await asyncio.to_thread(free_blocks, lm) == free
 

@@ -25,9 +25,8 @@ from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.answers import AnsweringEngine
-from genrt.runtime.batcher import Batcher
+from genrt.runtime.batcher import Batcher, Waiter
 from genrt.runtime.cache import RowCache
-from genrt.runtime.waiters import Waiter
 from genrt.testing.virtual_loop import VirtualLoop
 from tests.simulation.engine import Record, SimulatedEngine, Violation
 from tests.simulation.ledger import Ledger, Question
@@ -44,7 +43,7 @@ class WatchedBatcher(Batcher):
 
     def held(self) -> AbstractContextManager[object]:
         """Return the batcher's lock."""
-        return self._lock
+        return self.lock
 
     def turn(self, engine: AnsweringEngine) -> None:
         self._ledger.turning()
@@ -64,7 +63,7 @@ class WatchedBatcher(Batcher):
 
     def close(self, reason: GenrtError | None = None) -> bool:
         was_closed = self.is_closed
-        if not was_closed and not self._lock._is_owned():  # type: ignore[attr-defined]
+        if not was_closed and not self.lock._is_owned():  # type: ignore[attr-defined]
             self._ledger.closed(reason or Closed(WAS_CLOSED))
         done = super().close(reason)
         if done and not was_closed:
@@ -91,18 +90,15 @@ class _WatchedEngine:
         self.remove_adapter = engine.remove_adapter
         self.progress = engine.progress
 
-    def submit(self, requests: Sequence[Request]) -> None:
+    def submit(self, requests: Sequence[Request]) -> list[Finished]:
         self._ledger.submitted(requests)
         try:
-            self._engine.submit(requests)
+            ends = self._engine.submit(requests)
         except EngineDied:
             raise
         except Exception as error:
             self._ledger.submit_failed(requests, error)
             raise
-
-    def ready(self) -> list[Finished]:
-        ends = self._engine.ready()
         self._ledger.finished(ends)
         return ends
 
@@ -363,7 +359,7 @@ class CheckedRuntime(SimulatedRuntime):
         return _CheckedCache(max_bytes, self)
 
     def make_batcher(self, cache: RowCache, **options: Any) -> WatchedBatcher:
-        options |= {"clock": self.clock.time, "cpu_clock": self.clock.time}
+        options |= {"clock": self.clock.time}
         return WatchedBatcher(cache, self.ledger, self.record, observer=self, **options)
 
     async def ask(
@@ -435,28 +431,27 @@ class CheckedRuntime(SimulatedRuntime):
 
     def _check_parts(self) -> None:
         """Check that nothing is kept for who waited, and that a thread that ended closed its engine."""
-        loop, batcher = self.thread._loop, self.batcher
-        answering = loop.answering
-        kept = (answering._readers, answering._asked, answering._cached, answering._refused)
-        if any(kept):
+        thread, batcher = self.thread, self.batcher
+        if kept := thread.answering._in_progress:
             raise Violation(f"nobody waits, but the answers keep {kept}")
         held = (
             batcher._entries,
-            batcher._gatherings,
+            [each for each in batcher._loops.values() if each.waiters or each.gathered],
+            batcher._gathering,
             batcher._ready,
+            batcher._ready_weight,
             batcher._flight,
-            batcher._flight._withdrawn,
-            batcher._admission,
-            batcher._on_loops._waiters,
-            batcher._bindings._bound,
-            batcher._flight.streams.by_loop,
-            batcher._left,
-            batcher._bindings if self.thread.alive else (),
+            batcher._withdrawn,
+            batcher._line,
+            batcher._bound,
+            batcher.streams.by_loop,
+            batcher._leaving,
+            batcher._retired if thread.alive else (),
         )
         if any(held):
             raise Violation(f"nobody waits, but the batcher holds {held}: {batcher}")
-        if loop._calls:
-            raise Violation(f"{len(loop._calls)} calls were never made")
+        if thread._calls:
+            raise Violation(f"{len(thread._calls)} calls were never made")
         if not self.rounds.is_alive() and not self.engine.closed:
             raise Violation("the thread has ended, but the engine is open")
 

@@ -208,7 +208,7 @@ class SimulatedClients:
         if self._random.random() < 0.5:
             self._lm.close()
         else:
-            with self._runtime.batcher._lock:
+            with self._runtime.batcher.lock:
                 self._random.choice([self._lm.close, self._runtime.thread.abandon])()
             for _ in range(self._random.randint(0, 20)):
                 self._runtime.step()

@@ -23,7 +23,7 @@ from genrt.questions.draws import DrawToken
 from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
-from genrt.runtime.waiters import Entry, Waiter
+from genrt.runtime.batcher import Entry, Waiter
 from genrt.tokens.sampling import Draw, TopLogprobs
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class Ledger:
 
     def _check_turn(self, question: Question) -> None:
         """Check that of those on one loop that wait for room, the first to ask is the first to enter."""
-        waiting = self._runtime.batcher._admission._waiting.get(question.loop)
+        waiting = self._runtime.batcher._line.get(question.loop)
         entries, cache = self._runtime.batcher._entries, self._runtime.cache
         if not waiting or all(each in entries or each in cache for each in question.requests):
             return  # nobody waits, or it takes no room
@@ -285,7 +285,7 @@ class Ledger:
             self._violated("something is in flight, but the turn made no step")
         batcher = self._runtime.batcher
         kept = [waiter for entry in batcher._entries.values() for waiter in entry.waiters]
-        for waiter in (*kept, *batcher._admission._clients):
+        for waiter in (*kept, *batcher._in_line()):
             if (question := self._question(waiter)) in self._lost:
                 self._violated(
                     f"{question} still waits, though its loop was closed before the turn"
@@ -296,7 +296,7 @@ class Ledger:
         self._flushes += 1
         self._flush = [*flush]
         self._sent += _weight(flush)
-        most = self._runtime.batcher._ready._most
+        most = self._runtime.batcher._max_batch_size
         if len(flush) > 1 and _weight(flush) > most:
             self._violated(f"{flush} weigh {_weight(flush)}, of {most} in a flush")
         for request in flush:

@@ -27,11 +27,10 @@ from genrt.questions.completions import Completion, CompletionRequest, Delta
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.ask import Asker
-from genrt.runtime.batcher import Batcher
+from genrt.runtime.batcher import Batcher, Waiter
 from genrt.runtime.cache import RowCache
 from genrt.runtime.streams import Stream
 from genrt.runtime.thread import EngineThread
-from genrt.runtime.waiters import Waiter
 from genrt.testing.simulation import VirtualRounds
 from genrt.testing.virtual_loop import VirtualClock, VirtualLoop
 from tests.simulation.engine import (
@@ -221,7 +220,7 @@ class SimulatedRuntime:
     def make_batcher(self, cache: RowCache, **options: Any) -> Batcher:
         """Return the batcher."""
         time = self.clock.time
-        return Batcher(cache, observer=self, clock=time, cpu_clock=time, **options)
+        return Batcher(cache, observer=self, clock=time, **options)
 
     def _open_engine(self) -> SimulatedEngine:
         self.engine = self.engine_type(
@@ -411,7 +410,7 @@ class SimulatedRuntime:
         s = self.batcher.statistics()
         if s.queued + s.in_flight + s.waiting:
             raise Violation(f"nobody waits, but there is something to do: {self.batcher}")
-        if streams := self.batcher._flight.streams.by_loop:
+        if streams := self.batcher.streams.by_loop:
             raise Violation(f"nobody reads, but {streams} are still told of")
 
     def check_reports(self, loop: VirtualLoop) -> None:

@@ -15,10 +15,9 @@ import torch
 
 import genrt
 import genrt.questions.draws
+import genrt.runtime.batcher
 import genrt.runtime.cache
-import genrt.runtime.queue
 import genrt.runtime.streams
-import genrt.runtime.waiters
 from genrt.engines.protocol import Finished
 from genrt.engines.residency import Residents
 from genrt.errors import GenrtError
@@ -29,9 +28,7 @@ from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.batcher import Batcher
 from genrt.runtime.cache import RowCache
-from genrt.runtime.queue import Bindings
 from genrt.runtime.streams import Flow, Streams
-from genrt.runtime.waiters import Gatherings
 from genrt.tokens.rows import gather_rows
 from tests.simulation import soak
 from tests.simulation.engine import Faults
@@ -63,7 +60,7 @@ def nothing_in_flight_is_withdrawn(patch: Patch) -> None:
 
     def drop_only(self: Batcher, waiter: Any) -> None:
         drop(self, waiter)
-        self._flight._withdrawn.clear()
+        self._withdrawn.clear()
 
     patch.setattr(Batcher, "_drop", drop_only)
 
@@ -72,9 +69,9 @@ def a_request_dies_with_its_first_waiter(patch: Patch) -> None:
     drop = Batcher._drop
 
     def drop_all(self: Batcher, waiter: Any) -> None:
-        for request in waiter.found:
+        for request in waiter.requests:
             if request in self._entries and not self._entries[request].in_flight:
-                self._ready.discard(self._entries[request])
+                self._ready.pop(self._entries[request], None)
         drop(self, waiter)
 
     patch.setattr(Batcher, "_drop", drop_all)
@@ -89,7 +86,7 @@ def what_is_asked_again_stays_withdrawn(patch: Patch) -> None:
 
     def start_so(self: Batcher, *args: Any, **options: Any) -> None:
         start(self, *args, **options)
-        self._flight._withdrawn = Kept()
+        self._withdrawn = Kept()
 
     patch.setattr(Batcher, "__init__", start_so)
 
@@ -107,7 +104,7 @@ def rows_go_by_position(patch: Patch) -> None:
 
 
 def rows_are_handed_out_as_views(patch: Patch) -> None:
-    patch.setattr(genrt.runtime.waiters, "separate_copies", list)
+    patch.setattr(genrt.runtime.batcher, "separate_copies", list)
 
 
 def rows_are_cached_as_views(patch: Patch) -> None:
@@ -115,7 +112,7 @@ def rows_are_cached_as_views(patch: Patch) -> None:
 
 
 def a_stack_is_a_view(patch: Patch) -> None:
-    patch.setattr(genrt.runtime.waiters, "stacked", gather_rows)
+    patch.setattr(genrt.runtime.batcher, "stacked", gather_rows)
 
 
 def the_key_lacks_the_adapter(patch: Patch) -> None:
@@ -124,16 +121,18 @@ def the_key_lacks_the_adapter(patch: Patch) -> None:
 
 
 def an_answer_is_set_on_a_cancelled_future(patch: Patch) -> None:
-    patch.setattr(genrt.runtime.waiters, "_DONE", contextlib.nullcontext())
+    patch.setattr(genrt.runtime.batcher, "_IS_DONE", contextlib.nullcontext())
 
 
 def closed_loops_are_delivered_to(patch: Patch) -> None:
     def deliver(done: Any) -> None:
         for waiter, outcome in done:
             resolved = deque([(waiter.future, outcome)])
-            waiter.loop.call_soon_threadsafe(genrt.runtime.waiters._resolve, waiter.loop, resolved)
+            waiter.loop.call_soon_threadsafe(
+                genrt.runtime.batcher._resolve_all, waiter.loop, resolved
+            )
 
-    patch.setattr(genrt.runtime.waiters, "deliver", deliver)
+    patch.setattr(genrt.runtime.batcher, "deliver", deliver)
 
 
 def rows_are_cached_when_their_requests_have_ended(patch: Patch) -> None:
@@ -156,17 +155,11 @@ def the_youngest_go_first(patch: Patch) -> None:
         def popitem(self, last: bool = True) -> tuple[Any, Any]:
             return super().popitem(last=not last)
 
-    patch.setattr(genrt.runtime.queue, "OrderedDict", Reversed)
+    patch.setattr(genrt.runtime.batcher, "OrderedDict", Reversed)
 
 
 def a_quiet_loop_wakes_nobody(patch: Patch) -> None:
-    quiet = Gatherings._quiet
-
-    def quiet_so(self: Gatherings, *args: Any) -> None:
-        patch.setattr(self, "_wake", lambda: None)
-        quiet(self, *args)
-
-    patch.setattr(Gatherings, "_quiet", quiet_so)
+    patch.setattr(Batcher, "_end_gathering", lambda self, asking: self._send_gathered(asking) and 0)
 
 
 def closed_loops_are_not_swept(patch: Patch) -> None:
@@ -174,11 +167,11 @@ def closed_loops_are_not_swept(patch: Patch) -> None:
 
 
 def answers_without_a_forward_take_the_place_of_a_step(patch: Patch) -> None:
-    ready, step = AnsweringEngine.ready, AnsweringEngine.step
+    submit, step = AnsweringEngine.submit, AnsweringEngine.step
     waits: set[int] = set()
 
-    def ready_so(self: AnsweringEngine) -> list[Finished]:
-        ends = ready(self)
+    def submit_so(self: AnsweringEngine, requests: Sequence[Request]) -> list[Finished]:
+        ends = submit(self, requests)
         waits.update([id(self)] if ends else [])
         return ends
 
@@ -188,17 +181,17 @@ def answers_without_a_forward_take_the_place_of_a_step(patch: Patch) -> None:
             return []
         return step(self)
 
-    patch.setattr(AnsweringEngine, "ready", ready_so)
+    patch.setattr(AnsweringEngine, "submit", submit_so)
     patch.setattr(AnsweringEngine, "step", step_so)
 
 
 def what_needs_no_forward_ends_the_turn(patch: Patch) -> None:
-    turn, sent = Batcher.turn, Batcher._sent
+    turn, sent = Batcher.turn, Batcher._submit
 
     class Over(Exception):
         """The turn."""
 
-    def sent_so(self: Batcher, engine: Any, flush: Sequence[Request]) -> list[Finished]:
+    def sent_so(self: Batcher, engine: Any, flush: Sequence[Request]) -> Sequence[Finished]:
         if ends := sent(self, engine, flush):
             self._settle(ends)
             raise Over
@@ -208,7 +201,7 @@ def what_needs_no_forward_ends_the_turn(patch: Patch) -> None:
         with contextlib.suppress(Over):
             turn(self, engine)
 
-    patch.setattr(Batcher, "_sent", sent_so)
+    patch.setattr(Batcher, "_submit", sent_so)
     patch.setattr(Batcher, "turn", turn_so)
 
 
@@ -251,7 +244,7 @@ def one_error_fails_the_whole_step(patch: Patch) -> None:
 
 
 def adapters_go_at_once(patch: Patch) -> None:
-    patch.setattr(Bindings, "free", lambda self: list(self._retired))
+    patch.setattr(Batcher, "_removable", lambda self: list(self._retired))
 
 
 def adapters_never_go(patch: Patch) -> None:
@@ -289,17 +282,7 @@ def a_reader_cancels_for_all_readers(patch: Patch) -> None:
 
 
 def who_asked_a_row_that_is_read_is_forgotten(patch: Patch) -> None:
-    class Empty(set[Request]):
-        def update(self, *others: Any) -> None:
-            pass
-
-    start = AnsweringEngine.__init__
-
-    def start_so(self: AnsweringEngine, *args: Any) -> None:
-        start(self, *args)
-        self._asked = Empty()
-
-    patch.setattr(AnsweringEngine, "__init__", start_so)
+    patch.setattr(genrt.runtime.answers._Row, "is_asked", False)
 
 
 def masks_are_dropped(patch: Patch) -> None:

@@ -25,9 +25,9 @@ from genrt.questions.draws import PopulationDraw
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.sequences import Contexts, Origins, Sequences
-from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.cache import RowCache
 from genrt.tokens.sampling import BatchDraw
+from tests.scripted import Answers
 
 pytestmark = pytest.mark.vllm
 
@@ -105,7 +105,7 @@ class Turns:
 
     def __init__(self, engine: VLLMEngine, oracle: Oracle) -> None:
         self.engine = engine
-        self.answering = AnsweringEngine(engine, RowCache(0))
+        self.answering = Answers(engine, RowCache(0))
         self.oracle = oracle
         self.ends: dict[Request, Finished] = {}
         self.went_on = 0

@@ -10,6 +10,8 @@ from typing import Any
 
 from genrt.errors import ExtraNotInstalled
 
+__all__ = ["progress_bar"]
+
 _IMPORTING = threading.Lock()
 """Warnings' filters are the process's: two threads must not put theirs in place, and back, crosswise."""
 

@@ -19,8 +19,8 @@ from genrt.numbers import named
 from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request
 from genrt.runtime.answers import AnsweringEngine
-from genrt.runtime.engine_loop import COMPUTES
-from genrt.runtime.thread import AT_ONCE_BYTES, EngineThread, in_background
+from genrt.runtime.concurrency import AT_ONCE_BYTES, in_background
+from genrt.runtime.thread import COMPUTES, EngineThread
 
 __all__ = ["AdapterNames"]
 
@@ -67,12 +67,6 @@ class AdapterNames:
             )
         return adapter
 
-    def files(self, name: str) -> Path | None:
-        """Return the directory with the runtime's copy of an adapter's files, ``None`` if there is no
-        copy: the engine brings the adapter, or the name is not bound."""
-        adapter = self.by_name.get(name)
-        return next((copy for each, copy in self._thread.adapters if each == adapter), None)
-
     def rebound(self, requests: Sequence[Request], error: UnknownAdapter) -> list[Request]:
         """Return requests whose adapter the engine does not know, bound to what its name stands for now:
         another thread has loaded or removed it while they were made.
@@ -85,6 +79,12 @@ class AdapterNames:
         if adapter == before:
             raise error
         return [request.bound_to(adapter) for request in requests]
+
+    def files(self, name: str) -> Path | None:
+        """Return the directory with the runtime's copy of an adapter's files, ``None`` if there is no
+        copy: the engine brings the adapter, or the name is not bound."""
+        adapter = self.by_name.get(name)
+        return next((copy for each, copy in self._thread.adapters if each == adapter), None)
 
     async def add(self, name: str, path: str | os.PathLike[str]) -> Callable[[], None]:
         """Load an adapter and bind its name on the engine's thread; return a function that removes it if
@@ -117,7 +117,7 @@ class AdapterNames:
                 with contextlib.suppress(GenrtError):  # closed, or lost in a restart
                     self.remove(name)
 
-        loading = self._thread.call_alone(load_and_bind, COMPUTES)
+        loading = self._thread.call(load_and_bind, COMPUTES)
         try:
             await asyncio.wrap_future(loading)
         except (

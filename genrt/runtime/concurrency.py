@@ -1,0 +1,441 @@
+"""Coroutines: run at once, in turns, or to their end from a thread that blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import contextvars
+import functools
+import inspect
+import queue
+import threading
+import weakref
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Coroutine,
+    Generator,
+    Iterable,
+    Iterator,
+    Sequence,
+)
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from functools import partial
+from itertools import chain
+from typing import Any, Concatenate, Generic, ParamSpec, TypeAlias, TypeVar
+
+from genrt.errors import GenrtError
+
+__all__ = [
+    "AT_ONCE_BYTES",
+    "ConcurrentCalls",
+    "Ending",
+    "Turns",
+    "aside",
+    "blocking",
+    "blocking_generator",
+    "blocking_twin",
+    "follow",
+    "in_background",
+    "resolve",
+    "together",
+    "twin_of",
+]
+
+P = ParamSpec("P")
+S = TypeVar("S")
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+AT_ONCE_BYTES = 2**20
+"""How much is read, or copied, on the event loop; more is in a thread of its own."""
+
+SIGNAL_SECONDS = 0.05
+"""How often to look whether the calling task was cancelled."""
+
+INTERRUPT_SECONDS = 0.5
+"""How often the main thread looks whether there was an interrupt. One that comes after Python has looked,
+and before the thread waits, wakes nobody."""
+
+MOST_HANDED = 64
+"""How many values of an asynchronous generator may wait for the thread that takes them."""
+
+
+# -- at once ---------------------------------------------------------------------------------------
+
+
+async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run all coroutines at once and return their results in order. The first error is raised; by then,
+    or once cancelled, none goes on."""
+    tasks = [asyncio.ensure_future(part) for part in work]
+    async with Ending(tasks):
+        return await asyncio.gather(*tasks)
+
+
+class Ending:
+    """A context manager by which tasks end with what awaits them: after an error, or a cancellation, none
+    goes on."""
+
+    def __init__(self, tasks: Sequence[asyncio.Future[Any]]) -> None:
+        self._tasks = tasks
+
+    async def __aenter__(self) -> None:
+        pass
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if (
+            kind is None or kind is GeneratorExit
+        ):  # dropped with its loop, which runs nothing any more
+            return
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+Keep: TypeAlias = Callable[[int, Any], None]
+"""Takes the number of a text and the answer about it."""
+
+_Calls: TypeAlias = Iterator[tuple[int, Callable[[], Any]]]
+
+
+class ConcurrentCalls:
+    """A user's function of one argument, asked about many at once.
+
+    A plain function is called in a thread, for one argument after the other; a coroutine function, or one
+    that turns out to return what has to be awaited, on the running loop. On each loop no more than
+    ``max_concurrent`` calls or threads are under way.
+    """
+
+    def __init__(self, function: Callable[[Any], Any], max_concurrent: int) -> None:
+        self._function = function
+        # An object with an ``async def __call__`` is a coroutine function in all but name.
+        self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+            getattr(function, "__call__", None)  # noqa: B004
+        )
+        self._max_concurrent = max_concurrent
+        self._limits: weakref.WeakKeyDictionary[Any, asyncio.Semaphore] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._lock = threading.Lock()
+
+    async def about(self, arguments: dict[int, Any], keep: Keep) -> None:
+        """Ask about arguments, and give ``keep`` each answer with its argument's number as it arrives.
+
+        The first error of the function or of ``keep`` is raised. After an error or a cancellation no call
+        goes on, except a plain one under way, which ends by itself.
+        """
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            limit = self._limits.get(loop)
+            if limit is None:
+                limit = self._limits[loop] = asyncio.Semaphore(self._max_concurrent)
+        calls: _Calls = ((i, partial(self._function, each)) for i, each in arguments.items())
+        if not self._is_async:
+            stop = threading.Event()
+            async with limit:
+                try:
+                    left = await asyncio.to_thread(self._call, calls, keep, stop)
+                finally:
+                    stop.set()
+            if isinstance(left, BaseException):
+                raise left
+            if left is None:
+                return
+            number, answer = left
+            calls = chain([(number, lambda: answer)], calls)
+        workers = min(self._max_concurrent, len(arguments))
+        await together([self._await(calls, keep, limit) for _ in range(workers)])
+
+    def _call(
+        self, calls: _Calls, keep: Keep, stop: threading.Event
+    ) -> BaseException | tuple[int, Any] | None:
+        """Make the calls one by one, up to one whose answer has to be awaited, which is returned."""
+        for number, call in calls:
+            if stop.is_set():
+                break
+            # An exception is handed over as a value: a future can't hold StopIteration.
+            try:
+                answer = call()
+                if inspect.isawaitable(answer):
+                    self._is_async = True
+                    return number, answer
+                keep(number, answer)
+            except BaseException as error:
+                return _noted(error, call)
+        return None
+
+    async def _await(self, calls: _Calls, keep: Keep, limit: asyncio.Semaphore) -> None:
+        """Take calls from the shared ones and await their answers, until none is left."""
+        for number, call in calls:
+            async with limit:
+                try:
+                    answer = call()
+                    keep(number, await answer if inspect.isawaitable(answer) else answer)
+                except Exception as error:
+                    _noted(error, call)
+                    raise
+
+
+def _noted(error: BaseException, call: Callable[[], Any]) -> BaseException:
+    """Return an error of the function with what it was asked about in a note."""
+    if isinstance(call, partial):
+        error.add_note(f"the function was asked about {call.args[-1]!r:.300}")
+    return error
+
+
+def in_background(function: Callable[[], T]) -> Future[T]:
+    """Return what the function returns, called in a thread of its own: all those of a loop's executor may
+    wait for this runtime."""
+    pool = ThreadPoolExecutor(1, "genrt-aside")
+    try:
+        return pool.submit(function)
+    finally:
+        pool.shutdown(wait=False)
+
+
+async def aside(function: Callable[[], T]) -> T:
+    """Return what the function returns, called ``in_background``."""
+    return await asyncio.wrap_future(in_background(function))
+
+
+# -- in turns --------------------------------------------------------------------------------------
+
+
+class Turns:
+    """A lock that coroutines of any event loop take in the order of their calls."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._last: Future[None] = Future()
+        self._last.set_result(None)
+
+    async def take(self) -> Callable[..., None]:
+        """Wait for every earlier turn to end; return a function that ends this one. It is idempotent,
+        safe from any thread, and ignores its arguments."""
+        turn: Future[None] = Future()
+        with self._lock:
+            before, self._last = self._last, turn
+        try:
+            if not before.done():
+                await asyncio.wrap_future(follow(before))
+        except BaseException:
+            before.add_done_callback(lambda _: resolve(turn, None))
+            raise
+        return lambda *_: resolve(turn, None)
+
+
+def follow(future: Future[Any]) -> Future[None]:
+    """Return a future that ends as this one does. Cancelling it cancels nothing else."""
+    own: Future[None] = Future()
+
+    def end(_: object) -> None:
+        error = None if future.cancelled() else future.exception()
+        resolve(own, error.fresh() if isinstance(error, GenrtError) else error)
+
+    future.add_done_callback(end)
+    return own
+
+
+def resolve(future: Future[None], error: BaseException | None) -> None:
+    """Resolve a future, with an error if one is given, unless it is done already."""
+    with contextlib.suppress(InvalidStateError):  # cancelled, or resolved before
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)
+
+
+# -- from a thread that blocks ---------------------------------------------------------------------
+
+
+def twin_of(method: Callable[..., Any], *, interrupted: str) -> Callable[[F], F]:
+    """Return a decorator that names a function as the ``_sync`` twin of this method; its docstring is the
+    method's, after what an interrupt does."""
+
+    def named(twin: F) -> F:
+        functools.update_wrapper(twin, method)
+        twin.__name__, twin.__qualname__ = f"{method.__name__}_sync", f"{method.__qualname__}_sync"
+        twin.__doc__ = f"``{method.__name__}``, blocking. {interrupted}\n\n{method.__doc__}"
+        return twin
+
+    return named
+
+
+def blocking(coroutine: Coroutine[Any, Any, T], *, undo: Callable[[T], object] | None = None) -> T:
+    """Return what the coroutine returns, or raise what it raises.
+
+    It runs on an event loop of its own, in a thread of its own, in a copy of the caller's context. So
+    this may be called from a script, from any thread, and where an event loop is running, which stands
+    still meanwhile. An interrupt cancels the coroutine and is raised once that has ended. Where a loop is
+    running, an interrupt may arrive as the cancellation of the calling task, as with ``asyncio.run``: the
+    effect is the same. One that comes when the coroutine has returned already calls ``undo`` with its
+    result, so that no caller is left with a lasting effect that it was not told of.
+    """
+    run = _Run(coroutine)
+    try:
+        run.thread.start()
+        _wait(run.ended.wait)
+        return run.outcome.result()
+    except BaseException:
+        run.cancel()
+        if undo is not None and run.has_returned:
+            undo(run.outcome.result())
+        raise
+
+
+def blocking_generator(asynchronous: AsyncGenerator[T, None]) -> Generator[T, None, None]:
+    """Yield what an asynchronous generator yields, or raise what it raises.
+
+    It runs as ``blocking`` says, and goes on while the caller does something else, up to ``MOST_HANDED``
+    values ahead. An interrupt closes it, and so does closing or dropping this generator; both wait until
+    it has ended.
+    """
+    handing = _Handing(asynchronous)
+    run = _Run(handing.hand(), daemon=True)
+    unregister = atexit.unregister  # which this frame may outlive
+    try:
+        atexit.register(run.cancel)  # an interpreter that exits stops daemons anywhere
+        run.thread.start()
+        while (value := handing.take()) is not _END:
+            yield value[0]
+        run.join()
+    except BaseException:
+        run.cancel()
+        raise
+    finally:
+        unregister(run.cancel)
+    run.outcome.result()
+
+
+def blocking_twin(
+    method: Callable[Concatenate[S, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[S, P], T]:
+    """Return a method that blocks until this one has ended, as ``blocking`` does."""
+
+    @twin_of(method, interrupted="It runs in another thread; an interrupt cancels it.")
+    def twin(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return blocking(method(self, *args, **kwargs))
+
+    return twin
+
+
+_END: tuple[Any, ...] = ("the end",)
+"""What is handed over after the last value."""
+
+
+class _Handing(Generic[T]):
+    """The values of an asynchronous generator, on their way from its thread to another."""
+
+    def __init__(self, asynchronous: AsyncGenerator[T, None]) -> None:
+        self._asynchronous = asynchronous
+        self._handed: queue.SimpleQueue[tuple[T]] = queue.SimpleQueue()
+        self._make_room: Callable[[], object] = lambda: None
+
+    async def hand(self) -> None:
+        """Put down every value, as there is room, and then the end."""
+        loop, room = asyncio.get_running_loop(), asyncio.Event()
+        self._make_room = lambda: loop.call_soon_threadsafe(room.set)
+        try:
+            async with contextlib.aclosing(self._asynchronous) as values:
+                async for value in values:
+                    self._handed.put((value,))
+                    while self._handed.qsize() >= MOST_HANDED:
+                        room.clear()
+                        await room.wait()
+        finally:
+            self._handed.put(_END)
+
+    def take(self) -> tuple[T]:
+        """Wait for the next value and return it in a tuple, or ``_END``."""
+        value = _wait(self._get)
+        if self._handed.qsize() == MOST_HANDED // 2:  # so the thread wakes once for many values
+            with contextlib.suppress(RuntimeError):  # its loop is closed
+                self._make_room()
+        return value
+
+    def _get(self, seconds: float | None) -> tuple[T] | None:
+        with contextlib.suppress(queue.Empty):
+            return self._handed.get(timeout=seconds)
+        return None
+
+
+class _Run(Generic[T]):
+    """A coroutine, to be run by one thread and cancelled by another, in any order.
+
+    ``claimed`` is taken by whichever comes first: the thread that runs it, or a cancellation after which
+    none will. The running thread sets ``stop`` before it looks at ``cancelled``; the other one sets
+    ``cancelled`` before it looks at ``stop``. So at least one of them sees the other.
+    """
+
+    def __init__(self, coroutine: Coroutine[Any, Any, T], daemon: bool = False) -> None:
+        self.coroutine = coroutine
+        self.thread = threading.Thread(target=self._run, name="genrt", daemon=daemon)
+        self.context = contextvars.copy_context()
+        self.outcome: Future[T] = Future()
+        self.ended = threading.Event()
+        self.claimed = threading.Lock()
+        self.cancelled = False
+        self.stop: Callable[[], object] = lambda: None
+
+    def _run(self) -> None:
+        if not self.claimed.acquire(blocking=False):
+            return
+        try:
+            with asyncio.Runner() as runner:
+                result = runner.run(self._main(), context=self.context)
+            self.outcome.set_result(result)
+        except BaseException as error:
+            self.outcome.set_exception(error)
+        finally:
+            self.ended.set()
+
+    @property
+    def has_returned(self) -> bool:
+        """True once the coroutine has returned; not if it was cancelled or has raised."""
+        return self.outcome.done() and self.outcome.exception() is None
+
+    async def _main(self) -> T:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        self.stop = lambda: loop.call_soon_threadsafe(task.cancel) if task else None
+        if self.cancelled:
+            self.coroutine.close()
+            raise asyncio.CancelledError
+        return await self.coroutine
+
+    def cancel(self) -> None:
+        """Cancel the run, and wait until it has ended. Idempotent."""
+        if self.ended.is_set() and not self.thread.is_alive():
+            return  # also where the interpreter has cleared this module
+        self.cancelled = True
+        if self.claimed.acquire(blocking=False):
+            self.coroutine.close()
+            self.ended.set()
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the run has ended
+            self.stop()
+        self.join()
+
+    def join(self) -> None:
+        """Wait until the run has ended and its thread is gone."""
+        if threading.current_thread() is self.thread:
+            return  # whoever waited for this run was collected by it, as garbage
+        self.ended.wait()
+        with contextlib.suppress(RuntimeError):  # it was never started
+            self.thread.join()
+
+
+def _wait(waited: Callable[[float | None], T | None]) -> T:
+    """Call this with seconds to wait until it returns something, and return that. Raises CancelledError
+    if the task that waits is cancelled meanwhile."""
+    try:
+        waiting = asyncio.current_task()
+    except RuntimeError:
+        waiting = None
+    before = waiting.cancelling() if waiting else 0
+    is_main = threading.current_thread() is threading.main_thread()
+    seconds = SIGNAL_SECONDS if waiting else INTERRUPT_SECONDS if is_main else None
+    # A signal handler cancels the task, but that wakes nobody while its loop stands still.
+    while not (found := waited(seconds)):
+        if waiting and waiting.cancelling() > before:
+            raise asyncio.CancelledError
+    return found
