@@ -30,7 +30,7 @@ from benchmarks.serving import NAME, Load, quartiles, rounds
 from benchmarks.setups import append, taken
 from genrt import models
 from genrt.lm import AsyncLM
-from genrt.runtime import returning
+from genrt.runtime import batcher
 
 RESAMPLED_EVERY = 5
 """After so many draws the particles are resampled."""
@@ -66,17 +66,17 @@ async def drawn(lm: AsyncLM, particles: int, draws: int) -> Window:
 
 async def in_turns(lm: AsyncLM, given: argparse.Namespace) -> dict[str, list[Window]]:
     """Return windows with steps that wait and without; the first of each is left out."""
-    share = returning.SHARE
+    share = batcher.RETURN_SHARE
     found: dict[str, list[Window]] = {"waiting": [], "not_waiting": []}
     try:
         for repeat in range(given.windows + 1):
             for kind in sorted(found, reverse=bool(repeat % 2)):
-                returning.SHARE = share if kind == "waiting" else 0.0
+                batcher.RETURN_SHARE = share if kind == "waiting" else 0.0
                 window = await drawn(lm, given.particles, given.draws)
                 if repeat:
                     found[kind].append(window)
     finally:
-        returning.SHARE = share
+        batcher.RETURN_SHARE = share
     return found
 
 

@@ -241,7 +241,7 @@ def test_info_knows_every_extra_that_users_may_want(
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"].keys() - {"cpu", "cuda", "test", "docs", "notebook"}
     missing = {"peft": None, "ray": None, "genlm-control": None, "llamppl": "0.2.3"}
-    installed(**missing, uvicorn="1", starlette="1", httptools="1")
+    installed(**missing, uvicorn="1", starlette="1", pydantic="2")
     found = info(capsys)["facts"]["extras"]
     assert found.keys() == extras
     assert found["serve"] == "installed"

@@ -50,10 +50,10 @@ __all__ = ["ClientConnection", "Connections", "Server", "bound_socket", "serving
 HEAD_BYTES = 2**16
 """The longest head of a request, and the longest line between the chunks of a body."""
 
-READ_BYTES = 2**14
+READ_BYTES = 2**13
 """How many bytes of a connection are parsed before others have their turn."""
 
-OVERHEAD_BYTES = 2**18
+OVERHEAD_BYTES = 2**17
 """How many bytes the framing of a body may take, beside an eighth of the body."""
 
 REFUSED_BYTES = 2**28

@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 import pytest
 
 import genrt
+from genrt import progress
 from genrt.errors import ExtraNotInstalled
 from genrt.inference import SMC, TextModel
 from genrt.progress import progress_bar
-from genrt.runtime import progress
 from tests import runs
 
 
