@@ -293,7 +293,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "engines.completions",
         "test_completions.py",
         (
-            "Writing._stop",
+            "CompletionState._stop",
             "a stop string over two tokens is missed",
             Swap("max(0, seen - len(stop) + 1)", "seen"),
         ),

@@ -112,9 +112,10 @@ def _files(path: Path) -> list[Path]:
 
 
 def check_adapter_directory(path: Path) -> dict[str, Any]:
-    """Return an adapter's configuration. Every engine calls this before it reads an adapter.
+    """Return an adapter's configuration; refuse a directory that no engine should open. A runtime checks
+    it once, before it copies the files for its engines.
 
-    Pickled files beside the safetensors file are not read.
+    Pickled files beside the safetensors file are neither read nor copied.
 
     Raises:
         InvalidAdapter: there is no such directory; its configuration is missing or not a JSON object; its

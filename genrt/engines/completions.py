@@ -1,7 +1,7 @@
-"""A completion that is drawn from rows, token by token: the law of each token, and where it ends.
+"""A sample or a completion that is drawn from rows: the law of each token, and where the text ends.
 
 The order is vLLM's (``v1/sample/sampler.py``): structure, bad words, least number of tokens, bias,
-penalties; then temperature, min-p, top-k and top-p, as ``tokens.sampling.truncate`` has them.
+penalties; then temperature, min-p, top-k and top-p, as in ``tokens.sampling.truncate``.
 """
 
 from __future__ import annotations
@@ -16,13 +16,20 @@ import torch
 from torch import Tensor
 
 from genrt.errors import InvalidRequest
-from genrt.questions.completions import Completion, CompletionRequest, Decoding, Delta, FinishReason
+from genrt.questions.completions import (
+    Completion,
+    CompletionRequest,
+    Decoding,
+    Delta,
+    FinishReason,
+    SampleRequest,
+)
 from genrt.structures.guides import Guides
 from genrt.tokens.detokenizing import TextStream
 from genrt.tokens.rows import normalised
 from genrt.tokens.spellings import Spellings
 
-__all__ = ["Writing", "unsupported"]
+__all__ = ["CompletionState", "unsupported"]
 
 NO_TOKEN = (
     "its options leave no token to draw: structure, bad_words, logit_bias or min_tokens "
@@ -31,7 +38,7 @@ NO_TOKEN = (
 
 
 def unsupported(decoding: Decoding, tokenizer: Any) -> str | None:
-    """Return the option that cannot be had by drawing from rows, and why."""
+    """Return which option an engine that draws from rows does not support, and why."""
     if decoding.split_reasoning:
         return "split_reasoning needs vLLM, which has the parsers"
     name = decoding.of_text
@@ -42,29 +49,28 @@ def unsupported(decoding: Decoding, tokenizer: Any) -> str | None:
     return None
 
 
-class Writing:
-    """One completion under way.
+class CompletionState:
+    """One sample or completion in progress. ``drawn`` has its tokens so far.
 
     Args:
-        request: what is to be completed, and how.
-        tokenizer: the model's, if it has one; its end token ends the completion.
+        tokenizer: the model's, if it has one; its end token ends a completion.
         guides: the structures that texts may have with this tokenizer.
         spellings: of words by this tokenizer.
-        ends: the tokens that end a text beside the tokenizer's end token, unless it ignores that.
+        ends: tokens that end a completion beside the tokenizer's end token, unless it ignores that.
 
     Raises:
-        InvalidRequest: the structure is none, or a bad word has no tokens.
+        InvalidRequest: the structure is invalid, or a bad word has no tokens.
     """
 
     def __init__(
         self,
-        request: CompletionRequest,
+        request: SampleRequest | CompletionRequest,
         tokenizer: Any,
         guides: Guides,
         spellings: Spellings,
         ends: Collection[int] = (),
     ) -> None:
-        decoding = request.decoding
+        self.decoding = decoding = request.decoding
         self.drawn: list[int] = []
         self._request = request
         eos = None if decoding.ignore_eos else getattr(tokenizer, "eos_token_id", None)
@@ -74,7 +80,7 @@ class Writing:
         self._bad = spellings.of(decoding.bad_words)
         structure = decoding.structure
         self._guide = None if structure is None else guides.begin(structure, self._ends)
-        # Nothing but min_tokens may change the law of a token.
+        # Only min_tokens may change the law of a token.
         self._is_plain = not (
             self._guide is not None
             or self._bad
@@ -88,25 +94,23 @@ class Writing:
         self._logprobs: list[float] = []
         self._likeliest: list[dict[int, float]] = []
         self._text = ""
-        skip = decoding.skip_special_tokens
-        self._stream = (
-            None
-            if tokenizer is None
-            else TextStream(tokenizer, request.token_ids, skip_special_tokens=skip)
-        )
-        self._told = self._told_text = 0
-        self._began = time.perf_counter()
-        self._first = self._began
+        self._stream: TextStream | None = None
+        if tokenizer is not None and isinstance(request, CompletionRequest):
+            skip = decoding.skip_special_tokens
+            self._stream = TextStream(tokenizer, request.token_ids, skip_special_tokens=skip)
+        self._delivered = self._delivered_text = 0
+        self._began = self._first = time.perf_counter()
 
     def law(self, logits: Tensor) -> Tensor | None:
-        """Return the log-probabilities, before temperature and truncation, from which the next token is
-        drawn where the model says ``logits``, float32 ``[vocab_size]``; ``None`` if no option changes
-        the model's own.
+        """Return the log-probabilities of the next token before temperature and truncation.
+
+        ``logits`` are the model's, float32 ``[vocab_size]``. Return ``None`` if no option changes the
+        model's own row.
 
         Raises:
-            InvalidRequest: the structure is too complex to tell which tokens follow.
+            InvalidRequest: the structure is too complex to compute the tokens that may follow.
         """
-        decoding, drawn = self._request.decoding, self.drawn
+        decoding, drawn = self.decoding, self.drawn
         if self._is_plain and len(drawn) >= decoding.min_tokens:
             return None
         logits = logits.clone()
@@ -133,16 +137,19 @@ class Writing:
                 logits[token_id] -= penalty
         return normalised(logits)
 
-    def add(self, token_id: int, row: Tensor, drawn_from: Tensor) -> Completion | None:
-        """Append a token that was drawn from the law ``drawn_from`` where the model's row was ``row``;
-        return the completion if that ends it.
+    def add(self, token_id: int, row: Tensor, drawn_from: Tensor) -> Any:
+        """Append a token; return the completion, or the sample's tokens, if that ends it.
+
+        Args:
+            row: the model's row.
+            drawn_from: the law that the token was drawn from.
 
         Raises:
-            InvalidRequest: it is negative: there was no token to draw.
+            InvalidRequest: the token is negative, because there was no token to draw.
         """
         if token_id < 0:
             raise InvalidRequest(NO_TOKEN)
-        decoding = self._request.decoding
+        decoding = self.decoding
         if not self.drawn:
             self._first = time.perf_counter()
         self.drawn.append(token_id)
@@ -165,26 +172,24 @@ class Writing:
         stop = None if stopped else self._stop(before)
         if stop is not None:
             self._text = self._text[: stop[1]]
-            return self._completion("stop", stop[0])
+            return self._result("stop", stop[0])
         if stopped:
-            return self._completion("stop", None if token_id == self._eos else token_id)
+            return self._result("stop", None if token_id == self._eos else token_id)
         if len(self.drawn) == decoding.max_tokens:
-            return self._completion("length", None)
+            return self._result("length", None)
         return None
 
     def progress(self) -> Delta | None:
-        """Return what was drawn since the last call; ``None`` if that is nothing."""
-        start, text_start = self._told, self._told_text
+        """Return the part that was drawn since the last call, if any."""
+        start, text_start, decoding = self._delivered, self._delivered_text, self.decoding
         if start == len(self.drawn):
             return None
-        stops = (
-            () if self._request.decoding.include_stop_str_in_output else self._request.decoding.stop
-        )
+        stops = () if decoding.include_stop_str_in_output else decoding.stop
         held = max((len(stop) - 1 for stop in stops), default=0)  # it may begin a stop string
-        self._told = len(self.drawn)
-        self._told_text = max(text_start, len(self._text) - held)
+        self._delivered = len(self.drawn)
+        self._delivered_text = max(text_start, len(self._text) - held)
         return Delta(
-            self._text[text_start : self._told_text],
+            self._text[text_start : self._delivered_text],
             tuple(self.drawn[start:]),
             tuple(self._logprobs[start:]),
             tuple(self._likeliest[start:]),
@@ -193,10 +198,10 @@ class Writing:
         )
 
     def _stop(self, seen: int) -> tuple[str, int] | None:
-        """Return the stop string that is complete first in the text's part from ``seen``, and how much of
-        the text is kept."""
-        decoding = self._request.decoding
-        if len(self.drawn) <= decoding.min_tokens:
+        """Return the stop string that is complete first in the text from ``seen`` on, and the length of
+        the text that stays."""
+        decoding = self.decoding
+        if not decoding.stop or len(self.drawn) <= decoding.min_tokens:
             return None
         found = [
             (place + len(stop), place, stop)
@@ -208,7 +213,9 @@ class Writing:
         end, place, stop = min(found, key=lambda each: each[0])
         return stop, end if decoding.include_stop_str_in_output else place
 
-    def _completion(self, reason: FinishReason, stop: str | int | None) -> Completion:
+    def _result(self, reason: FinishReason, stop: str | int | None) -> Any:
+        if isinstance(self._request, SampleRequest):
+            return self._request.result(self.drawn, reason)
         now = time.perf_counter()
         return Completion(
             text=self._text,

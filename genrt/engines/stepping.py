@@ -12,7 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, cast, runtime_checkable
@@ -20,8 +20,7 @@ from typing import Any, NoReturn, Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor
 
-from genrt.engines.adapters import check_adapter_directory
-from genrt.engines.completions import Writing, unsupported
+from genrt.engines.completions import CompletionState, unsupported
 from genrt.engines.protocol import EngineStatistics, Finished, failure
 from genrt.engines.weights import Layout, NamedTensors
 from genrt.errors import (
@@ -38,7 +37,7 @@ from genrt.errors import (
 from genrt.numbers import check_int
 from genrt.questions.completions import CompletionRequest, Decoding, Delta, SampleRequest, Streamed
 from genrt.questions.contexts import Adapter, deciding_seed
-from genrt.questions.request import Request, Result
+from genrt.questions.request import Request
 from genrt.structures.guides import Guides
 from genrt.tokens.rows import normalised
 from genrt.tokens.sampling import check_parameters, draw, mixed, truncate
@@ -91,17 +90,12 @@ class _Progress:
     request: Request
     seed: int = 0
     generator: torch.Generator | None = None
-    drawn: list[int] = field(default_factory=list)
-    writing: Writing | None = None
+    drawn: Sequence[int] = ()
+    state: CompletionState | None = None
 
     @property
     def context(self) -> Sequence[int]:
         return (*self.request.token_ids, *self.drawn) if self.drawn else self.request.token_ids
-
-    def law(self, logits: Tensor) -> Tensor | None:
-        """Return what the next token is drawn from, before temperature and truncation, unless that is the
-        row."""
-        return None if self.writing is None else self.writing.law(logits)
 
 
 class _Weights:
@@ -239,7 +233,7 @@ class SteppedEngine:
 
     def progress(self, streamed: Sequence[Streamed]) -> list[Delta | None]:
         under_way = [self._in_progress.get(request) for request in streamed]
-        return [each.writing.progress() if each and each.writing else None for each in under_way]
+        return [each.state.progress() if each and each.state else None for each in under_way]
 
     def cancel(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -258,7 +252,6 @@ class SteppedEngine:
             raise Closed("the engine is closed: open another one")
         if adapter in self._adapters or adapter in self._removed:
             raise InvalidAdapter(f"{adapter} is loaded already: give it a new version")
-        check_adapter_directory(path)
         self._model.load_adapter(adapter, path)
         self._adapters.add(adapter)
 
@@ -308,28 +301,26 @@ class SteppedEngine:
         progress = _Progress(request)
         if isinstance(request, SampleRequest | CompletionRequest):
             progress.seed = deciding_seed(request) % 2**64
-        if isinstance(request, CompletionRequest):
-            progress.writing = Writing(
+            progress.state = CompletionState(
                 request, self.tokenizer, self._guides, self._spellings, self._ends
             )
-            progress.drawn = progress.writing.drawn
+            progress.drawn = progress.state.drawn
         return progress
 
     def _check(self, request: Request) -> None:
         """Raise the error of a request that cannot be computed."""
         new = 0
-        if isinstance(request, CompletionRequest):
-            new = request.decoding.max_tokens
-            if (reason := self.unsupported(request.decoding)) is not None:
-                raise InvalidRequest(reason)
-        elif isinstance(request, SampleRequest):
-            new = check_int("max_tokens", request.max_tokens, 1)
+        if isinstance(request, SampleRequest | CompletionRequest):
+            decoding = request.decoding
+            new = check_int("max_tokens", decoding.max_tokens, 1)
             check_parameters(
-                temperature=request.temperature,
-                top_k=request.top_k,
-                top_p=request.top_p,
-                min_p=request.min_p,
+                temperature=decoding.temperature,
+                top_k=decoding.top_k,
+                top_p=decoding.top_p,
+                min_p=decoding.min_p,
             )
+            if (reason := self.unsupported(decoding)) is not None:
+                raise InvalidRequest(reason)
         token_ids = request.token_ids  # unpacked every time
         count = len(token_ids)
         if count == 0:
@@ -365,9 +356,9 @@ class SteppedEngine:
             if not is_sound:
                 error = NotFinite("the model's logits are NaN, +inf or all -inf for this context")
                 finished.append(Finished(progress.request, error=error))
-            elif isinstance(progress.request, SampleRequest | CompletionRequest):
+            elif progress.state is not None:
                 try:
-                    laws[index] = progress.law(logits[index])
+                    laws[index] = progress.state.law(logits[index])
                 except GenrtError as failed:
                     finished.append(Finished(progress.request, error=failed))
             else:
@@ -389,12 +380,9 @@ class SteppedEngine:
         else:
             drawn_from = torch.stack([rows[i] if law is None else law for i, law in laws.items()])
         drawing = [group[index] for index in laws]
-        parameters = [
-            each.request.decoding if isinstance(each.request, CompletionRequest) else each.request
-            for each in drawing
-        ]
-        asked = cast("list[SampleRequest | Decoding]", parameters)
+        states = [cast("CompletionState", each.state) for each in drawing]
         generators = [self._generator(each) for each in drawing]
+        asked = [each.decoding for each in states]
         # In float64, as they were checked: float32 would make 0 or infinity of some.
         numbers = [(each.temperature, each.top_p, each.min_p) for each in asked]
         temperature, top_p, min_p = torch.tensor(numbers, dtype=torch.float64).unbind(1)
@@ -403,22 +391,14 @@ class SteppedEngine:
         tokens = self._to_host(draw(kept, generators=generators).token_ids)
         finished: list[Finished] = []
         for place, (index, token) in enumerate(zip(laws, tokens, strict=True)):
-            progress, each = drawing[place], asked[place]
-            result: Result | None = None
-            error: GenrtError | None = None
-            if progress.writing is not None:
-                try:
-                    result = progress.writing.add(token, rows[index], kept[place])
-                except InvalidRequest as wrong:
-                    error = wrong
-            elif token in each.stop_token_ids:
-                result = tuple(progress.drawn)
+            request = drawing[place].request
+            try:
+                result = states[place].add(token, rows[index], kept[place])
+            except InvalidRequest as wrong:
+                finished.append(Finished(request, error=wrong))
             else:
-                progress.drawn.append(token)
-                if len(progress.drawn) == each.max_tokens:
-                    result = tuple(progress.drawn)
-            if result is not None or error is not None:
-                finished.append(Finished(progress.request, result=result, error=error))
+                if result is not None:
+                    finished.append(Finished(request, result))
         self._counted["sampled_tokens"] += len(tokens)
         return finished
 

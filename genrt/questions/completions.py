@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, Required, TypeAlias, TypedDict, get_args
+from typing import Any, ClassVar, Literal, Required, TypeAlias, TypedDict, get_args
 
 from genrt.errors import ContextTooLong, InvalidRequest
 from genrt.numbers import check_bool, check_float, check_int, named, nearest, shown
@@ -191,7 +191,8 @@ class SampleRequest(Request):
         top_p: draw among the likeliest tokens with this joint probability; 1.0 is off.
         top_k: draw among this many of the likeliest tokens; 0 is off.
         min_p: draw among tokens with at least this share of the likeliest token's probability; 0.0 is
-            off. seed: fixes the draws, independent of the rest of the batch.
+            off.
+        seed: fixes the draws, independent of the rest of the batch.
         nonce: distinguishes requests without a seed, whose answers are independent, and decides their
             draws; see ``deciding_seed``. ``None`` if equal requests have equal answers.
     """
@@ -207,6 +208,25 @@ class SampleRequest(Request):
     adapter: Adapter | None = None
     nonce: int | None = None
     weights_version: int = 0
+
+    streamed: ClassVar[bool] = False
+
+    @property
+    def decoding(self) -> Decoding:
+        """The options as those of a completion that only ``stop_token_ids`` end early."""
+        return Decoding(
+            self.max_tokens,
+            self.temperature,
+            self.top_p,
+            self.top_k,
+            self.min_p,
+            stop_token_ids=tuple(sorted(self.stop_token_ids)),
+            ignore_eos=True,
+        )
+
+    def result(self, drawn: Sequence[int], reason: FinishReason) -> tuple[int, ...]:
+        """Return the drawn tokens without the one that stopped the sample."""
+        return tuple(drawn[:-1] if reason == "stop" else drawn)
 
     def __repr__(self) -> str:
         return (

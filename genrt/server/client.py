@@ -27,7 +27,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
 
 from genrt.engines.protocol import FullEngine
-from genrt.engines.vllm.native_texts import NativeText
+from genrt.engines.vllm.texts import NativeText
 from genrt.errors import Closed, GenrtError
 from genrt.lm import AsyncLM
 from genrt.questions.completions import NativeRequest

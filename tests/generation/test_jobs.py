@@ -523,7 +523,8 @@ async def test_texts_by_an_adapter_that_came_meanwhile_are_not_written(
     monkeypatch.setattr(AsyncLM, "generate", replacing)
     with pytest.raises(JobRefused, match="has another adapter 'a'"):
         await job(folder, concurrency=1, adapter="a").run(lm)
-    assert [line["index"] for line in lines_of(folder)] == [0, 1, 2]
+    # The text before the change may end together with it, and is then drawn again by the next run.
+    assert [line["index"] for line in lines_of(folder)] in ([0, 1], [0, 1, 2])
 
 
 def test_a_model_of_the_hub_is_compared_by_its_revision(

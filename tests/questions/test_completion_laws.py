@@ -16,7 +16,7 @@ from hypothesis import assume, event, given, reject, settings
 from hypothesis import strategies as st
 
 import genrt
-from genrt.engines.completions import Writing
+from genrt.engines.completions import CompletionState
 from genrt.engines.exact import NGram
 from genrt.errors import InvalidRequest
 from genrt.lm import AsyncLM
@@ -262,15 +262,15 @@ def ended(
 # -- each token ------------------------------------------------------------------------------------
 
 
-def begun(model: NGram, prompt: list[int], options: dict[str, Any]) -> tuple[Writing, Any]:
+def begun(model: NGram, prompt: list[int], options: dict[str, Any]) -> tuple[CompletionState, Any]:
     limits = Limits(model.vocab_size, 64)
     [request] = completion_requests(limits, [prompt], None, itertools.count(), 1, options)
     guides = Guides(model.tokenizer, model.vocab_size)
     spellings = Spellings(model.tokenizer, model.vocab_size)
-    return Writing(request, model.tokenizer, guides, spellings), request.decoding
+    return CompletionState(request, model.tokenizer, guides, spellings), request.decoding
 
 
-def next_law(writing: Writing, decoding: Any, row: torch.Tensor) -> dict[int, float]:
+def next_law(writing: CompletionState, decoding: Any, row: torch.Tensor) -> dict[int, float]:
     law = writing.law(row)
     kept = truncate(
         row.log_softmax(-1) if law is None else law,

@@ -106,10 +106,8 @@ async def beside(lm: AsyncLM, server: Server) -> AsyncIterator[Callable[[], Awai
     assert done.batcher.cancelled == len(LEAVING)
     engine = cast("VLLMEngine", lm._thread.engine)
     assert not engine._in_progress
-    assert not len(engine._samples)
-    assert not engine._samples.under_way
     assert not lm._thread.batcher.streams.by_loop
-    assert (engine._samples.natives._courses, engine._samples.natives._streamed) == ({}, {})
+    assert (len(engine._texts), engine._texts.running, engine._texts._streamed) == (0, 0, {})
     assert await asyncio.to_thread(free_blocks, lm) == free
 
 

@@ -86,11 +86,10 @@ def idle(lm: AsyncLM) -> Callable[[], None]:
 
     def check() -> None:
         until = time.monotonic() + 60
-        while engine._in_progress or engine._samples.under_way or len(engine._samples):
+        while engine._in_progress or engine._texts.running or len(engine._texts):
             assert time.monotonic() < until, "a text that nobody reads is still drawn"
             lm._thread.call(lambda _: None).result()
-        natives = engine._samples.natives
-        assert (natives._courses, natives._streamed) == ({}, {})
+        assert engine._texts._streamed == {}
         assert lm.statistics().batcher.in_flight == 0
 
     return check
@@ -542,7 +541,7 @@ async def test_a_text_that_another_engine_begins_anew_goes_on_where_it_was(
 
     def begin_anew(_: object) -> None:
         engine, batcher = cast("VLLMEngine", lm._thread.engine), lm._thread.batcher
-        under_way = [*engine._in_progress.values(), *engine._samples.waiting]
+        under_way = [*engine._in_progress.values(), *engine._texts.waiting]
         engine.cancel([each for each in under_way if each in batcher._entries])
         batcher.resume()
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
@@ -29,7 +28,7 @@ from vllm.v1.sample.logits_processor import MoveDirectionality
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as V2LogitsProcessor
 
-from genrt.engines.vllm.requests import LAW, SEED, TEXT_SEED, TICKET
+from genrt.engines.vllm.requests import LAW, SEED, TICKET
 from genrt.errors import EngineUnsupported
 from genrt.tokens.rows import Leaving, corrected, normalised
 from genrt.tokens.sampling import mixed
@@ -154,35 +153,29 @@ class _Places(Generic[T]):
                 at[source] = replaced
 
 
-@dataclass(slots=True)
-class _SeededRequest:
-    """A sample with its seed; ``output_token_ids`` is the list that vLLM itself appends to."""
-
-    seed: int
-    output_token_ids: list[int]
-
-    def number(self) -> int:
-        """Return the 31-bit number that seeds the draw of the request's next token."""
-        generator = torch.Generator().manual_seed(mixed(self.seed, len(self.output_token_ids)))
-        return int(torch.randint(0, 2**31, (1,), generator=generator))
-
-
-@dataclass(slots=True)
 class _SeededText:
-    """A completion that draws its tokens from one generator, as vLLM does. Draws that vLLM discards, as
-    for a chunked prompt, do not advance it."""
+    """A text with its seed; ``output_token_ids`` is the list that vLLM itself appends to.
 
-    generator: torch.Generator
-    output_token_ids: list[int]
-    numbers: list[int] = field(default_factory=list)
+    It draws its tokens from one generator, as vLLM does. Draws that vLLM discards, as for a chunked
+    prompt, do not advance it.
+    """
+
+    def __init__(self, seed: int, output_token_ids: list[int]) -> None:
+        self._seed = seed
+        self._output_token_ids = output_token_ids
+        self._generator = torch.Generator()
+        self._numbers: list[int] = []
 
     def number(self) -> int:
         """Return the 31-bit number that seeds the draw of the request's next token."""
-        place = len(self.output_token_ids)
-        while place >= len(self.numbers):
-            drawn = torch.randint(0, 2**31, (32,), generator=self.generator)
-            self.numbers += drawn.tolist()
-        return self.numbers[place]
+        numbers, place = self._numbers, len(self._output_token_ids)
+        while place >= len(numbers):
+            if self._seed >= 2**32:  # a CPU generator uses only 32 bits of its seed
+                self._generator.manual_seed(mixed(self._seed, len(numbers)))
+            elif not numbers:
+                self._generator.manual_seed(self._seed)
+            numbers += torch.randint(0, 2**31, (32,), generator=self._generator).tolist()
+        return numbers[place]
 
 
 class CaptureV1(V1LogitsProcessor):  # type: ignore[misc]
@@ -191,7 +184,7 @@ class CaptureV1(V1LogitsProcessor):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self.store = RowStore()
         self._tickets: _Places[int] = _Places()
-        self._seeded: _Places[_SeededRequest | _SeededText] = _Places()
+        self._seeded: _Places[_SeededText] = _Places()
         self._laws: _Places[bool] = _Places()
         # The batch's tickets in order and their rows (``None``: all); valid until the batch changes.
         self._layout: tuple[list[int], torch.Tensor | None] | None = None
@@ -246,14 +239,9 @@ class CaptureV1(V1LogitsProcessor):  # type: ignore[misc]
         return logits
 
 
-def _seeded(params: Any, output_token_ids: list[int]) -> _SeededRequest | _SeededText | None:
-    extra = params.extra_args or {}
-    seed = extra.get(SEED, extra.get(TEXT_SEED))
-    if seed is None:
-        return None
-    if SEED in extra or seed >= 2**32:  # a CPU generator uses only 32 bits of its seed
-        return _SeededRequest(seed, output_token_ids)
-    return _SeededText(torch.Generator().manual_seed(seed), output_token_ids)
+def _seeded(params: Any, output_token_ids: list[int]) -> _SeededText | None:
+    seed = (params.extra_args or {}).get(SEED)
+    return None if seed is None else _SeededText(seed, output_token_ids)
 
 
 class CaptureV2(V2LogitsProcessor):  # type: ignore[misc]

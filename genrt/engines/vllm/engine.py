@@ -30,19 +30,18 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from genrt.engines.protocol import EngineStatistics, Finished
 from genrt.engines.vllm.capture import FiniteCheck, RemoteStore, RowStore, install_capture
-from genrt.engines.vllm.in_progress import InProgress, Purpose, Sent
+from genrt.engines.vllm.in_progress import CoreRequests, Purpose, Sent
 from genrt.engines.vllm.lora import VLLMAdapters
 from genrt.engines.vllm.populations import SeatedPopulations
 from genrt.engines.vllm.prefixes import KeptPrefixes
 from genrt.engines.vllm.process import Globals, heap_kept
 from genrt.engines.vllm.rank import Share, keep_local
 from genrt.engines.vllm.requests import as_genrt_error
-from genrt.engines.vllm.samples import Samples, computed_tokens, new_tokens
 from genrt.engines.vllm.scheduler import OpenScheduler
 from genrt.engines.vllm.scores import positions_of
-from genrt.engines.vllm.sending import Sending
 from genrt.engines.vllm.sequences import OpenRequests, open_requests
 from genrt.engines.vllm.steps import CoreSteps, DecodedStep, shut_down
+from genrt.engines.vllm.texts import VLLMTexts, computed_token_count, new_token_count
 from genrt.engines.vllm.weights import VLLMWeights
 from genrt.errors import EngineDied, GenrtError
 from genrt.questions.completions import Decoding, Streamed, Told
@@ -85,7 +84,7 @@ class VLLMEngine:
         self._positions = positions_of(config, model_runner, core.scheduler, own_processors)
         self.weights = VLLMWeights(llm_engine, own, self.forget_residents)
         on_cpu, has_loras = self.device.type == "cpu", config.lora_config is not None
-        self._adapters = VLLMAdapters(self._core, enabled=has_loras, base_needs_twin=on_cpu)
+        self._adapters = VLLMAdapters(self._core, enabled=has_loras, base_needs_zero=on_cpu)
         self.prefixes = KeptPrefixes(core, self._adapters.request)
         self._open: OpenRequests | None = None
         self._populations = SeatedPopulations(None, self._adapters)
@@ -97,9 +96,11 @@ class VLLMEngine:
             core.scheduler.prefixes, self.prefixes.request_of = self.prefixes, self._open.request_of
         self._decoded: list[tuple[Purpose, str]] = []  # requests of the last decode step
         drawn_here = self.runner == "V1" and on_cpu
-        self._samples = Samples(llm_engine, self.max_batch_size, drawn_here=drawn_here)
-        self._in_progress = InProgress(*(kept := (self._adapters, self._samples, self._positions)))
-        self._sending = Sending(self._core, own, *kept, self.max_model_len + 1 if is_open else None)
+        self._texts = VLLMTexts(llm_engine, self.max_batch_size, drawn_here=drawn_here)
+        room = self.max_model_len + 1 if is_open else None
+        self._in_progress = CoreRequests(
+            self._core, own, self._adapters, self._texts, self._positions, room
+        )
         self._ended: list[Finished] = []  # ended without a forward; ``step`` returns them
         self.tell: Callable[[Sequence[Finished]], object] | None = None
         self._counted: dict[str, Any] = asdict(EngineStatistics())
@@ -120,10 +121,10 @@ class VLLMEngine:
         return self._llm_engine.get_tokenizer()
 
     def unsupported(self, decoding: Decoding) -> str | None:
-        return self._samples.completions.unsupported(decoding)
+        return self._texts.unsupported(decoding)
 
     def progress(self, streamed: Sequence[Streamed]) -> list[Told | None]:
-        return self._samples.progress(streamed)
+        return self._texts.progress(streamed)
 
     def statistics(self) -> EngineStatistics:
         more = {} if self._open is None else self._open.counts()
@@ -148,14 +149,14 @@ class VLLMEngine:
         if self._open is not None:
             self._open.remember(request_ids)
         if len(rows) < len(requests):
-            self._samples.wait(requests)
+            self._texts.wait(requests)
         self._count(requests=len(requests))
 
     def _add(self, request: Sent) -> str | None:
         """Send one request to vLLM and return its id. If vLLM refuses it, the next step returns the
         error."""
         try:
-            request_id = self._sending.send(request)
+            request_id = self._in_progress.send(request)
         except GenrtError as refused:
             self._ended.append(Finished(request, error=refused))
             self._count(failed=1)
@@ -167,7 +168,7 @@ class VLLMEngine:
 
     def go_on(self, population: PopulationDraw) -> bool:
         try:
-            found = self._populations.go_on(population, self._sending.send_all)
+            found = self._populations.go_on(population, self._in_progress.send_all)
         except GenrtError:  # the caller then asks for rows one by one, and these get the error
             return False
         if found is None:
@@ -183,20 +184,20 @@ class VLLMEngine:
         self._abort(self._populations.release(asked))
 
     def step(self) -> list[Finished]:
-        for sample in self._samples.admitted():
-            self._add(sample)
+        for text in self._texts.admitted():
+            self._add(text)
         # Return these before any forward: a failing forward would replace them by its error.
         if self._ended or not self._in_progress:
             ended, self._ended = self._ended, []
             return ended
         started = time.perf_counter()
         self._count(steps=1)  # before the step's results are delivered
-        in_progress = len(self._in_progress) + len(self._samples)
+        in_progress = len(self._in_progress) + len(self._texts)
         try:
             with self._globals:
                 finished = None if self._steps.is_ahead else self._decode()
                 if finished is None:
-                    only = self._samples.under_way == len(self._in_progress)
+                    only = self._texts.running == len(self._in_progress)
                     outputs = self._steps.run(only_texts=only)
                     self.prefixes.look()
             if finished is None:
@@ -260,7 +261,7 @@ class VLLMEngine:
         if self._open is not None:
             self._open.keep(kept)
         self._abort(over)
-        self._give_up(self._in_progress.left_by(finished))
+        self._give_up(self._in_progress.orphans_of(finished))
         failed = sum(end.error is not None for end in finished)
         self._count(rows=sum(row is not None for row in rows), failed=failed)
         return finished
@@ -304,8 +305,8 @@ class VLLMEngine:
         answered: list[str] = []
         if self._open is not None:
             answered = self._core.engine_core.scheduler.take_answered()
-        computed, new = computed_tokens(outputs), new_tokens(outputs)
-        ended, over, others = self._samples.take(outputs)
+        computed, new = computed_token_count(outputs), new_token_count(outputs)
+        ended, over, others = self._texts.take(outputs)
         finished, last = self._in_progress.ended(others, self._populations)
         answered += last
         for request_id, result in ended:
@@ -317,7 +318,7 @@ class VLLMEngine:
             answered = [each for each in answered if each not in scores]
         rows = self._store.take(map(int, answered)) if answered else []
         self._count(failed=sum(end.error is not None for end in finished))
-        left = self._in_progress.left_by(finished)
+        left = self._in_progress.orphans_of(finished)
         self._give_up([each for each in left if each not in answered])
         finished += self._answered(answered, rows)
         finished += self._answered([*scores], [*scores.values()])
@@ -325,12 +326,12 @@ class VLLMEngine:
         self._abort(over)
         if isinstance(self._store, RemoteStore):
             self._count(bytes_to_host=sum(row.nbytes for row in rows if row is not None))
-        self._count(sampled_tokens=new - new_tokens(others), computed_tokens=computed)
+        self._count(sampled_tokens=new - new_token_count(others), computed_tokens=computed)
         return finished
 
     def cancel(self, requests: Sequence[Request]) -> None:
         wanted = set(requests)
-        gone = sum(end.request in wanted for end in self._ended) + self._samples.withdraw(wanted)
+        gone = sum(end.request in wanted for end in self._ended) + self._texts.withdraw(wanted)
         self._ended = [end for end in self._ended if end.request not in wanted]
         here = [request_id for request_id, r in self._in_progress.items() if r in wanted]
         self._count(cancelled=gone + len(here))
@@ -362,7 +363,7 @@ class VLLMEngine:
         Raises:
             EngineDied: vLLM still holds requests or blocks.
         """
-        self._samples.clear()
+        self._texts.clear()
         self._steps.forget()
         try:
             self._abort(list(self._core.engine_core.scheduler.requests))
@@ -379,7 +380,7 @@ class VLLMEngine:
 
     def add_adapter(self, adapter: Adapter, path: Path) -> None:
         self._adapters.check_enabled()
-        self._abort_idle(None)  # base sequences may be computed with the twin from now on
+        self._abort_idle(None)  # base sequences may be computed with the zero adapter from now on
         try:
             with self._globals:
                 self._adapters.add(adapter, path)
@@ -425,7 +426,7 @@ class VLLMEngine:
         return [cast("Tensor", ends[request].result) for request in requests]
 
     def _under_way(self) -> list[Request]:
-        return [*self._in_progress.values(), *self._samples.waiting]
+        return [*self._in_progress.values(), *self._texts.waiting]
 
     def _unused_context(self) -> tuple[int, ...]:
         """Return a context that no request in progress has."""
@@ -457,7 +458,7 @@ class VLLMEngine:
         """Open a new vLLM request for every question from now on. No request may be in progress."""
         self.forget_residents()
         self._open, self._populations = None, SeatedPopulations(None, self._adapters)
-        self._sending.room = None
+        self._in_progress.room = None
 
     def stop_scoring(self) -> None:
         """Support no scores from now on, so that callers ask for rows."""
@@ -471,9 +472,9 @@ class VLLMEngine:
             self._open.steps.close()
         with heap_kept(), self._globals:
             shut_down(self._llm_engine)
-        del self._steps, self._sending, self.weights  # they refer to the core
+        del self._steps, self.weights  # they refer to the core
         self._adapters.close()
-        self._samples.forget([*self._in_progress])
+        self._texts.forget([*self._in_progress])
         self._in_progress.clear()
         self._positions.stop()
         self._store = RowStore()

@@ -1,26 +1,33 @@
-"""Tracks the vLLM requests in progress: the purpose of each, and the questions that their rows answer."""
+"""Sends requests to vLLM's core, and tracks their purposes until they end.
+
+Each request has its own vLLM id, which is never used again.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.lora.request import LoRARequest
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 
 from genrt.engines.protocol import Finished
 from genrt.engines.vllm.lora import VLLMAdapters
 from genrt.engines.vllm.populations import SeatedPopulations
-from genrt.engines.vllm.samples import Generated, Samples
+from genrt.engines.vllm.process import Globals
+from genrt.engines.vllm.requests import as_genrt_error, core_request, row_params
 from genrt.engines.vllm.scores import Positions
+from genrt.engines.vllm.texts import TextRequest, VLLMTexts
 from genrt.errors import EngineFailed
 from genrt.questions.draws import PopulationDraw
 from genrt.questions.rows import LogprobsRequest, not_finite
 from genrt.questions.scores import ScoreRequest
 
-__all__ = ["Answered", "InProgress", "Purpose", "Sent"]
+__all__ = ["CoreRequests", "Purpose", "Sent"]
 
-Sent: TypeAlias = LogprobsRequest | ScoreRequest | Generated
+Sent: TypeAlias = LogprobsRequest | ScoreRequest | TextRequest
 """A question that is sent to vLLM as one request."""
 
 Purpose: TypeAlias = Sent | PopulationDraw
@@ -40,18 +47,76 @@ class Answered(NamedTuple):
     over: list[str]
 
 
-class InProgress(dict[str, Purpose]):
-    """Maps vLLM request ids to their purposes. Each request holds its adapter, sample and positions until
-    it ends."""
+class CoreRequests(dict[str, Purpose]):
+    """Maps the ids of vLLM requests in progress to their purposes. A request holds its adapter, text and
+    positions until it ends.
 
-    def __init__(self, adapters: VLLMAdapters, samples: Samples, positions: Positions) -> None:
+    Args:
+        room: the most tokens of an open request; ``None`` if no request stays open.
+    """
+
+    def __init__(
+        self,
+        core: Any,
+        own: Globals,
+        adapters: VLLMAdapters,
+        texts: VLLMTexts,
+        positions: Positions,
+        room: int | None,
+    ) -> None:
         super().__init__()
+        self.room = room
+        self._core = core
+        self._globals = own
         self._adapters = adapters
+        self._texts = texts
         self._positions = positions
-        self._samples = samples
+        self._tickets = itertools.count(1)
+
+    def send(self, request: Sent) -> str:
+        """Send a request and return its vLLM id: its ticket as a decimal number.
+
+        Raises:
+            GenrtError: vLLM refused the request and has forgotten it.
+        """
+        ticket = next(self._tickets)
+        try:
+            lora = self._adapters.request(request.adapter)
+            with self._globals:
+                self._core.add_request(self._made(ticket, request, lora))
+        except Exception as error:
+            self._texts.forget([str(ticket)])
+            self._positions.forget([str(ticket)])
+            refused = as_genrt_error(error, "vLLM does not take this request")
+            raise refused from refused.__cause__  # ``refused`` may be ``error`` itself
+        return str(ticket)
+
+    def send_all(self, rows: Sequence[LogprobsRequest]) -> list[str]:
+        """Send these requests as ``send`` does. If one is refused, abort the others and raise."""
+        sent: list[str] = []
+        try:
+            sent += map(self.send, rows)
+        except BaseException:
+            with self._globals:
+                self._core.abort_requests(sent)
+            raise
+        return sent
+
+    def _made(self, ticket: int, request: Sent, lora: LoRARequest | None) -> EngineCoreRequest:
+        if not isinstance(request, LogprobsRequest | ScoreRequest):
+            return self._texts.begin(str(ticket), request, lora)
+        row = request.computed if isinstance(request, ScoreRequest) else request
+        # An open request ends by itself only at its last possible token.
+        most = None if self.room is None else self.room - len(row)
+        first = None
+        if isinstance(request, ScoreRequest):
+            self._positions.begin(str(ticket), request, lora)
+            first = request.start - 1
+        params = row_params(ticket, open_for=most, first=first)
+        return core_request(str(ticket), row.token_ids, params, lora)
 
     def begin(self, request_id: str, request: Sent) -> None:
-        """Add a request that was sent to vLLM."""
+        """Track a request that vLLM has."""
         if request.adapter is not None:
             self._adapters.hold(request.adapter)
         self[request_id] = request
@@ -64,7 +129,7 @@ class InProgress(dict[str, Purpose]):
         if isinstance(request, ScoreRequest):
             self._positions.forget([request_id])
         elif not isinstance(request, LogprobsRequest):
-            self._samples.forget([request_id])
+            self._texts.forget([request_id])
         if request.adapter is not None:
             self._adapters.release(request.adapter)
         return request
@@ -81,7 +146,7 @@ class InProgress(dict[str, Purpose]):
         rows: Sequence[torch.Tensor | None],
         populations: SeatedPopulations,
     ) -> Answered:
-        """End the vLLM requests with these rows or scores; ``None`` stands for one that is not finite."""
+        """End these vLLM requests with rows or scores; ``None`` stands for one that is not finite."""
         finished: list[Finished] = []
         kept: list[tuple[str, LogprobsRequest]] = []
         over: list[str] = []
@@ -126,7 +191,7 @@ class InProgress(dict[str, Purpose]):
                 finished.append(Finished(request, error=error))
         return finished, last
 
-    def left_by(self, finished: Sequence[Finished]) -> list[str]:
+    def orphans_of(self, finished: Sequence[Finished]) -> list[str]:
         """Return the remaining vLLM requests of populations that failed by one of their rows."""
         failed = [
             end.request

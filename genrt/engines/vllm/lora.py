@@ -1,13 +1,13 @@
-"""vLLM's LoRA adapters by version: who uses which, and the base model's stand-in.
+"""Loads LoRA adapters into vLLM, and unloads them when no request needs them.
 
 Rules:
-    Every version has a name and number of its own in vLLM, whose prefix cache is keyed by the name.
-    An adapter that was removed stays until the last request bound to it has ended.
+    Every version of an adapter has its own name and number in vLLM, whose prefix cache uses the name.
+    A removed adapter stays until the last request bound to it has ended.
 
-Where a step mixes base and adapter requests, vLLM's CPU build (0.32) computes the base ones with the
-adapter in its last slot. There, as soon as there is an adapter, base requests run under its twin with
-B = 0, which adds nothing. ``check_base`` asks for such a step whenever an adapter is added, on every
-device, and refuses a vLLM whose base rows are not the base model's.
+In a step that mixes base and adapter requests, vLLM's CPU build (0.32) computes the base requests with
+the adapter in its last slot. So base requests there run with a zero adapter, a copy of the first adapter
+with B = 0. ``check_base`` runs a mixed step for every new adapter, on every device, and refuses a vLLM
+with other base rows.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
+import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ from torch import Tensor
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.lora.request import LoRARequest
 
-from genrt.engines.adapters import CONFIG_NAME, WEIGHTS_NAME, check_adapter_directory
+from genrt.engines.adapters import CONFIG_NAME, WEIGHTS_NAME
 from genrt.engines.folders import Folder
 from genrt.errors import EngineUnsupported, InvalidAdapter, UnknownAdapter
 from genrt.questions.contexts import Adapter
@@ -37,22 +38,27 @@ __all__ = ["VLLMAdapters"]
 Probe = Callable[[Sequence[LogprobsRequest]], list[torch.Tensor]]
 
 PARTIAL = ("layers_to_transform", "layers_pattern", "exclude_modules")
-"""Options of an adapter by which ``target_modules`` are not those of all layers."""
+"""Options by which an adapter leaves out some layers of its ``target_modules``."""
 
 SAME_ROW = 0.05
-"""The largest difference, in log-probability where it is over -15, of one row in two batches."""
+"""The largest difference of one row's log-probabilities over -15 in two batches."""
 
 
 class VLLMAdapters:
-    """The adapters that one vLLM engine knows; none unless it was opened with adapters ``enabled``.
-    ``core`` is its ``engine_core`` client."""
+    """The adapters of one vLLM engine.
 
-    def __init__(self, core: Any, *, enabled: bool, base_needs_twin: bool) -> None:
+    Args:
+        core: the engine's ``engine_core`` client.
+        enabled: whether the engine was opened with adapters.
+        base_needs_zero: whether base requests need a zero adapter.
+    """
+
+    def __init__(self, core: Any, *, enabled: bool, base_needs_zero: bool) -> None:
         self._core = core
         self._enabled = enabled
-        self._base_needs_twin = base_needs_twin
+        self._needs_zero = base_needs_zero
         self._numbers = itertools.count(1)
-        self._twins = contextlib.ExitStack()  # of their directories
+        self._zero_folders = contextlib.ExitStack()
         self._loaded: dict[Adapter, LoRARequest] = {}
         self._users: collections.Counter[Adapter] = collections.Counter()
         self._removed: set[Adapter] = set()
@@ -67,19 +73,18 @@ class VLLMAdapters:
             )
 
     def add(self, adapter: Adapter, path: Path) -> None:
-        """Load an adapter.
+        """Load an adapter from a directory that ``check_adapter_directory`` has accepted.
 
         Raises:
-            InvalidAdapter: vLLM does not take it, for the reason in the message; or weights have no place
-                in the model, or too few, which vLLM passes over.
+            InvalidAdapter: vLLM does not take it, or ignores weights that do not fit the model.
         """
-        config = check_adapter_directory(path)
+        config = json.loads((path / CONFIG_NAME).read_bytes())
         loaded = self._load(path, adapter.name)
         self._loaded[adapter] = loaded
         if (reason := self._misfit(loaded.lora_int_id, config)) is not None:
             raise InvalidAdapter(f"adapter {adapter.name} does not fit the model: {reason}")
-        if self._base_needs_twin and self._base is None:
-            self._base = self._load(self._twin(path), "B = 0")
+        if self._needs_zero and self._base is None:
+            self._base = self._load(self._zero(path), "B = 0")
 
     def _load(self, directory: Path, what: str) -> LoRARequest:
         number = next(self._numbers)
@@ -93,7 +98,7 @@ class VLLMAdapters:
         return lora
 
     def _misfit(self, number: int, config: Mapping[str, Any]) -> str | None:
-        """Return in which way a loaded adapter does not fit the model, if any."""
+        """Return why a loaded adapter does not fit the model; ``None`` if it fits."""
         rank = None if config.get("rank_pattern") else config.get("r")
         fits: list[_Fit] = self._core.collective_rpc(_fit, None, (number, rank), None)
         strange = frozenset.intersection(*(each.strange for each in fits))
@@ -126,18 +131,18 @@ class VLLMAdapters:
                 "each instead"
             )
 
-    def _twin(self, source: Path) -> Path:
-        twin = self._twins.enter_context(Folder("twin"))
-        shutil.copyfile(source / CONFIG_NAME, twin / CONFIG_NAME)
+    def _zero(self, source: Path) -> Path:
+        folder = self._zero_folders.enter_context(Folder("zero"))
+        shutil.copyfile(source / CONFIG_NAME, folder / CONFIG_NAME)
         weights = load_file(source / WEIGHTS_NAME)
         for name, weight in weights.items():
             if "lora_B" in name or "lora_embedding_B" in name:
                 weight.zero_()
-        save_file(weights, twin / WEIGHTS_NAME)
-        return twin
+        save_file(weights, folder / WEIGHTS_NAME)
+        return folder
 
     def request(self, adapter: Adapter | None) -> LoRARequest | None:
-        """Return what a request for this adapter tells vLLM.
+        """Return vLLM's handle of an adapter; ``None`` for a base request without a zero adapter.
 
         Raises:
             UnknownAdapter: it is not loaded, or has been removed.
@@ -153,7 +158,7 @@ class VLLMAdapters:
         self._users[adapter] += 1
 
     def release(self, adapter: Adapter) -> None:
-        """Let go of an adapter for a request that has ended."""
+        """Undo one ``hold``; unload a removed adapter with its last request."""
         self._users[adapter] -= 1
         if self._users[adapter] == 0:
             del self._users[adapter]
@@ -161,7 +166,7 @@ class VLLMAdapters:
                 self._unload(adapter)
 
     def remove(self, adapter: Adapter) -> None:
-        """Let an adapter go when its last request has ended; ignore an unknown one."""
+        """Unload an adapter when its last request has ended; ignore an unknown one."""
         if adapter not in self._loaded:
             return
         self._removed.add(adapter)
@@ -174,12 +179,19 @@ class VLLMAdapters:
         self._core.remove_lora(lora.lora_int_id)
 
     def close(self) -> None:
-        self._twins.close()
+        self._zero_folders.close()
         self._core = None
 
 
 class _Fit(NamedTuple):
-    """How an adapter's weights fit the layers of one worker, by the names of layers."""
+    """How an adapter's weights fit the layers of one worker.
+
+    Attributes:
+        taken: the number of layers with weights.
+        strange: names of weights without a layer.
+        missing: names of layers without weights.
+        wrong: messages about wrong shapes.
+    """
 
     taken: int
     strange: frozenset[str]
@@ -188,7 +200,7 @@ class _Fit(NamedTuple):
 
 
 def _fit(worker: Any, number: int, rank: int | None) -> _Fit:
-    """Return how an adapter that a worker has loaded fits its layers; with ``rank``, of all of them."""
+    """Return how a loaded adapter fits a worker's layers. ``rank`` is the rank of all its weights."""
     manager = worker.model_runner.lora_manager._adapter_manager
     given, layers = manager.get_adapter(number).loras, manager.modules
     missing: set[str] = set()

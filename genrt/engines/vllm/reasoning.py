@@ -1,4 +1,4 @@
-"""Reasoning: what a model writes before its answer, told apart from it by vLLM's parser for the model."""
+"""Separates the reasoning that a model writes before its answer, by vLLM's parsers."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 __all__ = ["NO_PARSER", "NO_TOKENIZER", "Reasoning", "ReasoningParsers"]
 
 NO_PARSER = (
-    "split_reasoning needs to know how the model marks its reasoning: load with engine_options="
-    "{'reasoning_parser': …}, which vLLM has for each kind of model"
+    "split_reasoning needs the parser of the model's reasoning: load with engine_options="
+    "{'reasoning_parser': …} and vLLM's name of the parser"
 )
 
 NO_TOKENIZER = "reasoning_parser needs a tokenizer: leave out skip_tokenizer_init"
 
 
 class ReasoningParsers:
-    """The parsers of one model's reasoning; vLLM's option ``reasoning_parser`` names them.
+    """Makes parsers of one model's reasoning. vLLM's option ``reasoning_parser`` names their class.
 
     Raises:
-        InvalidRequest: no parser has this name, or the model's tokenizer is not one for it.
+        InvalidRequest: no parser has this name, or it does not fit the model's tokenizer.
     """
 
     def __init__(self, config: VllmConfig) -> None:
@@ -62,8 +62,7 @@ class ReasoningParsers:
         return self._made is not None
 
     def splits(self, decoding: Decoding) -> bool:
-        """Return whether the reasoning of such a text is to be told apart: if that is asked for, and by
-        default that of a chat."""
+        """Return whether the reasoning of such a text is separated: by default in chats only."""
         wanted = decoding.split_reasoning
         return bool(self) and (decoding.is_chat if wanted is None else wanted)
 
@@ -81,15 +80,15 @@ class ReasoningParsers:
 class Reasoning:
     """The reasoning of one text, and the text that follows.
 
-    Where a text is read while it is drawn, ``add`` and ``end`` parse it token by token, since vLLM's
-    parsers take a marker for text if it comes together with other tokens.
+    A whole text is parsed by ``split``. The tokens of a stream are parsed one by one by ``add`` and
+    ``end``, because vLLM's parsers miss a marker that comes together with other tokens.
 
     Attributes:
-        is_over: whether the prompt has ended it already, so that nothing is told apart.
-        skip_special_tokens: whether vLLM is to leave special tokens out of what is parsed.
+        is_over: whether the prompt already ends the reasoning, so that nothing is separated.
+        skip_special_tokens: whether vLLM leaves special tokens out of the text to be parsed.
         template_kwargs: options of the chat template.
-        reasoning: what ``add`` and ``end`` have found.
-        text: what follows it.
+        reasoning: the reasoning that ``add`` and ``end`` have found.
+        text: the text after it.
     """
 
     def __init__(
@@ -111,49 +110,52 @@ class Reasoning:
         self._asked = asked
         self.skip_special_tokens = bool(asked.skip_special_tokens)
         self.reasoning = self.text = ""
-        # Tokens, and where in what is written each ends.
+        # Unparsed tokens, each with its end in the decoded text.
         self._waiting: deque[tuple[int, int]] = deque()
-        self._added = self._read = 0  # how many tokens, and characters of what is written
+        self._added = self._read = 0  # tokens; characters of the decoded text
 
-    def split(self, token_ids: Sequence[int], written: str) -> tuple[str, str]:
-        """Return the reasoning and the text of all that is written.
+    def split(self, token_ids: Sequence[int], decoded: str) -> tuple[str, str]:
+        """Return the reasoning and the text of a decoded text with these tokens.
 
         Raises:
-            EngineFailed: vLLM's parser fails at it.
+            EngineFailed: vLLM's parser fails.
         """
         try:
             self._parser.set_prompt_token_ids(self._prompt)
             reasoning, text, _ = self._parser.parse(
-                written, self._asked, model_output_token_ids=token_ids
+                decoded, self._asked, model_output_token_ids=token_ids
             )
         except Exception as error:
             raise _failed(error) from error
         return reasoning or "", text or ""
 
-    def add(self, token_ids: Sequence[int], written: str, held_back: int) -> None:
-        """Take the tokens of a step, with all that is written so far, whose last characters may yet go;
-        raises as ``split``."""
-        self._waiting.extend((token_id, len(written)) for token_id in token_ids)
-        self._added += len(token_ids)
-        certain = len(written) - held_back
-        # The newest token waits: the parser is to be told which one is the last.
-        while len(self._waiting) > 1 and self._waiting[0][1] <= certain:
-            self._parse(written, finished=False)
+    def add(self, token_ids: Sequence[int], decoded: str, held_back: int) -> None:
+        """Parse the tokens of a step; raises as ``split``.
 
-    def end(self, token_ids: Sequence[int], written: str) -> tuple[str, str]:
-        """Return the reasoning and the text of all that is written, by those of the tokens that ``add``
-        has not taken; raises as ``split``."""
-        self._waiting.extend((token_id, len(written)) for token_id in token_ids[self._added :])
+        Args:
+            decoded: the text so far. Its last ``held_back`` characters may begin a stop string.
+        """
+        self._waiting.extend((token_id, len(decoded)) for token_id in token_ids)
+        self._added += len(token_ids)
+        certain = len(decoded) - held_back
+        # The newest token waits, because the parser needs to know which token is the last.
+        while len(self._waiting) > 1 and self._waiting[0][1] <= certain:
+            self._parse(decoded, finished=False)
+
+    def end(self, token_ids: Sequence[int], decoded: str) -> tuple[str, str]:
+        """Parse the tokens that ``add`` has not parsed; return the reasoning and the text. Raises as
+        ``split``."""
+        self._waiting.extend((token_id, len(decoded)) for token_id in token_ids[self._added :])
         while self._waiting:
-            self._parse(written, finished=len(self._waiting) == 1)
+            self._parse(decoded, finished=len(self._waiting) == 1)
         return self.reasoning, self.text
 
-    def _parse(self, written: str, *, finished: bool) -> None:
+    def _parse(self, decoded: str, *, finished: bool) -> None:
         token_id, end = self._waiting.popleft()
-        start, self._read = self._read, max(self._read, min(end, len(written)))
+        start, self._read = self._read, max(self._read, min(end, len(decoded)))
         try:
             found = self._parser.parse_delta(
-                written[start : self._read],
+                decoded[start : self._read],
                 [token_id],
                 self._asked,
                 self._prompt,

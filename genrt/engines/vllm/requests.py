@@ -27,7 +27,6 @@ __all__ = [
     "NOT_COMPUTED",
     "OPEN",
     "SEED",
-    "TEXT_SEED",
     "TICKET",
     "as_genrt_error",
     "core_request",
@@ -46,8 +45,8 @@ FIRST = "genrt_first"
 LAW = "genrt_law"
 """Marks a request that wants the log-probabilities of its law."""
 
-SEED, TEXT_SEED = "genrt_seed", "genrt_text_seed"
-"""The seeds of samples and completions that draw their tokens in the capture.
+SEED = "genrt_seed"
+"""The seed of a text that draws its tokens in the capture.
 
 vLLM gets no seed then. For a prompt that is computed in parts, its runner V1 rewinds the request's
 generator; a CPU generator cannot do that, and the whole step would fail."""

@@ -1,9 +1,7 @@
-"""Structured texts in vLLM: a backend of vLLM's that judges texts by genrt's guides, as every other
-engine.
+"""A backend for vLLM's structured outputs that uses genrt's guides, as all other engines do.
 
-vLLM would choose among backends that read the same regular expression, schema or grammar
-differently. This one takes the place of all of them, for genrt's own texts and for vLLM's front
-ends.
+vLLM's own backends read the same regular expression, schema or grammar differently. This backend replaces
+all of them, for genrt's texts and for vLLM's front ends.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from genrt.structures.guides import Guide, Guides, Structure, compact_schema, te
 __all__ = ["NAME", "GuidedStructures", "check_structures_config"]
 
 NAME = "guidance"
-"""vLLM's name for texts that llguidance judges."""
+"""vLLM's name of the backend on llguidance."""
 
 _OPTIONS = {
     StructuredOutputOptions.JSON: "json_schema",
@@ -40,7 +38,7 @@ _OPTIONS = {
 
 
 def check_structures_config(config: VllmConfig) -> None:
-    """Raise InvalidRequest for options of structures that genrt's backend does not have."""
+    """Raise InvalidRequest if the configuration names another backend."""
     options = config.structured_outputs_config
     if options.backend not in ("auto", NAME):
         raise InvalidRequest(
@@ -51,7 +49,7 @@ def check_structures_config(config: VllmConfig) -> None:
 
 
 class GuidedStructures(StructuredOutputBackend):  # type: ignore[misc]
-    """The structures of one engine's texts, in the place of vLLM's backends."""
+    """Compiles the structures of one engine's texts."""
 
     def __init__(self, llm_engine: LLMEngine) -> None:
         config = llm_engine.vllm_config
@@ -59,14 +57,14 @@ class GuidedStructures(StructuredOutputBackend):  # type: ignore[misc]
         super().__init__(config, manager.tokenizer, config.model_config.get_vocab_size())
         self._guides = Guides(self.tokenizer, self.vocab_size)
         self._is_compact = config.structured_outputs_config.disable_any_whitespace
-        # vLLM opens one backend, by the name that the first request has, unless there is one.
+        # Without a backend, vLLM would open the one that the first request names.
         manager.backend = self
 
-    def asked(self, structure: Structure, *, compact: bool = False) -> StructuredOutputsParams:
-        """Return a structure as vLLM takes it; ``compact``: a JSON text without white space.
+    def to_params(self, structure: Structure, *, compact: bool = False) -> StructuredOutputsParams:
+        """Return a structure in vLLM's form. ``compact`` is for a JSON text without white space.
 
         Raises:
-            InvalidRequest: it does not compile, or no text has it.
+            InvalidRequest: it does not compile, or no text satisfies it.
         """
         name, value = structure
         if (compact or self._is_compact) and name == "json_schema":
@@ -77,16 +75,15 @@ class GuidedStructures(StructuredOutputBackend):  # type: ignore[misc]
         params._backend = NAME
         return params
 
-    def taken(self, params: StructuredOutputsParams) -> StructuredOutputsParams:
-        """Return the structure that one of vLLM's front ends asks for, as it is compiled here; raises as
-        ``asked``."""
+    def of_front_end(self, params: StructuredOutputsParams) -> StructuredOutputsParams:
+        """Return the structure of a front end's text in the same form; raises as ``to_params``."""
         if params.whitespace_pattern is not None:
             raise InvalidRequest("whitespace_pattern: genrt has no such option, leave it out")
         try:
-            structure = _structure(*get_structured_output_key(params))
+            structure = _structure_of_key(*get_structured_output_key(params))
         except (TypeError, ValueError) as error:
             raise InvalidRequest(f"structured_outputs: {error}") from error
-        return self.asked(structure, compact=params.disable_any_whitespace)
+        return self.to_params(structure, compact=params.disable_any_whitespace)
 
     def compile_grammar(
         self,
@@ -94,9 +91,9 @@ class GuidedStructures(StructuredOutputBackend):  # type: ignore[misc]
         grammar_spec: str,
         stop_token_ids: set[int] | None = None,
     ) -> StructuredOutputGrammar:
-        """Return a new text's guide; called in threads of vLLM's."""
-        structure = _structure(request_type, grammar_spec)
-        return _Grammar(self._guides.begin(structure, stop_token_ids or ()))
+        """Return a new text's guide. vLLM's threads call this."""
+        structure = _structure_of_key(request_type, grammar_spec)
+        return _GuidedGrammar(self._guides.begin(structure, stop_token_ids or ()))
 
     def allocate_token_bitmask(self, max_num_seqs: int) -> Tensor:
         return torch.full((max_num_seqs, -(-self.vocab_size // 32)), -1, dtype=torch.int32)
@@ -105,8 +102,8 @@ class GuidedStructures(StructuredOutputBackend):  # type: ignore[misc]
         pass
 
 
-class _Grammar(StructuredOutputGrammar):  # type: ignore[misc]
-    """A guide with the methods that vLLM calls."""
+class _GuidedGrammar(StructuredOutputGrammar):  # type: ignore[misc]
+    """A guide in the form of vLLM's grammars."""
 
     def __init__(self, guide: Guide) -> None:
         self._guide = guide
@@ -141,8 +138,8 @@ class _Grammar(StructuredOutputGrammar):  # type: ignore[misc]
         self._guide.begin_again()
 
 
-def _structure(kind: StructuredOutputOptions, text: Any) -> Structure:
-    """Return the structure of a key of vLLM's."""
+def _structure_of_key(kind: StructuredOutputOptions, text: Any) -> Structure:
+    """Return the structure of vLLM's key."""
     match kind:
         case StructuredOutputOptions.JSON_OBJECT:
             return "json_schema", '{"type": "object"}'

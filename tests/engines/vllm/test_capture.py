@@ -97,13 +97,13 @@ def test_v1_completions_are_drawn_from_vllms_generator_whatever_is_discarded() -
     from vllm.platforms import current_platform
     from vllm.v1.sample.logits_processor import BatchUpdate
 
-    from genrt.engines.vllm.requests import TEXT_SEED
+    from genrt.engines.vllm.requests import SEED
 
     current_platform.import_kernels()
 
     def drawn(discarded: int, seed: int) -> list[int]:
         capture, tokens = v1(), list[int]()
-        params = SimpleNamespace(extra_args={TEXT_SEED: seed}, seed=None)
+        params = SimpleNamespace(extra_args={SEED: seed}, seed=None)
         added: Any = [(0, params, [], tokens)]
         capture.update_state(BatchUpdate(batch_size=1, removed=[], added=added, moved=[]))
         for _ in range(discarded):

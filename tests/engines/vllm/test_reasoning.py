@@ -193,21 +193,8 @@ async def test_a_parser_that_fails_fails_its_own_text(
             async for _ in lm.stream_chat(ASKED, seed=1, **ENDS_SOON):
                 pass
     assert (await lm.chat(ASKED, seed=1, **ENDS_SOON)).text == good.text
-    samples = lm._thread.engine._samples  # type: ignore[attr-defined]
-    assert not samples.under_way
-    assert not samples.completions._parsed
-    assert not samples.completions._courses
-    assert not samples.completions._streamed
-
-
-async def test_a_stream_that_is_left_leaves_nothing(lm: AsyncLM) -> None:
-    async for _ in lm.stream_chat(ASKED, seed=1, **ENDS_SOON):
-        break
-    await lm.next_token_logprobs([1])
-    completions = lm._thread.engine._samples.completions  # type: ignore[attr-defined]
-    assert not completions._parsed
-    assert not completions._courses
-    assert not completions._streamed
+    texts = lm._thread.engine._texts  # type: ignore[attr-defined]
+    assert (texts.running, texts._streamed) == (0, {})
 
 
 def test_who_has_no_parser_says_how_to_name_one(plain: AsyncLM) -> None:

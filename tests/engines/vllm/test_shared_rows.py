@@ -1,4 +1,4 @@
-"""Batches and populations that ask at once after the same contexts share their rows."""
+"""Batches that ask at once after the same contexts share their rows."""
 
 from __future__ import annotations
 
@@ -51,21 +51,15 @@ async def test_a_batch_that_goes_on_computes_a_token_a_context(
             contexts = [each.copy() for each in rng.choices(contexts, k=COUNT)]
 
 
-@pytest.mark.parametrize("way", ["lists", "populations"])
 async def test_those_that_ask_at_once_after_the_same_contexts_share_their_rows(
-    runtimes: tuple[AsyncLM, AsyncLM], way: str
+    runtimes: tuple[AsyncLM, AsyncLM],
 ) -> None:
     lm, quiet = runtimes
-    rng = random.Random(1 + (way == "lists"))
+    rng = random.Random(2)
     contexts = [[rng.randrange(300) for _ in range(20)] for _ in range(COUNT)]
-    first = lm.population(contexts)
     for step in range(6):
         before = lm.statistics().engine
-        if way == "lists":
-            asked = [lm.batch_draw(contexts, seed=seed) for seed in (step, 100 + step)]
-        else:
-            second = first.take(range(COUNT))
-            asked = [first.draw(seed=step), second.draw(seed=100 + step)]
+        asked = [lm.batch_draw(contexts, seed=seed) for seed in (step, 100 + step)]
         found = await asyncio.gather(*asked)
         after = lm.statistics().engine
         assert after.rows - before.rows == COUNT
@@ -74,7 +68,6 @@ async def test_those_that_ask_at_once_after_the_same_contexts_share_their_rows(
             wanted = await drawn_apart(quiet, contexts, seed=seed)
             assert drawn.token_ids.tolist() == wanted.token_ids.tolist()
         appended(contexts, found[0].token_ids.tolist())
-        first.append(found[0].token_ids)
 
 
 @pytest.mark.parametrize("turns", range(5))

@@ -139,26 +139,36 @@ async def test_sequences_that_end_stop_no_step_ahead(runtimes: Runtimes) -> None
 
 
 async def test_closing_others_stops_no_step_ahead(runtimes: Runtimes) -> None:
-    """Older ones, which are then asked about again, and those of the same step."""
+    """They are asked about again, with what was kept of them."""
     lm, quiet = runtimes
     old = [lm.population([[n, 8, k] for n in range(2)]) for k in range(6)]
     for each in old:
         each.append((await each.draw(seed=0)).token_ids)
         each.append((await each.draw(seed=1)).token_ids)
-    populations = begun(lm, *[6] * 4)
-    for step in range(6):
-        await all_the_same(populations, quiet, seed=1000 * step)
+    populations = begun(lm, COUNT)
+    for step in range(8):
+        await all_the_same(populations, quiet, seed=100 * step)
     before, kept = lm.statistics().engine.speculated, [[*each] for each in old]
     for step, each in enumerate(old):
         each.close()
-        await all_the_same(populations, quiet, seed=7 + 1000 * step)
-    for step in range(3):
-        populations.pop(step % len(populations)).close()
-        await all_the_same(populations, quiet, seed=50 + 1000 * step)
-    assert lm.statistics().engine.speculated - before == len(old) + 3
+        await all_the_same(populations, quiet, seed=7 + 100 * step)
+    assert lm.statistics().engine.speculated - before == len(old)
     again = lm.population([context for contexts in kept for context in contexts])
     await same(again, quiet, seed=3)
     closed([again, *populations], lm)
+
+
+async def test_the_rest_of_a_step_is_answered_from_the_step_of_all(runtimes: Runtimes) -> None:
+    lm, quiet = runtimes
+    populations = begun(lm, *[6] * 4)
+    for step in range(6):
+        await all_the_same(populations, quiet, seed=1000 * step)
+    before = lm.statistics().engine.speculated
+    for step in range(3):
+        populations.pop(step % len(populations)).close()
+        await all_the_same(populations, quiet, seed=50 + 1000 * step)
+    assert lm.statistics().engine.speculated - before == 3
+    closed(populations, lm)
 
 
 @pytest.mark.parametrize("way", ["split", "taken"])

@@ -36,9 +36,9 @@ PYTHONS: list[Any] = [
     builtins, contextlib, contextlib.ExitStack, itertools, os, re, re.compile(''), threading,
     threading.Condition,
     time, warnings, weakref, Counter, OrderedDict, deque, Path, list, dict, set, str, bytes,
-    Exception, __import__("gc"), __import__("multiprocessing"), __import__("shutil"),
-    __import__("tempfile"), __import__("traceback"), np, np.ndarray, np.random, torch, torch.Tensor,
-    torch.cuda, torch.cuda.Stream, torch.ops, torch.finfo(torch.float32),
+    Exception, __import__("gc"), __import__("json"), __import__("multiprocessing"),
+    __import__("shutil"), __import__("tempfile"), __import__("traceback"), np, np.ndarray,
+    np.random, torch, torch.Tensor, torch.cuda, torch.cuda.Stream, torch.ops, torch.finfo(torch.float32),
 ]  # fmt: skip
 """Whose attributes are not vLLM's."""
 OTHERS = {"Counter", "__qualname__", "atexit", "total_memory"}

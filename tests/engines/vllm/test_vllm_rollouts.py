@@ -143,7 +143,7 @@ async def left_over(lm: AsyncLM) -> list[int]:
         counters.queued,
         counters.in_flight,
         len(outputs.request_states),
-        engine._samples.under_way,
+        engine._texts.running,
     ]
 
 

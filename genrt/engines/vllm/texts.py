@@ -1,0 +1,652 @@
+"""Draws samples, completions and the texts of vLLM's own front ends, all by one path.
+
+vLLM checks the options; its output processor detokenizes, finds stop strings and collects
+log-probabilities.
+
+Rules:
+    At most ``max_num_seqs`` texts run at once. vLLM has more slots than that, an eighth more and at least
+    one, so that a logprobs request never waits for a long text to end.
+    The output processor reads ``READ_EVERY`` tokens of a text at once, because it costs more than all
+    other work for a token. It reads each token at once if a stop string may end the text, if vLLM
+    returns log-probabilities, or if a parser needs single tokens. The tokens of a stream are read before
+    they are delivered.
+    A restarted stream skips the tokens that its reader has, also on another engine. It fails if the new
+    text differs from them.
+    A front end's arguments never reach the capture: its ``extra_args`` may have no keys of genrt's.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, cast
+
+from vllm import envs
+from vllm.inputs.engine import tokens_input
+from vllm.lora.request import LoRARequest
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+from vllm.v1.engine import FinishReason as CoreFinishReason
+from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from genrt.engines.vllm.reasoning import NO_PARSER, Reasoning, ReasoningParsers
+from genrt.engines.vllm.requests import LAW, SEED, core_request
+from genrt.engines.vllm.structures import GuidedStructures
+from genrt.errors import EngineFailed, GenrtError, InvalidRequest, StreamCut
+from genrt.questions.completions import (
+    Completion,
+    CompletionRequest,
+    Decoding,
+    Delta,
+    FinishReason,
+    NativeRequest,
+    SampleRequest,
+    Streamed,
+    Told,
+)
+from genrt.questions.contexts import LAST_SEED, deciding_seed
+from genrt.questions.request import Request, Result
+from genrt.tokens.detokenizing import TextStream, ends_inside_character
+from genrt.tokens.sampling import GREEDY_BELOW
+from genrt.tokens.spellings import Spellings
+
+__all__ = [
+    "READ_EVERY",
+    "NativeText",
+    "TextRequest",
+    "VLLMTexts",
+    "computed_token_count",
+    "new_token_count",
+]
+
+TextRequest: TypeAlias = SampleRequest | CompletionRequest | NativeRequest
+"""A request that takes a slot of vLLM for many steps."""
+
+TextEnd: TypeAlias = tuple[str, Result | GenrtError]
+"""The id of a request with its result or its error."""
+
+COOLEST, HOTTEST = 0.01, 2.0
+"""The temperatures that vLLM's checks admit. Its runners take any that is not greedy."""
+
+ORDERLY = (None, CoreFinishReason.STOP, CoreFinishReason.LENGTH)
+"""The finish reasons of outputs without an error."""
+
+READ_EVERY = 16
+"""How many tokens of a text the output processor reads at once."""
+
+OWN_KEYS = "genrt_"
+"""The prefix of the keys of ``extra_args`` that the capture reads."""
+
+
+@dataclass(slots=True, eq=False)
+class NativeText:
+    """The text that one ``NativeRequest`` asks for. Only the engine thread writes the last two fields.
+
+    Attributes:
+        core: the request as vLLM's input processor makes it; it is not changed.
+        prompt: the text of the prompt, for a front end that repeats it.
+        index: the number of this text among the texts of one prompt.
+        told: the tokens that were delivered to the reader of a stream.
+        told_text: the number of characters that were delivered.
+    """
+
+    core: EngineCoreRequest
+    prompt: str | None = None
+    index: int = 0
+    told: list[int] = field(default_factory=list)
+    told_text: int = 0
+
+    def tell(self, outputs: Iterable[RequestOutput]) -> None:
+        """Record that these outputs were delivered: a restarted text skips them."""
+        for made in outputs:
+            for output in made.outputs:
+                self.told += output.token_ids
+                self.told_text += len(output.text)
+
+
+class _OwnParams(SamplingParams):  # type: ignore[misc]
+    """Parameters of a single request. vLLM would copy others before it changes them, which is half the
+    cost of beginning a request."""
+
+    def clone(self) -> SamplingParams:
+        return self
+
+
+@dataclass(slots=True)
+class _TextState:
+    """A sample or a completion in progress.
+
+    Attributes:
+        state: the output processor's state of the request.
+        most_unread: how many tokens may wait for the output processor.
+        structure: the name of the option that gives the text's structure.
+        prefill: vLLM's statistics of the prompt, which come with the first token.
+        delivered, delivered_text, delivered_reasoning: how many tokens and characters ``progress`` has
+            returned.
+    """
+
+    request: Any
+    state: Any
+    most_unread: int
+    structure: str | None
+    reasoning: Reasoning | None = None
+    unread: list[int] = field(default_factory=list)
+    prefill: Any = None
+    began: float = field(default_factory=time.perf_counter)
+    first: float | None = None
+    delivered: int = 0
+    delivered_text: int = 0
+    delivered_reasoning: int = 0
+
+    def with_unread(self, output: EngineCoreOutput) -> EngineCoreOutput:
+        """Return the output with all unread tokens."""
+        output.new_token_ids, self.unread = self.unread, []
+        output.prefill_stats, self.prefill = self.prefill, None
+        self.most_unread = self.most_unread and READ_EVERY - 1
+        return output
+
+    def read(self, made: RequestOutput, now: float) -> Result:
+        """Return the result, from the output at the end of the text."""
+        [output] = made.outputs
+        drawn, reasoning, text = tuple(output.token_ids), "", output.text
+        if isinstance(self.request, SampleRequest):
+            return self.request.result(drawn, output.finish_reason)
+        if self.reasoning is not None:
+            split = self.reasoning.end if self.request.streamed else self.reasoning.split
+            reasoning, text = split(drawn, text)
+        logprobs, top_logprobs = self._logprobs(output.logprobs or (), drawn)
+        return Completion(
+            text=text,
+            token_ids=drawn,
+            prompt_token_ids=tuple(made.prompt_token_ids),
+            logprobs=logprobs,
+            top_logprobs=top_logprobs,
+            finish_reason=cast("FinishReason", output.finish_reason),
+            stop_reason=output.stop_reason,
+            seconds=now - self.began,
+            seconds_to_first_token=(self.first or now) - self.began,
+            reasoning=reasoning,
+            weights_version=self.request.weights_version,
+        )
+
+    def parse(self, token_ids: Sequence[int]) -> None:
+        """Separate the reasoning of a stream's new tokens from its text."""
+        if self.reasoning is not None and self.request.streamed:
+            detokenizer = self.state.detokenizer
+            self.reasoning.add(token_ids, detokenizer.output_text, detokenizer.stop_buffer_length)
+
+    def progress(self) -> Delta | None:
+        """Return the part that was drawn since the last call, if any."""
+        detokenizer, start, text_start = self.state.detokenizer, self.delivered, self.delivered_text
+        token_ids, reasoning = tuple(detokenizer.output_token_ids[start:]), ""
+        if not token_ids:
+            return None
+        reasoning_start = self.delivered_reasoning
+        if self.reasoning is None:
+            text = detokenizer.get_next_output_text(finished=False, delta=True)
+        else:
+            text = self.reasoning.text[text_start:]
+            reasoning = self.reasoning.reasoning[reasoning_start:]
+        self.delivered += len(token_ids)
+        self.delivered_text += len(text)
+        self.delivered_reasoning += len(reasoning)
+        places = self.state.logprobs_processor.logprobs or ()
+        logprobs, top = self._logprobs(places[start:], token_ids)
+        return Delta(text, token_ids, logprobs, top, start, text_start, reasoning, reasoning_start)
+
+    def _logprobs(
+        self, places: Sequence[Any], drawn: Sequence[int]
+    ) -> tuple[tuple[float, ...], tuple[dict[int, float], ...]]:
+        """Return the log-probabilities of drawn tokens, and the likeliest tokens of each place."""
+        decoding = self.request.decoding
+        count = decoding.logprobs
+        own = tuple(place[token].logprob for place, token in zip(places, drawn, strict=False))
+        top = tuple(_likeliest(place, count) for place in places) if count else ()
+        if decoding.tells_law and decoding.temperature < GREEDY_BELOW:  # one token is certain
+            own = (0.0,) * len(own)
+            top = tuple(_certain(token, each) for token, each in zip(drawn, top, strict=False))
+        return own, top
+
+
+@dataclass(slots=True)
+class _FrontEndState(_TextState):
+    """A text of one of vLLM's front ends in progress.
+
+    Attributes:
+        outputs: the outputs to hand over next.
+        error: the error with which the text will end.
+    """
+
+    outputs: list[RequestOutput] = field(default_factory=list)
+    error: GenrtError | None = None
+
+    def read(self, made: RequestOutput, now: float) -> Result:
+        made.request_id = self.request.asked.core.request_id
+        self.outputs.append(made)
+        return self._handed_over() if made.finished else None
+
+    def progress(self) -> Any:
+        try:
+            return self._handed_over() or None
+        except GenrtError:  # the text's end raises it too
+            return None
+
+    def _handed_over(self) -> tuple[RequestOutput, ...]:
+        """Return the outputs since the last call, without tokens that were delivered before a restart.
+
+        Raises:
+            StreamCut: the restarted text differs from the delivered one.
+        """
+        outputs, self.outputs = tuple(self.outputs), []
+        if not (self.request.streamed and self.state.output_kind == RequestOutputKind.DELTA):
+            return outputs
+        if self.error is not None:
+            raise self.error
+        try:
+            for made in outputs:
+                self._leave_out_delivered(made)
+        except StreamCut as error:
+            self.error = error
+            raise
+        return tuple(made for made in outputs if made.finished or _has_news(made))
+
+    def _leave_out_delivered(self, made: RequestOutput) -> None:
+        """Leave out the tokens that the reader has, and count the others as delivered."""
+        text, [output] = self.request.asked, made.outputs
+        token_ids = list(output.token_ids)
+        known = min(max(len(text.told) - self.delivered, 0), len(token_ids))
+        if token_ids[:known] != text.told[self.delivered : self.delivered + known]:
+            raise StreamCut(
+                "the engine restarted this text and drew tokens other than those delivered: ask again"
+            )
+        known_text = min(max(text.told_text - self.delivered_text, 0), len(output.text))
+        self.delivered += len(token_ids)
+        self.delivered_text += len(output.text)
+        if known or known_text:
+            output.token_ids, output.text = token_ids[known:], output.text[known_text:]
+            if output.logprobs:
+                output.logprobs = output.logprobs[known:]
+        text.tell([made])
+
+
+class VLLMTexts:
+    """The texts of one vLLM engine: in progress, or waiting for a slot.
+
+    Args:
+        slots: how many requests the engine runs at once, rows included.
+        drawn_here: whether the capture draws the tokens, so that it needs the seeds.
+    """
+
+    def __init__(self, llm_engine: LLMEngine, slots: int, *, drawn_here: bool) -> None:
+        config = llm_engine.vllm_config
+        self._drawn_here = drawn_here
+        self._most = slots - max(1, slots // 9)
+        self._inputs = llm_engine.input_processor
+        self._outputs = llm_engine.output_processor
+        self._tasks = llm_engine.get_supported_tasks()
+        self._has_tokenizer = not config.model_config.skip_tokenizer_init
+        self._has_loras = config.lora_config is not None
+        self._is_v2 = config.use_v2_model_runner
+        self._parsers = ReasoningParsers(config)
+        self._structures = GuidedStructures(llm_engine) if self._has_tokenizer else None
+        self._spellings = Spellings(self._outputs.tokenizer, config.model_config.get_vocab_size())
+        self._waiting: dict[TextRequest, None] = {}
+        self._in_progress: dict[str, _TextState] = {}
+        self._streamed: dict[TextRequest, str] = {}
+
+    def __len__(self) -> int:
+        """Return the number of texts that wait for a slot."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        """The number of texts that have a slot."""
+        return len(self._in_progress)
+
+    @property
+    def waiting(self) -> list[TextRequest]:
+        """The texts that wait for a slot."""
+        return [*self._waiting]
+
+    def wait(self, requests: Sequence[Request]) -> None:
+        """Queue the texts among these requests for slots."""
+        self._waiting.update((each, None) for each in requests if isinstance(each, TextRequest))
+
+    def admitted(self) -> Iterator[TextRequest]:
+        """Yield the texts that get a slot; begin each text before taking the next."""
+        while self._waiting and len(self._in_progress) < self._most:
+            request = next(iter(self._waiting))
+            del self._waiting[request]
+            yield request
+
+    def withdraw(self, unwanted: Collection[Request]) -> int:
+        """Remove these texts from the queue; return how many were in it."""
+        gone = [request for request in self._waiting if request in unwanted]
+        for request in gone:
+            del self._waiting[request]
+        return len(gone)
+
+    def clear(self) -> None:
+        """Empty the queue."""
+        self._waiting.clear()
+
+    def unsupported(self, decoding: Decoding) -> str | None:
+        """Return which option this vLLM does not support, and why."""
+        if decoding.split_reasoning and not self._parsers:
+            return NO_PARSER
+        name = None if self._has_tokenizer else decoding.of_text
+        if name is not None:
+            return f"{name} needs a tokenizer, and vLLM was opened with skip_tokenizer_init"
+        self._spellings.of(decoding.bad_words)
+        return None
+
+    def begin(
+        self, request_id: str, request: TextRequest, lora: LoRARequest | None
+    ) -> EngineCoreRequest:
+        """Return a request for vLLM's core, and expect its outputs. Raise vLLM's error for an option that
+        it does not take."""
+        reasoning, prompt, index = None, None, 0
+        kind: type[_TextState] = _TextState
+        if isinstance(request, NativeRequest):
+            kind, prompt, index = _FrontEndState, request.asked.prompt, request.asked.index
+            made, structure = self._of_front_end(request, lora)
+        else:
+            made, reasoning = self._own(request_id, request, lora)
+            structure = request.decoding.structure and request.decoding.structure[0]
+        made.request_id = made.external_req_id = request_id
+        params = cast("SamplingParams", made.sampling_params)
+        if self._is_v2:
+            _check_v2(params)
+        self._outputs.add_request(made, prompt, None, index)
+        state = self._outputs.request_states[request_id]
+        self._leave_out_prompt(state.detokenizer, made)
+        # An output of vLLM's core has the log-probabilities of its own tokens only.
+        at_once = (
+            params.stop
+            or params.logprobs is not None
+            or params.prompt_logprobs is not None
+            or params.logprob_token_ids
+            or params.prompt_logprob_token_ids is not None
+            or params.stream_interval
+            or (request.streamed and reasoning is not None)
+        )
+        # VLLMTexts that begin together are read in different steps.
+        most = 0 if at_once else 1 + len(self._in_progress) % (READ_EVERY - 1)
+        self._in_progress[request_id] = kind(request, state, most, structure, reasoning)
+        if request.streamed:
+            self._streamed[request] = request_id
+        return made
+
+    def _own(
+        self,
+        request_id: str,
+        request: SampleRequest | CompletionRequest,
+        lora: LoRARequest | None,
+    ) -> tuple[EngineCoreRequest, Reasoning | None]:
+        """Return vLLM's request of a sample or a completion, with the parser of its reasoning."""
+        reasoning = asked = None
+        params, decoding = self._params(request), request.decoding
+        if isinstance(request, CompletionRequest):
+            if self._parsers.splits(decoding):
+                reasoning = self._parsers.begin(request)
+                params.skip_special_tokens = reasoning.skip_special_tokens
+            if decoding.structure is not None and self._structures is not None:
+                asked = self._structures.to_params(decoding.structure)
+        if isinstance(request, SampleRequest):  # vLLM's checks would take most of the time
+            made = core_request(request_id, request.token_ids, params, lora)
+        else:
+            prompt = tokens_input(list(request.token_ids))
+            made = self._inputs.process_inputs(
+                request_id, prompt, params, self._tasks, lora_request=lora
+            )
+        # A structure begins where the reasoning ends.
+        made.reasoning_ended = reasoning is None or reasoning.is_over
+        if reasoning is not None:
+            made.reasoning_parser_kwargs = {"chat_template_kwargs": reasoning.template_kwargs}
+            if reasoning.is_over:
+                reasoning = None
+        params = cast("SamplingParams", made.sampling_params)
+        extra: dict[str, Any] = {LAW: True} if params.temperature and decoding.tells_law else {}
+        self._draw(params, params.seed, extra)
+        self._rule_out(params, decoding.bad_words, has_structure=asked is not None)
+        if params.temperature:  # vLLM's check is over: its runners take any
+            params.temperature = request.temperature
+        params.structured_outputs = asked  # vLLM's checks would read it in their own way
+        return made, reasoning
+
+    def _params(self, request: SampleRequest | CompletionRequest) -> SamplingParams:
+        decoding = request.decoding
+        greedy = decoding.temperature < GREEDY_BELOW
+        return _OwnParams(
+            max_tokens=decoding.max_tokens,
+            min_tokens=decoding.min_tokens,
+            temperature=0.0 if greedy else min(max(decoding.temperature, COOLEST), HOTTEST),
+            top_p=decoding.top_p,
+            top_k=decoding.top_k,
+            min_p=decoding.min_p,
+            seed=None if greedy else deciding_seed(request),
+            stop=list(decoding.stop),
+            stop_token_ids=list(decoding.stop_token_ids),
+            include_stop_str_in_output=decoding.include_stop_str_in_output,
+            skip_special_tokens=decoding.skip_special_tokens,
+            presence_penalty=decoding.presence_penalty,
+            frequency_penalty=decoding.frequency_penalty,
+            repetition_penalty=decoding.repetition_penalty,
+            logit_bias=dict(decoding.logit_bias) or None,
+            ignore_eos=decoding.ignore_eos,
+            logprobs=decoding.logprobs,
+            detokenize=self._has_tokenizer and isinstance(request, CompletionRequest),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _of_front_end(
+        self, request: NativeRequest, lora: LoRARequest | None
+    ) -> tuple[EngineCoreRequest, str | None]:
+        """Return vLLM's request of a front end's text, and the name of its structure.
+
+        Raises:
+            InvalidRequest: a front end may not set one of its parameters, or its structure is invalid.
+        """
+        made = copy(request.asked.core)
+        made.lora_request = lora
+        params = made.sampling_params = copy(cast("SamplingParams", made.sampling_params))
+        extra = dict(params.extra_args or {})
+        if any(str(key).startswith(OWN_KEYS) for key in extra):
+            raise InvalidRequest(f"no argument may begin with {OWN_KEYS!r}")
+        if self._has_loras and params.prompt_logprobs is not None:
+            # vLLM's adapters compute logits of sampled places only: the whole step would fail.
+            raise InvalidRequest(
+                "vLLM has no log-probabilities of prompts where adapters are enabled: ask /v1/score"
+            )
+        if params.logprob_token_ids and not self._is_v2:
+            raise InvalidRequest(
+                "logprob_token_ids: vLLM's runner V1 writes them over rows of other requests"
+            )
+        seed = request.nonce if params.seed is None else params.seed % (LAST_SEED + 1)
+        self._draw(params, seed, extra)
+        wanted = params.structured_outputs
+        self._rule_out(params, params.bad_words or (), has_structure=wanted is not None)
+        if wanted is None or self._structures is None:
+            return made, None
+        params.structured_outputs = self._structures.of_front_end(wanted)
+        return made, "json_schema" if wanted.json is not None else "structured_outputs"
+
+    def _draw(self, params: SamplingParams, seed: int | None, extra: dict[str, Any]) -> None:
+        """Set the seed of a text that is not greedy, for vLLM or the capture."""
+        if params.temperature:
+            params.seed = None if self._drawn_here else seed
+            if self._drawn_here:
+                extra[SEED] = seed
+        params.extra_args = extra or None
+
+    def _rule_out(
+        self, params: SamplingParams, bad_words: Sequence[str], *, has_structure: bool
+    ) -> None:
+        """Set the spellings of bad words, and the tokens that ``min_tokens`` holds back."""
+        params._bad_words_token_ids = self._spellings.of(bad_words)
+        # vLLM would hold back an end token too that ends nothing.
+        if params.ignore_eos and not has_structure:
+            params._all_stop_token_ids = {*(params.stop_token_ids or ())}
+
+    def _leave_out_prompt(self, detokenizer: Any, request: EngineCoreRequest) -> None:
+        """Keep a prompt that ends inside a character out of the text: vLLM would repeat all of it."""
+        if not isinstance(detokenizer, FastIncrementalDetokenizer):
+            return
+        prompt, skip = request.prompt_token_ids or (), detokenizer.skip_special_tokens
+        tokenizer = self._outputs.tokenizer
+        if ends_inside_character(tokenizer, prompt, skip_special_tokens=skip):
+            detokenizer.stream = _AfterPrompt(
+                TextStream(tokenizer, prompt, skip_special_tokens=skip)
+            )
+
+    def take(
+        self, outputs: Sequence[EngineCoreOutput]
+    ) -> tuple[list[TextEnd], list[str], list[EngineCoreOutput]]:
+        """Take a step's outputs.
+
+        Return the texts that end; the ids of requests that vLLM must abort, because it does not see stop
+        strings; and the outputs of other requests.
+        """
+        now, in_progress = time.perf_counter(), self._in_progress
+        ended: list[TextEnd] = []
+        due: list[EngineCoreOutput] = []
+        others: list[EngineCoreOutput] = []
+        for output in outputs:  # one for each text and step: keep this loop short
+            text = in_progress.get(output.request_id)
+            if text is None:
+                others.append(output)
+                continue
+            unread = text.unread
+            unread += output.new_token_ids
+            if text.first is None and unread:
+                text.first = now
+            if output.prefill_stats is not None:
+                text.prefill = output.prefill_stats
+            if output.finish_reason is None and len(unread) <= text.most_unread:
+                continue
+            if output.finish_reason in ORDERLY:
+                due.append(text.with_unread(output))
+            else:
+                ended.append((output.request_id, _error_of(output, text.structure)))
+        over = self._read(due, ended, now) if due else []
+        return ended, over, others
+
+    def _read(
+        self, outputs: Sequence[EngineCoreOutput], ended: list[TextEnd], now: float
+    ) -> list[str]:
+        """Let vLLM's output processor read these outputs.
+
+        Add the texts that end to ``ended``, and return the ids of requests that vLLM must abort.
+        """
+        processed = self._outputs.process_outputs(outputs)
+        over: list[str] = processed.reqs_to_abort
+        for made in processed.request_outputs:
+            request_id = made.request_id
+            try:
+                result = self._in_progress[request_id].read(made, now)
+            except GenrtError as error:
+                result = error
+            if made.finished:
+                ended.append((request_id, result))
+        for output in outputs:
+            text = self._in_progress[output.request_id]
+            if text.reasoning is not None and output.request_id in self._outputs.request_states:
+                try:
+                    text.parse(output.new_token_ids)
+                except GenrtError as error:
+                    ended.append((output.request_id, error))
+                    over.append(output.request_id)
+        return over
+
+    def progress(self, streamed: Sequence[Streamed]) -> list[Told | None]:
+        """Return the part of each text that was drawn since the last call, if any."""
+        ids = [self._streamed.get(request, "") for request in streamed]
+        texts = [self._in_progress.get(request_id) for request_id in ids]
+        unread = [
+            text.with_unread(EngineCoreOutput(request_id=request_id, new_token_ids=[]))
+            for request_id, text in zip(ids, texts, strict=True)
+            if text is not None and text.unread
+        ]
+        self._read(unread, [], time.perf_counter())
+        return [None if text is None else text.progress() for text in texts]
+
+    def forget(self, request_ids: Collection[str]) -> None:
+        """Forget texts that have ended or were aborted; ignore other requests."""
+        known = [each for each in request_ids if each in self._in_progress]
+        for request_id in known:
+            request = self._in_progress.pop(request_id).request
+            if request.streamed:
+                self._streamed.pop(request, None)
+        self._outputs.abort_requests(known, internal=True)
+
+
+class _AfterPrompt:
+    """Puts a ``TextStream`` in the place of the library's ``DecodeStream``."""
+
+    def __init__(self, stream: TextStream) -> None:
+        self._stream = stream
+
+    def step(self, _: object, token_id: int) -> str:
+        return self._stream.step(token_id)
+
+
+def _error_of(output: EngineCoreOutput, structure: str | None) -> GenrtError:
+    """Return the error of a text that vLLM gave up, by the name of its structure."""
+    if structure is None:
+        return EngineFailed(f"vLLM ended the request with {output.finish_reason}")
+    return InvalidRequest(
+        f"{structure}: no token can follow. Nothing satisfies it, vLLM cannot compile it, or "
+        "bad_words and stop_token_ids rule out every token that it admits: change them"
+    )
+
+
+def _check_v2(params: SamplingParams) -> None:
+    """Raise InvalidRequest for parameters beyond the limits of runner V2, which would fail the step of
+    all requests."""
+    from vllm.v1.worker.gpu.sample import logit_bias
+
+    ends = params.all_stop_token_ids if params.min_tokens else ()
+    words = params.bad_words_token_ids or ()
+    most_biased, most_ends = logit_bias.MAX_NUM_LOGIT_BIAS_TOKENS, logit_bias.MAX_NUM_STOP_TOKEN_IDS
+    for what, count, most in (
+        ("logit_bias, of tokens", len(params.logit_bias or ()), most_biased),
+        ("min_tokens, of tokens that end", len(ends), most_ends),
+        ("bad_words, of spellings", len(words), envs.VLLM_MAX_NUM_BAD_WORDS),
+        ("bad_words, of tokens", sum(map(len, words)), envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS),
+    ):
+        if count > most:
+            raise InvalidRequest(f"{what}: vLLM's runner V2 takes {most} at most, got {count}")
+
+
+def _certain(token: int, likeliest: dict[int, float]) -> dict[int, float]:
+    """Return as many tokens as these with their log-probabilities where one token is certain."""
+    others = [each for each in likeliest if each != token]
+    return {token: 0.0, **dict.fromkeys(others[: len(likeliest) - 1], -math.inf)}
+
+
+def _likeliest(place: dict[int, Any], count: int) -> dict[int, float]:
+    """Return the ``count`` likeliest tokens of a place, likeliest first. vLLM adds the drawn token."""
+    ranked = sorted(place.items(), key=lambda entry: entry[1].rank)
+    return {token: entry.logprob for token, entry in ranked if entry.rank <= count}
+
+
+def _has_news(made: RequestOutput) -> bool:
+    [output] = made.outputs
+    return bool(output.token_ids or output.text)
+
+
+def new_token_count(outputs: Sequence[EngineCoreOutput]) -> int:
+    """Return the number of tokens that a step drew."""
+    return sum([len(output.new_token_ids) for output in outputs])
+
+
+def computed_token_count(outputs: Sequence[EngineCoreOutput]) -> int:
+    """Return the number of tokens that a step put through the model."""
+    begun = [output for output in outputs if output.prefill_stats is not None]
+    of_prompts: int = sum([output.prefill_stats.num_computed_tokens for output in begun])
+    return new_token_count(outputs) - new_token_count(begun) + of_prompts
