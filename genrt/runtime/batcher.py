@@ -602,7 +602,9 @@ class Batcher:
     def seconds_until_due(self) -> float | None:
         """Return the seconds until ``turn`` has something to do; ``None``: not before ``wake``."""
         with self.lock:
-            if self._leaving or self._is_passed_unseen or self._first_in_line() is not None:
+            if self._leaving or (self._is_watched and self._is_passed_unseen):
+                return 0.0
+            if self._line and self._first_in_line() is not None:
                 return 0.0
             if self._retired and self._removable():
                 return 0.0

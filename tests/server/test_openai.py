@@ -660,7 +660,7 @@ async def test_a_body_that_the_front_end_would_be_busy_with_is_refused(
         given: list[tuple[str, str, list[Any], str]] = [
             (chat, "messages", [{}] * 5000, "over 4096 members"),
             (chat, "messages", [1] * 100_000, "over 4096 members"),
-            ("completions", "prompt", [[]] * 20_000, "lists and objects"),
+            ("completions", "prompt", [[]] * 20_000, "lists and"),
             ("responses", "input", [{}] * 4000, item),
             ("responses", "input", [ASKED[0]] * 100 + [{}], item),
             ("responses", "input", [{"role": "user", "content": [{}] * 40}], item),

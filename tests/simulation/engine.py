@@ -21,18 +21,12 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from genrt.engines.protocol import (
-    Engine,
-    EngineStatistics,
-    Finished,
-    FullEngine,
-    capabilities_of,
-)
+from genrt.engines.protocol import EngineStatistics, Finished
 from genrt.engines.weights import Layout, NamedTensors, TensorForm
 from genrt.errors import EngineDied, EngineFailed, GenrtError, NotFinite, OutOfMemory
 from genrt.questions.completions import (
@@ -113,47 +107,7 @@ class HashedModel:
         """Do nothing: there is no engine."""
 
 
-class EngineModel:
-    """The answers of a real engine, computed one question at a time and cached."""
-
-    def __init__(self, open_engine: Callable[[], Engine]) -> None:
-        self._engine = open_engine()
-        self._answers: dict[Request, Result] = {}
-        self.vocab_size = self._engine.vocab_size
-        self.max_model_len = self._engine.max_model_len
-        self.tokenizer = self._engine.tokenizer
-
-    def answer(
-        self, request: LogprobsRequest | SampleRequest | CompletionRequest, weights: int = 0
-    ) -> Result:
-        """Return the row (read-only), the sample's tokens, or the completion. The weights are always the
-        engine's own."""
-        if request not in self._answers:
-            self._engine.submit([request])
-            while not (ends := self._engine.step()):
-                pass
-            if ends[0].error is not None:
-                raise ends[0].error
-            self._answers[request] = ends[0].result
-        return self._answers[request]
-
-    def unsupported(self, decoding: Decoding) -> str | None:
-        """Return the reason why the engine does not support these options, or ``None``."""
-        if capabilities_of(self._engine).completes:
-            return cast("FullEngine", self._engine).unsupported(decoding)
-        return "it draws no completions"
-
-    def add_adapter(self, adapter: Adapter, path: Path) -> None:
-        self._engine.add_adapter(adapter, path)
-
-    def close(self) -> None:
-        self._engine.close()
-
-
-Model: TypeAlias = HashedModel | EngineModel
-
-
-def is_right(model: Model, request: Request, result: Result, weights: int = 0) -> bool:
+def is_right(model: HashedModel, request: Request, result: Result, weights: int = 0) -> bool:
     """Return whether a result answers its request: exactly for results that the engine computes, and by
     ``genrt.testing.answers`` for reads, draws and scores."""
     if getattr(result, "weights_version", request.weights_version) != request.weights_version:
@@ -292,7 +246,7 @@ class SimulatedEngine:
     def __init__(
         self,
         random: random.Random,
-        model: Model,
+        model: HashedModel,
         faults: Faults,
         record: Record,
         *,

@@ -17,7 +17,7 @@ import inspect
 import itertools
 import math
 import random
-from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -29,11 +29,18 @@ from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.ask import Asker
 from genrt.runtime.batcher import Batcher, Waiter
 from genrt.runtime.cache import RowCache
-from genrt.runtime.streams import Stream, SyncStream
+from genrt.runtime.streams import Stream
 from genrt.runtime.thread import EngineThread
 from genrt.testing.simulation import VirtualRounds
 from genrt.testing.virtual_loop import VirtualClock, VirtualLoop
-from tests.simulation.engine import Faults, Model, Record, SimulatedEngine, Violation, is_right
+from tests.simulation.engine import (
+    Faults,
+    HashedModel,
+    Record,
+    SimulatedEngine,
+    Violation,
+    is_right,
+)
 
 
 class Simulated(Protocol):
@@ -44,7 +51,7 @@ class Simulated(Protocol):
         unanswered: the numbers of callers that still wait.
     """
 
-    model: Model
+    model: HashedModel
     record: Record
     numbers: Iterator[int]
     weights: dict[int, int]
@@ -171,7 +178,7 @@ class SimulatedRuntime:
     def __init__(
         self,
         random: random.Random,
-        model: Model,
+        model: HashedModel,
         *,
         faults: Faults,
         cache_bytes: int,
@@ -202,9 +209,9 @@ class SimulatedRuntime:
         self.batcher = self.thread.batcher
         self.lm = AsyncLM(self.thread, self.cache, self.thread.engine, seed=seed)
         self._ask, self._stream = self.lm._ask, self.lm._stream
-        self.lm._ask, self.lm._ask_sync = self.ask, self.ask_sync
+        self.lm._ask = self.ask
         self.lm._populations.asker = cast("Asker", self)  # it has the two methods of an Asker
-        self.lm._stream, self.lm._stream_sync = self.stream, self.stream_sync
+        self.lm._stream = self.stream
 
     def make_cache(self, max_bytes: int) -> RowCache:
         """Return the cache."""
@@ -268,30 +275,13 @@ class SimulatedRuntime:
         self.weights[self.lm.weights_version + 1] = number
         self.record.add("renewed", number)
 
-    def ask_sync(
-        self, requests: Sequence[Request], *, stacked: bool = False, timeout: float | None = None
-    ) -> list[Result]:
-        """Ask as ``ask`` does, for a blocking caller: only the calling loop is blocked."""
-        return self.run_blocked(self.ask(requests, stacked=stacked, timeout=timeout))
+    def ask_sync(self, requests: Sequence[Request], **options: Any) -> list[Result]:
+        """Refuse a caller that blocks: there is one thread."""
+        raise NotImplementedError(f"nobody may block for {requests} in a simulation")
 
     def stream(self, request: CompletionRequest, *, timeout: float | None = None) -> WatchedStream:
         """Return the stream of an AsyncLM, with checks of its deltas."""
         return self.stream_type(self._stream(request, timeout=timeout), self, timeout)
-
-    def stream_sync(
-        self, request: CompletionRequest, *, timeout: float | None = None
-    ) -> SyncStream:
-        """Return a stream that reads all deltas when the first one is requested. It blocks its loop as
-        ``ask_sync`` does."""
-        stream = self.stream(request, timeout=timeout)
-
-        async def brought() -> list[Delta]:
-            return [delta async for delta in stream]
-
-        def deltas() -> Generator[Delta, None, None]:
-            yield from self.run_blocked(brought())
-
-        return SyncStream(deltas(), stream._flow, request)
 
     # -- as the batcher's observer ------------------------------------------------------------
 
@@ -376,20 +366,6 @@ class SimulatedRuntime:
             if not self.step():
                 return
         raise Violation(f"something goes on happening after {IDLE_ROUNDS} rounds")
-
-    def run_blocked(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Return a coroutine's result to a caller that blocks. Its own loop is stopped meanwhile; the
-        others run."""
-        held = {loop for loop in self.loops if loop.is_running()} - self.stopped
-        self.stopped |= held
-        loop = self.open_loop()
-        try:
-            task = loop.create_task(coroutine)
-            self.run_until(task.done, "a thread waits for an answer")
-            return task.result()
-        finally:
-            self.stopped -= held
-            self.close_loop(loop)
 
     def meanwhile(self) -> None:
         """Run a few callbacks of loops in the middle of a turn."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -124,17 +124,6 @@ def an_answer_is_set_on_a_cancelled_future(patch: Patch) -> None:
     patch.setattr(genrt.runtime.batcher, "_IS_DONE", contextlib.nullcontext())
 
 
-def closed_loops_are_delivered_to(patch: Patch) -> None:
-    def deliver(done: Any) -> None:
-        for waiter, outcome in done:
-            resolved = deque([(waiter.future, outcome)])
-            waiter.loop.call_soon_threadsafe(
-                genrt.runtime.batcher._resolve_all, waiter.loop, resolved
-            )
-
-    patch.setattr(genrt.runtime.batcher, "deliver", deliver)
-
-
 def rows_are_cached_when_their_requests_have_ended(patch: Patch) -> None:
     settle, keep = Batcher._settle, RowCache.keep
     patch.setattr(RowCache, "keep", lambda self, finished: {})
@@ -163,7 +152,12 @@ def a_quiet_loop_wakes_nobody(patch: Patch) -> None:
 
 
 def closed_loops_are_not_swept(patch: Patch) -> None:
-    patch.setattr(Batcher, "_sweep", lambda self: [])
+    cancel = Batcher._cancel
+    patch.setattr(
+        Batcher,
+        "_cancel",
+        lambda self, waiter: None if waiter.loop.is_closed() else cancel(self, waiter),
+    )
 
 
 def answers_without_a_forward_take_the_place_of_a_step(patch: Patch) -> None:
@@ -409,7 +403,6 @@ BREAKS: list[Break] = [
     a_stack_is_a_view,
     the_key_lacks_the_adapter,
     an_answer_is_set_on_a_cancelled_future,
-    closed_loops_are_delivered_to,
     rows_are_cached_when_their_requests_have_ended,
     waiters_share_an_error,
     the_youngest_go_first,
