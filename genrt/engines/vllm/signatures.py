@@ -1,14 +1,11 @@
 """Signatures of vLLM's methods that genrt overrides, wraps or replaces, for each supported version.
 
 ``signatures.json`` has the parameters of each method by version of vLLM. Opening an engine compares the
-methods of imported modules with it. To add a version, run this where that version is installed::
-
-    python -m genrt.engines.vllm.signatures
+methods of imported modules with it. ``python -m tests.engines.vllm.record_signatures`` adds a version.
 """
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
 import sys
@@ -24,7 +21,6 @@ __all__ = [
     "check_signatures",
     "differences",
     "installed",
-    "record_installed",
 ]
 
 Signatures: TypeAlias = dict[str, str | None]
@@ -52,7 +48,7 @@ def check_signatures(version: str) -> None:
     Raises:
         EngineUnsupported: a method has other parameters; the message names it.
     """
-    recorded = TABLE[_minor(version)]
+    recorded = TABLE[".".join(version.split("+")[0].split(".")[:2])]
     if found := differences(recorded, installed(recorded)):
         raise EngineUnsupported(
             f"vLLM {version} differs from the one that genrt was tested with: {'; '.join(found)}. "
@@ -106,22 +102,3 @@ def _parts(name: str) -> tuple[str, str, str]:
     module, _, method = name.rpartition(".")
     above, _, kind = module.rpartition(".")
     return (above, kind, method) if kind[:1].isupper() else (module, "", method)
-
-
-def _minor(version: str) -> str:
-    return ".".join(version.split("+")[0].split(".")[:2])
-
-
-def record_installed() -> None:
-    """Record the signatures of the installed vLLM."""
-    import vllm
-
-    names = dict.fromkeys(sorted(set().union(*TABLE.values())))
-    for module in {_parts(name)[0] for name in names}:
-        importlib.import_module(module)
-    TABLE[_minor(vllm.__version__)] = installed(names)
-    FILE.write_text(json.dumps(TABLE, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    record_installed()

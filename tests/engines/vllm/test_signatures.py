@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,6 @@ import pytest
 import vllm
 
 import genrt
-from genrt.engines.vllm import signatures
 from genrt.engines.vllm.opening import SUPPORTED
 from genrt.engines.vllm.signatures import (
     TABLE,
@@ -23,12 +21,13 @@ from genrt.engines.vllm.signatures import (
     installed,
 )
 from genrt.errors import EngineUnsupported
+from tests.engines.vllm.record_signatures import signatures_of_sources
 
 pytestmark = pytest.mark.vllm
 
 FOLDER = Path(genrt.__file__).parent / "engines" / "vllm"
 MODULES = [f"genrt.engines.vllm.{path.stem}" for path in sorted(FOLDER.glob("[a-z]*.py"))]
-CONSTRUCTED_HERE = {"GuidedStructures"}
+CONSTRUCTED_HERE = {"GuidedStructures", "TextFailed"}
 """Classes whose constructor only genrt calls."""
 
 
@@ -66,6 +65,21 @@ def test_a_method_that_is_gone_is_refused_by_name() -> None:
     name = "vllm.v1.core.sched.scheduler.Scheduler.schedule"
     [found] = differences({name: "self"}, {name: None})
     assert found == f"{name} has no definition, and the parameters (self) was expected"
+
+
+def test_sources_have_the_signatures_of_imported_methods() -> None:
+    root = Path(vllm.__file__).parent.parent
+    assert signatures_of_sources(root, TABLE["0.32"]) == installed(TABLE["0.32"])
+
+
+def test_every_kind_of_parameter_is_read_from_sources(tmp_path: Path) -> None:
+    written = "a, /, b, c=1, *d, e, f: int = 2, **g"
+    (tmp_path / "mod.py").write_text(f"class A:\n    if True:\n        def m({written}): ...\n")
+    assert signatures_of_sources(tmp_path, {"mod.A.m": None, "mod.A.n": None, "mod.B.m": None}) == {
+        "mod.A.m": "a, /, b, c=, *d, e, f=, **g",
+        "mod.A.n": None,
+        "mod.B.m": None,
+    }
 
 
 def test_every_kind_of_parameter_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,11 +181,3 @@ def methods_of_vllm() -> set[str]:
         if inspect.isclass(owner):
             names |= {each for each, value in vars(owner).items() if inspect.isfunction(value)}
     return names | {"forward"}
-
-
-def test_the_command_records_a_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signatures, "FILE", tmp_path / "signatures.json")
-    monkeypatch.setattr(signatures, "TABLE", {"0.1": dict.fromkeys(TABLE["0.32"])})
-    monkeypatch.setattr(vllm, "__version__", "0.32.9+cpu")
-    signatures.record_installed()
-    assert json.loads((tmp_path / "signatures.json").read_text())["0.32"] == TABLE["0.32"]
