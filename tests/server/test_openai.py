@@ -26,6 +26,7 @@ import genrt
 from genrt.engines.vllm.engine import VLLMEngine
 from genrt.errors import InvalidRequest
 from genrt.lm import AsyncLM
+from genrt.runtime.answers import AnsweringEngine
 from genrt.server import Server, serving
 from genrt.server.client import RuntimeClient
 from genrt.server.openai import HONOURED, front_end_options, options_of
@@ -539,10 +540,9 @@ async def test_a_text_that_another_engine_begins_anew_goes_on_where_it_was(
     pending = asyncio.ensure_future(anext(outputs))
     await until(lambda: lm.statistics().engine.requests, lm)
 
-    def begin_anew(_: object) -> None:
-        engine, batcher = cast("VLLMEngine", lm._thread.engine), lm._thread.batcher
-        under_way = [*engine._in_progress.values(), *engine._texts.waiting]
-        engine.cancel([each for each in under_way if each in batcher._entries])
+    def begin_anew(answering: AnsweringEngine) -> None:
+        batcher = lm._thread.batcher
+        answering.cancel([*batcher._entries])
         batcher.resume()
 
     while True:
@@ -656,7 +656,7 @@ async def test_a_body_that_the_front_end_would_be_busy_with_is_refused(
     client: openai.AsyncOpenAI,
 ) -> None:
     async with httpx.AsyncClient(base_url=str(client.base_url), timeout=60) as http:
-        chat, item = "chat/completions", "no item of a response"
+        chat, item = "chat/completions", "not an item of a response"
         given: list[tuple[str, str, list[Any], str]] = [
             (chat, "messages", [{}] * 5000, "over 4096 members"),
             (chat, "messages", [1] * 100_000, "over 4096 members"),
