@@ -147,7 +147,7 @@ def test_of_more_rows_than_there_is_room_for_the_last_are_copied_and_no_others(
         copied.append(len(rows))
         return separate_copies(rows)
 
-    monkeypatch.setattr("genrt.runtime.cache.apart", counted)
+    monkeypatch.setattr("genrt.runtime.cache.separate_copies", counted)
     cache = RowCache(32)
     cache.put_all({request: row(4) for request in (A, B, C)})
     assert [request in cache for request in (A, B, C)] == [False, True, True]
