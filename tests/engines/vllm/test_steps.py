@@ -146,7 +146,7 @@ async def test_closing_others_stops_no_step_ahead(runtimes: Runtimes) -> None:
         each.append((await each.draw(seed=0)).token_ids)
         each.append((await each.draw(seed=1)).token_ids)
     populations = begun(lm, COUNT)
-    for step in range(8):
+    for step in range(12):
         await all_the_same(populations, quiet, seed=100 * step)
     before, kept = lm.statistics().engine.speculated, [[*each] for each in old]
     for step, each in enumerate(old):
