@@ -12,6 +12,8 @@ message that has them. ``splice_turn`` makes the prompt begin with them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 from argparse import Namespace
 from collections.abc import (
     Awaitable,
@@ -34,6 +36,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.openai.responses.utils import construct_chat_messages_with_tool_call
 from vllm.exceptions import GenerationError
 from vllm.lora.request import LoRARequest
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -240,13 +243,17 @@ def _check_response(data: bytes, bodies: Bodies) -> None:
     """Raise InvalidRequest as ``check_front_end_body`` does, and for the first wrong item: vLLM would
     write hundreds of errors for each."""
     found = check_front_end_body(data, bodies)
+    if found is None:
+        with contextlib.suppress(ValueError, RecursionError):  # the front end refuses these
+            found = json.loads(data)
     items = found.get("input") if isinstance(found, dict) else None
     for place, item in enumerate(items if isinstance(items, list) else ()):
         written = json_bytes(item)
         if written.count(b"[") + written.count(b"{") > 1000:
             raise InvalidRequest(f"input[{place}] has over 1000 lists and objects: send fewer")
         try:
-            ResponsesRequest.model_validate({"input": [item]})
+            parsed = ResponsesRequest.model_validate({"input": [item]})
+            construct_chat_messages_with_tool_call(parsed.input)  # fails for refusals
         except Exception as error:
             message = f"input[{place}] is not an item of a response: see OpenAI's API"
             raise InvalidRequest(message) from error

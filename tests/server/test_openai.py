@@ -652,6 +652,16 @@ async def test_pages_of_allowed_origins_may_ask_with_the_key(lm: AsyncLM) -> Non
         assert found.headers.get_list("access-control-allow-origin") == [page]
 
 
+REFUSAL = {
+    "type": "message",
+    "id": "a",
+    "role": "assistant",
+    "status": "completed",
+    "content": [{"type": "refusal", "refusal": "no"}],
+}
+"""An item whose content has no text."""
+
+
 async def test_a_body_that_the_front_end_would_be_busy_with_is_refused(
     client: openai.AsyncOpenAI,
 ) -> None:
@@ -665,6 +675,8 @@ async def test_a_body_that_the_front_end_would_be_busy_with_is_refused(
             ("responses", "input", [ASKED[0]] * 100 + [{}], item),
             ("responses", "input", [{"role": "user", "content": [{}] * 40}], item),
             ("responses", "input", [{"role": "user", "content": [{}] * 2000}], "over 1000"),
+            ("responses", "input", [REFUSAL], item),
+            ("responses", "input", [REFUSAL | {"content": []}], item),
         ]
         headers = {"authorization": f"Bearer {KEY}"}
         for path, name, members, message in given:
