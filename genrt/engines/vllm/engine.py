@@ -475,7 +475,7 @@ class VLLMEngine:
         del self._steps, self.weights  # they refer to the core
         self._adapters.close()
         self._texts.forget([*self._in_progress])
-        self._in_progress.clear()
+        self._in_progress.close()
         self._positions.stop()
         self._store = RowStore()
         self._llm_engine = self._core = None

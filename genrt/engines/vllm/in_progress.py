@@ -199,3 +199,8 @@ class CoreRequests(dict[str, Purpose]):
             if end.error is not None and isinstance(end.request, PopulationDraw)
         ]
         return [each for each, request in self.items() if request in failed] if failed else []
+
+    def close(self) -> None:
+        """Drop all requests and the reference to vLLM's core."""
+        self.clear()
+        self._core = None

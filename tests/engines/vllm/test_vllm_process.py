@@ -122,10 +122,10 @@ HALF_MADE = (
 def refuses(*positional, **named):
     raise genrt.EngineFailed("no samples here")
 
-made, engine.Samples = engine.Samples, refuses
+made, engine.VLLMTexts = engine.VLLMTexts, refuses
 try:""",
     )
-    .replace("with genrt", "engine.Samples = made\nwith genrt")
+    .replace("with genrt", "engine.VLLMTexts = made\nwith genrt")
 )
 
 
