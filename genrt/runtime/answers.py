@@ -222,14 +222,15 @@ class AnsweringEngine:
     def _refused(self, new: dict[Request, _Row | None]) -> list[Finished]:
         """Remove from ``new`` the requests that the engine was told to forget and may still hold; return
         their ends, and those of their readers."""
-        ends: list[Finished] = []
+        ends: dict[Request, Finished] = {}  # a population may read several of these rows
         for request, error in self._still_held(new).items():
             row = new.pop(request)
             concerned: list[Request] = [] if row is None else [*row.readers]
             if row is None or row.is_asked:
                 concerned.append(request)
-            ends += [Finished(each, error=error) for each in concerned]
-        return ends
+            for each in concerned:
+                ends.setdefault(each, Finished(each, error=error))
+        return [*ends.values()]
 
     def step(self, tell: Callable[[Sequence[Finished]], object] | None = None) -> list[Finished]:
         """Step as the Engine protocol says, and answer the reads of the step's rows. Ends that ``tell``

@@ -387,8 +387,8 @@ class Batcher:
             return self._make_ready(entries)
         asking = self._loop(loop)
         if asking.gathered is None:
+            loop.call_soon(self._look_for_more, loop, asking, 0)  # first: it may be interrupted
             asking.gathered, asking.weight, asking.questions, asking.passes = {}, 0, 0, 0
-            loop.call_soon(self._look_for_more, loop, asking, 0)
         asking.questions += 1
         self._gathering[asking] = None
         for entry in entries:
@@ -915,10 +915,11 @@ class Batcher:
         """End every request of these adapters with the adapter's error."""
         if not lost:
             return
+        answered: list[Waiter] = []
         with self.lock:
             for waiter in [*self._in_line()]:
                 if any(request.adapter in lost for request in waiter.requests):
-                    self._enter(waiter, [])  # whatever the bounds: it fails below and is never sent
+                    self._enter(waiter, answered)  # whatever the bounds: it fails below, unsent
             named = [each for each in self._entries.values() if each.request.adapter in lost]
             queued = [entry for entry in named if not entry.in_flight]
             for entry in queued:
@@ -928,6 +929,7 @@ class Batcher:
         errors = [lost[cast("Adapter", entry.request.adapter)] for entry in named]
         ends = zip(named, errors, strict=True)
         self._settle([Finished(entry.request, error=error) for entry, error in ends])
+        deliver(zip(answered, outcomes(answered), strict=True))
 
     @property
     def is_closed(self) -> bool:

@@ -28,7 +28,7 @@ from genrt.runtime import answers
 from genrt.runtime.cache import RowCache
 from genrt.testing import check_engine
 from genrt.tokens.sampling import Draw, TopLogprobs
-from tests.scripted import Answers, ScriptedEngine, expected_row, logprobs, sample
+from tests.scripted import Answers, ScriptedEngine, expected_row, logprobs, population_of, sample
 
 A, B = logprobs(1), logprobs(2)
 VOCAB_SIZE = ScriptedEngine.vocab_size
@@ -268,6 +268,16 @@ def test_an_engine_that_could_not_forget_is_told_again_before_it_is_asked_again(
     ends = drain(engine, 4)
     assert set(ends) == {draw(A, 5), sample(1), draw(B), logprobs(9)}
     assert all(end.error is None for end in ends.values())
+
+
+def test_a_population_of_rows_that_an_engine_can_not_forget_fails_once() -> None:
+    scripted = Forgetful(NO, NO)
+    engine = answering(scripted)
+    engine.submit([draw(A), draw(B)])
+    engine.cancel([draw(A), draw(B)])
+    population = population_of(A, B)
+    engine.submit([population])
+    assert [end.request for end in engine.ready()] == [population]
 
 
 def test_who_asks_what_an_engine_can_not_forget_fails_alone() -> None:

@@ -296,7 +296,8 @@ class CheckedEngine(SimulatedEngine):
         if isinstance(error, NotFinite):
             return self._is_poisoned(request)
         held = self.unforgotten.get(request.row if isinstance(request, ReadRequest) else request)
-        return held is not None and held in (error, error.__cause__)
+        # A later refusal, by its rows of others, may have replaced the one that it ended in.
+        return held is not None and self.raised(error.__cause__ or error)
 
     def _begin(self, request: LogprobsRequest) -> None:
         self._residents.start(request.adapter, request.packed)
