@@ -323,14 +323,19 @@ class Batcher:
     def _must_wait(self, waiter: Waiter) -> bool:
         """Return whether a question has to wait in line: it takes room, and there is none, or others
         have waited longer. Binds it to the present weights. Under the lock."""
-        requests, version = waiter.requests, self.weights_version
-        if requests and requests[0].weights_version != version:
-            waiter.requests = requests = [each.of_weights(version) for each in requests]
-        if waiter.flow is not None:
-            waiter.flow.weights_version = version
+        self._bind_to_weights(waiter)
+        requests = waiter.requests
         if not self._line and (not self._queued or self._fits(requests)):
             return False
         return not all(each in self._entries or each in self._cache for each in requests)
+
+    def _bind_to_weights(self, waiter: Waiter) -> None:
+        """Have a question, and its stream, be about the present weights. Under the lock."""
+        version = self.weights_version
+        if waiter.requests and waiter.requests[0].weights_version != version:
+            waiter.requests = [each.of_weights(version) for each in waiter.requests]
+        if waiter.flow is not None:
+            waiter.flow.weights_version = version
 
     def _fits(self, requests: Sequence[Request]) -> bool:
         weight, nbytes = _size(requests)
@@ -575,11 +580,7 @@ class Batcher:
         self._line.move_to_end(waiter.client)
         self._leave_line(waiter)
         waiter.missing = 0
-        version = self.weights_version
-        if waiter.requests and waiter.requests[0].weights_version != version:
-            waiter.requests = [each.of_weights(version) for each in waiter.requests]
-        if waiter.flow is not None:
-            waiter.flow.weights_version = version
+        self._bind_to_weights(waiter)
         self._make_ready(self._register(waiter))
         if not waiter.missing:
             self._forget_waiter(waiter)
