@@ -358,20 +358,20 @@ class Batcher:
                 continue
             entry = entries.get(request)
             if entry is None:
+                waiter.missing += 1  # first: an interrupt after it has the waiter leave its entry
                 entries[request] = entry = Entry(request, {waiter: [place]}, waiter.flow)
                 self._queued += weight
                 self._queued_bytes += request.nbytes
                 if (adapter := request.adapter) is not None:
                     self._bound[adapter] += 1
                 send.append(entry)
-                waiter.missing += 1
                 continue
             counted["deduplicated"] += weight
             if waiter in entry.waiters:
                 entry.waiters[waiter].append(place)
                 continue
-            entry.waiters[waiter] = [place]
             waiter.missing += 1
+            entry.waiters[waiter] = [place]
             self._withdrawn.pop(entry, None)
             if not entry.in_flight and entry not in self._ready:
                 send.append(entry)
@@ -437,11 +437,12 @@ class Batcher:
             self._send_gathered(asking)
 
     def _send_gathered(self, asking: _Loop) -> bool:
+        added = self._make_ready(asking.gathered or ())
+        # After they are ready: an interrupt in between sends them once more, which changes nothing.
+        if asking.gathered:
+            asking.gathered, asking.weight = {}, 0
         self._gathering.pop(asking, None)
-        if not asking.gathered:
-            return False
-        entries, asking.gathered, asking.weight = asking.gathered, {}, 0
-        return self._make_ready(entries)
+        return added
 
     def _make_ready(self, entries: Iterable[Entry]) -> bool:
         """Have entries sent, but those without waiters or sent already; return whether there are any.

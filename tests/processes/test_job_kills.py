@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from genrt.generation.journal import FORMAT
 from tests.children import ROOT, environment
 from tests.generation.job_cases import lines_of, rows, write_rows
 
@@ -104,7 +105,7 @@ def test_a_job_that_is_killed_again_and_again_is_finished(tmp_path: Path) -> Non
     again = len(asked) - ROWS
     assert again <= killed * 2 * CONCURRENCY, f"seed {seed}: {again} rows were asked again"
     assert sorted(tmp_path.glob(".*")) in ([], [tmp_path / ".out.jsonl.lock"])
-    assert json.loads((tmp_path / "out.jsonl.job.json").read_bytes())["format"] == 2
+    assert json.loads((tmp_path / "out.jsonl.job.json").read_bytes())["format"] == FORMAT
 
 
 @pytest.mark.proof
