@@ -14,7 +14,7 @@ from genrt.engines.protocol import Engine
 from genrt.engines.remote.connection import ServerConnection
 from genrt.engines.remote.engine import RemoteEngine
 from genrt.errors import EngineFailed, InvalidRequest
-from genrt.numbers import check_int, named
+from genrt.numbers import check_int, check_timeout, named
 from genrt.populations import Population, PopulationRuntime, Prompts, begin, draw_batch
 from genrt.questions.completions import Completion, GenerateOptions, SampleOptions, TurnOptions
 from genrt.questions.contexts import TokenIds, check_contexts, check_seed, nonces_of
@@ -35,7 +35,13 @@ from genrt.questions.scores import (
     score_requests,
     text_requests,
 )
-from genrt.runtime.ask import Asker, blocking_chunks, blocking_question, blocking_stream
+from genrt.runtime.ask import (
+    Asker,
+    asked_in_turn,
+    blocking_chunks,
+    blocking_question,
+    blocking_stream,
+)
 from genrt.runtime.cache import RowCache
 from genrt.runtime.concurrency import blocking_twin
 from genrt.runtime.owner import EngineOwner
@@ -99,7 +105,6 @@ class AsyncLM(EngineOwner):
         self._asker = asker = Asker(thread, self._adapters)
         self._ask, self._ask_sync = asker.ask, asker.ask_sync
         self._stream, self._stream_sync = asker.stream, asker.stream_sync
-        self._chunks, self._chunks_sync = asker.chunks, asker.chunks_sync
         self._draw_from(seed)
 
     @classmethod
@@ -301,9 +306,9 @@ class AsyncLM(EngineOwner):
         here, all else on the way.
         """
         own = self._limits, token_ids, start, chunk, self._adapters.bound(adapter)
-        return self._chunks(
-            row_chunks(*own, in_one=self._thread.capabilities.scores_rows), timeout=timeout
-        )
+        check_timeout(timeout)
+        chunks = row_chunks(*own, in_one=self._thread.capabilities.scores_rows)
+        return asked_in_turn(self._ask, chunks, timeout)
 
     def population(
         self, prompt: Prompts, n: int | None = None, *, adapter: str | None = None

@@ -388,9 +388,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "runtime.answers",
         "test_population_answers.py",
         (
-            "FoundRows.__init__",
+            "_FoundRows.are_whole",
             "a population waits for a row as often as it is in it",
-            Swap("len(self.distinct)", "len(asked)"),
+            Swap("len(self.distinct)", "len(self.wanted)"),
         ),
     ),
     *breaks(
@@ -413,7 +413,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "EngineThread._open",
             "after a restart the adapters are gone",
-            Drop("self._batcher.fail"),
+            Drop("answering.reload_adapters"),
         ),
         (
             "EngineThread._end",

@@ -23,15 +23,15 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from genrt.engines.adapters import Adapters
 from genrt.engines.protocol import Capabilities, Engine, EngineStatistics, ReplicaStatistics
-from genrt.engines.weights import KeptWeights, Sleeping, weights_of
+from genrt.engines.weights import KeptWeights
 from genrt.errors import WAS_CLOSED, Closed, EngineDied, EngineFailed, GenrtError
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.sequences import SequenceHandle
-from genrt.runtime.answers import AnsweringEngine, KeptPrefixes
+from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.batcher import Batcher, Hold
 from genrt.runtime.cache import RowCache
 from genrt.runtime.lifecycle import Lifecycle
@@ -133,7 +133,7 @@ class EngineThread:
     ) -> None:
         self.adapters = Adapters()
         self.weights = KeptWeights()
-        self.prefixes = KeptPrefixes()
+        self.prefixes: dict[LogprobsRequest, None] = {}
         self.restarts = restarts
         self.nonce = secrets.token_hex(8)
         self._process = os.getpid()
@@ -155,7 +155,7 @@ class EngineThread:
             max_queued_bytes=max_queued_bytes,
             wake=self._wake,
         )
-        self._lifecycle = Lifecycle(self._batcher)
+        self._lifecycle = Lifecycle(self._batcher, self)
         self._finalizer: weakref.finalize[..., object] | None = None
         self._make_thread = make_thread
         self._thread = make_thread(self.round, self.close)
@@ -271,7 +271,7 @@ class EngineThread:
             Closed: in a forked child.
         """
         for each in list(self.prefixes) if prefix is None else [prefix]:
-            self.prefixes.discard(each)
+            self.prefixes.pop(each, None)
             self.call(lambda answering, each=each: answering.release(each))  # type: ignore[misc]
 
     def give_back(self, asked: Sequence[SequenceHandle]) -> None:
@@ -403,26 +403,13 @@ class EngineThread:
         self._call_deferred()
         try:
             self.weights.reload(engine)
-            self._batcher.fail(answering.reload_adapters())
-            self._sleep_again(answering)
+            answering.reload_adapters()
+            self._lifecycle.sleep_again(answering)
         except BaseException:
             answering.close()
             raise
         self._answering = answering
         return answering
-
-    def _sleep_again(self, answering: AnsweringEngine) -> None:
-        """Put an engine to sleep that replaces one that slept: others use its device's memory."""
-        lifecycle = self._lifecycle
-        if not lifecycle.asleep:
-            return
-        weights = cast("Sleeping", weights_of(answering.engine))
-        is_whole = "weights" in lifecycle.asleep
-        answering.begin_update()
-        weights.sleep(lifecycle.level if is_whole else 1)
-        if not is_whole:
-            weights.wake_up(frozenset({"weights"}))
-        lifecycle.slept_again()
 
     def _serve(self, answering: AnsweringEngine) -> float:
         """Run the calls that wait, and a turn if one is due; return the seconds without work."""

@@ -55,7 +55,6 @@ from genrt.runtime.batcher import DROPPED, Hold, Pending
 from genrt.runtime.cache import RowCache
 from genrt.runtime.concurrency import AT_ONCE_BYTES, Turns, aside, follow
 from genrt.runtime.lifecycle import check_pending
-from genrt.runtime.pauses import Pauses
 from genrt.runtime.thread import EngineThread
 
 __all__ = ["Transfers", "Update", "UpdateOptions", "WeightUpdates", "WeightsSource"]
@@ -92,11 +91,10 @@ class UpdateOptions(TypedDict, total=False):
 class WeightUpdates:
     """Replaces the weights of one runtime, whatever engine it has. Safe from any thread."""
 
-    def __init__(self, thread: EngineThread, cache: RowCache, pauses: Pauses) -> None:
+    def __init__(self, thread: EngineThread, cache: RowCache) -> None:
         self.thread = thread
         self.cache = cache
         self.turns = Turns()
-        self._pauses = pauses
 
     async def update(
         self,
@@ -172,7 +170,7 @@ class WeightUpdates:
 
     def check_awake(self) -> None:
         """Raise InvalidRequest if the weights sleep."""
-        self._pauses.check_awake("weights")
+        self.thread.lifecycle.check_awake("weights")
 
     async def called(self, function: Callable[[AnsweringEngine], T], *, owner: object = None) -> T:
         """Return the result of a call on the engine's thread, exclusively if it is the owner's."""

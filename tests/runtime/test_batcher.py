@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from genrt.engines.protocol import Finished
-from genrt.errors import Closed, EngineDied, EngineFailed, NotFinite, OutOfMemory
+from genrt.errors import Closed, EngineDied, EngineFailed, NotFinite, OutOfMemory, UnknownAdapter
 from genrt.questions.contexts import Adapter
 from genrt.questions.draws import DrawToken
 from genrt.questions.reads import ReadRequest
@@ -1396,8 +1396,8 @@ async def test_a_withdrawn_request_no_longer_holds_its_adapter(by_hand: Make) ->
 
 
 @pytest.mark.promise(number=30)
-@pytest.mark.parametrize("where", ["in flight", "ready", "gathering", "waiting for room"])
-async def test_whatever_is_bound_to_a_lost_adapter_fails_wherever_it_is(
+@pytest.mark.parametrize("where", ["ready", "gathering", "waiting for room"])
+async def test_a_question_for_a_lost_adapter_fails_wherever_it_waits(
     by_hand: Make, where: str
 ) -> None:
     bound = logprobs(1, adapter=OLD)
@@ -1406,20 +1406,14 @@ async def test_whatever_is_bound_to_a_lost_adapter_fails_wherever_it_is(
     hand.load(OLD)
     kept, lost = hand.ask(A), hand.ask(bound)
     await passes(1 if where == "gathering" else 5)
-    if where == "in flight":
-        hand.turn()
-        hand.engine.in_progress.pop(bound)
-    hand.batcher.fail({OLD: EngineFailed("lost")})
-    await passes()
-    with pytest.raises(EngineFailed, match="lost"):
-        await lost
+    hand.answering._adapters.lose(OLD, LookupError("a rank"))
     await hand.finish()
+    with pytest.raises(UnknownAdapter, match="lost"):
+        await lost
     assert right([A], await kept)
     assert hand.batcher.statistics().failed == 1
-    hand.dropped = where != "in flight"
-    hand.batcher.retire(OLD)
-    hand.turn()
-    assert hand.engine.removed == [OLD], "nothing is bound to it any more"
+    assert not hand.batcher._bound, "nothing is bound to it any more"
+    hand.dropped = 1
 
 
 # -- what it says of itself -------------------------------------------------------------------

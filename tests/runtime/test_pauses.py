@@ -131,7 +131,7 @@ async def test_a_pause_that_is_resumed_before_it_begins_says_so_and_holds_nobody
     lm: AsyncLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever comes first to the engine's thread."""
-    pauses = lm._pauses
+    pauses = lm._thread.lifecycle
     original = pauses._called
 
     async def late(function: Any) -> Any:

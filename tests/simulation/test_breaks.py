@@ -180,22 +180,21 @@ def answers_without_a_forward_take_the_place_of_a_step(patch: Patch) -> None:
 
 
 def what_needs_no_forward_ends_the_turn(patch: Patch) -> None:
-    turn, sent = Batcher.turn, Batcher._submit
+    turn, settle = Batcher.turn, Batcher._settle
 
     class Over(Exception):
         """The turn."""
 
-    def sent_so(self: Batcher, engine: Any, flush: Sequence[Request]) -> Sequence[Finished]:
-        if ends := sent(self, engine, flush):
-            self._settle(ends)
+    def settle_so(self: Batcher, ends: Sequence[Finished], *, stepped: bool = False) -> None:
+        settle(self, ends, stepped=stepped)
+        if ends and not stepped:
             raise Over
-        return ends
 
     def turn_so(self: Batcher, engine: Any) -> None:
         with contextlib.suppress(Over):
             turn(self, engine)
 
-    patch.setattr(Batcher, "_submit", sent_so)
+    patch.setattr(Batcher, "_settle", settle_so)
     patch.setattr(Batcher, "turn", turn_so)
 
 
@@ -325,12 +324,12 @@ def texts_without_a_seed_share_one_draw(patch: Patch) -> None:
 
 
 def deltas_go_to_the_next_reader(patch: Patch) -> None:
-    tell = Streams.tell
+    deliver = Streams.deliver
 
-    def tell_so(self: Streams, progress: Any) -> None:
-        tell(self, lambda streamed: [*(deltas := progress(streamed))[1:], *deltas[:1]])
+    def deliver_so(self: Streams, progress: Any) -> None:
+        deliver(self, lambda streamed: [*(deltas := progress(streamed))[1:], *deltas[:1]])
 
-    patch.setattr(Streams, "tell", tell_so)
+    patch.setattr(Streams, "deliver", deliver_so)
 
 
 def a_delta_is_lost_now_and_then(patch: Patch) -> None:

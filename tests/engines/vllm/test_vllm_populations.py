@@ -109,14 +109,14 @@ class Turns:
         self.oracle = oracle
         self.ends: dict[Request, Finished] = {}
         self.went_on = 0
-        take = self.answering._populations.go_on
+        take = self.answering._continue_by_number
 
         def go_on(populations: Sequence[PopulationDraw]) -> dict[Request, None]:
             taken = take(populations)
             self.went_on += len(taken)
             return taken
 
-        self.answering._populations.go_on = go_on  # type: ignore[method-assign]
+        self.answering._continue_by_number = go_on  # type: ignore[method-assign]
 
     def submit(self, *requests: Request) -> None:
         self.answering.submit(requests)
@@ -196,9 +196,8 @@ def checked(engine: VLLMEngine, oracle: Oracle) -> Iterator[Turns]:
 
     turns = Turns(engine, remembered)
     yield turns
-    answers = turns.answering._populations
-    assert not answers.found
-    assert not answers.going_on
+    assert not turns.answering._found
+    assert not turns.answering._by_number
     assert not engine._in_progress
     assert not engine._populations
     assert not engine._adapters._users
