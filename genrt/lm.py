@@ -1,9 +1,9 @@
-"""AsyncLM: a language model that users ask. ``runtime/__init__.py`` has the way of a request."""
+"""AsyncLM: the language model of users. ``runtime/__init__.py`` has the way of a request."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack, cast
 
@@ -56,25 +56,24 @@ __all__ = ["AsyncLM", "ConnectOptions"]
 T = TypeVar("T")
 
 MAX_QUEUED, MAX_QUEUED_BYTES = 2**16, 2**30
-"""The bounds of the queue of a connected runtime, as ``genrt.load`` has them by default."""
+"""The bounds of a connected runtime's queue, as the defaults of ``genrt.load``."""
 
 
 class ConnectOptions(TypedDict, total=False):
-    """The options of ``AsyncLM.connect``, which returns a runtime over one that a genrt server serves.
+    """The options of ``AsyncLM.connect``, which returns a runtime over the runtime of a genrt server.
 
-    It answers as one that was loaded: what is asked concurrently is sent together, one HTTP call for a
-    flush, and rows are cached here. Draws, scores and populations are answered over there, and little
-    travels; rows travel whole. Samples and texts are drawn here, from a row for each token: for long ones
-    use the server's OpenAI routes. Its adapters are those of the server at this moment; others cannot be
-    added from here. The url is ``http://`` or ``https://``, with nothing or ``/v1`` at its end.
+    Concurrent questions travel in one HTTP call for a flush, and rows are cached here. Draws, scores and
+    populations are answered by the server; rows travel whole. Samples and texts are drawn here, from a
+    row for each token: for long texts use the server's OpenAI routes. Adapters are the server's present
+    ones; others cannot be added. The url is ``http://`` or ``https://``, with or without ``/v1``.
 
     Attributes:
         api_key: the server's key.
-        timeout: seconds without a byte from the server after which it counts as dead; by default 600.
-        cache_bytes: the bound of the row cache; by default 256 MiB, and 0 is no cache.
-        restart: ``"auto"`` connects once more to a server that was lost, and asks it the unanswered
-            questions; without it every later call raises the reason, until ``AsyncLM.restart``.
-        seed: as ``genrt.load`` has it.
+        timeout: the maximum seconds without a byte from the server; by default 600.
+        cache_bytes: the bound of the row cache; by default 256 MiB; 0 disables it.
+        restart: ``"auto"`` reconnects to a lost server and asks it the unanswered questions again;
+            otherwise every later call raises the reason, until ``AsyncLM.restart``.
+        seed: as in ``genrt.load``.
     """
 
     api_key: str | None
@@ -87,15 +86,14 @@ class ConnectOptions(TypedDict, total=False):
 class AsyncLM(EngineOwner):
     """A language model that answers many concurrent questions in few engine calls.
 
-    Made by ``load``, ``aload`` or ``connect``. Every ``await`` works on any event loop, in any thread,
-    and every method with a ``_sync`` twin works anywhere, inside a running loop (a notebook's) too. A
-    context manager both ways; leaving it closes the runtime.
+    ``load``, ``aload`` and ``connect`` make it. Every ``await`` works on any event loop in any thread,
+    and every ``_sync`` twin works anywhere, also inside a running loop such as a notebook's. A context
+    manager both ways; leaving it closes the runtime.
 
-    Cancelling an await withdraws that question alone: it did not happen, and nobody else notices. So
-    does ``timeout=``, which every question takes: seconds, after which it raises ``TimedOut``. While the
-    queue is full (``load``'s ``max_queued_requests``), a question waits for room.
-    Whatever is asked after ``close`` raises ``Closed``, a batch of nothing too, and so does what was
-    still waiting. Wrong arguments of a batch raise whether there is anything in it or not.
+    Cancelling an await withdraws only that question. So does ``timeout=``, which every question takes, in
+    seconds; it raises ``TimedOut``. A question waits while the queue is full (``load``'s
+    ``max_queued_requests``). After ``close`` every question raises ``Closed``, also waiting ones and
+    empty batches. Wrong arguments raise for empty batches too.
     """
 
     def __init__(
@@ -109,21 +107,33 @@ class AsyncLM(EngineOwner):
 
     @classmethod
     async def connect(cls, url: str, **options: Unpack[ConnectOptions]) -> Self:
-        """Return a runtime over the one that a genrt server serves at ``url``; see ``ConnectOptions``.
-        Raises EngineDied if it cannot be reached, EngineUnsupported if it is none; InvalidRequest."""
-        return await _connected(cls, url, options)
+        """Return a runtime over a genrt server's at ``url``; see ``ConnectOptions``. Cancelling abandons
+        the connection.
+
+        Raises:
+            TypeError: an option is unknown. InvalidRequest: an option is out of range.
+            EngineDied: the server cannot be reached, or refuses the key.
+            EngineUnsupported: it is not a genrt server of this version.
+        """
+        thread, cache = _connecting(url, **options)
+        try:
+            engine = await asyncio.wrap_future(thread.opened)
+            return cls(thread, cache, engine, seed=options.get("seed"))
+        except BaseException:
+            thread.close(wait=False)
+            raise
 
     def _draw_from(self, seed: int | None) -> None:
-        """Have what is asked without a seed be drawn from this one."""
+        """Draw questions without a seed from this one."""
         self._nonces = nonces_of(seed)
         own = self._limits, self._adapters, self._nonces
         self._texts = Texts(self._thread, *own)
         self._populations = PopulationRuntime(self._thread, self._asker, *own)
 
     def _of_seed(self, seed: int) -> Self:
-        """Return this runtime, equal to itself, with a seed of its own."""
+        """Return an equal runtime with its own seed."""
         own = object.__new__(type(self))
-        vars(own).update(vars(self), _whole=self)  # which closes when it is garbage
+        vars(own).update(vars(self), _whole=self)  # the whole closes when it is garbage
         own._draw_from(seed)
         return own
 
@@ -139,14 +149,14 @@ class AsyncLM(EngineOwner):
     ) -> torch.Tensor:
         """Return the row after ``token_ids``: float32 ``[vocab_size]``, ``logsumexp == 0``.
 
-        It is on ``self.device``, or on the host with ``device="cpu"``: from a GPU, the rows of a step
-        are moved there together, through pinned memory. The tensor is the caller's own. Concurrent
-        questions are answered together, equal ones once.
+        It is on ``self.device``, or on the host with ``device="cpu"``; the rows of a GPU's step move
+        there together, through pinned memory. The caller owns the tensor. Concurrent questions are
+        answered together, equal ones once.
 
         Raises:
-            InvalidRequest: token ids that are no ints in range, or none; ContextTooLong, UnknownAdapter.
-            EngineFailed: the engine step failed (OutOfMemory: for this request alone), or this row is not
-                finite (NotFinite).
+            InvalidRequest: the token ids are empty or out of range; ContextTooLong, UnknownAdapter.
+            EngineFailed: the engine's step failed (OutOfMemory: for this request alone), or this row is
+                not finite (NotFinite).
             TimedOut: there was no answer within ``timeout`` seconds.
             Closed: the runtime is closed.
         """
@@ -165,8 +175,7 @@ class AsyncLM(EngineOwner):
     ) -> torch.Tensor:
         """Return the rows after ``contexts``, in order: float32 ``[len(contexts), vocab_size]``.
 
-        One question with one future, however many contexts; raises and cancels as
-        ``next_token_logprobs`` does, for the whole batch, and for one of no contexts too."""
+        One question for the whole batch; raises and cancels as ``next_token_logprobs``."""
         bound, moves = self._adapters.bound(adapter), must_move(device, self.device)
         rows = [row_request(self._limits, each, bound) for each in check_contexts(contexts)]
         requests = [host_row(row) for row in rows] if moves else rows
@@ -175,7 +184,7 @@ class AsyncLM(EngineOwner):
             return cast("torch.Tensor", found[0])
         return torch.empty(0, self.vocab_size, device="cpu" if moves else self.device)
 
-    # -- what is read from rows, without moving or keeping them -------------------------------
+    # -- reads of rows, without moving or caching them ------------------------------------------
 
     async def draw(
         self,
@@ -189,22 +198,22 @@ class AsyncLM(EngineOwner):
     ) -> Draw:
         """Draw one token from the row after ``token_ids``, restricted to ``mask``, with its weight.
 
-        The result's ``logprob`` is the log-probability with which the token was drawn, and ``log_mass``
-        is ``logsumexp(row[mask])``, of the row itself whatever the temperature: at temperature 1 the
-        incremental log importance weight. At another, the weight is ``row[token_id] - logprob``. No mass
-        under the mask is a dead end and no error: token -1, ``log_mass`` -inf. Concurrent draws are
-        batched, on the engine's device; those after equal contexts share a row, which may be the cache's.
+        The result's ``logprob`` is the log-probability of the draw, and ``log_mass`` is
+        ``logsumexp(row[mask])`` of the row itself, at any temperature: at temperature 1 the incremental
+        log importance weight. At another temperature, the weight is ``row[token_id] - logprob``. A mask
+        without mass is a dead end, not an error: token -1, ``log_mass`` -inf. Concurrent draws are
+        batched on the engine's device; draws after equal contexts share a row, also of the cache.
 
         Args:
-            mask: what may be drawn: bool ``[vocab_size]``; token ids as a list, a set or int64; or a
-                packed bitmask, int32 ``[ceil(vocab_size / 32)]``, as ``constraints.bitmasks`` makes.
-                ``None`` is all, and integers of any other type are refused.
+            mask: the allowed tokens: bool ``[vocab_size]``; token ids as a list, a set or int64; or a
+                packed bitmask, int32 ``[ceil(vocab_size / 32)]``, as ``constraints.bitmasks`` makes. By
+                default all; other integer types are refused.
             temperature: 0 is greedy.
-            seed: makes the draw reproducible, whatever else is in the batch; draws of equal seeds share
-                their randomness, so give each one of its own. Without one, calls are independent.
+            seed: makes the draw reproducible, whatever the batch. Draws of equal seeds share their
+                randomness. Without seeds, draws are independent.
 
         Raises:
-            InvalidRequest: a mask or parameter that fits nothing; else as ``next_token_logprobs``.
+            InvalidRequest: a mask or parameter that does not fit; otherwise as ``next_token_logprobs``.
         """
         bound, nonce = self._adapters.bound(adapter), next(self._nonces)
         request = draw_request(self._limits, token_ids, bound, nonce, mask, temperature, seed)
@@ -223,8 +232,8 @@ class AsyncLM(EngineOwner):
         """Draw after each of ``contexts``, in order, as one question; return tensors on the host.
 
         ``masks`` has a mask, or ``None``, for each context: a sequence, or the rows of a bool or packed
-        tensor. With a ``seed``, context ``i`` is drawn with seed ``seed + i``. A sampler that grows
-        the same contexts step by step is faster as a ``population``."""
+        tensor. Context ``i`` is drawn with seed ``seed + i``. A ``population`` is faster for contexts
+        that grow step by step."""
         own = contexts, masks, temperature, seed, adapter, timeout
         return await draw_batch(self._populations, self._ask, *own)
 
@@ -261,8 +270,9 @@ class AsyncLM(EngineOwner):
         adapter: str | None = None,
         timeout: float | None = None,
     ) -> torch.Tensor:
-        """Return each token's log-probability in ``continuation``, given those before it: float32
-        ``[len(continuation)]`` on the host. vLLM computes the text once; others, a row for each token."""
+        """Return the log-probability of each token of ``continuation`` after the tokens before it:
+        float32 ``[len(continuation)]`` on the host. vLLM computes the text once; other engines, a row a
+        token."""
         own = self._limits, [token_ids], [continuation], self._adapters.bound(adapter)
         requests = score_requests(*own, in_one=self._thread.capabilities.scores)
         return joined_scores(await self._ask(requests[0], timeout=timeout), requests)[0]
@@ -275,7 +285,7 @@ class AsyncLM(EngineOwner):
         adapter: str | None = None,
         timeout: float | None = None,
     ) -> list[torch.Tensor]:
-        """Return what ``score`` does of each continuation after its context, all as one question."""
+        """Return the score of each continuation after its context, as one question."""
         own = self._limits, contexts, continuations, self._adapters.bound(adapter)
         requests = score_requests(*own, in_one=self._thread.capabilities.scores)
         return joined_scores(await self._ask([*chain(*requests)], timeout=timeout), requests)
@@ -283,7 +293,7 @@ class AsyncLM(EngineOwner):
     async def prompt_logprobs(
         self, token_ids: TokenIds, *, adapter: str | None = None, timeout: float | None = None
     ) -> torch.Tensor:
-        """Return the score of a text's tokens after its first: float32 ``[len(token_ids) - 1]``."""
+        """Return the score of a text after its first token: float32 ``[len(token_ids) - 1]``."""
         own = self._limits, token_ids, self._adapters.bound(adapter)
         requests = text_requests(*own, in_one=self._thread.capabilities.scores)
         return joined_scores(await self._ask(requests[0], timeout=timeout), requests)[0]
@@ -297,13 +307,13 @@ class AsyncLM(EngineOwner):
         adapter: str | None = None,
         timeout: float | None = None,
     ) -> AsyncIterator[torch.Tensor]:
-        """Return the rows before a text's tokens from number ``start`` on, to be iterated, as a teacher
-        has them for a student: ``async for rows in …``, each float32 ``[at most chunk, vocab_size]`` on
-        ``self.device``, of 64 MiB by default. On vLLM one is computed in one forward, after those before.
+        """Iterate over the rows before a text's tokens from number ``start`` on, such as a teacher's rows
+        for a student: ``async for rows in …``, each float32 ``[at most chunk, vocab_size]`` on
+        ``self.device``, of 64 MiB by default. vLLM computes each tensor in one forward.
 
-        Each tensor is a question of its own, asked when it is wanted: ``timeout`` is for each, leaving
-        the loop leaves the rest unasked, and new weights answer those that follow. Wrong arguments raise
-        here, all else on the way.
+        Each tensor is its own question, asked when it is wanted: ``timeout`` is for each, leaving the
+        loop asks no more, and later tensors are of new weights. Wrong arguments raise here, other errors
+        in the loop.
         """
         own = self._limits, token_ids, start, chunk, self._adapters.bound(adapter)
         check_timeout(timeout)
@@ -313,9 +323,9 @@ class AsyncLM(EngineOwner):
     def population(
         self, prompt: Prompts, n: int | None = None, *, adapter: str | None = None
     ) -> Population:
-        """Return ``n`` sequences that begin with a prompt, or one for each of several prompts, to go on
-        together as arrays; nothing is computed yet. Raises InvalidRequest if these are no prompts, or
-        ``n`` is missing for one or given for several; UnknownAdapter.
+        """Return ``n`` sequences that begin with a prompt, or one for each of several prompts, as arrays;
+        computes nothing yet. Raises InvalidRequest for wrong prompts, one prompt without ``n`` or several
+        with it; UnknownAdapter.
         """
         return begin(self._populations, prompt, n, adapter)
 
@@ -328,13 +338,13 @@ class AsyncLM(EngineOwner):
         timeout: float | None = None,
         **options: Unpack[SampleOptions],
     ) -> list[int]:
-        """Draw up to ``max_tokens`` tokens one after another, by the engine's own decode loop.
+        """Draw up to ``max_tokens`` tokens in the engine's own decode loop.
 
-        ``SampleOptions`` and ``DecodingOptions`` have the options; ``max_tokens`` must be given.
+        ``SampleOptions`` and ``DecodingOptions`` have the options; ``max_tokens`` is required.
 
         Raises:
-            InvalidRequest: a parameter is out of range; ContextTooLong when the context and
-                ``max_tokens`` exceed ``max_model_len`` together; else as ``next_token_logprobs``.
+            InvalidRequest: a parameter is out of range; ContextTooLong if the context and ``max_tokens``
+                together exceed ``max_model_len``; otherwise as ``next_token_logprobs``.
         """
         requests = self._texts.samples([token_ids], options, method="sample")
         return list((await self._ask(requests, timeout=timeout))[0])
@@ -346,21 +356,21 @@ class AsyncLM(EngineOwner):
         timeout: float | None = None,
         **options: Unpack[SampleOptions],
     ) -> list[list[int]]:
-        """Sample after each of ``contexts``, in order, as one question; options as ``sample``'s. With a
-        ``seed``, context ``i`` is drawn with seed ``seed + i``, as ``sample`` would with that seed."""
+        """Sample after each of ``contexts``, in order, as one question, with the options of ``sample``;
+        context ``i`` with seed ``seed + i``."""
         requests = self._texts.samples(check_contexts(contexts), options, method="batch_sample")
         return [list(each) for each in await self._ask(requests, timeout=timeout)]
 
     async def generate(
         self, prompt: str | TokenIds, **options: Unpack[GenerateOptions]
     ) -> Completion:
-        """Draw the text after a prompt, by the engine's own decode loop.
+        """Draw the text after a prompt in the engine's own decode loop.
 
-        The prompt is a text, tokenized with the special tokens that the tokenizer puts around it, or
-        token ids as they are. ``GenerateOptions`` has the options.
+        The prompt is a text, tokenized with the tokenizer's special tokens, or token ids as they are.
+        ``GenerateOptions`` has the options.
 
         Raises:
-            InvalidRequest: an option is out of range, or the engine cannot do it; else as ``sample``.
+            InvalidRequest: an option is out of range, or the engine lacks it; otherwise as ``sample``.
         """
         requests, timeout = self._texts.requests([prompt], options)
         return cast("Completion", (await self._ask(requests, timeout=timeout))[0])
@@ -368,26 +378,25 @@ class AsyncLM(EngineOwner):
     async def batch_generate(
         self, prompts: Sequence[str | TokenIds], **options: Unpack[GenerateOptions]
     ) -> list[Completion]:
-        """Draw the text after each of ``prompts``, in order, as one question; options as ``generate``'s.
-        With a ``seed``, prompt ``i`` is drawn with seed ``seed + i``: ``[prompt] * n`` gives ``n``
-        independent texts."""
+        """Draw the text after each of ``prompts``, in order, as one question, with the options of
+        ``generate``; prompt ``i`` with seed ``seed + i``, so ``[prompt] * n`` gives independent texts."""
         requests, timeout = self._texts.requests(prompts, options)
         return list(await self._ask(requests, timeout=timeout))
 
     async def chat(
         self, messages: Sequence[Mapping[str, Any]], **options: Unpack[TurnOptions]
     ) -> Completion:
-        """Draw the assistant's next message, or the rest of one that ends the conversation; see
-        ``encode_chat`` for that, ``TurnOptions`` for the options."""
+        """Draw the assistant's next message, or the rest of its message that ends the conversation, as in
+        ``encode_chat``. ``TurnOptions`` has the options."""
         requests, timeout = self._texts.turn(messages, options)
         return cast("Completion", (await self._ask(requests, timeout=timeout))[0])
 
     def stream(self, prompt: str | TokenIds, **options: Unpack[GenerateOptions]) -> Stream:
-        """Return the text after a prompt as it is drawn, to be iterated: ``async for delta in …``.
+        """Iterate over the text after a prompt as it is drawn: ``async for delta in …``.
 
-        With the last ``Delta``, the stream's ``completion`` is there, the same as ``generate``'s. Leaving
-        the loop, or cancelling, withdraws the question; ``timeout`` is for all of it. Wrong arguments
-        raise here, all else on the way.
+        After the last ``Delta``, the stream's ``completion`` is that of ``generate``. Leaving the loop,
+        or cancelling, withdraws the question; ``timeout`` is for the whole text. Wrong arguments raise
+        here, other errors in the loop.
         """
         request, timeout = self._texts.streamed(self._texts.requests([prompt], options))
         return self._stream(request, timeout=timeout)
@@ -395,31 +404,31 @@ class AsyncLM(EngineOwner):
     def stream_chat(
         self, messages: Sequence[Mapping[str, Any]], **options: Unpack[TurnOptions]
     ) -> Stream:
-        """Return the assistant's next message as it is drawn: ``chat``, as a ``stream``."""
+        """Iterate over the assistant's next message as it is drawn: ``chat`` as a ``stream``."""
         request, timeout = self._texts.streamed(self._texts.turn(messages, options))
         return self._stream(request, timeout=timeout)
 
     # -- programs -----------------------------------------------------------------------------
 
     async def run(self, work: Any, *, seed: int | None = None, timeout: float | None = None) -> Any:
-        """Run a whole inference, or a program of yours, where its rows are, and return what it returns.
+        """Run an inference or a program beside the engine, and return its result.
 
         ``work`` is an inference over this runtime, whose ``run(seed)`` is awaited, or an async function,
-        which is given the runtime. With replicas it is sent to one of them, which all its questions ask,
-        and only the result comes back; else it runs here. Results are the same for a seed, up to the
-        engine's numerics. Programs that run at once are spread over the replicas. One whose replica dies
-        is run again from its beginning on another, at most twice. New weights wait until it has ended.
+        which gets the runtime. With replicas it runs in one of them, which answers all its questions, and
+        only the result comes back; otherwise here. Results are the same for a seed, up to the engine's
+        numerics. Concurrent programs are spread over the replicas. A program whose replica dies starts
+        again on another one, at most twice. New weights wait for its end.
 
-        What it holds travels with it, but for the runtime, in whose place is the replica's: functions of
-        modules that can be imported there, and, where cloudpickle is installed (vLLM brings it), any. Its
-        side effects stay there. It runs code: of this process, in processes that this one has started.
+        Its objects travel with it, with the replica's runtime in place of this one: functions of modules
+        that the replica can import, and, where cloudpickle is installed (vLLM brings it), any function.
+        Side effects stay there. Only processes that this process has started run its code.
 
         Args:
-            seed: for the inference. What a function asks without seeds is drawn from it too.
+            seed: for the inference, and for a function's questions without seeds.
 
         Raises:
-            InvalidRequest: ``work`` is neither, cannot be sent, or its result cannot be sent back.
-            EngineFailed: three replicas died with it. TimedOut, Closed; else whatever it raises.
+            InvalidRequest: ``work`` is of another kind, or it or its result cannot be sent.
+            EngineFailed: three replicas died with it. TimedOut, Closed; its own errors.
         """
         own = check_seed(seed)
         given = next(self._nonces) if own is None else own
@@ -430,25 +439,25 @@ class AsyncLM(EngineOwner):
     # -- prefixes -----------------------------------------------------------------------------
 
     async def warm_up(self, prefix: Prefix, **options: Unpack[WarmUpOptions]) -> int:
-        """Compute what many questions begin with, once, and keep it; return how many tokens that is.
+        """Compute a common prefix once and pin it; return its number of tokens.
 
-        It is a text or token ids, or the messages that begin a conversation: then what all such chats
-        share. With vLLM, rows and texts that begin with it start from there until ``cool_down``, whatever
-        else is asked. What is given up, because a question could not go on without its memory, or lost
-        with an engine, is kept again once a question that begins with it has computed it. The newest 64
-        prefixes are kept, in half of the KV cache. Other engines compute the row, and keep only that.
-        Cancelling before it is computed keeps nothing.
+        The prefix is a text, token ids, or the first messages of a conversation, of which the common part
+        of all such chats is pinned. On vLLM, rows and texts that begin with it start from there until
+        ``cool_down``. A prefix that loses its memory to a question, or with an engine, is pinned again by
+        the next question that computes it. The newest 64 prefixes are pinned, in half of the KV cache.
+        Other engines compute the row and cache it. Cancelling before the computation pins no prefix.
 
         Raises:
-            InvalidRequest: the prefix is empty, or chats share nothing; else as ``next_token_logprobs``.
+            InvalidRequest: the prefix is empty, or chats share no tokens; otherwise as
+                ``next_token_logprobs``.
         """
         request, timeout = self._texts.prefix(prefix, options)
         await self._ask((request,), timeout=timeout)
         return len(request.row)
 
     def cool_down(self, prefix: Prefix | None = None, **options: Unpack[PrefixOptions]) -> None:
-        """Keep a prefix no more that was given to ``warm_up`` with these options; without one, none at
-        all. Other prefixes are ignored. Returns at once."""
+        """Unpin a prefix of ``warm_up`` with these options, or all prefixes. Unknown ones are ignored.
+        Returns at once."""
         self._texts.release(prefix, options)
 
     # -- the same, blocking a thread; an interrupt withdraws the question -----------------------
@@ -473,25 +482,7 @@ class AsyncLM(EngineOwner):
     stream_chat_sync = blocking_stream(stream_chat)
 
 
-async def _connected(make: Callable[..., T], url: str, options: ConnectOptions) -> T:
-    """Return the runtime that ``make`` makes of a thread, a cache, an engine and a seed. Cancelling
-    abandons the connecting.
-
-    Raises:
-        TypeError: an option is unknown. InvalidRequest: one is out of range.
-        EngineDied: the server cannot be reached, or does not take the key.
-        EngineUnsupported: it is no genrt server, or one of another version.
-    """
-    thread, cache = _started(url, **options)
-    try:
-        engine = await asyncio.wrap_future(thread.opened)
-        return make(thread, cache, engine, seed=options.get("seed"))
-    except BaseException:
-        thread.close(wait=False)
-        raise
-
-
-def _started(
+def _connecting(
     url: str,
     *,
     api_key: str | None = None,
@@ -512,10 +503,10 @@ def _started(
     def open_engine() -> RemoteEngine:
         lines.clear()
         engine = RemoteEngine(url, api_key, timeout=timeout, on_connection=lines.append)
-        if engines and engine.fingerprint != engines[0].fingerprint:  # whose rows are cached
+        if engines and engine.fingerprint != engines[0].fingerprint:  # its rows are cached
             engine.close()
             raise EngineFailed(f"{url} has another model by now, or new weights: connect again")
-        # The names that the runtime knows are those of the server now.
+        # The runtime's names follow the server's.
         names = engines[0].adapters if engines else engine.adapters
         for gone in names.keys() - engine.adapters.keys():
             del names[gone]
