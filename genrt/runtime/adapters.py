@@ -79,7 +79,7 @@ class AdapterNames:
         return next((copy for each, copy in self._thread.adapters if each == adapter), None)
 
     async def add(self, name: str, path: str | os.PathLike[str]) -> Callable[[], None]:
-        """Load an adapter as ``EngineOwner.add_adapter``; return a function that removes it if the name
+        """Load an adapter as ``AsyncLM.add_adapter``; return a function that removes it if the name
         was free. The last call for a name wins. Raises InvalidRequest, InvalidAdapter."""
         directory = _checked(name, path)
         adapter = Adapter(name, next(self._versions))

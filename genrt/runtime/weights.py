@@ -101,7 +101,7 @@ class WeightUpdates:
         check_finite: bool = False,
         keep: bool | None = None,
     ) -> int:
-        """Replace the weights as ``EngineOwner.update_weights``; return the new version."""
+        """Replace the weights as ``AsyncLM.update_weights``; return the new version."""
         check_pending(pending)
         check_bool("check_finite", check_finite)
         if keep is not None:
