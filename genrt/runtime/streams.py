@@ -366,9 +366,11 @@ class Streams:
         self.by_loop: dict[asyncio.AbstractEventLoop | None, _Readers] = {}
 
     def add(self, request: Streamed, buffer: StreamBuffer[Any]) -> None:
+        """Deliver this stream's deltas from now on."""
         self.by_loop.setdefault(buffer.loop, _Readers()).buffers[request] = buffer
 
     def discard(self, request: Streamed, buffer: StreamBuffer[Any]) -> None:
+        """Stop delivering this stream's deltas."""
         readers = self.by_loop.get(buffer.loop)
         if readers is not None:
             readers.buffers.pop(request, None)
