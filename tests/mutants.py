@@ -568,7 +568,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "Residents.is_parent",
             "a guess may be another adapter's sequence",
-            Swap("resident.adapter == adapter", "True"),
+            Swap("of == adapter", "True"),
         ),
     ),
     *breaks(
