@@ -146,7 +146,7 @@ class ResidentsMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         for name in self.known:
             self.residents.remove(name)
-        assert not any(vars(self.residents)[name] for name in ("_index", "_filed", "_unfiled"))
+        assert not any(vars(self.residents)[name] for name in ("_by_digest", "_digests", "_unread"))
 
     def check(self, adapter: Adapter | None, asked: Context) -> None:
         """Check every answer about this context."""
