@@ -85,8 +85,8 @@ class ResidentsMachine(RuleBasedStateMachine):
         twice=st.booleans(),
     )
     def put_later(self, names: list[str], more: list[int], twice: bool) -> str:
-        """Sequences of one population grow, one of which is new, maybe as the equal of the first, which is
-        then put again after it. No context is read."""
+        """Sequences of one population grow, one of which is new, maybe as the equal of the first, which
+        is then put again after it. No context is read."""
         self.count += 1
         new = str(self.count)
         found = [(name, *self.known[name]) for name in names if name in self.known]

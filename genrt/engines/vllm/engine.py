@@ -169,8 +169,7 @@ class VLLMEngine:
         self._count(requests=len(requests))
 
     def _add(self, request: Sent) -> str | None:
-        """Send one request to vLLM and return its id. If vLLM refuses it, the next step returns the
-        error."""
+        """Send one request to vLLM and return its id; if vLLM refuses it, the next step returns why."""
         try:
             request_id = self._send(request)
         except GenrtError as refused:
@@ -183,11 +182,8 @@ class VLLMEngine:
         return request_id
 
     def _send(self, request: Sent) -> str:
-        """Send a request and return its vLLM id: its ticket as a decimal number.
-
-        Raises:
-            GenrtError: vLLM refused the request and has forgotten it.
-        """
+        """Send a request and return its vLLM id, its ticket as a decimal number. Raises GenrtError if
+        vLLM refused the request, and has forgotten it."""
         ticket = next(self._tickets)
         try:
             lora = self._adapters.request(request.adapter)
@@ -378,8 +374,8 @@ class VLLMEngine:
         token_ids: Tensor,
         share_of: Callable[[list[str]], Share] = lambda _: keep_local,
     ) -> None:
-        """Run the prepared step with these tokens if it has these rows. ``share_of`` gets its requests
-        and returns the function that makes the tokens the same in all ranks."""
+        """Run the prepared step with these tokens if it has these rows. ``share_of`` returns the function
+        that makes the tokens of these requests the same in all ranks."""
         if self._open is not None and self._open.steps.can_speculate(len(rows)):
             ids = dict(self._decoded)
             if len(found := [ids[row] for row in rows if row in ids]) == len(rows):
@@ -392,8 +388,7 @@ class VLLMEngine:
         on_host: Leaving | None = None,
         share: Share = keep_local,
     ) -> None:
-        """Run the prepared step with these tokens if it has these requests. ``on_host`` is their copy to
-        the host, if it was started."""
+        """Run the prepared step with these tokens if it has these requests."""
         if self._open is None or not self._open.steps.can_speculate(len(request_ids)):
             return
         try:
@@ -472,11 +467,8 @@ class VLLMEngine:
             self._open.forget(request_ids)
 
     def _recover(self) -> None:
-        """Forget everything in vLLM and in this engine after a failed step.
-
-        Raises:
-            EngineDied: vLLM still holds requests or blocks.
-        """
+        """Forget everything after a failed step. Raises EngineDied if vLLM still holds requests or
+        blocks."""
         self._texts.clear()
         self._steps.forget()
         try:
@@ -517,8 +509,8 @@ class VLLMEngine:
             self._abort([each for each in bound if each not in self._in_progress])
 
     def probe(self, requests: Sequence[LogprobsRequest] | Sequence[ScoreRequest]) -> list[Tensor]:
-        """Return rows or scores that the engine itself needs. Raise the error of one of them, or of the
-        step. The next step returns other requests that end meanwhile, also by a failed step."""
+        """Return rows or scores that the engine itself needs; raise the error of one of them, or of the
+        step. The next ``step`` returns other requests that end meanwhile."""
         self.submit(requests)
         ends: dict[Request, Finished] = {}
         others: list[Finished] = []
@@ -548,7 +540,7 @@ class VLLMEngine:
         return next((token,) for token in range(self.vocab_size) if (token,) not in used)
 
     def start_counting(self) -> None:
-        """Reset the counters: the self-test's requests are not the caller's."""
+        """Reset the counters after the self-test."""
         self._counted = dict.fromkeys(self._counted, 0)
         self._positions.scored_tokens = 0
         if self._open is not None:
@@ -561,9 +553,7 @@ class VLLMEngine:
                 self._steps.settle()
             self._populations.clear()
         if self._open is not None:
-            kept = (
-                self._open.residents.request_ids()
-            )  # in order, which must be the same in every rank
+            kept = self._open.residents.request_ids()  # in the same order in every rank
             self._abort([each for each in kept if each not in self._in_progress])
         self.prefixes.give_up()
         return bool(self._core.reset_prefix_cache()) and not self._in_progress
@@ -602,17 +592,16 @@ class VLLMEngine:
 
 
 def changes_with_length(config: VllmConfig) -> bool:
-    """Return whether vLLM computes the model otherwise from some ``max_model_len`` on, so that one more
-    could give another law: Phi 3's long factors of RoPE, Llama 4's temperatures of attention."""
+    """Return whether the model's law depends on ``max_model_len``: Phi 3's long factors of RoPE, Llama
+    4's temperatures of attention."""
     text = config.model_config.hf_text_config
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
     return "longrope" in str(rope) or str(getattr(text, "model_type", "")).startswith("llama4")
 
 
 def without_layers(config: VllmConfig) -> VllmConfig:
-    """Return a copy of the configuration without the model's layers. vLLM stores the layers of an open
-    model in it, with weights and KV cache, and front ends may send it to another process. Its
-    ``max_model_len`` is the model's."""
+    """Return a copy of the configuration, with the model's ``max_model_len``, and without the layers of
+    the open model: front ends may send it to another process."""
     found = copy(config)
     if not changes_with_length(config):
         found.model_config = copy(config.model_config)

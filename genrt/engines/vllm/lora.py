@@ -6,8 +6,7 @@ Rules:
 
 In a step that mixes base and adapter requests, vLLM's CPU build (0.32) computes the base requests with
 the adapter in its last slot. So base requests there run with a zero adapter, a copy of the first adapter
-with B = 0. ``check_base`` runs a mixed step for every new adapter, on every device, and refuses a vLLM
-with other base rows.
+with B = 0. ``check_base`` runs a mixed step for every new adapter.
 """
 
 from __future__ import annotations
@@ -45,13 +44,8 @@ SAME_ROW = 0.05
 
 
 class VLLMAdapters:
-    """The adapters of one vLLM engine.
-
-    Args:
-        core: the engine's ``engine_core`` client.
-        enabled: whether the engine was opened with adapters.
-        base_needs_zero: whether base requests need a zero adapter.
-    """
+    """The adapters of one vLLM engine, by its ``engine_core`` client; ``enabled`` if it was opened with
+    adapters."""
 
     def __init__(self, core: Any, *, enabled: bool, base_needs_zero: bool) -> None:
         self._core = core
@@ -73,11 +67,8 @@ class VLLMAdapters:
             )
 
     def add(self, adapter: Adapter, path: Path) -> None:
-        """Load an adapter from a directory that ``check_adapter_directory`` has accepted.
-
-        Raises:
-            InvalidAdapter: vLLM does not take it, or ignores weights that do not fit the model.
-        """
+        """Load an adapter from a directory that ``check_adapter_directory`` has accepted. Raises
+        InvalidAdapter if vLLM does not take it, or if some of its weights do not fit the model."""
         config = json.loads((path / CONFIG_NAME).read_bytes())
         loaded = self._load(path, adapter.name)
         self._loaded[adapter] = loaded
@@ -118,11 +109,8 @@ class VLLMAdapters:
         return None
 
     def check_base(self, adapter: Adapter, probe: Probe, context: tuple[int, ...]) -> None:
-        """Compare the base model's row after ``context`` alone and beside the adapter's.
-
-        Raises:
-            EngineUnsupported: they are not the same.
-        """
+        """Raise EngineUnsupported if the base model's row after ``context`` differs beside the
+        adapter's."""
         base, adapted = LogprobsRequest(context), LogprobsRequest(context, adapter)
         [alone] = probe([base])
         if not _same(probe([adapted, base])[1], alone):
@@ -142,11 +130,8 @@ class VLLMAdapters:
         return folder
 
     def request(self, adapter: Adapter | None) -> LoRARequest | None:
-        """Return vLLM's handle of an adapter; ``None`` for a base request without a zero adapter.
-
-        Raises:
-            UnknownAdapter: it is not loaded, or has been removed.
-        """
+        """Return vLLM's handle of an adapter; ``None`` for a base request without a zero adapter. Raises
+        UnknownAdapter if it is not loaded, or has been removed."""
         if adapter is None:
             return self._base
         if adapter not in self._loaded or adapter in self._removed:
@@ -184,19 +169,12 @@ class VLLMAdapters:
 
 
 class _Fit(NamedTuple):
-    """How an adapter's weights fit the layers of one worker.
+    """How an adapter's weights fit the layers of one worker."""
 
-    Attributes:
-        taken: the number of layers with weights.
-        strange: names of weights without a layer.
-        missing: names of layers without weights.
-        wrong: messages about wrong shapes.
-    """
-
-    taken: int
-    strange: frozenset[str]
-    missing: frozenset[str]
-    wrong: list[str]
+    taken: int  # the number of layers with weights
+    strange: frozenset[str]  # weights without a layer
+    missing: frozenset[str]  # layers without weights
+    wrong: list[str]  # messages about wrong shapes
 
 
 def _fit(worker: Any, number: int, rank: int | None) -> _Fit:

@@ -39,28 +39,17 @@ MOST_FORKS = 64
 
 @dataclass(slots=True)
 class _Requests:
-    """The vLLM requests of a population's sequences.
+    """The vLLM requests of a population's sequences, with the last flush of each request."""
 
-    Attributes:
-        request_ids: of the distinct sequences.
-        flushes: the last flush of each request, int64 ``[m]``.
-        places: the index of each sequence's request, int64 ``[n]``; ``None`` if sequence ``i`` has
-            request ``i``.
-        adapter: of all sequences.
-        spare: unused requests of earlier questions, each with its last flush.
-        forks: requests that became forks for sequences that shared a request, each with its last flush.
-        own: the request of each sequence after that, all distinct.
-        added: the new requests of a population in progress; they become resident with their rows.
-        rows: the rows that earlier steps computed for a population in progress.
-    """
-
-    request_ids: list[str]
+    request_ids: list[str]  # of the distinct sequences
     flushes: np.ndarray
-    places: np.ndarray | None
+    places: np.ndarray | None  # of each sequence's request; None if sequence i has request i
     adapter: Adapter | None
-    spare: dict[str, int] = field(default_factory=dict)
+    spare: dict[str, int] = field(default_factory=dict)  # unused requests of earlier questions
+    # Requests that became forks for sequences that shared a request, and each sequence's own one then.
     forks: dict[str, int] = field(default_factory=dict)
     own: list[str] | None = None
+    # While it is in progress: new requests, which become resident with their rows; rows of earlier steps.
     added: dict[str, LogprobsRequest] = field(default_factory=dict)
     rows: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -204,20 +193,16 @@ class SeatedPopulations:
         return found
 
     def _seats_all(self, several: Sequence[_Requests], rows: np.ndarray) -> bool:
-        """Return whether each sequence that continues gets its own request, even if equal to another.
-
-        This holds where steps run ahead and there are fewer requests than sequences; see ``spread``.
-        """
+        """Return whether each sequence that continues gets its own request, even if equal to another:
+        where steps run ahead and there are fewer requests than sequences (see ``spread``)."""
         kept, wanted = self._open, len(rows)
         if not (kept.steps.ahead and _count(several) < wanted):
             return False
         return wanted <= min(kept.most, len(np.unique(rows)) + MOST_FORKS)
 
     def whole(self, request_ids: list[str]) -> list[PopulationDraw]:
-        """Return the populations that consist of exactly these requests, in any order.
-
-        Return an empty list if some requests belong to other questions, or if a population is incomplete.
-        """
+        """Return the populations that consist of exactly these requests; ``[]`` if some belong to other
+        questions, or if a population is incomplete."""
         wanted, count = set(request_ids), 0
         found: list[PopulationDraw] = []
         for population, seats in self._under_way.items():
@@ -230,11 +215,11 @@ class SeatedPopulations:
         return found if count == len(wanted) else []
 
     def spread(self, several: Sequence[PopulationDraw]) -> list[str] | None:
-        """Give every sequence of these populations its own request; return the new requests.
+        """Give every sequence of these populations its own request; return the new requests; ``None`` if
+        some sequences still share requests.
 
         The new requests are forks of requests of the step under way. So each sequence can be computed
-        with its drawn token before the caller says which sequences continue. Return ``None`` where some
-        sequences still share requests.
+        with its drawn token before the caller says which sequences continue.
         """
         kept, left = self._open, MOST_FORKS
         # Populations whose sequences share requests, each with the request of each sequence, with the
@@ -276,10 +261,8 @@ class SeatedPopulations:
         rows: torch.Tensor,
         at_rows: Sequence[int] | None = None,
     ) -> LaunchedDraws:
-        """Launch the draws of populations from the rows ``[m, vocab_size]`` of their vLLM requests.
-
-        Request ``i`` has row ``i``, or row ``at_rows[i]``. The caller must call ``answer`` afterwards.
-        """
+        """Launch the draws of populations from the rows ``[m, vocab_size]`` of their vLLM requests:
+        request ``i`` has row ``i``, or row ``at_rows[i]``. ``answer`` must follow."""
         places: list[np.ndarray | None] = []
         at: dict[str, int] = {}
         for seats in (self._under_way[each] for each in several):
@@ -305,7 +288,7 @@ class SeatedPopulations:
         """End populations that were drawn, so that others can continue from them.
 
         Return the requests of all sequences, their tokens (float64 ``[n]`` on the device) and the copy
-        to the host. Return ``None`` where sequences share requests, or where the draws failed.
+        to the host; ``None`` if sequences share requests, or if the draws failed.
         """
         request_ids: list[str] = []
         are_shared = False
@@ -321,10 +304,8 @@ class SeatedPopulations:
     def put(
         self, population: PopulationDraw, request_id: str, row: torch.Tensor | None
     ) -> Finished | None:
-        """Add the row of one request; ``None`` stands for a row that is not finite.
-
-        Return the population's result if this was the last row or the row failed the population.
-        """
+        """Add the row of one request, ``None`` if it is not finite. Return the population's result if
+        this was the last row, or if the row failed it."""
         seats = self._under_way.get(population)
         if seats is None:  # an earlier row has failed the population
             return None
@@ -343,10 +324,8 @@ class SeatedPopulations:
         return drawn.ends[0]
 
     def settle(self, population: PopulationDraw) -> None:
-        """Remember a population that was computed by single rows.
-
-        Its sequences are looked up by their contexts when they are needed, if all are resident then.
-        """
+        """Remember a population that was computed by single rows. Its sequences are looked up by their
+        contexts when they are needed, if all are resident then."""
         contexts, adapter, kept = population.contexts, population.adapter, self._open
         self._known[population.handle] = lambda: _settled(kept, contexts, adapter)
 
@@ -425,10 +404,8 @@ def _joined_requests(
 
 
 def _different(keys: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Return the first place of each distinct key, and the distinct key of each place.
-
-    Return ``(None, None)`` if all keys are distinct, so that they keep their order.
-    """
+    """Return the first place of each distinct key, and the distinct key of each place; twice ``None`` if
+    all keys are distinct, so that they keep their order."""
     if (keys[1:] > keys[:-1]).all():
         return None, None
     unique, firsts, places = np.unique(keys, return_index=True, return_inverse=True)

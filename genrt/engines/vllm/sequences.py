@@ -1,11 +1,10 @@
 """Serves logprobs requests as open vLLM requests: tracks resident sequences, extends and forks them.
 
 A question whose context is a resident sequence plus one token *extends* it. If several questions extend
-the same sequence, the others *fork* it. After resampling, some sequences of the last flush have no
-further questions. A fork takes over the *seat* of such a sequence: its vLLM request and its place in the
-batch. A question without such a seat opens a new vLLM request, which shares the blocks of the nearest
-resident sequence. So does any other context that shares a prefix with a resident one: vLLM's prefix cache
-has full blocks alone, and a block of its CPU build has 128 tokens.
+the same sequence, the others *fork* it. A fork takes over the *seat* (vLLM request and place in the
+batch) of a sequence of the last flush that has no further questions, as after resampling. Any other
+question opens a new vLLM request, which shares the blocks of the nearest resident sequence: vLLM's prefix
+cache has full blocks alone, and a block of its CPU build has 128 tokens.
 
 Rule:
     A sequence that this flush extends or forks keeps its seat.
@@ -28,13 +27,8 @@ __all__ = ["OpenRequests", "repeated"]
 
 
 class OpenRequests:
-    """The open requests of an engine with its scheduler in this process.
-
-    Attributes:
-        steps: computes them.
-        residents: the sequences that can be extended or forked.
-        flush: the number of the last flush.
-    """
+    """The open requests of an engine with its scheduler in this process. ``steps`` computes them;
+    ``residents`` are the sequences that can be extended or forked; ``flush`` numbers the last flush."""
 
     def __init__(self, scheduler: OpenScheduler, steps: DecodeSteps) -> None:
         self.steps = steps
@@ -48,11 +42,8 @@ class OpenRequests:
         self._evicted = 0
 
     def match(self, requests: Sequence[LogprobsRequest | ScoreRequest]) -> list[str | None]:
-        """Extend or fork resident sequences that lack only the last token of these contexts.
-
-        Return the id of the vLLM request that serves each question; ``None`` if the question needs a new
-        vLLM request.
-        """
+        """Extend or fork resident sequences that lack only the last token of these contexts. Return the
+        vLLM request of each question; ``None`` if it needs a new one."""
         self.flush += 1
         matched: list[str | None] = []
         forks: list[tuple[int, str, LogprobsRequest]] = []
@@ -121,12 +112,9 @@ class OpenRequests:
     ) -> list[str] | None:
         """Extend each of these parked sequences by one token, and fork the sequences that repeat.
 
-        A fork takes a parked request of ``free``, or a new vLLM request that ``begin`` makes for its
-        place. Return the vLLM request of each sequence. If there are too few blocks for the seats, return
-        ``None`` without a change.
-
-        Raises:
-            GenrtError: ``begin`` raised it; no state has changed.
+        A fork takes a parked request of ``free``, or a new one that ``begin`` makes for its place. Return
+        the vLLM request of each sequence; ``None`` if there are too few blocks for the seats. After
+        ``None``, or an error of ``begin``, no state has changed.
         """
         scheduler, request_ids = self._scheduler, [*parents]
         forked = repeated(parents)
@@ -160,9 +148,8 @@ class OpenRequests:
     ) -> list[list[str]] | None:
         """Make parked requests continue as forks of requests of the step under way, with all tokens.
 
-        Each pair has parents and the parked requests that may become their forks; pairs may share parked
-        requests. Return the forks of each pair in the order of its parents. If that is impossible, return
-        ``None`` without a change.
+        Each pair has parents and the parked requests that may become their forks; pairs may share these.
+        Return the forks of each pair by parent; ``None``, without a change, if that is impossible.
         """
         scheduler = self._scheduler
         taken, found = set[str](), list[list[Fork]]()
