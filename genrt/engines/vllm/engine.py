@@ -486,7 +486,6 @@ class VLLMEngine:
 
     def add_adapter(self, adapter: Adapter, path: Path) -> None:
         self._adapters.check_enabled()
-        self._abort_idle(None)  # base sequences may be computed with the zero adapter from now on
         try:
             with self._globals:
                 self._adapters.add(adapter, path)
@@ -494,19 +493,13 @@ class VLLMEngine:
         except BaseException:
             self.remove_adapter(adapter)
             raise
-        finally:
-            self.prefixes.begin_anew(None)
 
     def remove_adapter(self, adapter: Adapter) -> None:
-        self._abort_idle(adapter)
-        with self._globals:
-            self._adapters.remove(adapter)
-
-    def _abort_idle(self, adapter: Adapter | None) -> None:
-        """Forget an adapter's resident sequences that no question in progress extends."""
-        if self._open is not None:
+        if self._open is not None:  # resident sequences that no question in progress extends
             bound = self._open.residents.bound_to(adapter)
             self._abort([each for each in bound if each not in self._in_progress])
+        with self._globals:
+            self._adapters.remove(adapter)
 
     def probe(self, requests: Sequence[LogprobsRequest] | Sequence[ScoreRequest]) -> list[Tensor]:
         """Return rows or scores that the engine itself needs; raise the error of one of them, or of the

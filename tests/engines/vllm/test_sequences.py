@@ -93,6 +93,12 @@ def begin(lm: AsyncLM, *, ahead: bool) -> Any:
 
 @pytest.fixture(scope="module")
 def roomy(llama: Path) -> Iterator[AsyncLM]:
+    with load(llama, blocks=400, max_num_seqs=16) as lm:
+        yield lm
+
+
+@pytest.fixture(scope="module")
+def adaptable(llama: Path) -> Iterator[AsyncLM]:
     with load(llama, blocks=400, max_num_seqs=16, engine_options=LORA) as lm:
         yield lm
 
@@ -319,10 +325,10 @@ def test_the_runner_always_has_a_slot(
 
 @BOTH
 async def test_what_happens_between_two_steps_takes_a_prepared_one_back(
-    roomy: AsyncLM, oracle: Oracle, loras: tuple[Path, Path], ahead: bool
+    adaptable: AsyncLM, oracle: Oracle, loras: tuple[Path, Path], ahead: bool
 ) -> None:
     """A question from elsewhere, a cancelled one, a sample, an adapter, a failing forward."""
-    lm, engine_steps = roomy, begin(roomy, ahead=ahead)
+    lm, engine_steps = adaptable, begin(adaptable, ahead=ahead)
     particles = [[n, *range(50)] for n in range(5)]
 
     async def steps(count: int) -> None:
@@ -437,9 +443,11 @@ async def test_a_cancelled_extension_leaves_no_wrong_residents(
 
 
 @pytest.mark.promise(number=14)
-async def test_many_adapters_residents_stay_apart(roomy: AsyncLM, loras: tuple[Path, Path]) -> None:
+async def test_many_adapters_residents_stay_apart(
+    adaptable: AsyncLM, loras: tuple[Path, Path]
+) -> None:
     """Three adapters where a step takes two, and forks of one: rows by residents equal fresh ones."""
-    lm, names = roomy, (None, "a", "b", "c")
+    lm, names = adaptable, (None, "a", "b", "c")
     for name, path in zip("abc", (*loras, loras[0]), strict=True):
         await lm.add_adapter(name, path)
     begin(lm, ahead=False)
