@@ -9,9 +9,8 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
 import torch
@@ -75,8 +74,6 @@ def test_what_is_no_adapter_is_refused_with_the_reason(
 MODEL = NGram.random(6, seed=1)
 PROMPT = [1, 2]
 
-Load: TypeAlias = Callable[..., AsyncLM]
-
 
 def make_table(directory: Path, *, seed: int) -> Path:
     """An adapter of the exact engine."""
@@ -87,59 +84,56 @@ def make_table(directory: Path, *, seed: int) -> Path:
 
 
 @pytest.fixture(
+    scope="module",
     params=[
         "exact",
         pytest.param("transformers", marks=pytest.mark.vllm),
         pytest.param("vllm", marks=pytest.mark.vllm),
-    ]
+    ],
 )
 def kind(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
 
 
-@pytest.fixture
-def folders(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
-    """Directories of two adapters that fit the model, to be done with as one likes."""
+def load(kind: str, request: pytest.FixtureRequest) -> AsyncLM:
     if kind == "exact":
-        return make_table(tmp_path / "a", seed=2), make_table(tmp_path / "b", seed=3)
-    loras: tuple[Path, Path] = request.getfixturevalue("loras")
-    copies = (tmp_path / "a", tmp_path / "b")
-    for path, copy in zip(loras, copies, strict=True):
-        shutil.copytree(path, copy)
-    return copies
+        return genrt.load(MODEL, engine="exact", cache_bytes=0)
+    options: dict[str, Any] = {"dtype": "float32"}
+    if kind == "vllm":
+        options |= {"max_num_seqs": 8, "kv_cache_memory_bytes": 2**26, "enable_lora": True}
+        options |= {"max_lora_rank": 8, "max_loras": 2, "max_cpu_loras": 6}
+    llama: Path = request.getfixturevalue("llama")
+    return genrt.load(llama, engine=kind, engine_options=options, cache_bytes=0)
+
+
+@pytest.fixture(scope="module")
+def shared(kind: str, request: pytest.FixtureRequest) -> Iterator[AsyncLM]:
+    with load(kind, request) as opened:
+        yield opened
 
 
 @pytest.fixture
-def load(kind: str, request: pytest.FixtureRequest) -> Iterator[Load]:
-    with ExitStack() as opened:
-
-        def one(**arguments: Any) -> AsyncLM:
-            if kind == "exact":
-                lm = genrt.load(MODEL, engine="exact", **arguments)
-            else:
-                llama: Path = request.getfixturevalue("llama")
-                options: dict[str, Any] = {}
-                if kind == "vllm":
-                    options = {"dtype": "float32", "max_num_seqs": 8, "max_lora_rank": 8}
-                    options |= {"enable_lora": True, "kv_cache_memory_bytes": 2**26, "max_loras": 2}
-                lm = genrt.load(llama, engine=kind, engine_options=options, **arguments)
-            return opened.enter_context(lm)
-
-        yield one
+def lm(shared: AsyncLM) -> Iterator[AsyncLM]:
+    """A runtime without adapters."""
+    yield shared
+    for name in shared.adapters:
+        shared.remove_adapter(name)
 
 
-def overwrite(folder: Path, other: Path) -> None:
-    for file in other.iterdir():
-        shutil.copyfile(file, folder / file.name)
+@pytest.fixture
+def folder_of(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> Callable[[str, int], Path]:
+    """Makes the directory of one of two adapters that fit the model, to be done with as one likes."""
 
+    def copied(name: str, number: int) -> Path:
+        if kind == "exact":
+            return make_table(tmp_path / name, seed=2 + number)
+        loras: tuple[Path, Path] = request.getfixturevalue("loras")
+        return Path(shutil.copytree(loras[number], tmp_path / name))
 
-def delete(folder: Path, _: Path) -> None:
-    shutil.rmtree(folder)
-
-
-def spoil(folder: Path, _: Path) -> None:
-    (folder / "adapter_model.safetensors").write_bytes(b"no weights")
+    return copied
 
 
 def rows(lm: AsyncLM, name: str | None) -> torch.Tensor:
@@ -153,46 +147,32 @@ def near(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @pytest.mark.promise(number=14)
 @pytest.mark.promise(number=30)
-@pytest.mark.parametrize("cache_bytes", [2**20, pytest.param(0, marks=pytest.mark.proof)])
-@pytest.mark.parametrize("becomes", [overwrite, delete, spoil])
-def test_an_adapter_survives_a_restart_whatever_becomes_of_its_folder(
-    load: Load,
-    folders: tuple[Path, Path],
-    becomes: Callable[[Path, Path], None],
-    cache_bytes: int,
+def test_adapters_survive_a_restart_whatever_becomes_of_their_folders(
+    lm: AsyncLM, folder_of: Callable[[str, int], Path]
 ) -> None:
-    first, second = folders
-    lm = load(cache_bytes=cache_bytes)
-    lm.add_adapter_sync("a", first)
-    base, tuned = rows(lm, None), rows(lm, "a")
-    becomes(first, second)
-    lm.restart()
-    lm.clear_cache()
-    assert near(rows(lm, "a"), tuned)
-    assert near(rows(lm, None), base)
-    assert not near(tuned, base)
-
-
-@pytest.mark.promise(number=30)
-def test_of_a_name_that_was_bound_twice_the_later_weights_survive_and_what_was_removed_does_not(
-    load: Load, folders: tuple[Path, Path]
-) -> None:
-    lm = load()
-    lm.add_adapter_sync("removed", folders[0])
-    lm.add_adapter_sync("a", folders[0])
-    earlier = rows(lm, "a")
-    lm.add_adapter_sync("a", folders[1])
-    later = rows(lm, "a")
+    """Of a name that was bound twice the later weights survive; what was removed does not."""
+    other, folders = folder_of("other", 1), {}
+    for name in ("removed", "overwritten", "deleted", "spoilt", "bound twice"):
+        folders[name] = folder_of(name, 0)
+        lm.add_adapter_sync(name, folders[name])
+    base, tuned = rows(lm, None), rows(lm, "deleted")
+    lm.add_adapter_sync("bound twice", other)
+    later = rows(lm, "bound twice")
     lm.remove_adapter("removed")
-    for folder in folders:
-        shutil.rmtree(folder)
+    for file in other.iterdir():
+        shutil.copyfile(file, folders["overwritten"] / file.name)
+    shutil.rmtree(folders["deleted"])
+    (folders["spoilt"] / WEIGHTS_NAME).write_bytes(b"no weights")
+    shutil.rmtree(other)
     lm.restart()
-    lm.clear_cache()
-    assert near(rows(lm, "a"), later)
-    assert not near(later, earlier)
+    for name in ("overwritten", "deleted", "spoilt"):
+        assert near(rows(lm, name), tuned)
+    assert near(rows(lm, "bound twice"), later)
+    assert near(rows(lm, None), base)
+    assert not any(near(tuned, each) for each in (base, later))
     with pytest.raises(UnknownAdapter, match="removed"):
         rows(lm, "removed")
-    assert lm.adapters == ("a",)
+    assert sorted(lm.adapters) == ["bound twice", "deleted", "overwritten", "spoilt"]
 
 
 # -- weights that fit nothing -----------------------------------------------------------------
@@ -213,21 +193,20 @@ MISFITS: dict[str, Callable[[str, torch.Tensor], tuple[str, torch.Tensor] | None
 
 @pytest.mark.parametrize("misfit", MISFITS)
 def test_an_adapter_whose_weights_do_not_fit_is_refused_by_name_and_changes_nothing(
-    load: Load, folders: tuple[Path, Path], kind: str, misfit: str
+    lm: AsyncLM, folder_of: Callable[[str, int], Path], kind: str, misfit: str
 ) -> None:
-    good, bad = folders
-    file = bad / "adapter_model.safetensors"
+    bad = folder_of("bad", 1)
+    file = bad / WEIGHTS_NAME
     changed = [MISFITS[misfit](name, each) for name, each in load_file(file).items()]
     weights = {each[0]: each[1].contiguous() for each in changed if each is not None}
     if kind == "exact":  # whose adapters are one table
         weights = {"table": next(iter(weights.values()))[:4, :5].contiguous()}
     save_file(weights, file)
-    lm = load()
     before = rows(lm, None)
     with pytest.raises(InvalidAdapter, match=r"fit|take adapter bad"):
         lm.add_adapter_sync("bad", bad)
     assert lm.adapters == ()
-    lm.add_adapter_sync("good", good)
+    lm.add_adapter_sync("good", folder_of("good", 0))
     assert near(rows(lm, None), before)
     assert not near(rows(lm, "good"), before)
 
@@ -237,36 +216,36 @@ def test_an_adapter_whose_weights_do_not_fit_is_refused_by_name_and_changes_noth
 
 @pytest.mark.promise(number=14)
 def test_a_growing_batch_is_drawn_by_what_its_adapter_s_name_stands_for_now(
-    load: Load, folders: tuple[Path, Path]
+    lm: AsyncLM,
+    folder_of: Callable[[str, int], Path],
+    kind: str,
+    request: pytest.FixtureRequest,
 ) -> None:
     """Others draw after the same contexts, by another adapter and by none. What is expected has names
     that nobody changes, on a runtime that no batch is asked of."""
-    first, second = folders
-    lm, quiet = load(cache_bytes=0), load(cache_bytes=0)
-    for each, known_as, folder in [
-        (lm, "a", first),
-        (lm, "b", second),
-        (quiet, "first", first),
-        (quiet, "second", second),
-    ]:
-        each.add_adapter_sync(known_as, folder)
+    first, second = folder_of("first", 0), folder_of("second", 1)
     contexts = [[*PROMPT, n] for n in range(4)]
     means: dict[str | None, str | None] = {"a": "first", "b": "second", None: None}
-    for step in range(9):
-        if step == 3:
-            lm.remove_adapter("a")
-            lm.add_adapter_sync("a", second)
-            means["a"] = "second"
-        if step == 6:
-            lm.add_adapter_sync("a", first)
-            means["a"] = "first"
-        for name, meant in means.items():
-            found = lm.batch_draw_sync(contexts, seed=step, adapter=name)
-            wanted = drawn_apart_sync(quiet, contexts, seed=step, adapter=meant)
-            assert near(found.logprobs, wanted.logprobs), (step, name)
-            assert found.token_ids.tolist() == wanted.token_ids.tolist()
-        for context, token in zip(contexts, found.token_ids.tolist(), strict=True):
-            context.append(token)
+    lm.add_adapter_sync("a", first)
+    lm.add_adapter_sync("b", second)
+    with load("transformers" if kind == "vllm" else kind, request) as quiet:
+        quiet.add_adapter_sync("first", first)
+        quiet.add_adapter_sync("second", second)
+        for step in range(9):
+            if step == 3:
+                lm.remove_adapter("a")
+                lm.add_adapter_sync("a", second)
+                means["a"] = "second"
+            if step == 6:
+                lm.add_adapter_sync("a", first)
+                means["a"] = "first"
+            for name, meant in means.items():
+                found = lm.batch_draw_sync(contexts, seed=step, adapter=name)
+                wanted = drawn_apart_sync(quiet, contexts, seed=step, adapter=meant)
+                assert near(found.logprobs, wanted.logprobs), (step, name)
+                assert found.token_ids.tolist() == wanted.token_ids.tolist()
+            for context, token in zip(contexts, found.token_ids.tolist(), strict=True):
+                context.append(token)
 
 
 class Picky:
@@ -358,7 +337,7 @@ def test_the_copies_go_with_their_adapter_and_with_the_runtime(
     lm.next_token_logprobs_sync([1])
     assert copied() == files
     wrong = make_table(tmp_path / "wrong", seed=1)
-    spoil(wrong, folder)
+    (wrong / WEIGHTS_NAME).write_bytes(b"no weights")
     with pytest.raises(InvalidAdapter, match=str(wrong)):
         lm.add_adapter_sync("c", wrong)
     assert copied() == files

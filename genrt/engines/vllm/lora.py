@@ -54,7 +54,6 @@ class VLLMAdapters:
         if enabled and base_needs_zero:
             self._base = self._request("zero")
             core.collective_rpc(_add_zero, None, (self._base,), None)
-            core.pin_lora(self._base.lora_int_id)
 
     def check_enabled(self) -> None:
         """Raise InvalidAdapter if vLLM was opened without adapters."""
@@ -153,7 +152,11 @@ class VLLMAdapters:
 
 
 def _add_zero(worker: Any, lora: LoRARequest) -> None:
-    worker.model_runner.lora_manager.add_dummy_lora(lora, rank=1)
+    """Load a zero adapter, which has no files. It stays in memory, but takes no slot of a step without
+    base requests: vLLM's scheduler gives all slots to other adapters then."""
+    manager = worker.model_runner.lora_manager
+    manager.add_dummy_lora(lora, rank=1)
+    manager._adapter_manager._pin_lora_in_cpu_cache(lora.lora_int_id)
 
 
 class _Fit(NamedTuple):

@@ -174,8 +174,11 @@ def configure(
     options["worker_extension_cls"] = f"{WorkerRows.__module__}.{WorkerRows.__qualname__}"
     if not torch.cuda.is_available():
         options = CPU_DEFAULTS | options
-        if options.get("enable_lora"):  # the zero adapter takes a slot: see lora.py
-            options["max_loras"] = options.get("max_loras", EngineArgs.max_loras) + 1
+        if options.get(
+            "enable_lora"
+        ):  # the zero adapter takes a slot, and stays loaded: see lora.py
+            slots = options["max_loras"] = options.get("max_loras", EngineArgs.max_loras) + 1
+            options["max_cpu_loras"] = (options.get("max_cpu_loras") or slots) + 1
     mistakes: tuple[type[Exception], ...] = (TypeError, ValueError)
     if options.get("reasoning_parser"):  # unknown parser, or its marks are not tokens of the model
         mistakes += (KeyError, RuntimeError)

@@ -82,8 +82,9 @@ def failing(
     def fails(*_: Any, **__: Any) -> None:
         raise error or RuntimeError("scripted failure")
 
+    runner = runner_of(lm)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner_of(lm), name, fails)
+        patch.setattr(type(runner) if hasattr(type(runner), name) else runner, name, fails)
         yield
 
 

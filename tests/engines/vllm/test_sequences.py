@@ -275,7 +275,7 @@ def test_a_forward_that_fails_before_anybody_asked_is_told_to_nobody(
 
     for _ in range(5):
         step()
-    runner, failed = runner_of(roomy), list[int]()
+    runner, failed = type(runner_of(roomy)), list[int]()
     forward = runner._model_forward
 
     def fails_once(*given: Any, **named: Any) -> Any:
@@ -469,7 +469,7 @@ async def test_many_adapters_residents_stay_apart(
         forget(lm)
         for row, fresh in zip(rows, await ask(flush), strict=True):
             assert float((row - fresh).abs().max()) < TOLERANCE
-    for each in "abc":
+    for each in lm.adapters:
         lm.remove_adapter(each)
 
 
