@@ -109,8 +109,7 @@ class VLLMEngine:
                 device=self.device,
             )
             self._open = OpenRequests(core.scheduler, steps)
-            core.scheduler.prefixes, residents = self.prefixes, self._open.residents
-            self.prefixes.request_of = lambda row: residents.of_context(row.adapter, row.packed)
+            core.scheduler.prefixes, self.prefixes.residents = self.prefixes, self._open.residents
         self._populations = SeatedPopulations(self._open, self._adapters)
         self._decoded: list[tuple[Purpose, str]] = []  # requests of the last decode step
         drawn_here = self.runner == "V1" and on_cpu

@@ -23,6 +23,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request
 
+from genrt.engines.residency import Residents
 from genrt.engines.vllm.requests import core_request, row_params
 from genrt.errors import UnknownAdapter
 from genrt.questions.contexts import Adapter
@@ -51,11 +52,11 @@ class _HeldPrefix:
 
 
 class KeptPrefixes:
-    """The prefixes that one engine holds. If it has open requests, it sets ``request_of``, which returns
-    the id of a request with a context. ``lora_of`` raises UnknownAdapter."""
+    """The prefixes that one engine holds. ``lora_of`` raises UnknownAdapter. The engine sets
+    ``residents``, its open requests' contexts, if it has any."""
 
     def __init__(self, core: Any, lora_of: Callable[[Adapter | None], LoRARequest | None]) -> None:
-        self.request_of: Callable[[LogprobsRequest], str | None] = lambda _: None
+        self.residents = Residents()
         self._scheduler = scheduler = core.scheduler
         self._hasher = core.request_block_hasher
         self._lora_of = lora_of
@@ -177,7 +178,8 @@ class KeptPrefixes:
     def _take_tail(self, prefix: LogprobsRequest, kept: _HeldPrefix) -> None:
         """Hold the partly filled block of the open request that has just computed the prefix. The request
         continues behind the prefix's tokens."""
-        full, request_id = len(kept.blocks), self.request_of(prefix)
+        full = len(kept.blocks)
+        request_id = self.residents.of_context(prefix.adapter, prefix.packed)
         if request_id is None or kept.tail or not kept.is_whole or self._held >= self._most:
             return
         blocks = self._manager.get_blocks(request_id).blocks[0]

@@ -1,5 +1,5 @@
-"""Faults and crowds on vLLM itself: hardly any memory, eight threads at once, a thread that dies, a
-second runtime in the process. Every row is held against transformers'."""
+"""Crowds on vLLM itself: hardly any memory, eight threads at once, a second runtime in the process. Every
+row is held against transformers'."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import gc
 import random
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from genrt.errors import Closed, EngineDied
+from genrt.errors import Closed
 from genrt.lm import AsyncLM
 from tests.engines.vllm import small
 from tests.engines.vllm.small import (
@@ -111,56 +111,6 @@ def test_eight_threads_with_loops_of_their_own_or_blocking_are_right_at_once(
     assert after.engine.rows - before.engine.rows + after.batcher.deduplicated == (
         8 * 30 + before.batcher.deduplicated
     )
-
-
-# -- a thread that dies ---------------------------------------------------------------------------
-
-
-class Fatal(BaseException):
-    """What no ``except Exception`` stops."""
-
-
-@pytest.mark.promise(number=6)
-def test_when_the_engines_thread_dies_everyone_gets_the_reason(llama: Path) -> None:
-    """Those in flight and queued, on loops and in threads, and whoever asks later."""
-    gate = Gate()
-
-    def dies(*_: Any) -> Any:
-        gate.go_through()
-        raise Fatal("the thread is gone")
-
-    with load(llama) as lm, concurrent.futures.ThreadPoolExecutor(4) as pool:
-        engine: Any = lm._thread.engine
-        assert len(lm.sample_sync([1], max_tokens=2)) == 2
-        engine.step = dies
-
-        async def ask() -> list[BaseException | torch.Tensor]:
-            asking = map(lm.next_token_logprobs, contexts_of(6, 50, seed=3))
-            return await asyncio.gather(*asking, return_exceptions=True)
-
-        on_a_loop = pool.submit(asyncio.run, ask())
-        sample = pool.submit(lm.sample_sync, [1], max_tokens=9)
-        gate.wait_until_held()
-        row = pool.submit(lm.next_token_logprobs_sync, [4, 4])
-        gate.open()
-        errors: list[Any] = [*on_a_loop.result(PATIENCE_SECONDS)]
-        errors += [sample.exception(PATIENCE_SECONDS), row.exception(PATIENCE_SECONDS)]
-        lm._thread._thread.join(PATIENCE_SECONDS)
-        assert not lm._thread._thread.is_alive()
-        later: list[Callable[[], Any]] = [
-            lambda: lm.next_token_logprobs_sync([1]),
-            lambda: asyncio.run(lm.sample([1], max_tokens=2)),
-            lambda: lm._thread.call(lambda _: None).result(PATIENCE_SECONDS),
-        ]
-        for call in later:
-            with pytest.raises(EngineDied) as caught:
-                call()
-            errors.append(caught.value)
-        assert len(errors) == 11
-        assert all(isinstance(error, EngineDied) for error in errors)
-        assert all("the thread is gone" in str(error) for error in errors)
-        s = lm.statistics().batcher
-        assert (s.queued, s.in_flight) == (0, 0)
 
 
 # -- two runtimes ---------------------------------------------------------------------------------

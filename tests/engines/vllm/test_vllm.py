@@ -6,7 +6,6 @@ import asyncio
 import functools
 import itertools
 import random
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -28,7 +27,6 @@ from genrt.errors import (
     InvalidAdapter,
     InvalidRequest,
     ModelNotFound,
-    NotFinite,
 )
 from genrt.lm import AsyncLM
 from genrt.questions.completions import SampleRequest
@@ -117,16 +115,6 @@ def test_rows_are_float32_normalised_and_on_the_device(lm: AsyncLM) -> None:
     assert torch.equal(batch[1], kept)
 
 
-async def test_a_thousand_questions_about_ten_prompts_are_ten_engine_rows(lm: AsyncLM) -> None:
-    prompts = [*mixed_prompts(7, 50, lm.vocab_size, seed=3), [1], [2], [3]]
-    before = lm.statistics()
-    rows = await asyncio.gather(*(lm.next_token_logprobs(prompts[n % 10]) for n in range(1000)))
-    after = lm.statistics()
-    assert after.engine.rows - before.engine.rows == 10
-    assert len({row.data_ptr() for row in rows}) == 1000
-    assert all(torch.equal(row, rows[n % 10]) for n, row in enumerate(rows))
-
-
 @pytest.mark.promise(number=13)
 def test_the_longest_context_has_a_row_and_one_token_more_an_error(
     lm: AsyncLM, oracle: Oracle
@@ -184,32 +172,6 @@ def test_vllms_refusals_say_what_to_do(
 # -- faults ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.promise(number=1)
-@pytest.mark.parametrize("seed", range(2))
-async def test_waiters_cancelled_at_any_time_leave_the_others_their_rows(
-    lm: AsyncLM, oracle: Oracle, seed: int
-) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    prompts = mixed_prompts(60, 120, lm.vocab_size, seed=10 + seed)
-    tasks = [asyncio.create_task(lm.next_token_logprobs(p)) for p in prompts]
-    victims = torch.randperm(60, generator=generator)[:30].tolist()
-    for victim in victims:
-        for _ in range(int(torch.randint(0, 4, (1,), generator=generator))):
-            await asyncio.sleep(0)
-        tasks[victim].cancel()
-    ended = await asyncio.gather(*tasks, return_exceptions=True)
-    for number, (prompt, end) in enumerate(zip(prompts, ended, strict=True)):
-        if isinstance(end, torch.Tensor):
-            assert worst([end], [oracle(prompt)]) < TOLERANCE
-        else:
-            assert isinstance(end, asyncio.CancelledError)
-            assert number in victims
-    await lm.next_token_logprobs([9])
-    statistics = lm.statistics().batcher
-    assert (statistics.queued, statistics.in_flight) == (0, 0)
-    assert not engine_of(lm)._in_progress
-
-
 @pytest.mark.promise(number=6)
 async def test_a_failed_step_fails_its_requests_and_the_next_flush_is_right(
     lm: AsyncLM, oracle: Oracle
@@ -229,38 +191,6 @@ async def test_a_failed_step_fails_its_requests_and_the_next_flush_is_right(
     assert lm.statistics().engine.failed - before.engine.failed == len({tuple(p) for p in prompts})
     rows = await asyncio.gather(*(lm.next_token_logprobs(p) for p in prompts))
     assert worst(rows, [oracle(p) for p in prompts]) < TOLERANCE
-
-
-@pytest.mark.promise(number=8)
-async def test_poisoned_logits_fail_alone_and_are_not_cached(
-    lm: AsyncLM,
-    oracle: Oracle,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    put = RowStore.put
-    prompts = [[1, 2], [3, 4], [5, 6]]
-    poisoned = prompts[1]
-
-    def poison(store: RowStore, tickets: Sequence[int], logits: torch.Tensor) -> None:
-        by_ticket = {
-            int(name): request.token_ids for name, request in engine_of(lm)._in_progress.items()
-        }
-        logits = logits.clone()
-        for position, ticket in enumerate(tickets):
-            if by_ticket[ticket] == tuple(poisoned):
-                logits[position, 0] = float("nan")
-        put(store, tickets, logits)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(RowStore, "put", poison)
-        first, second, third = await asyncio.gather(
-            *(lm.next_token_logprobs(p) for p in prompts), return_exceptions=True
-        )
-    assert isinstance(second, NotFinite)
-    assert isinstance(first, torch.Tensor)
-    assert isinstance(third, torch.Tensor)
-    assert worst([first, third], [oracle(prompts[0]), oracle(prompts[2])]) < TOLERANCE
-    assert worst([await lm.next_token_logprobs(poisoned)], [oracle(poisoned)]) < TOLERANCE
 
 
 # -- loops and threads ----------------------------------------------------------------------------
@@ -293,46 +223,6 @@ async def test_the_loop_goes_on_during_a_long_sample_and_logprobs_return_before_
     jumps = sorted(b - a for a, b in itertools.pairwise(beats))
     assert len(beats) > 50
     assert jumps[-1] <= 10, jumps[-10:]
-
-
-@pytest.mark.promise(number=9)
-def test_two_runs_of_the_loop_the_first_cancelled_in_flight(lm: AsyncLM, oracle: Oracle) -> None:
-    async def cancelled() -> None:
-        sample = asyncio.create_task(lm.sample([1], max_tokens=400))
-        rows = [asyncio.create_task(lm.next_token_logprobs([n] * 200)) for n in range(40)]
-        await lm.next_token_logprobs([1])
-        for task in (sample, *rows):
-            task.cancel()
-        raise RuntimeError("leaves with work in flight")
-
-    with pytest.raises(RuntimeError, match="in flight"):
-        asyncio.run(cancelled())
-
-    async def again() -> list[torch.Tensor]:
-        return await asyncio.gather(*(lm.next_token_logprobs([n] * 200) for n in range(40)))
-
-    rows = asyncio.run(again())
-    assert worst(rows, [oracle([n] * 200) for n in range(40)]) < TOLERANCE
-
-
-@pytest.mark.promise(number=22)
-def test_four_threads_with_loops_of_their_own(lm: AsyncLM, oracle: Oracle) -> None:
-    prompts = [mixed_prompts(24, 100, lm.vocab_size, seed=20 + n % 2) for n in range(4)]
-    rows: dict[int, list[torch.Tensor]] = {}
-
-    def thread(number: int) -> None:
-        async def ask() -> list[torch.Tensor]:
-            return await asyncio.gather(*(lm.next_token_logprobs(p) for p in prompts[number]))
-
-        rows[number] = asyncio.run(ask())
-
-    threads = [threading.Thread(target=thread, args=(number,)) for number in range(4)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join(60)
-    for number in range(4):
-        assert worst(rows[number], [oracle(p) for p in prompts[number]]) < TOLERANCE
 
 
 # -- samples --------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ everything that drops the rest. Every row is held against transformers'."""
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 import genrt
-from genrt.errors import EngineDied, EngineFailed, TimedOut
+from genrt.errors import EngineDied, EngineFailed
 from genrt.lm import AsyncLM
 from tests.engines.vllm import small
 from tests.engines.vllm.small import BLOCK, LORA, TOLERANCE, Oracle, core_of, failing, tokens
@@ -204,23 +203,6 @@ async def test_residents_stay_while_texts_with_the_prefix_wait(lm: AsyncLM) -> N
     assert after.extended == before.extended + 1
 
 
-async def test_who_leaves_keeps_nothing(lm: AsyncLM) -> None:
-    with pytest.raises(TimedOut):
-        await lm.warm_up(PREFIX, timeout=0.0)
-    may_begin = threading.Event()  # or the engine could be done before anybody leaves
-    lm._thread.call(lambda _: may_begin.wait(60))
-    asked = asyncio.create_task(lm.warm_up(PREFIX))
-    other = asyncio.create_task(lm.warm_up(tokens(64, seed=80)))
-    await asyncio.sleep(0)
-    asked.cancel()
-    may_begin.set()
-    assert await other == 64
-    with pytest.raises(asyncio.CancelledError):
-        await asked
-    assert kept(lm) == 64
-    assert lm.statistics().batcher.in_flight == 0
-
-
 def test_a_failed_step_loses_it_until_it_is_computed_again(lm: AsyncLM, oracle: Oracle) -> None:
     lm.warm_up_sync(PREFIX)
     for error, raised in ((RuntimeError("no"), EngineFailed), (MemoryError(), genrt.OutOfMemory)):
@@ -312,12 +294,3 @@ def test_adapters_have_prefixes_of_their_own_and_leave_the_base_its(
         lm.next_token_logprobs_sync([*PREFIX, 5], adapter="b")
         lm.next_token_logprobs_sync([*PREFIX, 5])
         assert kept(lm) == KEPT
-
-
-def test_two_runtimes_keep_their_own(lm: AsyncLM, llama: Path) -> None:
-    lm.warm_up_sync(PREFIX)
-    with load(llama) as other:
-        other.warm_up_sync(tokens(64, seed=6))
-        assert (kept(lm), kept(other)) == (100, 64)
-        work(lm)
-    assert computed(lm, lambda: lm.next_token_logprobs_sync([*PREFIX, 1])) == 1
