@@ -14,11 +14,10 @@ from __future__ import annotations
 import collections
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.lora.request import LoRARequest
@@ -30,13 +29,11 @@ from genrt.questions.rows import LogprobsRequest
 
 __all__ = ["VLLMAdapters"]
 
-Probe = Callable[[Sequence[LogprobsRequest]], list[torch.Tensor]]
-
 PARTIAL = ("layers_to_transform", "layers_pattern", "exclude_modules")
 """Options by which an adapter leaves out some layers of its ``target_modules``."""
 
-SAME_ROW = 0.05
-"""The largest difference of one row's log-probabilities over -15 in two batches."""
+SAME_ROW, LIKELY = 0.05, -15.0
+"""The largest difference of one row in two batches, of log-probabilities over the second number."""
 
 
 class VLLMAdapters:
@@ -102,12 +99,18 @@ class VLLMAdapters:
             return "it has no weights of any layer"
         return None
 
-    def check_base(self, adapter: Adapter, probe: Probe, context: tuple[int, ...]) -> None:
+    def check_base(
+        self,
+        adapter: Adapter,
+        probe: Callable[[Sequence[LogprobsRequest]], list[Tensor]],
+        context: tuple[int, ...],
+    ) -> None:
         """Raise EngineUnsupported if the base model's row after ``context`` differs beside the
         adapter's."""
         base, adapted = LogprobsRequest(context), LogprobsRequest(context, adapter)
         [alone] = probe([base])
-        if not _same(probe([adapted, base])[1], alone):
+        apart = probe([adapted, base])[1] - alone
+        if not bool(apart[alone > LIKELY].abs().max() < SAME_ROW):
             raise EngineUnsupported(
                 "vLLM mixes up the base model and its adapters within a step; load one runtime for "
                 "each instead"
@@ -180,7 +183,9 @@ def _fit(worker: Any, number: int, rank: int | None) -> _Fit:
         if weights is None:
             missing.update(parts)
             continue
-        pairs = [*_pairs(weights)]
+        matrices = (weights.lora_a, weights.lora_b)
+        of_parts = [each if isinstance(each, list) else [each] for each in matrices]
+        pairs: list[tuple[Tensor | None, Tensor | None]] = [*zip(*of_parts, strict=True)]
         if len(pairs) != len(parts) or not isinstance(layer, BaseLinearLayerWithLoRA):
             continue
         missing.update(part for part, (a, _) in zip(parts, pairs, strict=True) if a is None)
@@ -196,15 +201,3 @@ def _fit(worker: Any, number: int, rank: int | None) -> _Fit:
                     found = f"{[*b.shape]} and {[*a.shape]}"
                     wrong.append(f"its weights B and A of {part} are {found}, not {needed}")
     return _Fit(len(given), frozenset(given.keys() - layers.keys()), frozenset(missing), wrong)
-
-
-def _pairs(weights: Any) -> Iterator[tuple[Tensor | None, Tensor | None]]:
-    """Yield the matrices A and B of each part of a layer."""
-    if isinstance(weights.lora_a, list):
-        return zip(weights.lora_a, weights.lora_b, strict=True)
-    return iter([(weights.lora_a, weights.lora_b)])
-
-
-def _same(row: torch.Tensor, other: torch.Tensor) -> bool:
-    likely = other > -15.0
-    return bool((row - other)[likely].abs().max() < SAME_ROW)

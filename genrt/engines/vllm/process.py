@@ -17,7 +17,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from operator import attrgetter
 from types import ModuleType
@@ -176,9 +176,7 @@ def undisturbed() -> Iterator[None]:
     - vLLM supports only its runner V1. An environment variable that demands V2 is set aside.
     - vLLM looks for its kernels in every value of every module. Objects that answer to any name, as
       numba's library does, and deprecated objects, which warn on any access, are not asked.
-    - vLLM's bfloat16 attention uses a processor's AMX tiles. That kills the process unless Linux was
-    asked
-      for them.
+    - vLLM's bfloat16 attention uses AMX tiles. That kills the process unless Linux was asked for them.
     - vLLM binds the process's memory to one node and says so. With a single node this is skipped.
     """
     from vllm.triton_utils import HAS_TRITON
@@ -186,11 +184,8 @@ def undisturbed() -> Iterator[None]:
 
     states.np = _Numpy()
     try:
-        if HAS_TRITON:
+        with nullcontext() if HAS_TRITON else _without_triton():
             yield
-        else:
-            with _without_triton(), _unbound():
-                yield
     finally:
         states.np = np
 
@@ -207,33 +202,24 @@ class _Numpy(ModuleType):
 @contextmanager
 def _without_triton() -> Iterator[None]:
     from vllm.triton_utils import dispatcher
+    from vllm.utils import cpu_resource_utils
 
     if hasattr(torch.cpu, "_init_amx"):
         torch.cpu._init_amx()  # returns False without AMX
     demanded = os.environ.pop(V2, None)
     dispatcher.vars, dispatcher.hasattr = _attributes, _has_attribute
+    operators, bind = torch.ops._C, None
+    if len(cpu_resource_utils.get_visible_memory_node()) < 2 and hasattr(operators, BIND):
+        bind = getattr(operators, BIND)
+        setattr(operators, BIND, lambda nodes: None)
     try:
         yield
     finally:
+        if bind is not None:
+            setattr(operators, BIND, bind)
         del dispatcher.vars, dispatcher.hasattr
         if demanded is not None:
             os.environ[V2] = demanded
-
-
-@contextmanager
-def _unbound() -> Iterator[None]:
-    from vllm.utils import cpu_resource_utils
-
-    operators = torch.ops._C
-    if len(cpu_resource_utils.get_visible_memory_node()) > 1 or not hasattr(operators, BIND):
-        yield
-        return
-    bind = getattr(operators, BIND)
-    setattr(operators, BIND, lambda nodes: None)
-    try:
-        yield
-    finally:
-        setattr(operators, BIND, bind)
 
 
 def _has_attribute(value: Any, name: str) -> bool:
