@@ -363,27 +363,18 @@ def test_each_engine_has_memory_for_graphs_a_workspace_and_an_offloader_of_its_o
         assert kept() is None
         workspace.reset_workspace_manager()  # as an engine does that is shut down
         offloader.set_offloader(None)
-    with first:
-        assert current_platform.get_global_graph_pool() is pool
-        assert kept() == "the first's"
-        assert offloader._instance is offloading
-    assert (PLATFORM._global_graph_pool, workspace._manager, offloader._instance) == before
-
-
-def test_they_are_put_back_once_the_outermost_user_leaves_also_by_an_error() -> None:
-    before, own = kept(), Globals()
 
     def fail() -> None:
-        with own:
-            setattr(workspace, "_manager", "own")  # noqa: B010
-            with own:
-                assert kept() == "own"
-            assert kept() == "own"
-            raise ValueError
+        with first:
+            with first:
+                assert current_platform.get_global_graph_pool() is pool
+            assert kept() == "the first's", "until the outermost user leaves, also by an error"
+            assert offloader._instance is offloading
+            raise ZeroDivisionError
 
-    with pytest.raises(ValueError):  # noqa: PT011
+    with pytest.raises(ZeroDivisionError):
         fail()
-    assert kept() is before
+    assert (PLATFORM._global_graph_pool, workspace._manager, offloader._instance) == before
 
 
 def test_a_vllm_that_keeps_them_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -480,7 +471,7 @@ def wait_for(turns: ThreadTurns, count: int) -> None:
         enough.wait(0.001)
 
 
-def test_who_comes_back_at_once_waits_behind_those_who_were_there() -> None:
+def test_threads_take_turns_in_order_and_the_holder_may_enter_again() -> None:
     turns, order = ThreadTurns(), list[str]()
 
     def other(name: str) -> None:
@@ -489,32 +480,16 @@ def test_who_comes_back_at_once_waits_behind_those_who_were_there() -> None:
 
     threads = []
     with turns:
-        for number in range(3):
-            threads.append(started(lambda name=f"other {number}": other(name)))  # type: ignore[misc]
-            wait_for(turns, number + 1)
+        with turns:
+            for number in range(3):
+                threads.append(started(partial(other, f"other {number}")))
+                wait_for(turns, number + 1)
+        order.append("still in")
     with turns:
         order.append("again")
     for thread in threads:
         thread.join(PATIENCE_SECONDS)
-    assert order == ["other 0", "other 1", "other 2", "again"]
-
-
-def test_the_holder_enters_again_and_hands_over_when_it_is_out_of_all() -> None:
-    turns, order = ThreadTurns(), list[str]()
-
-    def other() -> None:
-        with turns:
-            order.append("other")
-
-    with turns:
-        with turns:
-            thread = started(other)
-            wait_for(turns, 1)
-        order.append("still in")
-    thread.join(PATIENCE_SECONDS)
-    assert order == ["still in", "other"]
-    with turns:
-        pass
+    assert order == ["still in", "other 0", "other 1", "other 2", "again"]
 
 
 @pytest.mark.parametrize("let_in", [False, True])
