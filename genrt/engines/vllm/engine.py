@@ -264,7 +264,7 @@ class VLLMEngine:
             return ended
         started = time.perf_counter()
         self._count(steps=1)  # before the step's results are delivered
-        in_progress = len(self._in_progress) + len(self._texts)
+        in_progress = len(self._in_progress) + len(self._texts.waiting)
         try:
             with self._globals:
                 finished = None if self._steps.is_ahead else self._decode()
@@ -468,7 +468,7 @@ class VLLMEngine:
     def _recover(self) -> None:
         """Forget everything after a failed step. Raises EngineDied if vLLM still holds requests or
         blocks."""
-        self._texts.clear()
+        self._texts.waiting.clear()
         self._steps.forget()
         try:
             self._abort(list(self._core.engine_core.scheduler.requests))
