@@ -92,9 +92,10 @@ class VLLMEngine:
             else:
                 self._store = RemoteStore(self._core.collective_rpc, own_processors, self.device)
         self._positions = positions_of(config, model_runner, core.scheduler, own_processors)
-        self.weights = VLLMWeights(llm_engine, own, self.forget_residents)
         on_cpu, has_loras = self.device.type == "cpu", config.lora_config is not None
         self._adapters = VLLMAdapters(self._core, enabled=has_loras, base_needs_zero=on_cpu)
+        renew = self._adapters.load_zero
+        self.weights = VLLMWeights(llm_engine, own, self.forget_residents, renew)
         self.prefixes = KeptPrefixes(core, self._adapters.request)
         self._open: OpenRequests | None = None
         is_open = config.scheduler_config.scheduler_cls is OpenScheduler

@@ -50,7 +50,7 @@ class VLLMAdapters:
         self._base: LoRARequest | None = None
         if enabled and base_needs_zero:
             self._base = self._request("zero")
-            core.collective_rpc(_add_zero, None, (self._base,), None)
+            self.load_zero()
 
     def check_enabled(self) -> None:
         """Raise InvalidAdapter if vLLM was opened without adapters."""
@@ -59,6 +59,11 @@ class VLLMAdapters:
                 'vLLM was opened without adapters: load with engine_options={"enable_lora": True, '
                 '"max_loras": …, "max_lora_rank": …}'
             )
+
+    def load_zero(self) -> None:
+        """Load the zero adapter, if there is one: it has no files from which vLLM could load it again."""
+        if self._base is not None:
+            self._core.collective_rpc(_add_zero, None, (self._base,), None)
 
     def add(self, adapter: Adapter, path: Path) -> None:
         """Load an adapter from a directory that ``check_adapter_directory`` has accepted. Raises
@@ -155,8 +160,8 @@ class VLLMAdapters:
 
 
 def _add_zero(worker: Any, lora: LoRARequest) -> None:
-    """Load a zero adapter, which has no files. It stays in memory, but takes no slot of a step without
-    base requests: vLLM's scheduler gives all slots to other adapters then."""
+    """Load a zero adapter, which stays in memory. It takes no slot of a step without base requests: vLLM's
+    scheduler gives all slots to other adapters then."""
     manager = worker.model_runner.lora_manager
     manager.add_dummy_lora(lora, rank=1)
     manager._adapter_manager._pin_lora_in_cpu_cache(lora.lora_int_id)

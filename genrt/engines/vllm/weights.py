@@ -30,15 +30,21 @@ __all__ = ["VLLMWeights"]
 
 class VLLMWeights:
     """The weights in the workers of one engine. ``forget`` makes vLLM forget all sequences and blocks,
-    and returns whether it did."""
+    and returns whether it did. ``renew`` is called after vLLM has dropped all adapters."""
 
-    def __init__(self, llm_engine: LLMEngine, own: Globals, forget: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        llm_engine: LLMEngine,
+        own: Globals,
+        forget: Callable[[], bool],
+        renew: Callable[[], None],
+    ) -> None:
         self._call: Callable[..., list[Any]] = llm_engine.collective_rpc
         self._config = llm_engine.vllm_config
         self._executor = llm_engine.model_executor
         self._is_here = isinstance(self._executor, UniProcExecutor)
         self._globals = own
-        self._forget = forget
+        self._forget, self._renew = forget, renew
         self._places: list[Any] | None = None  # the parameters' addresses, while weights are loaded
         self._loaded: set[str] = set()
         self._is_sent = False  # a trainer sends the weights; vLLM starts and ends the loading
@@ -165,6 +171,7 @@ class VLLMWeights:
             if is_sent:
                 self._call("finish_weight_update")
             ends = self._call(_reset if is_sent else _finish_reload)
+            self._renew()
         for before, (after, names) in zip(places or (), ends, strict=True):
             if before != after:
                 raise EngineFailed("vLLM has put weights elsewhere, where no CUDA graph finds them")
