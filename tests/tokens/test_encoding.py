@@ -395,7 +395,8 @@ def test_a_call_without_content_is_written_where_the_template_looks_for_none(tem
     tokenizer = byte_level()
     tokenizer.chat_template = template
     call = {"role": "assistant", "content": None, "tool_calls": [CALL]}
-    messages = [{"role": "user", "content": "1 + 1?"}, call, {"role": "tool", "content": "2"}]
+    messages: list[Any] = [{"role": "user", "content": "1 + 1?"}, call]
+    messages.append({"role": "tool", "content": "2"})
     own = tokenizer.apply_chat_template(messages, tokenize=False)
     assert own.count("add") == 1
     assert "<assistant><" not in own
