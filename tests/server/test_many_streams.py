@@ -139,5 +139,6 @@ async def test_openais_client(lm: AsyncLM, server: Server, texts: list[str]) -> 
     engine = cast("VLLMEngine", lm._thread.engine)
     assert not engine._in_progress
     assert not lm._thread.batcher.streams.by_loop
-    assert (len(engine._texts), engine._texts.running, engine._texts._streamed) == (0, 0, {})
+    texts_left = engine._texts
+    assert (len(texts_left.waiting), texts_left.running, texts_left._streamed) == (0, 0, {})
     assert await asyncio.to_thread(free_blocks, lm) == free
