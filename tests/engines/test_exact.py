@@ -130,7 +130,7 @@ def test_tables_without_a_distribution_are_refused(table: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: NGram([b"a"], torch.zeros(1), eos_token_id=1), "eos"),
+        (lambda: NGram([b"a"], torch.zeros(1), eos_token_id=1), "not in 0"),
         (lambda: NGram.random(3, order=-1), "order"),
         (lambda: NGram.random(3, zeros=1.5), "zeros"),
         (lambda: NGram.random(3).row([3]), "outside"),
