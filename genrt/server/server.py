@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import concurrent.futures
+import contextlib
 import resource
 import socket
 import threading
@@ -34,11 +35,6 @@ from genrt.server.bodies import Bodies, longest_text
 from genrt.server.gate import Gate, HTTPError, ServerLimits, check_key
 from genrt.server.routes import OwnRoutes, TrainerRoutes
 from genrt.server.status import status_routes
-
-try:
-    import uvloop
-except ImportError:
-    uvloop = None  # type: ignore[assignment]
 
 __all__ = ["ClientConnection", "Connections", "Server", "bound_socket", "serving"]
 
@@ -79,17 +75,21 @@ class Connections:
         return True
 
     def mark_idle(self, connection: ClientConnection) -> None:
+        """Note that a connection has no request."""
         if connection in self._open:
             self._idle[connection] = None
 
     def mark_busy(self, connection: ClientConnection) -> None:
+        """Note that a connection has a request."""
         self._idle.pop(connection, None)
 
     def remove(self, connection: ClientConnection) -> None:
+        """Forget a closed connection."""
         self._open.discard(connection)
         self._idle.pop(connection, None)
 
     def abort_all(self) -> None:
+        """Close all connections at once."""
         for each in [*self._open]:
             each.abort()
 
@@ -306,11 +306,13 @@ class Server:
 
     def _run(self, listening: socket.socket, started: concurrent.futures.Future[None]) -> None:
         """Serve, in the thread."""
+        make_loop: Callable[[], asyncio.AbstractEventLoop] | None = None
+        with contextlib.suppress(ImportError):
+            import uvloop
+
+            make_loop = uvloop.new_event_loop
         try:
-            with (
-                listening,
-                asyncio.Runner(loop_factory=getattr(uvloop, "new_event_loop", None)) as runner,
-            ):
+            with listening, asyncio.Runner(loop_factory=make_loop) as runner:
                 runner.run(self._serve(listening, started))
         except BaseException as error:
             if started.done():
