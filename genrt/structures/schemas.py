@@ -119,6 +119,7 @@ LONGEST = {"hostname": 253}
 Schema: TypeAlias = dict[str, Any]
 
 _MOST = {"minItems": 10_000, "maxItems": 10_000, "properties": 2_000, "patternProperties": 50}
+_MOST["enum"] = 100_000  # so many take half a minute
 
 _DEFINITIONS = ("$defs", "definitions")
 _MAPS = (*_DEFINITIONS, "properties", "patternProperties", "dependentSchemas")
@@ -327,7 +328,7 @@ def _check_keywords(schema: Schema) -> None:
         if key in _COUNTS and (value < 0 or value != int(value)):
             raise wrong(f"{key!r}: {value}; give a whole number from 0 on")
         if key in _MOST:
-            size = len(value) if isinstance(value, dict) else value
+            size = len(value) if isinstance(value, dict | list) else value
             if size > _MOST[key]:
                 raise undone(f"{key} of {size:,}, and {_MOST[key]:,} is the most")
     if "prefixItems" in schema and isinstance(schema.get("items"), list):

@@ -324,7 +324,7 @@ def test_numbers_are_taken_as_they_are(number: float) -> None:
         ({"pattern": "a?" * 10_001}, "pattern has 10,001 repetitions"),
         ({"patternProperties": {"a?" * 10_001: True}}, "pattern has 10,001 repetitions"),
         ({"minProperties": 2}, "minProperties 2 and requires 0 by name"),
-        ({"enum": [f"{i:07}" for i in range(200_000)]}, "too big"),
+        ({"enum": [*range(100_001)]}, "enum of 100,001, and 100,000 is the most"),
         (
             {
                 "$defs": {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(3000)}
@@ -355,7 +355,7 @@ LARGE: list[tuple[Schema, str]] = [
         '{"kind": "k399", "p399": 399}',
     ),
     ({"type": "array", "maxItems": 10_000}, "[" + ", ".join(["1"] * 200) + "]"),
-    ({"enum": [f"value {i}" for i in range(20_000)]}, '"value 19999"'),
+    ({"enum": [f"value {i}" for i in range(10_000)]}, '"value 9999"'),
     ({"type": "string", "maxLength": 10**9}, json.dumps("a" * 100)),
     ({"type": "string", "pattern": "^([a-z]{2}[0-9]){0,10000}$"}, '"ab1cd2"'),
     (json.loads('{"items":' * 100 + "true" + "}" * 100), "[" * 100 + "]" * 100),

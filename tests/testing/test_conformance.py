@@ -169,7 +169,7 @@ def samples_first(self: Any) -> Ends:
     return cast(Ends, self.inner.step())
 
 
-def of_the_batch(kind: type) -> Any:
+def of_the_batch(kind: type[Any]) -> Any:
     """One generator for the batch, so that a draw depends on its neighbours."""
 
     def ask(self: Any, request: Any) -> Any:
@@ -231,7 +231,8 @@ def first_weights(self: Any, adapter: Adapter, path: Path) -> None:
 
 def every(turn: int, otherwise: Callable[[list[Any], list[Any]], list[Any]]) -> Any:
     """Deltas as they are, but for every so many turns: then made of these and the turn's before."""
-    turns, before = itertools.count(1), [[]]
+    turns = itertools.count(1)
+    before: list[list[Any]] = [[]]
 
     def follow(deltas: list[Any]) -> list[Any]:
         old, before[0] = before[0], deltas
@@ -346,16 +347,21 @@ def opened(changes: dict[str, Any]) -> Engine:
     return cast(Engine, engine)
 
 
-@pytest.fixture(scope="module")
-def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def adapter_directories(root: Path) -> list[Path]:
     made = []
     for seed in (11, 12):
-        path = tmp_path_factory.mktemp("adapter")
+        path = root / str(seed)
+        path.mkdir()
         table = NGram.random(16, order=2, seed=seed).table
         save_file({"table": table}, path / "adapter_model.safetensors")
         (path / "adapter_config.json").write_text("{}")
         made.append(path)
     return made
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return adapter_directories(tmp_path_factory.mktemp("adapters"))
 
 
 def test_an_unbroken_wrapper_passes(adapters: list[Path]) -> None:

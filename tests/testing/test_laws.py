@@ -114,50 +114,35 @@ def heavy(rng: Generator, count: int) -> Given:
     return assert_weighted_samples_from, (runs, {"a": 1.0}), options
 
 
-RIGHT: dict[str, Callable[[Generator, int], Given]] = {
-    **{
-        f"estimates: {name}": lambda rng, count, draws=draws, mean=mean: (
-            (assert_unbiased, (draws(rng, count), mean), {})
-        )
-        for name, (draws, mean) in SKEWED.items()
-    },
-    **{
-        f"estimates without a bound: {name}": lambda rng, count, draws=draws, mean=mean: (
-            (assert_unbiased, (draws(rng, count), mean), {"highest": None})
-        )
-        for name, (draws, mean) in UNBOUNDED.items()
-    },
-    **{
-        f"variance: {name}": lambda rng, count, name=name, draws=draws, mean=mean: (
-            assert_variance_bounded,
-            (draws(rng, count), mean),
-            {"relative_variance": VARIANCES[name]},
-        )
-        for name, (draws, mean) in SKEWED.items()
-    },
-    **{
-        f"samples: {name}": lambda rng, count, law=law: (
-            (assert_samples_from, (sampled(law, rng, count), law), {})
-        )
-        for name, law in LAWS.items()
-    },
-    "weights": lambda rng, count: (
-        assert_weighted_samples_from,
-        (weighted(TARGET, rng, count, Z), TARGET),
-        {"log_evidence": math.log(Z)},
-    ),
-    "weights without a bound": heavy,
-}
+def right(kind: str, name: str, rng: Generator, count: int) -> Given:
+    """A law with what obeys it: of estimates, bounded or not, of their variance, samples and weights."""
+    if kind == "samples":
+        return assert_samples_from, (sampled(LAWS[name], rng, count), LAWS[name]), {}
+    if kind == "weights":
+        evidence = {"log_evidence": math.log(Z)}
+        return assert_weighted_samples_from, (weighted(TARGET, rng, count, Z), TARGET), evidence
+    if kind == "heavy weights":
+        return heavy(rng, count)
+    draws, mean = UNBOUNDED[name]
+    estimates = draws(rng, count), mean
+    if kind == "variance":
+        return assert_variance_bounded, estimates, {"relative_variance": VARIANCES[name]}
+    return assert_unbiased, estimates, {"highest": None} if kind == "unbounded" else {}
+
+
+RIGHT = [("estimates", name) for name in SKEWED] + [("variance", name) for name in SKEWED]
+RIGHT += [("unbounded", name) for name in UNBOUNDED] + [("samples", name) for name in LAWS]
+RIGHT += [("weights", ""), ("heavy weights", "")]
 
 
 @pytest.mark.parametrize("count", [1, 20, 300])
-@pytest.mark.parametrize("name", RIGHT)
-def test_what_is_right_fails_no_more_often_than_the_level(name: str, count: int) -> None:
+@pytest.mark.parametrize(("kind", "name"), RIGHT)
+def test_what_is_right_fails_no_more_often_than_the_level(kind: str, name: str, count: int) -> None:
     alarms = 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CannotTell)
         for seed in range(200):
-            check, args, options = RIGHT[name](np.random.default_rng(seed), count)
+            check, args, options = right(kind, name, np.random.default_rng(seed), count)
             alarms += alarm(check, *args, level=0.05, **options) is not None
     assert alarms <= 0.05 * 200
 
