@@ -9,8 +9,9 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -74,6 +75,8 @@ def test_what_is_no_adapter_is_refused_with_the_reason(
 MODEL = NGram.random(6, seed=1)
 PROMPT = [1, 2]
 
+Load: TypeAlias = Callable[..., AsyncLM]
+
 
 def make_table(directory: Path, *, seed: int) -> Path:
     """An adapter of the exact engine."""
@@ -84,56 +87,46 @@ def make_table(directory: Path, *, seed: int) -> Path:
 
 
 @pytest.fixture(
-    scope="module",
     params=[
         "exact",
         pytest.param("transformers", marks=pytest.mark.vllm),
         pytest.param("vllm", marks=pytest.mark.vllm),
-    ],
+    ]
 )
 def kind(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
 
 
-def load(kind: str, request: pytest.FixtureRequest) -> AsyncLM:
+@pytest.fixture
+def folders(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
+    """Directories of two adapters that fit the model, to be done with as one likes."""
     if kind == "exact":
-        return genrt.load(MODEL, engine="exact", cache_bytes=0)
-    options: dict[str, Any] = {"dtype": "float32"}
-    if kind == "vllm":
-        options |= {"max_num_seqs": 8, "kv_cache_memory_bytes": 2**26, "enable_lora": True}
-        options |= {"max_lora_rank": 8, "max_loras": 2, "max_cpu_loras": 6}
-    llama: Path = request.getfixturevalue("llama")
-    return genrt.load(llama, engine=kind, engine_options=options, cache_bytes=0)
-
-
-@pytest.fixture(scope="module")
-def shared(kind: str, request: pytest.FixtureRequest) -> Iterator[AsyncLM]:
-    with load(kind, request) as opened:
-        yield opened
+        return make_table(tmp_path / "a", seed=2), make_table(tmp_path / "b", seed=3)
+    loras: tuple[Path, Path] = request.getfixturevalue("loras")
+    copies = (tmp_path / "a", tmp_path / "b")
+    for path, copy in zip(loras, copies, strict=True):
+        shutil.copytree(path, copy)
+    return copies
 
 
 @pytest.fixture
-def lm(shared: AsyncLM) -> Iterator[AsyncLM]:
-    """A runtime without adapters."""
-    yield shared
-    for name in shared.adapters:
-        shared.remove_adapter(name)
+def load(kind: str, request: pytest.FixtureRequest) -> Iterator[Load]:
+    with ExitStack() as opened:
 
+        def one(**arguments: Any) -> AsyncLM:
+            if kind == "exact":
+                lm = genrt.load(MODEL, engine="exact", **arguments)
+            else:
+                llama: Path = request.getfixturevalue("llama")
+                options: dict[str, Any] = {}
+                if kind == "vllm":
+                    options = {"dtype": "float32", "max_num_seqs": 8, "max_lora_rank": 8}
+                    options |= {"enable_lora": True, "kv_cache_memory_bytes": 2**26, "max_loras": 4}
+                lm = genrt.load(llama, engine=kind, engine_options=options, **arguments)
+            return opened.enter_context(lm)
 
-@pytest.fixture
-def folder_of(
-    kind: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> Callable[[str, int], Path]:
-    """Makes the directory of one of two adapters that fit the model, to be done with as one likes."""
-
-    def copied(name: str, number: int) -> Path:
-        if kind == "exact":
-            return make_table(tmp_path / name, seed=2 + number)
-        loras: tuple[Path, Path] = request.getfixturevalue("loras")
-        return Path(shutil.copytree(loras[number], tmp_path / name))
-
-    return copied
+        yield one
 
 
 def rows(lm: AsyncLM, name: str | None) -> torch.Tensor:
@@ -145,34 +138,44 @@ def near(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.allclose(one, other, atol=5e-4)
 
 
+def spoil(folder: Path) -> None:
+    (folder / "adapter_model.safetensors").write_bytes(b"no weights")
+
+
 @pytest.mark.promise(number=14)
 @pytest.mark.promise(number=30)
 def test_adapters_survive_a_restart_whatever_becomes_of_their_folders(
-    lm: AsyncLM, folder_of: Callable[[str, int], Path]
+    load: Load, folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """Of a name that was bound twice the later weights survive; what was removed does not."""
-    other, folders = folder_of("other", 1), {}
-    for name in ("removed", "overwritten", "deleted", "spoilt", "bound twice"):
-        folders[name] = folder_of(name, 0)
-        lm.add_adapter_sync(name, folders[name])
-    base, tuned = rows(lm, None), rows(lm, "deleted")
-    lm.add_adapter_sync("bound twice", other)
-    later = rows(lm, "bound twice")
+    """Of a name that was bound twice the later weights, and nothing of what was removed."""
+    first, second = folders
+    lm = load()
+    names = ("overwritten", "deleted", "spoiled", "twice", "removed")
+    copies = {name: tmp_path / name for name in names}
+    for name, copy in copies.items():
+        shutil.copytree(first, copy)
+        lm.add_adapter_sync(name, copy)
     lm.remove_adapter("removed")
-    for file in other.iterdir():
-        shutil.copyfile(file, folders["overwritten"] / file.name)
-    shutil.rmtree(folders["deleted"])
-    (folders["spoilt"] / WEIGHTS_NAME).write_bytes(b"no weights")
-    shutil.rmtree(other)
+    base, earlier = rows(lm, None), rows(lm, "twice")
+    assert not near(earlier, base)
+    for file in second.iterdir():
+        shutil.copyfile(file, copies["overwritten"] / file.name)
+    spoil(copies["spoiled"])
+    shutil.rmtree(copies["deleted"])
+    lm.add_adapter_sync("twice", second)
+    later = rows(lm, "twice")
+    assert not near(later, earlier)
+    shutil.rmtree(copies["twice"])
+    shutil.rmtree(second)
     lm.restart()
-    for name in ("overwritten", "deleted", "spoilt"):
-        assert near(rows(lm, name), tuned)
-    assert near(rows(lm, "bound twice"), later)
+    lm.clear_cache()
     assert near(rows(lm, None), base)
-    assert not any(near(tuned, each) for each in (base, later))
+    for name in ("overwritten", "deleted", "spoiled"):
+        assert near(rows(lm, name), earlier), name
+    assert near(rows(lm, "twice"), later)
+    assert lm.adapters == names[:-1]
     with pytest.raises(UnknownAdapter, match="removed"):
         rows(lm, "removed")
-    assert sorted(lm.adapters) == ["bound twice", "deleted", "overwritten", "spoilt"]
 
 
 # -- weights that fit nothing -----------------------------------------------------------------
@@ -191,22 +194,25 @@ MISFITS: dict[str, Callable[[str, torch.Tensor], tuple[str, torch.Tensor] | None
 }
 
 
-@pytest.mark.parametrize("misfit", MISFITS)
 def test_an_adapter_whose_weights_do_not_fit_is_refused_by_name_and_changes_nothing(
-    lm: AsyncLM, folder_of: Callable[[str, int], Path], kind: str, misfit: str
+    load: Load, folders: tuple[Path, Path], kind: str
 ) -> None:
-    bad = folder_of("bad", 1)
-    file = bad / WEIGHTS_NAME
-    changed = [MISFITS[misfit](name, each) for name, each in load_file(file).items()]
-    weights = {each[0]: each[1].contiguous() for each in changed if each is not None}
-    if kind == "exact":  # whose adapters are one table
-        weights = {"table": next(iter(weights.values()))[:4, :5].contiguous()}
-    save_file(weights, file)
+    good, bad = folders
+    file = bad / "adapter_model.safetensors"
+    right = load_file(file)
+    lm = load()
     before = rows(lm, None)
-    with pytest.raises(InvalidAdapter, match=r"fit|take adapter bad"):
-        lm.add_adapter_sync("bad", bad)
-    assert lm.adapters == ()
-    lm.add_adapter_sync("good", folder_of("good", 0))
+    for name, misfit in MISFITS.items():
+        changed = [misfit(*each) for each in right.items()]
+        weights = {each[0]: each[1].contiguous() for each in changed if each is not None}
+        if kind == "exact":  # whose adapters are one table
+            weights = {"table": next(iter(weights.values()))[:4, :5].contiguous()}
+        save_file(weights, file)
+        with pytest.raises(InvalidAdapter, match=r"fit|take adapter bad"):
+            lm.add_adapter_sync("bad", bad)
+        assert lm.adapters == (), name
+    lm.add_adapter_sync("good", good)
+    lm.clear_cache()
     assert near(rows(lm, None), before)
     assert not near(rows(lm, "good"), before)
 
@@ -216,36 +222,36 @@ def test_an_adapter_whose_weights_do_not_fit_is_refused_by_name_and_changes_noth
 
 @pytest.mark.promise(number=14)
 def test_a_growing_batch_is_drawn_by_what_its_adapter_s_name_stands_for_now(
-    lm: AsyncLM,
-    folder_of: Callable[[str, int], Path],
-    kind: str,
-    request: pytest.FixtureRequest,
+    load: Load, folders: tuple[Path, Path]
 ) -> None:
     """Others draw after the same contexts, by another adapter and by none. What is expected has names
     that nobody changes, on a runtime that no batch is asked of."""
-    first, second = folder_of("first", 0), folder_of("second", 1)
+    first, second = folders
+    lm, quiet = load(cache_bytes=0), load(cache_bytes=0)
+    for each, known_as, folder in [
+        (lm, "a", first),
+        (lm, "b", second),
+        (quiet, "first", first),
+        (quiet, "second", second),
+    ]:
+        each.add_adapter_sync(known_as, folder)
     contexts = [[*PROMPT, n] for n in range(4)]
     means: dict[str | None, str | None] = {"a": "first", "b": "second", None: None}
-    lm.add_adapter_sync("a", first)
-    lm.add_adapter_sync("b", second)
-    with load("transformers" if kind == "vllm" else kind, request) as quiet:
-        quiet.add_adapter_sync("first", first)
-        quiet.add_adapter_sync("second", second)
-        for step in range(9):
-            if step == 3:
-                lm.remove_adapter("a")
-                lm.add_adapter_sync("a", second)
-                means["a"] = "second"
-            if step == 6:
-                lm.add_adapter_sync("a", first)
-                means["a"] = "first"
-            for name, meant in means.items():
-                found = lm.batch_draw_sync(contexts, seed=step, adapter=name)
-                wanted = drawn_apart_sync(quiet, contexts, seed=step, adapter=meant)
-                assert near(found.logprobs, wanted.logprobs), (step, name)
-                assert found.token_ids.tolist() == wanted.token_ids.tolist()
-            for context, token in zip(contexts, found.token_ids.tolist(), strict=True):
-                context.append(token)
+    for step in range(9):
+        if step == 3:
+            lm.remove_adapter("a")
+            lm.add_adapter_sync("a", second)
+            means["a"] = "second"
+        if step == 6:
+            lm.add_adapter_sync("a", first)
+            means["a"] = "first"
+        for name, meant in means.items():
+            found = lm.batch_draw_sync(contexts, seed=step, adapter=name)
+            wanted = drawn_apart_sync(quiet, contexts, seed=step, adapter=meant)
+            assert near(found.logprobs, wanted.logprobs), (step, name)
+            assert found.token_ids.tolist() == wanted.token_ids.tolist()
+        for context, token in zip(contexts, found.token_ids.tolist(), strict=True):
+            context.append(token)
 
 
 class Picky:
@@ -337,7 +343,7 @@ def test_the_copies_go_with_their_adapter_and_with_the_runtime(
     lm.next_token_logprobs_sync([1])
     assert copied() == files
     wrong = make_table(tmp_path / "wrong", seed=1)
-    (wrong / WEIGHTS_NAME).write_bytes(b"no weights")
+    spoil(wrong)
     with pytest.raises(InvalidAdapter, match=str(wrong)):
         lm.add_adapter_sync("c", wrong)
     assert copied() == files

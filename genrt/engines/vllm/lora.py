@@ -160,7 +160,7 @@ class VLLMAdapters:
 
 
 def _add_zero(worker: Any, lora: LoRARequest) -> None:
-    """Load a zero adapter, which stays in memory. It takes no slot of a step without base requests: vLLM's
+    """Load a zero adapter, which stays loaded. It takes no slot of a step without base requests: vLLM's
     scheduler gives all slots to other adapters then."""
     manager = worker.model_runner.lora_manager
     manager.add_dummy_lora(lora, rank=1)
