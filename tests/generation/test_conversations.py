@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import genrt
 from genrt.engines.exact import ExactEngine, NGram
-from genrt.errors import Closed, ContextTooLong, InvalidRequest, TimedOut
+from genrt.errors import ContextTooLong, InvalidRequest, TimedOut
 from genrt.generation import Conversation, splice_turn
 from genrt.lm import AsyncLM
 from genrt.questions.completions import Completion
@@ -347,12 +347,6 @@ def test_forks_go_on_by_themselves(lm: AsyncLM) -> None:
         assert each.logprobs[each.loss_mask].tolist() == [-1.0, -2.0, -3.0, -1.0, -2.0]
 
 
-def test_before_an_answer_the_trajectory_is_empty(lm: AsyncLM) -> None:
-    found = Conversation(lm, [USER]).trajectory()
-    assert (found.token_ids.dtype, found.loss_mask.dtype) == (torch.int64, torch.bool)
-    assert found.token_ids.shape == found.loss_mask.shape == found.logprobs.shape == (0,)
-
-
 # -- errors and cancellation -------------------------------------------------------------------------
 
 
@@ -421,21 +415,6 @@ async def test_answers_fill_the_context_and_no_more() -> None:
         conversation.add(USER)
         with pytest.raises(ContextTooLong, match="max_model_len is 30: there is no room"):
             await conversation.ask()
-
-
-async def test_a_conversation_outlives_a_restart_and_not_its_runtime() -> None:
-    lm = await genrt.aload(engine=opened(MERGED))
-    conversation = Conversation(lm, [USER])
-    await conversation.ask(max_new_tokens=4, seed=1)
-    before = conversation.trajectory().token_ids.tolist()
-    await lm.arestart()
-    conversation.add(USER)
-    await conversation.ask(max_new_tokens=4, seed=1)
-    assert conversation.trajectory().token_ids.tolist()[: len(before)] == before
-    await lm.aclose()
-    conversation.add(USER)
-    with pytest.raises(Closed):
-        await conversation.ask()
 
 
 async def test_a_trajectory_tells_with_which_weights_each_token_was_drawn() -> None:

@@ -18,8 +18,6 @@ import numpy as np
 import pydantic
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import genrt
 from genrt.engines.exact import ExactEngine, NGram
@@ -28,12 +26,10 @@ from genrt.generation import (
     Item,
     Records,
     UntilValid,
-    generate_valid,
     generate_valid_sync,
 )
 from genrt.generation.validators import RecordValidator
 from genrt.lm import AsyncLM
-from genrt.testing import assert_samples_from
 from tests import interrupts
 from tests.scripted import Gate, passes
 
@@ -230,16 +226,10 @@ def test_a_validator_may_remember_what_it_has_seen(lm: AsyncLM, concurrency: int
     assert found.records == tuple(dict.fromkeys(each.text for each in texts))[:5]
 
 
-def test_short_texts_are_not_favoured() -> None:
-    """The records of many runs, in each of which long texts are under way when there are enough."""
-    with opened(0.5, more=0.7, max_batch_size=16) as lm:
-        runs = [
-            generate_valid_sync(lm, "?", is_yes, target=4, seed=1000 * i, max_tokens=30)
-            for i in range(150)
-        ]
-    lengths = [len(record) for run in runs for record in run.records]
-    law = {n: 0.3 * 0.7 ** (n - 1) for n in range(1, 30)} | {30: 0.7**29}
-    assert_samples_from(lengths, law)
+async def asynchronous(texts: list[str]) -> AsyncIterator[str]:
+    for text in itertools.cycle(texts):
+        await asyncio.sleep(0)
+        yield text
 
 
 @pytest.mark.parametrize(
@@ -255,34 +245,13 @@ def test_short_texts_are_not_favoured() -> None:
         (np.array([[0, 1], [0, 2]]), ["?y", "?n"]),
         ((text for text in itertools.cycle(["?", "?y"])), ["?", "?y"]),
         (lambda number: "?" + "y" * (number % 3), ["?", "?y", "?yy"]),
-    ],
-    ids=[
-        "text",
-        "ids",
-        "array",
-        "tensor",
-        "item",
-        "texts",
-        "lists",
-        "arrays",
-        "generator",
-        "function",
+        (asynchronous(["?", "?y"]), ["?", "?y"]),
     ],
 )
 def test_prompts_are_used_in_turn(lm: AsyncLM, prompts: Any, expected: list[str]) -> None:
     found = generate_valid_sync(lm, prompts, str, target=15, max_tokens=1)
     asked = [lm.decode(found.completions[i].prompt_token_ids) for i in range(15)]
     assert asked == [expected[i % len(expected)] for i in range(15)]
-
-
-async def test_prompts_may_come_asynchronously(lm: AsyncLM) -> None:
-    async def prompts() -> AsyncIterator[str]:
-        for _ in range(12):
-            await asyncio.sleep(0)
-            yield "?"
-
-    found = await generate_valid(lm, prompts(), is_yes, target=30, max_tokens=20)
-    assert (found.reason, found.statistics.attempts) == ("out_of_attempts", 12)
 
 
 # -- validators -----------------------------------------------------------------------------------
@@ -341,10 +310,9 @@ JUDGED: list[tuple[Any, Any, str, list[Any], list[str]]] = [
             ('{"age": 1, "name": "abc"}', [], ["name: maxLength"]),
         )
     ),
-    *(
-        ({"enum": [None, False]}, None, *judged)
-        for judged in (("null", [None], []), ("false", [False], []), ("0", [], ["enum"]))
-    ),
+    ({"enum": [None, False]}, None, "null", [None], []),
+    ({"enum": [None, False]}, None, "false", [False], []),
+    ({"enum": [None, False]}, None, "0", [], ["enum"]),
     (Model, None, "yes", ["instance of y"], []),
     (Model, None, "no", [], ["items.age: int_parsing"]),
     (Model, lambda text: [5], "yes", ["instance of 5"], []),
@@ -616,21 +584,3 @@ def test_a_bar_shows_how_many_are_valid(lm: AsyncLM, capfd: pytest.CaptureFixtur
     assert "/2000" in last
     assert "attempts=30" in last
     assert "100%" not in last
-
-
-@settings(deadline=None, max_examples=25)
-@given(
-    acceptance=st.floats(0.05, 1.0),
-    target=st.integers(1, 60),
-    seed=st.integers(0, 2**40),
-    concurrency=st.integers(1, 70),
-)
-def test_for_any_rate_and_target(
-    acceptance: float, target: int, seed: int, concurrency: int
-) -> None:
-    with opened(acceptance) as lm:
-        found = generate_valid_sync(
-            lm, "?", is_yes, target=target, seed=seed, concurrency=concurrency, max_tokens=20
-        )
-    consistent(found)
-    assert found.reason == "complete"
