@@ -36,8 +36,7 @@ from genrt.generation.many import Failed, Item, ItemRunner, check_lm
 from genrt.generation.tables import (
     Row,
     RowPrompts,
-    check_input,
-    check_output,
+    check_files,
     format_of,
     read_rows,
     value_of,
@@ -228,8 +227,8 @@ class Job:
             InvalidRequest: an argument is wrong, or the input does not exist.
             ExtraNotInstalled: there is a schema, and jsonschema is missing.
         """
-        self._input = check_input(_path("input", input))
-        self._output = check_output(_path("output", output))
+        self._input, self._output = _path("input", input), _path("output", output)
+        check_files(self._input, self._output)
         self._form = format_of(self._input, input_format)
         if "json_schema" in options:
             options = {**options, "json_schema": JSONSchema(options["json_schema"]).schema}

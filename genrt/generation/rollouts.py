@@ -19,7 +19,7 @@ from genrt.errors import ContextTooLong, InvalidRequest, TimedOut
 from genrt.generation.many import Failed, Item, check_lm, generate_many
 from genrt.lm import AsyncLM
 from genrt.numbers import check_bool, check_int, check_options, named, shown
-from genrt.questions.completions import Completion, DecodingOptions, LogprobsMode
+from genrt.questions.completions import Completion, CompletionOptions
 from genrt.questions.contexts import LAST_SEED, check_seed, host_array, id_words, seed_at
 from genrt.runtime.concurrency import blocking
 
@@ -45,21 +45,19 @@ OnTimeout: TypeAlias = Literal["raise", "truncate"]
 """How a timeout of a sample is handled."""
 
 
-class RolloutOptions(DecodingOptions, total=False):
-    """The options of ``rollout``: ``DecodingOptions`` and options of ``CompletionOptions``, which
-    documents the others.
+class RolloutOptions(CompletionOptions, total=False):
+    """The options of ``rollout``: ``CompletionOptions`` without ``max_tokens``, ``stop`` and
+    ``logprobs``, and these.
 
     Attributes:
         pad_value: the padding of the batch and of the result.
-        max_new_tokens: the maximum number of tokens; by default the rest of the context.
-        min_tokens: as for a completion, within the rest of the context.
+        max_new_tokens: the maximum number of tokens; by default the rest of the context. ``min_tokens``
+            is within it too.
         stop_strings: a text or a list of texts for all samples, or a list with a list (or ``None``)
             for each.
         stop_token_ids: as ``stop_strings``, but token ids.
         seed: sample ``i`` is drawn with seed ``seed + i``; or a seed for each sample. By default samples
             are independent.
-        logprobs_mode: "raw_logprobs", the default, are the model's, as from ``AsyncLM.score``;
-            "processed_logprobs" are of the distribution that tokens are drawn from.
         adapter: the name of an adapter; by default the base model.
         timeout: seconds for each sample, from its request on.
         on_timeout: "raise", the default, raises TimedOut and cancels the other samples; "truncate"
@@ -70,23 +68,9 @@ class RolloutOptions(DecodingOptions, total=False):
 
     pad_value: Required[int]
     max_new_tokens: int | None
-    min_tokens: int
     stop_strings: StopStrings
-    stop_token_ids: StopTokenIds
+    stop_token_ids: StopTokenIds  # type: ignore[misc]
     seed: int | Sequence[int] | None
-    logprobs_mode: LogprobsMode
-    presence_penalty: float
-    frequency_penalty: float
-    repetition_penalty: float
-    bad_words: Sequence[str]
-    logit_bias: Mapping[int, float]
-    ignore_eos: bool
-    include_stop_str_in_output: bool
-    skip_special_tokens: bool
-    json_schema: Mapping[str, Any] | str | type
-    regex: str
-    grammar: str
-    choice: Sequence[str]
     adapter: str | None
     timeout: float | None
     on_timeout: OnTimeout
@@ -290,7 +274,8 @@ class _RolloutBatch:
     ) -> None:
         given: dict[str, Any] = {**options}
         self._lm = check_lm(lm)
-        check_options("rollout", given, RolloutOptions.__annotations__)
+        known = RolloutOptions.__annotations__.keys() - {"max_tokens", "stop", "logprobs"}
+        check_options("rollout", given, known)
         self._pad_value = _check_pad_value(given.pop("pad_value", None))
         ids, lengths = _unpadded(input_ids, input_lengths, self._pad_value)
         if torch.iinfo(input_ids.dtype).max < lm.vocab_size - 1:

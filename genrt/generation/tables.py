@@ -20,8 +20,7 @@ from genrt.numbers import check_bool, named, shown
 __all__ = [
     "Row",
     "RowPrompts",
-    "check_input",
-    "check_output",
+    "check_files",
     "format_of",
     "parse_json",
     "read_rows",
@@ -174,27 +173,20 @@ def _digest_row(columns: dict[str, Any]) -> int:
     return int.from_bytes(digest, "big") or 1
 
 
-def check_input(path: Path) -> Path:
-    """Return the path of a regular, readable file. Raises InvalidRequest otherwise."""
-    if not path.exists():
-        raise InvalidRequest(f"there is no file {path}")
-    if not path.is_file():
-        raise InvalidRequest(f"{path} is not a file: a job reads its input more than once")
-    if not os.access(path, os.R_OK):
-        raise InvalidRequest(f"{path} cannot be read: its permissions forbid it")
-    return path
-
-
-def check_output(path: Path) -> Path:
-    """Return the path of an output. Raises InvalidRequest if its suffix is of another format than
-    JSONL."""
-    ending = path.suffix.lower()
+def check_files(source: Path, output: Path) -> None:
+    """Raise InvalidRequest unless the input is a readable file, and the output can be one of JSONL."""
+    if not source.exists():
+        raise InvalidRequest(f"there is no file {source}")
+    if not source.is_file():
+        raise InvalidRequest(f"{source} is not a file: a job reads its input more than once")
+    if not os.access(source, os.R_OK):
+        raise InvalidRequest(f"{source} cannot be read: its permissions forbid it")
+    ending = output.suffix.lower()
     if FORMATS.get(ending, "jsonl") != "jsonl" or ending in CONVERTED.keys() - {".json"}:
         raise InvalidRequest(
             f"the output is a line of JSON for each row, and its name says {ending}: call it "
-            f"{path.with_suffix('.jsonl').name}"
+            f"{output.with_suffix('.jsonl').name}"
         )
-    return path
 
 
 _MARK = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")

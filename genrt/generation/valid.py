@@ -28,7 +28,7 @@ from genrt.errors import GenrtError, InvalidRequest
 from genrt.generation.many import AskOptions, Failed, Item, ItemRunner, Prompt, generate_many
 from genrt.generation.validators import Fault, Parse, RecordValidator, Validate
 from genrt.lm import AsyncLM
-from genrt.numbers import check_bool, check_float, check_int, shown
+from genrt.numbers import check_bool, check_float, check_int, check_options, shown
 from genrt.progress import progress_bar
 from genrt.questions.completions import Completion
 from genrt.questions.contexts import check_seed, seed_at
@@ -248,16 +248,19 @@ class UntilValid:
         self._target = check_int("target", target, 1, 2**53)
         self._batch_size = min(max(self._target, 10), 100)
         self._validator = RecordValidator(validate, given.pop("parse", None))
-        self._max_attempts = _check_bound("max_attempts", given.pop("max_attempts", None))
-        self._max_dry = _check_bound(
-            "max_dry_attempts", given.pop("max_dry_attempts", MAX_DRY_ATTEMPTS)
+        bounds = {"max_attempts": None, "max_dry_attempts": MAX_DRY_ATTEMPTS, "patience": None}
+        self._max_attempts, self._max_dry, self._patience = (
+            None if value is None else check_int(name, value, 1)
+            for name, value in ((name, given.pop(name, bounds[name])) for name in bounds)
         )
-        self._threshold, self._patience = _check_patience(
-            given.pop("invalid_threshold", None), given.pop("patience", None)
+        threshold = given.pop("invalid_threshold", None)
+        if (threshold is None) != (self._patience is None):
+            raise InvalidRequest("give both invalid_threshold and patience, or neither")
+        self._threshold = (
+            1.0 if threshold is None else check_float("invalid_threshold", threshold, 0.0, 1.0)
         )
         self._progress = check_bool("progress", given.pop("progress", False))
-        if "in_order" in given:
-            raise InvalidRequest("generate_valid has no option 'in_order'")
+        check_options("generate_valid", given, ValidOptions.__annotations__)
         ItemRunner(lm, cast("Any", given))  # checks its options
         self._lm, self._options = lm, given
         self._seed = check_seed(given.pop("seed", None))
@@ -350,7 +353,7 @@ class UntilValid:
             return "no_valid"
         if is_last:
             return "out_of_attempts"
-        return "threshold" if self._threshold is not None and self._bad >= self._patience else None
+        return "threshold" if self._bad == self._patience else None
 
     def _limit(self) -> int:
         """Return how many attempts may have started by now."""
@@ -427,26 +430,11 @@ class UntilValid:
             self._last_valid, self._dry_truncated = len(self._attempts), 0
         else:
             self._dry_truncated += attempt.truncated
-        if self._threshold is not None and len(self._attempts) % self._batch_size == 0:
+        if self._patience is not None and len(self._attempts) % self._batch_size == 0:
             batch = self._attempts[-self._batch_size :]
             invalid = sum(len(each.faults) for each in batch)
             records = invalid + sum(len(each.values) for each in batch)
             self._bad = self._bad + 1 if invalid >= self._threshold * records else 0
-
-
-def _check_bound(name: str, value: Any) -> int | None:
-    return None if value is None else check_int(name, value, 1)
-
-
-def _check_patience(threshold: Any, patience: Any) -> tuple[float | None, int]:
-    if (threshold is None) != (patience is None):
-        raise InvalidRequest("give both invalid_threshold and patience, or neither")
-    if threshold is None:
-        return None, 0
-    return (
-        check_float("invalid_threshold", threshold, 0.0, 1.0),
-        check_int("patience", patience, 1),
-    )
 
 
 def _prompt_iterator(prompts: Any) -> Iterator[Any] | AsyncIterator[Any]:

@@ -276,19 +276,6 @@ def test_the_tokenizer_would_merge_what_was_drawn_with_what_is_around_it(lm: Asy
     assert lm.decode(spliced) == lm.decode(anew)
 
 
-def test_an_answer_that_was_cut_off_is_ended_by_the_template(lm: AsyncLM) -> None:
-    conversation = Conversation(lm, [USER])
-    start = len(conversation.prompt_ids())
-    conversation.answer(a_completion(lm, conversation, "abb"))
-    conversation.add(USER)
-    assert conversation.prompt_ids()[start + 3] == 1
-    conversation.answer(a_completion(lm, conversation, "a", 1))
-    found = conversation.trajectory()
-    assert found.loss_mask[start : start + 4].tolist() == [True, True, True, False]
-    assert found.logprobs[start : start + 4].tolist() == [-1.0, -2.0, -3.0, 0.0]
-    assert (found.token_ids == 1).sum() == 2
-
-
 @pytest.mark.parametrize("template", [TEMPLATE, STRIPS])
 def test_an_answer_that_spells_the_end_token_ends_no_turn(template: str) -> None:
     with genrt.load(engine=opened(tokenizer_of((("<", "/"),), template))) as lm:

@@ -342,15 +342,6 @@ def test_a_row_that_was_not_answered_yet_may_change(lm: AsyncLM, folder: Path) -
     assert lines_of(folder)[5]["input"] == {"text": "other"}
 
 
-def test_the_same_rows_as_csv_are_other_rows_but_white_space_is_nothing(
-    lm: AsyncLM, folder: Path
-) -> None:
-    job(folder).run_sync(lm)
-    text = "\n\n".join(json.dumps(row, indent=None, separators=(" , ", " :  ")) for row in ROWS)
-    (folder / "in.jsonl").write_text(text)
-    assert job(folder).run_sync(lm).skipped == 12
-
-
 def schema(**properties: Any) -> dict[str, Any]:
     return {"type": "object", "properties": properties}
 
@@ -467,13 +458,6 @@ def test_an_input_that_changed_where_it_was_answered_is_refused(
         job(folder).run_sync(lm)
     assert "SECRET" not in str(refused.value)
     assert (folder / "out.jsonl").read_bytes() == before
-
-
-def test_overwriting_starts_over(lm: AsyncLM, folder: Path) -> None:
-    job(folder).run_sync(lm)
-    report = job(folder, temperature=0.5, overwrite=True).run_sync(lm)
-    assert (report.done, report.skipped) == (12, 0)
-    assert job(folder, temperature=0.5).run_sync(lm).skipped == 12
 
 
 def write_adapter(directory: Path, seed: int) -> Path:
@@ -813,15 +797,6 @@ def test_rows_fail_alone_or_stop_the_job_and_are_asked_again(
     assert job(folder, retry_errors=True).run_sync(lm).complete
 
 
-def test_rows_that_stop_a_job_do_not_stop_the_next_run(
-    lm: AsyncLM, folder: Path, scripted: Scripted
-) -> None:
-    scripted.errors = {index: EngineFailed("broken") for index in range(3)}
-    assert job(folder, max_consecutive_failures=3, concurrency=1).run_sync(lm).left == 9
-    report = job(folder, max_consecutive_failures=3, concurrency=1).run_sync(lm)
-    assert (report.done, report.left, report.failed_before) == (9, 0, 3)
-
-
 @pytest.mark.parametrize("most", [0, 3])
 def test_rows_that_are_wrong_themselves_stop_nothing(
     most: int, lm: AsyncLM, tmp_path: Path
@@ -978,21 +953,6 @@ async def test_a_heartbeat_tells_how_far_the_job_is(
     assert report.progress == "50 of 100 rows, 5 failed, 0 tokens/s, 0:00:30 elapsed, 0:01:30 left"
 
 
-@pytest.mark.parametrize("log_prompts", [False, True])
-def test_prompts_are_in_the_log_only_if_that_is_wanted(
-    log_prompts: bool, lm: AsyncLM, folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    secret = [{"text": f"SECRET{i}", "number": i} for i in range(5)]
-    write_rows(folder / "in.jsonl", [*secret, *ROWS])
-    options: dict[str, Any] = {"max_consecutive_failures": 3, "log_prompts": log_prompts}
-    with caplog.at_level("DEBUG"):
-        report = job(folder, **options, concurrency=1).run_sync(lm)
-        print(report, repr(job(folder)))
-    assert "row 0 failed with InvalidRequest" in caplog.text
-    assert ("SECRET" in caplog.text) == log_prompts
-    assert "SECRET" not in str(report)
-
-
 # -- arguments ----------------------------------------------------------------------------------
 
 
@@ -1062,56 +1022,6 @@ def test_a_run_that_is_closed_while_it_is_opened_ends(
     job(folder).begin().close()
 
 
-@pytest.mark.parametrize(("timeout", "most"), [(None, 8), (60, 4)])
-async def test_with_a_timeout_no_row_waits_for_its_first_step(
-    timeout: float | None, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_rows(tmp_path / "in.jsonl", rows(30))
-    under_way, highest = 0, 0
-    original = many.ItemRunner.run
-
-    async def ask(asked: Any, number: int, item: Any) -> Any:
-        nonlocal under_way, highest
-        under_way += 1
-        highest = max(highest, under_way)
-        try:
-            for _ in range(100_000):  # rows are read in a thread, and may come slowly
-                if highest >= most:
-                    break
-                await asyncio.sleep(0)
-            return await original(asked, number, item)
-        finally:
-            under_way -= 1
-
-    monkeypatch.setattr(many.ItemRunner, "run", ask)
-    with genrt.load(MODEL, engine="exact", engine_options={"max_batch_size": 4}) as lm:
-        assert (await job(tmp_path, timeout=timeout).run(lm)).complete
-    assert highest == most
-
-
-def test_rows_are_streamed(lm: AsyncLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So many rows are ahead as are under way, not all of them."""
-    write_rows(tmp_path / "in.jsonl", rows(60))
-    taken, written, ahead = 0, 0, 0
-    original, write = many.ItemRunner.run, Journal.write
-
-    def run(runner: Any, number: int, item: Any) -> Any:
-        nonlocal taken, ahead
-        taken += 1
-        ahead = max(ahead, taken - written)
-        return original(runner, number, item)
-
-    def counted(journal: Journal, entry: Any) -> None:
-        nonlocal written
-        written += 1
-        write(journal, entry)
-
-    monkeypatch.setattr(many.ItemRunner, "run", run)
-    monkeypatch.setattr(Journal, "write", counted)
-    assert job(tmp_path, concurrency=4).run_sync(lm).done == 60
-    assert ahead <= 16
-
-
 def test_a_checkpoint_is_known_by_where_its_tokenizer_is_from(llama: Path, folder: Path) -> None:
     with genrt.load(llama, engine="transformers") as lm:
         job(folder, limit=1).run_sync(lm)
@@ -1121,19 +1031,6 @@ def test_a_checkpoint_is_known_by_where_its_tokenizer_is_from(llama: Path, folde
         pass
     with pytest.raises(JobRefused, match="another model"):
         job(folder).begin("another/model")
-
-
-async def test_a_small_model_of_another_kind_is_only_compared_by_what_is_known(
-    folder: Path,
-) -> None:
-    """A tokenizer that does not say where it is from leaves the model out of the comparison."""
-    with genrt.load(MODEL, engine="exact") as one:
-        await job(folder, limit=3).run(one)
-    parts = json.loads((folder / "out.jsonl.job.json").read_bytes())["parts"]
-    assert "model" not in parts
-    with genrt.load(NGram.random([b"a", b"b"], seed=3), engine="exact") as other:
-        report = await job(folder).run(other)
-    assert report.skipped == 3
 
 
 # -- new weights ----------------------------------------------------------------------------------

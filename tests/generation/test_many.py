@@ -191,24 +191,6 @@ async def test_a_bad_item_fails_alone(lm: AsyncLM) -> None:
 
 
 @pytest.mark.parametrize(
-    ("items", "options", "message"),
-    [
-        ("ab", {}, r"give \[prompt\]"),
-        (Item("ab"), {}, r"give \[prompt\]"),
-        (None, {}, "iterable"),
-        (["ab"], {"on_error": "ignore"}, "on_error must be"),
-        (["ab"], {"concurrency": 0}, "concurrency must be"),
-    ],
-)
-def test_wrong_arguments_raise_at_the_call(
-    lm: AsyncLM, items: Any, options: dict[str, Any], message: str
-) -> None:
-    for function in (generate_many, generate_many_sync):
-        with pytest.raises(InvalidRequest, match=message):
-            function(lm, items, **options)
-
-
-@pytest.mark.parametrize(
     "options",
     [{"temperature": -1.0}, {"max_tokens": 0}, {"timeout": -1}, {"adapter": "none"}, {"what": 1}],
     ids=str,

@@ -186,45 +186,6 @@ async def test_a_short_sample_is_had_while_a_long_one_is_drawn(
         assert (number, int(sample.generation_lengths[0])) == (0, 9)
 
 
-async def test_the_stops_of_a_sample_are_not_its_neighbours(lm: AsyncLM) -> None:
-    ids, lengths = padded([[0]] * 4)
-    stops = [["a"], None, [], ["b", " c"]]
-    found = await rollout(
-        lm, ids, lengths, pad_value=0, seed=[3] * 4, stop_strings=stops, ignore_eos=True
-    )
-    full = found.completions[1].text
-    assert {"a", "b"} < {*full}  # or nothing would stop anything
-    assert found.completions[2].text == full
-    for row, each in ((0, ["a"]), (3, ["b", " c"])):
-        assert found.completions[row].text == full[: min(full.find(s) for s in each if s in full)]
-        assert found.completions[row].stop_reason in each
-    tokens = [None, [0], {1}, ()]
-    found = await rollout(
-        lm, ids, lengths, pad_value=0, seed=[3] * 4, stop_token_ids=tokens, ignore_eos=True
-    )
-    drawn = [each.token_ids for each in found.completions]
-    assert drawn[0] == drawn[3]
-    for row, token in ((1, 0), (2, 1)):
-        assert drawn[row] == drawn[0][: drawn[0].index(token) + 1]
-    for_all = await rollout(lm, ids, lengths, pad_value=0, seed=range(4), stop_strings="a")
-    assert all("a" not in each.text for each in for_all.completions)
-    assert len({each.token_ids for each in for_all.completions}) > 1
-
-
-async def test_log_probabilities_are_of_either_law(lm: AsyncLM) -> None:
-    ids, lengths = padded([[0]] * 20)
-    options: dict[str, Any] = {"pad_value": 0, "temperature": 0.5, "seed": 1, "max_new_tokens": 1}
-    raw = await rollout(lm, ids, lengths, **options)
-    law = await rollout(lm, ids, lengths, logprobs_mode="processed_logprobs", **options)
-    assert torch.equal(raw.output_ids, law.output_ids)
-    row = MODEL.row([0])
-    drawn = raw.output_ids[:, 1]
-    torch.testing.assert_close(raw.logprobs[:, 1], row[drawn])
-    torch.testing.assert_close(law.logprobs[:, 1], (row / 0.5).log_softmax(-1)[drawn])
-    greedy = await rollout(lm, ids, lengths, **(options | {"temperature": 0}))
-    assert (greedy.output_ids[:, 1] == row.argmax()).all()
-
-
 # -- what is refused -------------------------------------------------------------------------------
 
 BATCH, LENGTHS = padded([[0, 1, 2], [3]])
@@ -320,28 +281,6 @@ def test_wrong_padding_is_told_by_row_position_and_value(
     assert f"row {row}, position {position} of {fields[0]}: there is {value}" in str(message)
     with pytest.raises(InvalidRequest, match=f"row {row}, position {position}"):
         verify_right_padding(batch, pad)
-
-
-def test_what_is_no_batch_is_told_without_raising_if_that_is_asked() -> None:
-    cases: list[tuple[dict[str, Any], str]] = [
-        ({"input_ids": BATCH}, "must have input_ids and input_lengths, or output_ids"),
-        ({}, "it has nothing"),
-        ({"input_ids": BATCH[0], "input_lengths": LENGTHS}, r"integers \[batch, time\]"),
-        ({"input_ids": BATCH, "input_lengths": LENGTHS[:1]}, "2 rows, and input_lengths 1"),
-    ]
-    for data, message in cases:
-        right, told = verify_right_padding(data, 0, raise_error=False)
-        assert not right
-        with pytest.raises(InvalidRequest, match=message) as raised:
-            verify_right_padding(data, 0)
-        assert str(raised.value) == told
-    for value in (None, 1.5, True, 2**63):
-        with pytest.raises(InvalidRequest, match="pad_value"):
-            verify_right_padding({}, value, raise_error=False)  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequest, match="mapping"):
-        verify_right_padding([BATCH], 0, raise_error=False)  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequest, match="raise_error"):
-        verify_right_padding({}, 0, raise_error=1)  # type: ignore[arg-type]
 
 
 # -- errors, cancellation, restart -----------------------------------------------------------------

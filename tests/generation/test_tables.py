@@ -15,9 +15,8 @@ from genrt.errors import InvalidRequest, UnknownColumn
 from genrt.generation.tables import (
     Row,
     RowPrompts,
-    check_input,
+    check_files,
     format_of,
-    parse_json,
     read_rows,
 )
 
@@ -150,16 +149,11 @@ def test_the_format_is_the_names_or_the_one_that_is_chosen(tmp_path: Path) -> No
 
 def test_an_input_is_a_file(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="there is no file"):
-        check_input(tmp_path / "none.jsonl")
+        check_files(tmp_path / "none.jsonl", tmp_path / "out.jsonl")
     with pytest.raises(InvalidRequest, match="is not a file"):
-        check_input(tmp_path)
+        check_files(tmp_path, tmp_path / "out.jsonl")
     with pytest.raises(InvalidRequest, match="cannot be read"):
         list(read_rows(tmp_path, "jsonl"))
-
-
-@given(value=JSON)
-def test_what_is_parsed_is_what_json_says(value: Any) -> None:
-    assert parse_json(json.dumps(value)) == value
 
 
 # -- templates ----------------------------------------------------------------------------------
