@@ -145,7 +145,7 @@ def encode_chat(
                 f"the chat template does not take this: {type(error).__name__}: {error}"
             ) from error
 
-    turns, text = _written(_with_texts(messages), lambda turns: applied(turns, tokenize=False))
+    turns, text = _written(messages, lambda turns: applied(turns, tokenize=False))
     checked_utf8(text)
     token_ids = list(applied(turns, tokenize=True, return_dict=False))
     if not lossy:
@@ -190,10 +190,13 @@ def _text_of(content: Any, role: Any, place: int) -> Any:
 
 
 def _written(
-    turns: list[Mapping[str, Any]], write: Callable[[Sequence[Mapping[str, Any]]], str]
+    messages: Sequence[Mapping[str, Any]], write: Callable[[Sequence[Mapping[str, Any]]], str]
 ) -> tuple[list[Mapping[str, Any]], str]:
     """Return a conversation as the template takes it, and what the template writes. Contents become lists
     of parts if the template takes no texts, which it may pass over in silence."""
+    turns = _with_texts(messages)
+    if any(map(_calls_alone, messages)):
+        turns = _with_nones(messages, turns, write)
     text, failed = "", None
     try:
         text = write(turns)
@@ -212,6 +215,28 @@ def _written(
     if failed:
         raise failed
     return turns, text
+
+
+def _calls_alone(message: Mapping[str, Any]) -> bool:
+    return bool(message.get("tool_calls")) and message.get("content", "") is None
+
+
+def _with_nones(
+    messages: Sequence[Mapping[str, Any]],
+    turns: list[Mapping[str, Any]],
+    write: Callable[[Sequence[Mapping[str, Any]]], str],
+) -> list[Mapping[str, Any]]:
+    """Return the turns with ``None`` as the content beside calls, if the template has a branch for it:
+    DeepSeek-R1's writes calls only there. Other templates write the word, or fail."""
+    kept = [
+        {**turn, "content": None} if _calls_alone(each) else turn
+        for each, turn in zip(messages, turns, strict=True)
+    ]
+    texts = []
+    for each in (kept, turns):
+        with contextlib.suppress(InvalidRequest):
+            texts.append(re.sub(r"None|null|\s+", "", write(each)))
+    return kept if len(set(texts)) == 2 else turns
 
 
 def _takes_only_parts(write: Callable[[Sequence[Mapping[str, Any]]], str]) -> bool:
