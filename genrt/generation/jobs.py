@@ -663,7 +663,8 @@ def _path(name: str, value: object) -> Path:
         raise InvalidRequest(f"{name} must be a path, got {named(value)}")
     try:
         path = Path(os.fsdecode(os.fspath(value))).expanduser()
-        os.fsencode(path)
+        if b"\0" in os.fsencode(path):
+            raise ValueError("it has a null character")
         path.exists()
     # A surrogate or a null character; an unknown home directory; too long.
     except (ValueError, RuntimeError, OSError) as error:

@@ -545,6 +545,22 @@ def test_a_directory_is_known_by_every_byte_and_read_once(
 # -- outputs that are not the job's ---------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "mine",
+        "[]",
+        '{"index": 1}',
+        '{"index": -1, "digest": "1", "error_type": null}',
+        '{"index": true, "digest": "1", "error_type": null}',
+        '{"index": 1, "digest": "0", "error_type": null}',
+        '{"index": 1, "digest": 5, "error_type": null}',
+        '{"index": 1e3, "digest": "1", "error_type": null}',
+        '{"index": 987654321987, "digest": "1", "error_type": null}',
+        "\0\0\0",
+        "twice",
+    ],
+)
 def test_a_line_that_no_job_has_written_is_refused(line: str, lm: AsyncLM, folder: Path) -> None:
     job(folder, limit=2).run_sync(lm)
     path = folder / "out.jsonl"
@@ -744,7 +760,12 @@ def test_a_row_that_failed_may_be_mended(lm: AsyncLM, folder: Path) -> None:
 BROKEN = EngineFailed("broken SECRET")
 FAILURES: list[tuple[dict[int, Exception], dict[str, Any], list[int], str | None]] = [
     # The errors by row, the options, the failed rows, and why the run stops.
-    ({3: TimedOut("too late"), 5: BROKEN, 7: ZeroDivisionError()}, {}, [3, 5, 7], None),
+    (
+        {3: TimedOut("too late"), 5: BROKEN, 7: ZeroDivisionError()},
+        {"concurrency": 1},
+        [3, 5, 7],
+        None,
+    ),
     (dict.fromkeys(range(4, 12), BROKEN), {"concurrency": 1}, [4, 5, 6], "with EngineFailed: "),
     (dict.fromkeys(range(12), BROKEN), {"concurrency": 12}, [0, 1, 2], "3 rows failed one after"),
     (dict.fromkeys((0, 1, 3, 4, 6, 11), BROKEN), {"concurrency": 1}, [0, 1, 3, 4, 6, 11], None),
@@ -809,6 +830,10 @@ def test_rows_that_are_wrong_themselves_stop_nothing(
     assert report.failed == {"InvalidRequest": 12, "ContextTooLong": 6, "UnknownColumn": 6}
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"regex": "a"}, "end token|this"), ({"max_tokens": 64}, "leaves no room for a prompt")],
+)
 def test_what_no_row_can_have_ends_the_job_before_its_first_row(
     options: dict[str, Any], said: str, folder: Path
 ) -> None:
