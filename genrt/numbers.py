@@ -29,7 +29,13 @@ __all__ = [
 _LONG = 10**40
 """Messages describe integers from here on: Python refuses to print 4,300 digits."""
 
-_ELSEWHERE = {"max_new_tokens": "max_tokens", "max_length": "max_tokens", "schema": "json_schema"}
+_ELSEWHERE = {
+    "max_new_tokens": "max_tokens",
+    "max_length": "max_tokens",
+    "max_tokens": "max_new_tokens",
+    "stop": "stop_strings",
+    "schema": "json_schema",
+}
 """Options of other libraries, with their names here."""
 
 
