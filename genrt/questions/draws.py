@@ -47,21 +47,16 @@ __all__ = [
 T = TypeVar("T")
 
 
-# -- one row ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class DrawToken(Wanted):
     """One token with its importance weight. The answer is a ``Draw``.
-
-    Masks are long. Comparisons look at them last, and hashes only for draws that have no nonce.
 
     Attributes:
         mask: the allowed tokens, packed: token ``i`` is bit ``i % 8`` of byte ``i // 8``, in whole 32-bit
             words with 0 beyond the vocabulary; ``None`` allows every token.
         temperature: 0 is greedy; otherwise the masked row is divided by it.
         seed: fixes the draw, independent of the rest of the batch.
-        nonce: distinguishes independent draws, as in ``SampleRequest``.
+        nonce: as in ``SampleRequest``.
     """
 
     mask: bytes | None = None
@@ -69,20 +64,10 @@ class DrawToken(Wanted):
     seed: int | None = None
     nonce: int | None = None
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, DrawToken):
-            return NotImplemented
-        return (
-            self.nonce == other.nonce
-            and self.seed == other.seed
-            and self.temperature == other.temperature
-            and self.mask == other.mask
-        )
-
     def __hash__(self) -> int:
-        if self.nonce is not None:
-            return hash((self.temperature, self.seed, self.nonce))
-        return hash((self.temperature, self.seed, self.mask))
+        # A mask is long; a nonce identifies its draw.
+        own = self.mask if self.nonce is None else self.nonce
+        return hash((self.temperature, self.seed, own))
 
     @property
     def nbytes(self) -> int:
@@ -100,12 +85,11 @@ class DrawToken(Wanted):
         wanted: list[DrawToken] = wanted_of(reads)
         rows, masks, heats = [read.row for read in reads], None, None
         if any(each.mask is not None for each in wanted):
-            size = -(-len(rows[0]) // 32) * 4
-            every = b"\xff" * size
-            packed = bytearray().join(
-                [every if each.mask is None else each.mask for each in wanted]
+            every = b"\xff" * (-(-len(rows[0]) // 32) * 4)
+            packed = [every if each.mask is None else each.mask for each in wanted]
+            masks = np.frombuffer(bytearray().join(packed), np.uint8).reshape(
+                len(wanted), len(every)
             )
-            masks = np.frombuffer(packed, np.uint8).reshape(len(wanted), size)
         if wanted[0].temperature != 1.0:
             heats = np.array([each.temperature for each in wanted])
         seeds = np.array([deciding_seed(each) for each in wanted], np.uint64)
@@ -113,12 +97,8 @@ class DrawToken(Wanted):
         on_host = Leaving(whole)
         engine.expect([read.request.row for read in reads], whole[:, 0])
         token_ids, logprobs, log_mass = on_host.arrived().unbind(dim=-1)
-        found = zip(
-            token_ids.long().tolist(),
-            logprobs.float().tolist(),
-            log_mass.float().tolist(),
-            strict=True,
-        )
+        columns = token_ids.long(), logprobs.float(), log_mass.float()
+        found = zip(*[each.tolist() for each in columns], strict=True)
         return map(Draw.of, found, [read.request.weights_version for read in reads])
 
 
@@ -131,13 +111,8 @@ def draw_request(
     temperature: float,
     seed: int | None,
 ) -> ReadRequest:
-    """Return the request for a draw; ``nonce`` distinguishes it unless a seed or temperature 0 decides
-    it.
-
-    Raises:
-        InvalidRequest: bad token ids, or a mask or parameter of the wrong type, shape or range.
-        ContextTooLong: too many token ids.
-    """
+    """Return the request for a draw; ``nonce`` decides it unless a seed or temperature 0 does. Raises
+    InvalidRequest for a bad argument, ContextTooLong for too many token ids."""
     row = row_request(limits, token_ids, adapter)
     if type(temperature) is not float or not 0.0 <= temperature < math.inf:
         temperature = check_float("temperature", temperature, 0.0, math.inf)
@@ -145,22 +120,15 @@ def draw_request(
     packed = None if mask is None else packed_mask(mask, limits.vocab_size)
     if temperature == 0.0:
         return ReadRequest(row, DrawToken(packed, 0.0))
-    if seed is None:
-        return ReadRequest(row, DrawToken(packed, temperature, nonce=nonce))
-    return ReadRequest(row, DrawToken(packed, temperature, seed=seed))
+    own = nonce if seed is None else None
+    return ReadRequest(row, DrawToken(packed, temperature, seed, own))
 
 
 def batch_draw(draws: Sequence[Draw]) -> BatchDraw:
     """Return single draws as tensors on the host."""
-    columns = (
-        torch.tensor([each.token_id for each in draws], dtype=torch.int64),
-        torch.tensor([each.logprob for each in draws]),
-        torch.tensor([each.log_mass for each in draws]),
-    )
+    token_ids, logprobs, masses = zip(*draws, strict=True) if draws else ((), (), ())
+    columns = torch.tensor(token_ids, dtype=torch.int64), *map(torch.tensor, (logprobs, masses))
     return BatchDraw.of(columns, draws[0].weights_version if draws else 0)
-
-
-# -- many sequences -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -260,12 +228,9 @@ def population_draw(
     origins: Origins | None = None,
     came_from: tuple[SequenceHandle, ...] = (),
 ) -> PopulationDraw | None:
-    """Return the request for draws after these contexts, the sequences at ``places`` of ``count``;
-    ``None`` if there are no contexts. ``masks`` has one for each of the ``count``.
-
-    Raises:
-        InvalidRequest: masks or a parameter of the wrong type, shape or range.
-    """
+    """Return the request for draws after these contexts, the sequences at ``places`` of ``count``, or
+    ``None`` if there are no contexts. ``masks`` has one for each of the ``count``. Raises InvalidRequest
+    for bad masks or a bad parameter."""
     temperature = check_float("temperature", temperature, 0.0)
     seed, packed = check_seed(seed), packed_masks(masks, count, vocab_size)
     if not len(contexts):
@@ -290,9 +255,6 @@ def merge_draws(several: Sequence[BatchDraw], places: np.ndarray, count: int) ->
             target[at] = torch.cat(parts)
         whole.weights_version = several[0].weights_version
     return whole
-
-
-# -- drawing ------------------------------------------------------------------------------------
 
 
 def launch_draws(
@@ -343,7 +305,7 @@ def draw_from_rows(
 ) -> Tensor:
     """Return one draw per seed as ``draw_chunk`` does, without waiting for the device.
 
-    All inputs are on their way before the rows are read, which may still be in computation.
+    The inputs travel before the rows are read, which may still be in computation.
 
     Args:
         rows: on one device, each ``[vocab_size]``.
@@ -381,8 +343,7 @@ def _one(parts: list[T], joined: Callable[[list[T]], T]) -> T:
 def _moved_inputs(
     uniforms: Tensor, masks: np.ndarray | None, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
-    """Return random numbers, float64 ``[n, 2]``, and masks on the device: by one copy, without
-    synchronization."""
+    """Return random numbers, float64 ``[n, 2]``, and masks on the device, by one copy."""
     if masks is None:
         return moved(uniforms, device), None
     if device.type == "cpu" and masks.flags.writeable:  # torch warns of others

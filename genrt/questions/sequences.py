@@ -27,6 +27,7 @@ from genrt.questions.contexts import (
     check_contexts,
     host_array,
     id_words,
+    is_plain_sequence,
 )
 from genrt.questions.rows import LogprobsRequest
 
@@ -160,8 +161,7 @@ class Sequences:
 class Contexts:
     """The sequences of a request; they do not change.
 
-    Contexts that extend others share their memory. They are copied to a table of their own at the first
-    read of more than their ends.
+    Contexts that extend others share their memory, until the first read of more than their ends.
 
     Attributes:
         lengths: int64 ``[n]``.
@@ -284,8 +284,8 @@ class SequenceHandle:
 class Origins:
     """For each of several sequences, the earlier sequence that it extends.
 
-    An engine finds resident sequences by these numbers, without comparing contexts. If it does not know
-    the numbers any more, it compares contexts.
+    An engine finds resident sequences by these numbers; it compares contexts only if it no longer knows
+    them.
 
     Attributes:
         handles: the handles of earlier requests.
@@ -379,12 +379,7 @@ def check_integers(
     Raises:
         InvalidRequest: not a flat sequence of integers from ``low`` to ``high``, or another number.
     """
-    found = _flat_array(name, given)
-    if found.dtype.kind not in "iu":
-        if len(found):
-            raise InvalidRequest(f"{name} must be integers, got {shown(given)}")
-        found = found.astype(np.int64)
-    _check_one_each(name, found, count)
+    found = _flat_array(name, given, "iu", "integers", count)
     wrong = (found < low) | (found > high)
     if wrong.any():
         first = int(wrong.argmax())
@@ -396,11 +391,28 @@ def check_integers(
 
 def check_flags(name: str, given: Flags, count: int) -> np.ndarray:
     """Return bools as an array ``[count]``. Raises InvalidRequest for other types or another number."""
-    found = _flat_array(name, given)
-    if found.dtype != bool and len(found):
-        raise InvalidRequest(f"{name} must be bools, got {shown(given)}")
-    _check_one_each(name, found, count)
-    return found.astype(bool)
+    return _flat_array(name, given, "b", "bools", count).astype(bool)
+
+
+def _flat_array(
+    name: str, given: Table | Sequence[object], kinds: str, what: str, count: int | None
+) -> np.ndarray:
+    if isinstance(given, torch.Tensor | np.ndarray):
+        found = host_array(given, name)
+    elif not is_plain_sequence(given):
+        raise InvalidRequest(f"{name} must be a sequence, got {shown(given)}{advice_for(given)}")
+    else:
+        try:
+            found = np.array(given)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            raise InvalidRequest(f"{name} must be a flat sequence, got {shown(given)}") from None
+    if found.ndim != 1:
+        raise InvalidRequest(f"{name} must be one flat sequence, got shape {list(found.shape)}")
+    if len(found) and found.dtype.kind not in kinds:
+        raise InvalidRequest(f"{name} must be {what}, got {shown(given)}")
+    if count is not None and len(found) != count:
+        raise InvalidRequest(f"{len(found)} {name} for {count} sequences: give one for each")
+    return found if len(found) else found.astype(np.int64)
 
 
 def _table(contexts: Sequence[TokenIds] | Table, vocab_size: int) -> np.ndarray | None:
@@ -411,23 +423,3 @@ def _table(contexts: Sequence[TokenIds] | Table, vocab_size: int) -> np.ndarray 
     if table.dtype.kind not in "iu" or not table.size or len(table) > MOST_SEQUENCES:
         return None
     return table.astype(np.uint32) if table.min() >= 0 and table.max() < vocab_size else None
-
-
-def _flat_array(name: str, given: Table | Sequence[object]) -> np.ndarray:
-    if isinstance(given, torch.Tensor | np.ndarray):
-        found = host_array(given, name)
-    elif isinstance(given, str | bytes | bytearray | memoryview) or not isinstance(given, Sequence):
-        raise InvalidRequest(f"{name} must be a sequence, got {shown(given)}{advice_for(given)}")
-    else:
-        try:
-            found = np.array(given)
-        except (TypeError, ValueError, RuntimeError, OverflowError):
-            raise InvalidRequest(f"{name} must be a flat sequence, got {shown(given)}") from None
-    if found.ndim != 1:
-        raise InvalidRequest(f"{name} must be one flat sequence, got shape {list(found.shape)}")
-    return found
-
-
-def _check_one_each(name: str, found: np.ndarray, count: int | None) -> None:
-    if count is not None and len(found) != count:
-        raise InvalidRequest(f"{len(found)} {name} for {count} sequences: give one for each")

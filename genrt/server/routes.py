@@ -32,7 +32,7 @@ from genrt.errors import (
 from genrt.inference import SMC, Info, Result, State, TextModel
 from genrt.lm import AsyncLM
 from genrt.questions.contexts import LAST_SEED
-from genrt.questions.reads import host_row
+from genrt.questions.reads import HostRow, ReadRequest
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest
 from genrt.runtime.concurrency import together
@@ -503,7 +503,7 @@ class ConnectRoutes:
             Closed, EngineDied: the runtime is dead.
         """
         requests = [
-            host_row(each)
+            ReadRequest(each, HostRow())
             if isinstance(each, LogprobsRequest) and self._lm.device.type != "cpu"
             else each
             for each in questions

@@ -18,13 +18,11 @@ Bytes: TypeAlias = bytes
 class Text(str):
     """The generated text so far, without the prompt and without the end token.
 
-    As a ``str`` it is the bytes as UTF-8, with U+FFFD for invalid ones. An unfinished text leaves out the
-    bytes of a last character that is not complete yet. So ``"x" in text``, ``text.count``,
-    ``re.search(pattern, text)`` and ``json.loads(text)`` work as with any string, and return plain
-    ``str``.
+    As a ``str`` it is the bytes as UTF-8, with U+FFFD for invalid ones; an unfinished text leaves out the
+    bytes of an incomplete last character. String methods return plain ``str``.
 
-    Two texts are equal if their tokens, their bytes and ``finished`` are, so that they may be keys of a
-    cache; a text equals a plain string if it reads the same.
+    Two texts are equal if their tokens, their bytes and ``finished`` are; a text equals a plain string if
+    it reads the same.
 
     Attributes:
         token_ids: the generated tokens.
@@ -88,11 +86,9 @@ LOOKS_ESCAPED = re.compile(r"\ufffd(?=\\x)")
 
 
 def decoded(data: bytes) -> str:
-    r"""Return the bytes as UTF-8, with U+FFFD and its number for every invalid byte: ``�\xff``.
-
-    Different bytes make different strings: a U+FFFD of the text itself that stands before ``\x`` is
-    written byte by byte too. Every other text that is UTF-8 stays as it is.
-    """
+    r"""Return the bytes as UTF-8, with U+FFFD and its number for every invalid byte: ``�\xff``. Different
+    bytes make different strings, because a U+FFFD of the text itself before ``\x`` is written byte by
+    byte too."""
     text = data.decode(errors="surrogateescape")
     if "\ufffd\\x" in text:
         text = LOOKS_ESCAPED.sub(lambda _: "".join(map(_escape, "\ufffd".encode())), text)
