@@ -107,7 +107,11 @@ async def beside(lm: AsyncLM, server: Server) -> AsyncIterator[Callable[[], Awai
     engine = cast("VLLMEngine", lm._thread.engine)
     assert not engine._in_progress
     assert not lm._thread.batcher.streams.by_loop
-    assert (len(engine._texts), engine._texts.running, engine._texts._streamed) == (0, 0, {})
+    assert (len(engine._texts.waiting), engine._texts.running, engine._texts._streamed) == (
+        0,
+        0,
+        {},
+    )
     assert await asyncio.to_thread(free_blocks, lm) == free
 
 

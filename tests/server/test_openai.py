@@ -87,7 +87,7 @@ def idle(lm: AsyncLM) -> Callable[[], None]:
 
     def check() -> None:
         until = time.monotonic() + 60
-        while engine._in_progress or engine._texts.running or len(engine._texts):
+        while engine._in_progress or engine._texts.running or engine._texts.waiting:
             assert time.monotonic() < until, "a text that nobody reads is still drawn"
             lm._thread.call(lambda _: None).result()
         assert engine._texts._streamed == {}

@@ -192,7 +192,7 @@ class VLLMEngine:
             return ended
         started = time.perf_counter()
         self._count(steps=1)  # before the step's results are delivered
-        in_progress = len(self._in_progress) + len(self._texts)
+        in_progress = len(self._in_progress) + len(self._texts.waiting)
         try:
             with self._globals:
                 finished = None if self._steps.is_ahead else self._decode()
@@ -363,7 +363,7 @@ class VLLMEngine:
         Raises:
             EngineDied: vLLM still holds requests or blocks.
         """
-        self._texts.clear()
+        self._texts.waiting.clear()
         self._steps.forget()
         try:
             self._abort(list(self._core.engine_core.scheduler.requests))
@@ -380,7 +380,6 @@ class VLLMEngine:
 
     def add_adapter(self, adapter: Adapter, path: Path) -> None:
         self._adapters.check_enabled()
-        self._abort_idle(None)  # base sequences may be computed with the zero adapter from now on
         try:
             with self._globals:
                 self._adapters.add(adapter, path)
@@ -388,19 +387,13 @@ class VLLMEngine:
         except BaseException:
             self.remove_adapter(adapter)
             raise
-        finally:
-            self.prefixes.begin_anew(None)
 
     def remove_adapter(self, adapter: Adapter) -> None:
-        self._abort_idle(adapter)
-        with self._globals:
-            self._adapters.remove(adapter)
-
-    def _abort_idle(self, adapter: Adapter | None) -> None:
-        """Forget an adapter's resident sequences that no question in progress extends."""
-        if self._open is not None:
+        if self._open is not None:  # resident sequences that no question in progress extends
             bound = self._open.residents.bound_to(adapter)
             self._abort([each for each in bound if each not in self._in_progress])
+        with self._globals:
+            self._adapters.remove(adapter)
 
     def probe(self, requests: Sequence[LogprobsRequest] | Sequence[ScoreRequest]) -> list[Tensor]:
         """Return rows or scores that the engine itself needs. Raise the error of one of them, or of the

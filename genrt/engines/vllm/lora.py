@@ -5,30 +5,26 @@ Rules:
     A removed adapter stays until the last request bound to it has ended.
 
 In a step that mixes base and adapter requests, vLLM's CPU build (0.32) computes the base requests with
-the adapter in its last slot. So base requests there run with a zero adapter, a copy of the first adapter
-with B = 0. ``check_base`` runs a mixed step for every new adapter, on every device, and refuses a vLLM
-with other base rows.
+the adapter in its last slot. So base requests there run with vLLM's zero adapter from the opening on.
+``check_base`` runs a mixed step for every new adapter, on every device, and refuses a vLLM with other
+base rows.
 """
 
 from __future__ import annotations
 
 import collections
-import contextlib
 import itertools
 import json
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.lora.request import LoRARequest
 
-from genrt.engines.adapters import CONFIG_NAME, WEIGHTS_NAME
-from genrt.engines.folders import Folder
+from genrt.engines.adapters import CONFIG_NAME
 from genrt.errors import EngineUnsupported, InvalidAdapter, UnknownAdapter
 from genrt.questions.contexts import Adapter
 from genrt.questions.rows import LogprobsRequest
@@ -50,19 +46,21 @@ class VLLMAdapters:
     Args:
         core: the engine's ``engine_core`` client.
         enabled: whether the engine was opened with adapters.
-        base_needs_zero: whether base requests need a zero adapter.
+        base_needs_zero: whether base requests of an engine with adapters need a zero adapter.
     """
 
     def __init__(self, core: Any, *, enabled: bool, base_needs_zero: bool) -> None:
         self._core = core
         self._enabled = enabled
-        self._needs_zero = base_needs_zero
         self._numbers = itertools.count(1)
-        self._zero_folders = contextlib.ExitStack()
         self._loaded: dict[Adapter, LoRARequest] = {}
         self._users: collections.Counter[Adapter] = collections.Counter()
         self._removed: set[Adapter] = set()
         self._base: LoRARequest | None = None
+        if enabled and base_needs_zero:
+            self._base = self._request("zero")
+            core.collective_rpc(_add_zero, None, (self._base,), None)
+            core.pin_lora(self._base.lora_int_id)
 
     def check_enabled(self) -> None:
         """Raise InvalidAdapter if vLLM was opened without adapters."""
@@ -79,23 +77,20 @@ class VLLMAdapters:
             InvalidAdapter: vLLM does not take it, or ignores weights that do not fit the model.
         """
         config = json.loads((path / CONFIG_NAME).read_bytes())
-        loaded = self._load(path, adapter.name)
+        loaded = self._request(str(path))
+        try:
+            taken = self._core.add_lora(loaded)
+        except Exception as error:
+            raise InvalidAdapter(f"vLLM does not take adapter {adapter.name}: {error}") from error
+        if not taken:
+            raise InvalidAdapter(f"vLLM does not take adapter {adapter.name}")
         self._loaded[adapter] = loaded
         if (reason := self._misfit(loaded.lora_int_id, config)) is not None:
             raise InvalidAdapter(f"adapter {adapter.name} does not fit the model: {reason}")
-        if self._needs_zero and self._base is None:
-            self._base = self._load(self._zero(path), "B = 0")
 
-    def _load(self, directory: Path, what: str) -> LoRARequest:
+    def _request(self, directory: str) -> LoRARequest:
         number = next(self._numbers)
-        lora = LoRARequest(f"genrt-{number}", number, str(directory))
-        try:
-            loaded = self._core.add_lora(lora)
-        except Exception as error:
-            raise InvalidAdapter(f"vLLM does not take adapter {what}: {error}") from error
-        if not loaded:
-            raise InvalidAdapter(f"vLLM does not take adapter {what}")
-        return lora
+        return LoRARequest(f"genrt-{number}", number, directory)
 
     def _misfit(self, number: int, config: Mapping[str, Any]) -> str | None:
         """Return why a loaded adapter does not fit the model; ``None`` if it fits."""
@@ -130,16 +125,6 @@ class VLLMAdapters:
                 "vLLM mixes up the base model and its adapters within a step; load one runtime for "
                 "each instead"
             )
-
-    def _zero(self, source: Path) -> Path:
-        folder = self._zero_folders.enter_context(Folder("zero"))
-        shutil.copyfile(source / CONFIG_NAME, folder / CONFIG_NAME)
-        weights = load_file(source / WEIGHTS_NAME)
-        for name, weight in weights.items():
-            if "lora_B" in name or "lora_embedding_B" in name:
-                weight.zero_()
-        save_file(weights, folder / WEIGHTS_NAME)
-        return folder
 
     def request(self, adapter: Adapter | None) -> LoRARequest | None:
         """Return vLLM's handle of an adapter; ``None`` for a base request without a zero adapter.
@@ -179,8 +164,11 @@ class VLLMAdapters:
         self._core.remove_lora(lora.lora_int_id)
 
     def close(self) -> None:
-        self._zero_folders.close()
         self._core = None
+
+
+def _add_zero(worker: Any, lora: LoRARequest) -> None:
+    worker.model_runner.lora_manager.add_dummy_lora(lora, rank=1)
 
 
 class _Fit(NamedTuple):

@@ -132,14 +132,6 @@ class KeptPrefixes:
         for kept in self._kept.values():
             self._give_up(kept)
 
-    def begin_anew(self, adapter: Adapter | None) -> None:
-        """Look up an adapter's prefixes again, because its requests now have other block hashes."""
-        for prefix, kept in self._kept.items():
-            if prefix.adapter == adapter:
-                self._give_up(kept)
-                kept.hashes = None
-        self.look()
-
     def shared(self, request: Request) -> int:
         """Return how many blocks of a request are already held for a prefix that it starts with."""
         most = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import threading
 import weakref
@@ -644,6 +645,32 @@ async def test_two_adapters_and_the_base_in_one_flush_match_peft(
             await lm.next_token_logprobs([1], adapter="b")
         sampled = await lm.sample([1], max_tokens=4, temperature=0.0, adapter="a")
         assert sampled[0] == int(row([1], "b").argmax())
+
+
+async def test_a_text_in_progress_is_the_base_model_s_when_the_first_adapters_are_loaded(
+    llama: Path, loras: tuple[Path, Path]
+) -> None:
+    stream_of = functools.partial(
+        AsyncLM.stream, max_tokens=120, seed=3, temperature=1.0, ignore_eos=True
+    )
+    with load(llama, enable_lora=True, max_loras=2, max_lora_rank=8) as lm:
+        alone = [token async for delta in stream_of(lm, [1, 2]) for token in delta.token_ids]
+        deltas = stream_of(lm, [1, 2])
+        tokens = list((await anext(deltas)).token_ids)
+        for name, path in zip("ab", loras, strict=True):
+            await lm.add_adapter(name, path)
+
+        async def read() -> None:
+            tokens.extend([token async for delta in deltas for token in delta.token_ids])
+
+        reading = asyncio.create_task(read())
+        beside = 0
+        while not reading.done():
+            await lm.next_token_logprobs([3, beside], adapter="b")
+            beside += 1
+        await reading
+        assert beside > 5
+        assert tokens == alone
 
 
 @pytest.mark.promise(number=25)
