@@ -8,9 +8,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict
 
-from genrt.errors import EngineUnsupported, InvalidRequest
+from genrt.errors import InvalidRequest
 from genrt.numbers import check_bool, named
-from genrt.tokens.vocabulary import BytesTokenizer, all_tokens, checked_utf8
+from genrt.tokens.vocabulary import BytesTokenizer, checked_utf8
 
 WHITE = r"[^\S\x1c-\x1f]*"
 """A regular expression for white space as the tokenizers library defines it."""
@@ -303,6 +303,7 @@ def _check_kept(tokenizer: Any, text: str, token_ids: Sequence[int]) -> None:
     """Raise InvalidRequest, with the difference, if the tokenizer loses or changes some of the text."""
     if not _is_kept(tokenizer, text, token_ids):
         came = decode(tokenizer, token_ids)
+        came = came if text.startswith(" ") else came.removeprefix(" ")
         pairs = enumerate(zip(text, came, strict=False))
         at = next((i for i, (one, other) in pairs if one != other), min(len(text), len(came)))
         raise InvalidRequest(
@@ -317,10 +318,7 @@ def _is_kept(tokenizer: Any, text: str, token_ids: Sequence[int]) -> bool:
     if _is_same(text, decode(tokenizer, token_ids)):
         return True
     fast = getattr(tokenizer, "backend_tokenizer", None)
-    if fast is None:  # slow tokenizers decode byte pieces literally, so compare the bytes
-        with contextlib.suppress(EngineUnsupported):
-            tokens = all_tokens(tokenizer)
-            return _is_same(text, b"".join(tokens[i] for i in token_ids).decode(errors="replace"))
+    if fast is None:
         return False
     if fast.decoder is None:  # without a decoder, a loss cannot be detected
         return True

@@ -120,19 +120,6 @@ _RANGES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 """For each parameter: a test whether values are in range, and the range in words."""
 
 
-def check_parameters(
-    *,
-    temperature: float | Tensor = 1.0,
-    top_k: int | Tensor = 0,
-    top_p: float | Tensor = 1.0,
-    min_p: float | Tensor = 0.0,
-) -> None:
-    """Raise InvalidRequest for the first parameter of ``truncate`` that is out of its range."""
-    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    for name, value in given.items():
-        _numbers_of(name, value)
-
-
 def column(name: str, value: float | Tensor, batch: Tensor) -> Tensor:
     """Return a parameter, read by ``_numbers_of``, as ``[n, 1]`` on the batch's device."""
     column = _numbers_of(name, value).reshape(-1, 1)

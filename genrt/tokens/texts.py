@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Awaitable, Callable, Sequence
-from typing import NoReturn, TypeAlias, cast
+from typing import TypeAlias, cast
 
 from genrt.errors import InvalidRequest
 
@@ -47,9 +47,7 @@ class Text(str):
                 "and predicates that use no more than a str may be called with one"
             )
         self = super().__new__(cls, codecs.utf_8_decode(bytes, "replace", finished)[0])
-        object.__setattr__(self, "token_ids", tuple(token_ids))
-        object.__setattr__(self, "bytes", bytes)
-        object.__setattr__(self, "finished", finished)
+        self.token_ids, self.bytes, self.finished = tuple(token_ids), bytes, finished
         return self
 
     def __eq__(self, other: object) -> bool:
@@ -61,12 +59,6 @@ class Text(str):
         return not self == other
 
     __hash__ = str.__hash__
-
-    def __setattr__(self, name: str, value: object) -> NoReturn:
-        raise AttributeError(f"a Text is a value: {name} cannot be set")
-
-    def __delattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"a Text is a value: {name} cannot be deleted")
 
     def __repr__(self) -> str:
         return f"Text({self.token_ids}, {self.bytes!r}, finished={self.finished})"

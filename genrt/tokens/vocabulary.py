@@ -199,29 +199,14 @@ _BYTE_OF_CHARACTER = _byte_level_alphabet()
 
 def _transformers_bytes(tokenizer: Any) -> list[bytes]:
     fast = getattr(tokenizer, "backend_tokenizer", None)
-    sentencepiece = getattr(tokenizer, "sp_model", None)
-    pieces: dict[int, str]
-    if fast is not None:
-        reading = _fast_piece_reading(tokenizer, _specification(fast))
-        own = fast.get_vocab(with_added_tokens=False)
-        size = 1 + max(fast.get_vocab(with_added_tokens=True).values(), default=-1)
-        pieces = {i: piece for i in range(size) if (piece := fast.id_to_token(i)) is not None}
-    elif sentencepiece is not None:
-        numbers = range(sentencepiece.get_piece_size())
-        own = {sentencepiece.id_to_piece(number) for number in numbers}
-        reading = _PieceReading(
-            replacements=(("\u2581", " "),),
-            byte_fallback=any(sentencepiece.is_byte(number) for number in numbers),
-        )
-        pieces = {token_id: piece for piece, token_id in tokenizer.get_vocab().items()}
-    else:
-        raise _unknown_kind(
-            tokenizer, "it has neither a tokenizers backend nor a SentencePiece model"
-        )
+    if fast is None:
+        raise _unknown_kind(tokenizer, "it has no tokenizers backend")
+    reading = _fast_piece_reading(tokenizer, _specification(fast))
+    own = fast.get_vocab(with_added_tokens=False)
     added = tokenizer.added_tokens_decoder
-    vocabulary = [b""] * (1 + max((*pieces, *added), default=-1))
-    for token_id, piece in pieces.items():
-        vocabulary[token_id] = reading.bytes_of(piece)
+    size = 1 + max((*fast.get_vocab(with_added_tokens=True).values(), *added), default=-1)
+    pieces = map(fast.id_to_token, range(size))
+    vocabulary = [b"" if piece is None else reading.bytes_of(piece) for piece in pieces]
     for token_id, token in added.items():
         # Gemma lists runs of spaces, in its model's spelling, as added tokens too. They are the model's
         # pieces, and no text spells their literal content. Other tokenizers list byte pieces this way.
@@ -254,7 +239,7 @@ def _specification(fast: Any) -> dict[str, Any]:
 
 
 def _fast_piece_reading(tokenizer: Any, specification: dict[str, Any]) -> _PieceReading:
-    """Return the ``_PieceReading`` for the JSON form of a tokenizer of the ``tokenizers`` library."""
+    """Return the ``_PieceReading`` of a tokenizer of the ``tokenizers`` library."""
     model = specification["model"]
     if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
         raise _unknown_kind(tokenizer, f"its {model['type']} model marks the pieces within a word")
@@ -357,9 +342,9 @@ def _reconcile(tokenizer: Any, vocabulary: list[bytes]) -> None:
 def _contradicted(tokenizer: Any, vocabulary: list[bytes]) -> dict[int, str]:
     """Return the tokens that the tokenizer decodes to other characters, with these characters. Runs of
     U+FFFD compare equal, because decoders emit one or several for incomplete characters."""
-    fast = getattr(tokenizer, "backend_tokenizer", None)
-    if fast is None or fast.decoder is None:
-        return {}  # SentencePiece reports byte pieces itself; without a decoder no comparison is possible
+    fast = tokenizer.backend_tokenizer
+    if fast.decoder is None:
+        return {}
     spell = partial(fast.decode, skip_special_tokens=False)  # decode_batch would start threads
     known = ((letter, fast.token_to_id(letter)) for letter in _LETTERS)
     anchors = [(x, i) for x, i in known if i is not None and spell([i, i]) == 2 * x]

@@ -328,54 +328,11 @@ async def test_masks_of_what_is_no_list_of_states_are_refused(
         await awaited(states)
 
 
-async def test_a_checked_state_that_is_there_twice_is_asked_once() -> None:
-    asked: list[int] = []
-
-    class Counting(OwnChecked):
-        async def check(self, token_ids: Sequence[int]) -> list[bool]:
-            asked.extend(token_ids)
-            return await super().check(token_ids)
-
-    own = Counting()
-    assert (await amasks([own, own, Counting()])).tolist() == [[False, True, False]] * 3
-    assert sorted(asked) == [EOS, EOS, 1, 1]
-
-
-async def test_a_state_that_leaves_tokens_out_is_refused() -> None:
-    class Terse(OwnChecked):
-        async def check(self, token_ids: Sequence[int]) -> list[bool]:
-            return [True]
-
-    with pytest.raises(InvalidRequest, match="gave 1 answers about 2 tokens"):
-        await amasks([Terse()])
-
-
-@pytest.mark.parametrize("lm", ["lm", None, 3])
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda lm: regex("a", lm),
-        lambda lm: json_schema(True, lm),
-        lambda lm: grammar('start: "a"', lm),
-        lambda lm: strings(["a"], lm),
-        lambda lm: predicate(odd, lm),
-    ],
-)
-def test_what_is_no_runtime_is_refused(make: Any, lm: Any) -> None:
-    with pytest.raises(InvalidConstraint, match=r"genrt\.load"):
-        make(lm)
-
-
 @pytest.mark.parametrize("what", [None, "a", regex, Text(), OwnChecked])
 def test_what_is_no_constraint_is_refused(what: Any) -> None:
     for make in (all_of, potential):
         with pytest.raises(InvalidConstraint, match="is no constraint: give what regex"):
             make(what)
-
-
-def test_a_product_of_nothing_is_refused() -> None:
-    with pytest.raises(InvalidConstraint, match="at least one"):
-        all_of()
 
 
 def test_a_product_over_different_vocabularies_is_refused() -> None:
@@ -461,9 +418,3 @@ def test_a_potential_refuses_what_is_no_text() -> None:
     with pytest.raises(InvalidRequest, match=r"not in 0 \.\. 1"):
         weigh(Text((2,), b"b"))
     assert weigh(Text((EOS,), b"")) == -math.inf
-
-
-@pytest.mark.parametrize("size", [0, -1, 1.5, True])
-def test_a_cache_size_is_a_positive_integer(size: Any) -> None:
-    with pytest.raises(InvalidConstraint, match="integer of at least 1"):
-        potential(regex("a", lm_over(b"a")), cache_size=size)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -109,33 +108,6 @@ def test_a_completion_says_how_it_ended(lm: AsyncLM) -> None:
     assert (full.finish_reason, full.text, full.truncated) == ("length", "aaaa", True)
 
 
-@pytest.mark.parametrize(
-    ("options", "text", "stop"),
-    [
-        ({"stop": "aa"}, "", "aa"),
-        ({"stop": ["b", "aaa", "aa"]}, "", "aa"),
-        ({"stop": "aa", "include_stop_str_in_output": True}, "aa", "aa"),
-        ({"stop": "aa", "min_tokens": 3}, "aa", "aa"),
-        ({"stop": "aaaaa"}, "aaaa", None),
-    ],
-    ids=str,
-)
-def test_a_stop_string_ends_a_text_where_it_begins(
-    lm: AsyncLM, options: dict[str, Any], text: str, stop: str | None
-) -> None:
-    found = lm.generate_sync("b", logit_bias={0: 100.0}, temperature=0.0, max_tokens=4, **options)
-    assert (found.text, found.stop_reason) == (text, stop)
-
-
-def test_a_stop_string_may_span_tokens(lm: AsyncLM) -> None:
-    texts = lm.batch_generate_sync(["ab"] * 60, stop=["b c", "da"], max_tokens=30, seed=5)
-    assert any(each.stop_reason == "b c" for each in texts)
-    for each in texts:
-        whole = lm.decode([token for token in each.token_ids if token != EOS])
-        places = [whole.find(stop) for stop in ("b c", "da") if stop in whole]
-        assert each.text == (whole[: min(places)] if places else whole)
-
-
 def test_a_character_that_is_not_complete_is_left_out() -> None:
     model = NGram.random([b"a", b"\xc3", b"\xa9"], order=1, seed=1)
     with genrt.load(model, engine="exact") as own:
@@ -160,14 +132,6 @@ def test_logprobs_are_the_models_before_any_option(lm: AsyncLM) -> None:
     plain = lm.generate_sync("ab", max_tokens=3, seed=1, logprobs=0)
     assert len(plain.logprobs) == len(plain.token_ids)
     assert plain.top_logprobs == ()
-
-
-def test_bad_words_are_never_drawn(lm: AsyncLM) -> None:
-    texts = lm.batch_generate_sync(["ab"] * 50, bad_words=["ab", "d"], max_tokens=12, seed=1)
-    assert all("d" not in each.text for each in texts)
-    pairs = {pair for each in texts for pair in itertools.pairwise(each.token_ids)}
-    assert (0, 1) not in pairs
-    assert (1, 0) in pairs
 
 
 async def test_a_text_for_which_no_token_is_left_fails_alone(lm: AsyncLM) -> None:

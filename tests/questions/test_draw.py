@@ -20,7 +20,6 @@ from safetensors.torch import save_file
 from scipy.stats import chi2
 
 import genrt
-from genrt.constraints import bitmasks, masks, regex
 from genrt.engines.exact import NGram
 from genrt.errors import ContextTooLong, InvalidRequest, UnknownAdapter
 from genrt.lm import AsyncLM
@@ -98,21 +97,6 @@ def test_frequencies_are_the_tempered_row_under_the_mask(
     assert torch.allclose(drawn.log_mass, row.logsumexp(-1).expand(4000), atol=1e-5)
 
 
-def test_draws_of_concurrent_coroutines_follow_their_own_rows(shared: AsyncLM) -> None:
-    async def all_of_them() -> list[Any]:
-        return await asyncio.gather(
-            *(
-                shared.draw([n % 2, 7], seed=n, mask=allowed(*range(20 * (n % 2), 41)))
-                for n in range(6000)
-            )
-        )
-
-    drawn = asyncio.run(all_of_them())
-    for first in (0, 1):
-        row = MODEL.row([first, 7]).masked_fill(~allowed(*range(20 * first, 41)), -math.inf)
-        assert g_test([d.token_id for d in drawn[first::2]], row.softmax(-1)) > LEVEL
-
-
 @settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=3),
@@ -153,20 +137,6 @@ async def test_a_mask_is_what_it_was_at_the_call(
     assert [each.log_mass for each in drawn] == pytest.approx(row[[1, 2, 30]].tolist(), abs=1e-5)
 
 
-async def test_a_constraints_masks_packed_or_not(tmp_path: Path) -> None:
-    model = NGram.random([b"a", b"b", b"ab", b"c", b""], eos_token_id=4, seed=1)
-    with genrt.load(model, engine="exact") as lm:
-        start = regex("(ab?)+", lm).start()
-        states = [start, start.advance(0), start.advance(2)]
-        contexts = [[0], [0, 0], [0, 2]]
-        packed = await lm.batch_draw(contexts, masks=bitmasks(states), seed=4)
-        plain = await lm.batch_draw(contexts, masks=masks(states), seed=4)
-        assert all(torch.equal(one, other) for one, other in zip(packed, plain, strict=True))
-        rows = lm.batch_next_token_logprobs_sync(contexts)
-        wanted = rows.masked_fill(~masks(states), -math.inf).logsumexp(-1)
-        assert torch.allclose(packed.log_mass, wanted, atol=1e-6)
-
-
 async def test_dead_ends_are_no_errors_and_disturb_nobody(lm: AsyncLM) -> None:
     impossible = (MODEL.row([1, 2]) == -math.inf).nonzero()[:, 0].tolist()
     dead, alive, empty, greedy, warm = await asyncio.gather(
@@ -179,27 +149,6 @@ async def test_dead_ends_are_no_errors_and_disturb_nobody(lm: AsyncLM) -> None:
     assert {dead, empty, greedy, warm} == {(-1, -math.inf, -math.inf)}
     assert alive.token_id >= 0
     assert alive.log_mass == pytest.approx(0, abs=1e-6)
-
-
-async def test_masses_weigh_draws_without_bias(lm: AsyncLM) -> None:
-    """Texts of three tokens, drawn under a mask: the mean weight estimates the probability that the model
-    draws allowed tokens alone, within five standard errors."""
-    mask, count = allowed(*range(0, 41, 3)), 3000
-    texts: list[list[int]] = [[0] for _ in range(count)]
-    log_weights = torch.zeros(count)
-    for step in range(3):
-        drawn = await lm.batch_draw(texts, masks=[mask] * count, seed=step * count)
-        log_weights += drawn.log_mass
-        texts = [[*text, int(token)] for text, token in zip(texts, drawn.token_ids, strict=True)]
-    within = [int(token_id) for token_id in mask.nonzero()]
-    sums = [
-        math.exp(float(MODEL.row([0])[a] + MODEL.row([0, a])[b] + MODEL.row([a, b])[c]))
-        for a in within
-        for b in within
-        for c in within
-    ]
-    weights = log_weights.exp()
-    assert abs(float(weights.mean()) - sum(sums)) < 5 * float(weights.std()) / count**0.5
 
 
 # -- seeds ------------------------------------------------------------------------------------
@@ -289,20 +238,6 @@ async def test_answers_are_the_callers_own(lm: AsyncLM) -> None:
     assert torch.allclose(other.logprobs, MODEL.row([1]).topk(4).values, atol=1e-6)
     assert torch.allclose(b, MODEL.row([1])[[2, 3]], atol=1e-6)
     assert lm.statistics().batcher.deduplicated == 2
-
-
-@pytest.mark.promise(number=1)
-async def test_cancelling_one_draw_disturbs_no_other(lm: AsyncLM) -> None:
-    tasks = [asyncio.create_task(lm.draw([n % 3], seed=n % 4)) for n in range(24)]
-    await passes(1)
-    for task in tasks[::3]:
-        task.cancel()
-    drawn = await asyncio.gather(*tasks, return_exceptions=True)
-    for number, result in enumerate(drawn):
-        if number % 3 == 0:
-            assert isinstance(result, asyncio.CancelledError)
-        else:
-            assert result == lm.draw_sync([number % 3], seed=number % 4)
 
 
 @pytest.mark.promise(number=14)

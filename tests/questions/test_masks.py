@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genrt.errors import InvalidRequest
@@ -93,6 +93,7 @@ FLAG_FORMS: list[Callable[[list[int]], Any]] = [
 
 
 @pytest.mark.parametrize("form", FLAG_FORMS)
+@settings(max_examples=10)
 @given(flags=st.lists(st.integers(0, 1), min_size=V, max_size=V))
 def test_flags_for_each_token_are_refused_and_what_to_give_is_said(
     form: Callable[[list[int]], Any], flags: list[int]
@@ -212,6 +213,7 @@ def test_what_is_no_sequence_of_masks_is_refused(masks: Any, message: str) -> No
         packed_masks(masks, 2, V)
 
 
+@settings(max_examples=50)
 @given(st.integers(1, 100), st.integers(0, 5), st.randoms(use_true_random=False))
 def test_masks_of_many_are_packed_as_each_of_them(
     vocab_size: int, count: int, chance: random.Random

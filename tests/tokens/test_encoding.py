@@ -170,12 +170,6 @@ LOSSY: dict[str, tuple[Callable[[], Any], str, str, str]] = {
         "from character 2 on ' b' comes back as 'b'",
     ),
     "word pieces": (word_piece, "ab a", "ab c", "'c' comes back as '<unk>'"),
-    "slow sentencepiece": (
-        lambda: made("slow sentencepiece")[0],
-        "a 🙂",
-        "a▁b",
-        r"'\\u2581b' comes back as ' b'",
-    ),
 }
 
 
@@ -205,13 +199,6 @@ def test_white_space_beside_added_tokens_may_be_swallowed_and_nothing_else() -> 
         assert token_ids == tokenizer.encode(text, add_special_tokens=False)
     for text in ("a<|end|>\n\x1db", "a\x1d <|mask|> b", "<|end|>\x1d<|mask|>"):
         with pytest.raises(InvalidRequest, match="comes back as"):
-            encode(tokenizer, text)
-
-
-def test_white_space_that_no_added_token_swallows_is_not_lost_in_silence() -> None:
-    tokenizer = byte_level(normalizer=normalizers.Strip())
-    for text in ("a  <töol>b", "a<töol>  b"):
-        with pytest.raises(InvalidRequest, match="from character"):
             encode(tokenizer, text)
 
 
@@ -444,7 +431,7 @@ def test_a_runtime_encodes_texts_and_chats_by_its_tokenizer() -> None:
             lm.encode("a\x1db")
         assert lm.decode(lm.encode("a\x1db", lossy=True)) == "ab"
         lost = [{"role": "user", "content": "a\x1db"}]
-        with pytest.raises(InvalidRequest, match="comes back.*lossy=True"):
+        with pytest.raises(InvalidRequest, match=r"comes back.*lossy=True"):
             lm.encode_chat(lost)
         assert "ab" in lm.decode(lm.encode_chat(lost, lossy=True))
         with pytest.raises(InvalidRequest, match="lossy must be True or False"):
