@@ -232,21 +232,6 @@ def test_samples_in_company_of_extreme_parameters_are_their_own(exact: AsyncLM) 
     assert [list(ends[each].result or ()) for each in asked] == alone
 
 
-def test_the_largest_temperatures_are_uniform_over_what_is_possible(exact: AsyncLM) -> None:
-    """Each of the n possible tokens comes 4,000 / n times, give or take 6 sigma; no other ever."""
-    row = exact.next_token_logprobs_sync([3])
-    possible = (row > -math.inf).nonzero()[:, 0].tolist()
-    assert len(possible) < 11
-    for temperature in (4e38, 1e300):
-        drawn = exact.batch_draw_sync([[3]] * 4000, temperature=temperature, seed=0)
-        counts = drawn.token_ids.bincount(minlength=11).tolist()
-        share = 1 / len(possible)
-        for token, count in enumerate(counts):
-            wanted = 4000 * share if token in possible else 0.0
-            assert abs(count - wanted) <= 6 * math.sqrt(wanted * (1 - share))
-        assert drawn.logprobs.tolist() == pytest.approx([math.log(share)] * 4000)
-
-
 # -- what is refused -------------------------------------------------------------------------------
 
 NO_NUMBERS: list[Any] = [None, "1", b"1", True, np.True_, [1], 1j, np.complex64(1), ...]

@@ -44,11 +44,10 @@ def regex(pattern: str, lm: AsyncLM) -> MaskedConstraint:
     r"""Return the constraint of the texts that ``pattern`` matches from their first to their last
     character.
 
-    The dialect is a part of Python's ``re``; docs/guide/structures.md lists it: classes,
-    ``\d \w \s`` and ``\p{..}`` over Unicode, repetition, alternation, groups, the flags ``i``,
-    ``s`` and ``x``. ``^`` and ``$`` may stand at the ends of an alternative; laziness
-    (``*?``) is without effect. Look-around, ``\b``, back-references and all that
-    has several readings are refused.
+    The dialect is a part of Python's ``re``, which docs/guide/structures.md lists: classes, ``\d \w \s``
+    and ``\p{..}`` over Unicode, repetition, alternation, groups, the flags ``i``, ``s`` and ``x``. ``^``
+    and ``$`` may stand at the ends of an alternative; laziness (``*?``) is without effect. Look-around,
+    ``\b``, back-references and ambiguous forms are refused.
 
     The first constraint over an ``lm`` also reads its vocabulary, about 0.1 s for 50,000 tokens.
 
@@ -112,24 +111,22 @@ def grammar(
     ``"lark"`` is llguidance's dialect of Lark: rules in lower case, terminals in upper case and as
     literals, strings in double quotes, ``/regular expressions/`` as in ``regex``, ``%import
     common.NUMBER``, ``%ignore``, inline ``%json {schema}`` as in ``json_schema``. There are no
-    priorities, templates or look-around. **A terminal takes the longest match**, and what could
-    have matched less is not tried again: ``A "a"`` with ``A: /a+/`` derives no text at all, and
-    ``("a" | "ab") "b"`` only ``abb``. That is fast, and right for grammars over words, as in
-    programming languages are. Names of special tokens, and the rule options ``stop``,
-    ``max_tokens`` and ``temperature``, are refused, because they do not describe the text.
+    priorities, templates or look-around. **A terminal takes the longest match**, and a shorter one is not
+    tried: ``A "a"`` with ``A: /a+/`` derives no text at all. That is fast, and right for grammars over
+    words. Names of special tokens, and the rule options ``stop``, ``max_tokens`` and ``temperature``, are
+    refused.
 
     ``"ebnf"`` is that of GBNF: ``root ::= item ("," item)*``, literals, classes ``[a-z]`` and ``[^\n]``,
     ``.`` for any character, ``? * + {2} {2,} {2,5}``, groups, ``#`` comments. It has no terminals: every
-    text that can be derived is in the set, character by character, and masks cost more.
+    text that can be derived is in the set, and masks cost more.
 
     Alternatives of an EBNF that derive no finite text (``a ::= "x" a``) are removed, and a grammar
-    without others is refused. In Lark they stay, and masks may lead into them. A grammar
-    that is nested through more than 1,000 rules, each in the one before, or has more than 200,000
-    parts, is refused.
+    without others is refused. In Lark they stay, and masks may lead into them. A grammar that is nested
+    through more than 1,000 rules, or has more than 200,000 parts, is refused.
 
     Raises:
-        InvalidConstraint: the grammar does not compile, has refused options, derives no text, or is
-            too large or too complex; or there is no end token.
+        InvalidConstraint: the grammar does not compile, has refused options, derives no text, or is too
+            large or too complex; or there is no end token.
     """
     lark = lark_of_grammar(text, syntax)
     vocabulary = _Vocabulary.of(lm)
@@ -331,12 +328,12 @@ def strings(texts: Iterable[str], lm: AsyncLM) -> MaskedConstraint:
     """Return the constraint of exactly these texts, in any order. One may be a prefix of another, or
     empty.
 
-    A mask costs one look-up for each prefix that the remaining texts and the vocabulary's tokens share.
-    The number of texts does not matter. A mask is computed once for all tokenizations of a text.
+    A mask costs one look-up for each prefix that the remaining texts and the vocabulary's tokens share,
+    and is computed once for all tokenizations of a text.
 
     Raises:
-        InvalidConstraint: there are no texts, one is not a str or has lone surrogates, or there is no
-            end token.
+        InvalidConstraint: there are no texts, one is not a str or has lone surrogates, or there is no end
+            token.
     """
     is_one = isinstance(texts, str | bytes) or getattr(texts, "ndim", 1) == 0
     if is_one or not isinstance(texts, Iterable):

@@ -168,10 +168,8 @@ def bitmasks(states: Sequence[ConstraintState]) -> Tensor:
 
 
 async def amasks(states: Sequence[State]) -> Tensor:
-    """Return ``masks``, computed off the event loop, also of checked states.
-
-    Each checked state checks every token that its ``mask`` allows, all states concurrently. After a
-    cancellation no further check starts; a mask under way in a thread is finished and cached.
+    """Return ``masks``, computed off the event loop, also of checked states, which check every token that
+    their ``mask`` allows, concurrently. After a cancellation no further check starts.
 
     Raises:
         InvalidRequest: there are no states, or their vocabularies have different sizes.

@@ -343,18 +343,16 @@ class CompletionOptions(DecodingOptions, total=False):
         stop_token_ids: tokens that end the completion and are not in its text.
         include_stop_str_in_output: whether the text includes the stop string.
         skip_special_tokens: whether the text excludes special tokens.
-        min_tokens: the least tokens before the completion may end. A complete structure that no token
-            continues ends it earlier.
+        min_tokens: the least tokens before the completion may end. A complete structure ends it earlier.
         presence_penalty: is subtracted from the logits of drawn tokens; -2 to 2.
         frequency_penalty: is subtracted once for each time that a token was drawn; -2 to 2.
         repetition_penalty: divides the positive logits, and multiplies the negative ones, of tokens in
             the prompt or the text; 0.01 to 100.
-        bad_words: forbidden texts, also after one space, by all of the tokenizer's spellings. Leading
-            white space is part of a text.
+        bad_words: forbidden texts, also after one space, by all of the tokenizer's spellings.
         logit_bias: numbers to add to the logits of some tokens; -100 to 100.
         ignore_eos: whether the text continues after the model's end token.
         logprobs: returns log-probabilities of the drawn tokens, and of so many of the likeliest tokens at
-            each place. By default it returns no log-probabilities.
+            each place; by default none are returned.
         logprobs_mode: "raw_logprobs", the default, are the model's. "processed_logprobs" are those of the
             sampling distribution, after penalties, temperature and truncation; 0 if it is greedy.
         json_schema: the JSON schema of the text: a dict, a JSON text, or a pydantic model.
@@ -363,7 +361,7 @@ class CompletionOptions(DecodingOptions, total=False):
         choice: the texts to choose from.
         split_reasoning: whether the model's reasoning is separate from its text, so that a structure
             applies to the text alone. It needs vLLM's option ``reasoning_parser``, and is then the
-            default in chats. If the prompt ends the reasoning, there is no separation.
+            default in chats.
     """
 
     max_tokens: int | None
@@ -581,11 +579,7 @@ def _structure_option(given: dict[str, Any]) -> tuple[str, str | tuple[str, ...]
 
 
 def schema_text(schema: Mapping[str, Any] | str | bool | type) -> str:
-    """Return a JSON schema of any form as a JSON text.
-
-    Raises:
-        InvalidRequest: it cannot be written as JSON, or is of another type.
-    """
+    """Return a JSON schema of any form as a JSON text. Raises InvalidRequest if that is impossible."""
     given: Any = schema
     if isinstance(given, str) and given:
         return given

@@ -7,9 +7,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -43,8 +42,6 @@ __all__ = [
     "merge_draws",
     "population_draw",
 ]
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +138,8 @@ class PopulationDraw(Request):
         temperature: of all draws.
         seeds: uint64 ``[n]``, one for each draw.
         origins: the sequences that these extend, if each extends one by a single token.
-        came_from: handles of the sequences that these were made of. Their replica holds most of the rows.
-        handle: stands for these sequences in later requests.
+        came_from: the handles of all sequences that these extend, also by several tokens.
+        handle: stands for these sequences in later origins.
     """
 
     contexts: Contexts
@@ -206,10 +203,10 @@ class PopulationDraw(Request):
                 self.came_from if origins is None else origins.handles,
             )
 
-    def draw(self, rows: Sequence[Tensor] | Tensor) -> Tensor:
-        """Return the draws from one row per sequence, as ``draw_chunk`` does."""
+    def draw(self, rows: Sequence[Tensor] | Tensor, places: np.ndarray | None = None) -> Tensor:
+        """Return the draws as ``draw_from_rows`` does."""
         heats = None if self.temperature == 1.0 else np.full(len(self), self.temperature)
-        return draw_from_rows(rows, self.seeds, self.masks, heats)
+        return draw_from_rows(rows, self.seeds, self.masks, heats, places)
 
     def __repr__(self) -> str:
         return f"PopulationDraw({len(self)} sequences, adapter={self.adapter})"
@@ -268,31 +265,12 @@ def launch_draws(
     One launch draws all of them if a graph can; both results are then valid until the next launch.
     Sequence ``i`` of population ``k`` draws from row ``places[k][i]``, or from row ``i``.
     """
+    pairs = [*zip(several, places, strict=True)]
     if all(each.temperature == 1.0 for each in several):
-        inputs = [
-            DrawInputs(each.seeds, each.masks, at) for each, at in zip(several, places, strict=True)
-        ]
+        inputs = [DrawInputs(each.seeds, each.masks, at) for each, at in pairs]
         if (found := graphs.launch(rows, inputs)) is not None:
             return found
-    kinds: dict[tuple[bool, bool], list[int]] = {}
-    for number, each in enumerate(several):
-        kinds.setdefault((each.masks is None, each.temperature == 1.0), []).append(number)
-    parts: dict[int, Tensor] = {}
-    for (_, is_plain), numbers in kinds.items():
-        alike = [several[number] for number in numbers]
-        sizes = [len(each) for each in alike]
-        masks = [each.masks for each in alike if each.masks is not None]
-        pairs = zip(sizes, [places[number] for number in numbers], strict=True)
-        at = [np.arange(size) if there is None else there for size, there in pairs]
-        draws = draw_from_rows(
-            rows,
-            _one([each.seeds for each in alike], np.concatenate),
-            _one(masks, np.concatenate) if masks else None,
-            None if is_plain else np.repeat([each.temperature for each in alike], sizes),
-            _one(at, np.concatenate),
-        )
-        parts |= zip(numbers, torch.split(draws, sizes), strict=True)
-    whole = _one([parts[number] for number in range(len(several))], torch.cat)
+    whole = _one([each.draw(rows, at) for each, at in pairs])
     return whole, Leaving(whole)
 
 
@@ -304,8 +282,6 @@ def draw_from_rows(
     places: np.ndarray | None = None,
 ) -> Tensor:
     """Return one draw per seed as ``draw_chunk`` does, without waiting for the device.
-
-    The inputs travel before the rows are read, which may still be in computation.
 
     Args:
         rows: on one device, each ``[vocab_size]``.
@@ -332,12 +308,12 @@ def draw_from_rows(
         bits, hot, there = [None if x is None else x[part] for x in (mask, heat, at)]
         batch = batch if isinstance(batch, Tensor) else gather_rows(batch)
         parts.append(draw_chunk(batch, numbers[part], mask=bits, heat=hot, places=there))
-    return _one(parts, torch.cat)
+    return _one(parts)
 
 
-def _one(parts: list[T], joined: Callable[[list[T]], T]) -> T:
+def _one(parts: list[Tensor]) -> Tensor:
     """Return parts as one, without a copy if there is only one."""
-    return parts[0] if len(parts) == 1 else joined(parts)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _moved_inputs(

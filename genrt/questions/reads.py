@@ -153,8 +153,8 @@ def parts_of(reads: Sequence[Read]) -> Iterator[tuple[Sequence[Read], Tensor]]:
 
 @dataclass(frozen=True, slots=True)
 class Candidates(Wanted):
-    """The log-probabilities of these tokens, after the row is divided by the temperature and normalized
-    again. The answer is a tensor on the host."""
+    """The log-probabilities of these tokens in the row, tempered and normalized again. The answer is a
+    tensor on the host."""
 
     token_ids: tuple[int, ...]
     temperature: float = 1.0
@@ -212,8 +212,8 @@ class TopTokens(Wanted):
 
     @staticmethod
     def answer(reads: Sequence[Read], engine: Answering) -> Iterator[TopLogprobs]:
-        """Yield each read's share of the longest list. Lower ids come first among equally likely tokens,
-        so a share does not depend on the list."""
+        """Yield each read's share of the longest list. Lower ids come first among equally likely
+        tokens."""
         for part, rows in parts_of(reads):
             wanted: list[TopTokens] = wanted_of(part)
             # Sort by the bits of the float, as an integer with the same order, then by the token id.

@@ -40,8 +40,8 @@ class LogprobsRequest(Request):
     device.
 
     Attributes:
-        packed: the token ids as unsigned 32-bit words in this machine's byte order. Bytes are hashed and
-            compared at the speed of memory.
+        packed: the token ids as unsigned 32-bit words in this machine's byte order, which hash and
+            compare at the speed of memory.
     """
 
     packed: bytes

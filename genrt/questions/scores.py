@@ -128,11 +128,8 @@ class ScoreRequest(Request):
 def score_entries(
     rows: Tensor, targets: Tensor, wanted: Wanted, heats: Tensor | None = None
 ) -> Tensor:
-    """Return the scores of targets, int64 ``[n]``, in rows ``[n, vocab_size]``.
-
-    With temperatures, float64 ``[n]``, the rows are overwritten, to save memory. Below ``GREEDY_BELOW``
-    the distribution is greedy, as in ``truncate``.
-    """
+    """Return the scores of targets, int64 ``[n]``, in rows ``[n, vocab_size]``. With temperatures,
+    float64 ``[n]``, the rows are overwritten; below ``GREEDY_BELOW`` the distribution is greedy."""
     likeliest = None if heats is None and wanted != "greedy" else rows.argmax(-1) == targets
     if heats is None:
         found = rows.gather(1, targets[:, None])[:, 0]

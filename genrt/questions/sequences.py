@@ -57,8 +57,8 @@ EXTENSION_BYTES = 20
 
 
 class Sequences:
-    """Sequences of at least one token each, in a table with room for the longest. Its owner alone
-    changes it.
+    """Sequences of at least one token each, in a table with room for the longest. Only the owner changes
+    it.
 
     Attributes:
         lengths: int64 ``[n]``.
@@ -81,7 +81,7 @@ class Sequences:
 
     @classmethod
     def of(cls, limits: Limits, contexts: Sequence[TokenIds] | Table) -> Self:
-        """Return sequences with these token ids. Raises InvalidRequest for bad token ids, or too many
+        """Return sequences with these token ids. Raises InvalidRequest for bad token ids or too many
         sequences."""
         if (table := _table(contexts, limits.vocab_size)) is not None:
             return cls(table, np.full(len(table), table.shape[1]))
@@ -254,7 +254,7 @@ class Contexts:
 
 class _Extension(NamedTuple):
     """Contexts as extensions: sequences ``numbers`` of ``before``, each with one of ``tokens``, uint32
-    ``[n]``; ``kept`` is the memory of all earlier sequences, in bytes."""
+    ``[n]``. All earlier sequences take ``kept`` bytes."""
 
     before: Contexts
     numbers: np.ndarray
@@ -268,8 +268,8 @@ class SequenceHandle:
     Attributes:
         count: the number of sequences.
         contexts: the sequences, in a process that receives extensions of them.
-        users: a key for each population that extends them. Populations add and discard their keys without
-            a lock, also in finalizers.
+        users: a key for each population that extends them, added and discarded without a lock, also in
+            finalizers.
     """
 
     __slots__ = ("__weakref__", "contexts", "count", "users")
@@ -321,7 +321,7 @@ class Origins:
 
     def needed(self) -> Self:
         """Return the same origins, with each handle once and without unused handles. The handle with the
-        most sequences comes first, because it decides the replica."""
+        most sequences comes first: it decides the replica."""
         known = self.numbers >= 0
         if not known.any():
             return type(self).none(len(known))
@@ -342,8 +342,7 @@ class Origins:
         return type(self)((*handles,), numbers, self.lengths)
 
     def cut(self, lengths: np.ndarray) -> Self:
-        """Return the origins after a cut to these lengths; a sequence cut below its origin has no
-        origin."""
+        """Return the origins after a cut to these lengths; a sequence cut below its origin has none."""
         numbers = np.where(lengths < self.lengths, -1, self.numbers)
         return type(self)(self.handles, numbers, self.lengths)
 
@@ -354,7 +353,7 @@ class Origins:
     def after(
         self, handles: Sequence[SequenceHandle], places: np.ndarray, lengths: np.ndarray
     ) -> Self:
-        """Return the origins after requests, with these handles, for the sequences at these places, with
+        """Return the origins after requests with these handles for the sequences at these places, of
         these lengths."""
         count = len(self.numbers)
         if len(places) == count:
@@ -374,11 +373,8 @@ class Origins:
 def check_integers(
     name: str, given: Integers, low: int, high: int, count: int | None = None
 ) -> np.ndarray:
-    """Return integers as int64 ``[count]``; without a ``count``, any number of integers.
-
-    Raises:
-        InvalidRequest: not a flat sequence of integers from ``low`` to ``high``, or another number.
-    """
+    """Return integers as int64 ``[count]``; without a ``count``, any number of them. Raises
+    InvalidRequest unless they are one flat sequence of integers from ``low`` to ``high``."""
     found = _flat_array(name, given, "iu", "integers", count)
     wrong = (found < low) | (found > high)
     if wrong.any():

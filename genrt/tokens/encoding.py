@@ -80,8 +80,8 @@ def encode_prompt(tokenizer: Any, text: str) -> list[int]:
 def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
     """Return the text of token ids, with special tokens and without cleaning up spaces.
 
-    The space that some tokenizers put in front of every text is removed again, and invalid UTF-8 becomes
-    U+FFFD. For the exact bytes, join the tokens' bytes from ``byte_vocab``.
+    The space that some tokenizers put in front of every text is removed, and invalid UTF-8 becomes
+    U+FFFD. For the exact bytes, use ``byte_vocab``.
     """
     if isinstance(tokenizer, BytesTokenizer):
         return tokenizer.decode(token_ids)
@@ -106,8 +106,8 @@ def encode_chat(
     feeds. An assistant's may be ``None``. A template that takes only parts gets parts.
 
     Raises:
-        InvalidRequest: there is no template, the template refuses these messages or options, or the
-            tokenizer loses some of the rendered text; or a content is no text.
+        InvalidRequest: there is no template, the template refuses these messages or options, a content is
+            not text, or the tokenizer loses some of the rendered text.
     """
     check_bool("lossy", lossy)
     if not hasattr(tokenizer, "apply_chat_template"):
@@ -209,8 +209,8 @@ def encode_turn(
     tools: Sequence[Any] | None,
     chat_template_kwargs: Mapping[str, Any] | None,
 ) -> list[int]:
-    """Return the token ids of a conversation up to the assistant's next message. If the last message is
-    the assistant's, the model continues that message. Raises InvalidRequest as ``encode_chat``."""
+    """Return the token ids of a conversation up to the assistant's next message, or up to the end of an
+    assistant's last message, which continues. Raises InvalidRequest as ``encode_chat``."""
     check_messages(messages)
     continues = messages[-1]["role"] == "assistant"
     if continues and isinstance(chat_template_kwargs, Mapping | None):

@@ -191,9 +191,8 @@ class BatchDraw(_BatchDraw):
         token_ids: int64 ``[n]``; -1 where the mask leaves no mass.
         logprobs: float32 ``[n]``, the log-probability of drawing the token from the masked, tempered and
             renormalized row; -inf where there is no token.
-        log_mass: float32 ``[n]``, ``logsumexp`` of the row over its mask. For the model's own row,
-            neither tempered nor truncated, it is the incremental log importance weight of the draw: the
-            target is the model, the proposal the masked model.
+        log_mass: float32 ``[n]``, ``logsumexp`` of the row over its mask. For the model's own row it is
+            the incremental log importance weight: the target is the model, the proposal the masked model.
         weights_version: ``AsyncLM.weights_version`` of the rows; not an item of the tuple.
     """
 
@@ -532,11 +531,11 @@ MANY_BYTES = 2**18
 
 
 class DrawInputs(NamedTuple):
-    """Some of the draws of a launch.
+    """Some of the draws of a launch; either all draws have masks or no draw has one.
 
     Attributes:
         seeds: uint64 ``[n]``.
-        masks: packed, uint8 ``[n, size]``; in a launch, either all draws have masks or no draw has one.
+        masks: packed, uint8 ``[n, size]``.
         places: int64 ``[n]``: draw ``i`` is from row ``places[i]``; ``None``: from row ``i``.
     """
 

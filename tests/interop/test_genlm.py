@@ -304,7 +304,7 @@ def exact_masses() -> dict[str, float]:
     return masses
 
 
-@pytest.mark.parametrize("sampler", ["AWRS", "direct", "eager"])
+@pytest.mark.parametrize("sampler", ["AWRS", "eager"])
 async def test_its_smc_has_the_right_evidence_and_posterior(
     control: Any, model: GenrtLM, sampler: str
 ) -> None:
@@ -314,8 +314,6 @@ async def test_its_smc_has_the_right_evidence_and_posterior(
     seed_everything(1)
     if sampler == "AWRS":
         tokens = control.AWRS(llm, coerced, seed=1)
-    elif sampler == "direct":
-        tokens = control.direct_token_sampler(llm * coerced)
     else:
         tokens = control.eager_token_sampler(llm, fsa)
     runs = []

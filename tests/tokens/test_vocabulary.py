@@ -256,16 +256,6 @@ def test_bytes_that_are_special_tokens_are_bytes_and_text() -> None:
     assert b"".join(tokens[i] for i in encode(tokenizer, text)) == text.encode()
 
 
-def test_constraints_write_with_bytes_that_are_special_tokens() -> None:
-    import genrt
-    from genrt.constraints import regex
-    from tests.tokens.test_encoding import Engine
-
-    with genrt.load(engine=lambda: Engine(with_special_bytes())) as lm:
-        state = regex("\\x07+", lm).start()
-        assert state.mask().nonzero()[:, 0].tolist() == [3 + 7]
-
-
 # -- what the tokenizer itself says ----------------------------------------------------------------
 
 
@@ -340,16 +330,11 @@ async def test_loading_says_which_tokens_are_in_doubt() -> None:
     import genrt
     from tests.tokens.test_encoding import Engine
 
-    for awaited in (False, True):
-        with pytest.warns(RuntimeWarning, match=DOUBT):
-            lm = (
-                await genrt.aload(engine=lambda: Engine(in_doubt()))
-                if awaited
-                else genrt.load(engine=lambda: Engine(in_doubt()))
-            )
-        with lm:
-            assert lm.next_token_logprobs_sync([1]).shape == (500,)
-            assert len(lm.byte_vocab) == 500
+    with pytest.warns(RuntimeWarning, match=DOUBT):
+        lm = await genrt.aload(engine=lambda: Engine(in_doubt()))
+    with lm:
+        assert lm.next_token_logprobs_sync([1]).shape == (500,)
+        assert len(lm.byte_vocab) == 500
 
 
 def test_a_tokenizer_of_an_unknown_kind_is_no_obstacle_to_loading() -> None:
