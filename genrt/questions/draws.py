@@ -205,6 +205,7 @@ class PopulationDraw(Request):
 
     def draw(self, rows: Sequence[Tensor] | Tensor, places: np.ndarray | None = None) -> Tensor:
         """Return the draws as ``draw_from_rows`` does."""
+        rows = rows[: len(self)] if places is None else rows
         heats = None if self.temperature == 1.0 else np.full(len(self), self.temperature)
         return draw_from_rows(rows, self.seeds, self.masks, heats, places)
 
