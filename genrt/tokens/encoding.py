@@ -168,7 +168,7 @@ def _text_of(content: Any, role: Any, place: int) -> Any:
             kinds += [each["type"] for each in parts if each["type"] != "text"]
             if not kinds:
                 return "\n".join(part["text"] for part in parts)
-            wrong = f"a part of type {kinds[0]!r}: chats are texts alone, so give parts like"
+            wrong = f"a part of type {kinds[0]!r}: give only parts like"
     if role in ("tool", "function", "ipython"):
         return content
     raise InvalidRequest(f'messages[{place}] has {wrong} {{"type": "text", "text": "…"}}')

@@ -310,10 +310,12 @@ async def test_masks_of_what_is_no_list_of_states_are_refused(what: Any) -> None
         else "is no state"
     )
     calls: list[Any] = [masks, bitmasks, amasks, abitmasks]
-    for call in calls:
+    for call in calls[:2]:
         with pytest.raises(InvalidRequest, match=message):
-            if (found := call(states)) is not None:
-                await found
+            call(states)
+    for call in calls[2:]:
+        with pytest.raises(InvalidRequest, match=message):
+            await call(states)
 
 
 @pytest.mark.parametrize("what", [None, "a", regex, Text(), OwnChecked])

@@ -14,15 +14,7 @@ from hypothesis import strategies as st
 import genrt
 from genrt.engines.exact import NGram
 from genrt.errors import InvalidRequest
-from genrt.inference import (
-    SMC,
-    BestOfN,
-    Execution,
-    MetropolisHastings,
-    Program,
-    Rejection,
-    TextModel,
-)
+from genrt.inference import SMC, BestOfN, Execution, Program, TextModel
 from genrt.testing import exact_posterior
 from genrt.tokens.texts import Text, decoded
 
@@ -139,27 +131,19 @@ async def by_hand(p: Execution) -> None:
         tokens.append(await p.sample(tokens))
 
 
-@pytest.mark.parametrize("name", ["SMC", "program", "Metropolis-Hastings", "rejection"])
-def test_texts_of_different_bytes_stay_apart(name: str) -> None:
+def test_texts_of_different_bytes_stay_apart() -> None:
     exact = exact_posterior(BROKEN, [0], max_tokens=2).texts
     with genrt.load(BROKEN, engine="exact") as lm:
         model = TextModel(lm, [0], max_tokens=2)
-        algorithms: dict[str, Any] = {
-            "SMC": SMC(model, num_particles=2000),
-            "program": SMC(Program(lm, by_hand), num_particles=2000),
-            "Metropolis-Hastings": MetropolisHastings(model, num_chains=50, num_steps=40),
-            "rejection": Rejection(model, num_samples=2000, max_texts=2000, batch_size=2000),
-        }
-        result = algorithms[name].run_sync(0)
+        programs = SMC(Program(lm, by_hand), num_particles=2000).run_sync(0)
+        result = SMC(model, num_particles=2000).run_sync(0)
         vocabulary = lm.byte_vocab
-    for text, token_ids in zip(result.texts, result.token_ids, strict=True):
-        spelled = b"".join(vocabulary[token] for token in token_ids if token != 4)
-        assert encoded(text) == spelled
+    for each in (result, programs):
+        for text, token_ids in zip(each.texts, each.token_ids, strict=True):
+            spelled = b"".join(vocabulary[token] for token in token_ids if token != 4)
+            assert encoded(text) == spelled
     common = {data for data, probability in exact.items() if probability > 0.02}
-    assert len(common) > 7
-    assert common <= {encoded(text) for text in result.texts} <= set(exact)
-    assert len(common) > len({data.decode(errors="replace") for data in common})
-    if name in ("SMC", "rejection"):
-        posterior = {encoded(text): weight for text, weight in result.posterior()}
-        for data, probability in exact.items():
-            assert abs(posterior.get(data, 0.0) - probability) < 0.06
+    assert len(common) > max(7, len({data.decode(errors="replace") for data in common}))
+    posterior = {encoded(text): weight for text, weight in result.posterior()}
+    for data, probability in exact.items():
+        assert abs(posterior.get(data, 0.0) - probability) < 0.06

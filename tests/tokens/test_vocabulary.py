@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -55,22 +55,26 @@ def wrapped(backend: Tokenizer, *, unknown: str | None = "<unk>") -> Any:
 
 
 def byte_level(
-    *, add_prefix_space: bool = False, split: bool = False, normalizer: bool = False
+    *,
+    add_prefix_space: bool = False,
+    split: bool = False,
+    normalizer: Any = None,
+    alphabet: Sequence[str] | None = None,
 ) -> Any:
     backend = Tokenizer(models.BPE())
     step = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space, use_regex=not split)
-    if normalizer:
-        backend.normalizer = normalizers.ByteLevel()
-    elif split:
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    if split:
         digits = pre_tokenizers.Digits(individual_digits=True)
         backend.pre_tokenizer = pre_tokenizers.Sequence([digits, step])
-    else:
+    elif not isinstance(normalizer, normalizers.ByteLevel):
         backend.pre_tokenizer = step
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=400,
         special_tokens=["<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        initial_alphabet=alphabet or pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     backend.train_from_iterator(CORPUS, trainer)
@@ -136,7 +140,7 @@ EXACT: dict[str, Callable[[], Any]] = {
     "bytes": table,
     "byte-level": byte_level,
     "byte-level, digits split": functools.partial(byte_level, split=True),
-    "byte-level normalizer": functools.partial(byte_level, normalizer=True),
+    "byte-level normalizer": lambda: byte_level(normalizer=normalizers.ByteLevel()),
     "bpe, metaspace never": functools.partial(metaspace, unigram=False, prepend_scheme="never"),
     "unigram, metaspace never": functools.partial(metaspace, unigram=True, prepend_scheme="never"),
     "gemma": functools.partial(llama_2, prefix=False),
