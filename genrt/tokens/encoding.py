@@ -139,11 +139,14 @@ def encode_chat(
                 f"the chat template does not take this: {type(error).__name__}: {error}"
             ) from error
 
+    def write(turns: Sequence[Mapping[str, Any]]) -> str:
+        return str(applied(turns, tokenize=False))
+
     turns = [{**each} for each in messages]
     for place, each in enumerate(turns):
         if "content" in each:
             each["content"] = _text_of(each["content"], each["role"], place)
-    turns, text = _written(turns, lambda turns: applied(turns, tokenize=False))
+    turns, text = _written(_with_nones(messages, turns, write), write)
     checked_utf8(text)
     token_ids = list(applied(turns, tokenize=True, return_dict=False))
     if not lossy:
@@ -201,6 +204,25 @@ def _written(
     if failed:
         raise failed
     return turns, text
+
+
+def _with_nones(
+    messages: Sequence[Mapping[str, Any]],
+    turns: list[dict[str, Any]],
+    write: Callable[[Sequence[Mapping[str, Any]]], str],
+) -> list[dict[str, Any]]:
+    """Return the turns with ``None`` as the content beside calls, if the template has a branch for it:
+    DeepSeek-R1's writes calls only there. Other templates write the word, or fail."""
+    alone = [bool(each.get("tool_calls")) and each.get("content", "") is None for each in messages]
+    if not any(alone):
+        return turns
+    pairs = zip(alone, turns, strict=True)
+    nones = [{**turn, "content": None} if is_alone else turn for is_alone, turn in pairs]
+    texts = set()
+    for each in (nones, turns):
+        with contextlib.suppress(InvalidRequest):
+            texts.add(re.sub(r"None|null|\s+", "", write(each)))
+    return nones if len(texts) == 2 else turns
 
 
 def encode_turn(

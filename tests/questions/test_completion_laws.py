@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import random
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from hypothesis import assume, event, given, reject, settings
 from hypothesis import strategies as st
 
 import genrt
+from benchmarks.structures import drawn_schema
 from genrt.engines.completions import CompletionState
 from genrt.engines.exact import NGram
 from genrt.errors import InvalidRequest
@@ -26,7 +28,6 @@ from genrt.structures.guides import Guides
 from genrt.testing import assert_samples_from
 from genrt.tokens.sampling import truncate
 from genrt.tokens.spellings import Spellings
-from tests.constraints.test_schemas import inner
 
 EOS = 5
 MODEL = NGram.random([b"a", b"b", b" c", b"d", b"ab", b""], order=1, seed=7, eos_token_id=EOS)
@@ -454,12 +455,11 @@ def test_any_whitespace_may_stand_between_the_parts_of_a_json_text(typist: Async
 
 
 @settings(deadline=None, max_examples=200)
-@given(schema=inner, seed=st.integers(0, 2**40))
+@given(seed=st.integers(0, 2**40))
 def test_texts_of_a_drawn_schema_validate_unless_they_are_truncated(
-    typist: AsyncLM, schema: Any, seed: int
+    typist: AsyncLM, seed: int
 ) -> None:
-    defined: dict[str, Any] = {"$defs": {"n": {"enum": [1, "a"]}, "m": {"type": "null"}}}
-    rules = defined | (schema if isinstance(schema, dict) else {"allOf": [schema]})
+    rules, _ = drawn_schema(random.Random(seed))
     options: dict[str, Any] = {"max_tokens": 100, "logit_bias": {LETTERS.index(b" "): -9.0}}
     try:
         completion = typist.generate_sync([3], json_schema=rules, seed=seed, **options)

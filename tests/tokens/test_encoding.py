@@ -328,6 +328,33 @@ def test_contents_of_a_chat_are_texts_or_their_parts_whatever_the_template_takes
         assert decode(tokenizer, encode_chat(tokenizer, messages)) == written
 
 
+CALL = {"type": "function", "function": {"name": "add", "arguments": '{"a": null, "b": "None"}'}}
+CALLS_OF_NONE = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.content is none %}"
+    "{% for c in m.tool_calls %}{{ c.function.name + c.function.arguments }}{% endfor %}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+CALLS_AND_TEXT = (
+    "{% for m in messages %}{% if m.tool_calls %}<call>"
+    "{% for c in m.tool_calls %}{{ c.function.name + c.function.arguments }}{% endfor %}{% endif %}"
+    "{% if m.content is not none %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template", [CALLS_OF_NONE, CALLS_AND_TEXT])
+def test_a_call_without_content_is_written_where_the_template_looks_for_none(template: str) -> None:
+    """Templates of DeepSeek-R1 write calls, or leave out an empty answer, where the content is none."""
+    tokenizer = byte_level()
+    tokenizer.chat_template = template
+    call = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    messages: list[Any] = [{"role": "user", "content": "1 + 1?"}, call]
+    messages.append({"role": "tool", "content": "2"})
+    own = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert own.count("add") == 1
+    assert "<assistant><" not in own
+    assert decode(tokenizer, encode_chat(tokenizer, messages)) == own
+
+
 BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     *(
         ({"messages": messages}, rf"messages must be one conversation, a list like .*, got {kind}")
