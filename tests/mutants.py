@@ -281,7 +281,7 @@ constraints.grammars: test_constraints.py test_walks.py
     state.accepting -> True
 engines.residency: test_residency_machine.py
   Residents.is_parent: a guess may be another adapter's sequence
-    resident.adapter == adapter -> True
+    of == adapter -> True
 engines.vllm.capture: test_capture.py
   CaptureV1.apply: rows are matched by the order in which requests came
     [tickets[index] for index in indices] -> list(tickets.values())

@@ -38,7 +38,7 @@ from genrt.questions.contexts import Adapter, deciding_seed
 from genrt.questions.request import Request
 from genrt.structures.guides import Guides
 from genrt.tokens.rows import normalised
-from genrt.tokens.sampling import check_parameters, draw, mixed, truncate
+from genrt.tokens.sampling import draw, mixed, truncate
 from genrt.tokens.spellings import Spellings
 
 
@@ -284,7 +284,8 @@ class SteppedEngine:
         if isinstance(request, SampleRequest | CompletionRequest):
             decoding = request.decoding
             new = check_int("max_tokens", decoding.max_tokens, 1)
-            check_parameters(
+            truncate(  # an empty batch has its parameters checked
+                torch.empty(0, 1),
                 temperature=decoding.temperature,
                 top_k=decoding.top_k,
                 top_p=decoding.top_p,

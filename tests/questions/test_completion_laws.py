@@ -402,26 +402,6 @@ def test_log_probabilities_are_those_of_the_law_where_they_are_asked_for(
             assert math.exp(logprob) == pytest.approx(expected.get(other, 0.0), abs=1e-5)
 
 
-STRUCTURES: list[Form] = [
-    Form({"regex": "a(b|d)?"}, frozenset(["a", "ab", "ad"])),
-    Form({"choice": ["a", "ab", "abd", " c"]}, frozenset(["a", "ab", "abd", " c"])),
-    Form(
-        {"grammar": 'root ::= "a" root "b" | "d"'},
-        frozenset("a" * n + "d" + "b" * n for n in range(9)),
-    ),
-    Form({"grammar": 'start: "a" /[bd]/ " c"'}, frozenset(["ab c", "ad c"])),
-]
-
-
-@pytest.mark.parametrize("form", STRUCTURES, ids=lambda form: str(form.option))
-def test_structured_texts_are_drawn_from_their_law(lm: AsyncLM, form: Form) -> None:
-    options: dict[str, Any] = {"max_tokens": 6, "temperature": 0.8}
-    expected = enumerated(MODEL, [0, 1], options, form)
-    drawn = lm.batch_generate_sync([[0, 1]] * 3000, seed=3, **options, **form.option)
-    assert_samples_from([each.token_ids for each in drawn], expected)
-    assert all(each.truncated or each.text in form.language for each in drawn)
-
-
 # -- JSON ------------------------------------------------------------------------------------------
 
 
