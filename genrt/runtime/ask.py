@@ -63,7 +63,7 @@ class Asker:
 
     Args:
         source: has the batcher.
-        adapters: the present adapters by name, for questions whose adapter was replaced meanwhile.
+        adapters: the present adapters by name, for questions with an adapter that was replaced meanwhile.
     """
 
     def __init__(self, source: HasBatcher, adapters: AdapterNames | None = None) -> None:
@@ -124,26 +124,20 @@ class Asker:
         seconds = None if timeout is None else check_timeout(timeout)
         until = None if seconds is None else time.monotonic() + seconds
         while True:
+            future: concurrent.futures.Future[list[Result]] = concurrent.futures.Future()
+            waiter = Waiter(requests, None, future, stacked)
+            batcher = self._source.batcher
+            longest = None if seconds is None else min(seconds, threading.TIMEOUT_MAX)
             try:
-                return self._join_sync(requests, stacked, seconds)
+                results = batcher.join(waiter)
+                return future.result(longest) if results is None else results
             except UnknownAdapter as error:
                 requests, seconds = self._rebound(requests, error), seconds_left(until)
-
-    def _join_sync(
-        self, requests: Sequence[Request], stacked: bool, seconds: float | None
-    ) -> list[Result]:
-        future: concurrent.futures.Future[list[Result]] = concurrent.futures.Future()
-        waiter = Waiter(requests, None, future, stacked)
-        batcher = self._source.batcher
-        longest = None if seconds is None else min(seconds, threading.TIMEOUT_MAX)
-        try:
-            results = batcher.join(waiter)
-            return future.result(longest) if results is None else results
-        except concurrent.futures.TimeoutError:
-            raise _timed_out(cast("float", seconds)) from None
-        finally:
-            if waiter.missing:
-                batcher.leave(waiter)
+            except concurrent.futures.TimeoutError:
+                raise _timed_out(cast("float", seconds)) from None
+            finally:
+                if waiter.missing:
+                    batcher.leave(waiter)
 
     def stream(self, request: CompletionRequest, *, timeout: float | None = None) -> Stream:
         """Return the deltas of a completion, which is asked with the first of them; raises then, and
@@ -319,7 +313,7 @@ def blocking_stream(
 def blocking_chunks(
     chunks: Callable[Concatenate[S, P], AsyncIterator[T]],
 ) -> Callable[Concatenate[S, P], Iterator[T]]:
-    """Return the blocking twin of a method whose iterator awaits only ``self._ask(…)``."""
+    """Return the blocking twin of a method with an iterator that awaits only ``self._ask(…)``."""
 
     def taken(values: AsyncIterator[T]) -> Iterator[T]:
         with contextlib.suppress(StopAsyncIteration):
