@@ -221,8 +221,8 @@ class PolicyGeneration:
             self._is_asleep = True
 
     def generate(self, data: Mapping[str, Any], *, greedy: bool = False) -> dict[str, Tensor]:
-        """Return the rollout of a batch, blocking, as ``rollout_sync``. ``greedy`` draws the likeliest
-        tokens. Raises InvalidRequest for missing or wrong fields; else as ``rollout``."""
+        """Return the rollout of a batch, blocking. ``greedy`` draws the likeliest tokens. Raises as
+        ``rollout``, and InvalidRequest for missing or wrong fields."""
         ids, lengths, options = self._unpack(data, greedy)
         return rollout_sync(self._lm, ids, lengths, **options).as_dict()
 
@@ -405,18 +405,12 @@ FIELDS = {"input_ids": "input_lengths", "output_ids": "unpadded_sequence_lengths
 def verify_right_padding(
     data: Mapping[str, Any], pad_value: int, *, raise_error: bool = True
 ) -> tuple[bool, str | None]:
-    """Return ``(True, None)`` for a batch with right padding, or ``(False, message)``: the message has
-    the wrong row, position and value.
+    """Return ``(True, None)`` for a batch with right padding. Otherwise raise InvalidRequest with the
+    wrong row, position and value, or without ``raise_error`` return ``(False, message)``.
 
     The batch is ``input_ids`` with ``input_lengths``, or ``output_ids`` with
     ``unpadded_sequence_lengths``: integers ``[batch, time]`` and ``[batch]``. Each row has only
     ``pad_value`` after its length. Before it, ``pad_value`` is a token like any other.
-
-    Args:
-        raise_error: whether to raise the message as InvalidRequest.
-
-    Raises:
-        InvalidRequest: ``pad_value`` is not an int, or ``data`` is not a mapping.
     """
     check_bool("raise_error", raise_error)
     pad_value = _check_pad_value(pad_value)
