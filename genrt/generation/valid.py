@@ -63,7 +63,7 @@ Reason: TypeAlias = Literal[
 """Why a run ended.
 
 ``complete``: it has ``target`` valid records. ``out_of_attempts``: ``max_attempts`` were made, or the
-prompts ended. ``threshold``: see ``invalid_threshold``. ``no_valid``: ``max_dry_attempts`` were made.
+prompts ended. ``threshold``: see ``invalid_threshold``. ``no_valid``: see ``max_dry_attempts``.
 ``all_truncated``: the same, or the first 50 attempts had no valid record, and all their texts were
 truncated: raise ``max_tokens``. ``interrupted``: by an interrupt, a cancellation or an error.
 """
