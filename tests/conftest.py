@@ -117,15 +117,23 @@ def loras(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
 
 
 @pytest.fixture(scope="session")
-def oracle(llama: Path) -> Callable[[Sequence[int]], torch.Tensor]:
-    """transformers' float32 row of ``llama`` after token ids."""
+def oracle_rows(llama: Path) -> Callable[[Sequence[int]], torch.Tensor]:
+    """transformers' float32 rows of ``llama`` after each of the token ids."""
     from transformers import AutoModelForCausalLM
 
     network = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval()
 
-    def row(token_ids: Sequence[int]) -> torch.Tensor:
+    def rows(token_ids: Sequence[int]) -> torch.Tensor:
         with torch.no_grad():
-            logits: torch.Tensor = network(torch.tensor([list(token_ids)])).logits[0, -1]
+            logits: torch.Tensor = network(torch.tensor([list(token_ids)])).logits[0]
         return logits.log_softmax(dim=-1)
 
-    return row
+    return rows
+
+
+@pytest.fixture(scope="session")
+def oracle(
+    oracle_rows: Callable[[Sequence[int]], torch.Tensor],
+) -> Callable[[Sequence[int]], torch.Tensor]:
+    """transformers' float32 row of ``llama`` after token ids."""
+    return lambda token_ids: oracle_rows(token_ids)[-1]
