@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
@@ -58,7 +58,7 @@ def _described(parameters: str | None) -> str:
     return "no definition" if parameters is None else f"the parameters ({parameters})"
 
 
-def installed(names: Mapping[str, object]) -> Signatures:
+def installed(names: Iterable[str]) -> Signatures:
     """Return the signatures of these methods, without methods of modules that are not imported."""
     found: Signatures = {}
     for name in names:
