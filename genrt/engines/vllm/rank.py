@@ -1,7 +1,6 @@
 """One rank of a tensor-parallel model: a vLLM engine in its own process, with a share of each layer.
 
-Each rank schedules by itself and receives the same requests in the same order. So all ranks run the same
-forwards, exchange their results in them, and have every row at the end.
+Each rank schedules the same requests in the same order, runs the same forwards, and has every row.
 """
 
 from __future__ import annotations

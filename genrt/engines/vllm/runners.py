@@ -1,13 +1,8 @@
 """Drives vLLM's model runners V1 and V2 for open requests: tokens and seats in, rows out.
 
-A step can be *prepared* while the device still computes the previous step. ``execute_model`` then sets up
-everything except the tokens and is stopped right before the forward. When the tokens are known, they are
-written to the input buffer and the forward runs. It runs again if the first tokens were wrong. When the
-tokens are certain, the step is *confirmed*.
-
-On a GPU, writing the tokens is one launch, and so is making rows from hidden states.
-
-``docs/new_vllm.md`` lists the parts of vLLM that this file uses.
+A step is *prepared* while the device computes the previous one: ``execute_model`` sets up everything
+except the tokens and is stopped right before the forward. With the tokens in the input buffer the forward
+*runs*, and again if they were wrong. When they are certain, the step is *confirmed*.
 """
 
 from __future__ import annotations

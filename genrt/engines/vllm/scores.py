@@ -1,19 +1,8 @@
 """Computes scores: log-probabilities or rows at many positions of a text, from the forwards that run it.
 
-A score is one vLLM request; its prompt is the text without its last token. Both runners
-look for vLLM's prompt logprobs after each forward, when they have the hidden states of all computed
-positions. There this file computes the wanted rows, a bounded number at a time, and keeps one entry of
-each row, or the row.
-
-Rules:
-    A score's cached prefix ends before its first wanted position, because no hidden states are computed
-    for cached tokens. The score's own blocks serve later requests.
-    Positions are taken once and in order, over as many steps as the text needs. After a preemption they
-    come again and are skipped. A request that ends without some is an error.
-    A position is NaN if its row is not finite, and only its request fails.
-    In a step of scores alone runner V2 draws no tokens, because their tokens and last rows are not read.
-
-``docs/new_vllm.md`` lists the parts of vLLM that this file uses.
+A score is one vLLM request; its prompt is the text without its last token. Both runners look for vLLM's
+prompt logprobs after each forward, when they have the hidden states of all computed positions. There this
+file computes the wanted rows, a bounded number at a time, and keeps one entry of each row, or the row.
 """
 
 from __future__ import annotations
@@ -81,9 +70,8 @@ class Positions:
     """The scores in progress of one engine, by the ids of their vLLM requests.
 
     Args:
-        compute_logits: ``None`` where hidden states are not accessible and scores are not supported.
-        activate: sets the LoRA adapter of each hidden state for the next logits; ``None`` without
-            adapters.
+        compute_logits: ``None`` where scores are not supported.
+        activate: sets the LoRA adapter of each hidden state for the next logits, if there are adapters.
     """
 
     def __init__(
@@ -94,8 +82,7 @@ class Positions:
         vocab_size: int = 1,
         device: torch.device | None = None,
     ) -> None:
-        self._compute_logits = compute_logits
-        self._activate = activate
+        self._compute_logits, self._activate = compute_logits, activate
         # 2**25 logits, 256 MiB at most with their float32 copy, are enough positions for a matrix product
         # that is not bound by reading the weights.
         self._at_once = max(1, 2**25 // vocab_size)
@@ -119,11 +106,7 @@ class Positions:
         return 0 if self._device.type == "cpu" else 4 * self.scored_tokens
 
     def begin(self, request_id: str, request: ScoreRequest, lora: LoRARequest | None) -> None:
-        """Start the score of a request that is sent to vLLM next.
-
-        Raises:
-            EngineFailed: this engine does not support scores.
-        """
+        """Start the score of a request that is sent to vLLM next."""
         if not self.are_taken:
             raise EngineFailed("this engine takes a row for every token of a score")
         targets = moved(
@@ -147,7 +130,7 @@ class Positions:
             score = self._scores.get(span.request_id)
             if score is None or span.computed > score.next:  # ``take`` reports the gap
                 continue
-            end = min(span.computed + span.length, score.end)
+            end = min(span.computed + span.length, score.end)  # after a preemption they come again
             if end > score.next:
                 start = span.offset - span.computed
                 found = hidden_states[start + score.next : start + end]
@@ -292,7 +275,8 @@ def attach(runner: Any, *, vocab_size: int) -> Positions:
 
 
 def _undrawn(runner: Any, batch: Any) -> Any:
-    """Return the outputs of the V2 runner's ``sample``, with token 0 in place of each draw."""
+    """Return the outputs of the V2 runner's ``sample``, with token 0 in place of each draw, because the
+    tokens and last rows of scores are not read."""
     ones, lengths = batch.seq_lens.new_ones(batch.num_reqs), runner.req_states.prefill_len.gpu
     counts = get_num_sampled_and_rejected(
         ones, batch.seq_lens, batch.cu_num_logits, batch.idx_mapping, lengths
@@ -323,7 +307,8 @@ def _set_adapters(runner: Any, loras: Sequence[LoRARequest | None]) -> None:
 
 
 def limit_hits(scheduler: Any) -> None:
-    """Limit the cached prefixes of a scheduler's scores to tokens before the first wanted position."""
+    """Limit the cached prefixes of a scheduler's scores to tokens before the first wanted position:
+    cached tokens have no hidden states."""
     find = scheduler._get_local_prefix_cache_hit
 
     def found(request: Any, *limit: Any) -> Any:

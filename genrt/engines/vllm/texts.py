@@ -1,17 +1,8 @@
 """Draws samples, completions and the texts of vLLM's own front ends, all by one path.
 
 vLLM checks the options; its output processor detokenizes, finds stop strings and collects
-log-probabilities.
-
-Rules:
-    At most ``max_num_seqs`` texts run at once. vLLM has more slots than that, an eighth more and at least
-    one, so that a logprobs request never waits for a long text to end.
-    The output processor reads ``READ_EVERY`` tokens of a text at once, because it costs more than all
-    other work for a token. It reads each token at once if a stop string may end the text, if vLLM
-    returns log-probabilities, or if a parser needs single tokens. The tokens of a stream are read before
-    they are delivered.
-    A restarted stream skips the tokens that its reader has, also on another engine. It fails if the new
-    text differs from them.
+log-probabilities. A restarted stream skips the tokens that its reader has, also on another engine, and
+fails if the new text differs from them.
 """
 
 from __future__ import annotations
@@ -61,6 +52,7 @@ TextRequest: TypeAlias = SampleRequest | CompletionRequest | NativeRequest
 """A request that takes a slot of vLLM for many steps."""
 
 READ_EVERY = 16
+"""How many tokens of a text the output processor reads at once: it costs more than all other work."""
 
 SAME = (
     *("max_tokens", "min_tokens", "top_p", "top_k", "min_p", "ignore_eos", "logprobs"),
@@ -256,7 +248,7 @@ class VLLMTexts:
     def __init__(self, llm_engine: LLMEngine, slots: int, *, drawn_here: bool) -> None:
         config = llm_engine.vllm_config
         self._drawn_here = drawn_here
-        self._most = slots - max(1, slots // 9)
+        self._most = slots - max(1, slots // 9)  # a row never waits for a long text to end
         self._inputs = llm_engine.input_processor
         self._outputs = llm_engine.output_processor
         self._tasks = llm_engine.get_supported_tasks()
