@@ -1,11 +1,10 @@
-"""Rollouts on vLLM itself: log-probabilities against scores and against transformers, beside adapters and
-rows, under preemption."""
+"""Rollouts on vLLM itself: log-probabilities against scores, beside adapters and rows."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch import Tensor
 import genrt
 from genrt.generation import Conversation, Rollout, rollout
 from genrt.lm import AsyncLM
-from genrt.tokens.sampling import truncate
 from tests.generation.test_conversations import TEMPLATE
 
 pytestmark = pytest.mark.vllm
@@ -85,32 +83,6 @@ async def test_raw_log_probabilities_are_the_scores_beside_adapters_and_rows(lm:
     assert not torch.equal(base.output_ids, tuned.output_ids)
     again = await rollout(lm, ids, lengths, seed=1, top_p=0.9, concurrency=2, **options)
     assert torch.equal(again.output_ids, base.output_ids)
-
-
-async def test_log_probabilities_of_the_law_stay_right_under_preemption(
-    lm: AsyncLM, oracle_rows: Callable[[Sequence[int]], Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine: Any = lm._thread.engine
-    scheduler = engine._core.engine_core.scheduler
-    preempt, preempted = scheduler._preempt_request, []
-
-    def counted(request: Any, *rest: Any, **named: Any) -> None:
-        preempted.append(request.request_id)
-        preempt(request, *rest, **named)
-
-    monkeypatch.setattr(scheduler, "_preempt_request", counted)
-    ids, lengths = batch_of(8, 60, seed=2)
-    law: dict[str, Any] = {"temperature": 0.7, "top_k": 40, "min_p": 0.01}
-    options: dict[str, Any] = {"pad_value": 7, "seed": 3, "ignore_eos": True, **law}
-    processed: dict[str, Any] = {"logprobs_mode": "processed_logprobs", "max_new_tokens": 120}
-    found = await rollout(lm, ids, lengths, **options, **processed)
-    assert preempted
-    for row, completion in enumerate(found.completions):
-        context = ids[row, : lengths[row]].tolist()
-        rows = oracle_rows([*context, *completion.token_ids])[len(context) - 1 : -1]
-        kept = torch.stack([truncate(each, **law) for each in rows])
-        expected = kept[torch.arange(120), torch.tensor(completion.token_ids)]
-        assert list(completion.logprobs) == pytest.approx(expected.tolist(), abs=TOLERANCE)
 
 
 async def test_every_turn_of_a_conversation_has_the_scores_of_its_tokens(lm: AsyncLM) -> None:

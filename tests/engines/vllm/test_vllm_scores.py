@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import genrt
-from genrt.errors import ContextTooLong, EngineFailed, NotFinite
+from genrt.errors import EngineFailed, NotFinite
 from genrt.lm import AsyncLM
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest
@@ -103,7 +103,7 @@ def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 @pytest.mark.promise(number=38)
 @pytest.mark.parametrize("residency", [True, False])
 def test_scores_are_what_the_rows_say_in_every_company(
-    residency: bool, llama: Path, lm: AsyncLM, score_of: Oracle
+    residency: bool, llama: Path, lm: AsyncLM, score_of: Oracle, oracle_rows: Rows
 ) -> None:
     """Texts of every length, some with shared prefixes, most of them longer than a step; among rows,
     draws and samples, more than there are slots or blocks for."""
@@ -116,8 +116,13 @@ def test_scores_are_what_the_rows_say_in_every_company(
     # A last chunk of one token, where an open request could be taken for a decode step.
     texts += [(tokens(1, 7), tokens(49, 8)), (tokens(48, 9), tokens(2, 10))]
 
+    async def rows(lm: AsyncLM, text: list[int]) -> None:
+        found = [each.clone() async for each in lm.prompt_rows(text, chunk=60)]
+        assert close(torch.cat(found), oracle_rows(text)[:-1])
+
     async def ask(lm: AsyncLM) -> list[torch.Tensor]:
         others: list[Any] = [lm.sample(tokens(20, seed), max_tokens=9) for seed in range(4)]
+        others += [rows(lm, tokens(5 + 40 * n, n)) for n in (0, 1, 3)]
         others += [lm.draw(tokens(30, seed), seed=seed) for seed in range(4)]
         others += [lm.next_token_logprobs([*shared[:50], seed]) for seed in range(4)]
         scores = asyncio.gather(*(lm.score(before, after) for before, after in texts))
@@ -130,7 +135,9 @@ def test_scores_are_what_the_rows_say_in_every_company(
             for (context, after), found in zip(texts, asyncio.run(ask(own)), strict=True):
                 assert close(found, score_of(context, after)), len(after)
             since = own.statistics().engine
-            assert since.scored_tokens - before.scored_tokens == sum(len(b) for _, b in texts)
+            in_rows = 4 + 44 + 124
+            wanted = in_rows + sum(len(after) for _, after in texts)
+            assert since.scored_tokens - before.scored_tokens == wanted
         assert left_over(own) == [0, 0, 0, 0]
 
 
@@ -152,31 +159,6 @@ def test_a_texts_rows_are_computed_in_as_many_requests_as_there_are_chunks(
     before = lm.statistics().engine
     assert [len(each) for each in lm.prompt_rows_sync(fresh, chunk=40)] == [40, 40, 39]
     assert lm.statistics().engine.computed_tokens - before.computed_tokens <= 119 + 2
-    assert left_over(lm) == [0, 0, 0, 0]
-
-
-def test_rows_of_many_texts_at_once_beside_scores_are_each_ones(
-    lm: AsyncLM, oracle_rows: Rows
-) -> None:
-    """In steps of 48 tokens, with more texts than slots; equal questions each get rows of their own."""
-    texts = [tokens(5 + 13 * n, n) for n in range(9)]
-
-    async def rows(text: list[int]) -> torch.Tensor:
-        return torch.cat([each.clone() async for each in lm.prompt_rows(text, chunk=60)])
-
-    async def ask() -> list[Any]:
-        left = asyncio.ensure_future(rows(tokens(200, 99)))
-        found = asyncio.gather(*map(rows, [*texts, texts[3]]), *map(lm.prompt_logprobs, texts))
-        await lm.next_token_logprobs([1])
-        left.cancel()
-        return list(await found)
-
-    found = asyncio.run(ask())
-    assert torch.equal(found[3], found[9])
-    for text, whole, scores in zip(texts, found, found[10:], strict=False):
-        assert close(whole, oracle_rows(text)[:-1])
-        entries = whole[torch.arange(len(text) - 1), torch.tensor(text[1:])]
-        assert close(scores, entries)
     assert left_over(lm) == [0, 0, 0, 0]
 
 
@@ -295,16 +277,6 @@ def test_a_score_that_is_cancelled_at_any_step_leaves_nothing_and_disturbs_nobod
         for mate in mates:
             assert close(found[request(*mate)], score_of(*mate))
         assert left_over(lm) == [0, 0, 0, 0]
-
-
-def test_limits_are_those_of_rows(lm: AsyncLM, score_of: Oracle) -> None:
-    longest = lm.max_model_len
-    context, after = tokens(longest - 9, 1), tokens(10, 2)
-    assert close(lm.score_sync(context, after), score_of(context, after))
-    with pytest.raises(ContextTooLong):
-        lm.score_sync(context, [*after, 1])
-    assert lm.score_sync([1], []).shape == (0,)
-    assert lm.score_sync([1], [2]).shape == (1,)
 
 
 def test_a_row_that_is_not_finite_fails_its_score_alone(
