@@ -42,8 +42,8 @@ __all__ = [
 
 @dataclass(slots=True)
 class NextTokens:
-    """The next input tokens of different requests, as columns. Each token follows ``positions`` others;
-    vLLM counts the first ``prompts`` of these as the request's prompt."""
+    """The next input tokens of different requests, as columns. Each token follows ``positions`` others,
+    of which vLLM counts the first ``prompts`` as the prompt."""
 
     request_ids: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -196,11 +196,8 @@ class RunnerV1:
         self._repeats = runner.device.type == "cpu" and not differs
 
     def prepare(self, output: SchedulerOutput, before: Prepared | None = None) -> Prepared | None:
-        """Prepare a step of one token for each request.
-
-        Return ``None`` where the forward cannot run apart from its preparation. ``before`` is the
-        prepared step that ran last, if no other step has run since.
-        """
+        """Prepare a step of one token for each request; ``None`` if its forward cannot run by itself.
+        ``before`` is the prepared step that ran last, if no other step has run since."""
 
         def stop(**inputs: Any) -> NoReturn:
             raise _Stopped(get_forward_context(), inputs)
@@ -230,12 +227,9 @@ class RunnerV1:
     def run(
         self, step: Prepared, token_ids: torch.Tensor, order: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """Run a prepared step and return its rows in the order of its requests, valid until a step runs
-        again.
-
-        Request ``i`` gets token ``i``, or ``order[i]``, of ``token_ids`` ``[n]``, which are on the device
-        or in pinned memory; a negative number is token 0. The step can run again with other tokens.
-        """
+        """Run a prepared step, perhaps again, and return its rows in the order of its requests, valid
+        until a step runs. Request ``i`` gets token ``i``, or ``order[i]``, of ``token_ids`` ``[n]``, on
+        the device or in pinned memory; a negative number is token 0."""
         runner = self._runner
         context, inputs = step.launch
         self._inputs.put(token_ids, order)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeAlias
 
@@ -45,17 +45,17 @@ def check_signatures(version: str) -> None:
         )
 
 
-def differences(recorded: Mapping[str, str | None], found: Mapping[str, str | None]) -> list[str]:
+def differences(recorded: Signatures, found: Signatures) -> list[str]:
     """Return a sentence for each method whose parameters differ from the recorded ones."""
+
+    def said(parameters: str | None) -> str:
+        return "no definition" if parameters is None else f"the parameters ({parameters})"
+
     return [
-        f"{name} has {_described(parameters)}, and {_described(recorded[name])} was expected"
+        f"{name} has {said(parameters)}, and {said(recorded[name])} was expected"
         for name, parameters in found.items()
         if parameters != recorded[name]
     ]
-
-
-def _described(parameters: str | None) -> str:
-    return "no definition" if parameters is None else f"the parameters ({parameters})"
 
 
 def installed(names: Iterable[str]) -> Signatures:
