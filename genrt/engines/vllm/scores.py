@@ -7,9 +7,9 @@ file computes the wanted rows, a bounded number at a time, and keeps one entry o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple
 
 import torch
 from vllm.config import VllmConfig
@@ -24,10 +24,6 @@ from genrt.questions.scores import ScoreRequest, Wanted, score_entries
 from genrt.tokens.rows import Leaving, moved
 
 __all__ = ["Positions", "attach", "positions_of"]
-
-
-Logits: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
-"""Returns the logits ``[n, vocab_size]`` of hidden states ``[n, width]``."""
 
 
 class Span(NamedTuple):
@@ -67,37 +63,26 @@ class _ScorePart(NamedTuple):
 
 
 class Positions:
-    """The scores in progress of one engine, by the ids of their vLLM requests.
+    """The scores in progress of one engine, by the ids of their vLLM requests; without a model
+    ``runner``, scores are not supported."""
 
-    Args:
-        compute_logits: ``None`` where scores are not supported.
-        activate: sets the LoRA adapter of each hidden state for the next logits, if there are adapters.
-    """
-
-    def __init__(
-        self,
-        compute_logits: Logits | None = None,
-        activate: Callable[[Sequence[LoRARequest | None]], None] | None = None,
-        *,
-        vocab_size: int = 1,
-        device: torch.device | None = None,
-    ) -> None:
-        self._compute_logits, self._activate = compute_logits, activate
+    def __init__(self, runner: Any = None, vocab_size: int = 1) -> None:
+        self._runner = runner
         # 2**25 logits, 256 MiB at most with their float32 copy, are enough positions for a matrix product
         # that is not bound by reading the weights.
         self._at_once = max(1, 2**25 // vocab_size)
-        self._device = device or torch.device("cpu")
+        self._device = torch.device("cpu" if runner is None else runner.device)
         self._scores: dict[str, _Score] = {}
         self.scored_tokens = 0
 
     @property
     def are_taken(self) -> bool:
         """True if the engine supports scores; otherwise callers ask for rows."""
-        return self._compute_logits is not None
+        return self._runner is not None
 
     def stop(self) -> None:
         """Support no scores from now on, and drop the references to the model."""
-        self._compute_logits = self._activate = None
+        self._runner = None
         self._scores.clear()
 
     @property
@@ -170,13 +155,18 @@ class Positions:
         """Yield rows for some positions at a time, with the slice of positions."""
         hidden_states = _cat([each.hidden_states for each in group])
         loras = [each.score.lora for each in group for _ in range(each.begin, each.end)]
-        compute_logits = cast("Logits", self._compute_logits)  # not None, since there are scores
         for start in range(0, len(hidden_states), self._at_once):
             part = slice(start, start + self._at_once)
-            if self._activate is not None:
-                self._activate(loras[part])
-            logits = compute_logits(hidden_states[part])
+            if self._runner.lora_config is not None:
+                # Each hidden state has its own adapter here; the next step sets one per row again.
+                ids = tuple(0 if lora is None else lora.lora_int_id for lora in loras[part])
+                self._runner._set_active_loras(ids, ids, {*loras[part]} - {None})
+            logits = self._compute_logits(hidden_states[part])
             yield part, log_probabilities(logits, may_overwrite=True)
+
+    def _compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self._runner.model.compute_logits(hidden_states)
+        return logits
 
     def take(self, request_ids: Iterable[str]) -> dict[str, torch.Tensor | None]:
         """Remove the scores among these requests and return them; ``None`` where a row was not finite.
@@ -236,16 +226,12 @@ def positions_of(
     ):
         return Positions()
     limit_hits(scheduler)
-    return attach(runner, vocab_size=int(config.model_config.get_vocab_size()))
+    return attach(runner, int(config.model_config.get_vocab_size()))
 
 
-def attach(runner: Any, *, vocab_size: int) -> Positions:
+def attach(runner: Any, vocab_size: int) -> Positions:
     """Return ``Positions`` that see every step of a runner."""
-    compute_logits = lambda hidden_states: runner.model.compute_logits(hidden_states)
-    activate = None if runner.lora_config is None else lambda loras: _set_adapters(runner, loras)
-    positions = Positions(
-        compute_logits, activate, vocab_size=vocab_size, device=torch.device(runner.device)
-    )
+    positions = Positions(runner, vocab_size)
     # Set on the instance, so that it hides the class's method.
     if hasattr(runner, "input_batch"):
         look = runner._get_prompt_logprobs_dict
@@ -298,12 +284,6 @@ def _spans_v2(batch: Any) -> Iterator[Span]:
     # ``query_start_loc_np`` has one entry more than there are requests.
     for request_id, *numbers in zip(batch.req_ids, *counts, batch.query_start_loc_np, strict=False):
         yield Span(request_id, *map(int, numbers))
-
-
-def _set_adapters(runner: Any, loras: Sequence[LoRARequest | None]) -> None:
-    """Make each hidden state's own adapter compute its logits, until the next step sets one per row."""
-    ids = tuple(0 if lora is None else lora.lora_int_id for lora in loras)
-    runner._set_active_loras(ids, ids, {lora for lora in loras if lora is not None})
 
 
 def limit_hits(scheduler: Any) -> None:

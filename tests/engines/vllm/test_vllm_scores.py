@@ -462,7 +462,7 @@ def v2(**more: Any) -> tuple[Any, Any, list[Any]]:
         sample=own,
         **more,
     )
-    return runner, attach(runner, vocab_size=11), calls
+    return runner, attach(runner, 11), calls
 
 
 def test_runner_v2_shows_every_step_by_request() -> None:
