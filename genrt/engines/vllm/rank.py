@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LAUNCHED", "Rank", "Share", "broadcast_from_rank0", "keep_local", "leave_ranks"]
 
-LAUNCHED = "external_launcher"
-"""vLLM's name of its executor for ranks that vLLM does not launch."""
+LAUNCHED = "external_launcher"  # vLLM's name of its executor for ranks that it does not launch
 
 
 @dataclass(frozen=True, slots=True)
