@@ -200,8 +200,8 @@ class CaptureV1(V1LogitsProcessor):  # type: ignore[misc]
                 if entry.ticket is not None
             }
             indices = sorted(tickets)
-            every = indices == list(range(len(logits)))
-            chosen = None if every else torch.tensor(indices, device=logits.device)
+            is_all = not indices or indices == list(range(len(logits)))
+            chosen = None if is_all else torch.tensor(indices, device=logits.device)
             self._layout = [tickets[index] for index in indices], chosen
         in_order, rows = self._layout
         if in_order:
