@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import os
@@ -17,7 +18,7 @@ from hypothesis import Phase, settings
 from tests import promises
 
 # Under python -O too, what these assert is asserted.
-pytest.register_assert_rewrite("tests.scripted")
+pytest.register_assert_rewrite("tests.scripted", "tests.engines.vllm.small")
 
 # Continuous integration runs the same examples every time; everyone else's runs go on looking. Of a
 # mutant it is enough that a test fails: no smaller example is looked for.
@@ -123,12 +124,13 @@ def oracle_rows(llama: Path) -> Callable[[Sequence[int]], torch.Tensor]:
 
     network = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval()
 
-    def rows(token_ids: Sequence[int]) -> torch.Tensor:
+    @functools.lru_cache(maxsize=100)
+    def rows(token_ids: tuple[int, ...]) -> torch.Tensor:
         with torch.no_grad():
-            logits: torch.Tensor = network(torch.tensor([list(token_ids)])).logits[0]
+            logits: torch.Tensor = network(torch.tensor([token_ids])).logits[0]
         return logits.log_softmax(dim=-1)
 
-    return rows
+    return lambda token_ids: rows(tuple(token_ids))
 
 
 @pytest.fixture(scope="session")
@@ -136,4 +138,9 @@ def oracle(
     oracle_rows: Callable[[Sequence[int]], torch.Tensor],
 ) -> Callable[[Sequence[int]], torch.Tensor]:
     """transformers' float32 row of ``llama`` after token ids."""
-    return lambda token_ids: oracle_rows(token_ids)[-1]
+
+    @functools.lru_cache(maxsize=20_000)
+    def row(token_ids: tuple[int, ...]) -> torch.Tensor:
+        return oracle_rows(token_ids)[-1].clone()
+
+    return lambda token_ids: row(tuple(token_ids))
