@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import os
@@ -17,7 +18,7 @@ from hypothesis import Phase, settings
 from tests import promises
 
 # Under python -O too, what these assert is asserted.
-pytest.register_assert_rewrite("tests.scripted")
+pytest.register_assert_rewrite("tests.scripted", "tests.engines.vllm.small")
 
 # Continuous integration runs the same examples every time; everyone else's runs go on looking. Of a
 # mutant it is enough that a test fails: no smaller example is looked for.
@@ -117,15 +118,29 @@ def loras(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
 
 
 @pytest.fixture(scope="session")
-def oracle(llama: Path) -> Callable[[Sequence[int]], torch.Tensor]:
-    """transformers' float32 row of ``llama`` after token ids."""
+def oracle_rows(llama: Path) -> Callable[[Sequence[int]], torch.Tensor]:
+    """transformers' float32 rows of ``llama`` after each of the token ids."""
     from transformers import AutoModelForCausalLM
 
     network = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval()
 
-    def row(token_ids: Sequence[int]) -> torch.Tensor:
+    @functools.lru_cache(maxsize=100)
+    def rows(token_ids: tuple[int, ...]) -> torch.Tensor:
         with torch.no_grad():
-            logits: torch.Tensor = network(torch.tensor([list(token_ids)])).logits[0, -1]
+            logits: torch.Tensor = network(torch.tensor([token_ids])).logits[0]
         return logits.log_softmax(dim=-1)
 
-    return row
+    return lambda token_ids: rows(tuple(token_ids))
+
+
+@pytest.fixture(scope="session")
+def oracle(
+    oracle_rows: Callable[[Sequence[int]], torch.Tensor],
+) -> Callable[[Sequence[int]], torch.Tensor]:
+    """transformers' float32 row of ``llama`` after token ids."""
+
+    @functools.lru_cache(maxsize=20_000)
+    def row(token_ids: tuple[int, ...]) -> torch.Tensor:
+        return oracle_rows(token_ids)[-1].clone()
+
+    return lambda token_ids: row(tuple(token_ids))
