@@ -124,20 +124,26 @@ class Asker:
         seconds = None if timeout is None else check_timeout(timeout)
         until = None if seconds is None else time.monotonic() + seconds
         while True:
-            future: concurrent.futures.Future[list[Result]] = concurrent.futures.Future()
-            waiter = Waiter(requests, None, future, stacked)
-            batcher = self._source.batcher
-            longest = None if seconds is None else min(seconds, threading.TIMEOUT_MAX)
             try:
-                results = batcher.join(waiter)
-                return future.result(longest) if results is None else results
+                return self._join_sync(requests, stacked, seconds)
             except UnknownAdapter as error:
                 requests, seconds = self._rebound(requests, error), seconds_left(until)
-            except concurrent.futures.TimeoutError:
-                raise _timed_out(cast("float", seconds)) from None
-            finally:
-                if waiter.missing:
-                    batcher.leave(waiter)
+
+    def _join_sync(
+        self, requests: Sequence[Request], stacked: bool, seconds: float | None
+    ) -> list[Result]:
+        future: concurrent.futures.Future[list[Result]] = concurrent.futures.Future()
+        waiter = Waiter(requests, None, future, stacked)
+        batcher = self._source.batcher
+        longest = None if seconds is None else min(seconds, threading.TIMEOUT_MAX)
+        try:
+            results = batcher.join(waiter)
+            return future.result(longest) if results is None else results
+        except concurrent.futures.TimeoutError:
+            raise _timed_out(cast("float", seconds)) from None
+        finally:
+            if waiter.missing:
+                batcher.leave(waiter)
 
     def stream(self, request: CompletionRequest, *, timeout: float | None = None) -> Stream:
         """Return the deltas of a completion, which is asked with the first of them; raises then, and
