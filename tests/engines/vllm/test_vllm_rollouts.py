@@ -4,7 +4,6 @@ rows, under preemption, through restarts; what leaving leaves."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,10 +14,9 @@ import torch
 from torch import Tensor
 
 import genrt
-from genrt.generation import Conversation, Rollout, rollout, rollout_samples
+from genrt.generation import Rollout, rollout
 from genrt.lm import AsyncLM
 from genrt.tokens.sampling import truncate
-from tests.generation.test_conversations import TEMPLATE
 from tests.scripted import passes
 
 pytestmark = pytest.mark.vllm
@@ -116,22 +114,6 @@ async def test_log_probabilities_of_the_law_stay_right_under_preemption(
             assert own == pytest.approx(float(expected[completion.token_ids[place]]), abs=TOLERANCE)
 
 
-async def test_stops_of_samples_are_their_own_and_contexts_are_filled(lm: AsyncLM) -> None:
-    ids = torch.full((5, 256), 9)
-    lengths = torch.tensor([3, 3, 3, 250, 256])
-    stops = [None, ["e", "a"], ["q"], None, ["e"]]
-    options: dict[str, Any] = {"pad_value": 9, "seed": [4] * 5, "ignore_eos": True}
-    found = await rollout(lm, ids, lengths, stop_strings=stops, max_new_tokens=60, **options)
-    for row in range(3):
-        alone: dict[str, Any] = {} if stops[row] is None else {"stop": stops[row]}
-        expected = await lm.generate([9] * 3, seed=4, max_tokens=60, ignore_eos=True, **alone)
-        assert found.completions[row].token_ids == expected.token_ids
-        assert found.completions[row].text == expected.text
-    assert found.truncated.tolist()[:2] == [True, False]
-    assert found.generation_lengths.tolist()[3:] == [6, 0]
-    assert found.truncated.tolist()[3:] == [True, True]
-
-
 async def left_over(lm: AsyncLM) -> list[int]:
     """What the engine still holds of texts, after a turn in which it forgets what was withdrawn."""
     await passes(10)
@@ -145,41 +127,6 @@ async def left_over(lm: AsyncLM) -> list[int]:
         len(outputs.request_states),
         engine._texts.running,
     ]
-
-
-@pytest.mark.parametrize("taken", [0, 1, 5])
-async def test_leaving_frees_every_slot(lm: AsyncLM, taken: int) -> None:
-    ids, lengths = batch_of(20, 30, seed=taken)
-    most = [[*range(320)]] * 6 + [[]] * 14  # some end at once, the others go on
-    samples = rollout_samples(lm, ids, lengths, pad_value=7, stop_token_ids=most, ignore_eos=True)
-    async with contextlib.aclosing(samples):
-        for _ in range(taken):
-            _, sample = await anext(samples)
-            assert int(sample.generation_lengths[0]) == 1
-    assert await left_over(lm) == [0, 0, 0, 0]
-    assert asyncio.all_tasks() == {asyncio.current_task()}
-
-
-async def test_every_turn_of_a_conversation_has_the_scores_of_its_tokens(lm: AsyncLM) -> None:
-    template = {"chat_template": TEMPLATE}
-    talk = Conversation(lm, [{"role": "user", "content": "ab"}], chat_template_kwargs=template)
-    await talk.ask(max_new_tokens=12, seed=1)
-    other = talk.fork()
-    for turn, each in ((1, talk), (2, other), (3, talk)):
-        each.add({"role": "tool", "content": "42"}, {"role": "user", "content": f"and {turn}"})
-        adapter = "a" if each is other and HAS_LORA else None
-        answer = await each.ask(max_new_tokens=9, seed=turn, adapter=adapter)
-        assert len(answer.token_ids) <= 9
-    found = talk.trajectory()
-    whole, mask = found.token_ids.tolist(), found.loss_mask
-    scores = await lm.score(whole[:1], whole[1:])
-    assert mask.sum() > 9
-    torch.testing.assert_close(
-        found.logprobs[1:][mask[1:]], scores[mask[1:]], atol=TOLERANCE, rtol=0
-    )
-    assert not found.logprobs[~mask].any()
-    ends = (found.token_ids == lm.tokenizer.eos_token_id).sum()
-    assert int(ends) >= 4  # of two answers and two tools, whether they were cut off or not
 
 
 async def test_two_runtimes_in_a_process_tell_each_its_own_law(lm: AsyncLM, llama: Path) -> None:
