@@ -23,7 +23,7 @@ from genrt.errors import ContextTooLong, InvalidRequest
 from genrt.lm import AsyncLM
 from genrt.numbers import check_float, check_int, shown
 from genrt.questions.completions import SampleRequest
-from genrt.tokens.sampling import GREEDY_BELOW, check_parameters, draw, seeded_uniforms, truncate
+from genrt.tokens.sampling import GREEDY_BELOW, draw, seeded_uniforms, truncate
 
 quick = settings(max_examples=120, deadline=None)
 
@@ -290,7 +290,6 @@ def test_what_is_no_such_float_is_refused_at_the_call(
         exact, lambda: exact.batch_sample_sync([[1]], max_tokens=1, **options), name
     )
     refused_without_a_step(exact, lambda: truncate(torch.zeros(3), **options), name)
-    refused_without_a_step(exact, lambda: check_parameters(**options), name)
     if name == "temperature":
         refused_without_a_step(exact, lambda: exact.draw_sync([1], **options), name)
         refused_without_a_step(exact, lambda: exact.batch_draw_sync([[1]], **options), name)

@@ -23,7 +23,6 @@ from genrt.engines.protocol import EngineStatistics, Finished, failure
 from genrt.engines.weights import Layout, NamedTensors
 from genrt.errors import (
     Closed,
-    ContextTooLong,
     EngineFailed,
     EngineUnsupported,
     GenrtError,
@@ -38,7 +37,7 @@ from genrt.questions.contexts import Adapter, deciding_seed
 from genrt.questions.request import Request
 from genrt.structures.guides import Guides
 from genrt.tokens.rows import normalised
-from genrt.tokens.sampling import check_parameters, draw, mixed, truncate
+from genrt.tokens.sampling import draw, mixed, truncate
 from genrt.tokens.spellings import Spellings
 
 
@@ -279,30 +278,12 @@ class SteppedEngine:
         return progress
 
     def _check(self, request: Request) -> None:
-        """Raise the error of a request that cannot be computed."""
-        new = 0
-        if isinstance(request, SampleRequest | CompletionRequest):
-            decoding = request.decoding
-            new = check_int("max_tokens", decoding.max_tokens, 1)
-            check_parameters(
-                temperature=decoding.temperature,
-                top_k=decoding.top_k,
-                top_p=decoding.top_p,
-                min_p=decoding.min_p,
-            )
-            if (reason := self.unsupported(decoding)) is not None:
-                raise InvalidRequest(reason)
-        token_ids = request.token_ids  # unpacked every time
-        count = len(token_ids)
-        if count == 0:
-            raise InvalidRequest("the context is empty: give at least one token id")
-        if count + new > self.max_model_len:
-            raise ContextTooLong(
-                f"{count} token ids and {new} to sample exceed max_model_len "
-                f"{self.max_model_len}: shorten the context"
-            )
-        if not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
-            raise InvalidRequest(f"a token id is outside 0 .. {self.vocab_size - 1}")
+        """Raise the error of a request that cannot be computed: its numbers were checked before."""
+        if (
+            isinstance(request, SampleRequest | CompletionRequest)
+            and (reason := self.unsupported(request.decoding)) is not None
+        ):
+            raise InvalidRequest(reason)
         if request.adapter is not None and request.adapter not in self._adapters:
             raise UnknownAdapter(f"{request.adapter} is not loaded: add it first")
 

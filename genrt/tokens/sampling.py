@@ -127,24 +127,6 @@ _RANGES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 """For each parameter: a test whether values are in range, and the range in words."""
 
 
-def check_parameters(
-    *,
-    temperature: float | Tensor = 1.0,
-    top_k: int | Tensor = 0,
-    top_p: float | Tensor = 1.0,
-    min_p: float | Tensor = 0.0,
-) -> None:
-    """Refuse parameters of ``truncate`` that are out of their range.
-
-    Raises:
-        InvalidRequest: the first such parameter, its value and its range.
-    """
-    _numbers_of("temperature", temperature)
-    _numbers_of("top_k", top_k)
-    _numbers_of("top_p", top_p)
-    _numbers_of("min_p", min_p)
-
-
 def column(name: str, value: float | Tensor, batch: Tensor) -> Tensor:
     """Return a parameter, read by ``_numbers_of``, as ``[n, 1]`` on the batch's device."""
     column = _numbers_of(name, value).reshape(-1, 1)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy.stats import chi2
 
 from genrt.errors import InvalidRequest
-from genrt.tokens.sampling import check_parameters, draw, mixed, seeded_uniforms, truncate
+from genrt.tokens.sampling import draw, mixed, seeded_uniforms, truncate
 
 LEVEL = 1e-4
 """Of the G-tests: the seeds are fixed, so a test either always passes or always fails."""
@@ -163,8 +163,6 @@ def test_parameters_out_of_range_are_refused_by_name(wrong: dict[str, float]) ->
     [name] = wrong
     with pytest.raises(InvalidRequest, match=name):
         truncate(torch.zeros(2, 4), **wrong)  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequest, match=name):
-        check_parameters(**wrong)  # type: ignore[arg-type]
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:

@@ -243,11 +243,6 @@ class RemoteEngine(SteppedEngine):
             error = EngineDied(str(error))
         super()._fail(error, started)
 
-    def _check(self, request: Request) -> None:
-        if isinstance(request, PopulationDraw | ScoreRequest):
-            return  # checked when the request was made
-        super()._check(request)
-
 
 class _RemoteRows(SteppedModel):
     """Returns the rows received in this step."""
