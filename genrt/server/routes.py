@@ -31,7 +31,7 @@ from genrt.errors import (
 from genrt.inference import SMC, Info, Result, State, TextModel
 from genrt.lm import AsyncLM
 from genrt.questions.contexts import LAST_SEED
-from genrt.questions.reads import host_row
+from genrt.questions.reads import HostRow, ReadRequest
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest
 from genrt.runtime.concurrency import together
@@ -418,7 +418,7 @@ class OwnRoutes:
         lm = self._lm
         is_far = lm.device.type != "cpu"
         requests = [
-            host_row(each) if is_far and isinstance(each, LogprobsRequest) else each
+            ReadRequest(each, HostRow()) if is_far and isinstance(each, LogprobsRequest) else each
             for each in questions
             if not isinstance(each, GenrtError)
         ]
