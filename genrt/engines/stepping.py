@@ -54,8 +54,8 @@ class SteppedModel:
     tokenizer: Any = None
 
     def logits(self, contexts: Sequence[Sequence[int]], adapter: Adapter | None) -> Tensor:
-        """Return the logits ``[n, vocab_size]`` after each of these contexts, none of them empty, with
-        the adapter that they share."""
+        """Return the logits ``[n, vocab_size]`` after each of these contexts, which are not empty and
+        share an adapter."""
         raise NotImplementedError
 
     def load_adapter(self, adapter: Adapter, path: Path) -> None:
@@ -93,7 +93,7 @@ class _Progress:
 
 
 class _Weights:
-    """A model's weights; the engine keeps nothing of them between two steps."""
+    """A model's weights. The engine stores no results of theirs between two steps."""
 
     def __init__(self, model: SteppedModel, in_progress: Mapping[Request, _Progress]) -> None:
         self._in_progress = in_progress
@@ -142,7 +142,7 @@ class SteppedEngine:
         self._spellings = Spellings(model.tokenizer, model.vocab_size)
         self._in_progress: dict[Request, _Progress] = {}
         self._refused: dict[Request, GenrtError] = {}
-        # Adapters that requests may bind; those that were removed while requests in progress need them.
+        # Adapters that requests may bind; removed adapters that requests in progress still need.
         self._adapters: set[Adapter] = set()
         self._removed: set[Adapter] = set()
         self._closed = False
@@ -158,7 +158,7 @@ class SteppedEngine:
         )
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Take a flush. Raises Closed after ``close``, and InvalidRequest if one of them is in progress
+        """Take a flush. Raises Closed after ``close``, and InvalidRequest if a request is in progress
         or twice in the flush."""
         if self._closed:
             raise Closed("the engine is closed: open another one")
@@ -201,7 +201,7 @@ class SteppedEngine:
         for end in finished:
             del self._in_progress[end.request]
             self._counted["failed"] += end.error is not None
-        if len(finished) < len(batch):  # unfinished ones go behind those that waited
+        if len(finished) < len(batch):  # unfinished ones go behind the waiting ones
             for progress in batch:
                 if self._in_progress.pop(progress.request, None) is not None:
                     self._in_progress[progress.request] = progress
@@ -288,15 +288,15 @@ class SteppedEngine:
             raise UnknownAdapter(f"{request.adapter} is not loaded: add it first")
 
     def _generator(self, progress: _Progress) -> torch.Generator:
-        """Return what a sample's next token is drawn from."""
+        """Return the random generator of a sample's next token."""
         if progress.generator is None:
             progress.generator = torch.Generator(self._model.device).manual_seed(progress.seed)
-        if progress.seed >= 2**32:  # a CPU's generator takes 32 bits: seed anew for every token
+        if progress.seed >= 2**32:  # a CPU's generator takes 32 bits: seed again for every token
             progress.generator.manual_seed(mixed(progress.seed, len(progress.drawn)))
         return progress.generator
 
     def _advance(self, group: Sequence[_Progress], adapter: Adapter | None) -> list[Finished]:
-        """Run one forward over requests that share an adapter; return those that it ends."""
+        """Run one forward over requests that share an adapter; return the ones that end."""
         contexts = [progress.context for progress in group]
         logits = self._model.logits(contexts, adapter).float()
         self._counted["computed_tokens"] += sum(map(len, contexts))
@@ -326,7 +326,7 @@ class SteppedEngine:
         rows: Tensor,
         group: Sequence[_Progress],
     ) -> list[Finished]:
-        """Draw one token for each that has a law, by its index; return those that it ends."""
+        """Draw one token for each law, by its index; return the requests that end."""
         if len(laws) == len(rows) and all(law is None for law in laws.values()):
             drawn_from = rows  # copies would take longer than the draws
         else:
