@@ -1,9 +1,7 @@
 """Structures compiled for a vocabulary: the tokens that continue a text, and the tokens that end it.
 
-The forms are those of vLLM (``v1/structured_output/``): a JSON text has any white space between its
-parts, and objects only the properties that the schema names, unless it says more about them. A grammar
-is EBNF if a line has ``::=``, else Lark. The end tokens are admitted where a text is complete, and only
-there. Any token may follow an end token.
+The forms are those of vLLM (``v1/structured_output/``). End tokens are admitted where a text is complete,
+and only there. Any token may follow an end token.
 """
 
 from __future__ import annotations

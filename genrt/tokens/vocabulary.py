@@ -346,22 +346,18 @@ def _contradicted(tokenizer: Any, vocabulary: list[bytes]) -> dict[int, str]:
     if fast.decoder is None:
         return {}
     spell = partial(fast.decode, skip_special_tokens=False)  # decode_batch would start threads
-    known = ((letter, fast.token_to_id(letter)) for letter in _LETTERS)
+    known = ((letter, fast.token_to_id(letter)) for letter in "aeionrst")
     anchors = [(x, i) for x, i in known if i is not None and spell([i, i]) == 2 * x]
     if not anchors:
         return {}
-    letter, anchor = anchors[0]
+    (letter, anchor), broken = anchors[0], re.compile("\ufffd+")
     contradicted = {}
     for token_id, token in enumerate(vocabulary):
         wanted = f"{letter}{token.decode(errors='replace')}{letter}"
         decoded = spell([anchor, token_id, anchor]) if token else wanted
-        if decoded != wanted and _BROKEN.sub("?", decoded) != _BROKEN.sub("?", wanted):
+        if decoded != wanted and broken.sub("?", decoded) != broken.sub("?", wanted):
             contradicted[token_id] = decoded.removeprefix(letter).removesuffix(letter)
     return contradicted
-
-
-_LETTERS = "aeionrst"
-_BROKEN = re.compile("\ufffd+")
 
 
 def _unknown_kind(tokenizer: Any, reason: str) -> EngineUnsupported:
