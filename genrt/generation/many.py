@@ -61,7 +61,8 @@ class Item:
         messages: a conversation, as for ``AsyncLM.chat``, instead of a prompt.
         options: override the options of the call, one by one. A structure replaces the call's structure.
             A ``seed`` is used as it is.
-        tools, chat_template_kwargs: as for ``AsyncLM.chat``, with messages; by default the call's.
+        tools: as for ``AsyncLM.chat``, with messages; by default the call's.
+        chat_template_kwargs: likewise.
     """
 
     prompt: str | TokenIds | None = None
