@@ -2,7 +2,7 @@
 
 Rules:
     The text is a tokenizer's own, after the prompt: a token's text may depend on the tokens before.
-    Text that ends inside a character waits for the rest of it.
+    Text that ends inside a character waits for the rest.
     A character that the prompt begins and a drawn token completes belongs to the prompt, not to the text.
 """
 

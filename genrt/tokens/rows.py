@@ -1,7 +1,7 @@
 """Normalizes, gathers and copies a step's rows with few kernels.
 
 The rows of a step are usually views of one tensor, in the order of the requests. Here one launch handles
-all of them.
+them.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def moved(numbers: Tensor, device: torch.device) -> Tensor:
 
 
 def stacked(rows: Sequence[Tensor]) -> Tensor:
-    """Return ``gather_rows`` in a storage of its own."""
+    """Return ``gather_rows``, copied if it is a view."""
     whole = gather_rows(rows)
     if whole.untyped_storage().data_ptr() == rows[0].untyped_storage().data_ptr():
         return whole.clone(memory_format=torch.contiguous_format)
@@ -92,7 +92,7 @@ def stacked(rows: Sequence[Tensor]) -> Tensor:
 
 
 def separate_copies(rows: Sequence[Tensor]) -> list[Tensor]:
-    """Copy each row into a storage of its own. Raises if there is no memory for all copies."""
+    """Copy each row into a new storage. Raises if there is no memory for all copies."""
     if not rows:
         return []
     copies = list(map(torch.empty_like, rows))

@@ -141,7 +141,7 @@ def _numbers_of(name: str, value: float | Tensor) -> Tensor:
 
 
 def _scalar(value: object, dtype: torch.dtype) -> Tensor | None:
-    """Return a number as a tensor, clamped to the range of the type; ``None`` if it is no number."""
+    """Return a number as a tensor, clamped to the range of the type; ``None`` for other types."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         return None
     if dtype.is_floating_point:
@@ -254,7 +254,7 @@ def draw(
     size = rows_at_once(batch)
     given = (batch, numbers, masks, heat)
     split = [itertools.repeat(None) if x is None else torch.split(x, size) for x in given]
-    chunks = zip(*split, strict=False)  # missing arguments repeat None forever
+    chunks = zip(*split, strict=False)  # a missing argument repeats without end
     parts = [draw_chunk(rows, pairs, mask=mask, heat=heat) for rows, pairs, mask, heat in chunks]
     token_ids, logprobs, log_mass = torch.cat(parts).unbind(dim=-1)
     return BatchDraw(token_ids.long(), logprobs.float(), log_mass.float())
@@ -273,8 +273,8 @@ def draw_chunk(
     Args:
         batch: float32 or float64 ``[n, V]``; not changed.
         numbers: float64 ``[n, 2]`` in [0, 1).
-        mask: bool ``[n, V]`` or packed, as in ``draw``; ``None`` allows every token.
-        heat: the temperatures, float64 ``[n, 1]``; ``None`` is 1 for all.
+        mask: bool ``[n, V]`` or packed, as in ``draw``; by default every token is allowed.
+        heat: the temperatures, float64 ``[n, 1]``; by default 1.
         places: int64 ``[n]``; draw ``i`` is then from ``batch[places[i]]``, of any number of rows.
 
     Returns:
@@ -524,7 +524,7 @@ class DrawInputs(NamedTuple):
     Attributes:
         seeds: uint64 ``[n]``.
         masks: packed, uint8 ``[n, size]``.
-        places: int64 ``[n]``: draw ``i`` is from row ``places[i]``; ``None``: from row ``i``.
+        places: int64 ``[n]``: draw ``i`` is from row ``places[i]``; by default from row ``i``.
     """
 
     seeds: np.ndarray

@@ -92,7 +92,7 @@ class BytesTokenizer:
     """The simplest tokenizer: a list of byte strings indexed by token id.
 
     Any bytes may be a token: parts of a UTF-8 character, repeated bytes, and no bytes at all. The end
-    token never stands for text, whatever its bytes are.
+    token never stands for text.
     """
 
     def __init__(self, vocabulary: Sequence[bytes], *, eos_token_id: int | None = None) -> None:
@@ -114,7 +114,7 @@ class BytesTokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
-        """The token that ends a text, or ``None``."""
+        """The token that ends a text, if there is one."""
         return self._eos_token_id
 
     def __len__(self) -> int:
@@ -153,7 +153,7 @@ class BytesTokenizer:
         return token_ids
 
     def decode(self, token_ids: Iterable[SupportsIndex]) -> str:
-        """Join the tokens' bytes, with U+FFFD for invalid UTF-8; the end token adds nothing.
+        """Join the tokens' bytes, with U+FFFD for invalid UTF-8; the end token adds no text.
 
         Raises:
             InvalidRequest: a token id is not an integer in ``0 .. len(self) - 1``.

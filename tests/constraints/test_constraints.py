@@ -63,7 +63,7 @@ patterns = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(patterns, vocabularies)
 def test_accepts_what_re_fullmatch_accepts_for_any_pattern(pattern: str, lm: AsyncLM) -> None:
     assert accepted(regex(pattern, lm), 3) == matching(matches(pattern), lm, 3)

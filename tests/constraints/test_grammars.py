@@ -304,7 +304,7 @@ def test_masks_are_the_same_one_after_the_other_and_in_parallel(
 texts = st.lists(st.text("abé", max_size=4), min_size=1, max_size=8)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(texts, vocabularies)
 def test_accepts_the_texts_and_no_other(wanted: list[str], lm: AsyncLM) -> None:
     encoded = {text.encode() for text in wanted}
