@@ -45,10 +45,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     it opens and closes, and looked at a million objects of imported modules each time: most of what an
     engine of these tests cost. Where objects are frozen, genrt keeps vLLM from thawing them."""
     if any(item.get_closest_marker("vllm") for item in session.items):
-        with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patched:
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            # Small helpers of vLLM's sampler would be compiled in each process, at their first use.
-            patched.setenv("TORCHDYNAMO_DISABLE", "1")
             importlib.import_module("genrt.engines.vllm.opening")
             importlib.import_module("vllm.v1.worker.cpu_worker")
     gc.collect()
