@@ -127,6 +127,7 @@ async def test_sequences_that_end_stop_no_step_ahead(runtimes: Runtimes) -> None
     closed(populations, lm)
 
 
+@pytest.mark.usefixtures("always")
 async def test_closing_others_stops_no_step_ahead(runtimes: Runtimes) -> None:
     """They are asked about again, with what was kept of them."""
     lm, quiet = runtimes
@@ -147,6 +148,7 @@ async def test_closing_others_stops_no_step_ahead(runtimes: Runtimes) -> None:
     closed([again, *populations], lm)
 
 
+@pytest.mark.usefixtures("always")
 async def test_the_rest_of_a_step_is_answered_from_the_step_of_all(runtimes: Runtimes) -> None:
     lm, quiet = runtimes
     populations = begun(lm, *[6] * 4)
