@@ -684,9 +684,9 @@ class AsyncLM:
     @twin_of(sleep, interrupted=INTERRUPTED)
     def sleep_sync(self, level: int = 1, **options: Unpack[PauseOptions]) -> int:
         """Sleep, blocking."""
-        return blocking(
-            self._thread.lifecycle.sleep(level, **options), undo=lambda done: done[1]()
-        )[0]
+        sleeping = self._thread.lifecycle.sleep(level, **options)
+        # One line: an interrupt between ``blocking`` and the return would leave the engine asleep.
+        return blocking(sleeping, undo=lambda done: done[1]())[0]
 
     # -- the runtime --------------------------------------------------------------------------
 

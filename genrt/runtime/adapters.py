@@ -35,7 +35,7 @@ class AdapterNames:
     def __init__(
         self, thread: EngineThread, given: Mapping[str, Adapter] = MappingProxyType({})
     ) -> None:
-        """Start with the engine's own adapters; the engine may change a dict of them."""
+        """Start with the engine's own adapters; the engine may change the dict."""
         self.by_name: dict[str, Adapter] = given if isinstance(given, dict) else {**given}
         self._thread = thread
         self._lock = threading.Lock()

@@ -113,7 +113,7 @@ class Waiter:
     """One awaiting caller of one or more requests, on an event loop or (``loop is None``) a thread.
 
     Attributes:
-        flow: the buffer of a stream, whose only request is streamed.
+        flow: the buffer of a stream, which has one request.
         results: the results in the order of the requests.
         missing: the number of distinct requests without a result.
         client: the loop or thread while the question waits in line.
@@ -204,7 +204,7 @@ class _Loop:
 
     Attributes:
         gathered: the entries added since the loop was last quiet; ``None`` while no pass is awaited.
-        answered_at: the time of its last answer, unless it has asked since.
+        answered_at: the time of the last answer, unless the loop has asked since.
         returns: whether a question followed its last answer in time.
     """
 
@@ -284,7 +284,7 @@ class Batcher:
     # -- asking and leaving: event loops and threads --------------------------------------------
 
     def join(self, waiter: Waiter) -> list[Result] | None:
-        """Register the waiter, or return its results if the cache has all of them. Raises Closed, or the
+        """Register the waiter, or return its results if the cache has them all. Raises Closed, or the
         refusal of a hold."""
         requests = waiter.requests
         with self.lock:
@@ -472,7 +472,7 @@ class Batcher:
             self._drop(waiter)
 
     def _drop(self, waiter: Waiter) -> None:
-        """Remove a waiter from all of its requests, under the lock."""
+        """Remove a waiter from all its requests, under the lock."""
         waiter.missing = 0
         self._forget_waiter(waiter)
         if waiter.client is not None:
@@ -528,7 +528,7 @@ class Batcher:
         return (waiter for waiters in self._line.values() for waiter in waiters)
 
     def _wait_in_line(self, waiter: Waiter) -> None:
-        """Put a question behind the others of its client: its loop or thread."""
+        """Put a question behind the others of the same client: a loop or thread."""
         waiter.missing, waiter.results = len(waiter.requests), []
         waiter.client = client = waiter.loop or threading.get_ident()
         try:
@@ -586,7 +586,7 @@ class Batcher:
 
     def serve(self, engine: AnsweringEngine) -> float:
         """Take a turn if one is due. Return the seconds until the next one, unless ``wake`` is called
-        before: 0.0 after a turn, infinity with nothing to do."""
+        before: 0.0 after a turn, infinity without work."""
         seconds = self.seconds_until_due()
         if seconds == 0.0:
             self.turn(engine)
@@ -841,7 +841,7 @@ class Batcher:
 
     def put_up(self, hold: Hold) -> None:
         """Make every later question wait until the hold is down; ignore one that is. Earlier questions
-        are sent whatever the bounds of the queue, or wait in line too, as ``hold.pending`` says. For the
+        are sent beyond the bounds of the queue, or wait in line too, as ``hold.pending`` says. For the
         engine's thread."""
         answered: list[Waiter] = []
         with self.lock:
@@ -903,7 +903,7 @@ class Batcher:
         """End every waiter and every later question with ``reason`` (``Closed`` by default), and drop the
         holds. Idempotent; never waits for the engine.
 
-        Returns ``False`` and does nothing if the calling thread holds the lock, as in a finalizer or a
+        Returns ``False`` without effect if the calling thread holds the lock, as in a finalizer or a
         signal handler: another thread must close then.
         """
         # As threading.Condition asks a lock. Taking it again would change a half-changed state.
@@ -995,7 +995,7 @@ def outcomes(waiters: Sequence[Waiter]) -> list[Outcome]:
 
 
 def _own(waiters: Sequence[Waiter]) -> Iterator[list[Result]]:
-    """Yield the results of each waiter in its own storage, or one stack of its rows. Tensors are copied
+    """Yield the results of each waiter in its own storage, or one stack of the rows. Tensors are copied
     here, other results by their requests."""
     shared = [
         result

@@ -1,10 +1,10 @@
 """Updates of a runtime's weights: checked, copied for later engines, and loaded while questions wait.
 
 Rules:
-    Nothing changes before the first tensor is loaded. Then the whole update succeeds or the engine dies,
-    and the next engine has the last whole weights.
-    Other calls that load something, such as adapters, wait: no step runs with mixed weights.
-    Updates take turns. An update ends with EngineFailed if its engine is restarted or replaced.
+    There is no change before the first tensor is loaded. Then the whole update succeeds or the engine
+    dies, and the next engine has the last whole weights. Other calls that load something, such as
+    adapters, wait: no step runs with mixed weights. Updates take turns. An update ends with EngineFailed
+    if its engine is restarted or replaced.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class UpdateOptions(TypedDict, total=False):
         keep: whether to copy the weights to the temporary folder, for ``wake_up`` after ``sleep(2)`` and
             for the next engine. ``None``, the default, copies tensors; files are copied only with
             ``load(restart="auto")``, and otherwise read again where they are unless they have changed.
-            ``False`` copies nothing: the runtime cannot be restarted.
+            Without a copy (``False``) the runtime cannot be restarted.
     """
 
     pending: Pending
@@ -86,7 +86,7 @@ class UpdateOptions(TypedDict, total=False):
 
 
 class WeightUpdates:
-    """Replaces the weights of one runtime, whatever engine it has. Safe from any thread."""
+    """Replaces the weights of one runtime, also across restarts. Safe from any thread."""
 
     def __init__(self, thread: EngineThread, cache: RowCache) -> None:
         self.thread = thread

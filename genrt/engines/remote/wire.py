@@ -14,6 +14,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import math
 import zipfile
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -56,6 +57,9 @@ __all__ = [
 
 Question: TypeAlias = LogprobsRequest | ReadRequest | ScoreRequest
 """The requests that a connection carries."""
+
+ROUNDING = 1e-3
+"""The largest error of log-probabilities from those of a distribution."""
 
 KINDS = frozenset({DrawToken, Candidates, TopTokens})
 """The kinds of reads that a connection carries."""
@@ -233,7 +237,7 @@ def answers_to(
         results: list[Any] = [
             _error_of(*failed[str(place)])
             if str(place) in failed
-            else _read_result(request, reader, vocab_size)
+            else _checked(request, _read_result(request, reader, vocab_size))
             for place, request in enumerate(asked)
         ]
         reader.end()
@@ -260,6 +264,28 @@ def _read_result(request: Question, reader: _Reader, vocab_size: int) -> Any:
         return found.view(2, -1) if request.wanted == "greedy" else found
     count = vocab_size if wanted is None else len(wanted.token_ids)  # type: ignore[attr-defined]
     return _to_tensor(reader.take(F4, count))
+
+
+def _checked(request: Question, result: Any) -> Any:
+    """Return a result, or an error if it cannot be a model's: a row sums to one, entries and scores are
+    log-probabilities, a draw is within its mask."""
+    wanted = request.wanted if isinstance(request, ReadRequest) else None
+    if isinstance(wanted, DrawToken):
+        token_id, *weights = result
+        if token_id == -1:
+            is_sound = wanted.mask is not None and weights == [-math.inf] * 2
+        else:
+            is_allowed = wanted.mask is None or wanted.mask[token_id // 8] >> token_id % 8 & 1
+            is_sound = bool(is_allowed) and all(-math.inf < each <= ROUNDING for each in weights)
+    elif wanted is None and not isinstance(request, ScoreRequest):
+        is_sound = abs(float(result.logsumexp(-1))) <= ROUNDING  # false for NaN
+    else:
+        logprobs = result.logprobs if isinstance(wanted, TopTokens) else result
+        if isinstance(request, ScoreRequest):
+            logprobs = result.view(-1, len(request))[0]
+        is_sound = bool((logprobs <= ROUNDING).all())
+    error = EngineFailed(f"the server's answer to {request} cannot be a model's")
+    return result if is_sound else error
 
 
 def _to_tensor(numbers: np.ndarray) -> Tensor:
