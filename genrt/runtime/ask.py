@@ -1,4 +1,4 @@
-"""Awaits questions, or blocks for them, and rebinds them when another thread reloads their adapter."""
+"""Awaits questions, or blocks for them. Asks again with the new adapter if another thread replaced it."""
 
 from __future__ import annotations
 

@@ -398,8 +398,8 @@ class Batcher:
         return asking.weight >= self._max_batch_size and self._send_gathered(asking)
 
     def _look_for_more(self, loop: asyncio.AbstractEventLoop, asking: _Loop, seen: int) -> None:
-        """Run once a pass of the loop until a pass brings no question. ``seen`` is 0 in the first pass,
-        which therefore waits for the tasks that it started."""
+        """Run once a pass of the loop until a pass brings no question. ``seen`` is 0 in the first pass: a
+        second one always follows, after the tasks that woke together with the asking one."""
         try:
             with self.lock:
                 asking.passes += 1

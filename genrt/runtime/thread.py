@@ -339,9 +339,8 @@ class EngineThread:
         Returns the seconds until the next round, unless it is woken before: from 0.0 to infinity.
         ``None`` means that this round was the last.
         """
-        if not self.opened.done():
+        if (answering := self._answering) is None or not self.opened.done():
             return self._first_round()
-        answering = self.answering
         try:
             if not (self._is_closing or self._batcher.is_closed):
                 return self._serve(answering)

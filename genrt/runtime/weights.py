@@ -107,7 +107,7 @@ class WeightUpdates:
         if keep is not None:
             check_bool("keep", keep)
         self.check_awake()
-        given = _checked(source)
+        given = _weights_source(source)
         chunks = _chunks(given)
         layout = await self.called(lambda answering: weights_of(answering.engine).layout())
         update = Update(self, pending, layout, finite=check_finite)
@@ -306,7 +306,7 @@ _END: Any = object()
 """Comes after the last item."""
 
 
-def _checked(source: Any) -> Any:
+def _weights_source(source: Any) -> Any:
     """Return an iterable source, or the files of a path. Raises InvalidRequest for anything else."""
     if isinstance(source, str | os.PathLike):
         return TensorsIn(weight_files(Path(source).expanduser()))
@@ -322,16 +322,16 @@ async def _chunks(given: Any) -> _Chunks:
     """Yield the chunks of a source, each with whether it is known as the last one. Raises InvalidWeights
     and the source's errors."""
     if isinstance(given, TensorsIn | Mapping):
-        yield given if isinstance(given, TensorsIn) else _named(given), True
+        yield given if isinstance(given, TensorsIn) else _tensor_pairs(given), True
         return
     pairs: list[Any] = []
     async for found in _items(given):
         if pairs or (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], str)):
             pairs.append(found)  # no chunks: the first one tells
         else:
-            yield _named(found), False
+            yield _tensor_pairs(found), False
     if pairs:
-        yield _named(pairs), True
+        yield _tensor_pairs(pairs), True
 
 
 async def _items(given: Any) -> AsyncIterator[Any]:
@@ -347,7 +347,7 @@ async def _items(given: Any) -> AsyncIterator[Any]:
             yield each
 
 
-def _named(given: Any) -> list[tuple[str, Tensor]]:
+def _tensor_pairs(given: Any) -> list[tuple[str, Tensor]]:
     """Return a chunk as pairs. Raises InvalidWeights if it has other items than named tensors."""
     pairs = list(given.items()) if isinstance(given, Mapping) else given
     if isinstance(pairs, Iterator):

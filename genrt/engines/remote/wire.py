@@ -237,7 +237,7 @@ def answers_to(
         results: list[Any] = [
             _error_of(*failed[str(place)])
             if str(place) in failed
-            else _checked(request, _read_result(request, reader, vocab_size))
+            else _verified_answer(request, _read_result(request, reader, vocab_size))
             for place, request in enumerate(asked)
         ]
         reader.end()
@@ -266,7 +266,7 @@ def _read_result(request: Question, reader: _Reader, vocab_size: int) -> Any:
     return _to_tensor(reader.take(F4, count))
 
 
-def _checked(request: Question, result: Any) -> Any:
+def _verified_answer(request: Question, result: Any) -> Any:
     """Return a result, or an error if it cannot be a model's: a row sums to one, entries and scores are
     log-probabilities, a draw is within its mask."""
     wanted = request.wanted if isinstance(request, ReadRequest) else None
