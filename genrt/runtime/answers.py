@@ -5,9 +5,10 @@ Rules:
     A read of a cached row is answered by ``submit``, beside the step. A step's reads are answered
     together, kind by kind, with few copies to the host. An answer never depends on its batch.
     Rows read on the device are not cached, because that would copy them. Rows on the host are.
-    An engine that raises in ``cancel`` may still hold the request. It is cancelled again before the next
-    request; if that raises too, only equal new requests fail.
-    A population that continues by sequence number shares no rows and skips the cache.
+    An engine that raises in ``cancel`` may still hold the requests. They are cancelled again before the
+    next flush; if that raises too, only new requests equal to them fail.
+    A population that continues by the engine's numbers of its sequences (``Origins``) shares no rows and
+    skips the cache.
 """
 
 from __future__ import annotations

@@ -18,8 +18,10 @@ Rules:
     queue enters an empty queue.
     Every waiter gets its own storage or exception object. A turn calls each event loop once.
     References are dropped after the lock is released: finalizers may run arbitrary code.
-    The lock is reentrant because finalizers and signal handlers may interrupt its holder. They only read:
-    ``close`` refuses, ``leave_soon`` defers.
+    The lock is reentrant because finalizers and signal handlers may interrupt its holder. They change no
+    state: in one, ``close`` returns False and ``leave_soon`` only notes the waiter.
+
+The *weight* of a request is the number of questions that it counts as.
 """
 
 from __future__ import annotations
@@ -115,7 +117,7 @@ class Waiter:
     Attributes:
         flow: the buffer of a stream, which has one request.
         results: the results in the order of the requests.
-        missing: the number of distinct requests without a result.
+        missing: the number of distinct requests without a result; of all requests while it waits in line.
         client: the loop or thread while the question waits in line.
     """
 
@@ -160,7 +162,7 @@ class Hold:
         self.is_down = False
 
     async def wait(self) -> None:
-        """Wait until it is passed. Cancelling affects only this caller."""
+        """Wait until no question from before the hold is left. Cancelling affects only this caller."""
         await asyncio.wrap_future(follow(self.passed))
 
     async def unless_dropped(self, work: Awaitable[T]) -> T:
@@ -203,7 +205,7 @@ class _Loop:
     """The waiters and the gathered requests of one event loop, and whether it asks again at once.
 
     Attributes:
-        gathered: the entries added since the loop was last quiet; ``None`` while no pass is awaited.
+        gathered: the entries added since the loop was last quiet; ``None`` without a scheduled pass.
         answered_at: the time of the last answer, unless the loop has asked since.
         returns: whether a question followed its last answer in time.
     """
@@ -416,7 +418,8 @@ class Batcher:
             raise
 
     def _end_gathering(self, asking: _Loop) -> bool:
-        """Send the gathered entries of a quiet loop, under the lock."""
+        """Send the gathered entries of a quiet loop, and note whether it asks again right after answers.
+        Under the lock."""
         wake = self._send_gathered(asking)
         asking.gathered = None
         if asking.answered_at is not None:
@@ -467,6 +470,7 @@ class Batcher:
         self._wake()
 
     def _cancel(self, waiter: Waiter) -> None:
+        """Withdraw and count the question of a waiter that still lacks results."""
         if waiter.missing:
             self._counted["cancelled"] += 1
             self._drop(waiter)
@@ -624,7 +628,7 @@ class Batcher:
         return max(0.0, left)
 
     def turn(self, engine: AnsweringEngine) -> None:
-        """Cancel, submit, deliver answers without a forward, step, deliver.
+        """Cancel, remove adapters, submit, deliver answers without a forward, step, deliver.
 
         Raises:
             EngineDied: the engine cannot go on. Requests in flight stay in flight.
@@ -674,8 +678,8 @@ class Batcher:
             return [Finished(request, error=failed) for request in lost]
 
     def _take(self) -> tuple[list[Request], list[Request], list[Adapter], list[Waiter]]:
-        """Return the flush, the withdrawn requests, the adapters to remove, and waiters that the cache
-        answers."""
+        """Move ready entries into flight, end withdrawn ones and admit waiters in line. Return the flush,
+        the withdrawn requests, the adapters to remove, and waiters that the cache answers."""
         with self.lock:
             released: list[object] = []
             for loop in [each for each in self._loops if each.is_closed()]:
@@ -840,8 +844,8 @@ class Batcher:
     # -- holds --------------------------------------------------------------------------------
 
     def put_up(self, hold: Hold) -> None:
-        """Make every later question wait until the hold is down; ignore one that is. Earlier questions
-        are sent beyond the bounds of the queue, or wait in line too, as ``hold.pending`` says. For the
+        """Make every later question wait until the hold is down, if it is not. Earlier questions are sent
+        beyond the bounds of the queue, or wait in line too, as ``hold.pending`` says. Called on the
         engine's thread."""
         answered: list[Waiter] = []
         with self.lock:
