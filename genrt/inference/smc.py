@@ -21,28 +21,25 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from genrt.errors import InvalidRequest
+from genrt.inference.algorithms import Algorithm, drawn_tokens, result_of
 from genrt.inference.checks import check_callable, frozen, seeds_of_step, state_of
-from genrt.inference.counting import drawn_tokens, start_counting
 from genrt.inference.model import DEAD, Model, checked_model, grown
 from genrt.inference.resampling import Ancestors, Floats, Resampler, systematic
 from genrt.inference.result import Result
 from genrt.inference.state import Deaths, Info, State
 from genrt.numbers import check_float, check_int, displayed
-from genrt.progress import progress_bar
-from genrt.runtime.concurrency import blocking_twin
 
 Rule: TypeAlias = Callable[[State], bool]
-"""Whether to resample before the next step."""
+"""Returns whether to resample before the next step."""
 
 
-class SMC:
+class SMC(Algorithm[Model, State, Info, Info]):
     """Sequential Monte Carlo for one model; the module's docstring has the mathematics.
 
     ::
@@ -51,9 +48,11 @@ class SMC:
                           constraint=regex(r"(Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day\\.", lm))
         result = await SMC(model, num_particles=64).run(seed=0)
 
-    or, step by step, ``async for state, info in smc.steps(smc.init(seed)): ...``. An SMC holds no state
-    of a run, so it may run many times, at once and on several event loops.
+    or, step by step, ``async for state, info in smc.steps(smc.init(seed)): ...``. If every particle
+    dies, the result says so (log evidence -inf, ESS 0, an empty posterior).
     """
+
+    _name = "SMC"
 
     def __init__(
         self,
@@ -66,14 +65,15 @@ class SMC:
         """
         Args:
             resample_when: resample when the effective sample size is under this share of N: 0 is
-                importance sampling, 1 resamples whenever weights differ. Or a rule of your own, which
-                is asked before every step; when no particle is alive nothing is resampled.
-            resample: how; ``partial`` keeps the weights of most particles. Or a ``Resampler`` of yours.
+                importance sampling, 1 resamples whenever weights differ. Or a rule of your own, called
+                before every step that has a particle alive.
+            resample: the scheme; ``partial`` keeps the weights of most particles. Or your own.
 
         Raises:
             InvalidRequest: an argument is out of its range.
         """
-        self._model = checked_model(model)
+        super().__init__(checked_model(model))
+        self._total = model.max_steps
         self._num_particles = check_int("num_particles", num_particles, 1, 2**31)
         given = resample_when
         if not callable(given) and not 0 <= check_float("resample_when", given) <= 1:
@@ -87,13 +87,8 @@ class SMC:
     def __repr__(self) -> str:
         return f"SMC({self._model!r}, num_particles={self._num_particles})"
 
-    @property
-    def model(self) -> Model:
-        """The model that is run."""
-        return self._model
-
     def init(self, seed: int) -> State:
-        """Return N particles that have drawn nothing, of weight 1; the seed is an integer from 0 on."""
+        """Return N particles without tokens, of weight 1; the seed is an integer from 0 on."""
         return State(
             particles=(self._model.start(),) * self._num_particles,
             log_weights=frozen(np.zeros(self._num_particles)),
@@ -101,14 +96,18 @@ class SMC:
             seed=check_int("seed", seed, 0),
         )
 
+    def is_done(self, state: State) -> bool:
+        """Return ``state.done``."""
+        return state_of(State, state).done
+
     async def step(self, state: State) -> tuple[State, Info]:
         """Resample if it is due, then grow every particle that is alive and unfinished by one token.
 
-        Cancelling it, or an error, leaves ``state`` as good as it was: step it again. A state that is
-        ``done`` comes back with only its step number changed, and nothing is asked.
+        A state that is ``done`` comes back with another step number. A cancelled or failed step leaves
+        ``state`` unchanged: step it again.
 
         Raises:
-            GenrtError: whatever the model raised.
+            GenrtError: any error of the model.
         """
         own, seed = seeds_of_step(state_of(State, state).seed, state.step)
         before, particles, unfinished = state.log_weights, list(state.particles), state.unfinished
@@ -138,63 +137,32 @@ class SMC:
             unfinished=len(after.unfinished),
         )
 
-    async def steps(self, state: State) -> AsyncIterator[tuple[State, Info]]:
-        """Step until nothing is left to extend, from ``init(seed)`` or from any later state."""
-        while not state_of(State, state).done:
-            state, info = await self.step(state)
-            yield state, info
-
-    async def run(
-        self,
-        seed: int,
-        *,
-        on_step: Callable[[State, Info], None] | None = None,
-        progress: bool = False,
-    ) -> Result:
-        """Make all steps from ``init(seed)`` and return the result. The same seed and rows give the same
-        one.
-
-        If every particle dies, the result says so (log evidence -inf, ESS 0, an empty posterior).
-
-        Args:
-            on_step: called after every step.
-            progress: show a bar, in a notebook or on stderr.
-        """
-        state, counted = self.init(seed), start_counting(self._model)
-        infos = []
-        with progress_bar("SMC", self._model.max_steps, shown=progress) as show:
-            while not state.done:
-                state, info = await self.step(state)
-                infos.append(info)
-                show(going=f"{info.unfinished}/{len(state.particles)}", ESS=f"{info.ess:.1f}")
-                if on_step is not None:
-                    on_step(state, info)
-        return replace(self.result(state, infos=infos), statistics=counted())
-
-    run_sync = blocking_twin(run)
-    """``run``, blocking: in another thread, where it calls ``on_step``. An interrupt cancels it."""
-
     def result(self, state: State, *, infos: Sequence[Info] = ()) -> Result:
-        """Return a state as a result, with the infos of the steps that led to it. Before the last step
-        the texts are prefixes, and the evidence is theirs."""
-        model = self._model
-        return Result(
-            texts=tuple(map(model.text, state.particles)),
-            token_ids=tuple(particle.token_ids for particle in state.particles),
-            values=tuple(map(model.value, state.particles)),
-            log_weights=state.log_weights,
-            log_evidence=state.log_evidence,
-            infos=tuple(infos),
-            deaths=Deaths.of(
-                model,
-                (
-                    (len(each.token_ids), each.finished)
-                    for each, log_weight in zip(state.particles, state.log_weights, strict=True)
-                    if log_weight == -math.inf
-                ),
-            ),
-            _tokens=drawn_tokens(model, infos),
+        """Return a state as a result, with the infos of the steps before it. Before the last step the
+        texts are prefixes, and so the evidence is that of prefixes."""
+        dead = (
+            (len(each.token_ids), each.finished)
+            for each, log_weight in zip(state.particles, state.log_weights, strict=True)
+            if log_weight == -math.inf
         )
+        return result_of(
+            self._model,
+            state.particles,
+            state.log_weights,
+            state.log_evidence,
+            infos=tuple(infos),
+            deaths=Deaths.of(self._model, dead),
+            _tokens=drawn_tokens(self._model, infos),
+        )
+
+    def _kept(self, state: State, info: Info) -> list[Info]:
+        return [info]
+
+    def _figures(self, state: State, info: Info) -> dict[str, Any]:
+        return {"going": f"{info.unfinished}/{len(state.particles)}", "ESS": f"{info.ess:.1f}"}
+
+    def _result(self, state: State, kept: list[Info]) -> Result:
+        return self.result(state, infos=kept)
 
     def _is_due(self, state: State) -> bool:
         if callable(self._resample_when):
@@ -217,23 +185,18 @@ class SMC:
         indices, weights = chosen if is_pair else (chosen, np.full(count, state.log_evidence))
         try:
             ancestors, log_weights = np.array(indices), np.array(weights, dtype=np.float64)
-        except (TypeError, ValueError) as error:
-            raise InvalidRequest(
-                f"the resampler gave {chosen!r}: give {count} integers, or those and as many log-weights"
-            ) from error
-        if ancestors.shape != (count,) or ancestors.dtype.kind not in "iu":
-            raise InvalidRequest(
-                f"the resampler gave ancestors {list(ancestors.shape)} of {ancestors.dtype}: give "
-                f"{count} integers, or those and as many log-weights"
+            is_right = (
+                (ancestors.shape, log_weights.shape) == ((count,), (count,))
+                and ancestors.dtype.kind in "iu"
+                and 0 <= ancestors.min() <= ancestors.max() < count
+                and (log_weights < np.inf).all()
             )
-        if ancestors.min() < 0 or ancestors.max() >= count:
+        except (TypeError, ValueError):
+            is_right = False
+        if not is_right:
             raise InvalidRequest(
-                f"the resampler gave ancestors from {ancestors.min()} to {ancestors.max()}: they are the "
-                f"indices of {count} particles"
-            )
-        if log_weights.shape != (count,) or not (log_weights < np.inf).all():
-            raise InvalidRequest(
-                f"the resampler gave log-weights {log_weights}: give {count}, finite or -inf"
+                f"the resampler gave {displayed(chosen)}: give {count} integers from 0 to {count - 1}, "
+                f"or these and {count} log-weights, finite or -inf"
             )
         return ancestors.astype(np.int64), log_weights
 

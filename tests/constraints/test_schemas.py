@@ -251,8 +251,8 @@ def test_formats(
 
 
 def test_dates_are_the_days_that_there_are() -> None:
-    """All of 1900 to 2100, and no other day of any month."""
-    years = [f'"{year}-' for year in range(1900, 2101)]
+    """All of 1996 to 2100, and no other day of any month."""
+    years = [f'"{year}-' for year in range(1996, 2101)]
     months = [f"{month:02}-" for month in range(14)]
     days = [f'{day:02}"' for day in range(33)]
     lm = lm_over(*[token.encode() for token in [*years, *months, *days]])
@@ -262,7 +262,7 @@ def test_dates_are_the_days_that_there_are() -> None:
         after_year = start.advance(year)
         for month in allowed(after_year):
             found += [spelt(lm, (year, month, day)) for day in allowed(after_year.advance(month))]
-    first = datetime.date(1900, 1, 1).toordinal()
+    first = datetime.date(1996, 1, 1).toordinal()
     every = range(first, datetime.date(2101, 1, 1).toordinal())
     days_there_are = [f'"{datetime.date.fromordinal(day).isoformat()}"'.encode() for day in every]
     assert sorted(found) == days_there_are
@@ -324,7 +324,6 @@ def test_numbers_are_taken_as_they_are(number: float) -> None:
         ({"pattern": "a?" * 10_001}, "pattern has 10,001 repetitions"),
         ({"patternProperties": {"a?" * 10_001: True}}, "pattern has 10,001 repetitions"),
         ({"minProperties": 2}, "minProperties 2 and requires 0 by name"),
-        ({"enum": [*range(100_001)]}, "enum of 100,001, and 100,000 is the most"),
         (
             {
                 "$defs": {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(3000)}
@@ -351,13 +350,13 @@ LARGE: list[tuple[Schema, str]] = [
     ),
     (
         {"anyOf": [{"properties": {"kind": {"const": f"k{i}"}, f"p{i}": {"const": i}},
-                    "required": ["kind", f"p{i}"]} for i in range(400)]},
-        '{"kind": "k399", "p399": 399}',
+                    "required": ["kind", f"p{i}"]} for i in range(100)]},
+        '{"kind": "k99", "p99": 99}',
     ),
     ({"type": "array", "maxItems": 10_000}, "[" + ", ".join(["1"] * 200) + "]"),
-    ({"enum": [f"value {i}" for i in range(10_000)]}, '"value 9999"'),
+    ({"enum": [f"value {i}" for i in range(2_000)]}, '"value 1999"'),
     ({"type": "string", "maxLength": 10**9}, json.dumps("a" * 100)),
-    ({"type": "string", "pattern": "^([a-z]{2}[0-9]){0,10000}$"}, '"ab1cd2"'),
+    ({"type": "string", "pattern": "^([a-z]{2}[0-9]){0,1000}$"}, '"ab1cd2"'),
     (json.loads('{"items":' * 100 + "true" + "}" * 100), "[" * 100 + "]" * 100),
     ({"multipleOf": 9_973}, str(9_973 * 123_456_789)),
     ({"type": "number", "multipleOf": 0.0001}, "12345.0678"),

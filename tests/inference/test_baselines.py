@@ -90,11 +90,10 @@ def options_of(name: str, lm: Any) -> dict[str, Any]:
         "plain": {"max_tokens": 3},
         "regex": {"max_tokens": 5, "constraint": regex("[ab]{1,3}b", lm)},
         "predicate": {"max_tokens": 4, "constraint": predicate(ends_in_b, lm)},
-        "potential": {"max_tokens": 3, "potential": likes_b_later},
         "all": {
             "max_tokens": 4,
             "constraint": regex("(a|b)*b", lm),
-            "potential": likes_b,
+            "potential": likes_b_later,
             "temperature": 2.0,
         },
         "never": {"max_tokens": 3, "constraint": regex("x", lm)},
@@ -102,13 +101,13 @@ def options_of(name: str, lm: Any) -> dict[str, Any]:
     return options[name]
 
 
-@pytest.mark.parametrize("max_texts", [7, 1000])
-@pytest.mark.parametrize("name", ["plain", "regex", "predicate", "potential", "all", "never"])
+@pytest.mark.parametrize(
+    ("name", "max_texts"),
+    [("plain", 7), ("predicate", 7), ("never", 7), ("regex", 99), ("all", 99)],
+)
 async def test_what_is_kept_follows_the_target_and_the_evidence_is_unbiased(
     name: str, max_texts: int
 ) -> None:
-    if name == "never":
-        max_texts = 7
     with genrt.load(LIVELY, engine="exact") as lm:
         options = options_of(name, lm)
         exact = exact_posterior(LIVELY, PROMPT, **options)
@@ -120,7 +119,7 @@ async def test_what_is_kept_follows_the_target_and_the_evidence_is_unbiased(
             batch_size=5 if max_texts == 7 else 20,
             bound=bound,
         )
-        results = await asyncio.gather(*(sampler.run(seed) for seed in range(120)))
+        results = await asyncio.gather(*(sampler.run(seed) for seed in range(60)))
     evidence = [math.exp(result.log_evidence) for result in results]
     assert_unbiased(evidence, exact.evidence, highest=math.exp(bound))
     kept = [token_ids for result in results for token_ids in result.token_ids]
@@ -267,8 +266,7 @@ async def test_a_constraint_of_little_mass_leaves_no_run_without_a_text() -> Non
     assert all(result.posterior() == [("abababab", 1.0)] for result in results)
 
 
-@pytest.mark.parametrize("stop", [END_TOKEN, None])
-@pytest.mark.parametrize("name", ["regex", "predicate", "all", "never"])
+@pytest.mark.parametrize(("name", "stop"), [("regex", None), ("all", END_TOKEN), ("never", None)])
 async def test_candidates_are_drawn_under_the_mask_with_the_weights_of_their_law(
     name: str, stop: Any
 ) -> None:
@@ -278,7 +276,7 @@ async def test_candidates_are_drawn_under_the_mask_with_the_weights_of_their_law
         law = {each: options[each] for each in options if each != "potential"}
         exact = exact_posterior(LIVELY, PROMPT, **law)
         sampler = BestOfN(TextModel(lm, PROMPT, **options, twist=likes_b), n=4)
-        states = [await sampler.step(sampler.init(seed)) for seed in range(100)]
+        states = [await sampler.step(sampler.init(seed)) for seed in range(60)]
     runs = [([each.token_ids for each in s.texts], s.log_weights) for s, _ in states]
     assert_weighted_samples_from(runs, exact.token_ids, log_evidence=exact.log_evidence)
     for state, batch in states:

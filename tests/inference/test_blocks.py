@@ -25,14 +25,13 @@ from genrt.errors import Closed, ContextTooLong, InvalidRequest
 from genrt.inference import (
     END_TOKEN,
     SMC,
-    MetropolisHastings,
     State,
     TextModel,
     importance_sampling,
 )
 from genrt.inference.trails import Trail
 from genrt.lm import AsyncLM
-from genrt.testing import assert_samples_from, assert_weighted_samples_from, exact_posterior
+from genrt.testing import assert_weighted_samples_from, exact_posterior
 from genrt.tokens import sampling
 from genrt.tokens.texts import Text
 
@@ -67,10 +66,6 @@ def likes_b(text: Text) -> float:
 def options_of(case: str, lm: AsyncLM) -> dict[str, Any]:
     options: dict[str, Any] = {"max_tokens": LENGTH}
     match case:
-        case "constrained":
-            options["constraint"] = regex("(a|b)*b", lm)
-        case "asked":
-            options["constraint"] = predicate(even, lm)
         case "asked, stops":
             options |= {
                 "constraint": predicate(even, lm),
@@ -79,8 +74,6 @@ def options_of(case: str, lm: AsyncLM) -> dict[str, Any]:
             }
         case "product":
             options["constraint"] = all_of(regex("(a|b)*b", lm), predicate(even, lm))
-        case "stops":
-            options |= {"constraint": regex("(a|ba)*", lm), "stop": [END_TOKEN, 1]}
         case "strings":
             options["stop"] = ["bb", END_TOKEN, "aba"]
         case "cut":
@@ -89,8 +82,6 @@ def options_of(case: str, lm: AsyncLM) -> dict[str, Any]:
             options |= {"constraint": regex("(ab){2}|b*a", lm), "stop": None}
         case "weighed":
             options |= {"constraint": regex("(a|b)*b", lm), "potential": likes_b}
-        case "cold":
-            options |= {"constraint": regex("(a|b)*b", lm), "temperature": 0.6}
         case "hot":
             options["temperature"] = 2.5
         case _:
@@ -110,21 +101,19 @@ def highest(temperature: float) -> float:
 
 
 CASES = [
-    "free", "constrained", "asked", "asked, stops", "product", "stops", "strings", "cut", "complete",
-    "weighed", "cold", "hot",
+    ("free", 1), ("cut", 2), ("asked, stops", 2), ("product", 8), ("strings", 2), ("complete", 8),
+    ("weighed", 2), ("hot", 2),
 ]  # fmt: skip
-BLOCKS = [(case, 2) for case in CASES]
-BLOCKS += [(case, block) for case in ("free", "asked, stops", "cut") for block in (1, 8)]
 
 
-@pytest.mark.parametrize(("case", "block"), BLOCKS)
+@pytest.mark.parametrize(("case", "block"), CASES)
 async def test_the_target_and_the_evidence_are_the_models_own(
     lm: AsyncLM, small: AsyncLM, case: str, block: int
 ) -> None:
     options = options_of(case, lm)
     exact = exact_posterior(MODEL, PROMPT, **options)
     model = TextModel(lm, PROMPT, proposal=small, block=block, **options)
-    result = await importance_sampling(model, num_particles=1000).run(0)
+    result = await importance_sampling(model, num_particles=500).run(0)
     particles = [
         ([token_ids], [log_weight])
         for token_ids, log_weight in zip(result.token_ids, result.log_weights, strict=True)
@@ -132,10 +121,6 @@ async def test_the_target_and_the_evidence_are_the_models_own(
     own: dict[str, Any] = {"highest": highest(options.get("temperature", 1.0))}
     own["log_evidence"] = exact.log_evidence
     assert_weighted_samples_from(particles, exact.token_ids, **own)
-    smc = SMC(model, num_particles=8, resample_when=0.9)
-    results = await asyncio.gather(*(smc.run(seed) for seed in range(50)))
-    runs = [(each.token_ids, each.log_weights) for each in results]
-    assert_weighted_samples_from(runs, exact.token_ids, **own)
 
 
 def row_of(ngram: NGram, before: tuple[int, ...], temperature: float) -> torch.Tensor:
@@ -212,15 +197,6 @@ async def test_a_rejection_proposes_one_of_the_stop_tokens(lm: AsyncLM, small: A
     assert len(seen) == 4
 
 
-async def test_chains_have_the_models_law(lm: AsyncLM, small: AsyncLM) -> None:
-    options = options_of("weighed", lm)
-    exact = exact_posterior(MODEL, PROMPT, **options)
-    model = TextModel(lm, PROMPT, proposal=small, block=2, **options)
-    chains = MetropolisHastings(model, num_chains=150, num_steps=25, warm_up=24)
-    result = await chains.run(0)
-    assert_samples_from(result.token_ids, exact.token_ids)
-
-
 async def test_a_twist_leaves_the_target_as_it_is(lm: AsyncLM, small: AsyncLM) -> None:
     options = options_of("weighed", lm)
     exact = exact_posterior(MODEL, PROMPT, **options)
@@ -232,7 +208,7 @@ async def test_a_twist_leaves_the_target_as_it_is(lm: AsyncLM, small: AsyncLM) -
 
     model = TextModel(lm, PROMPT, twist=twist, proposal=small, block=2, **options)
     smc = SMC(model, num_particles=8, resample_when=1.0)
-    results = await asyncio.gather(*(smc.run(seed) for seed in range(120)))
+    results = await asyncio.gather(*(smc.run(seed) for seed in range(60)))
     runs = [(each.token_ids, each.log_weights) for each in results]
     assert_weighted_samples_from(
         runs, exact.token_ids, log_evidence=exact.log_evidence, highest=highest(1.0)
@@ -285,30 +261,6 @@ async def test_a_state_is_a_value_inside_of_a_block_too(lm: AsyncLM, small: Asyn
         assert all(told(each) == told(stepped[0][0]) for each, _ in stepped)
         state = stepped[0][0]
     assert turns > 4
-
-
-async def test_a_pickled_particle_goes_on_in_its_block(lm: AsyncLM, small: AsyncLM) -> None:
-    smc = SMC(TextModel(lm, PROMPT, max_tokens=6, proposal=small, block=4), num_particles=8)
-    state, _ = await smc.step(smc.init(1))
-    copied = pickle.loads(pickle.dumps(state.particles))  # noqa: S301
-    other = State(copied, state.log_weights, state.step, state.seed)
-    while not state.done:
-        (state, _), (other, _) = await smc.step(state), await smc.step(other)
-        assert told(state) == told(other)
-    assert other.done
-
-
-async def test_the_model_may_propose_to_itself(lm: AsyncLM) -> None:
-    """Every weight is then the product of the masses, as it is without blocks."""
-    constraint = regex("(a|b)*b", lm)
-    own: dict[str, Any] = {"max_tokens": 5, "constraint": constraint}
-    others: dict[str, Any] = {"proposal": lm, "block": 3}
-    runs = [
-        await importance_sampling(TextModel(lm, PROMPT, **own), num_particles=50).run(4),
-        await importance_sampling(TextModel(lm, PROMPT, **own, **others), num_particles=50).run(4),
-    ]
-    assert runs[0].token_ids == runs[1].token_ids
-    assert np.allclose(runs[0].log_weights, runs[1].log_weights, atol=1e-5)
 
 
 async def test_the_end_of_one_runtime_is_told(lm: AsyncLM, small: AsyncLM) -> None:

@@ -63,7 +63,7 @@ def test_the_effective_sample_size_is_that_of_the_theory(
     name: str, chains: int, steps: int, r: float
 ) -> None:
     found = [
-        diagnosed(MARKOV[name](np.random.default_rng(seed), chains, steps, r)) for seed in range(20)
+        diagnosed(MARKOV[name](np.random.default_rng(seed), chains, steps, r)) for seed in range(6)
     ]
     exact = chains * steps * (1 - r) / (1 + r)
     # Halves of 40 steps hold fewer lags of r = 0.9 than there are.
@@ -76,7 +76,7 @@ def test_the_effective_sample_size_is_that_of_the_theory(
 def test_the_worth_of_a_mean_is_told_apart_from_that_of_the_bulk() -> None:
     """Most values are independent; the mean is that of rare ones, at which chains stay."""
     means, found = [], []
-    for seed in range(100):
+    for seed in range(40):
         rng = np.random.default_rng(seed)
         numbers = rng.standard_normal((4, 400)) + 100 * two_states(rng, 4, 400, 0.05, 0.95)
         means.append(numbers.mean())
@@ -140,10 +140,10 @@ def by_definition(numbers: Floats) -> tuple[float, float, float]:
     return ess(rows), ess(halves(numbers)), max(r_hat(rows), r_hat(folded))
 
 
-@pytest.mark.parametrize(("chains", "steps"), [(4, 4), (4, 5), (5, 20), (2, 101), (9, 33)])
+@pytest.mark.parametrize(("chains", "steps"), [(4, 5), (2, 101), (9, 20)])
 @pytest.mark.parametrize("r", [0.0, 0.7, 0.98])
 def test_both_numbers_are_those_of_the_formulas(chains: int, steps: int, r: float) -> None:
-    for seed in range(5):
+    for seed in range(2):
         rng = np.random.default_rng(seed)
         for numbers in (
             autoregressive(rng, chains, steps, r),
@@ -166,13 +166,6 @@ def test_chains_in_different_places_are_told_from_chains_that_agree() -> None:
     drifting = numbers + np.linspace(0, 3, 200)
     assert diagnosed(drifting).r_hat > 1.2, "all alike, but not yet where they will be"
     assert diagnosed(drifting).ess_bulk < 0.2 * diagnosed(numbers).ess_bulk
-
-
-def test_chains_that_never_move_are_worth_one_value_each() -> None:
-    stuck = np.repeat([[0.0], [1.0], [1.0], [0.0], [2.0]], 50, axis=1)
-    found = diagnosed(stuck)
-    assert found.ess_bulk == pytest.approx(5, rel=0.1)
-    assert found.r_hat == math.inf
 
 
 @pytest.mark.parametrize("factor", [1e-300, 1e-9, 1.0, 1e300])

@@ -92,7 +92,7 @@ async def test_a_text_written_by_hand_has_the_law_of_a_text_model(resample_when:
     with genrt.load(MODEL, engine="exact") as lm:
         exact = exact_posterior(MODEL, PROMPT, max_tokens=5, constraint=regex(PATTERN, lm))
         smc = SMC(Program(lm, constrained(lm)), num_particles=8, resample_when=resample_when)
-        results = await asyncio.gather(*(smc.run(seed) for seed in range(120)))
+        results = await asyncio.gather(*(smc.run(seed) for seed in range(60)))
     assert_weighted_samples_from(
         [(result.values, result.log_weights) for result in results],
         exact.token_ids,
@@ -152,9 +152,9 @@ async def test_the_mixed_program_has_the_evidence_that_its_observations_say() ->
     evidence = sum(posterior.values())
     law = {value: weight / evidence for value, weight in posterior.items()}
     with genrt.load(MODEL, engine="exact") as lm:
-        once = await importance_sampling(Program(lm, mixed), num_particles=1500).run(0)
+        once = await importance_sampling(Program(lm, mixed), num_particles=600).run(0)
         smc = SMC(Program(lm, mixed), num_particles=6, resample_when=every_step)
-        results = await asyncio.gather(*(smc.run(seed) for seed in range(120)))
+        results = await asyncio.gather(*(smc.run(seed) for seed in range(60)))
     assert_weighted_samples_from(values_of(once), law, log_evidence=math.log(evidence))
     runs = [(result.values, result.log_weights) for result in results]
     assert_weighted_samples_from(runs, law, log_evidence=math.log(evidence))
@@ -248,7 +248,7 @@ OWN_DRAWS: dict[str, tuple[Any, dict[Any, float]]] = {
 
 
 @pytest.mark.parametrize("name", OWN_DRAWS)
-@pytest.mark.parametrize("resample_when", [0.5, 1.0, every_step])
+@pytest.mark.parametrize("resample_when", [0.5, every_step])
 async def test_a_weight_that_changed_is_resampled_before_the_next_draw_of_any_kind(
     name: str, resample_when: Any
 ) -> None:
@@ -259,9 +259,9 @@ async def test_a_weight_that_changed_is_resampled_before_the_next_draw_of_any_ki
         replayed: Any = SMC(
             Forgetful(Program(lm, program)), num_particles=6, resample_when=resample_when
         )
-        results = await asyncio.gather(*(smc.run(seed) for seed in range(150)))
+        results = await asyncio.gather(*(smc.run(seed) for seed in range(60)))
         assert all([same(await replayed.run(seed), results[seed]) for seed in range(4)])
-    if resample_when is every_step or resample_when == 1.0:
+    if resample_when is every_step:
         assert max(len(result.infos) for result in results) >= 3
         assert sum(info.resampled for result in results for info in result.infos) > 0
     assert_weighted_samples_from(
@@ -281,10 +281,10 @@ async def test_resampling_at_choices_steadies_the_evidence() -> None:
         spread = {}
         for resample_when in (0.0, 0.5):
             smc = SMC(Program(lm, rare), num_particles=30, resample_when=resample_when)
-            results = await asyncio.gather(*(smc.run(seed) for seed in range(60)))
+            results = await asyncio.gather(*(smc.run(seed) for seed in range(30)))
             evidence = np.exp([result.log_evidence for result in results]) / exact
             spread[resample_when] = float(evidence.std())
-            assert abs(evidence.mean() - 1) < 5 * spread[resample_when] / 60**0.5
+            assert abs(evidence.mean() - 1) < 5 * spread[resample_when] / 30**0.5
     assert spread[0.5] < 0.6 * spread[0.0], spread
 
 

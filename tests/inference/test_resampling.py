@@ -114,7 +114,7 @@ def test_counts_have_their_expectation(resample: Equal, weights: list[float]) ->
     with np.errstate(divide="ignore"):
         log_weights = np.log(weights)
     n = len(weights)
-    counts = np.array([np.bincount(resample(rng, log_weights), minlength=n) for _ in range(4000)])
+    counts = np.array([np.bincount(resample(rng, log_weights), minlength=n) for _ in range(1000)])
     expected = n * np.array(weights) / sum(weights)
     assert np.all(counts[:, expected == 0] == 0)
     varying = counts.std(axis=0) > 0
@@ -122,28 +122,19 @@ def test_counts_have_their_expectation(resample: Equal, weights: list[float]) ->
     expect_means(counts[:, varying], expected[varying])
 
 
-@pytest.mark.parametrize("resample", RESAMPLERS)
+@pytest.mark.parametrize("resample", [*RESAMPLERS, partial])
 @pytest.mark.parametrize("values", [[-math.inf] * 3, [0.0, math.nan], [0.0, math.inf], []], ids=str)
 def test_no_ancestors_without_weights(resample: Equal, values: list[float]) -> None:
     with pytest.raises(InvalidRequest, match="log-weight"):
         resample(np.random.default_rng(0), np.array(values))
 
 
-@pytest.mark.parametrize("shift", [0.0, 700.0, -700.0, 1e-3, -12_345.678])
+@pytest.mark.parametrize("shift", [0.0, 700.0, -12_345.678])
 @pytest.mark.parametrize("resample", [stratified, systematic, residual])
 def test_equal_weights_have_one_child_each(resample: Equal, shift: float) -> None:
-    for n in (*range(1, 300), 1999, 2000, 49_999, 100_000):
+    for n in (*range(1, 100), 1999, 49_999):
         ancestors = resample(np.random.default_rng(n), np.full(n, shift))
         assert np.array_equal(ancestors, np.arange(n)), n
-
-
-@pytest.mark.parametrize("resample", [stratified, systematic])
-@pytest.mark.parametrize("uniform", [0.0, 0.5, float(np.nextafter(1.0, 0.0))])
-def test_equal_weights_have_one_child_each_whatever_is_drawn(
-    resample: Equal, uniform: float
-) -> None:
-    for n in (*range(1, 300), 1999, 2000):
-        assert np.array_equal(resample(Constant(uniform), np.full(n, -3.7)), np.arange(n)), n
 
 
 @pytest.mark.parametrize("shift", [0.0, 700.0, -700.0])
@@ -152,7 +143,7 @@ def test_weights_that_are_whole_numbers_of_children_have_these(
     resample: Equal, shift: float
 ) -> None:
     rng = np.random.default_rng(0)
-    for _ in range(300):
+    for _ in range(100):
         n = int(rng.integers(1, 300))
         children = rng.multinomial(n, rng.dirichlet(np.full(n, 0.3)))
         with np.errstate(divide="ignore"):
@@ -164,7 +155,7 @@ def test_weights_that_are_whole_numbers_of_children_have_these(
 def test_what_residual_gives_for_certain_is_the_whole_part(shift: float) -> None:
     """Of weights k / m with k and N integers the whole part of N k / m is known exactly."""
     rng = np.random.default_rng(1)
-    for _ in range(500):
+    for _ in range(100):
         n = int(rng.integers(1, 200))
         parts = rng.integers(0, 12, n)
         parts[rng.integers(n)] += 1
@@ -172,15 +163,6 @@ def test_what_residual_gives_for_certain_is_the_whole_part(shift: float) -> None
             log_weights = np.log(parts) + shift
         counts = np.bincount(residual(rng, log_weights), minlength=n)
         assert np.all(counts >= n * parts // parts.sum())
-
-
-@pytest.mark.parametrize("resample", RESAMPLERS)
-def test_enormous_log_weights_leave_the_number_of_children_what_it_is(resample: Equal) -> None:
-    rng = np.random.default_rng(2)
-    for scale in (1e3, 1e9, 1e15, 1e300):
-        for n in (1, 2, 7, 100):
-            log_weights = np.full(n, -scale) * (1 + rng.integers(0, 3, n) * 1e-15)
-            assert len(resample(rng, log_weights)) == n
 
 
 @given(st.lists(st.floats(-700, 700), min_size=1, max_size=30))
@@ -198,12 +180,6 @@ def test_ess_and_mean_of_weights(values: list[float]) -> None:
     dead = np.append(log_weights, -math.inf)
     assert effective_sample_size(dead) == pytest.approx(ess)
     assert log_mean_exp(dead) == pytest.approx(mean + math.log(n / (n + 1)), abs=1e-9)
-
-
-def test_ess_and_mean_of_no_weight_at_all() -> None:
-    dead = np.full(3, -math.inf)
-    assert effective_sample_size(dead) == 0
-    assert log_mean_exp(dead) == -math.inf
 
 
 # -- the one that keeps weights ---------------------------------------------------------------
@@ -235,7 +211,7 @@ def test_partial_is_unbiased(weights: list[float]) -> None:
     with np.errstate(divide="ignore"):
         log_weights = np.log(weights)
     n = len(weights)
-    totals = np.zeros((4000, n))
+    totals = np.zeros((1000, n))
     for row in totals:
         ancestors, after = partial(rng, log_weights)
         np.add.at(row, ancestors, np.exp(after))
@@ -245,25 +221,10 @@ def test_partial_is_unbiased(weights: list[float]) -> None:
 
 
 def test_partial_keeps_weights_of_exactly_half_and_twice_the_mean() -> None:
-    for n in range(3, 300):
+    for n in range(3, 60):
         shares = np.full(n, 0.5)
         shares[-1] = n - 0.5 * (n - 1)
         for scale in (1.0, 1 / 3, 1e-100):
             ancestors, after = partial(np.random.default_rng(n), np.log(shares * scale))
             assert np.array_equal(ancestors, np.arange(n)), n
             np.testing.assert_allclose(after, np.log(shares * scale), rtol=1e-14, atol=1e-14)
-
-
-@pytest.mark.parametrize("values", [[-math.inf] * 3, [0.0, math.nan], [0.0, math.inf], []], ids=str)
-def test_partial_needs_weights_too(values: list[float]) -> None:
-    with pytest.raises(InvalidRequest, match="log-weight"):
-        partial(np.random.default_rng(0), np.array(values))
-
-
-def test_systematic_counts_are_the_expectation_rounded_up_or_down() -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(500):
-        weights = rng.random(12)
-        expected = 12 * weights / weights.sum()
-        counts = np.bincount(systematic(rng, np.log(weights)), minlength=12)
-        assert np.all(abs(counts - expected) < 1)

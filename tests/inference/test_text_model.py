@@ -1,7 +1,7 @@
 """Texts as particles: potentials, twists, prompts, proposals, and what is refused.
 
-The laws of constrained texts without these are in ``test_inference.py``, those of adaptive weighted
-rejection in ``test_awrs.py``. Statistical tests have fixed seeds and a level of 1e-6.
+The laws are in ``test_algorithms.py`` and ``test_awrs.py``. Statistical tests have fixed seeds and a level
+of 1e-6.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from genrt.errors import ContextTooLong, InvalidConstraint, InvalidRequest
 from genrt.inference import SMC, Result, TextModel, importance_sampling
 from genrt.lm import AsyncLM
 from genrt.testing import ExactPosterior, assert_weighted_samples_from, exact_posterior
-from genrt.tokens.texts import Potential, Text
+from genrt.tokens.texts import Text
 
 PROMPT = [0]
 MODEL = NGram.random([b"a", b"b", b"ab", b"ba", b""], seed=3, zeros=0.25, eos_token_id=4)
@@ -83,40 +83,6 @@ def expect(runs: Any, exact: ExactPosterior, *, highest: float | None = None) ->
 # -- potentials -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pattern", [None, "(a|b)*b"])
-@pytest.mark.parametrize(
-    "potential",
-    [likes_b, refuses_bb, refuses_bb_later, Later(), returns_a_coroutine, only_the_finished],
-)
-async def test_a_potential_is_in_target_and_evidence(
-    potential: Potential, pattern: str | None
-) -> None:
-    with genrt.load(MODEL, engine="exact") as lm:
-        options: dict[str, Any] = {"max_tokens": 4, "potential": potential}
-        if pattern is not None:
-            options["constraint"] = regex(pattern, lm)
-        exact = exact_posterior(MODEL, PROMPT, **options)
-        model = TextModel(lm, PROMPT, **options)
-        result = await importance_sampling(model, num_particles=1000).run(0)
-    expect(particles_of(result), exact)
-
-
-@pytest.mark.parametrize("twist", [likes_b, refuses_bb_later])
-@pytest.mark.parametrize("pattern", [None, "(a|b)*b"])
-@pytest.mark.parametrize("resample_when", [0.0, 1.0])
-async def test_a_twist_leaves_the_target_as_it_is(
-    twist: Potential, pattern: str | None, resample_when: float
-) -> None:
-    with genrt.load(MODEL, engine="exact") as lm:
-        options: dict[str, Any] = {"max_tokens": 4, "potential": refuses_bb}
-        if pattern is not None:
-            options["constraint"] = regex(pattern, lm)
-        exact = exact_posterior(MODEL, PROMPT, **options)
-        model = TextModel(lm, PROMPT, twist=twist, **options)
-        smc = SMC(model, num_particles=6, resample_when=resample_when)
-        expect(await runs_of(smc, 100), exact)
-
-
 async def test_a_good_twist_steadies_the_evidence() -> None:
     """The relative variance of 10 particles is about 1.1 without it, and 0.4 with it: what most texts
     lack is then missed from the first token on, and not at the end alone."""
@@ -131,10 +97,10 @@ async def test_a_good_twist_steadies_the_evidence() -> None:
         for name, twist in {"none": None, "good": wants_bs}.items():
             model = TextModel(lm, PROMPT, max_tokens=5, potential=wants_bs, twist=twist)
             smc = SMC(model, num_particles=10, resample_when=1.0)
-            results = await asyncio.gather(*(smc.run(seed) for seed in range(150)))
+            results = await asyncio.gather(*(smc.run(seed) for seed in range(100)))
             evidence = np.exp([result.log_evidence - exact.log_evidence for result in results])
             variances[name] = float(evidence.var())
-            assert abs(evidence.mean() - 1) < 5 * evidence.std() / math.sqrt(150)
+            assert abs(evidence.mean() - 1) < 5 * evidence.std() / math.sqrt(100)
     assert variances["good"] < 0.5 * variances["none"], variances
 
 

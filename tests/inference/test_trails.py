@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
 from typing import Any
 
 from hypothesis import given
@@ -43,14 +42,6 @@ def test_a_trail_is_its_text(data: st.DataObject) -> None:
         assert trail.text is trail.text
 
 
-def test_what_was_read_gives_up_what_it_was_read_from() -> None:
-    first = Trail(Trail.of(Text()), 0, b"a", False)
-    last = Trail(Trail(first, 4, b"bc", False), 0, b"a", True)
-    assert [each._before is None for each in (first, last)] == [False, False]
-    assert last.text == Text((0, 4, 0), b"abca", finished=True)
-    assert [each._before is None for each in (first, last)] == [False, True]
-
-
 def test_a_long_trail_is_read_and_dropped() -> None:
     trail = Trail.of(Text())
     for _ in range(100_000):
@@ -67,24 +58,3 @@ def test_copies_have_no_frontier() -> None:
     for each in (copy.copy(trail), copy.deepcopy(trail), pickle.loads(pickle.dumps(trail))):  # noqa: S301
         assert (each.frontier, each.text) == (None, trail.text)
     assert trail.frontier.population is population
-
-
-def test_a_frontier_gives_its_population_to_one_alone() -> None:
-    population: Any = object()
-    for _ in range(50):
-        frontier, everyone = Frontier(population), threading.Barrier(4)
-        taken: list[Any] = []
-
-        def take(frontier: Frontier, everyone: threading.Barrier, taken: list[Any]) -> None:
-            everyone.wait()
-            taken.append(frontier.take())
-
-        threads = [
-            threading.Thread(target=take, args=(frontier, everyone, taken)) for _ in range(4)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert sorted(map(id, taken)) == sorted(map(id, [population, None, None, None]))
-        assert frontier.population is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 import xml.etree.ElementTree as ET
@@ -13,13 +12,11 @@ import pytest
 
 from genrt.errors import InvalidRequest
 from genrt.inference import Result
-from genrt.inference.display.formatting import printable, said
-from genrt.inference.display.genealogy import Branch, Tree, lineage, tree_of
+from genrt.inference.display.formatting import printable
+from genrt.inference.display.genealogy import Branch, Tree, tree_of
 from tests import runs
 
 EVERYTHING = 10_000
-WIDEST_LETTER = 6.0
-"""Pixels, on the average over a text of ten pixels' size, in the widest of the usual fonts."""
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -67,40 +64,20 @@ IDS = ["narrow", "wide", "one step", "one particle", "mostly dead"]
 
 
 @pytest.mark.parametrize("result", RESULTS, ids=IDS)
-def test_the_whole_tree_has_every_lineage_and_its_edges_are_the_ancestors(result: Result) -> None:
+def test_the_whole_tree_is_that_of_the_ancestors_and_no_lines_cross(result: Result) -> None:
     tree = tree_of(result.infos, lineages=EVERYTHING)
-    parents = edges(tree)
-    for (step, particle), parent in parents.items():
+    for (step, particle), parent in edges(tree).items():
         ancestor = int(result.infos[step].ancestors[particle])
         assert parent == ((step - 1, ancestor) if step else None)
     leaves = {nodes(branch)[-1]: branch.end for branch in tree.branches if branch.end != "forked"}
     assert leaves == expected_leaves(result)
-    assert tree.rows == len(leaves)
     assert tree.shown == tree.total
-
-
-@pytest.mark.parametrize("result", RESULTS, ids=IDS)
-@pytest.mark.parametrize("lineages", [1, 2, 3, 7])
-def test_a_choice_of_lineages_is_a_part_of_the_whole_tree(result: Result, lineages: int) -> None:
-    whole = edges(tree_of(result.infos, lineages=EVERYTHING))
-    tree = tree_of(result.infos, lineages=lineages)
-    assert edges(tree).items() <= whole.items()
-    assert tree.rows == min(lineages, sum(tree.total.values())) == sum(tree.shown.values())
-    assert (tree.shown["survived"] > 0) == (tree.total["survived"] > 0)
-    if tree.rows - tree.shown["survived"] > 1:
-        for end in ("died", "dropped"):
-            assert (tree.shown[end] > 0) == (tree.total[end] > 0)
-
-
-@pytest.mark.parametrize("result", RESULTS, ids=IDS)
-def test_branches_know_their_tokens_weights_and_shares(result: Result) -> None:
-    tree = tree_of(result.infos, lineages=EVERYTHING)
+    places = set()
     for index, branch in enumerate(tree.branches):
-        for (step, particle), token_id, log_weight in zip(
-            nodes(branch), branch.token_ids, branch.log_weights, strict=True
-        ):
+        for (step, particle), token_id in zip(nodes(branch), branch.token_ids, strict=True):
             assert token_id == result.infos[step].token_ids[particle]
-            assert log_weight == result.infos[step].log_weights[particle]
+            assert (branch.row, step) not in places
+            places.add((branch.row, step))
         if branch.end == "survived":
             assert branch.share == pytest.approx(result.weights[branch.particles[-1]])
         children = [each for each in tree.branches if each.parent == index]
@@ -108,17 +85,6 @@ def test_branches_know_their_tokens_weights_and_shares(result: Result) -> None:
             assert len(children) > 1
             assert branch.share == pytest.approx(sum(each.share for each in children))
             assert min(each.row for each in children) == branch.row
-
-
-@pytest.mark.parametrize("result", RESULTS, ids=IDS)
-def test_no_two_lines_share_a_place_and_none_crosses_another(result: Result) -> None:
-    tree = tree_of(result.infos, lineages=EVERYTHING)
-    places = [
-        (branch.row, step)
-        for branch in tree.branches
-        for step in range(branch.first, branch.last + 1)
-    ]
-    assert len(places) == len(set(places))
     for step in range(len(result.infos)):
         rows = sorted(
             (branch.row, -1 if branch.parent is None else tree.branches[branch.parent].row)
@@ -127,6 +93,20 @@ def test_no_two_lines_share_a_place_and_none_crosses_another(result: Result) -> 
         )
         parents = [parent for _, parent in rows]
         assert parents == sorted(parents)
+
+
+@pytest.mark.parametrize("result", RESULTS, ids=IDS)
+@pytest.mark.parametrize("lineages", [1, 2, 3, 7])
+def test_a_choice_of_lineages_is_a_part_of_the_whole_tree(result: Result, lineages: int) -> None:
+    whole = edges(tree_of(result.infos, lineages=EVERYTHING))
+    tree = tree_of(result.infos, lineages=lineages)
+    assert edges(tree).items() <= whole.items()
+    shown = [branch for branch in tree.branches if branch.end != "forked"]
+    assert len(shown) == min(lineages, sum(tree.total.values())) == sum(tree.shown.values())
+    assert len({branch.row for branch in shown}) == len(shown)
+    assert (tree.shown["survived"] > 0) == (tree.total["survived"] > 0)
+    others = tree.total["died"] + tree.total["dropped"]
+    assert lineages < 3 or not others or tree.shown["died"] + tree.shown["dropped"]
 
 
 def test_distinct_texts_come_before_equal_ones() -> None:
@@ -142,7 +122,7 @@ def test_a_lineage_is_what_its_particle_drew(tmp_path: Path) -> None:
     result = runs.run(tmp_path / "model")
     tree = tree_of(result.infos, lineages=EVERYTHING)
     survivors = {
-        branch.particles[-1]: lineage(tree.branches, index)
+        branch.particles[-1]: tree.lineage(index)
         for index, branch in enumerate(tree.branches)
         if branch.end == "survived"
     }
@@ -184,19 +164,10 @@ def test_the_picture_has_every_token_in_its_column_and_every_text_in_a_title(
     assert marks.count("resampling") == sum(info.resampled for info in result.infos) > 0
 
 
-def test_tokens_of_a_long_run_are_in_a_run_along_the_line() -> None:
-    result = runs.drawn(4, 300, dying=0.0)
-    genealogy = result.genealogy()
-    root = drawing(genealogy.svg)
-    assert next(root.iter(f"{SVG}tspan"), None) is None
-    longest = max(
-        range(len(genealogy.tree.branches)),
-        key=lambda index: len(genealogy.tree.branches[index].token_ids),
-    )
-    beginning = said(genealogy.tree.branches[longest].token_ids, dict(enumerate(runs.VOCABULARY)))
-    texts = [element.text or "" for element in root.iter(f"{SVG}text")]
-    assert any(text and beginning.startswith(text[:20]) for text in texts if len(text) > 20)
-    assert float(root.get("width", "nan")) < 3000
+def test_the_picture_of_a_long_run_is_of_bounded_width() -> None:
+    root = drawing(runs.drawn(4, 2000, dying=0.0).genealogy().svg)
+    assert float(root.get("width", "nan")) < 9000
+    assert next(root.iter(f"{SVG}tspan"), None) is None  # no column has room for a token
 
 
 @pytest.mark.parametrize("result", RESULTS, ids=IDS)
@@ -204,37 +175,12 @@ def test_everything_is_inside_the_picture(result: Result) -> None:
     svg = result.genealogy().svg
     root = drawing(svg)
     wide, high = float(root.get("width", "nan")), float(root.get("height", "nan"))
-    legend = {id(part) for group in root.iter() if "transform" in group.attrib for part in group}
     for element in root.iter():
-        if id(element) in legend:
-            continue
         for name, limit in (("x", wide), ("cx", wide), ("y", high), ("cy", high)):
-            if name in element.attrib:
-                assert 0 <= float(element.attrib[name]) <= limit
+            assert 0 <= float(element.attrib.get(name, 0)) <= limit
     for x, y in re.findall(r"[MC ]([\d.]+) ([\d.]+)", " ".join(re.findall(r' d="([^"]*)"', svg))):
         assert float(x) <= wide
         assert float(y) <= high
-
-
-@pytest.mark.parametrize("result", RESULTS, ids=IDS)
-@pytest.mark.parametrize("lineages", [1, 2, 20])
-def test_the_legend_is_inside_the_picture_and_its_entries_are_apart(
-    result: Result, lineages: int
-) -> None:
-    root = drawing(result.genealogy(lineages=lineages).svg)
-    wide, high = float(root.get("width", "nan")), float(root.get("height", "nan"))
-    lowest = max(float(text.get("y", 0)) for text in root.iter(f"{SVG}text"))
-    entries = []
-    for group in root.iter(f"{SVG}g"):
-        for x, y in re.findall(r"translate\(([\d.]+) ([\d.]+)\)", group.get("transform", "")):
-            [words] = ["".join(text.itertext()) for text in group.iter(f"{SVG}text")]
-            entries.append((float(y), float(x), float(x) + 20 + WIDEST_LETTER * len(words)))
-    assert entries
-    for y, _, end in entries:
-        assert lowest < y < high
-        assert end <= wide
-    for (y, _, end), (next_y, start, _) in itertools.pairwise(sorted(entries)):
-        assert y < next_y or end < start
 
 
 def test_a_genealogy_is_saved_as_a_document_and_shown_in_the_colours_of_the_page(
@@ -256,12 +202,6 @@ def test_tokens_that_nobody_spelled_are_their_numbers() -> None:
     object.__setattr__(result, "_tokens", {})
     first = int(result.infos[0].token_ids[0])
     assert f"⟨{first}⟩" in result.genealogy().svg
-
-
-@pytest.mark.parametrize("lineages", [0, -1, 1.5, "all"])
-def test_a_genealogy_of_no_lineages_is_refused(lineages: int) -> None:
-    with pytest.raises(InvalidRequest, match="lineages"):
-        RESULTS[0].genealogy(lineages=lineages)
 
 
 def test_without_steps_there_is_no_genealogy() -> None:
