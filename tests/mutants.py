@@ -259,15 +259,15 @@ tokens.sampling: test_sampling.py test_numbers.py
 inference.resampling: test_resampling.py
   _inverse_cdf: a weight of 0 has children
     'right' -> 'left'
-inference.smc: test_inference.py
+inference.smc: test_inference.py test_algorithms.py
   SMC._resampled: resampling forgets the evidence so far
     np.full(count, state.log_evidence) -> np.zeros(count)
   SMC.step: resampling leaves the particles where they are
     [state.particles[ancestor] for ancestor in ancestors.tolist()] -> particles
-inference.blocks: test_blocks.py -k not vllm and (weight or twist or rejection or question)
-  Blocks.log_weights: what a token was drawn with is left out of its weight
+inference.text_model: test_blocks.py -k not vllm and (weight or twist or rejection or question)
+  TextModel._block_weights: what a token was drawn with is left out of its weight
     block.logprob -> 0.0
-inference.proposals: test_inference.py test_text_model.py test_stops.py
+inference.proposals: test_inference.py test_stops.py
   _draw_tokens: a weight grows by the token's probability, not by the mass of what may follow
     found.log_mass -> found.logprobs
 inference.awrs: test_awrs.py

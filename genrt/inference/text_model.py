@@ -1,39 +1,47 @@
-r"""The language model's law of a text after a prompt, constrained and weighted: what particles draw from.
+r"""The language model's law of a text after a prompt, constrained and weighted, as a model of particles.
 
 The base law p is the language model's own, token by token, ended by the end token or cut at
-``max_tokens`` tokens, the end token counted. With a constraint C and a potential phi the target is
+``max_tokens`` tokens, the end token included. With a constraint C and a potential phi the target is
 
     pi(x) = p(x) 1[x in C] exp(phi(x)) / Z,        Z = E_p[1[x in C] exp(phi(x))].
 
-Z is the evidence. With a constraint a text has to end by the end token within ``max_tokens`` to be in C;
-without one, a text that is cut is an outcome like any other. Without either Z = 1.
+Z is the evidence. With a constraint a text must end by the end token within ``max_tokens`` to be in C;
+without one, a cut text is an outcome like any other. Without constraint and potential Z = 1.
 
 A particle's next token is drawn from the row p(. | text) restricted to the tokens A(text) that the
-constraint lets follow, and its weight gains what that proposal left out, the mass of A under the row:
+constraint allows, and its weight gains the mass of A under the row:
 
     q(x) = p(x) 1[x in A] / p(A),        w <- w p(x) / q(x) = w p(A).
 
-A text ends as ``stop`` says. By tokens: p(x) is the product of its tokens' probabilities, none of them a
-stop token, times that of all the stop tokens together at its end. By strings: tokens are drawn until they
-have spelt one; p(x) is the probability of all drawn tokens, and the text is the part before the string,
-even if that begins inside a token. By nothing (``stop=None``): a text has ``max_tokens`` tokens, or fewer
-if the constraint lets nothing follow, and p(x) is the product of its tokens' probabilities, without a
-factor for its end: the probability that the model continues with x. No such text begins with another, so
-Z is a probability here, too.
+``stop`` decides how a text ends. By tokens: p(x) is the product of its tokens' probabilities, times that
+of all stop tokens together at its end. By strings: tokens are drawn until they spell one; p(x) is the
+probability of all drawn tokens, and the text is the part before the string, which may begin inside a
+token. Without a stop (``stop=None``): a text has ``max_tokens`` tokens, or fewer if the constraint allows
+no more, and p(x) is the product of its tokens' probabilities, the probability that the model continues
+with x. No such text begins with another, so Z is a probability here, too.
 
 At the last token only the end token completes a constrained text, so A is the end token alone. A text
-with p(A) = 0 is dead: its weight is 0. For a constraint that takes long to judge a token, adaptive
-weighted rejection draws from the same q and gains an unbiased estimate of p(A)
-(``genrt.inference.awrs``). A smaller model may propose tokens in the model's place, in blocks that the
-model weighs (``genrt.inference.blocks``).
+with p(A) = 0 is dead: its weight is 0. For a constraint that judges tokens slowly, adaptive weighted
+rejection draws from the same q and gains an unbiased estimate of p(A) (``genrt.inference.awrs``).
 
-A twist psi guides particles while they grow and leaves the target as it is: a text of t tokens has gained
-psi(x_1:t) on the way, which is taken off again with its next token, and at its end replaced by phi:
+Another model d of the same vocabulary may propose. It draws tokens under the constraint, one a step, and
+the target does not change: the weight of a token is
+
+    w <- w p(x) / q(x),        q(x) = d(x) 1[x in A] / d(A),
+
+with p and d tempered alike, and d(A) replaced by its estimate under rejection. d must be able to write
+every text that the model can write, as any softmax can. The model scores a block of ``block`` tokens of
+all texts in one question. A text that ends inside a block finishes when the block is complete; until then
+its log-weight is that before the block. These are the weights of importance sampling; Chen et al. (2023),
+*Accelerating large language model decoding with speculative sampling*, accept or reject such blocks.
+
+A twist psi guides particles while they grow and does not change the target: a text of t tokens has gained
+psi(x_1:t), which its next token replaces, and phi at its end:
 
     w <- w exp(psi(x_1:t) - psi(x_1:t-1)),    at the end    w <- w exp(phi(x) - psi(x_1:t-1)).
 
-A twist pays if psi predicts phi, or the mass that the constraint will take. Where psi is -inf the
-particle dies: let psi be -inf only where phi is -inf for every continuation.
+A twist pays if psi predicts phi, or the mass that the constraint will take. A particle with psi = -inf
+dies, so phi must be -inf for all its continuations.
 
 Lew et al. (2023), *Sequential Monte Carlo steering of large language models using probabilistic
 programs*. Zhao, Brekelmans, Makhzani & Grosse (2024), *Probabilistic inference in language models via
@@ -55,7 +63,6 @@ from genrt.constraints import CheckedState, Constraint
 from genrt.constraints.products import are_quick, fill
 from genrt.errors import ContextTooLong, InvalidConstraint, InvalidRequest
 from genrt.inference import checks
-from genrt.inference.blocks import Block, Blocks, block_size
 from genrt.inference.ends import END_TOKEN, Ends, Stop, parse_stop
 from genrt.inference.model import DEAD, Growth
 from genrt.inference.potentials import evaluate_potential
@@ -68,14 +75,31 @@ from genrt.tokens.texts import Potential, Text, decoded
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """The tokens of one text that are not weighed yet.
+
+    Attributes:
+        before: the text without them.
+        token_ids: the tokens, with a stop token.
+        logprob: the log-probability with which all of them were drawn.
+        steps: the steps since its beginning; more than its tokens if the text has ended.
+    """
+
+    before: Trail
+    token_ids: tuple[int, ...] = ()
+    logprob: float = 0.0
+    steps: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class TextParticle:
     """One text as it grows.
 
     Attributes:
-        trail: the text, and where it was asked about last.
+        trail: the text, and its place in a population.
         constraint_state: the constraint's state after it, ``None`` without a constraint.
-        log_twist: what its log-weight has gained by a twist so far, to be taken off again.
-        block: its tokens that are not weighed yet, where another model proposes them.
+        log_twist: the part of its log-weight that is a twist's.
+        block: its tokens that are not weighed yet, if another model proposes.
     """
 
     trail: Trail
@@ -95,15 +119,15 @@ class TextParticle:
 
     @property
     def finished(self) -> bool:
-        """True once its end was drawn, or at ``max_tokens`` where a text may be cut, and is weighed."""
+        """True once its end was drawn, or at ``max_tokens`` where a text may be cut, and weighed."""
         return self.trail.finished and self.block is None
 
 
 class TextModel:
     """A language model's texts after a prompt, given a constraint, weighted by a potential.
 
-    Immutable, so that many algorithms may run it at once. Equal prefixes share one row, one mask and one
-    judgement of a potential in every step.
+    Many algorithms may run one model at once. Equal prefixes share one row, one mask and one call of a
+    potential in every step.
     """
 
     def __init__(
@@ -126,28 +150,26 @@ class TextModel:
         Args:
             prompt: a text, or token ids.
             max_tokens: the longest text, in tokens with its end token; at least 1.
-            stop: what ends a text and is no part of it: ``END_TOKEN``, token ids, strings, or several of
-                these. With ``None`` a text ends at ``max_tokens``, or where its constraint lets nothing
-                follow; this is for texts that go on after the part that is wanted. Strings cannot be
-                combined with a constraint.
+            stop: the end of a text, and not part of it: ``END_TOKEN``, token ids, strings, or several of
+                these. With ``None`` a text ends at ``max_tokens``, or where its constraint allows no
+                more; this is for a text in the middle of a longer one. Strings cannot be combined with a
+                constraint.
             constraint: the texts that count; see ``genrt.constraints``.
             potential: log-weights of finished texts, in the target and in the evidence.
-            twist: log-weights of prefixes, which guide resampling and leave the target as it is; the
-                potential itself, if it means something for prefixes.
-            proposal: how to draw under a constraint. ``"mask"`` asks it about every token, ``"awrs"``
-                about few. By default predicates, and what they are part of, take ``"awrs"``. Another
-                runtime of the same vocabulary, of a smaller model: it draws the tokens, this one weighs
-                them, and the target stays as it is.
-            block: how many tokens another runtime draws before they are weighed, by one question; by
-                default 8. Twists and resampling see their weights then.
+            twist: log-weights of prefixes, which guide resampling and do not change the target. It may be
+                the potential itself, if that is meaningful for prefixes.
+            proposal: how to draw under a constraint. ``"mask"`` checks every token, ``"awrs"`` few. The
+                default is ``"awrs"`` for predicates and products with them. Or another runtime of the
+                same vocabulary, of a smaller model, which draws the tokens that this one weighs.
+            block: the tokens that another runtime draws before one question weighs them; 8 by default.
+                Twists and resampling see their weights then.
             proposal_adapter: the adapter of another runtime's draws, by name.
-            temperature: above 0; other than 1, the model is the one whose rows are tempered (and
-                normalised again), in the target and in the evidence too.
+            temperature: above 0. Target and evidence are those of the model with tempered rows.
 
         Raises:
             InvalidRequest: an argument is out of its range.
             ContextTooLong: prompt and text exceed ``lm.max_model_len``.
-            UnknownAdapter: from the first step; the adapter is bound at every one.
+            UnknownAdapter: from the first step on.
         """
         ids = checks.prompt_ids(checks.check_runtime(lm), prompt)
         max_tokens = check_int("max_tokens", max_tokens, 1, 2**31)
@@ -186,7 +208,7 @@ class TextModel:
                 'proposal="awrs" is for constraints that are asked token by token, such as predicate; '
                 "this one has masks: leave the proposal out"
             )
-        size = block_size(lm, proposal, block, proposal_adapter, longest)
+        self._block = _block_size(lm, proposal, block, proposal_adapter, longest)
         self._lm, self._adapter = lm, checks.adapter_name(adapter)
         self._constraint, self._potential, self._twist = constraint, potential, twist
         self._byte_vocab = lm.byte_vocab
@@ -202,17 +224,9 @@ class TextModel:
             adapter=checks.adapter_name(proposal_adapter) if is_other else self._adapter,
             is_weighed_later=is_other,
         )
-        self._blocks = size and Blocks(
-            lm=lm,
-            prompt=ids,
-            size=size,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            adapter=self._adapter,
-        )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what travels to where the model is run: not what can be had of the runtime there."""
+        """Return the parts that the runtime at the other end does not have."""
         return {k: v for k, v in vars(self).items() if k not in ("_start", "_byte_vocab")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -227,7 +241,7 @@ class TextModel:
 
     @property
     def lm(self) -> AsyncLM:
-        """The runtime that is asked."""
+        """The runtime."""
         return self._lm
 
     @property
@@ -252,7 +266,7 @@ class TextModel:
 
     @property
     def adapter(self) -> str | None:
-        """The name of the adapter that is asked."""
+        """The name of the adapter."""
         return self._adapter
 
     @property
@@ -301,22 +315,58 @@ class TextModel:
         return Text(token_ids, data, self._start is None and len(token_ids) >= self.max_steps)
 
     async def grow(self, particles: Sequence[TextParticle], seed: int) -> list[Growth]:
-        """Grow each text by one token, with one question for all to the model that proposes; masks are
-        computed meanwhile. Where that is another one, the model is asked once for every block."""
+        """Grow each text by one token, in one question to the proposing model, which computes masks
+        meanwhile. If it is another model, this one weighs complete blocks in one question."""
         start = self._start if self.ends.never and not particles[0].trail.count else None
         if start is not None and self._proposals.is_complete(start):
             # The empty text is the only one.
             nothing = [Growth(each, 0.0, DEAD) for each in particles]
             return await self._judged(particles, await self._ended(nothing, [True] * len(nothing)))
-        if self._blocks:
-            return await self._blocks.grown(particles, seed, self._one_longer, self._judged)
-        _, grown = await self._one_longer(particles, seed)
-        return await self._judged(particles, grown)
+        if self._block is None:
+            return await self._judged(particles, (await self._one_longer(particles, seed))[1])
+        going = [place for place, each in enumerate(particles) if not each.trail.finished]
+        grown = [Growth(each, 0.0, DEAD) for each in particles]
+        steps: dict[int, tuple[int, float]] = {}
+        if going:
+            drawn, longer = await self._one_longer([particles[place] for place in going], seed)
+            own = zip(drawn.token_ids, drawn.logprobs, strict=True)
+            for place, step, growth in zip(going, own, longer, strict=True):
+                steps[place], grown[place] = step, growth
+        over: dict[int, Block] = {}
+        for place, (particle, growth) in enumerate(zip(particles, grown, strict=True)):
+            if growth.log_weight == -math.inf:
+                continue
+            block: Block = particle.block or Block(particle.trail)
+            if place in steps:
+                token_id, logprob = steps[place]
+                block = replace(
+                    block,
+                    token_ids=(*block.token_ids, token_id),
+                    logprob=block.logprob + logprob,
+                )
+            block = replace(block, steps=block.steps + 1)
+            is_over = block.steps == min(self._block, self.max_steps - block.before.count)
+            if is_over:
+                over[place] = block
+            grown[place] = growth._replace(
+                log_weight=0.0,
+                particle=replace(
+                    growth.particle, block=None if is_over else block, log_twist=particle.log_twist
+                ),
+            )
+        if over:
+            places = list(over)
+            gained = zip(places, await self._block_weights([*over.values()]), strict=True)
+            weighed = [grown[place]._replace(log_weight=gain) for place, gain in gained]
+            found = await self._judged([particles[place] for place in places], weighed)
+            for place, growth in zip(places, found, strict=True):
+                grown[place] = growth
+        return grown
 
     async def _one_longer(
         self, particles: Sequence[TextParticle], seed: int
     ) -> tuple[ProposedTokens, list[Growth]]:
-        """Draw a token after each text; return these, and the texts, which gain the masses."""
+        """Draw a token after each text; return the tokens, and the texts, which gain the masses."""
         trails = [particle.trail for particle in particles]
         states = [particle.constraint_state for particle in particles]
         population = self._proposals.population(trails)
@@ -327,7 +377,16 @@ class TextModel:
             grown = await self._ended(grown, complete)
         return drawn, grown
 
-    # -- what follows from a draw -------------------------------------------------------------
+    async def _block_weights(self, blocks: Sequence[Block]) -> list[float]:
+        """Return the gains of log-weights by these blocks: one question to the model."""
+        contexts = [self.prompt + each.before.text.token_ids for each in blocks]
+        population = self.lm.population(contexts, adapter=self.adapter)
+        tokens = [each.token_ids for each in blocks]
+        scores = await population.score(tokens, temperature=self.temperature)
+        return [
+            math.fsum(score.tolist()) - block.logprob
+            for score, block in zip(scores, blocks, strict=True)
+        ]
 
     async def _grown(
         self, particles: Sequence[TextParticle], drawn: ProposedTokens, frontier: Frontier
@@ -423,3 +482,25 @@ class TextModel:
                 particle = replace(particle, log_twist=twist)
             judged[place] = Growth(particle, gained, token_id)
         return judged
+
+
+def _block_size(lm: AsyncLM, proposal: Any, block: Any, adapter: Any, longest: int) -> int | None:
+    """Return the tokens of a block, ``None`` unless another runtime proposes, whose arguments are checked
+    for contexts of up to ``longest`` tokens."""
+    if not isinstance(proposal, AsyncLM):
+        if block is not None or adapter is not None:
+            raise InvalidRequest(
+                "block and proposal_adapter are for proposal=another runtime, which draws the tokens"
+            )
+        return None
+    if proposal is not lm and proposal.byte_vocab != lm.byte_vocab:
+        raise InvalidRequest(
+            f"the proposal has another vocabulary, of {proposal.vocab_size} tokens, and the model's has "
+            f"{lm.vocab_size}: give a runtime whose tokens are the same ones, by number and by bytes"
+        )
+    if longest > proposal.max_model_len:
+        raise ContextTooLong(
+            f"prompt and text need a context of {longest}, and the proposal's is "
+            f"{proposal.max_model_len}: shorten one of them, or give another proposal"
+        )
+    return 8 if block is None else check_int("block", block, 1)
