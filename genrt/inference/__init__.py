@@ -1,6 +1,6 @@
-r"""Inference over texts and programs: a model says what one particle does, an algorithm runs many.
+r"""Inference over texts and programs: a model grows one particle, an algorithm runs many.
 
-The models. ``TextModel`` is a language model's own law of a text after a prompt, given a constraint,
+The models. ``TextModel`` is a language model's own law of a text after a prompt, under a constraint,
 weighted by a potential. ``Program`` is a coroutine that you write: it samples tokens and observes.
 
 The algorithms, each with ``init(seed)``, ``step(state)``, ``run(seed)`` and ``run_sync(seed)``:
@@ -8,9 +8,9 @@ The algorithms, each with ``init(seed)``, ``step(state)``, ``run(seed)`` and ``r
     SMC                  sequential Monte Carlo: weighted, resampled particles
     importance_sampling  SMC that never resamples
     MetropolisHastings   chains that redraw suffixes
-    Rejection, BestOfN   the baselines: plain samples, kept or ranked
+    Rejection, BestOfN   the baselines: plain samples, filtered or ranked
 
-What ``run`` returns is a ``Result``: weighted texts, the evidence, and how they came about.
+``run`` returns a ``Result``: weighted texts, the evidence, and the history of the particles.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ K = TypeVar("K")
 
 
 class Algorithm(ABC, Generic[M, S, I, K]):
-    """An algorithm for a model: states ``S``, records of steps ``I``, of which a run keeps ``K``.
+    """An algorithm for a model: states ``S``, records of steps ``I``, parts ``K`` of them for a result.
 
     It holds no state of a run, so it may run many times, at once and on several event loops.
     """

@@ -1,25 +1,25 @@
-r"""Adaptive weighted rejection sampling: a constrained draw that asks the constraint about few tokens.
+r"""Adaptive weighted rejection sampling: a constrained draw that checks few tokens.
 
 The task: draw a token x from a row p restricted to the tokens A that a constraint allows, with a weight w
-such that E[w | x] = p(A). Then (x, w) can replace a masked draw and its mass in any sampler. Asking about
-the whole vocabulary gives both exactly, but takes long. Here tokens are drawn from p, asked about, and
-left out of p once they are rejected, until two draws were accepted. The first of these is x.
+such that E[w | x] = p(A). Then (x, w) can replace a masked draw and its mass in any sampler. Checking the
+whole vocabulary gives both exactly, but takes long. Here tokens are drawn from p and checked, and
+rejected ones are removed from p, until two draws were accepted. The first accepted one is x.
 
 The weight. Let every token i arrive at the times of a Poisson process of rate p(i). Tokens of A then
-arrive at rate Z = p(A), the second at a time T ~ Gamma(2, Z), independent of which token was the first,
+arrive at rate Z = p(A), the second at a time T ~ Gamma(2, Z), independent of the first token,
 and E[1 / T] = Z. A rejected token's later arrivals need not be seen: after the rejected
 ones R the next arrival of interest takes an exponential time of rate l = p(V) - p(R). So draws 1 .. n
-took T = sum_j E_j / l_j with independent standard exponentials E_j, and given the draws
+took T = sum_j E_j / l_j with independent standard exponentials E_j, and conditionally on the draws
 
     w = E[1 / T | l_1 .. l_n] = int_0^inf prod_j l_j / (l_j + u) du,
 
-which integrates out all randomness except that of the draws. Without rejections w = p(V); without
-leaving rejected tokens out w = p(V) / (n - 1), Haldane's (1945) estimator. Z = 0 is known only once
+which integrates out all randomness except the draws. Without rejections w = p(V); if rejected tokens
+stayed in p, w = p(V) / (n - 1), Haldane's (1945) estimator. Z = 0 is known only once
 every token of positive probability was rejected.
 
 Lipkin et al. (2025), *Fast controlled generation from language models with adaptive weighted rejection
-sampling*, has the idea and another weight. Rao-Blackwellised Poisson arrivals in place of it are due to
-no paper that we know; ``tests/inference/test_awrs.py`` proves the law by enumeration.
+sampling*, has the idea and another weight. We know no paper with Rao-Blackwellised Poisson arrivals;
+``tests/inference/test_awrs.py`` proves the law by enumeration.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ AT_ONCE = 1024
 async def draw_allowed(
     weights: Floats, check: Callable[[list[int]], Awaitable[list[bool]]], rng: np.random.Generator
 ) -> tuple[int, float]:
-    """Draw a token in proportion to ``weights`` among those that ``check`` allows, and return it with an
-    unbiased estimate of the logarithm of their total weight, given that token; ``(DEAD, -inf)`` if none
-    is allowed.
+    """Draw a token in proportion to ``weights`` among the tokens that ``check`` allows. Return it with
+    the logarithm of an estimate of their total weight, unbiased conditionally on the token;
+    ``(DEAD, -inf)`` if all are refused.
 
-    Draws are made ahead, as if all were rejected, and asked about together: at first one, then as many as
-    were rejected so far. What comes after an accepted one is drawn anew, so the law is that of drawing
-    one by one. It takes about as many rounds as the logarithm of the number of draws; for each of the two
-    accepted tokens, at most as many are asked about in vain as were rejected before it.
+    Draws are made ahead, as if all were rejected, and checked together: one at first, then as many as
+    were rejected so far. Draws after an accepted one are redrawn, so the law is that of single draws. The
+    number of rounds is about the logarithm of the number of draws. For each of the two accepted tokens,
+    the wasted checks are at most the rejections before it.
 
     Args:
-        weights: ``[V]``, at least 0, normalised or not; a token of weight 0 is never asked about.
-        check: asked about a token at most once.
+        weights: ``[V]``, at least 0, normalised or not; a token of weight 0 is never checked.
+        check: called with a token at most once.
     """
     remaining = weights.copy()
     answers: dict[int, bool] = {}
@@ -102,7 +102,7 @@ def _ahead(
         unknown += token_id not in answers
         rate -= float(left[token_id])
         left[token_id] = 0.0
-        if rate < 0.5 * total:  # too much of the sums is left out: make them anew
+        if rate < 0.5 * total:  # too little of the sums remains: recompute them
             cumulative = np.cumsum(left)
             total = rate = float(cumulative[-1])
     return ahead

@@ -1,13 +1,13 @@
 r"""The baselines: samples of the language model, by the engine's own decode loop, filtered or ranked.
 
 **Rejection** draws whole texts from the model without its constraint, and keeps one with probability
-1[x in C] exp(phi(x) - c), for a bound c of the potential phi. Kept texts follow the target exactly. For a
-run that stops at the k-th kept text, the n-th drawn, or at n = N texts,
+1[x in C] exp(phi(x) - c), for a bound c of the potential phi. Accepted texts follow the target exactly.
+For a run that stops at the k-th accepted text, the n-th drawn, or at n = N texts,
 
-    Z_hat = exp(c) (k - 1) / (n - 1)  if it stopped at the k-th kept,    exp(c) kept / N  else,
+    Z_hat = exp(c) (k - 1) / (n - 1)  if it stopped at the k-th,    exp(c) accepted / N  else,
 
 is unbiased for k >= 2 (Haldane 1945; Girshick, Mosteller & Savage 1946). The cost is 1 / Z texts for each
-kept one (von Neumann 1951).
+accepted one (von Neumann 1951).
 
 **Best of N** ranks N texts by a score and takes the best: a common baseline, but not a sample of any
 posterior. With a constraint the texts are drawn under its masks, as SMC draws them. Each has the weight
@@ -44,7 +44,7 @@ class SampledText:
 
     Attributes:
         log_weight: its potential, or its score; -inf if the constraint is not satisfied.
-        kept: whether rejection keeps it, or it is the best of N.
+        kept: whether rejection accepts it, or it is the best of N.
     """
 
     text: Text
@@ -54,7 +54,7 @@ class SampledText:
 
 @dataclass(frozen=True, slots=True)
 class RejectionState:
-    """The state of rejection after ``step`` batches: the kept texts, of ``drawn`` ones."""
+    """The state of rejection after ``step`` batches: accepted texts among ``drawn`` ones."""
 
     texts: tuple[Text, ...]
     drawn: int
@@ -118,12 +118,12 @@ class Rejection(Algorithm[TextModel, RejectionState, Batch, None]):
         return RejectionState((), 0, 0, check_int("seed", seed, 0))
 
     def is_done(self, state: RejectionState) -> bool:
-        """Return whether enough texts were kept or drawn."""
+        """Return whether enough texts were accepted or drawn."""
         enough = len(state_of(RejectionState, state).texts) >= self._num_samples
         return enough or state.drawn >= self._max_texts
 
     async def step(self, state: RejectionState) -> tuple[RejectionState, Batch]:
-        """Draw one more batch, up to the last text that is wanted; nothing if the state is done. A
+        """Draw one more batch, up to the last text that is wanted; an empty one if the state is done. A
         cancelled or failed step leaves ``state`` unchanged.
 
         Raises:
@@ -158,7 +158,7 @@ class Rejection(Algorithm[TextModel, RejectionState, Batch, None]):
         return after, tuple(batch)
 
     def result(self, state: RejectionState) -> Result:
-        """Return the kept texts, weighted alike, and the estimate of the evidence."""
+        """Return the accepted texts, weighted alike, and the estimate of the evidence."""
         kept, drawn = len(state.texts), state.drawn
         if kept < self._num_samples:
             share = kept / max(drawn, 1)

@@ -39,8 +39,8 @@ def state_of(kind: type[S], state: S) -> S:
 
 
 def check_callable(name: str, value: Any, what: str, *, optional: bool = False) -> None:
-    """Raise InvalidRequest unless a value can be called, or is ``None`` and ``optional``; the message
-    says ``what`` to give."""
+    """Raise InvalidRequest, with the advice to give ``what``, unless a value is callable, or is ``None``
+    and ``optional``."""
     if not callable(value) and not (optional and value is None):
         raise InvalidRequest(f"{name} is {displayed(value)}: give {what}")
 
@@ -64,7 +64,7 @@ def token_bytes(lm: AsyncLM) -> Sequence[bytes]:
 
 
 def prompt_ids(lm: AsyncLM, prompt: Any, *, name: str = "the prompt") -> tuple[int, ...]:
-    """Return a prompt's token ids, given a text or ids; messages call it ``name``. Raises InvalidRequest
+    """Return the token ids of a prompt, a text or ids; messages call it ``name``. Raises InvalidRequest
     if it is neither, empty, or has ids outside the vocabulary."""
     if not isinstance(prompt, str | Sequence | np.ndarray | torch.Tensor):
         raise InvalidRequest(
@@ -80,8 +80,7 @@ def prompt_ids(lm: AsyncLM, prompt: Any, *, name: str = "the prompt") -> tuple[i
 
 
 def adapter_name(adapter: Any) -> str | None:
-    """Return the name of an adapter, ``None`` for the base model. Raises InvalidRequest for anything
-    else."""
+    """Return the name of an adapter, ``None`` for the base model. Raises InvalidRequest otherwise."""
     if adapter is not None and not isinstance(adapter, str):
         raise InvalidRequest(f"the adapter is {displayed(adapter)}: give its name")
     return adapter
@@ -89,7 +88,7 @@ def adapter_name(adapter: Any) -> str | None:
 
 def check_log_weight(value: Any) -> float:
     """Return a log-weight, a number of any library, as a float. Raises InvalidRequest for a truth value,
-    no real number, NaN or +inf; the message says what to give."""
+    no real number, NaN or +inf."""
     if is_truth_value(value):
         raise InvalidRequest("give a log-weight, for a condition 0.0 or -math.inf")
     try:
@@ -108,7 +107,7 @@ def check_log_weight(value: Any) -> float:
 
 def check_log_weights(values: Any) -> NDArray[np.float64]:
     """Return log-weights, in a tensor, an array or another sequence, as an array ``[n]``. Raises
-    InvalidRequest for anything else; the message says what to give."""
+    InvalidRequest otherwise."""
     if isinstance(values, torch.Tensor):
         values = values.detach()
     if not isinstance(values, torch.Tensor | np.ndarray):

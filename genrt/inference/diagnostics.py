@@ -3,9 +3,8 @@ r"""How well chains mix: acceptance, effective sample size by autocorrelation, R
 M chains of T steps are diagnosed for one function f of their values at a time. Each chain is cut in two
 halves, so that a drift shows as a difference between chains. R-hat and the *bulk* ESS replace the values
 of f by the normal scores of their ranks, so that its tails may be heavy, or infinite. The *mean* ESS
-takes the values themselves. It is that of an estimate of E[f], and less where rare values dominate. Of
-these 2 M sequences
-z_m of n steps, with W the mean of their variances and B the variance of their means,
+takes the values themselves. It is that of an estimate of E[f], and less where rare values dominate. For
+these 2 M sequences z_m of n steps, with W the mean of their variances and B the variance of their means,
 
     var+ = (n - 1) / n W + B,        R-hat = sqrt(var+ / W),
 
@@ -14,7 +13,7 @@ The autocorrelation at lag t, with the mean of the autocovariances c_t, is
 
     rho_t = 1 - (W - mean_m c_t(z_m)) / var+,
 
-and with the sums P_k = rho_2k + rho_2k+1 up to the first that is not positive, none larger than the one
+and with the sums P_k = rho_2k + rho_2k+1 up to the first that is not positive, each at most the one
 before (Geyer's initial monotone sequence),
 
     ESS = 2 M n / max(1, -1 + 2 sum_k P_k).
@@ -60,10 +59,10 @@ class Diagnosis:
     """How well chains mix, as far as one function of their values shows.
 
     Attributes:
-        ess_bulk: how many independent values would tell as much of where most of the law is.
-        ess_mean: how many independent values would give as good an estimate of the function's mean; NaN
-            if a value is infinite.
-        r_hat: by what factor the chains together are more spread than each; 1 if they agree.
+        ess_bulk: the number of independent values that describe the bulk of the law as well.
+        ess_mean: the number of independent values that estimate the mean as well; NaN if a value is
+            infinite.
+        r_hat: the spread of the chains together, relative to each; 1 if they agree.
     """
 
     ess_bulk: float
@@ -76,18 +75,17 @@ UNKNOWN = Diagnosis(math.nan, math.nan, math.nan)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChainStatistics:
-    """The chains of a run: where they were, and how well they mixed. Chains that found no text to begin
-    with are left out.
+    """The values of a run's chains, and their mixing. Chains without a first text are not included.
 
     Attributes:
         values: for each chain the values of its steps, in order, without the warm-up.
-        log_weights: float64 ``[chains, steps]``, what each text gained on its way, by the model.
-        lengths: int64 ``[chains, steps]``, how many tokens each text has.
-        acceptance: float64 ``[chains]``, the share of its moves that each chain took; NaN if unknown.
-        missing: how many chains found no text to begin with.
+        log_weights: float64 ``[chains, steps]``, the gains of each text, by the model.
+        lengths: int64 ``[chains, steps]``, the tokens of each text.
+        acceptance: float64 ``[chains]``, the share of accepted moves by chain; NaN if unknown.
+        missing: the number of chains without a first text.
         ess: the least bulk effective sample size, by autocorrelation, of the log-weights, the lengths,
-            and whether a chain is at a value, for each of the ten commonest; NaN if none is known.
-        r_hat: the largest R-hat of the same; NaN if none is known.
+            and whether a chain is at a value, for each of the ten commonest; NaN if unknown.
+        r_hat: the largest R-hat of the same; NaN if unknown.
     """
 
     values: tuple[tuple[Any, ...], ...]
@@ -160,7 +158,7 @@ def _indicators(values: Sequence[Sequence[Any]], shape: tuple[int, ...]) -> list
 
 
 def _halves(numbers: Floats) -> Floats:
-    """Cut the chains in halves; of an odd number of steps the middle one is left out."""
+    """Cut the chains in halves; the middle one of an odd number of steps is dropped."""
     half = numbers.shape[1] // 2
     return np.concatenate([numbers[:, :half], numbers[:, -half:]])
 

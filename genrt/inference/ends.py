@@ -1,4 +1,4 @@
-"""How a text ends: by tokens, by strings, or by nothing that is drawn."""
+"""How a text ends: by tokens, by strings, or without either."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ END_TOKEN: Literal[EndToken.END_TOKEN] = EndToken.END_TOKEN
 """The model's own end token, in ``stop=``."""
 
 Stop: TypeAlias = EndToken | int | str | Collection[EndToken | int | str] | None
-"""What ends a text: the end token, token ids, strings, several of these; ``None`` is nothing."""
+"""The ends of a text: the end token, token ids, strings, several of these, or ``None``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,9 @@ class Ends:
     """The ways in which a text ends, as ``stop=`` gave them.
 
     Attributes:
-        token_ids: drawing any of these ends a text; the token is no part of it.
-        strings: a text ends before the first of these that appears.
-        never: nothing was given: a text ends where nothing may follow.
+        token_ids: any drawn one ends a text; the token is not part of the text.
+        strings: a text ends before the first one that appears.
+        never: ``stop=None``: a text ends where no token may follow.
     """
 
     token_ids: frozenset[int]
@@ -44,8 +44,8 @@ class Ends:
     never: bool
 
     def cut(self, data: bytes, new: int) -> int | None:
-        """Return where the first string begins in ``data``, of which the last ``new`` bytes are new;
-        ``None`` if nowhere."""
+        """Return the start of the first string in ``data``, whose last ``new`` bytes are new; ``None``
+        if there is no string."""
         before = len(data) - new + 1
         places = [data.find(each, max(0, before - len(each))) for each in self.strings]
         return min((place for place in places if place >= 0), default=None)

@@ -1,4 +1,4 @@
-"""The model protocol that algorithms run: how one particle begins, and how it grows."""
+"""The model protocol that algorithms run: the start and the growth of one particle."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Particle(Protocol):
 
     @property
     def finished(self) -> bool:
-        """True if nothing is left to draw."""
+        """True if it is complete."""
 
 
 class Growth(NamedTuple):
@@ -30,8 +30,8 @@ class Growth(NamedTuple):
 
     Attributes:
         particle: the particle after it.
-        log_weight: what its log-weight gained; -inf if it died.
-        token_id: the token it drew, the end token included; ``DEAD`` if it drew none.
+        log_weight: the gain of its log-weight; -inf if it died.
+        token_id: the drawn token, the end token included; ``DEAD`` without one.
     """
 
     particle: Any
@@ -43,8 +43,8 @@ class Growth(NamedTuple):
 class Model(Protocol):
     """A target, and a way to propose from it token by token: ``TextModel``, ``Program``, or your own.
 
-    Grown from ``start()`` until it is finished, a particle and its weight w, the product of what it
-    gained, are *properly weighted*: E[w f(particle)] = Z E[f] under the target, for every function f,
+    Grown from ``start()`` until it is finished, a particle and its weight w, the product of its
+    gains, are *properly weighted*: E[w f(particle)] = Z E[f] under the target, for every function f,
     where Z is the target's normaliser, the evidence.
     """
 
@@ -53,17 +53,17 @@ class Model(Protocol):
         """The most steps that a particle takes; ``None`` if unknown."""
 
     def start(self) -> Any:
-        """Return a particle that has drawn nothing yet."""
+        """Return a particle before its first draw."""
 
     async def grow(self, particles: Sequence[Any], seed: int) -> list[Growth]:
         """Grow each of these particles, unfinished and alive, by one token, in order. The seed decides
-        all that is drawn; cancelling or failing leaves the particles as good as they were."""
+        all draws; a cancelled or failed call leaves the particles unchanged."""
 
     def text(self, particle: Any) -> str:
-        """Return what the particle's tokens say."""
+        """Return the text of the particle's tokens."""
 
     def value(self, particle: Any) -> Any:
-        """Return what a posterior is over: the text, or what a program returned."""
+        """Return the value for the posterior: the text, or a program's result."""
 
 
 def checked_model(model: Any) -> Model:

@@ -12,12 +12,12 @@ from genrt.tokens.texts import Potential, Text
 
 
 async def evaluate_potential(name: str, potential: Potential, texts: Sequence[Text]) -> list[float]:
-    """Return the log-weights of these texts; equal texts are judged once. ``name`` is for messages.
+    """Return the log-weights of these texts; equal texts in one call. ``name`` is for messages.
 
     A plain function is called in another thread, for one text after the other; a coroutine function on
-    the running loop, for all texts at once. If one call raises, that is raised. After an error or a
-    cancellation no call goes on, except a plain one under way, which ends by itself. Raises
-    InvalidRequest for a log-weight that is not a number, NaN or +inf.
+    the running loop, for all texts at once. The first exception is raised. After it, or a
+    cancellation, no call continues, except a plain one that has begun. Raises InvalidRequest for a
+    log-weight that is not a number, NaN or +inf.
     """
     distinct = list(dict.fromkeys(texts))
     answers: dict[int, Any] = {}

@@ -11,11 +11,10 @@ r"""Particle programs: you write one particle as a coroutine, the algorithms run
 
     result = await SMC(Program(lm, haiku), num_particles=32).run(seed=0)
 
-The target. A run of the program has the density of its choices under the laws they were drawn from, times
-the product of its observations. The evidence is the normaliser: the mean, over runs of the program, of
-the product of its observations. A masked ``sample`` draws from the row restricted to
-the mask and observes the mask's mass, so that it counts as a draw from the row, and the mask as a
-condition.
+The target. A run of the program has the density of its choices under their laws, times the product of its
+observations. The evidence is the normaliser: the mean of this product over runs of the program. A masked
+``sample`` draws from the row restricted to the mask and observes the mask's mass, so it is a draw from
+the row under the condition of the mask.
 
 Steps. Draws are awaited: ``sample``, ``choice``, ``uniform``. A step takes a particle from one draw to
 just before another, or to its end: to the next draw after its weight has changed, by ``observe``,
@@ -23,16 +22,15 @@ just before another, or to its end: to the next draw after its weight has change
 so a changed weight counts before the next draw.
 
 Resampling may copy a particle, and a coroutine cannot be copied. So a particle is the list of its
-choices: one child continues where its parent stopped; the others run from the beginning with the recorded
-choices, without asking the model for them, before they continue. Therefore a program has to be a function
-of its choices: all randomness comes from ``p``, and its side effects are repeated. The program itself
-awaits its draws, not tasks that it starts, and no ``asyncio.timeout`` or task group may be open around
-them, because another task continues the program afterwards.
+choices: one child continues where its parent stopped; the others first replay the recorded choices,
+without questions to the model. Therefore a program must be a function of its choices: all randomness
+comes from ``p``, and side effects are repeated. The program itself awaits its draws, not tasks that it
+starts, and no ``asyncio.timeout`` or task group may be open around them, because another task continues
+the program afterwards.
 
-A program that runs again is compared with its record: the contexts, masks, temperatures and adapters of
-its draws, the texts of its conditions, the values that its choices drew. Its observations and the
-probabilities of its choices may differ by ``ROUNDING``, because an engine may round a row otherwise in
-another batch.
+A replay is compared with the record: the contexts, masks, temperatures and adapters of draws, the texts
+of conditions, the values of choices. Observations and the probabilities of choices may differ by
+``ROUNDING``, because an engine may round a row otherwise in another batch.
 
 Goodman & Stuhlmüller (2014), *The design and implementation of probabilistic programming languages*
 (particle filters by replay). Lew, Zhi-Xuan, Grand & Mansinghka (2023), *Sequential Monte Carlo steering
@@ -161,7 +159,7 @@ class Execution:
         self._task: asyncio.Task[Any] | None = None
 
     def _check_awaited(self, cause: Exception | None = None) -> None:
-        """Raise InvalidRequest, from ``cause``, if the program never awaited one of its calls."""
+        """Raise InvalidRequest, from ``cause``, if the program has not awaited a call."""
         unawaited = [
             each
             for each in self._coroutines
@@ -291,8 +289,8 @@ class Execution:
         two rows; ``observe`` their ``logsumexp`` first.
 
         Raises:
-            InvalidRequest: there is no value, or no order of them; there are not as many log-weights,
-                none is above -inf, one is NaN or +inf; awaited in another task than the program's.
+            InvalidRequest: there are no values, or values without an order; not as many log-weights,
+                all of them -inf, or one NaN or +inf; awaited in another task than the program's.
         """
         if isinstance(values, Mapping | Set) or not hasattr(values, "__getitem__"):
             raise InvalidRequest(
@@ -323,7 +321,7 @@ class Execution:
         self._weighed = _Weighed()
 
     async def _recorded(self, asked: DrawKey, *, due: bool = False) -> _Choice | None:
-        """Return what this draw gave before; ``None`` if it is new, in the next step if one is due here.
+        """Return the recorded outcome of this draw; ``None`` if it is new, after a pause if one is due.
         Raises InvalidRequest in another task than the program's, or if it was another draw before."""
         if asyncio.current_task() is not self._task:
             raise InvalidRequest(
@@ -431,8 +429,8 @@ class _Trace:
 class Program:
     """A model that you write: an async function of an ``Execution``, which returns a value.
 
-    The module's docstring says what its target is, and what it may do. A posterior is over the values,
-    which have to be hashable for that; ``token_ids`` and texts are those of all ``sample`` calls.
+    The module's docstring has its target and its limits. A posterior needs hashable values;
+    ``token_ids`` and texts are those of all ``sample`` calls.
     """
 
     def __init__(
@@ -451,7 +449,7 @@ class Program:
 
     @property
     def lm(self) -> AsyncLM:
-        """The runtime that is asked."""
+        """The runtime."""
         return self._lm
 
     @property
@@ -464,13 +462,13 @@ class Program:
         return _Trace()
 
     def text(self, particle: _Trace) -> str:
-        """Return what the sampled tokens say, as UTF-8; other bytes show as U+FFFD and their number.
+        """Return the text of the sampled tokens as UTF-8; other bytes show as U+FFFD and their number.
         Without a tokenizer it is ``""``."""
         vocabulary = checks.token_bytes(self._lm)
         return decoded(b"".join(vocabulary[token_id] for token_id in particle.token_ids))
 
     def value(self, particle: _Trace) -> Any:
-        """Return what the program returned; ``None`` before its end."""
+        """Return the result of the program; ``None`` before its end."""
         return particle.value
 
     async def grow(self, particles: Sequence[_Trace], seed: int) -> list[Growth]:
@@ -533,8 +531,8 @@ def _pause() -> Generator[object, None, None]:
 
 @types.coroutine
 def _until_pause(coroutine: Coroutine[Any, Any, Any]) -> Generator[Any, None, tuple[bool, Any]]:
-    """Run a coroutine in the running task until it pauses or ends; return whether it has ended, and with
-    what."""
+    """Run a coroutine in the running task until it pauses or ends; return whether it has ended, and its
+    result."""
     error: BaseException | None = None
     while True:
         try:

@@ -1,8 +1,7 @@
-"""The next token of each text: drawn from its row under the constraint's mask, or by rejection; from the
-model's own row, or from that of another model, which proposes it.
+"""Draws the next token of each text, under the constraint's mask or by rejection, from the row of the
+model or of another model that proposes.
 
-The texts of a step are a population, which the next step's goes on from: so nothing is looked up by its
-context. It is changed by nobody once it was asked about, so that particles are values.
+The texts of a step are a population, which the next step extends without a look-up by context.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ class ProposedTokens(NamedTuple):
 
     Attributes:
         token_ids: each is a token, or ``DEAD``.
-        log_masses: the logarithms of the masses they were drawn from, or of unbiased estimates of those.
-        logprobs: the logarithms of the probabilities they were drawn with, or of numbers whose inverses
-            are unbiased estimates of the inverses of those; told where another model proposes.
+        log_masses: the logarithms of the allowed masses, or of unbiased estimates.
+        logprobs: log q of the drawn tokens, for another model's proposals; under rejection log(q / w) for
+            an estimate w of the mass, so that p / q stays unbiased.
     """
 
     token_ids: list[int]
@@ -55,8 +54,8 @@ class ProposedTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposals:
-    """The law of the next tokens; the fields are the arguments of a ``TextModel``, checked, but that
-    ``lm`` and ``adapter`` are those of the model that proposes."""
+    """The law of the next tokens: checked arguments of a ``TextModel``, ``lm`` and ``adapter`` those of
+    the proposing model."""
 
     lm: AsyncLM
     prompt: tuple[int, ...]
@@ -68,7 +67,7 @@ class Proposals:
     temperature: float
     adapter: str | None
     is_weighed_later: bool = False
-    """True if the model that is proposed to weighs the tokens: it needs their own probabilities alone."""
+    """True if another model weighs the tokens by its own probabilities."""
 
     @property
     def end_token(self) -> int:
@@ -76,7 +75,7 @@ class Proposals:
         return cast("int", self.eos_token_id)
 
     def complete(self, grown: Sequence[Growth]) -> list[bool]:
-        """Return of each text whether it ends here where no token or string ends texts."""
+        """Return whether each text ends here, without a stop."""
         longest, is_complete = self.max_tokens, self.is_complete
         return [
             token_id != DEAD and (each.trail.count >= longest or is_complete(each.constraint_state))
@@ -84,7 +83,7 @@ class Proposals:
         ]
 
     def is_complete(self, state: State) -> bool:
-        """Return whether the constraint lets nothing follow, except the end."""
+        """Return whether the constraint allows at most the end."""
         words = words_of(state)[0]
         end = packed_tokens({self.end_token}, len(words)).numpy()
         return not (words & ~end).any()
@@ -96,8 +95,8 @@ class Proposals:
         return state.accepting
 
     def population(self, trails: Sequence[Trail]) -> Population:
-        """Return these texts after the prompt, without a look at their tokens if they all go on from one
-        population, which is taken over then."""
+        """Return the population of these texts after the prompt: the previous one, extended, if all texts
+        are from it."""
         frontier = trails[0].frontier
         if frontier is not None and all(each.frontier is frontier for each in trails):
             population = frontier.take()
@@ -119,8 +118,8 @@ class Proposals:
         states: Sequence[State | None],
         seed: int,
     ) -> ProposedTokens:
-        """Draw a token after each text of a population, whose constraint is in the state beside it: one
-        question to the model for all of them, masks computed meanwhile."""
+        """Draw a token after each text of a population, in one question to the model; masks are computed
+        meanwhile. ``states`` are the constraint's."""
         at_last = [each.count + 1 >= self.max_tokens for each in trails]
         if self.kind == "awrs" and self.is_constrained:
             rows = await population.logprobs()
@@ -136,8 +135,8 @@ class Proposals:
     async def _masks(
         self, states: Sequence[State | None], at_last: Sequence[bool]
     ) -> Tensor | None:
-        """Return the packed masks of what may follow, int32 ``[n, ceil(V / 32)]``; at the last token, the
-        end alone."""
+        """Return the packed masks of the allowed tokens, int32 ``[n, ceil(V / 32)]``; at the last token,
+        only the end."""
         if not self.is_constrained:
             return None
         masks = await abitmasks(cast("Sequence[State]", states))
@@ -152,8 +151,7 @@ class Proposals:
         return masks
 
     def _by_masks(self, rows: Tensor, masks: Tensor | None, seed: int) -> ProposedTokens:
-        """Draw from tempered rows, and take the masks' masses under these: as ``batch_draw`` would for a
-        model whose rows they are."""
+        """Draw from tempered rows under masks, with their masses, as ``batch_draw`` does from rows."""
         seeds = seeds_at(seed, np.arange(len(rows)))
         found = sampling.draw(
             sampling.truncate(rows, temperature=self.temperature),
@@ -175,7 +173,7 @@ class Proposals:
         for place, (token_id, log_mass) in enumerate(found):
             weight = weights[place, token_id]
             if self.is_weighed_later and self.ends.token_ids and token_id == self.end_token:
-                # Which of the stop tokens it is; the model that weighs it gives each its own probability.
+                # Choose one of the stop tokens, because the weighing model needs its probability.
                 stop = int(rngs[place].choice(len(endings[place]), p=endings[place] / weight))
                 token_id, weight = sorted(self.ends.token_ids)[stop], endings[place, stop]
             logprob = math.log(weight) - log_mass if token_id != DEAD else -math.inf
@@ -185,8 +183,8 @@ class Proposals:
     def _weights(
         self, rows: Tensor, states: Sequence[CheckedState], at_last: Sequence[bool]
     ) -> tuple[Floats, Floats]:
-        """Return the tokens' probabilities ``[n, V]``, 0 where the constraint need not be asked, with
-        that of any stop token at the end token; and the probability of each stop token, in order."""
+        """Return the tokens' probabilities ``[n, V]``, 0 where the constraint is not checked, with
+        the sum of all stop tokens at the end token; and the probability of each stop token, in order."""
         if self.temperature != 1:
             rows = sampling.truncate(rows, temperature=self.temperature)
         weights: Floats = rows.cpu().double().exp().numpy()
@@ -197,7 +195,7 @@ class Proposals:
         for row, state, is_last in zip(weights, states, at_last, strict=True):
             ending = row[stops].sum()
             row[stops] = 0.0
-            # The constraint is asked about the end token whether a text may end, by any stop token.
+            # The end token stands for all stop tokens in the check of the constraint.
             row[self.end_token] = ending
             row[~allowed[id(state)]] = 0.0
             if stops and is_last:

@@ -1,9 +1,9 @@
 """Weights and ancestors: resampling schemes of one signature, effective sample size, mean weight.
 
 All schemes are unbiased: in expectation the children of index i together weigh as much as i. Except with
-``partial`` all children weigh the same, so index i has N w_i / sum_j w_j of them in expectation. Except
+``partial`` all children weigh the same, so index i has N w_i / sum_j w_j children in expectation. Except
 with ``partial`` ancestors come in ascending order: which place a child has depends on its ancestor, so a
-single place, such as the first, is no draw from the weights.
+single place, such as the first, is not a draw from the weights.
 All raise InvalidRequest if no weight is positive, or one is NaN or +inf.
 """
 
@@ -118,7 +118,7 @@ def _round_whole(counts: Floats, log_weights: Floats) -> Floats:
 
     A log-weight l is a float, so its weight has a relative error of about ``EPSILON * abs(l)`` however it
     is computed, and exponentials, sums and products add a few units of ``EPSILON``. Without this 49 equal
-    weights would expect 0.9999999999999998 children each, of which none is certain.
+    weights would expect 0.9999999999999998 children each, and so no certain one.
     """
     count = len(log_weights)
     error = 4 * EPSILON * (abs(float(log_weights.max())) + math.log2(count) + 4)
@@ -141,7 +141,7 @@ def _by_strata(log_weights: Floats, uniforms: Floats | float) -> Ancestors:
 
 
 def _inverse_cdf(weights: Floats, uniforms: Floats) -> Ancestors:
-    """Return the indices at which the cumulative weights pass the uniforms, given in ascending order."""
+    """Return the indices at which the cumulative weights pass the uniforms, in ascending order."""
     cumulative = np.cumsum(weights)
     # Of equal cumulative weights ``side="right"`` takes the first, so a weight of 0 is never taken;
     # rounding may bring a uniform up to 1, which would be past the end.

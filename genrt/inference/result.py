@@ -1,4 +1,4 @@
-"""Weighted texts, or values of programs, and how they came about."""
+"""The result of a run: weighted texts, or values of programs."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Result:
-    r"""Weighted texts, and how they came about: plain data, which no longer needs the runtime.
+    r"""Weighted texts, and the history of the particles: plain data, independent of the runtime.
 
     ``print`` shows the posterior's table; Jupyter shows it with the genealogy of the particles and
     the runtime's statistics; ``plot`` draws the curves of the weights.
 
     Attributes:
         texts: the particles' bytes as UTF-8, dead ones as far as they got. A byte that is not UTF-8, as
-            of a character that was cut, is U+FFFD and its number, ``�\xf0``, so that texts are equal
-            only if their bytes are.
+            of a character that was cut, is U+FFFD and its number, ``�\xf0``, so that equal texts have
+            equal bytes.
         token_ids: the particles' generated tokens, without the end token.
-        values: what the posterior is over: the texts, or what a program returned.
+        values: the values of the posterior: the texts, or the results of a program.
         log_weights: float64 ``[N]``, unnormalised; -inf for the dead.
         log_evidence: the estimate of log Z; -inf if every particle died, NaN from an algorithm that
             has no estimate.
         infos: one for each step, ancestors included; empty from algorithms without particles that grow.
-        chains: of Metropolis–Hastings, where each chain was, and how well they mixed.
-        deaths: why particles died, of those that have no weight at the end.
-        statistics: what the runtime did from the beginning of ``run`` to its end, for this run and any
-            other program. ``None`` from ``result``, and for a model that has no runtime as ``lm``.
+        chains: of Metropolis–Hastings, the values and the mixing of chains.
+        deaths: the causes of weight 0 at the end.
+        statistics: the work of the runtime during ``run``, for all its callers. ``None`` from
+            ``result``, and for a model without a runtime as ``lm``.
     """
 
     texts: tuple[str, ...]
@@ -84,8 +84,8 @@ class Result:
         dead.
 
         Args:
-            of: a function of a value, to return the distribution of what it returns, which has to be
-                hashable: ``of=len``.
+            of: a function of a value, for the distribution of its results, which must be hashable:
+                ``of=len``.
 
         Raises:
             InvalidRequest: values that are not hashable: give ``of``.
@@ -125,7 +125,7 @@ class Result:
         return mean
 
     def sample(self, count: int, *, seed: int) -> list[Any]:
-        """Draw values from the posterior, independently given the particles.
+        """Draw values from the posterior, independently of each other.
 
         Raises:
             InvalidRequest: every particle died; ``count`` or the seed is not an integer of at least 0.
@@ -139,8 +139,8 @@ class Result:
         return [self.values[index] for index in chosen]
 
     def diagnose(self, function: Callable[[Any], float]) -> Diagnosis:
-        """Return how well the chains mixed, as a function of their values shows it: ``ess_mean``, the
-        effective sample size of ``expectation(function)``, ``ess_bulk``, that of its ranks, and R-hat.
+        """Return the mixing of the chains for a function of their values: ``ess_mean``, the effective
+        sample size of ``expectation(function)``; ``ess_bulk``, the same for its ranks; R-hat.
 
         Raises:
             InvalidRequest: the result has no chains, or the function gives something that is no number.
@@ -153,12 +153,11 @@ class Result:
         return diagnose(self.chains.values, function)
 
     def genealogy(self, *, lineages: int = 24) -> Genealogy:
-        """Return the family tree of the particles as a picture: which grew from which, with what they
-        drew.
+        """Return the family tree of the particles, with their tokens, as a picture.
 
         Args:
             lineages: the most to show: survivors first, distinct texts before equal ones, and a sample
-                of those that died or were left without children.
+                of lineages that died or have no children.
 
         Raises:
             InvalidRequest: the result has no steps; or ``lineages`` is under 1.
@@ -172,7 +171,7 @@ class Result:
     def plot(self) -> Figure:
         """Draw the posterior as bars; ESS, log evidence and log-weights as curves, if there were steps.
 
-        A notebook shows what is returned; ``result.plot().savefig("run.png")`` writes it to a file.
+        A notebook shows the figure; ``result.plot().savefig("run.png")`` writes it to a file.
 
         Raises:
             ExtraNotInstalled: matplotlib is missing.
@@ -187,7 +186,7 @@ class Result:
                 how many alive and unfinished, ESS and log evidence.
 
         Raises:
-            InvalidRequest: steps are asked for, and there are none.
+            InvalidRequest: there are no steps.
             ExtraNotInstalled: pandas is missing.
         """
         if steps:

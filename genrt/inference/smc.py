@@ -1,7 +1,7 @@
 r"""Sequential Monte Carlo: N weighted particles, resampled when their weights have grown apart.
 
 N particles of a model grow side by side. A step grows each one by a token and multiplies its weight by
-what the model says it gained. Weights are unnormalised and carried along, so at any step
+the gain that the model returns. Weights are unnormalised and carried along, so at any step
 
     Z_hat = (1/N) sum_i w_i,        E[Z_hat] = Z at the end,
 

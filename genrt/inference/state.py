@@ -52,18 +52,18 @@ class State:
 
     @property
     def done(self) -> bool:
-        """True if nothing is left to extend."""
+        """True if no particle is alive and unfinished."""
         return not self.unfinished
 
 
 @dataclass(frozen=True, slots=True)
 class Deaths:
-    """Why particles have no weight, as numbers of them.
+    """The numbers of particles that died, by cause.
 
     Attributes:
         max_tokens: they reached ``max_tokens`` before the constraint let them end.
-        dead_ends: nothing could follow, or a twist or an observation ruled them out on their way.
-        potential: they ended, and the potential or the score ruled them out.
+        dead_ends: no token could follow, or a twist or an observation ruled out a prefix.
+        potential: the potential or the score ruled out a complete text.
     """
 
     max_tokens: int = 0
@@ -72,13 +72,12 @@ class Deaths:
 
     @classmethod
     def of(cls, model: Any, dead: Iterable[tuple[int, bool]]) -> Self:
-        """Return the deaths of a model's particles, given the number of tokens of each, and whether it
-        ended."""
+        """Return the deaths among particles, as their numbers of tokens and whether they ended."""
         longest, ends = model.max_steps, getattr(model, "ends", None)
         if longest is None:
             longest = math.inf
         elif ends is None or not ends.never:
-            longest -= 1  # the last step draws nothing but an end
+            longest -= 1  # the last step draws only an end
         causes = [
             "potential" if ended else "max_tokens" if count >= longest else "dead_ends"
             for count, ended in dead
@@ -103,13 +102,13 @@ class Info:
         resampled: whether it began by resampling.
         ancestors: int64 ``[N]``, the index in the step before of the particle that each one grew from.
         token_ids: int64 ``[N]``, the token that each one drew, the end token included; -1 for a
-            particle that drew none: it was not extended, died, or is a program that drew something else.
-        log_increments: float64 ``[N]``, what was added to each log-weight after any resampling: 0 for
+            particle that was not extended, that died, or whose program drew another value.
+        log_increments: float64 ``[N]``, the gain of each log-weight after any resampling: 0 for
             a particle that was not extended, -inf for one that died.
-        log_weights: float64 ``[N]``, those after the step.
+        log_weights: float64 ``[N]``, after the step.
         ess: the effective sample size after the step.
         log_evidence: log Z_hat after the step.
-        unfinished: how many particles the next step extends.
+        unfinished: the number of particles that the next step extends.
     """
 
     step: int

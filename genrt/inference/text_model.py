@@ -81,7 +81,7 @@ class Block:
     Attributes:
         before: the text without them.
         token_ids: the tokens, with a stop token.
-        logprob: the log-probability with which all of them were drawn.
+        logprob: the log-probability with which all were drawn.
         steps: the steps since its beginning; more than its tokens if the text has ended.
     """
 
@@ -124,7 +124,7 @@ class TextParticle:
 
 
 class TextModel:
-    """A language model's texts after a prompt, given a constraint, weighted by a potential.
+    """A language model's texts after a prompt, under a constraint, weighted by a potential.
 
     Many algorithms may run one model at once. Equal prefixes share one row, one mask and one call of a
     potential in every step.
@@ -315,7 +315,7 @@ class TextModel:
         return Text(token_ids, data, self._start is None and len(token_ids) >= self.max_steps)
 
     async def grow(self, particles: Sequence[TextParticle], seed: int) -> list[Growth]:
-        """Grow each text by one token, in one question to the proposing model, which computes masks
+        """Grow each text by one token, in one question to the proposing model; masks are computed
         meanwhile. If it is another model, this one weighs complete blocks in one question."""
         start = self._start if self.ends.never and not particles[0].trail.count else None
         if start is not None and self._proposals.is_complete(start):
@@ -410,8 +410,8 @@ class TextModel:
     def _advanced(
         self, states: Sequence[State | None], token_ids: Sequence[int]
     ) -> list[State | None]:
-        """Return the states after these tokens, but for those at an end, with their masks."""
-        # Equal prefixes share their constraint's state, and so what is computed from it.
+        """Return the states after these tokens, with their masks; a state at an end stays."""
+        # Equal prefixes share their constraint's state, and so its mask.
         keys = [*zip(map(id, states), token_ids, strict=True)]
         ends = self.ends.token_ids | {DEAD}
         after = {
@@ -443,7 +443,7 @@ class TextModel:
         return trails
 
     async def _ended(self, grown: Sequence[Growth], complete: Sequence[bool]) -> list[Growth]:
-        """Finish the complete ones; those that the constraint does not accept are dead."""
+        """Finish the complete texts; a text that the constraint does not accept is dead."""
         ending = [each.particle for each, ends in zip(grown, complete, strict=True) if ends]
         states = {id(each.constraint_state): each.constraint_state for each in ending}
         answers = await together([self._proposals.accepts(state) for state in states.values()])

@@ -1,9 +1,5 @@
-"""A text as it grows: a last token and what comes before it, put together once somebody reads it.
-
-Rule:
-    What was read is kept, and what it was read from is given up, so that neither a long text nor a
-    history of particles holds anything twice.
-"""
+"""A text as it grows: its last token and its prefix, joined when it is read. The joined text replaces the
+prefix, so that no token is stored twice."""
 
 from __future__ import annotations
 
@@ -14,7 +10,8 @@ from genrt.tokens.texts import Text
 
 
 class Frontier:
-    """The population of one step, until another goes on from it: so a history of particles holds none."""
+    """The population of one step, until the next step takes it; so a history of particles holds no
+    population."""
 
     __slots__ = ("_held",)
 
@@ -35,15 +32,14 @@ class Frontier:
 
 
 class Trail:
-    """One text. A value: nobody sees it change. A copy of it, and a pickle, has no frontier: such a text
-    is found by its tokens, as one is whose frontier has moved on.
+    """One text. A value. A copy or a pickle has no frontier: the runtime looks it up by its tokens.
 
     Attributes:
         token_id: its last token, where it has a frontier.
-        count: how many tokens it has.
-        finished: true if the text is over.
-        frontier: the population that it was asked about in before its last token; ``None`` if unknown.
-        number: which of the population's sequences it was.
+        count: the number of its tokens.
+        finished: true if the text is complete.
+        frontier: the population of its prefix before its last token; ``None`` if unknown.
+        number: its place in that population.
     """
 
     __slots__ = ("_before", "_data", "_text", "count", "finished", "frontier", "number", "token_id")
@@ -66,7 +62,7 @@ class Trail:
 
     @classmethod
     def of(cls, text: Text, frontier: Frontier | None = None, number: int = 0) -> Self:
-        """Return a text that is all there."""
+        """Return a joined text."""
         made = cls.__new__(cls)
         made._before, made._data, made._text = None, b"", text
         made.token_id = text.token_ids[-1] if text.token_ids else -1
@@ -76,9 +72,9 @@ class Trail:
 
     @property
     def text(self) -> Text:
-        """The text, put together at the first look."""
+        """The text, joined at the first access."""
         trail, after = self, list[Trail]()
-        # In this order: another thread drops what is before once the text is there.
+        # In this order: another thread drops the prefix once the text is set.
         while (before := trail._before) is not None and trail._text is None:
             after.append(trail)
             trail = before

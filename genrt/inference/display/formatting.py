@@ -1,7 +1,7 @@
 """Formats any text, number or count for display: no control characters, bounded width.
 
-The output of a model or a program may hold terminal escapes, marks that turn the direction of the text
-after them, markup, or a megabyte in one line. Everything that is shown of it goes through here.
+The output of a model or a program may hold terminal escapes, marks of direction, markup, or a megabyte in
+one line.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def printable(text: str) -> str:
 
 
 def width(text: str) -> int:
-    """Return how many columns the text takes in a font of fixed width: two for a wide character, none for
-    a mark."""
+    """Return how many columns the text takes in a font of fixed width: two for a wide character, zero
+    for a mark."""
     if text.isascii():
         return len(text)
     return sum(
@@ -105,7 +105,7 @@ def count_of(count: int, noun: str) -> str:
 
 
 def token_label(token_id: int, tokens: Mapping[int, bytes]) -> str:
-    """Return a token's text, its bytes if they are no text, its number if it has none."""
+    """Return a token's text, its bytes if they are no text, its number without bytes."""
     spelled = tokens.get(token_id, b"")
     if not spelled:
         return f"\N{MATHEMATICAL LEFT ANGLE BRACKET}{token_id}\N{MATHEMATICAL RIGHT ANGLE BRACKET}"
@@ -117,7 +117,7 @@ def token_label(token_id: int, tokens: Mapping[int, bytes]) -> str:
 
 
 def said(token_ids: Sequence[int], tokens: Mapping[int, bytes]) -> str:
-    """Return what tokens say together, printable; unknown tokens as their numbers."""
+    """Return the text of tokens, printable; unknown tokens as their numbers."""
     parts: list[str] = []
     known = bytearray()
     for token_id in token_ids:

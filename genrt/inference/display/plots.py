@@ -129,7 +129,7 @@ def particles_frame(
     pandas = _pandas()
     index = pandas.RangeIndex(len(texts), name="particle")
     # As objects, lists and tuples among the values stay whole, one in a cell; numbers and truth values
-    # are left to pandas, so that they can be counted with.
+    # keep the dtype that pandas chooses.
     kinds = {type(value) for value in values}
     dtype = None if kinds and kinds <= {bool, int, float} else object
     return pandas.DataFrame(
@@ -146,7 +146,7 @@ def particles_frame(
 
 
 def steps_frame(infos: Sequence[Info], curves: Curves | None) -> DataFrame:
-    """Return a table with one row a step. Raises InvalidRequest if there are none, ExtraNotInstalled if
+    """Return a table with one row a step. Raises InvalidRequest without steps, ExtraNotInstalled if
     pandas is missing."""
     if curves is None:
         raise InvalidRequest("this result has no steps: SMC and importance sampling keep them")

@@ -1,6 +1,6 @@
 """A result as text for a terminal, and as a piece of HTML for a notebook, of bounded size.
 
-The HTML stands by itself: no scripts, nothing from anywhere, colours of the page around it. Its parts are
+The HTML has no scripts and no external parts, and takes the colours of the page. Its parts are
 the figures, the posterior's table, the genealogy, and the runtime's statistics.
 """
 

@@ -1,4 +1,4 @@
-"""Weighted values in short: the heaviest of them, and how their weights came about."""
+"""The heaviest values of a result, and the history of the weights."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Curves:
         resampled: whether the step began by resampling.
         alive: how many particles have a positive weight.
         band: float64 ``[3, steps]``, the quantiles ``BAND`` of the living particles' log-weights, less
-            the logarithm of the mean over all; NaN where none is alive.
+            the logarithm of the mean over all; NaN where all are dead.
         heaviest: the heaviest particle's log-weight, less the same.
     """
 
@@ -63,7 +63,7 @@ class Curves:
 
 @dataclass(frozen=True, eq=False)
 class Summary:
-    """A result's fields, and what is worth seeing of them."""
+    """A result's fields, and the figures that are shown."""
 
     values: Sequence[Any]
     log_weights: Floats
@@ -103,7 +103,7 @@ class Summary:
     @cached_property
     def _distinct(self) -> list[list[Any]]:
         """The distinct values of positive weight, each with its weight and its number of particles, the
-        heaviest first. Values that cannot be hashed are told apart by how Python writes them."""
+        heaviest first. Values that cannot be hashed are compared by their repr."""
         total: dict[Any, list[Any]] = {}
         for value, weight in zip(self.values, self.weights, strict=True):
             if weight > 0:
@@ -119,7 +119,7 @@ class Summary:
 
     @property
     def others(self) -> PosteriorEntry | None:
-        """All other values together; ``None`` if there is none."""
+        """All other values together; ``None`` without others."""
         if not (others := self._distinct[SHOWN:]):
             return None
         _, weights, particles = zip(*others, strict=True)
@@ -129,7 +129,7 @@ class Summary:
 
     @cached_property
     def curves(self) -> Curves | None:
-        """How the weights developed; ``None`` without steps."""
+        """The weights by step; ``None`` without steps."""
         if not self.infos:
             return None
         relative = np.array([_relative(info.log_weights) for info in self.infos]).T
