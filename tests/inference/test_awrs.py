@@ -138,21 +138,6 @@ async def test_a_draw_follows_the_law_that_was_enumerated(
     assert_samples_from(samples, law)
 
 
-@pytest.mark.parametrize("mass", [0.9, 0.5, 0.05])
-async def test_over_a_large_vocabulary_it_is_unbiased_too(mass: float) -> None:
-    rng = np.random.default_rng(1)
-    weights = rng.dirichlet(np.full(400, 0.3))
-    order = rng.permutation(400)
-    count = int(np.searchsorted(np.cumsum(weights[order]), mass)) + 1
-    allowed = set(order[:count].tolist())
-    within = weights[sorted(allowed)].sum()
-    draws = [await drawn(weights, allowed, seed=seed) for seed in range(600)]
-    assert_unbiased([math.exp(log_weight) for _, log_weight in draws], within)
-    likely = {i: weights[i] / within for i in allowed if weights[i] > 0.02 * within}
-    law = {**likely, DEAD: 1 - sum(likely.values())}
-    assert_samples_from([i if i in likely else DEAD for i, _ in draws], law)
-
-
 # -- the mean rate ----------------------------------------------------------------------------
 
 

@@ -288,20 +288,6 @@ async def test_candidates_are_drawn_under_the_mask_with_the_weights_of_their_law
             assert score == (-math.inf if is_dead else likes_b(text) if name == "all" else 0.0)
 
 
-async def test_more_texts_may_make_a_better_one() -> None:
-    with genrt.load(LIVELY, engine="exact") as lm:
-        sampler = BestOfN(TextModel(lm, PROMPT, max_tokens=6), n=2, score=likes_b)
-        state, scores = sampler.init(1), []
-        for count in range(1, 13):
-            state, batch = await sampler.step(state)
-            assert len(batch) == 2
-            assert len(state.texts) == 2 * count
-            assert state.best is not None
-            scores.append(state.scores[state.best])
-    assert scores == sorted(scores)
-    assert scores[-1] > scores[0]
-
-
 async def test_without_any_valid_text_there_is_no_best() -> None:
     with genrt.load(LIVELY, engine="exact") as lm:
         model = TextModel(lm, PROMPT, max_tokens=3, constraint=regex("x", lm))

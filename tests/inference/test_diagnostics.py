@@ -17,13 +17,8 @@ import pytest
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-import genrt
-from genrt.engines.exact import NGram
 from genrt.errors import InvalidRequest
-from genrt.inference import MetropolisHastings, Result, TextModel
 from genrt.inference.diagnostics import ChainStatistics, diagnose, diagnosed
-from genrt.testing import exact_posterior
-from genrt.tokens.texts import Text
 
 Floats: TypeAlias = NDArray[np.float64]
 
@@ -276,43 +271,3 @@ def test_chains_at_one_value_are_unknown() -> None:
 
 
 # -- the real thing ---------------------------------------------------------------------------
-
-
-STICKY = NGram.random([b"a", b"b", b"ab", b"ba", b""], seed=3, zeros=0.25, eos_token_id=4)
-
-
-def likes_bb(text: Text) -> float:
-    return 6.0 * text.count("bb")
-
-
-@pytest.fixture(scope="module")
-def sticky() -> Result:
-    with genrt.load(STICKY, engine="exact") as lm:
-        model = TextModel(lm, [0], max_tokens=5, potential=likes_bb)
-        sampler = MetropolisHastings(model, num_chains=160, num_steps=70, warm_up=20)
-        return sampler.run_sync(0)
-
-
-@pytest.mark.parametrize("name", ["a value", "length", "beginning"])
-def test_chains_are_worth_what_they_claim(sticky: Result, name: str) -> None:
-    """Forty runs of four chains, cut out of one of 160: what the error of their means says that they are
-    worth, and what they say."""
-    assert sticky.chains is not None
-    [(common, _), *_] = sticky.posterior()
-    functions: dict[str, Callable[[Any], float]] = {
-        "a value": lambda value: value == common,
-        "length": len,
-        "beginning": lambda value: value.startswith("aba"),
-    }
-    function = functions[name]
-    exact = exact_posterior(STICKY, [0], max_tokens=5, potential=likes_bb).texts
-    law = {data.decode(): probability for data, probability in exact.items()}
-    mean = sum(probability * function(text) for text, probability in law.items())
-    variance = sum(probability * (function(text) - mean) ** 2 for text, probability in law.items())
-    runs = [sticky.chains.values[first : first + 4] for first in range(0, 160, 4)]
-    means = [np.mean([[function(value) for value in chain] for chain in run]) for run in runs]
-    worth = variance / np.mean((np.array(means) - mean) ** 2)
-    claims = [diagnose(run, function).ess_mean for run in runs]
-    assert worth < 100, "of 200 values: this is to be sticky"
-    assert 0.4 * worth < statistics.median(claims) < 2 * worth
-    assert sticky.ess <= 1.5 * 40 * worth

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
 import genrt
 from genrt.constraints import ConstraintState, predicate, regex
@@ -48,8 +47,6 @@ PROMPT = [0]
 EOS = 4
 MODEL = NGram.random([b"a", b"b", b"ab", b"ba", b""], seed=3, zeros=0.25, eos_token_id=EOS)
 """Several tokenizations of one text, tokens that never follow others, and so dead ends."""
-
-Floats = NDArray[np.float64]
 
 
 def smc_of(lm: AsyncLM, prompt: Any, **options: Any) -> SMC:

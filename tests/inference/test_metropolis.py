@@ -164,32 +164,6 @@ async def test_moves_leave_the_law_as_it_is(name: str) -> None:
         assert 0.2 < rate <= 1
 
 
-@pytest.mark.parametrize("start", ["likeliest", "rarest"])
-async def test_a_chain_forgets_where_it_began(start: str) -> None:
-    """After 20 moves from one text. Of 5 cuts or fewer one redraws the whole text; were that taken in one
-    of four moves, what is left of the beginning would be less than (1 - 1/20)^20, or 0.36 of it, and is
-    far less: other cuts forget too."""
-    with genrt.load(MODEL, engine="exact") as lm:
-        model, law = case("potential", lm)
-        histories = await grown(model, 200, 3)
-        by_text = {model.text(history[-1].particle): history for history in histories}
-        text = (max if start == "likeliest" else min)(by_text, key=lambda each: law[each])
-        state = Chains((Chain(by_text[text]),) * 200, 1, 5)
-        values, _ = await moved(model, state, steps=20)
-    assert_samples_from(values, law)
-
-
-async def test_a_run_of_many_chains_finds_the_posterior() -> None:
-    with genrt.load(MODEL, engine="exact") as lm:
-        model, law = case("constraint", lm)
-        sampler = MetropolisHastings(model, num_chains=300, num_steps=12, warm_up=11)
-        result = await sampler.run(0)
-    assert len(result.texts) == 300
-    assert_samples_from(result.texts, law)
-    assert math.isnan(result.log_evidence)
-    assert result.ess == pytest.approx(300)
-
-
 async def test_without_weights_and_with_one_length_every_move_is_taken() -> None:
     endless = NGram.random([b"a", b"b", b"c"], seed=1)
     with genrt.load(endless, engine="exact") as lm:
@@ -323,31 +297,6 @@ async def test_a_result_has_its_chains(name: str) -> None:
     assert result.diagnose(len).ess_mean <= len(result.texts)
 
 
-async def test_chains_that_hardly_move_do_not_claim_to_be_worth_all_their_texts() -> None:
-    """200 texts of chains that seldom go far, as those of a sharp potential do."""
-    with genrt.load(MODEL, engine="exact") as lm:
-        model = TextModel(lm, PROMPT, max_tokens=8, potential=lambda text: 12.0 * text.count("bb"))
-        result = await MetropolisHastings(model, num_chains=4, num_steps=50).run(0)
-    assert result.chains is not None
-    assert len(result.texts) == 200
-    assert len(result.posterior()) > 1
-    assert result.ess < 20
-    assert result.chains.r_hat > 1.1
-
-
-async def test_where_all_chains_are_at_one_text_nothing_is_known() -> None:
-    with genrt.load(MODEL, engine="exact") as lm:
-        model = TextModel(lm, PROMPT, max_tokens=3, constraint=regex("b", lm))
-        result = await MetropolisHastings(model, num_chains=4, num_steps=32).run(0)
-        once = await MetropolisHastings(model, num_chains=4, num_steps=1).run(0)
-    assert result.posterior() == [("b", 1.0)]
-    assert math.isnan(result.ess)
-    assert result.weights.sum() == pytest.approx(1)
-    assert result.expectation(len) == 1
-    assert result.sample(3, seed=0) == ["b"] * 3
-    assert once.ess == 4
-
-
 async def test_states_of_one_run_make_a_result() -> None:
     with genrt.load(RARE, engine="exact") as lm:
         model = TextModel(lm, PROMPT, max_tokens=4, potential=two_bs)
@@ -392,19 +341,6 @@ async def test_other_results_have_no_chains_to_diagnose() -> None:
 
 
 # -- how chains begin -------------------------------------------------------------------------
-
-
-async def test_chains_that_find_no_text_are_left_out() -> None:
-    with genrt.load(MODEL, engine="exact") as lm:
-        model = TextModel(lm, PROMPT, max_tokens=3, constraint=regex("x", lm))
-        sampler = MetropolisHastings(model, num_chains=3, num_steps=4, attempts=2)
-        seen: list[Moves] = []
-        result = await sampler.run(0, on_step=lambda state, moves: seen.append(moves))
-    assert result.texts == ()
-    assert result.posterior() == []
-    assert result.ess == 0
-    assert not any(moves.accepted.any() for moves in seen)
-    assert all(moves.log_ratios.tolist() == [-math.inf] * 3 for moves in seen)
 
 
 async def test_some_chains_may_find_none_and_the_others_go_on() -> None:

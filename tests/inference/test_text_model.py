@@ -1,7 +1,6 @@
 """Texts as particles: potentials, twists, prompts, proposals, and what is refused.
 
-The laws are in ``test_algorithms.py`` and ``test_awrs.py``. Statistical tests have fixed seeds and a level
-of 1e-6.
+The laws are in ``test_algorithms.py`` and ``test_awrs.py``.
 """
 
 from __future__ import annotations
@@ -43,27 +42,6 @@ def refuses_bb(text: Text) -> float:
 async def refuses_bb_later(text: Text) -> float:
     await asyncio.sleep(0)
     return refuses_bb(text)
-
-
-class Later:
-    """An object with a coroutine method for a call."""
-
-    async def __call__(self, text: Text) -> float:
-        return refuses_bb(text)
-
-
-def returns_a_coroutine(text: Text) -> Any:
-    return refuses_bb_later(text)
-
-
-def only_the_finished(text: Text) -> float:
-    """Zeros that no prefix shows."""
-    return 0.0 if text.finished and text.bytes.endswith(b"b") else -math.inf
-
-
-async def runs_of(smc: SMC, count: int) -> list[tuple[Sequence[tuple[int, ...]], Any]]:
-    results = await asyncio.gather(*(smc.run(seed) for seed in range(count)))
-    return [(result.token_ids, result.log_weights) for result in results]
 
 
 def particles_of(result: Result) -> list[tuple[Sequence[tuple[int, ...]], Any]]:
@@ -155,23 +133,6 @@ async def test_plain_potentials_are_called_off_the_event_loop() -> None:
     assert threading.current_thread() not in threads
 
 
-async def test_coroutine_potentials_run_at_once() -> None:
-    waiting, most = 0, 0
-
-    async def potential(text: Text) -> float:
-        nonlocal waiting, most
-        waiting += 1
-        most = max(most, waiting)
-        await asyncio.sleep(0)
-        waiting -= 1
-        return 0.0
-
-    with genrt.load(MODEL, engine="exact") as lm:
-        model = TextModel(lm, PROMPT, max_tokens=1, potential=potential)
-        result = await SMC(model, num_particles=50).run(0)
-    assert most == len(set(result.token_ids)) > 1
-
-
 class Broken(Exception):
     pass
 
@@ -220,26 +181,6 @@ async def test_what_a_potential_raises_is_raised_and_the_state_stays_good(
                 await smc.step(state)
 
 
-async def test_the_others_are_cancelled_where_one_raises() -> None:
-    ended: list[str] = []
-
-    async def potential(text: Text) -> float:
-        if not text.token_ids or text.token_ids[0] == 1:
-            await asyncio.sleep(0)
-            raise Broken
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.append(str(text))
-        return 0.0
-
-    with genrt.load(MODEL, engine="exact") as lm:
-        model = TextModel(lm, PROMPT, max_tokens=1, potential=potential)
-        with pytest.raises(Broken):
-            await SMC(model, num_particles=50).run(0)
-    assert len(ended) == len(set(ended)) > 0
-
-
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
@@ -270,28 +211,6 @@ async def test_numbers_of_every_kind_are_log_weights(answer: Any) -> None:
         model = TextModel(lm, PROMPT, max_tokens=2, potential=lambda text: answer)
         result = await SMC(model, num_particles=3).run(0)
     assert result.log_evidence == pytest.approx(-1)
-
-
-async def test_a_run_that_is_cancelled_calls_a_plain_potential_no_more() -> None:
-    called, goes_on, count = threading.Event(), threading.Event(), 0
-
-    def potential(text: Text) -> float:
-        nonlocal count
-        count += 1
-        called.set()
-        goes_on.wait()
-        return 0.0
-
-    with genrt.load(MODEL, engine="exact") as lm:
-        model = TextModel(lm, PROMPT, max_tokens=1, potential=potential)
-        running = asyncio.create_task(SMC(model, num_particles=50).run(0))
-        await asyncio.to_thread(called.wait)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        goes_on.set()
-        await asyncio.get_running_loop().shutdown_default_executor()
-    assert count == 1
 
 
 async def test_a_step_that_is_cancelled_in_a_potential_can_be_taken_again() -> None:

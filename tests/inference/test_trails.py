@@ -6,7 +6,7 @@ import copy
 import pickle
 from typing import Any
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genrt.inference.trails import Frontier, Trail
@@ -15,6 +15,7 @@ from genrt.tokens.texts import Text
 VOCABULARY = [b"a", b"", b"\xc3", b"\xa9", b"bc"]
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_a_trail_is_its_text(data: st.DataObject) -> None:
     """Trails that branch, and are read, copied and pickled in any order."""

@@ -94,15 +94,21 @@ class Tree:
 def tree_of(infos: Sequence[Info], *, lineages: int) -> Tree:
     """Return at most this many lineages: two thirds survivors, distinct texts first, then the heaviest;
     the others are spread evenly over the steps."""
-    leaves = _leaves(infos)
-    survivors = [node for node, end in leaves.items() if end == "survived"]
-    others = [node for node, end in leaves.items() if end != "survived"]
-    room = lineages - min(len(others), lineages // 3)
-    chosen = _ranked(infos, survivors)[:room]
-    room = min(lineages - len(chosen), len(others))
-    chosen += [others[(2 * place + 1) * len(others) // (2 * room)] for place in range(room)]
+    alive = np.array([info.log_weights for info in infos]) > -math.inf
+    died = ~alive & (np.array([info.log_increments for info in infos]) == -math.inf)
+    dropped = alive.copy()
+    for step, info in enumerate(infos[1:]):
+        dropped[step, info.ancestors] = False
+    dropped[-1] = False
+    others = np.argwhere(died | dropped)
+    survivors = _ranked(infos)[: lineages - min(len(others), lineages // 3)]
+    room = min(lineages - len(survivors), len(others))
+    spread = others[(2 * np.arange(room) + 1) * len(others) // (2 * max(room, 1))]
+    ends: dict[Node, End] = {(len(infos) - 1, particle): "survived" for particle in survivors}
+    for step, particle in spread.tolist():
+        ends[step, particle] = "died" if died[step, particle] else "dropped"
     children: defaultdict[Node | None, list[Node]] = defaultdict(list)
-    for step, particle in chosen:
+    for step, particle in ends:
         while True:
             parent = (step - 1, int(infos[step].ancestors[particle])) if step else None
             is_known = parent in children
@@ -110,38 +116,31 @@ def tree_of(infos: Sequence[Info], *, lineages: int) -> Tree:
             if parent is None or is_known:
                 break
             step, particle = parent
-    ends = {node: leaves[node] for node in chosen}
-    return Tree(_branches(infos, children, ends), Counter(ends.values()), Counter(leaves.values()))
+    total: dict[End, int] = {
+        "survived": int(alive[-1].sum()),
+        "died": int(died.sum()),
+        "dropped": int(dropped.sum()),
+    }
+    shown = Counter(ends.values())
+    return Tree(_branches(infos, children, ends), {end: shown[end] for end in total}, total)
 
 
-def _leaves(infos: Sequence[Info]) -> dict[Node, End]:
-    """Return all leaves, in the order of their steps."""
-    leaves: dict[Node, End] = {}
-    for step, info in enumerate(infos):
-        is_last = step == len(infos) - 1
-        parents = set() if is_last else set(infos[step + 1].ancestors.tolist())
-        gains = zip(info.log_weights.tolist(), info.log_increments.tolist(), strict=True)
-        for particle, (log_weight, increment) in enumerate(gains):
-            if increment == -math.inf:
-                leaves[step, particle] = "died"
-            elif log_weight > -math.inf and particle not in parents:
-                leaves[step, particle] = "survived" if is_last else "dropped"
-    return leaves
-
-
-def _ranked(infos: Sequence[Info], survivors: list[Node]) -> list[Node]:
-    """Sort survivors by weight, all first copies of a text before second copies, and so on."""
-    hashes = [0] * len(infos[0].ancestors)
+def _ranked(infos: Sequence[Info]) -> list[int]:
+    """Return the survivors by weight, all first copies of a text before second copies, and so on."""
+    hashes = np.zeros(len(infos[0].ancestors), dtype=np.uint64)
     for info in infos:
-        drawn = zip(info.ancestors.tolist(), info.token_ids.tolist(), strict=True)
-        hashes = [hashes[a] if t == DEAD else hash((hashes[a], t)) for a, t in drawn]
-    survivors.sort(key=lambda node: -infos[-1].log_weights[node[1]])
+        before = hashes[info.ancestors]
+        with np.errstate(over="ignore"):
+            longer = before * np.uint64(0x9E3779B97F4A7C15) + info.token_ids.astype(np.uint64) + 1
+        hashes = np.where(info.token_ids == DEAD, before, longer)
+    log_weights = infos[-1].log_weights
+    heaviest = np.argsort(-log_weights, kind="stable")[: (log_weights > -math.inf).sum()].tolist()
     seen: Counter[int] = Counter()
     copies = {}
-    for _, particle in survivors:
-        copies[particle] = seen[hashes[particle]]
-        seen[hashes[particle]] += 1
-    return sorted(survivors, key=lambda node: copies[node[1]])
+    for particle in heaviest:
+        copies[particle] = seen[int(hashes[particle])]
+        seen[int(hashes[particle])] += 1
+    return sorted(heaviest, key=copies.__getitem__)
 
 
 def _branches(
@@ -259,6 +258,7 @@ class Genealogy:
             f"{SIGNS[end]} {'without children' if end == 'dropped' else end}: {total:,}"
             + f", {tree.shown[end]:,} of them shown" * (tree.shown[end] < total)
             for end, total in tree.total.items()
+            if total
         ]
         wide, high = max(edges[-1] + RIGHT, 320), bottom + 20 + 14 * len(legend)
         return "\n".join(
