@@ -58,7 +58,7 @@ def test_the_effective_sample_size_is_that_of_the_theory(
     name: str, chains: int, steps: int, r: float
 ) -> None:
     found = [
-        diagnosed(MARKOV[name](np.random.default_rng(seed), chains, steps, r)) for seed in range(6)
+        diagnosed(MARKOV[name](np.random.default_rng(seed), chains, steps, r)) for seed in range(20)
     ]
     exact = chains * steps * (1 - r) / (1 + r)
     # Halves of 40 steps hold fewer lags of r = 0.9 than there are.
@@ -71,7 +71,7 @@ def test_the_effective_sample_size_is_that_of_the_theory(
 def test_the_worth_of_a_mean_is_told_apart_from_that_of_the_bulk() -> None:
     """Most values are independent; the mean is that of rare ones, at which chains stay."""
     means, found = [], []
-    for seed in range(40):
+    for seed in range(100):
         rng = np.random.default_rng(seed)
         numbers = rng.standard_normal((4, 400)) + 100 * two_states(rng, 4, 400, 0.05, 0.95)
         means.append(numbers.mean())

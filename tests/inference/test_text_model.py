@@ -39,11 +39,6 @@ def refuses_bb(text: Text) -> float:
     return -math.inf if b"bb" in text.bytes else -0.3 * len(text.token_ids)
 
 
-async def refuses_bb_later(text: Text) -> float:
-    await asyncio.sleep(0)
-    return refuses_bb(text)
-
-
 def particles_of(result: Result) -> list[tuple[Sequence[tuple[int, ...]], Any]]:
     """The independent particles of importance sampling, as runs of one particle each."""
     return [
@@ -75,10 +70,10 @@ async def test_a_good_twist_steadies_the_evidence() -> None:
         for name, twist in {"none": None, "good": wants_bs}.items():
             model = TextModel(lm, PROMPT, max_tokens=5, potential=wants_bs, twist=twist)
             smc = SMC(model, num_particles=10, resample_when=1.0)
-            results = await asyncio.gather(*(smc.run(seed) for seed in range(100)))
+            results = await asyncio.gather(*(smc.run(seed) for seed in range(150)))
             evidence = np.exp([result.log_evidence - exact.log_evidence for result in results])
             variances[name] = float(evidence.var())
-            assert abs(evidence.mean() - 1) < 5 * evidence.std() / math.sqrt(100)
+            assert abs(evidence.mean() - 1) < 5 * evidence.std() / math.sqrt(150)
     assert variances["good"] < 0.5 * variances["none"], variances
 
 
