@@ -49,6 +49,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             warnings.simplefilter("ignore")
             importlib.import_module("genrt.engines.vllm.opening")
             importlib.import_module("vllm.v1.worker.cpu_worker")
+        # Samplers compile a helper at the first log-probabilities: up to 40 s.
+        importlib.import_module("torch._dynamo.config").disable = True
     gc.collect()
     gc.freeze()
 
