@@ -193,8 +193,10 @@ async def test_a_flush_that_is_larger_than_a_call_takes_several(lm: AsyncLM) -> 
             samples = [remote.sample([1, each], max_tokens=9, seed=each) for each in range(4)]
             there = [lm.sample([1, each], max_tokens=9, seed=each) for each in range(4)]
             draws = [remote.population([2, each], 5).draw(seed=1) for each in range(4)]
-            found = await asyncio.gather(*samples, *draws)
-            assert found[:4] == await asyncio.gather(*there)
+            sampling = [asyncio.ensure_future(each) for each in samples]
+            await asyncio.gather(*draws)  # which take turns with them
+            assert not all(each.done() for each in sampling)
+            assert await asyncio.gather(*sampling) == await asyncio.gather(*there)
 
 
 def save_adapter(directory: Path, seed: int) -> Path:
