@@ -31,6 +31,7 @@ from genrt.errors import (
 )
 from genrt.lm import AsyncLM
 from genrt.runtime.ask import MAX_UNAWAITED
+from tests.inside import adapters_of, thread_of
 from tests.scripted import Gate, ScriptedEngine, passes
 
 VOCAB_SIZE, MAX_MODEL_LEN = 12, 20
@@ -455,7 +456,7 @@ def test_an_adapter_that_another_thread_loads_while_a_question_is_made_answers_i
     def settle() -> None:
         """Return when the engine has let go of what it is to let go of."""
         for _ in range(2):
-            lm._thread.call(lambda _: None).result()
+            thread_of(lm).call(lambda _: None).result()
 
     def load_again() -> None:
         lm.add_adapter_sync("x", adapters["b"])
@@ -494,7 +495,7 @@ async def test_an_adapter_whose_loading_was_cancelled_is_bound_or_not_loaded(
             await passes(count)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-        held = lm._thread.call(lambda _: [adapter.name for adapter in engine.adapters])
+        held = thread_of(lm).call(lambda _: [adapter.name for adapter in engine.adapters])
         assert await asyncio.wrap_future(held) == list(lm.adapters)
 
 
@@ -741,7 +742,7 @@ def test_requests_are_bound_to_versions_not_names(lm: AsyncLM, adapters: dict[st
     bound = []
     for _ in range(2):
         lm.add_adapter_sync("x", adapters["a"])
-        bound.append(lm._adapters.bound("x"))
+        bound.append(adapters_of(lm).bound("x"))
     assert len(set(bound)) == 2
     assert [adapter.name for adapter in bound if adapter] == ["x", "x"]
 

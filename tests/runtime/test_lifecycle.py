@@ -26,6 +26,7 @@ from genrt.runtime.cache import RowCache
 from genrt.runtime.lifecycle import State
 from genrt.runtime.thread import EngineThread, LoopThread
 from genrt.runtime.weights import Transfers
+from tests.inside import engine_of, system_thread
 from tests.scripted import Gate, ProtocolViolation
 
 SIZE = 3
@@ -210,7 +211,7 @@ class World:
 
     @property
     def rounds(self) -> ByHand:
-        found = self.thread._thread
+        found = system_thread(self.thread)
         assert isinstance(found, ByHand)
         return found
 
@@ -659,7 +660,7 @@ async def test_nothing_falls_while_another_thread_moves_memory(level: int) -> No
     gate = Gate()
     async with genrt.load(engine=StrictEngine) as lm:
         await lm.next_token_logprobs([0])
-        lm._thread.engine.weights.in_move = gate.go_through  # type: ignore[attr-defined]
+        engine_of(lm).weights.in_move = gate.go_through
         sleep = asyncio.ensure_future(lm.sleep(level))
         await asyncio.to_thread(gate.wait_until_held)
         with pytest.raises(InvalidRequest, match="the engine sleeps"):
