@@ -10,6 +10,7 @@ import signal
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,7 +51,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             importlib.import_module("genrt.engines.vllm.opening")
             importlib.import_module("vllm.v1.worker.cpu_worker")
         # Samplers compile a helper at the first log-probabilities: up to 40 s.
-        importlib.import_module("torch._dynamo.config").disable = True
+        dynamo: Any = importlib.import_module("torch._dynamo.config")
+        dynamo.disable = True
     gc.collect()
     gc.freeze()
 

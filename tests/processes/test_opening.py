@@ -158,8 +158,6 @@ import genrt
 torch.backends.cuda.matmul.fp32_precision = "tf32"
 gc.set_threshold(701, 11, 9)
 warnings.filterwarnings("ignore", message="mine")
-if frozen:
-    gc.freeze()
 
 def seen():
     matmul = torch.backends.cuda.matmul
@@ -208,8 +206,8 @@ print("end")
 @pytest.mark.vllm
 @pytest.mark.promise(number=27)
 def test_opening_restarting_and_closing_vllm_changes_nothing_of_the_process(llama: Path) -> None:
-    """In processes that have imported vLLM, as in those that have not: see below."""
-    programs = {"thawed": "frozen = False" + PROCESS, "frozen": "frozen = True" + PROCESS}
+    """In processes that have imported vLLM, whether they froze their objects or not."""
+    programs = {"thawed": "import gc; gc.unfreeze()" + PROCESS, "frozen": PROCESS}
     for end in children.run(programs, model=str(llama)).values():
         assert end.status == 0, end.err
         assert end.out.splitlines() == ["end"]
