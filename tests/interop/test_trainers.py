@@ -23,6 +23,7 @@ from genrt.errors import (
 from genrt.interop.trainers import WeightSyncClient
 from genrt.lm import AsyncLM
 from genrt.runtime.weights import Transfers
+from tests.inside import engine_of
 
 MODEL, OTHER = NGram.random(6, order=1, seed=1), NGram.random(6, order=1, seed=2)
 SENT: dict[str, NamedTensors] = {}
@@ -99,7 +100,7 @@ def test_a_trainer_refits_a_runtime_again_and_again(lm: AsyncLM) -> None:
         assert lm.weights_version == version
         assert torch.allclose(row(lm), model.row([1]), atol=1e-6)
         assert population.draw_sync(seed=1).weights_version == version
-    weights: Any = lm._thread.engine.weights  # type: ignore[attr-defined]
+    weights: Any = engine_of(lm).weights
     assert weights.met == [{"port": 1}]
     client.shutdown_weight_transfer_engine()
     assert not weights.is_met

@@ -13,6 +13,7 @@ import torch
 
 import genrt
 from genrt.lm import AsyncLM
+from tests.inside import core_of, engine_of, thread_of
 
 BLOCK = 32
 BLOCK_BYTES = 2 * 2 * 32 * 2 * 4 * BLOCK

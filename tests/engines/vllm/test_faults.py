@@ -27,6 +27,7 @@ from tests.engines.vllm.small import (
     preemptions,
     runner_of,
 )
+from tests.inside import engine_of
 from tests.scripted import PATIENCE_SECONDS, Gate
 
 pytestmark = pytest.mark.vllm
