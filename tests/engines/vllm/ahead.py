@@ -18,7 +18,6 @@ from genrt.engines.vllm.steps import DecodeSteps
 from genrt.lm import AsyncLM
 from genrt.populations import Population
 from tests.apart import drawn_apart
-from tests.inside import core_of, engine_of, in_progress, open_of, populations_of, thread_of
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",

@@ -13,7 +13,15 @@ import torch
 
 import genrt
 from genrt.lm import AsyncLM
-from tests.inside import core_of, engine_of, thread_of
+from tests.inside import (
+    core_of,
+    engine_of,
+    in_progress,
+    open_of,
+    populations_of,
+    texts_of,
+    thread_of,
+)
 
 BLOCK = 32
 BLOCK_BYTES = 2 * 2 * 32 * 2 * 4 * BLOCK
@@ -58,17 +66,6 @@ def expect_rows(oracle: Oracle, contexts: Sequence[Sequence[int]], rows: Any) ->
         assert float((oracle(context) - row).abs().max()) < TOLERANCE
 
 
-def engine_of(lm: AsyncLM) -> Any:
-    """The runtime's engine."""
-    return lm._thread.engine
-
-
-def core_of(engine: Any) -> Any:
-    """vLLM's core of an engine, or of a runtime's."""
-    found: Any = engine_of(engine) if isinstance(engine, AsyncLM) else engine
-    return found._core.engine_core
-
-
 def runner_of(lm: AsyncLM) -> Any:
     """vLLM's model runner."""
     return core_of(lm).model_executor.driver_worker.worker.model_runner
@@ -76,12 +73,12 @@ def runner_of(lm: AsyncLM) -> Any:
 
 def steps_of(lm: AsyncLM) -> Any:
     """What runs an engine's decode steps."""
-    return engine_of(lm)._open.steps
+    return open_of(engine_of(lm)).steps
 
 
 def on_engine(lm: AsyncLM, look: Callable[[Any], Any]) -> Any:
     """Call a function with the engine, on its thread."""
-    return lm._thread.call(lambda answers: look(answers.engine)).result()
+    return thread_of(lm).call(lambda answers: look(answers.engine)).result()
 
 
 def forget(lm: AsyncLM) -> None:
@@ -91,10 +88,10 @@ def forget(lm: AsyncLM) -> None:
 
 def left_over(engine: Any) -> dict[str, int]:
     """How much an engine holds of requests in progress, by name; nothing once all have ended."""
-    scheduler, texts = core_of(engine).scheduler, engine._texts
+    scheduler, texts = core_of(engine).scheduler, texts_of(engine)
     held = {
-        "in progress": engine._in_progress,
-        "populations": engine._populations,
+        "in progress": in_progress(engine),
+        "populations": populations_of(engine),
         "rows": engine._store,
         "waiting": texts.waiting,
         "streams": texts._streamed,
@@ -116,7 +113,7 @@ def held(lm: AsyncLM) -> tuple[int, int, int]:
         pool = scheduler.kv_cache_manager.block_pool
         assert len(scheduler.parked) == resident
         used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
-        return resident, used, len(engine._populations._known)
+        return resident, used, len(populations_of(engine)._known)
 
     return on_engine(lm, look)  # type: ignore[no-any-return]
 

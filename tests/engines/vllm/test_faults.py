@@ -22,7 +22,6 @@ from tests.engines.vllm.small import (
     TOLERANCE,
     Oracle,
     contexts_of,
-    engine_of,
     expect_rows,
     preemptions,
     runner_of,

@@ -21,7 +21,8 @@ from tests.engines.vllm.ahead import (
     run_always_ahead,
     two_runtimes,
 )
-from tests.engines.vllm.small import BLOCK_BYTES, engine_of, forget, held, left_over
+from tests.engines.vllm.small import BLOCK_BYTES, forget, held, left_over
+from tests.inside import engine_of
 from tests.population_walk import EVENTS, walk
 from tests.population_walk import Runtime as WalkedRuntime
 

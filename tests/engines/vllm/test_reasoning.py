@@ -17,7 +17,8 @@ from genrt.errors import EngineFailed, InvalidRequest
 from genrt.generation import generate_many_sync
 from genrt.lm import AsyncLM
 from genrt.questions.completions import Completion, CompletionRequest, Decoding
-from tests.engines.vllm.small import engine_of, left_over
+from tests.engines.vllm.small import left_over
+from tests.inside import engine_of
 from tests.small_models import make_llama, make_tokenizer
 
 pytestmark = pytest.mark.vllm

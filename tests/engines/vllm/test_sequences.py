@@ -31,7 +31,6 @@ from tests.engines.vllm.small import (
     runner_of,
     steps_of,
 )
-from tests.inside import engine_of, open_of
 
 pytestmark = pytest.mark.vllm
 

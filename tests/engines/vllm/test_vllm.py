@@ -31,7 +31,8 @@ from genrt.lm import AsyncLM
 from genrt.questions.completions import SampleRequest
 from genrt.questions.rows import LogprobsRequest
 from genrt.tokens import sampling
-from tests.engines.vllm.small import TOLERANCE, Oracle, engine_of, failing, runner_of, tokens
+from tests.engines.vllm.small import TOLERANCE, Oracle, failing, runner_of, tokens
+from tests.inside import engine_of
 
 pytestmark = pytest.mark.vllm
 

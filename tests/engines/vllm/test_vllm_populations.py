@@ -31,7 +31,8 @@ from genrt.questions.rows import LogprobsRequest
 from genrt.questions.sequences import Contexts
 from genrt.runtime.cache import RowCache
 from genrt.tokens.sampling import BatchDraw
-from tests.engines.vllm.small import BLOCK, Oracle, core_of, left_over, tokens
+from tests.engines.vllm.small import BLOCK, Oracle, left_over, tokens
+from tests.inside import core_of
 from tests.scripted import Answers
 
 pytestmark = pytest.mark.vllm

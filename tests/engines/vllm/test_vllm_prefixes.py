@@ -17,17 +17,8 @@ from genrt.engines.vllm.steps import CoreSteps
 from genrt.errors import EngineDied, EngineFailed
 from genrt.lm import AsyncLM
 from tests.engines.vllm import small
-from tests.engines.vllm.small import (
-    BLOCK,
-    LORA,
-    TIGHT_BLOCKS,
-    TOLERANCE,
-    Oracle,
-    core_of,
-    engine_of,
-    failing,
-    tokens,
-)
+from tests.engines.vllm.small import BLOCK, LORA, TIGHT_BLOCKS, TOLERANCE, Oracle, failing, tokens
+from tests.inside import core_of, engine_of
 
 pytestmark = pytest.mark.vllm
 

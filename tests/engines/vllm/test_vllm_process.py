@@ -33,7 +33,6 @@ import genrt
 from genrt.engines.vllm.process import F32, Globals, ThreadTurns, heap_kept
 from genrt.errors import EngineUnsupported
 from tests import children
-from tests.inside import engine_of
 from tests.scripted import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.vllm

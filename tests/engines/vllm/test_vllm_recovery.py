@@ -13,7 +13,8 @@ from vllm.v1.engine.core_client import InprocClient
 
 from genrt.errors import EngineDied, OutOfMemory
 from genrt.lm import AsyncLM
-from tests.engines.vllm.small import TOLERANCE, Oracle, engine_of, expect_rows, failing, runner_of
+from tests.engines.vllm.small import TOLERANCE, Oracle, expect_rows, failing, runner_of
+from tests.inside import engine_of
 
 pytestmark = pytest.mark.vllm
 

@@ -21,15 +21,8 @@ from genrt.errors import EngineFailed, NotFinite
 from genrt.lm import AsyncLM
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest
-from tests.engines.vllm.small import (
-    TOLERANCE,
-    engine_of,
-    left_over,
-    on_engine,
-    preemptions,
-    runner_of,
-    tokens,
-)
+from tests.engines.vllm.small import TOLERANCE, left_over, on_engine, preemptions, runner_of, tokens
+from tests.inside import engine_of
 
 pytestmark = pytest.mark.vllm
 

@@ -29,7 +29,8 @@ from genrt.questions.contexts import Limits
 from genrt.structures.guides import Guides
 from genrt.tokens.sampling import truncate
 from genrt.tokens.spellings import Spellings
-from tests.engines.vllm.small import core_of, engine_of, left_over
+from tests.engines.vllm.small import left_over
+from tests.inside import core_of, engine_of
 from tests.scripted import passes
 
 pytestmark = pytest.mark.vllm

@@ -17,7 +17,8 @@ import genrt
 from genrt.errors import EngineFailed, EngineUnsupported, InvalidWeights
 from genrt.inference import SMC, TextModel
 from genrt.lm import AsyncLM
-from tests.engines.vllm.small import engine_of, runner_of
+from tests.engines.vllm.small import runner_of
+from tests.inside import engine_of
 
 pytestmark = pytest.mark.vllm
 
