@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 import genrt
-from genrt.engines.vllm.populations import EarlyDelivery
 from genrt.lm import AsyncLM
 from genrt.populations import Population
 from genrt.tokens.sampling import BatchDraw
@@ -28,6 +27,7 @@ from tests.engines.vllm.ahead import (
     two_runtimes,
 )
 from tests.engines.vllm.small import forget, held, on_engine, steps_of
+from tests.inside import engine_of, populations_of
 
 pytestmark = pytest.mark.vllm
 
@@ -181,7 +181,7 @@ async def test_a_device_that_waits_has_its_draws_delivered_before_the_next_step_
 
     [population] = begun(lm, COUNT)
     await same(population, quiet, seed=0)  # in vLLM's own step
-    monkeypatch.setattr(EarlyDelivery, "is_due", lambda *_: True)
+    monkeypatch.setattr(populations_of(engine_of(lm)).early_delivery, "is_due", lambda _: True)
     monkeypatch.setattr(steps, "prepare_next", late)
     for step in range(1, 5):
         found = await population.draw(seed=100 * step)
