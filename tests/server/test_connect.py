@@ -43,9 +43,9 @@ from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest, Wanted
 from genrt.server import Server, ServerLimits, serving
 from genrt.testing import check_engine
-from genrt.testing.answers import READS
 from genrt.tokens.sampling import Draw, TopLogprobs
 from genrt.tokens.vocabulary import BytesTokenizer
+from tests.answers import READS
 from tests.apart import drawn_apart
 from tests.scoring_engine import ScoringEngine
 from tests.scripted import Gate, ScriptedEngine, expected_row, logprobs
