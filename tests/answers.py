@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from genrt.engines.protocol import Finished
 from genrt.questions.draws import DrawToken, PopulationDraw
 from genrt.questions.masks import packed_mask
 from genrt.questions.reads import (
@@ -158,8 +157,7 @@ def check_reads(engine: AnsweringEngine, vocab_size: int) -> None:
     generator = torch.Generator().manual_seed(0)
 
     def ask(requests: Sequence[Request]) -> dict[Request, Result | None]:
-        engine.submit(requests)
-        ends: list[Finished] = []
+        ends = [*engine.submit(requests)]
         while len(ends) < len(requests):
             ends += engine.step()
         assert [end.error for end in ends if end.error] == []

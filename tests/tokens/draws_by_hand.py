@@ -133,7 +133,7 @@ def packed(allowed: Tensor) -> Tensor:
 
 
 def cases(width: int) -> Iterator[Case]:
-    """Yield draws from rows of this width with every pair of arguments; of wide rows, with all or none."""
+    """Yield draws from rows of this width with every pair of arguments; wide ones with all or none."""
     generator = torch.Generator().manual_seed(width)
     is_wide = width > 1000
     count = 8 if is_wide else 16
