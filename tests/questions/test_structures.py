@@ -19,6 +19,7 @@ from genrt.lm import AsyncLM
 from genrt.questions.completions import Completion
 from genrt.structures import guides
 from genrt.structures.guides import Guides
+from tests.inside import engine_of
 
 BYTES = [bytes([byte]) for byte in range(1, 128)]
 EOS = len(BYTES)
@@ -176,7 +177,7 @@ async def test_a_tokenizer_whose_bytes_cannot_be_told_has_no_structures() -> Non
 
 
 def test_what_is_kept_compiled_is_bounded(lm: AsyncLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine: Any = lm._thread.engine
+    engine = engine_of(lm)
     for number in range(guides.MOST_KEPT + 20):
         text = lm.generate_sync([1], choice=[f"a{number}"], max_tokens=9).text
         assert text == f"a{number}"
