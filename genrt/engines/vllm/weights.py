@@ -29,10 +29,8 @@ __all__ = ["VLLMWeights"]
 
 
 class VLLMWeights:
-    """The weights in the workers of one engine, as the protocols ``Sleeping`` and ``Receiving``.
-
-    ``forget`` makes vLLM forget all sequences and blocks, and returns whether it did. ``renew`` is called
-    after vLLM has dropped all adapters."""
+    """The weights in the workers of one engine. ``forget`` makes vLLM forget all sequences and blocks,
+    and returns whether it did. ``renew`` is called after vLLM has dropped all adapters."""
 
     def __init__(
         self,
@@ -52,6 +50,8 @@ class VLLMWeights:
         self._is_sent = False  # a trainer sends the weights; vLLM starts and ends the loading
 
     def layout(self) -> Layout:
+        """Return the tensors of the opened checkpoint. Raises EngineUnsupported without its
+        safetensors."""
         model = self._config.model_config
         is_tied = bool(getattr(model.hf_text_config, "tie_word_embeddings", False))
         try:
@@ -62,6 +62,7 @@ class VLLMWeights:
             ) from error
 
     def checkpoint(self) -> list[Path]:
+        """Return the opened safetensors files, in the hub's cache if the model comes from the hub."""
         name, load = self._config.model_config.model, self._config.load_config
         if load.load_format == "dummy":
             raise InvalidWeights("load_format='dummy' reads no checkpoint")
@@ -83,9 +84,11 @@ class VLLMWeights:
 
     @property
     def asleep(self) -> frozenset[SleepingPart]:
+        """The parts of the memory that are free."""
         return frozenset(self._executor.sleeping_tags)
 
     def check_sleep(self) -> None:
+        """Raise EngineUnsupported on a CPU, and without ``enable_sleep_mode``."""
         if self._config.device_config.device_type != "cuda":
             raise EngineUnsupported(
                 "vLLM frees no memory on a CPU, whatever it says: pause the runtime, or close it"
@@ -97,21 +100,25 @@ class VLLMWeights:
             )
 
     def sleep(self, level: int) -> int:
+        """Free device memory; return the number of bytes that became free."""
         with self._globals:
             before, _ = torch.cuda.mem_get_info()
             self._executor.sleep(level)
             return torch.cuda.mem_get_info()[0] - before
 
     def wake_up(self, parts: frozenset[SleepingPart]) -> None:
+        """Allocate these parts of the memory again."""
         if parts:
             with self._globals:
                 self._executor.wake_up([*parts])
 
     def begin(self) -> None:
+        """Make vLLM forget all sequences and blocks. Raises EngineFailed if it does not."""
         if not self._forget():
             raise EngineFailed("vLLM holds what its weights have computed, and so keeps them")
 
     def load(self, tensors: NamedTensors) -> None:
+        """Load tensors from any device. The caller may change them afterwards."""
         with self._globals:
             _synchronize()  # another stream may have computed them
             if self._places is None:
@@ -124,6 +131,7 @@ class VLLMWeights:
             _synchronize()
 
     def check_receives(self) -> None:
+        """Raise EngineUnsupported without vLLM's ``weight_transfer_config``."""
         if self._config.weight_transfer_config is None:
             raise EngineUnsupported(
                 "vLLM was opened without its weight transfer: load with "
@@ -131,6 +139,7 @@ class VLLMWeights:
             )
 
     def connect(self, init_info: Mapping[str, Any]) -> None:
+        """Connect the workers to a trainer. ``init_info`` is for vLLM's ``WeightTransferEngine``."""
         given = {"init_info": dict(init_info)}
         try:
             with self._globals:
@@ -139,10 +148,12 @@ class VLLMWeights:
             raise as_genrt_error(error, "vLLM's workers do not meet the trainer") from error
 
     def disconnect(self) -> None:
+        """Disconnect the workers from the trainer."""
         with self._globals:
             self._call("shutdown_weight_transfer_engine")
 
     def receive(self, update_info: Any) -> None:
+        """Receive tensors from the trainer; return when they are on the device."""
         with self._globals:
             if self._places is None:
                 self._places, self._is_sent = self._call(_places), True
