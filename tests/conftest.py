@@ -10,7 +10,6 @@ import signal
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -50,9 +49,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             warnings.simplefilter("ignore")
             importlib.import_module("genrt.engines.vllm.opening")
             importlib.import_module("vllm.v1.worker.cpu_worker")
-        # Samplers compile a helper at the first log-probabilities: up to 40 s.
-        dynamo: Any = importlib.import_module("torch._dynamo.config")
-        dynamo.disable = True
+        if not torch.cuda.is_available():  # vLLM compiles a helper of its samplers, eager or not
+            torch.compiler.set_stance("force_eager")
     gc.collect()
     gc.freeze()
 
