@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import genrt
-from genrt.engines.exact import NGram
 from genrt.engines.protocol import Finished
 from genrt.errors import (
     Closed,
@@ -292,21 +291,6 @@ async def test_where_no_other_engine_opens_everyone_is_told(automatic: Automatic
     assert len(engines.opened) == 1
 
 
-async def test_what_was_cancelled_before_the_death_is_not_asked_again(
-    automatic: Automatic,
-) -> None:
-    gate = Gate()
-    lm, engines = automatic({"gate": gate, "fail_at": {1: EngineDied("dead")}})
-    left = asyncio.create_task(lm.next_token_logprobs([1]))
-    kept = asyncio.create_task(lm.next_token_logprobs([2]))
-    await asyncio.to_thread(gate.wait_until_held)
-    left.cancel()
-    await passes()
-    gate.open()
-    assert right([B], [await kept])
-    assert engines.opened[1].submitted == [[B]]
-
-
 @pytest.mark.parametrize(
     ("error", "opened"), [(RuntimeError("no"), 1), (EngineDied("dead"), 2), (SystemExit(), 2)]
 )
@@ -376,11 +360,3 @@ def test_a_step_that_does_not_end_holds_up_a_restart(monkeypatch: pytest.MonkeyP
         gate.open()
         with pytest.raises(Closed):
             waiting.result(PATIENCE_SECONDS)
-
-
-def test_restarted_on_the_exact_engine_rows_are_the_same() -> None:
-    with genrt.load(NGram.random(6, seed=1), engine="exact", cache_bytes=0) as lm:
-        before = lm.next_token_logprobs_sync([1, 2])
-        lm.restart()
-        assert torch.equal(lm.next_token_logprobs_sync([1, 2]), before)
-        assert lm.statistics().engine.rows == 1

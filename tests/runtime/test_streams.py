@@ -249,7 +249,7 @@ def test_a_loop_that_closes_takes_its_streams_with_it(lm: AsyncLM) -> None:
     del stream
 
 
-async def test_ten_thousand_streams_of_which_a_third_are_left_early() -> None:
+async def test_a_thousand_streams_of_which_a_third_are_left_early() -> None:
     async with await genrt.aload(MODEL, engine="exact", engine_options=OPTIONS) as lm:
         tokens = 0
 
@@ -260,12 +260,12 @@ async def test_ten_thousand_streams_of_which_a_third_are_left_early() -> None:
                 if number % 3 == 0:
                     return
 
-        await asyncio.gather(*map(reader, range(10_000)))
+        await asyncio.gather(*map(reader, range(1_000)))
         await nothing_left(lm)
         counted = lm.statistics().batcher
         # One that is left in the step that ends it counts as both.
         assert counted.answered + counted.cancelled >= counted.questions - counted.cached
-        assert tokens >= 3 * 6_666
+        assert tokens >= 3 * 666
         assert len(asyncio.all_tasks()) == 1
 
 
