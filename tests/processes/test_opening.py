@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import random
 import subprocess
@@ -93,28 +94,29 @@ def states() -> dict[str, int]:
 
 @pytest.mark.promise(number=23)
 @pytest.mark.promise(number=27)
-def test_two_runtimes_draw_independently(load: Load) -> None:
-    """Fifty tokens, eight draws and more: equal ones have a chance far below 1e-9."""
-    first, second = (unseeded(load()) for _ in range(2))
-    assert first != second
-    assert all(one != other for one, other in zip(first[8:], second[8:], strict=True))
-
-
-@pytest.mark.promise(number=27)
-def test_a_restarted_runtime_goes_on_and_repeats_nothing(load: Load) -> None:
-    lm = load()
-    first, before = unseeded(lm), seeded(lm)
-    lm.restart()
-    second = unseeded(lm)
-    assert all(one != other for one, other in zip(first[8:], second[8:], strict=True))
-    assert seeded(lm) == before
-
-
-@pytest.mark.promise(number=27)
-def test_runtimes_of_one_seed_draw_the_same(load: Load) -> None:
-    first, again, other = (unseeded(load(seed=seed)) for seed in (7, 7, 8))
-    assert first == again
-    assert first != other
+def test_randomness_is_the_runtimes_own_and_repeats_by_seed_alone(load: Load) -> None:
+    """Fifty tokens, eight draws and more: equal ones have a chance far below 1e-9. The generators of the
+    process are neither set nor drawn from."""
+    random.seed(3)
+    np.random.seed(3)  # the process's own
+    torch.manual_seed(3)
+    before = states()
+    runtimes = [load(seed=7), load(seed=7), load()]
+    assert states() == before
+    first, again, other = map(unseeded, runtimes)
+    assert first == again != other
+    by_seed = seeded(runtimes[2])
+    assert by_seed == seeded(runtimes[0])
+    runtimes[2].restart()
+    restarted = unseeded(runtimes[2])
+    for one, two in itertools.combinations((first, other, restarted), 2):
+        assert all(a != b for a, b in zip(one[8:], two[8:], strict=True))
+    assert seeded(runtimes[2]) == by_seed
+    runtimes[2].next_token_logprobs_sync(PROMPT)
+    assert states() == before
+    for runtime in runtimes:
+        runtime.close()
+    assert states() == before
 
 
 @pytest.mark.promise(number=27)
@@ -128,24 +130,6 @@ def test_what_questions_without_a_seed_draw_does_not_depend_on_their_company() -
 
 async def _together(lm: AsyncLM) -> Answers:
     return await asyncio.gather(*(lm.sample(PROMPT, max_tokens=9) for _ in range(20)))
-
-
-@pytest.mark.promise(number=27)
-def test_the_generators_of_the_process_are_neither_set_nor_drawn_from(load: Load) -> None:
-    random.seed(3)
-    np.random.seed(3)  # the process's own
-    torch.manual_seed(3)
-    before = states()
-    lm = load()
-    assert states() == before
-    unseeded(lm)
-    seeded(lm)
-    lm.next_token_logprobs_sync(PROMPT)
-    assert states() == before
-    lm.restart()
-    assert states() == before
-    lm.close()
-    assert states() == before
 
 
 @pytest.mark.parametrize("seed", [-1, 1.5, "1", True])

@@ -20,8 +20,7 @@ from genrt.lm import AsyncLM
 from genrt.questions.completions import Completion
 from genrt.structures import guides
 from genrt.structures.guides import Guides
-from tests.inside import engine_of, in_progress
-from tests.scripted import passes
+from tests.inside import engine_of
 
 BYTES = [bytes([byte]) for byte in range(1, 128)]
 EOS = len(BYTES)
@@ -131,23 +130,6 @@ def test_a_structure_that_becomes_too_complex_is_refused() -> None:
     guide = guides.Guide("regex", Complex(), 128, {1})
     with pytest.raises(InvalidRequest, match="regex is too complex to tell which tokens follow"):
         guide.take(2)
-
-
-async def test_structured_texts_that_are_cancelled_leave_nothing(lm: AsyncLM) -> None:
-    tasks = [
-        asyncio.create_task(lm.generate([1], regex=f"[a-z]{{{n}}}", max_tokens=90))
-        for n in range(20, 60)
-    ]
-    await passes()
-    for task in tasks[::2]:
-        task.cancel()
-    done = await asyncio.gather(*tasks, return_exceptions=True)
-    assert all(isinstance(each, asyncio.CancelledError) for each in done[::2])
-    lengths = [len(each.text) for each in done if isinstance(each, Completion)]
-    assert lengths == [*range(21, 60, 2)]
-    engine = engine_of(lm)
-    await lm.next_token_logprobs([0, 0, 0, 1])
-    assert not in_progress(engine)
 
 
 def test_without_a_tokenizer_or_an_end_token_structures_are_refused() -> None:
