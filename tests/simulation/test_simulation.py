@@ -34,6 +34,7 @@ DIED = r"closed (the engine can't go on|the simulated engine died)"
 @pytest.mark.promise(number=14)
 @pytest.mark.promise(number=19)
 @pytest.mark.promise(number=20)
+@pytest.mark.promise(number=28)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_nothing_is_found_in_fixed_seeds(part: int) -> None:
     """Forty thousand operations in all."""
