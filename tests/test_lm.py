@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -139,24 +138,6 @@ async def test_a_timeout_of_any_length_and_type_is_one(lm: AsyncLM) -> None:
         lm.clear_cache()
 
 
-@pytest.mark.promise(number=15)
-async def test_rows_are_the_callers_own_and_the_cache_survives_what_is_done_to_them(
-    lm: AsyncLM,
-) -> None:
-    wanted = MODEL.row([1, 2])
-    for _ in range(2):
-        rows = [
-            *await asyncio.gather(*(lm.next_token_logprobs([1, 2]) for _ in range(3))),
-            lm.next_token_logprobs_sync([1, 2]),
-            *lm.batch_next_token_logprobs_sync([[1, 2], [1, 2], [3]])[:2],
-            *await lm.batch_next_token_logprobs([[1, 2], [1, 2]]),
-        ]
-        for position, row in enumerate(rows):
-            assert torch.allclose(row, wanted, atol=1e-6), f"spoilt by another: {position}"
-            row.fill_(math.nan)
-    assert lm.statistics().engine.rows == 2
-
-
 # -- wrong arguments --------------------------------------------------------------------------
 
 WRONG_CALLS: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
@@ -229,21 +210,6 @@ async def test_wrong_loads_are_refused(
 
 
 # -- samples ----------------------------------------------------------------------------------
-
-
-@pytest.mark.promise(number=18)
-async def test_a_seeded_sample_is_the_same_alone_and_in_company(lm: AsyncLM) -> None:
-    alone = lm.sample_sync([1, 2], max_tokens=8, seed=5)
-    together = await asyncio.gather(
-        *(lm.sample([3], max_tokens=4, seed=n, temperature=0.5 + n) for n in range(6)),
-        lm.sample([1, 2], max_tokens=8, seed=5),
-        lm.next_token_logprobs([4]),
-        lm.sample([1, 2], max_tokens=8, seed=5),
-    )
-    assert together[6] == together[8] == alone
-    assert isinstance(alone, list)
-    assert len(alone) == 8
-    assert together[6] is not together[8]
 
 
 async def test_equal_calls_without_a_seed_are_independent_draws(lm: AsyncLM) -> None:

@@ -306,18 +306,6 @@ def test_close_waits_only_so_long_for_a_step(start: Start, monkeypatch: pytest.M
     joined(thread)
 
 
-@pytest.mark.promise(number=20)
-def test_close_is_idempotent_from_many_threads(start: Start) -> None:
-    engine = ScriptedEngine()
-    thread = start(lambda: engine)
-    opened(thread)
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        for closing in [pool.submit(thread.close) for _ in range(8)]:
-            closing.result(PATIENCE_SECONDS)
-    assert engine.closed == 1
-    assert not thread.alive
-
-
 def test_close_from_the_engines_own_thread_ends_it(start: Start) -> None:
     engine = ScriptedEngine()
     thread = start(lambda: engine)

@@ -18,7 +18,6 @@ from genrt.errors import (
     EngineDied,
     EngineFailed,
     EngineUnsupported,
-    InvalidRequest,
     OutOfMemory,
 )
 from genrt.questions.contexts import Adapter
@@ -206,23 +205,6 @@ async def test_a_runtime_restarts_from_every_state() -> None:
     assert [engine.closed for engine in engines.opened] == [1, 1, 1]
 
 
-def test_who_waits_when_a_runtime_is_restarted_is_told() -> None:
-    gate = Gate()
-    engines = Engines({"gate": gate})
-    with (
-        genrt.load(engine=engines) as lm,
-        concurrent.futures.ThreadPoolExecutor(2) as pool,
-    ):
-        waiting = pool.submit(lm.next_token_logprobs_sync, [1])
-        gate.wait_until_held()
-        restarting = pool.submit(lm.restart)
-        with pytest.raises(Closed):
-            waiting.result(PATIENCE_SECONDS)
-        gate.open()
-        restarting.result(PATIENCE_SECONDS)
-        assert right([A], [lm.next_token_logprobs_sync([1])])
-
-
 def test_a_restart_that_fails_says_why_and_can_be_tried_again() -> None:
     engines = Engines({"fail_at": {1: EngineDied("dead")}}, {"raises": EngineUnsupported("broken")})
     with genrt.load(engine=engines) as lm:
@@ -337,12 +319,6 @@ async def test_an_engine_that_raises_when_it_is_told_to_unload_harms_nobody(
     assert len(engines.opened) == opened
     assert [adapter.version for adapter in engines.opened[-1].adapters][-1] == 2
     assert len(engines.opened[-1].adapters) == 3 - opened
-
-
-@pytest.mark.parametrize("restart", ["always", True, 1])
-def test_restart_is_auto_or_nothing(restart: Any) -> None:
-    with pytest.raises(InvalidRequest, match="restart"):
-        genrt.load(engine=ScriptedEngine, restart=restart)
 
 
 def test_a_step_that_does_not_end_holds_up_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
