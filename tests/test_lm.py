@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import pickle
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Required, get_args, get_origin, get_type_hints
@@ -15,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 import genrt
+from genrt import loading
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.errors import (
     Closed,
@@ -26,7 +29,7 @@ from genrt.errors import (
 )
 from genrt.lm import AsyncLM
 from tests.inside import thread_of
-from tests.scripted import ScriptedEngine, passes
+from tests.scripted import Gate, ScriptedEngine, passes
 
 VOCAB_SIZE, MAX_MODEL_LEN = 12, 20
 MODEL = NGram.random(VOCAB_SIZE, order=2, seed=1, eos_token_id=0)
@@ -207,6 +210,33 @@ async def test_wrong_loads_are_refused(
     assert type(caught.value) is error
     with pytest.raises(error, match=message):
         await genrt.aload(**arguments)
+
+
+@pytest.mark.parametrize("is_blocking", [True, False])
+async def test_a_loading_that_takes_its_time_is_told_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_blocking: bool
+) -> None:
+    gate, told = Gate(), list[str]()
+
+    class Told(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told.append(record.getMessage())
+            gate.open()
+
+    def slow() -> ScriptedEngine:
+        gate.go_through()
+        return ScriptedEngine()
+
+    log, handler = logging.getLogger("genrt.loading"), Told()
+    monkeypatch.setattr(loading, "PROGRESS_SECONDS", 0.001)
+    caplog.set_level(logging.INFO, log.name)
+    log.addHandler(handler)
+    try:
+        lm = genrt.load(engine=slow) if is_blocking else await genrt.aload(engine=slow)
+    finally:
+        log.removeHandler(handler)
+    await lm.aclose()
+    assert all(re.match(r"loading the embedded model on engine .*: \d+ s$", each) for each in told)
 
 
 # -- samples ----------------------------------------------------------------------------------

@@ -139,7 +139,7 @@ async def test_a_text_for_which_no_token_is_left_fails_alone(lm: AsyncLM) -> Non
 # -- what is refused ------------------------------------------------------------------------------
 
 MISTAKES: list[tuple[dict[str, Any], str]] = [
-    ({"foo": 1}, "no option 'foo'"),
+    ({"max_new_tokens": 1}, "no option 'max_new_tokens': did you mean max_tokens"),
     ({"top_p": 0.0}, "top_p must be over 0"),
     ({"stop": [""]}, "stop must be of non-empty texts"),
     ({"stop_token_ids": [5]}, "stop_token_ids"),

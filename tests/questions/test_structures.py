@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import genrt
 from genrt.engines.exact import ExactEngine, NGram
@@ -188,20 +187,6 @@ def test_what_is_kept_compiled_is_bounded(lm: AsyncLM, monkeypatch: pytest.Monke
     lm.batch_generate_sync([[1]] * 5, choice=["new"], max_tokens=5)
     lm.batch_generate_sync([[1]] * 5, choice=["new"], max_tokens=5)
     assert len(compiled) == 1
-
-
-def test_logprobs_of_a_structured_text_are_within_the_structure(lm: AsyncLM) -> None:
-    found = lm.generate_sync(
-        [1], regex="[a-c]{4}", max_tokens=9, seed=1, logprobs=3, temperature=2.0
-    )
-    letters = [BYTES.index(each) for each in (b"a", b"b", b"c")]
-    for place, token in enumerate(found.token_ids):
-        row = lm.next_token_logprobs_sync([1, *found.token_ids[:place]])
-        kept = [EOS] if place == 4 else letters
-        inside = dict(zip(kept, row[kept].log_softmax(0).tolist(), strict=True))
-        assert found.logprobs[place] == pytest.approx(inside[token], abs=1e-5)
-        likeliest = {k: v for k, v in found.top_logprobs[place].items() if v > -torch.inf}
-        assert likeliest == pytest.approx(inside, abs=1e-5)
 
 
 BASE = {"properties": {"a": {"type": "integer"}}, "required": ["a"]}

@@ -17,7 +17,7 @@ from genrt.questions.draws import PopulationDraw
 from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request
 from genrt.runtime.batcher import Waiter
-from genrt.testing.answers import read_examples
+from tests.answers import read_examples
 from tests.scripted import ByHand, ScriptedEngine, logprobs, passes, population_of, sample
 
 A, B, C = (logprobs(number) for number in range(1, 4))

@@ -43,10 +43,10 @@ from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest, Wanted
 from genrt.server import Server, ServerLimits, serving
 from genrt.testing import check_engine
-from genrt.testing.answers import READS
 from genrt.tokens.sampling import Draw, TopLogprobs
 from genrt.tokens.vocabulary import BytesTokenizer
 from tests import inside
+from tests.answers import READS
 from tests.apart import drawn_apart
 from tests.inside import adapters_of, system_thread, thread_of
 from tests.scoring_engine import ScoringEngine
@@ -195,8 +195,10 @@ async def test_a_flush_that_is_larger_than_a_call_takes_several(lm: AsyncLM) -> 
             samples = [remote.sample([1, each], max_tokens=9, seed=each) for each in range(4)]
             there = [lm.sample([1, each], max_tokens=9, seed=each) for each in range(4)]
             draws = [remote.population([2, each], 5).draw(seed=1) for each in range(4)]
-            found = await asyncio.gather(*samples, *draws)
-            assert found[:4] == await asyncio.gather(*there)
+            sampling = [asyncio.ensure_future(each) for each in samples]
+            await asyncio.gather(*draws)  # which take turns with them
+            assert not all(each.done() for each in sampling)
+            assert await asyncio.gather(*sampling) == await asyncio.gather(*there)
 
 
 def save_adapter(directory: Path, seed: int) -> Path:
