@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from genrt import demo
 from genrt.__main__ import main
 from genrt.engines.exact import NGram
 
@@ -146,17 +145,3 @@ def test_mistakes_are_told_before_anything_is_loaded(
     [line] = captured.err.splitlines()
     assert line.startswith("genrt demo: ")
     assert message in line
-
-
-@pytest.mark.vllm
-@pytest.mark.embedded
-def test_the_main_job(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--particles", "8", "--max-tokens", "24") == 0
-    out = capsys.readouterr().out
-    posterior = printed_posterior(out)
-    assert posterior
-    assert all(re.fullmatch(demo.PATTERN, text) for text in posterior)
-    assert sum(posterior.values()) == pytest.approx(1, abs=0.01)
-    assert -15 < figure(out, "log evidence") < -3
-    assert figure(out, "engine rows") < figure(out, "questions") <= 8 * 24
-    assert figure(out, "engine steps") <= 24

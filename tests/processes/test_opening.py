@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
+import operator
 import os
 import random
 import subprocess
@@ -94,29 +94,41 @@ def states() -> dict[str, int]:
 
 @pytest.mark.promise(number=23)
 @pytest.mark.promise(number=27)
-def test_randomness_is_the_runtimes_own_and_repeats_by_seed_alone(load: Load) -> None:
-    """Fifty tokens, eight draws and more: equal ones have a chance far below 1e-9. The generators of the
-    process are neither set nor drawn from."""
+@pytest.mark.parametrize("seeds", [(None, None), (7, 8)])
+def test_two_runtimes_draw_independently(seeds: tuple[int | None, int | None]) -> None:
+    """Fifty tokens, eight draws and more: equal ones have a chance far below 1e-9."""
+    runtimes = [genrt.load(MODEL, engine="exact", seed=seed) for seed in seeds]
+    assert have_nothing_in_common(*map(unseeded, runtimes))
+    for runtime in runtimes:
+        runtime.close()
+
+
+def have_nothing_in_common(first: Answers, second: Answers) -> bool:
+    """Whether the draws differ together, and each of the longer texts."""
+    return first[:8] != second[:8] and all(map(operator.ne, first[8:], second[8:]))
+
+
+@pytest.mark.promise(number=27)
+def test_a_seed_decides_all_draws_and_the_generators_of_the_process_are_left_alone(
+    load: Load,
+) -> None:
+    """A restarted runtime repeats nothing that has no seed; another one of its seed does all of it."""
     random.seed(3)
     np.random.seed(3)  # the process's own
     torch.manual_seed(3)
     before = states()
-    runtimes = [load(seed=7), load(seed=7), load()]
+    lm = load(seed=7)
     assert states() == before
-    first, again, other = map(unseeded, runtimes)
-    assert first == again != other
-    by_seed = seeded(runtimes[2])
-    assert by_seed == seeded(runtimes[0])
-    runtimes[2].restart()
-    restarted = unseeded(runtimes[2])
-    for one, two in itertools.combinations((first, other, restarted), 2):
-        assert all(a != b for a, b in zip(one[8:], two[8:], strict=True))
-    assert seeded(runtimes[2]) == by_seed
-    runtimes[2].next_token_logprobs_sync(PROMPT)
+    first, of_seeds = unseeded(lm), seeded(lm)
+    lm.next_token_logprobs_sync(PROMPT)
     assert states() == before
-    for runtime in runtimes:
-        runtime.close()
+    lm.restart()
     assert states() == before
+    assert have_nothing_in_common(first, unseeded(lm))
+    assert seeded(lm) == of_seeds
+    lm.close()
+    assert states() == before
+    assert unseeded(load(seed=7)) == first
 
 
 @pytest.mark.promise(number=27)
@@ -146,8 +158,6 @@ import genrt
 torch.backends.cuda.matmul.fp32_precision = "tf32"
 gc.set_threshold(701, 11, 9)
 warnings.filterwarnings("ignore", message="mine")
-if frozen:
-    gc.freeze()
 
 def seen():
     matmul = torch.backends.cuda.matmul
@@ -196,8 +206,8 @@ print("end")
 @pytest.mark.vllm
 @pytest.mark.promise(number=27)
 def test_opening_restarting_and_closing_vllm_changes_nothing_of_the_process(llama: Path) -> None:
-    """In processes that have imported vLLM, as in those that have not: see below."""
-    programs = {"thawed": "frozen = False" + PROCESS, "frozen": "frozen = True" + PROCESS}
+    """In processes that have imported vLLM, whether they froze their objects or not."""
+    programs = {"thawed": "import gc; gc.unfreeze()" + PROCESS, "frozen": PROCESS}
     for end in children.run(programs, model=str(llama)).values():
         assert end.status == 0, end.err
         assert end.out.splitlines() == ["end"]
