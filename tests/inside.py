@@ -55,8 +55,3 @@ def populations_of(engine: Any) -> Any:
 def open_of(engine: Any) -> Any:
     """Return the open sequences of an engine on vLLM."""
     return engine._open
-
-
-def steps_of(engine: Any) -> Any:
-    """Return the steps of an engine on vLLM."""
-    return engine._steps
