@@ -1,9 +1,4 @@
-"""Texts until enough of their records are valid.
-
-The records of a complete run are those of its first attempts, by number. So a run does not prefer
-short texts, which finish early, and with a seed the records depend neither on timing nor on
-``concurrency``.
-"""
+"""Texts until enough of their records are valid."""
 
 from __future__ import annotations
 
@@ -176,6 +171,9 @@ async def generate_valid(
     **options: Unpack[ValidOptions],
 ) -> Records:
     """Draw texts until ``target`` of their records are valid. Return the records, with statistics.
+
+    The records are those of the first attempts, by number. So a run does not prefer short texts, which
+    finish early, and with a seed the records depend neither on timing nor on ``concurrency``.
 
     At first at most ten texts run, or ``target`` if that is fewer. Then as many run at once as the
     missing records need at the rate of valid records so far. Running texts are cancelled when there are
