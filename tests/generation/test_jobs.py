@@ -366,17 +366,6 @@ def test_what_does_not_touch_the_texts_may_change(lm: AsyncLM, folder: Path) -> 
     assert job(folder, **changed, temperature=1.0, top_p=1).run_sync(lm).skipped == 3
 
 
-def test_a_schema_that_says_the_same_is_the_same(
-    lm: AsyncLM, folder: Path, scripted: Scripted, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    unchecked(monkeypatch)
-    job(folder, json_schema=schema(a={"type": "string"}), limit=3).run_sync(lm)
-    text = '{"type": "object",\n "properties": {"a": {"type":  "string"}}}'
-    assert job(folder, json_schema=text).run_sync(lm).skipped == 3
-    with pytest.raises(JobRefused, match="json_schema"):
-        job(folder, json_schema=schema(a={"type": "integer"})).run_sync(lm)
-
-
 class Model:
     """What pydantic's models look like."""
 
@@ -883,18 +872,6 @@ def test_values_of_texts_are_written(
     with pytest.raises(InvalidRequest, match="cannot be written as JSON"):
         job(folder, validate=lambda text: object(), overwrite=True).run_sync(lm)
     assert lines_of(folder) == []
-
-
-def test_structures_are_drawn_and_valid_unless_they_are_truncated(tmp_path: Path) -> None:
-    model = NGram.random([*map(bytes, zip(range(32, 127))), b""], order=1, seed=2, eos_token_id=95)
-    write_rows(tmp_path / "in.jsonl", ROWS)
-    with genrt.load(model, engine="exact") as lm:
-        report = job(tmp_path, json_schema=INTEGER, max_tokens=12).run_sync(lm)
-    lines = lines_of(tmp_path)
-    assert any(line["valid"] for line in lines)
-    assert any(line["truncated"] for line in lines)
-    assert all(line["valid"] or line["truncated"] for line in lines)
-    assert (report.invalid, report.truncated) == ({}, sum(line["truncated"] for line in lines))
 
 
 # -- heartbeat and logs -------------------------------------------------------------------------

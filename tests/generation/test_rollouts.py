@@ -31,7 +31,6 @@ from genrt.generation import (
 from genrt.lm import AsyncLM
 from tests.generation.test_many import EOS, MODEL, ROOM, Engine, nothing_left
 from tests.runtime.test_pauses import SleepyEngine
-from tests.scripted import Gate
 
 SHORT = 12
 """The context of the runtime on which batches are drawn: prompts fill it."""
@@ -167,23 +166,6 @@ async def test_samples_come_as_they_finish_each_of_its_own_length(lm: AsyncLM) -
         assert torch.equal(sample.output_ids[0], whole.output_ids[number, :end])
         assert torch.equal(sample.logprobs[0], whole.logprobs[number, :end])
         assert torch.equal(sample.truncated, whole.truncated[number : number + 1])
-
-
-async def test_a_short_sample_is_had_while_a_long_one_is_drawn(
-    held: AsyncLM, engine: Engine
-) -> None:
-    ids, lengths = padded([[0], [0]])
-    engine.gate, engine.hold_at = Gate(), 3
-    stops = [[], [0, 1, 2, 3, 4]]
-    options: dict[str, Any] = {"pad_value": 0, "ignore_eos": True, "stop_token_ids": stops}
-    async with contextlib.aclosing(
-        rollout_samples(held, ids, lengths, max_new_tokens=9, **options)
-    ) as samples:
-        number, sample = await anext(samples)
-        assert (number, int(sample.generation_lengths[0])) == (1, 1)
-        engine.gate.open()
-        number, sample = await anext(samples)
-        assert (number, int(sample.generation_lengths[0])) == (0, 9)
 
 
 # -- what is refused -------------------------------------------------------------------------------

@@ -166,17 +166,6 @@ async def test_what_is_asked_together_is_one_call(lm: AsyncLM, server: Server) -
         assert remote.statistics().engine.steps == before + 1
 
 
-async def test_who_cancels_is_seen_by_nobody_else(server: Server) -> None:
-    async with await AsyncLM.connect(str(server.url), api_key=KEY) as remote:
-        left = asyncio.create_task(remote.draw([3, 3], seed=1))
-        stays = asyncio.create_task(remote.draw([3, 3], seed=2))
-        await asyncio.sleep(0)
-        left.cancel()
-        assert isinstance(await stays, Draw)
-        assert left.cancelled()
-        assert await remote.draw([3, 3], seed=1) == await remote.draw([3, 3], seed=1)
-
-
 async def test_a_flush_that_is_larger_than_a_call_takes_several(lm: AsyncLM) -> None:
     """Populations and samples share the calls of a server."""
     with serving(lm, limits=ServerLimits(contexts=5)) as server:

@@ -25,7 +25,7 @@ from genrt.errors import ContextTooLong, InvalidRequest
 from genrt.server import Server, ServerLimits, serving
 from genrt.server.bodies import Bodies, JSONBody, check_front_end_body, contexts_of, parse_body
 from genrt.server.gate import Gate as ServerGate
-from genrt.server.gate import check_key, is_loopback
+from genrt.server.gate import check_key
 from genrt.server.server import Connections
 from tests.scripted import Gate, ScriptedEngine
 from tests.server.raw import answer_to, connected, post
@@ -229,11 +229,6 @@ def test_arguments_are_checked(lm: genrt.AsyncLM) -> None:
     for name, value in product(names, values):
         with pytest.raises(InvalidRequest, match=name):
             ServerLimits(**{name: value})
-
-
-@given(st.ip_addresses())
-def test_loopback_addresses_are_those_of_the_kernel(address: object) -> None:
-    assert is_loopback(str(address)) == address.is_loopback  # type: ignore[attr-defined]
 
 
 # -- clients that do not read, or do not ask --------------------------------------------------------

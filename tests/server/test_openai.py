@@ -27,7 +27,6 @@ import genrt
 from genrt.engines.vllm.engine import VLLMEngine
 from genrt.errors import InvalidRequest
 from genrt.lm import AsyncLM
-from genrt.runtime.answers import AnsweringEngine
 from genrt.server import Server, serving
 from genrt.server.client import RuntimeClient
 from genrt.server.openai import HONOURED, front_end_options, options_of
@@ -218,23 +217,6 @@ async def test_chats_and_their_streams_are_the_same_text(client: openai.AsyncOpe
     assert all(len(each.top_logprobs) >= 2 for each in choice.logprobs.content)
 
 
-async def test_a_json_schema_is_kept(client: openai.AsyncOpenAI) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"city": {"enum": ["Paris", "Rome"]}, "big": {"type": "boolean"}},
-        "required": ["city", "big"],
-        "additionalProperties": False,
-    }
-    form: Any = {"type": "json_schema", "json_schema": {"name": "place", "schema": schema}}
-    for seed in range(3):
-        found = await client.chat.completions.create(
-            model="tiny", messages=ASKED, max_tokens=380, seed=seed, response_format=form
-        )
-        value = json.loads(str(found.choices[0].message.content))
-        assert value["city"] in ("Paris", "Rome")
-        assert isinstance(value["big"], bool)
-
-
 TOOL: Any = {
     "type": "function",
     "function": {
@@ -423,45 +405,6 @@ async def test_a_text_that_is_aborted_ends_with_what_there_is(
         assert client._flows == {}
     client.shutdown()
     await asyncio.to_thread(idle)
-
-
-async def test_a_text_that_another_engine_begins_anew_goes_on_where_it_was(lm: AsyncLM) -> None:
-    """As after a restart: the engine forgets, and the batcher sends what was in flight once more."""
-    options: Any = {"max_tokens": 40, "ignore_eos": True, "seed": 4, "logprobs": 1}
-    expected = await lm.generate([5, 6], **options)
-
-    def begin_anew(answering: AnsweringEngine) -> None:
-        batcher = lm._thread.batcher
-        answering.cancel([*batcher._entries])
-        batcher.resume()
-
-    client = RuntimeClient(lm)
-    for kind in RequestOutputKind:
-        params = SamplingParams(output_kind=kind, stop=["\u2603"], **options)
-        text, token_ids, logprobs = "", [], 0
-        before = lm.statistics().engine.requests
-        outputs = client.generate(tokens_input([5, 6]), params, "one")
-        pending = asyncio.ensure_future(anext(outputs))
-        await until(lambda before=before: lm.statistics().engine.requests > before, lm)  # type: ignore[misc]
-        again = 0
-        while True:
-            if again < 3:
-                lm._thread.call(begin_anew).result()
-                again += 1
-            try:
-                output = await pending
-            except StopAsyncIteration:
-                break
-            [made] = output.outputs
-            if kind == RequestOutputKind.DELTA:
-                text, logprobs = text + made.text, logprobs + len(made.logprobs)
-                token_ids += made.token_ids
-            else:
-                text, token_ids, logprobs = made.text, [*made.token_ids], len(made.logprobs)
-            pending = asyncio.ensure_future(anext(outputs))
-        assert (text, tuple(token_ids)) == (expected.text, expected.token_ids)
-        assert logprobs == len(token_ids)
-    client.shutdown()
 
 
 def _servers() -> list[threading.Thread]:

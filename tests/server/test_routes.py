@@ -12,7 +12,6 @@ from typing import Any, cast
 import httpx
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -305,15 +304,6 @@ def test_the_counters_are_there_for_prometheus_and_openais_routes_are_not(
     assert f"genrt_batcher_questions_total {counted.batcher.questions}\n" in text
     assert f"# TYPE genrt_cache_rows gauge\ngenrt_cache_rows {counted.cache.rows}\n" in text
     assert "# TYPE genrt_engine_rows_total counter" in text
-
-
-def test_two_servers_of_one_runtime_are_right_at_once(lm: genrt.AsyncLM) -> None:
-    own = lm.next_token_logprobs_sync([1, 2])
-    with serving(lm) as first, serving(lm) as second:
-        assert first.url != second.url
-        for each in (first, second):
-            found = httpx.post(f"{each.url}/v1/next_token_logprobs", json={"prompts": [[1, 2]]})
-            assert torch.equal(torch.frombuffer(bytearray(found.content), dtype=torch.float32), own)
 
 
 async def test_long_texts_are_tokenized_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
