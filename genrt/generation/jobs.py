@@ -17,29 +17,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self, Unpack, cast
 
-from genrt.errors import (
-    InvalidRequest,
-    JobRefused,
-    OutputFailed,
-    UnknownAdapter,
-)
+from genrt.errors import InvalidRequest, JobRefused, OutputFailed, UnknownAdapter
 from genrt.generation.concurrent_map import ConcurrentMap
-from genrt.generation.journal import (
-    REMEDY,
-    Journal,
-    describe,
-    directory_digest,
-    model_revision,
-)
+from genrt.generation.journal import REMEDY, Journal, describe, directory_digest, model_revision
 from genrt.generation.many import Failed, Item, ItemRunner, check_lm
-from genrt.generation.tables import (
-    Row,
-    RowPrompts,
-    check_files,
-    format_of,
-    read_rows,
-    value_of,
-)
+from genrt.generation.tables import Row, RowPrompts, check_files, format_of, read_rows, value_of
 from genrt.generation.validators import Fault, JSONSchema, RecordValidator, Validate
 from genrt.lm import AsyncLM
 from genrt.numbers import (

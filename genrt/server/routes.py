@@ -37,14 +37,7 @@ from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest
 from genrt.runtime.concurrency import together
 from genrt.runtime.weights import Transfers
-from genrt.server.bodies import (
-    Bodies,
-    JSONBody,
-    TokenList,
-    contexts_of,
-    json_bytes,
-    parse_body,
-)
+from genrt.server.bodies import Bodies, JSONBody, TokenList, contexts_of, json_bytes, parse_body
 from genrt.server.gate import ClientLeft, HTTPError, ServerLimits, error_event, http_error
 
 __all__ = ["BODIES", "JSON", "OwnRoutes", "TrainerRoutes"]

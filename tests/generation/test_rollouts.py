@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 from collections import UserDict
 from collections.abc import Iterator, Sequence
@@ -317,18 +316,6 @@ async def test_what_was_drawn_in_time_is_kept_beside_texts_that_are_whole(
     assert not found.logprobs[1, 3:].any()
     with pytest.raises(TimedOut):
         await rollout(held, ids, lengths, **options, timeout=60)
-
-
-@pytest.mark.parametrize("taken", range(4))
-async def test_leaving_at_any_sample_frees_everything(
-    held: AsyncLM, engine: Engine, taken: int
-) -> None:
-    ids, lengths = padded([[0], [1], [2], [3] * ROOM])
-    samples = rollout_samples(held, ids, lengths, pad_value=0, max_new_tokens=40, ignore_eos=True)
-    async with contextlib.aclosing(samples):
-        for _ in range(taken):
-            await anext(samples)
-    await nothing_left(held, engine)
 
 
 async def test_a_rollout_tells_with_which_weights_each_text_was_drawn() -> None:

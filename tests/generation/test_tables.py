@@ -12,13 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from genrt.errors import InvalidRequest, UnknownColumn
-from genrt.generation.tables import (
-    Row,
-    RowPrompts,
-    check_files,
-    format_of,
-    read_rows,
-)
+from genrt.generation.tables import Row, RowPrompts, check_files, format_of, read_rows
 
 JSON = st.recursive(
     st.none()

@@ -22,12 +22,7 @@ import torch
 import genrt
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.errors import ContextTooLong, ExtraNotInstalled, InvalidRequest
-from genrt.generation import (
-    Item,
-    Records,
-    UntilValid,
-    generate_valid_sync,
-)
+from genrt.generation import Item, Records, UntilValid, generate_valid_sync
 from genrt.generation.validators import RecordValidator
 from genrt.lm import AsyncLM
 from tests import interrupts
@@ -167,19 +162,6 @@ def test_it_ends_for_a_reason_after_so_many_attempts(
         assert made.finish_reasons == {"length": made.attempts}
     elif acceptance == 0.0:
         assert made.errors == {"ValueError": made.attempts}
-
-
-def test_too_many_invalid_records_for_too_long_end_it() -> None:
-    with opened(0.3) as lm:
-        options: dict[str, Any] = {"target": 400, "seed": 3, "max_tokens": 20}
-        never = generate_valid_sync(lm, "?", is_yes, **options, invalid_threshold=0.95, patience=2)
-        assert never.reason == "complete"
-        for patience in (1, 2, 3):
-            found = generate_valid_sync(
-                lm, "?", is_yes, **options, invalid_threshold=0.5, patience=patience
-            )
-            assert (found.reason, found.statistics.attempts) == ("threshold", 100 * patience)
-            consistent(found)
 
 
 @pytest.mark.parametrize("concurrency", [1, 7, None])
@@ -352,16 +334,6 @@ async def test_records_are_valid_or_have_faults(
     found, wrong = list[Any](), list[Any]()
     await RecordValidator(validate, parse).validate(text, found, wrong)
     assert (found, [each.category for each in wrong]) == (values, faults)
-
-
-async def test_a_fault_says_where_a_text_breaks_its_schema() -> None:
-    faults: list[Any] = []
-    for text in ('{"age": "x"}', '{"age": 1, "name": "abc"}'):
-        await RecordValidator(SCHEMA).validate(text, [], faults)
-    assert [each.detail for each in faults] == [
-        "$.age: 'x' is not of type 'integer'",
-        "$.name: 'abc' is too long",
-    ]
 
 
 def test_a_mistake_in_a_validator_is_raised(lm: AsyncLM) -> None:

@@ -112,16 +112,6 @@ def test_prompts_may_be_texts(lm: genrt.AsyncLM, client: httpx.Client) -> None:
 INFER = {"prompt": "a", "regex": "[ab]{1,3}", "particles": 8, "max_tokens": 6, "seed": 5}
 
 
-def test_an_inference_is_the_runtimes(lm: genrt.AsyncLM, client: httpx.Client) -> None:
-    found = client.post("/v1/infer", json=INFER).json()
-    model = TextModel(lm, "a", max_tokens=6, constraint=regex("[ab]{1,3}", lm))
-    result = SMC(model, num_particles=8).run_sync(5)
-    assert [(each["text"], each["weight"]) for each in found["posterior"]] == result.posterior()
-    assert found["log_evidence"] == result.log_evidence
-    assert [each["log_weight"] for each in found["particles"]] == result.log_weights.tolist()
-    assert [tuple(each["token_ids"]) for each in found["particles"]] == [*result.token_ids]
-
-
 def events(text: str) -> list[tuple[str, Any]]:
     found = []
     for event in text.strip().split("\n\n"):
@@ -130,15 +120,23 @@ def events(text: str) -> list[tuple[str, Any]]:
     return found
 
 
-def test_an_inference_tells_its_steps(lm: genrt.AsyncLM, client: httpx.Client) -> None:
+def test_an_inference_is_the_runtimes_and_tells_its_steps(
+    lm: genrt.AsyncLM, client: httpx.Client
+) -> None:
+    found = client.post("/v1/infer", json=INFER).json()
+    model = TextModel(lm, "a", max_tokens=6, constraint=regex("[ab]{1,3}", lm))
+    result = SMC(model, num_particles=8).run_sync(5)
+    assert [(each["text"], each["weight"]) for each in found["posterior"]] == result.posterior()
+    assert found["log_evidence"] == result.log_evidence
+    assert [each["log_weight"] for each in found["particles"]] == result.log_weights.tolist()
+    assert [tuple(each["token_ids"]) for each in found["particles"]] == [*result.token_ids]
     told = events(client.post("/v1/infer", json=INFER | {"stream": True}).text)
-    whole = client.post("/v1/infer", json=INFER).json()
-    assert [name for name, _ in told] == ["step"] * whole["steps"] + ["result"]
-    assert told[-1][1] == whole
+    assert [name for name, _ in told] == ["step"] * found["steps"] + ["result"]
     steps = [step for _, step in told[:-1]]
-    assert [step["step"] for step in steps] == [*range(whole["steps"])]
-    assert steps[-1]["ess"] == whole["ess"]
-    assert steps[-1]["log_evidence"] == whole["log_evidence"]
+    assert [step["step"] for step in steps] == [*range(found["steps"])]
+    assert told[-1][1] == found
+    for name in ("ess", "log_evidence"):
+        assert steps[-1][name] == found[name]
 
 
 def test_an_inference_that_fails_on_the_way_says_so() -> None:
