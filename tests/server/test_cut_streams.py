@@ -117,8 +117,8 @@ async def read(
                 data = line.removeprefix("data:").strip()
                 told.events.append(data if data == "[DONE]" else json.loads(data))
                 if len(told.events) == 3 + 3 * (kind in ("response", "message")):
-                    async with have_begun as place:
-                        await (between() if place == 0 else nothing())
+                    if await have_begun.wait() == 0:
+                        await between()
             told.is_whole = True
         return told
 

@@ -16,7 +16,6 @@ pytest.importorskip("openai")
 import openai
 
 import genrt
-from genrt.engines.vllm.engine import VLLMEngine
 from genrt.inference import SMC, Result, TextModel
 from genrt.lm import AsyncLM
 from genrt.questions.completions import Completion
@@ -136,9 +135,4 @@ async def test_openais_client(lm: AsyncLM, server: Server, texts: list[str]) -> 
     done = lm.statistics().since(before)
     assert (done.batcher.queued, done.batcher.waiting, done.batcher.failed) == (0, 0, 0)
     assert done.batcher.cancelled == len(LEAVING) + 1
-    engine = cast("VLLMEngine", lm._thread.engine)
-    assert not engine._in_progress
-    assert not lm._thread.batcher.streams.by_loop
-    texts_left = engine._texts
-    assert (len(texts_left.waiting), texts_left.running, texts_left._streamed) == (0, 0, {})
     assert await asyncio.to_thread(free_blocks, lm) == free

@@ -24,7 +24,7 @@ from genrt.server import Server, ServerLimits, routes, serving
 from genrt.server.bodies import Bodies
 from tests.apart import drawn_apart_sync
 from tests.scripted import Gate, ScriptedEngine
-from tests.server.raw import answer_to, connected, post
+from tests.server.raw import connected, post
 from tests.waiting import until
 
 VOCABULARY = [b"a", b"b", b"c", b"ab", b" ", b"1", b"2", b""]
@@ -176,13 +176,6 @@ def test_who_disconnects_withdraws_the_question() -> None:
         while not engine.cancelled:  # the engine steps until it is told to forget it
             assert len(engine.stepped) < 1000, "the question outlived its client"
         assert lm.statistics().batcher.cancelled == 1
-
-
-def test_requests_that_are_sent_at_once_are_answered_in_order(server: Server) -> None:
-    ask = b"GET /v1/status HTTP/1.1\r\nhost: localhost\r\n\r\n"
-    last = b"PUT /v1/draw HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
-    found = answer_to(server, ask + ask + last)
-    assert [part[:3] for part in found.split(b"HTTP/1.1 ")[1:]] == [b"200", b"200", b"405"]
 
 
 async def test_a_pause_that_refuses_questions_is_told_as_unavailable(
