@@ -418,12 +418,7 @@ serving = Server
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn's server with a shutdown of its own: uvicorn would cancel requests, and log errors.
-
-    Args:
-        on_started: called when it listens.
-        end: runs during the shutdown, and ends remaining requests.
-    """
+    """uvicorn's server. ``end`` ends requests during its shutdown: uvicorn would log errors for them."""
 
     def __init__(
         self,
