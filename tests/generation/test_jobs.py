@@ -693,9 +693,7 @@ FAILURES: list[tuple[dict[int, Exception], dict[str, Any], list[int], str | None
 
 
 @pytest.mark.parametrize(("errors", "options", "failed", "stopped"), FAILURES)
-@pytest.mark.parametrize("log_prompts", [False, True])
 def test_rows_fail_alone_or_stop_the_job_and_are_asked_again(
-    log_prompts: bool,
     errors: dict[int, Exception],
     options: dict[str, Any],
     failed: list[int],
@@ -706,6 +704,7 @@ def test_rows_fail_alone_or_stop_the_job_and_are_asked_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     scripted.errors = errors
+    log_prompts = stopped is None
     given = {"max_consecutive_failures": 3, "log_prompts": log_prompts} | options
     report = job(folder, **given).run_sync(lm)
     lines = {line["index"]: line for line in lines_of(folder)}

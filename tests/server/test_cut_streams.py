@@ -116,9 +116,9 @@ async def read(
                     continue
                 data = line.removeprefix("data:").strip()
                 told.events.append(data if data == "[DONE]" else json.loads(data))
-                if len(told.events) == 3 + 3 * (kind in ("response", "message")):
-                    if await have_begun.wait() == 0:
-                        await between()
+                has_text = len(told.events) == 3 + 3 * (kind in ("response", "message"))
+                if has_text and await have_begun.wait() == 0:
+                    await between()
             told.is_whole = True
         return told
 
