@@ -6,6 +6,7 @@ import asyncio
 import base64
 import contextlib
 import json
+import resource
 import socket
 import threading
 from collections.abc import Iterator
@@ -322,9 +323,13 @@ async def test_a_client_that_does_not_read_is_dropped() -> None:
 
 
 @pytest.mark.promise(number=35)
-def test_idle_connections_leave_room_for_others(lm: genrt.AsyncLM) -> None:
+@pytest.mark.parametrize(("connections", "descriptors"), [(6, 1000), (1000, 8)])
+def test_idle_connections_leave_room_for_others(
+    lm: genrt.AsyncLM, monkeypatch: pytest.MonkeyPatch, connections: int, descriptors: int
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (descriptors, descriptors))
     with (
-        serving(lm, limits=ServerLimits(connections=6)) as server,
+        serving(lm, limits=ServerLimits(connections=connections)) as server,
         contextlib.ExitStack() as opened,
     ):
         idle = [opened.enter_context(connected(server)) for _ in range(20)]

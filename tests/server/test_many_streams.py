@@ -20,6 +20,7 @@ from genrt.inference import SMC, Result, TextModel
 from genrt.lm import AsyncLM
 from genrt.questions.completions import Completion
 from genrt.server import Server, serving
+from tests.inside import core_of, thread_of
 from tests.waiting import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.promise(number=35)]
@@ -77,11 +78,9 @@ def free_blocks(lm: AsyncLM) -> int:
     def count(answering: Any) -> int:
         engine = answering.engine
         assert engine.forget_residents()
-        return int(
-            engine._core.engine_core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        )
+        return int(core_of(engine).scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
-    return lm._thread.call(count).result()
+    return thread_of(lm).call(count).result()
 
 
 async def test_openais_client(lm: AsyncLM, server: Server, texts: list[str]) -> None:

@@ -126,6 +126,9 @@ async def test_a_prompt_that_ends_inside_a_character_is_in_no_text(
         found = await client.completions.create(**asked)
         assert found.choices[0].text == own.text
         assert "A red" not in own.text
+        found = await client.completions.create(echo=True, **asked)  # the prompt, and once
+        before = found.choices[0].text.removesuffix(own.text)
+        assert before.rstrip("\N{REPLACEMENT CHARACTER}") == "A red "
         parts = [
             each.choices[0].text
             async for each in await client.completions.create(stream=True, **asked)
