@@ -43,10 +43,10 @@ from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest, Wanted
 from genrt.server import Server, ServerLimits, serving
 from genrt.testing import check_engine
-from genrt.testing.answers import READS
 from genrt.tokens.sampling import Draw, TopLogprobs
 from genrt.tokens.vocabulary import BytesTokenizer
 from tests import inside
+from tests.answers import READS
 from tests.apart import drawn_apart
 from tests.inside import adapters_of, system_thread, thread_of
 from tests.scoring_engine import ScoringEngine
