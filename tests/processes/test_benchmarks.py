@@ -7,7 +7,6 @@ engines in its process use, so it gets a process of its own, which runs beside t
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import math
@@ -24,7 +23,7 @@ import torch
 
 import genrt
 from benchmarks import fidelity, overheads, plots, pressure, replicas, sharing, step, two_runtimes
-from benchmarks.step_modes import GENRT_MODES, MODES, Measured, Particles, packed_masks
+from benchmarks.step_modes import GENRT_MODES, MODES, Measured, Particles
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.engines.protocol import Finished
 from genrt.questions.request import Request
@@ -212,16 +211,6 @@ def test_resampled_particles_share_all_but_their_last_token(count: int) -> None:
         assert {len(context) for context in particles.contexts} == {21 + number}
 
 
-@pytest.mark.parametrize("vocab_size", [31, 32, 33, 4096])
-def test_masks_allow_about_half_of_the_vocabulary_and_nothing_beyond(vocab_size: int) -> None:
-    masks = packed_masks(8, vocab_size)
-    assert masks.dtype == torch.int32
-    assert masks.shape == (8, math.ceil(vocab_size / 32))
-    bits = (masks[:, :, None] >> torch.arange(32)) & 1
-    assert int(bits.reshape(8, -1)[:, vocab_size:].sum()) == 0
-    assert 0.3 * vocab_size < float(bits.sum()) / 8 < 0.7 * vocab_size
-
-
 @pytest.mark.parametrize(
     ("benchmark", "mistakes"),
     [
@@ -254,12 +243,6 @@ def test_a_plot_wants_the_mode_that_its_ratios_are_to(
     with pytest.raises(SystemExit, match="2"):
         step.parsed()
     assert "add it to --modes" in capsys.readouterr().err
-
-
-def test_quick_defaults_give_way_to_what_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["step", "--quick", "--steps", "5"])
-    arguments: argparse.Namespace = step.parsed()
-    assert (arguments.particles, arguments.steps, arguments.repeats) == ([16, 64, 256], 5, 3)
 
 
 # -- plots ------------------------------------------------------------------------------------
@@ -302,11 +285,6 @@ def test_a_panel_is_a_model_on_a_device_and_the_last_result_counts() -> None:
     assert tiny.decode == {16: 2.0}
     assert {mode: sorted(bars) for mode, bars in tiny.bars.items()} == {"resident": [16, 64]}
     assert tiny.bars["resident"][16] == pytest.approx((0.75, 0.675, 0.825))
-
-
-def test_nothing_to_draw_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no results"):
-        plots.plot(RESULTS[4:5], tmp_path / "ratios.png")
 
 
 @pytest.mark.parametrize("installed", [False, True])
@@ -376,22 +354,6 @@ async def under_pressure(engine: Any, *, patience: float = 60.0) -> dict[str, An
         return result | pressure.compared(lm, asked)
 
 
-async def test_rows_of_other_contexts_are_seen_as_different() -> None:
-    particles = Particles(3, 5, 0, 4, vocab_size=8, seed=0)
-    async with await genrt.aload(engine=lambda: Forgetful(0, 0), cache_bytes=0) as lm:
-        _, asked = await pressure.run(lm, particles, group=3, rounds=4, steps=1, patience=60.0)
-        right = pressure.compared(lm, asked)
-        contexts, rows = zip(*asked.last.values(), strict=True)
-        asked.last = dict(enumerate(zip(contexts, (rows[1], rows[0], rows[2]), strict=True)))
-        crossed = pressure.compared(lm, asked)
-        asked.last = {}
-        none = pressure.compared(lm, asked)
-    assert right["compared"] == 3
-    assert right["largest_difference"] == 0.0 < right["between_contexts"]
-    assert crossed["largest_difference"] >= right["between_contexts"]
-    assert none == {"compared": 0, "largest_difference": None, "between_contexts": None}
-
-
 async def test_under_pressure_every_question_is_counted_and_compared() -> None:
     result = await under_pressure(lambda: Forgetful(0, 0))
     assert (result["questions"], result["missing"]) == (20 * (1 + 4 * 2), 0)
@@ -400,15 +362,6 @@ async def test_under_pressure_every_question_is_counted_and_compared() -> None:
     assert len(result["resident_mib"]) == 5
     assert result["engine_steps"] >= 4 * 3 * 2
     assert (result["compared"], result["largest_difference"]) == (16, 0.0)
-
-
-@pytest.mark.parametrize(("shape", "error"), [(0, "EngineFailed: forgotten"), (7, None)])
-async def test_failed_and_misshapen_answers_are_missing(shape: int, error: str | None) -> None:
-    particles = Particles(20, 5, 0, 8, vocab_size=8, seed=0)
-    async with await genrt.aload(engine=lambda: Forgetful(5, shape), cache_bytes=0) as lm:
-        result, _ = await pressure.run(lm, particles, group=20, rounds=3, steps=1, patience=60.0)
-    assert (result["questions"], result["missing"]) == (80, 16)
-    assert result["error"] == error
 
 
 async def test_a_round_that_hangs_ends_the_case() -> None:

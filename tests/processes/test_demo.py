@@ -79,14 +79,6 @@ def test_the_runtimes_figures_add_up(model: str, capsys: pytest.CaptureFixture[s
     assert "Loading" in captured.err
 
 
-def test_equal_seeds_print_equal_tables(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    tables = []
-    for seed in ("1", "1", "2"):
-        assert run_exact(model, "--pattern", PATTERN, "--particles", "20", "--seed", seed) == 0
-        tables.append(printed_posterior(capsys.readouterr().out))
-    assert tables[0] == tables[1] != tables[2]
-
-
 def test_replicas_are_given_to_the_runtime(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their answers are those of one: see cluster/test_replicas.py."""
     loaded: list[dict[str, Any]] = []
