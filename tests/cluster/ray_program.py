@@ -22,6 +22,7 @@ import genrt
 from genrt.cluster.health import ReplicaLimits
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.inference import SMC, TextModel
+from tests.inside import engine_of
 
 VOCABULARY = [b"a", b"b", b"c", b"ab", b" ", b"1", b"2", b""]
 # A row of 8,192 tokens travels beside its message.
@@ -36,7 +37,7 @@ def tell(name: str, found: Any = True) -> None:
 
 
 def actors(lm: genrt.AsyncLM) -> dict[int, Any]:
-    engine: Any = lm._thread.engine
+    engine = engine_of(lm)
     return {number: each.handle for number, each in engine._transport._actors.items()}
 
 

@@ -31,7 +31,7 @@ from genrt.questions.contexts import Adapter
 from genrt.questions.draws import PopulationDraw
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
-from genrt.testing.answers import is_row
+from tests.answers import is_row
 from tests.cluster.simulated_populations import KeepingEngine, Seen, SimulatedPopulations
 from tests.runtime.test_pauses import SleepyWeights
 

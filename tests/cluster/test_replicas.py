@@ -34,6 +34,7 @@ from genrt.questions.draws import PopulationDraw
 from genrt.questions.request import Request
 from genrt.questions.sequences import SequenceHandle
 from tests.apart import drawn_apart_sync
+from tests.inside import engine_of
 from tests.population_walk import EVENTS, walk
 from tests.population_walk import Runtime as Walked
 from tests.runtime.test_pauses import SleepyEngine
@@ -46,7 +47,7 @@ QUICK = ReplicaLimits(probe_seconds=0.2, most_silent=5, most_restarts=100)
 
 def processes(lm: AsyncLM) -> list[subprocess.Popen[bytes]]:
     """The replicas' processes, which take signals as long as they live."""
-    engine: Any = lm._thread.engine
+    engine = engine_of(lm)
     return [each.child for each in [*engine._transport._processes.values()]]
 
 
@@ -411,7 +412,7 @@ def test_replicas_end_with_their_process_though_a_fork_of_it_lives_on() -> None:
 
 def test_closing_is_heard_though_a_fork_holds_the_sockets_too() -> None:
     lm = genrt.load(MODEL, engine="exact", replicas=2)
-    transport: Any = lm._thread.engine
+    transport: Any = engine_of(lm)
     held = [os.dup(each.port.fileno()) for each in transport._transport._processes.values()]
     ids = processes(lm)
     lm.close()

@@ -35,11 +35,11 @@ from genrt.runtime.ask import Asker
 from genrt.runtime.batcher import Batcher
 from genrt.runtime.cache import RowCache
 from genrt.runtime.thread import EngineThread
+from tests.inside import system_thread, thread_of
 from tests.scripted import (
     PATIENCE_SECONDS,
     Gate,
     ScriptedEngine,
-    expected_row,
     logprobs,
     passes,
     right,
@@ -61,7 +61,7 @@ def start() -> Iterator[Callable[..., EngineThread]]:
     yield make
     for thread in threads:
         thread.close()
-        assert not thread._thread.is_alive()
+        assert not system_thread(thread).is_alive()
 
 
 Start = Callable[..., EngineThread]
@@ -76,8 +76,8 @@ def asking(batcher: Batcher) -> Asker:
 
 
 def joined(thread: EngineThread) -> None:
-    thread._thread.join(PATIENCE_SECONDS)
-    assert not thread._thread.is_alive()
+    system_thread(thread).join(PATIENCE_SECONDS)
+    assert not system_thread(thread).is_alive()
 
 
 # -- opening ----------------------------------------------------------------------------------
@@ -301,21 +301,9 @@ def test_close_waits_only_so_long_for_a_step(start: Start, monkeypatch: pytest.M
         gate.wait_until_held()
         thread.close()
         assert isinstance(asked.exception(PATIENCE_SECONDS), Closed)
-        assert thread._thread.is_alive()
+        assert system_thread(thread).is_alive()
     gate.open()
     joined(thread)
-
-
-@pytest.mark.promise(number=20)
-def test_close_is_idempotent_from_many_threads(start: Start) -> None:
-    engine = ScriptedEngine()
-    thread = start(lambda: engine)
-    opened(thread)
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        for closing in [pool.submit(thread.close) for _ in range(8)]:
-            closing.result(PATIENCE_SECONDS)
-    assert engine.closed == 1
-    assert not thread.alive
 
 
 def test_close_from_the_engines_own_thread_ends_it(start: Start) -> None:
@@ -353,7 +341,7 @@ def test_a_runtime_collected_on_the_engines_own_thread_closes_without_deadlock(w
 
     engine = Collecting()
     lm = genrt.load(engine=lambda: engine)
-    thread, batcher = lm._thread._thread, lm._thread.batcher
+    thread, batcher = system_thread(lm), thread_of(lm).batcher
     lm.__dict__["itself"] = lm  # so that only the garbage collector finds it
     holder.append(lm)
     del lm
@@ -408,7 +396,7 @@ def test_a_runtime_that_ends_in_the_middle_of_a_question_does_not_deadlock(
     runtime is closed."""
     engine = ScriptedEngine(steps=lambda request: 3)
     lm = genrt.load(engine=lambda: engine)
-    thread, batcher = lm._thread._thread, lm._thread.batcher
+    thread, batcher = system_thread(lm), thread_of(lm).batcher
     happened: list[bool] = []
 
     class Closing:
@@ -462,7 +450,7 @@ def test_a_signal_handler_may_close_the_runtime_in_the_middle_of_a_question() ->
     engine = ScriptedEngine()
     fired: list[bool] = []
     lm = genrt.load(engine=lambda: engine)
-    thread, batcher = lm._thread._thread, lm._thread.batcher
+    thread, batcher = system_thread(lm), thread_of(lm).batcher
 
     def hook() -> None:
         if not fired and threading.current_thread() is threading.main_thread():
@@ -568,19 +556,6 @@ def test_calls_that_keep_coming_hold_up_no_turn(start: Start) -> None:
     assert calls < 10_000
 
 
-@pytest.mark.promise(number=20)
-def test_a_runtime_that_is_collected_closes_its_engine() -> None:
-    engine = ScriptedEngine()
-    lm = genrt.load(engine=lambda: engine)
-    thread = lm._thread._thread
-    assert right([A], [lm.next_token_logprobs_sync([1])])
-    del lm
-    gc.collect()
-    thread.join(PATIENCE_SECONDS)
-    assert not thread.is_alive()
-    assert engine.closed == 1
-
-
 # -- loops and threads ------------------------------------------------------------------------
 
 
@@ -600,26 +575,6 @@ async def test_the_loop_goes_on_while_a_step_is_held() -> None:
         assert right([A], [await task])
         for number, other in enumerate(more):
             assert right([logprobs(number)], [await other])
-
-
-@pytest.mark.promise(number=9)
-def test_a_second_run_works_after_the_first_was_cancelled_in_flight() -> None:
-    gate = Gate()
-    engine = ScriptedEngine(gate=gate, steps=lambda r: 1000 if r == A else 1)
-    with genrt.load(engine=lambda: engine) as lm:
-
-        async def cancelled() -> None:
-            task = asyncio.create_task(lm.next_token_logprobs([1]))
-            await asyncio.to_thread(gate.wait_until_held)
-            task.cancel()
-            await task
-
-        with pytest.raises(asyncio.CancelledError):
-            asyncio.run(cancelled())
-        gate.open()
-        assert right([B], [asyncio.run(lm.next_token_logprobs([2]))])
-        assert lm._thread.call(lambda _: [A] in engine.cancelled).result(PATIENCE_SECONDS)
-        assert lm.statistics().batcher.in_flight == 0
 
 
 @pytest.mark.promise(number=22)
@@ -687,7 +642,7 @@ PROGRAMS = {
                 lambda: lm.next_token_logprobs_sync([1]),
                 lambda: lm.sample_sync([1], max_tokens=2),
                 lambda: asyncio.run(lm.next_token_logprobs([1])),
-                lambda: lm._thread.call(lambda engine: None),
+                lambda: thread_of(lm).call(lambda engine: None),
                 lambda: lm.statistics(),
             ):
                 try:
@@ -767,10 +722,3 @@ def ends() -> dict[str, tuple[int, str]]:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_interpreter_exits_cleanly(ends: dict[str, tuple[int, str]], name: str) -> None:
     assert ends[name] == (0, "")
-
-
-def test_rows_are_what_the_script_says() -> None:
-    """The comparison that these tests rest on tells rows apart."""
-    assert right([A], [expected_row(A)])
-    assert not right([A], [expected_row(B)])
-    assert not right([A, B], [expected_row(A)])

@@ -15,7 +15,6 @@ from genrt.engines.exact import NGram
 from genrt.engines.protocol import Finished, Prefixes, capabilities_of
 from genrt.errors import (
     ContextTooLong,
-    EngineDied,
     InvalidRequest,
     UnknownAdapter,
 )
@@ -23,6 +22,7 @@ from genrt.lm import AsyncLM
 from genrt.questions.contexts import Adapter
 from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.answers import MAX_PREFIXES
+from tests.inside import thread_of
 from tests.scripted import PATIENCE_SECONDS, Gate, ScriptedEngine, logprobs, passes
 
 
@@ -86,7 +86,7 @@ def load(engines: Engines, **options: Any) -> AsyncLM:
 
 def settled(lm: AsyncLM) -> None:
     """Let the engine's thread do what it was told."""
-    lm._thread.call(lambda _: None).result(PATIENCE_SECONDS)
+    thread_of(lm).call(lambda _: None).result(PATIENCE_SECONDS)
 
 
 def an_adapter(directory: Path) -> Path:
@@ -195,14 +195,6 @@ def test_another_engine_is_told_to_keep_the_same() -> None:
         assert engines.made[2].held() == [logprobs(2)]
 
 
-async def test_one_that_takes_the_place_of_a_dead_one_too_and_who_waits_is_answered() -> None:
-    engines = Engines(KeepingEngine(fail_at={2: EngineDied("scripted")}))
-    async with load(engines, restart="auto") as lm:
-        await lm.warm_up([1])
-        assert await lm.warm_up([2]) == 1
-        assert engines.made[1].held() == [logprobs(1), logprobs(2)]
-
-
 def test_an_adapters_prefix_is_kept_for_what_its_name_stands_for(tmp_path: Path) -> None:
     paths = [an_adapter(tmp_path / name) for name in "xy"]
     engines = Engines()
@@ -301,7 +293,7 @@ def test_threads_may_warm_up_and_cool_down_at_once() -> None:
             each.join(PATIENCE_SECONDS)
         lm.cool_down()
         settled(lm)
-        assert engines.made[0].held() == list(lm._thread.prefixes) == []
+        assert engines.made[0].held() == list(thread_of(lm).prefixes) == []
 
 
 def test_a_text_or_a_conversation_is_what_all_that_begin_with_it_share() -> None:

@@ -12,7 +12,7 @@ import threading
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -43,10 +43,12 @@ from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest, Wanted
 from genrt.server import Server, ServerLimits, serving
 from genrt.testing import check_engine
-from genrt.testing.answers import READS
 from genrt.tokens.sampling import Draw, TopLogprobs
 from genrt.tokens.vocabulary import BytesTokenizer
+from tests import inside
+from tests.answers import READS
 from tests.apart import drawn_apart
+from tests.inside import adapters_of, system_thread, thread_of
 from tests.scoring_engine import ScoringEngine
 from tests.scripted import Gate, ScriptedEngine, expected_row, logprobs
 from tests.small_models import make_tokenizer
@@ -69,7 +71,7 @@ def server(lm: AsyncLM) -> Iterator[Server]:
         yield server
 
 
-def engine_of(server: Server, **options: Any) -> RemoteEngine:
+def remote_engine(server: Server, **options: Any) -> RemoteEngine:
     return RemoteEngine(str(server.url), KEY, **options)
 
 
@@ -84,7 +86,7 @@ def scoring() -> Iterator[Server]:
 
 
 def test_the_engine_of_a_server_keeps_the_protocol(scoring: Server) -> None:
-    check_engine(lambda: engine_of(scoring))
+    check_engine(lambda: remote_engine(scoring))
 
 
 async def test_scores_are_sent_as_such(lm: AsyncLM, scoring: Server, server: Server) -> None:
@@ -107,7 +109,7 @@ async def test_scores_are_sent_as_such(lm: AsyncLM, scoring: Server, server: Ser
         with pytest.raises(genrt.ContextTooLong):
             await remote.score([1] * 48, [2, 3])
         assert len(await remote.score([1], [2] * 48)) == 48
-    engine = engine_of(server)  # as of a client that has met another server at this place
+    engine = remote_engine(server)  # as of a client that has met another server at this place
     engine.submit([request := ScoreRequest(LogprobsRequest([1, 2, 3]).packed, 1)])
     [end] = engine.step()
     assert end.request is request
@@ -166,17 +168,6 @@ async def test_what_is_asked_together_is_one_call(lm: AsyncLM, server: Server) -
         assert remote.statistics().engine.steps == before + 1
 
 
-async def test_who_cancels_is_seen_by_nobody_else(server: Server) -> None:
-    async with await AsyncLM.connect(str(server.url), api_key=KEY) as remote:
-        left = asyncio.create_task(remote.draw([3, 3], seed=1))
-        stays = asyncio.create_task(remote.draw([3, 3], seed=2))
-        await asyncio.sleep(0)
-        left.cancel()
-        assert isinstance(await stays, Draw)
-        assert left.cancelled()
-        assert await remote.draw([3, 3], seed=1) == await remote.draw([3, 3], seed=1)
-
-
 async def test_a_flush_that_is_larger_than_a_call_takes_several(lm: AsyncLM) -> None:
     """Populations and samples share the calls of a server."""
     with serving(lm, limits=ServerLimits(contexts=5)) as server:
@@ -193,8 +184,10 @@ async def test_a_flush_that_is_larger_than_a_call_takes_several(lm: AsyncLM) -> 
             samples = [remote.sample([1, each], max_tokens=9, seed=each) for each in range(4)]
             there = [lm.sample([1, each], max_tokens=9, seed=each) for each in range(4)]
             draws = [remote.population([2, each], 5).draw(seed=1) for each in range(4)]
-            found = await asyncio.gather(*samples, *draws)
-            assert found[:4] == await asyncio.gather(*there)
+            sampling = [asyncio.ensure_future(each) for each in samples]
+            await asyncio.gather(*draws)  # which take turns with them
+            assert not all(each.done() for each in sampling)
+            assert await asyncio.gather(*sampling) == await asyncio.gather(*there)
 
 
 def save_adapter(directory: Path, seed: int) -> Path:
@@ -297,7 +290,7 @@ async def test_a_busy_server_is_asked_again() -> None:
         first = asyncio.create_task(remote.next_token_logprobs([1]))
         await asyncio.to_thread(held.wait_until_held)
         second = asyncio.create_task(other.next_token_logprobs([2]))
-        await asyncio.to_thread(_until_it_waits, cast("RemoteEngine", other._thread.engine))
+        await asyncio.to_thread(_until_it_waits, inside.engine_of(other))
         held.open()
         assert torch.equal(await first, expected_row(logprobs(1)))
         assert torch.equal(await second, expected_row(logprobs(2)))
@@ -364,25 +357,21 @@ def ok(body: bytes) -> bytes:
     return head.encode() + body
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        *(b"", b"SSH-2.0-x\r\n", ok(b"hello"), ok(b"[]"), ok(b'{"vocab_size": 3}'), ok(b"null")),
-        *(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n", b"HTTP/1.1 500 x\r\n\r\n"),
-        ok(b"{" * 50_000),
-    ],
+NO_SERVERS = (
+    *(b"", b"SSH-2.0-x\r\n", ok(b"hello"), ok(b"[]"), ok(b'{"vocab_size": 3}'), ok(b"null")),
+    *(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n", b"HTTP/1.1 500 x\r\n\r\n"),
+    ok(b"{" * 50_000),
 )
-async def test_what_is_no_genrt_server_is_refused(answer: bytes) -> None:
-    with canned(answer) as url, pytest.raises((genrt.EngineUnsupported, genrt.EngineFailed)):
-        await AsyncLM.connect(url, timeout=20)
 
 
-@pytest.mark.parametrize("vocab_size", [0, -1, 1.5, 2**40])
-async def test_a_server_needs_a_vocabulary(server: Server, vocab_size: Any) -> None:
+async def test_what_is_no_genrt_server_or_has_no_vocabulary_is_refused(server: Server) -> None:
     opening = json.loads(opening_of(server)[0].partition(b"\r\n\r\n")[2])
-    answer = ok(json.dumps(opening | {"vocab_size": vocab_size}).encode())
-    with canned(answer) as url, pytest.raises(genrt.EngineUnsupported, match="vocab_size"):
-        await AsyncLM.connect(url, timeout=20)
+    sizes = [ok(json.dumps(opening | {"vocab_size": each}).encode()) for each in (0, 1.5, 2**40)]
+    for answer in (*NO_SERVERS, *sizes):
+        message = "vocab_size" if answer in sizes else "."
+        refused = pytest.raises((EngineUnsupported, EngineFailed), match=message)
+        with canned(answer) as url, refused:
+            await AsyncLM.connect(url, timeout=20)
 
 
 async def test_an_answer_is_not_read_for_ever(server: Server) -> None:
@@ -401,7 +390,7 @@ async def test_an_answer_is_not_read_for_ever(server: Server) -> None:
 
 def opening_of(server: Server) -> tuple[bytes, bytes]:
     """What a server answers to who connects."""
-    connection = engine_of(server)._connection
+    connection = remote_engine(server)._connection
     found = [ok(connection.get(path)) for path in ("/v1/runtime", "/v1/tokenizer")]
     connection.close()
     return found[0], found[1]
@@ -444,8 +433,8 @@ async def test_nobody_waits_for_a_server_that_is_silent(server: Server) -> None:
         remote = await AsyncLM.connect(url)
         question = asyncio.create_task(remote.next_token_logprobs([1]))
         await asyncio.to_thread(asked.wait, 30)
-        engine = remote._thread._thread
-        remote._thread.close(wait=False)  # as an interpreter does that exits
+        engine = system_thread(remote)
+        thread_of(remote).close(wait=False)  # as an interpreter does that exits
         with pytest.raises(genrt.Closed):
             await question
         await until(lambda: not engine.is_alive())
@@ -455,7 +444,7 @@ async def test_nobody_waits_for_a_server_that_is_silent(server: Server) -> None:
 def test_patience_with_a_busy_server_begins_anew_with_every_question(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = engine_of(server, timeout=0.17)  # for a busy server too
+    engine = remote_engine(server, timeout=0.17)  # for a busy server too
     asked = engine._asked
     busy = [True]
 
@@ -511,7 +500,7 @@ async def test_rows_of_an_adapter_that_is_replaced_meanwhile_are_nobodys() -> No
 
     with genrt.load(engine=lambda: ScriptedEngine(row=row)) as lm, serving(lm) as server:
         own.append(lm)
-        lm._adapters.by_name["style"] = Adapter("style", 1)
+        adapters_of(lm).by_name["style"] = Adapter("style", 1)
         async with await AsyncLM.connect(str(server.url)) as remote:
             styled, plain = await asyncio.gather(
                 remote.next_token_logprobs([1], adapter="style"),

@@ -102,26 +102,3 @@ def halved(rng: random.Random, count: int = COUNT) -> list[int]:
     for survivor, replaced in zip(order[: count // 2], order[count // 2 :], strict=False):
         ancestors[replaced] = survivor
     return ancestors
-
-
-def held(lm: AsyncLM) -> tuple[int, int]:
-    """The numbers of resident sequences, and of blocks that are not free."""
-
-    def look(_: object) -> tuple[int, int]:
-        engine: Any = lm._thread.engine
-        scheduler = engine._core.engine_core.scheduler
-        pool = scheduler.kv_cache_manager.block_pool
-        assert set(scheduler.parked) == set(engine._open._asked_in)
-        used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
-        resident = engine.statistics().resident
-        assert resident or engine._open.steps._prepared is None, "rows that nobody can ask for"
-        return resident, used
-
-    return lm._thread.call(look).result()
-
-
-def under_way(lm: AsyncLM) -> tuple[int, int]:
-    """The numbers of vLLM requests and populations in progress."""
-    engine: Any = lm._thread.engine
-    look = lambda _: (len(engine._in_progress), len(engine._populations))
-    return lm._thread.call(look).result()
