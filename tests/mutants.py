@@ -296,8 +296,8 @@ generation.journal: test_jobs.py -k kill_at_any_byte
   Journal.start: a partial line of a killed job stays
     without os.ftruncate
 generation.jobs: test_jobs.py -k changed or cancellation
-  JobRun._finish: what ended with an interrupt is lost
-    instead await answers.close()
+  JobRun._run_rows: what ended with an interrupt is lost
+    answers.drain() -> ()
 """
 """Breaks, by the module and the test files that catch them: a symbol with what goes wrong, then how."""
 

@@ -448,7 +448,8 @@ def test_a_small_kv_memory_is_survived(
 ) -> None:
     monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     small = "--particles 24 --contexts 40 --max-num-seqs 4 --context 40 --rounds 3"
-    results = results_of(pressure, tmp_path / "pressure.json", monkeypatch, *small.split())
+    whole = ["--options", '{"block_size": 128}']  # a sequence a block: none is shared
+    results = results_of(pressure, tmp_path / "pressure.json", monkeypatch, *small.split(), *whole)
     assert [result["case"] for result in results] == ["particles", "alternating"]
     assert [result["contexts"] for result in results] == [24, 40]
     for result in results:

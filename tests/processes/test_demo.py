@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import genrt
 from genrt.__main__ import main
 from genrt.engines.exact import NGram
+from genrt.lm import AsyncLM
 
 PATTERN = "(a|b){2,4}"
 MODEL = NGram.random([b"a", b"b", b"\x1b[2J", b""], seed=5, eos_token_id=3)
@@ -76,14 +79,18 @@ def test_the_runtimes_figures_add_up(model: str, capsys: pytest.CaptureFixture[s
     assert "Loading" in captured.err
 
 
-def test_two_replicas_print_the_table_of_one(
-    model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tables = []
-    for options in ((), ("--replicas", "2")):
-        assert run_exact(model, "--pattern", PATTERN, "--particles", "20", *options) == 0
-        tables.append(printed_posterior(capsys.readouterr().out))
-    assert tables[0] == tables[1]
+def test_replicas_are_given_to_the_runtime(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their answers are those of one: see cluster/test_replicas.py."""
+    loaded: list[dict[str, Any]] = []
+    load = genrt.load
+
+    def one(_: object, **options: Any) -> AsyncLM:
+        loaded.append(options)
+        return load(MODEL, engine="exact")
+
+    monkeypatch.setattr(genrt, "load", one)
+    assert run_exact(model, "--pattern", PATTERN, "--particles", "2", "--replicas", "2") == 0
+    assert loaded[-1]["replicas"] == 2
 
 
 def test_a_run_in_which_all_particles_die_says_so(

@@ -71,7 +71,7 @@ def runner_of(lm: AsyncLM) -> Any:
     return core_of(lm).model_executor.driver_worker.worker.model_runner
 
 
-def steps_of(lm: AsyncLM) -> Any:
+def decode_steps_of(lm: AsyncLM) -> Any:
     """What runs an engine's decode steps."""
     return open_of(engine_of(lm)).steps
 

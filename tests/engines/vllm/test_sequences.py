@@ -24,12 +24,12 @@ from tests.apart import drawn_apart_sync
 from tests.engines.vllm.small import (
     TOLERANCE,
     Oracle,
+    decode_steps_of,
     expect_rows,
     failing,
     forget,
     load,
     runner_of,
-    steps_of,
 )
 
 pytestmark = pytest.mark.vllm
@@ -84,7 +84,7 @@ def check(lm: AsyncLM, flushes: Sequence[Sequence[Sequence[int]]], oracle: Oracl
 def begin(lm: AsyncLM, *, ahead: bool) -> Any:
     """Have an engine begin again; return what runs its decode steps."""
     forget(lm)
-    steps = steps_of(lm)
+    steps = decode_steps_of(lm)
     steps.ahead = ahead
     vars(steps).update(_steps=0, _unused=0, _mistaken=0, _last=[])
     return steps

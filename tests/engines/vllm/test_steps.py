@@ -26,7 +26,7 @@ from tests.engines.vllm.ahead import (
     same,
     two_runtimes,
 )
-from tests.engines.vllm.small import forget, held, on_engine, steps_of
+from tests.engines.vllm.small import decode_steps_of, forget, held, on_engine
 from tests.inside import engine_of, populations_of
 
 pytestmark = pytest.mark.vllm
@@ -172,7 +172,7 @@ async def test_a_device_that_waits_has_its_draws_delivered_before_the_next_step_
     runtimes: Runtimes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lm, quiet = runtimes
-    steps = steps_of(lm)
+    steps = decode_steps_of(lm)
     prepare_next, is_told, in_time = steps.prepare_next, threading.Event(), []
 
     def late(forks: Any = None) -> None:
