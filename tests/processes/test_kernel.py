@@ -151,6 +151,7 @@ while True:
 """
 
 NOTHING_LEFT = """
+from tests.inside import engine_of, in_progress, thread_of
 # What was given up is in flight until the turn after the step that was under way.
 for _ in range(2):
     working = thread_of(lm).call(lambda _: len(in_progress(engine_of(lm)))).result()

@@ -664,6 +664,7 @@ SERVER = """
 import asyncio, gc, json, os, signal, sys, tempfile, threading
 import genrt
 from genrt.runtime import thread as engine_thread
+from tests.inside import thread_of
 from tests.scripted import ScriptedEngine
 
 started, held = threading.Semaphore(0), threading.Semaphore(1)

@@ -57,11 +57,12 @@ print("done")
 CLOSED = """
 import gc, sys, weakref
 import genrt
+from tests.inside import core_of, engine_of
 
 options = {"dtype": "float32", "max_num_seqs": 8, "kv_cache_memory_bytes": 2**24}
 with genrt.load(sys.argv[1], engine_options=options | {"enforce_eager": False}) as lm:
     lm.next_token_logprobs_sync([1, 2])
-    core = engine_of(lm)._core.engine_core
+    core = core_of(lm)
     runner = core.model_executor.driver_worker.worker.model_runner
     assert runner.vllm_config.compilation_config.mode, "compiled"
     owned = [core, runner, *runner.model.parameters(), *runner.kv_caches]
