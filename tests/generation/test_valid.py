@@ -76,7 +76,7 @@ def untimed(records: Records) -> Records:
         number: dataclasses.replace(each, seconds=0.0, seconds_to_first_token=0.0)
         for number, each in records.completions.items()
     }
-    made = dataclasses.replace(records.statistics, seconds=0.0)
+    made = dataclasses.replace(records.statistics, seconds=0.0, seconds_judging=0.0)
     return dataclasses.replace(records, completions=completions, statistics=made)
 
 
@@ -90,7 +90,9 @@ def consistent(records: Records) -> None:
     assert made.valid == len(records.records) + len(records.surplus)
     assert made.invalid == sum(made.errors.values()) == sum(map(len, records.faults.values()))
     assert made.attempts == len(records.completions) + made.failed
-    assert made.tokens == sum(len(each.token_ids) for each in records.completions.values())
+    assert sum(made.finish_reasons.values()) == len(records.completions)
+    tokens = sum(len(each.token_ids) for each in records.completions.values())
+    assert made.tokens_valid + made.tokens_invalid + made.tokens_truncated == tokens
     if records.reason == "complete":
         assert len(records.records) == records.target
 
@@ -156,9 +158,21 @@ def test_it_ends_for_a_reason_after_so_many_attempts(
     assert (found.reason, made.attempts) == ending
     if found.reason == "all_truncated":
         assert made.errors == {"truncated": made.invalid}
-        assert made.truncated == made.attempts
+        assert made.tokens_truncated == 3 * made.invalid
+        assert made.finish_reasons == {"length": made.attempts}
     elif acceptance == 0.0:
         assert made.errors == {"ValueError": made.attempts}
+
+
+@pytest.mark.parametrize("concurrency", [1, 7, None])
+def test_a_good_batch_restores_patience(brief: AsyncLM, concurrency: int | None) -> None:
+    """Batches of 100 attempts: one bad, one good, two bad."""
+    answers = itertools.chain([False] * 100, [False, True] * 50, itertools.repeat(False))
+    options: dict[str, Any] = {"invalid_threshold": 1.0, "patience": 2, "max_dry_attempts": None}
+    found = generate_valid_sync(
+        brief, "?", lambda _: next(answers), target=100, concurrency=concurrency, **options
+    )
+    assert (found.reason, found.statistics.attempts) == ("threshold", 400)
 
 
 # -- which records --------------------------------------------------------------------------------
@@ -336,7 +350,12 @@ def test_a_parser_that_returns_no_records_is_refused(lm: AsyncLM, parse: Any) ->
 # -- arguments and errors -------------------------------------------------------------------------
 
 TOGETHER: list[tuple[dict[str, Any], str]] = [
+    ({"patience": 2}, "both"),
+    ({"invalid_threshold": 0.2}, "both"),
+    ({"invalid_threshold": 1.1, "patience": 1}, "invalid_threshold must be"),
+    ({"invalid_threshold": 0.5, "patience": 0}, "patience must be"),
     ({"in_order": True}, "no option 'in_order'"),
+    ({"prompts": ["?", [0] * 40], "target": 2}, "max_model_len"),
     ({"prompts": [{"role": "user", "content": "a"}]}, "no chat templates"),
 ]
 
