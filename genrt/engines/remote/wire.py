@@ -51,6 +51,7 @@ __all__ = [
     "answer_bytes",
     "answers_of",
     "answers_to",
+    "error_of",
     "flush_of",
     "flush_to",
     "packed_tokenizer",
@@ -74,8 +75,15 @@ HEADER_BYTES = 2**22
 U4, I8, F4, F8 = (np.dtype(each) for each in ("<u4", "<i8", "<f4", "<f8"))
 
 
-def flush_of(asked: Sequence[Question], model: str) -> bytes:
-    """Return questions as bytes, for the model of this fingerprint."""
+def flush_of(
+    asked: Sequence[Question],
+    model: str,
+    *,
+    name_of: Callable[[Adapter | None], str | None] = lambda adapter: (
+        adapter.name if adapter else None
+    ),
+) -> bytes:
+    """Return questions as bytes, for the model of this fingerprint; ``name_of`` names adapters."""
     contexts: dict[bytes, int] = {}
     masks: dict[bytes, int] = {}
     adapters: dict[str | None, int] = {}
@@ -83,7 +91,7 @@ def flush_of(asked: Sequence[Question], model: str) -> bytes:
     questions: list[list[Any]] = []
     for each in asked:
         row = each.row if isinstance(each, ReadRequest) else each
-        name = None if row.adapter is None else row.adapter.name
+        name = name_of(row.adapter)
         question: list[Any] = [
             "row",
             contexts.setdefault(row.packed, len(contexts)),
@@ -259,7 +267,7 @@ def answers_to(
         header, rest = _unframed(data)
         reader, failed = _Reader(rest), header["errors"]
         results: list[Any] = [
-            _error_of(*failed[str(place)])
+            error_of(*failed[str(place)])
             if str(place) in failed
             else _verified(request, _read_result(request, reader, vocab_size), vocab_size)
             for place, request in enumerate(asked)
@@ -356,7 +364,7 @@ def _to_tensor(numbers: np.ndarray) -> Tensor:
     return torch.from_numpy(numbers.astype(numbers.dtype.newbyteorder("=")))
 
 
-def _error_of(kind: str, message: str) -> GenrtError:
+def error_of(kind: str, message: str) -> GenrtError:
     """Return an error from its class name and message."""
     found = getattr(errors, kind, EngineFailed) if kind in errors.__all__ else EngineFailed
     made: GenrtError = found(message)

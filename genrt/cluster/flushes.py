@@ -1,0 +1,395 @@
+"""Flushes and their answers as JSON and arrays, between a runtime and its replicas, or the ranks of one.
+
+Rows, reads and scores travel in the wire format of ``AsyncLM.connect``. Native texts and programs travel
+as objects, which the channel serializes.
+
+Rules:
+    Every question has a ticket, by which its answer is known.
+    Handles of populations travel as numbers, and each end has a table of them.
+    Sequences that extend sequences of the other end travel as their last tokens: see ``FarSequences``.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any, NamedTuple, cast
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from genrt.engines.protocol import EngineStatistics
+from genrt.engines.remote.wire import (
+    KINDS,
+    error_of,
+    flush_of,
+    flush_to,
+)
+from genrt.errors import GenrtError
+from genrt.questions.completions import (
+    Completion,
+    CompletionRequest,
+    Decoding,
+    Delta,
+    SampleRequest,
+    Told,
+)
+from genrt.questions.contexts import Adapter, Limits
+from genrt.questions.draws import PopulationDraw
+from genrt.questions.reads import ReadRequest
+from genrt.questions.request import Request
+from genrt.questions.rows import LogprobsRequest
+from genrt.questions.scores import ScoreRequest
+from genrt.questions.sequences import Contexts, Origins, SequenceHandle
+from genrt.tokens.sampling import BatchDraw, Draw, TopLogprobs
+
+__all__ = [
+    "Answers",
+    "FarSequences",
+    "HandleNumbers",
+    "Packed",
+    "packed_answers",
+    "packed_flush",
+    "place_of",
+    "unpacked_answers",
+    "unpacked_flush",
+]
+
+MOST_HELD = 2**28
+"""The most bytes of sequences that the other end of a connection holds."""
+
+MOST_QUESTIONS = 2**31
+
+
+class Packed(NamedTuple):
+    """A message: JSON, arrays, and objects that the channel serializes."""
+
+    header: bytes
+    arrays: Sequence[np.ndarray] = ()
+    objects: Sequence[Any] = ()
+
+
+# -- handles of populations -------------------------------------------------------------------------
+
+
+class HandleNumbers:
+    """The numbers of populations' handles, at the end that asks.
+
+    ``gone`` has the numbers of collected handles. The collector adds to it, from any thread.
+    """
+
+    def __init__(self) -> None:
+        self.gone: deque[int] = deque()
+        self._numbers: dict[weakref.ref[SequenceHandle], int] = {}
+        self._last = 0
+
+    def of(self, handle: SequenceHandle) -> int:
+        """Return the number of a handle, a new one the first time."""
+        known = weakref.ref(handle, self._forget)
+        number = self._numbers.get(known)
+        if number is None:
+            self._last += 1
+            number = self._numbers[known] = self._last
+        return number
+
+    def taken(self) -> list[int]:
+        """Return the numbers of collected handles, each once."""
+        return [self.gone.popleft() for _ in range(len(self.gone))]
+
+    def _forget(self, handle: weakref.ref[SequenceHandle]) -> None:
+        self.gone.append(self._numbers.pop(handle))
+
+
+class FarSequences:
+    """The handles whose sequences the other end of a connection holds until it is told to forget them:
+    those of populations that extended others, because they will probably do so again."""
+
+    def __init__(self, numbers: HandleNumbers) -> None:
+        self.numbers = numbers
+        self._nbytes: WeakKeyDictionary[SequenceHandle, int] = WeakKeyDictionary()
+
+    def sent(self, draw: PopulationDraw) -> tuple[bool, bool]:
+        """Return whether the sequences of a question can travel as their last tokens, and whether the
+        other end is to hold them from now on."""
+        if (origins := draw.origins) is None:
+            return False, False
+        is_known = all(each in self._nbytes for each in origins.handles)
+        more = 0 if draw.handle in self._nbytes else draw.contexts.nbytes
+        if is_held := sum(self._nbytes.values()) + more <= MOST_HELD:
+            self._nbytes[draw.handle] = draw.contexts.nbytes
+        return is_known, is_held
+
+
+# -- flushes ----------------------------------------------------------------------------------------
+
+
+def packed_flush(asked: Sequence[tuple[int, Request]], far: FarSequences) -> Packed:
+    """Return tickets and questions as a message. Messages with populations have to be read in the order
+    in which they were made."""
+    plain: list[tuple[int, Any]] = []
+    others: list[dict[str, Any]] = []
+    arrays: list[np.ndarray] = []
+    objects: list[tuple[int, Request]] = []
+    for ticket, request in sorted(asked, key=lambda each: place_of(each[1])):
+        name = _name(request.adapter)
+        if _is_plain(request):
+            plain.append((ticket, request))
+        elif isinstance(request, PopulationDraw):
+            entry = _packed_population(request, far, arrays)
+            others.append({"ticket": ticket, "adapter": name, **entry})
+        elif (kind := type(request)) in _FIELDS:
+            entry = {each: getattr(request, each) for each in _FIELDS[kind]}
+            if isinstance(request, CompletionRequest):
+                entry["decoding"] = _fields_of(request.decoding)
+            elif isinstance(request, SampleRequest):
+                entry["stop_token_ids"] = sorted(request.stop_token_ids)
+            others.append({"kind": kind.__name__, "ticket": ticket, "adapter": name, **entry})
+            arrays.append(np.array(request.token_ids, np.uint32))
+        else:
+            objects.append((ticket, request))
+    wire = flush_of([request for _, request in plain], "", name_of=_name)
+    header = {
+        "tickets": [ticket for ticket, _ in plain],
+        "others": others,
+        "version": asked[0][1].weights_version if asked else 0,
+    }
+    arrays.append(np.frombuffer(wire, np.uint8))
+    return Packed(json.dumps(header).encode(), arrays, objects)
+
+
+def unpacked_flush(
+    message: Packed, table: dict[int, SequenceHandle], limits: Limits
+) -> Iterator[tuple[int, Request | GenrtError]]:
+    """Yield the tickets and questions of a message, an error in place of one that is wrong. ``table`` has
+    the known handles of populations, and gets the new ones."""
+    header = json.loads(message.header)
+    version, arrays = header["version"], iter(message.arrays)
+    for entry in header["others"]:
+        ticket, adapter = entry.pop("ticket"), _adapter(entry.pop("adapter"))
+        kind = entry.pop("kind")
+        request: Request
+        if kind == PopulationDraw.__name__:
+            request = _population(entry, adapter, arrays, table)
+        elif kind == ScoreRequest.__name__:
+            request = ScoreRequest(next(arrays).tobytes(), adapter=adapter, **entry)
+        elif kind == SampleRequest.__name__:
+            entry["stop_token_ids"] = frozenset(entry["stop_token_ids"])
+            request = SampleRequest(tuple(next(arrays).tolist()), adapter=adapter, **entry)
+        else:
+            entry["decoding"] = Decoding(**{n: _tuples(v) for n, v in entry["decoding"].items()})
+            request = CompletionRequest(tuple(next(arrays).tolist()), adapter=adapter, **entry)
+        yield ticket, request.of_weights(version)
+    wire = next(arrays).tobytes()
+    found = flush_to(wire, limits, _adapter, model="", most=MOST_QUESTIONS)
+    for ticket, plain in zip(header["tickets"], found, strict=True):
+        yield ticket, plain if isinstance(plain, GenrtError) else plain.of_weights(version)
+    yield from message.objects
+
+
+_FIELDS: dict[type, tuple[str, ...]] = {
+    SampleRequest: ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "nonce"),
+    CompletionRequest: ("seed", "nonce", "streamed"),
+    ScoreRequest: ("start", "wanted", "temperature"),
+}
+"""The fields of JSON values, beside the token ids, of requests that the wire format does not have."""
+
+
+def place_of(request: Request) -> int:
+    """Return the place of a question's kind in a message."""
+    if isinstance(request, PopulationDraw) or (type(request) in _FIELDS and not _is_plain(request)):
+        return 0
+    return 1 if _is_plain(request) else 2
+
+
+def _is_plain(request: Request) -> bool:
+    """Return whether the wire format has this question."""
+    if isinstance(request, ReadRequest):
+        return type(request.wanted) in KINDS
+    is_score = isinstance(request, ScoreRequest) and request.wanted != "rows"
+    return is_score or isinstance(request, LogprobsRequest)
+
+
+def _name(adapter: Adapter | None) -> str | None:
+    """Return an adapter and its version as one name."""
+    return None if adapter is None else f"{adapter.version} {adapter.name}"
+
+
+def _adapter(name: str | None) -> Adapter | None:
+    if name is None:
+        return None
+    version, _, own = name.partition(" ")
+    return Adapter(own, int(version))
+
+
+def _fields_of(value: Any, without: str = "") -> dict[str, Any]:
+    return {n.name: getattr(value, n.name) for n in fields(value) if n.name != without}
+
+
+def _tuples(value: Any) -> Any:
+    """Return a value of JSON with tuples in place of lists."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _packed_population(
+    draw: PopulationDraw, far: FarSequences, arrays: list[np.ndarray]
+) -> dict[str, Any]:
+    """Return a population as a JSON value; add its arrays."""
+    is_known, is_held = far.sent(draw)
+    contexts, masks, origins = draw.contexts, draw.masks, draw.origins
+    arrays.append(draw.seeds)
+    if masks is not None:
+        arrays.append(masks)
+    if origins is not None:
+        arrays += [origins.numbers, origins.lengths]
+    if is_known:
+        arrays.append(contexts.last_tokens.astype(np.uint32))
+    else:
+        lengths = contexts.lengths
+        rows = contexts.table[contexts.places, : int(lengths.max())]
+        arrays += [lengths, rows]
+    handles = () if origins is None else origins.handles
+    return {
+        "kind": PopulationDraw.__name__,
+        "number": far.numbers.of(draw.handle),
+        "temperature": draw.temperature,
+        "has_masks": masks is not None,
+        "is_known": is_known,
+        "is_held": is_held,
+        "has_origins": origins is not None,
+        "handles": [(far.numbers.of(each), each.count) for each in handles],
+    }
+
+
+def _population(
+    entry: dict[str, Any],
+    adapter: Adapter | None,
+    arrays: Iterator[np.ndarray],
+    table: dict[int, SequenceHandle],
+) -> PopulationDraw:
+    def known(number: int, count: int) -> SequenceHandle:
+        if number not in table:
+            table[number] = SequenceHandle(count)
+        return table[number]
+
+    seeds, origins = next(arrays), None
+    masks = next(arrays) if entry["has_masks"] else None
+    if entry["has_origins"]:
+        handles = tuple(known(*each) for each in entry["handles"])
+        origins = Origins(handles, next(arrays), next(arrays))
+    if origins is not None and entry["is_known"]:
+        before = [cast("Contexts", each.contexts) for each in origins.handles]
+        contexts = Contexts.grown(before, origins.numbers, next(arrays))
+    else:
+        lengths, rows = next(arrays), next(arrays)
+        contexts = Contexts(rows, np.arange(len(rows)), lengths)
+    handle = known(entry["number"], len(contexts))
+    if entry["is_held"]:  # in memory of its own: the channel's is kept as long as any part of it is
+        handle.contexts = contexts = contexts.kept()
+    draw = PopulationDraw(contexts, adapter, masks, entry["temperature"], seeds, origins)
+    object.__setattr__(draw, "handle", handle)
+    return draw
+
+
+# -- answers ----------------------------------------------------------------------------------------
+
+
+class Answers(NamedTuple):
+    """The answers since the last message.
+
+    Attributes:
+        ends: the tickets of ended questions, each with its result or its error.
+        told: the tickets of streams, each with a part.
+        statistics: the counters of the engine.
+    """
+
+    ends: list[tuple[int, Any]]
+    told: list[tuple[int, Told]]
+    statistics: EngineStatistics
+
+
+def packed_answers(answers: Answers) -> Packed:
+    """Return answers as a message. Tensors of one shape, such as rows, are one array."""
+    names = "errors", "draws", "columns", "samples", "texts", "deltas"
+    header: dict[str, Any] = {name: [] for name in names}
+    tensors: dict[torch.Size, list[Tensor]] = {}
+    tickets: dict[torch.Size, list[int]] = {}
+    draws: list[Draw] = []
+    columns: list[Tensor] = []
+    objects: list[tuple[bool, int, Any]] = []
+    for ticket, result in answers.ends:
+        if isinstance(result, GenrtError):
+            header["errors"].append((ticket, type(result).__name__, str(result)))
+        elif isinstance(result, Tensor):
+            tensors.setdefault(result.shape, []).append(result)
+            tickets.setdefault(result.shape, []).append(ticket)
+        elif isinstance(result, Draw):
+            header["draws"].append(ticket)
+            draws.append(result)
+        elif isinstance(result, BatchDraw | TopLogprobs):
+            kind = "populations" if isinstance(result, BatchDraw) else "tops"
+            header["columns"].append((kind, ticket))
+            columns += result
+        elif isinstance(result, tuple) and all(type(each) is int for each in result):
+            header["samples"].append((ticket, result))
+        elif isinstance(result, Completion):
+            header["texts"].append((ticket, _fields_of(result, "prompt_token_ids")))
+        else:
+            objects.append((True, ticket, result))
+    for ticket, part in answers.told:
+        if isinstance(part, Delta):
+            header["deltas"].append((ticket, _fields_of(part)))
+        else:
+            objects.append((False, ticket, part))
+    header["tensors"] = [*tickets.values()]
+    header["statistics"] = [*_fields_of(answers.statistics).values()]
+    arrays = [torch.stack(each).cpu().numpy() for each in tensors.values()]
+    arrays += [np.array(draws, np.float64), *(each.numpy() for each in columns)]
+    return Packed(json.dumps(header).encode(), arrays, objects)
+
+
+def unpacked_answers(message: Packed, asked: Mapping[int, Request]) -> Answers:
+    """Return the answers of a message to these questions, by ticket; answers to others are left out."""
+    header = json.loads(message.header)
+    # Arrays of the channel may not be written to, and keep all of its memory.
+    arrays = iter([torch.from_numpy(np.array(each)) for each in message.arrays])
+    ends: list[tuple[int, Any]] = [(t, error_of(*each)) for t, *each in header["errors"]]
+    for tickets in header["tensors"]:
+        ends += zip(tickets, next(arrays), strict=True)
+    for ticket, (token, *weights) in zip(header["draws"], next(arrays).tolist(), strict=True):
+        ends.append((ticket, Draw(int(token), *weights)))
+    for kind, ticket in header["columns"]:
+        found: Any = BatchDraw if kind == "populations" else TopLogprobs
+        ends.append((ticket, found(*(next(arrays) for _ in found._fields))))
+    ends += [(ticket, tuple(ids)) for ticket, ids in header["samples"]]
+    told: list[tuple[int, Told]] = []
+    for ticket, value in header["texts"]:
+        if (request := asked.get(ticket)) is not None:
+            ends.append((ticket, Completion(prompt_token_ids=request.token_ids, **_text(value))))
+    told += [(ticket, Delta(**_text(value))) for ticket, value in header["deltas"]]
+    for is_end, ticket, value in message.objects:
+        (ends if is_end else told).append((ticket, value))
+    return Answers(
+        [(t, _of_version(each, asked[t].weights_version)) for t, each in ends if t in asked],
+        [(t, each) for t, each in told if t in asked],
+        EngineStatistics(*header["statistics"]),
+    )
+
+
+def _text(value: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a text from its JSON value."""
+    tops = tuple({int(k): v for k, v in each.items()} for each in value["top_logprobs"])
+    return {name: _tuples(each) for name, each in value.items()} | {"top_logprobs": tops}
+
+
+def _of_version(result: Any, version: int) -> Any:
+    """Return a result with the version of the weights of its question."""
+    if isinstance(result, Completion):
+        return replace(result, weights_version=version)
+    if isinstance(result, Draw | BatchDraw):
+        result.weights_version = version
+    return result

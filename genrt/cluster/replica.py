@@ -1,0 +1,359 @@
+"""One engine of several: an ``AsyncLM`` whose questions come from another process.
+
+Rules:
+    Questions are waiters of the runtime's batcher; what is no question runs on its engine's thread.
+    A replica whose engine died, or has a mixture of weights, says so; the other end replaces it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from genrt.cluster.flushes import Answers, Packed, packed_answers, unpacked_flush
+from genrt.cluster.programs import ProgramLoop, ProgramRequest
+from genrt.engines.folders import Folder
+from genrt.engines.protocol import check_supported, survived
+from genrt.engines.remote.wire import packed_tokenizer
+from genrt.engines.weights import SleepingPart, weights_of
+from genrt.errors import EngineDied, EngineUnsupported, GenrtError
+from genrt.questions.completions import CompletionRequest, NativeRequest, Told
+from genrt.questions.contexts import Adapter
+from genrt.questions.reads import host_row
+from genrt.questions.request import Request
+from genrt.questions.rows import LogprobsRequest
+from genrt.questions.sequences import SequenceHandle
+from genrt.runtime.answers import AnsweringEngine
+from genrt.runtime.batcher import Waiter
+from genrt.runtime.streams import NativeFlow
+
+__all__ = ["Facts", "Prefix", "Replica", "Settings", "StoredTensors", "stored"]
+
+T = TypeVar("T")
+
+StoredTensors = Sequence[tuple[str, str, np.ndarray]]
+"""Tensors for an object store: the name, torch's name of the type, and the numbers, maybe as bytes."""
+
+Prefix = tuple[bytes, Adapter | None]
+"""A kept context: packed token ids, and the adapter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """The properties of a replica's engine; ``tokenizer`` is packed, and ``sleep_refused`` says why it
+    cannot sleep."""
+
+    vocab_size: int
+    max_model_len: int
+    max_batch_size: int
+    tokenizer: bytes
+    sleep_refused: str | None
+    scores: bool
+    is_vllm: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything that a replica needs before it is asked.
+
+    Attributes:
+        weights: the version of the weights; 0 stands for the model's own.
+        tensors: these weights in parts, each ``StoredTensors`` or an awaitable of them.
+        adapters: with their files by name.
+    """
+
+    weights: int = 0
+    tensors: tuple[Any, ...] = ()
+    adapters: tuple[tuple[Adapter, Mapping[str, bytes]], ...] = ()
+    prefixes: tuple[Prefix, ...] = ()
+
+
+class Replica:
+    """The methods that the other end calls, all on one event loop."""
+
+    def __init__(self) -> None:
+        self._lm: Any = None
+        self._weights = 0
+        self._adapters: set[Adapter] = set()
+        self._prefixes: set[Prefix] = set()
+        self._handles: dict[int, SequenceHandle] = {}
+        self._withdraw: dict[int, Callable[[], object]] = {}
+        self._last_ticket = 0
+        self._early: set[int] = set()  # withdrawn before they came
+        self._ends: list[tuple[int, Any]] = []
+        self._told: list[tuple[int, Told]] = []
+        self._news = asyncio.Event()
+        self._failed: EngineDied | None = None
+        self._programs = ProgramLoop()
+
+    async def prepare(self, make: Callable[[], Awaitable[Any]], wanted: Settings) -> Facts:
+        """Open the runtime, the first time, and give it these settings.
+
+        Raises:
+            GenrtError: it cannot be opened. EngineDied: its weights are a mixture.
+        """
+        if self._lm is None:
+            self._lm = await make()
+        if wanted.weights != self._weights:
+            parts = [await each if inspect.isawaitable(each) else each for each in wanted.tensors]
+            await self._on_engine(partial(self._load, version=wanted.weights, parts=parts))
+        for adapter in self._adapters - dict(wanted.adapters).keys():
+            await self.remove_adapter(adapter)
+        for adapter, files in wanted.adapters:
+            await self.add_adapter(adapter, files)
+        for prefix in wanted.prefixes:
+            await self.keep(prefix)
+        return await self._on_engine(_facts)
+
+    def _load(
+        self, answering: AnsweringEngine, *, version: int, parts: Sequence[StoredTensors]
+    ) -> None:
+        answering.begin_update()
+        weights = weights_of(answering.engine)
+        try:
+            for each in parts:
+                weights.load(_tensors(each))
+            weights.finish()
+        except Exception as error:
+            raise EngineDied(f"its weights could not be replaced: {error}") from error
+        self._weights = self._lm._thread.batcher.weights_version = version
+
+    # -- questions ----------------------------------------------------------------------------
+
+    async def flush(self, message: Packed) -> None:
+        """Take the questions of a message; ``answers`` returns their ends."""
+        try:
+            for ticket, request in unpacked_flush(message, self._handles, self._lm._limits):
+                if isinstance(request, GenrtError):
+                    self._end(ticket, request)
+                else:
+                    self._ask(ticket, request)
+        except Exception as error:
+            self._failed = EngineDied(f"a flush could not be read: {error}")
+            self._news.set()
+
+    async def answers(self) -> Packed:
+        """Wait for answers, and return all that there are. Raises EngineDied after a failure."""
+        await self._news.wait()
+        self._news.clear()
+        if self._failed is not None:
+            raise self._failed
+        ends, self._ends, told, self._told = self._ends, [], self._told, []
+        return packed_answers(Answers(ends, told, self._lm._thread.statistics()))
+
+    async def cancel(self, tickets: Sequence[int]) -> None:
+        """Withdraw questions."""
+        for ticket in tickets:
+            if (withdraw := self._withdraw.pop(ticket, None)) is not None:
+                withdraw()
+            elif ticket > self._last_ticket:
+                self._early.add(ticket)
+
+    async def forget(self, numbers: Sequence[int]) -> None:
+        """Forget the sequences of populations that were collected."""
+        known = [self._handles.pop(each) for each in numbers if each in self._handles]
+        self._lm._thread.give_back(known)
+
+    async def pulse(self) -> None:
+        """Return once the engine is between two steps."""
+        await self._on_engine(lambda _: None)
+
+    def _ask(self, ticket: int, request: Request) -> None:
+        lm, loop = self._lm, asyncio.get_running_loop()
+        self._last_ticket = max(self._last_ticket, ticket)
+        if ticket in self._early:
+            self._early.discard(ticket)
+            return
+        future: asyncio.Future[Any]
+        if isinstance(request, ProgramRequest):
+            future = self._programs.start(request, lm)
+            self._withdraw[ticket] = future.cancel
+        elif getattr(request, "streamed", False):
+            future = asyncio.ensure_future(self._streamed(ticket, request))
+            self._withdraw[ticket] = future.cancel
+        else:
+            future = loop.create_future()
+            if isinstance(request, LogprobsRequest) and lm.device.type != "cpu":
+                request = host_row(request)
+            waiter = Waiter((request,), loop, future)
+            self._withdraw[ticket] = partial(lm._thread.batcher.leave, waiter)
+            try:
+                if isinstance(request, CompletionRequest):
+                    check_supported(lm._thread.engine, request.decoding)
+                if (found := lm._thread.batcher.join(waiter)) is not None:
+                    future.set_result(found)
+            except GenrtError as error:
+                future.set_exception(error)
+        future.add_done_callback(partial(self._done, ticket))
+
+    async def _streamed(self, ticket: int, request: Any) -> list[Any]:
+        asker = self._lm._asker
+        if isinstance(request, NativeRequest):
+            async for outputs in asker.native(request, NativeFlow()):
+                self._tell(ticket, outputs)
+            return [()]
+        check_supported(self._lm._thread.engine, request.decoding)
+        stream = asker.stream(request)
+        async for delta in stream:
+            self._tell(ticket, delta)
+        return [stream.completion]
+
+    def _done(self, ticket: int, future: asyncio.Future[list[Any]]) -> None:
+        error = None if future.cancelled() else future.exception()
+        if self._withdraw.pop(ticket, None) is None or future.cancelled():
+            return
+        if error is None:
+            self._end(ticket, future.result()[0])
+        elif isinstance(error, GenrtError):
+            self._end(ticket, error)
+        else:
+            self._failed = EngineDied(f"{type(error).__name__}: {error}")
+            self._news.set()
+
+    def _end(self, ticket: int, result: Any) -> None:
+        self._ends.append((ticket, result))
+        self._news.set()
+
+    def _tell(self, ticket: int, part: Told) -> None:
+        self._told.append((ticket, part))
+        self._news.set()
+
+    # -- what all replicas do alike -----------------------------------------------------------
+
+    async def add_adapter(self, adapter: Adapter, files: Mapping[str, bytes]) -> None:
+        """Load an adapter from its files, unless it is loaded. Raises InvalidAdapter."""
+        if adapter in self._adapters:
+            return
+        with Folder("adapter") as directory:
+            for name, data in files.items():
+                (directory / name).write_bytes(data)
+            await self._on_engine(lambda answering: answering.add_adapter(adapter, directory))
+        self._adapters.add(adapter)
+        self._lm._adapters.by_name[adapter.name] = adapter
+
+    async def remove_adapter(self, adapter: Adapter) -> None:
+        """Forget an adapter."""
+        if adapter in self._adapters:
+            self._adapters.discard(adapter)
+            names = self._lm._adapters.by_name
+            if names.get(adapter.name) == adapter:
+                del names[adapter.name]
+            await self._on_engine(lambda answering: answering.remove_adapter(adapter))
+
+    async def keep(self, prefix: Prefix) -> None:
+        """Keep a context, if the engine can."""
+        if prefix not in self._prefixes:
+            self._prefixes.add(prefix)
+            await self._on_prefixes("keep", prefix)
+
+    async def release(self, prefix: Prefix) -> None:
+        """Keep a context no more."""
+        if prefix in self._prefixes:
+            self._prefixes.discard(prefix)
+            await self._on_prefixes("release", prefix)
+
+    async def forget_residents(self) -> None:
+        """Forget what nothing in progress needs."""
+        await self._on_engine(lambda answering: answering.forget_residents())
+
+    async def layout(self) -> Any:
+        """Return the layout of the weights."""
+        return await self._on_engine(lambda each: dict(weights_of(each.engine).layout()))
+
+    async def checkpoint(self) -> list[Path]:
+        """Return the files that the model was opened with."""
+        return await self._on_engine(lambda each: weights_of(each.engine).checkpoint())
+
+    async def vllm_config(self) -> Any:
+        """Return vLLM's configuration of the model."""
+        return await self._on_engine(lambda answering: answering.full.vllm_config)
+
+    async def sleep(self, level: int) -> int:
+        """Give back the engine's memory; return how many bytes became free."""
+
+        def sleep(answering: AnsweringEngine) -> int:
+            answering.begin_update()
+            weights: Any = weights_of(answering.engine)
+            freed: int = weights.sleep(level)
+            return freed
+
+        return await self._on_engine(sleep)
+
+    async def wake_up(self, parts: Collection[SleepingPart]) -> None:
+        """Have these parts of the memory back."""
+
+        def wake_up(answering: AnsweringEngine) -> None:
+            weights: Any = weights_of(answering.engine)
+            weights.wake_up(weights.asleep & frozenset(parts))
+
+        await self._on_engine(wake_up)
+
+    async def stop(self) -> None:
+        """Close the runtime."""
+        self._programs.close()
+        if self._lm is not None:
+            await self._lm.aclose()
+
+    async def _on_engine(self, function: Callable[[AnsweringEngine], T]) -> T:
+        """Return what a function of the engine returns, on its thread; raise a GenrtError."""
+
+        def call(answering: AnsweringEngine) -> T | GenrtError:
+            try:
+                return function(answering)
+            except Exception as error:
+                return survived(error)
+
+        result: T | GenrtError = await asyncio.wrap_future(self._lm._thread.call(call))
+        if isinstance(result, GenrtError):
+            raise result
+        return result
+
+    async def _on_prefixes(self, name: str, prefix: Prefix) -> None:
+        packed, adapter = prefix
+        row = LogprobsRequest(packed=packed, adapter=adapter)
+
+        def call(answering: AnsweringEngine) -> None:
+            if answering.capabilities.keeps_prefixes:
+                getattr(answering.full.prefixes, name)(row)
+
+        await self._on_engine(call)
+
+
+def stored(name: str, tensor: torch.Tensor) -> tuple[str, str, np.ndarray]:
+    """Return a tensor for an object store: its last axis are the bytes of a number."""
+    numbers = tensor.detach().cpu().contiguous().unsqueeze(-1).view(torch.uint8)
+    return name, str(tensor.dtype).removeprefix("torch."), numbers.numpy()
+
+
+def _tensors(several: StoredTensors) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of an object store, to whose memory nobody writes."""
+    for name, dtype, data in several:
+        yield name, torch.from_numpy(data).view(getattr(torch, dtype)).squeeze(-1)
+
+
+def _facts(answering: AnsweringEngine) -> Facts:
+    engine, refused = answering.engine, "it has no memory of a device to give back"
+    weights: Any = getattr(engine, "weights", None)
+    if hasattr(weights, "check_sleep"):
+        try:
+            weights.check_sleep()
+            refused = ""
+        except EngineUnsupported as error:
+            refused = str(error)
+    return Facts(
+        engine.vocab_size,
+        engine.max_model_len,
+        engine.max_batch_size,
+        packed_tokenizer(engine.tokenizer),
+        refused or None,
+        answering.capabilities.scores,
+        answering.capabilities.serves_vllm,
+    )
