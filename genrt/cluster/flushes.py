@@ -316,8 +316,7 @@ def packed_answers(answers: Answers) -> Packed:
     """Return answers as a message. Tensors of one shape, such as rows, are one array."""
     names = "errors", "draws", "columns", "samples", "texts", "deltas"
     header: dict[str, Any] = {name: [] for name in names}
-    tensors: dict[torch.Size, list[Tensor]] = {}
-    tickets: dict[torch.Size, list[int]] = {}
+    tensors: dict[tuple[Any, ...], list[tuple[int, Tensor]]] = {}  # by shape and device
     draws: list[Draw] = []
     columns: list[Tensor] = []
     objects: list[tuple[bool, int, Any]] = []
@@ -325,8 +324,7 @@ def packed_answers(answers: Answers) -> Packed:
         if isinstance(result, GenrtError):
             header["errors"].append((ticket, type(result).__name__, str(result)))
         elif isinstance(result, Tensor):
-            tensors.setdefault(result.shape, []).append(result)
-            tickets.setdefault(result.shape, []).append(ticket)
+            tensors.setdefault((*result.shape, result.device), []).append((ticket, result))
         elif isinstance(result, Draw):
             header["draws"].append(ticket)
             draws.append(result)
@@ -345,9 +343,9 @@ def packed_answers(answers: Answers) -> Packed:
             header["deltas"].append((ticket, _fields_of(part)))
         else:
             objects.append((False, ticket, part))
-    header["tensors"] = [*tickets.values()]
+    header["tensors"] = [[ticket for ticket, _ in each] for each in tensors.values()]
     header["statistics"] = [*_fields_of(answers.statistics).values()]
-    arrays = [torch.stack(each).cpu().numpy() for each in tensors.values()]
+    arrays = [torch.stack([t for _, t in each]).cpu().numpy() for each in tensors.values()]
     arrays += [np.array(draws, np.float64), *(each.numpy() for each in columns)]
     return Packed(json.dumps(header).encode(), arrays, objects)
 

@@ -130,6 +130,8 @@ class Replica:
 
     async def flush(self, message: Packed) -> None:
         """Take the questions of a message; ``answers`` returns their ends."""
+        if self._lm is None:  # they were for an earlier life, whose end was not known
+            return
         try:
             for ticket, request in unpacked_flush(message, self._handles, self._lm._limits):
                 if isinstance(request, GenrtError):
@@ -160,7 +162,8 @@ class Replica:
     async def forget(self, numbers: Sequence[int]) -> None:
         """Forget the sequences of populations that were collected."""
         known = [self._handles.pop(each) for each in numbers if each in self._handles]
-        self._lm._thread.give_back(known)
+        if self._lm is not None:
+            self._lm._thread.give_back(known)
 
     async def pulse(self) -> None:
         """Return once the engine is between two steps."""

@@ -4,14 +4,14 @@ Rules:
     A wrong route costs recomputation, never a wrong answer.
     A population goes to the replica of its sequences, and other questions by a hash of their first block,
     unless that replica has more work than the least loaded one by a margin.
-    All others go to the least loaded replica, of equally loaded ones to a random one.
-    For new populations and programs, the sequences that a replica keeps count as load.
+    All others go to the least loaded replica, of equally loaded ones to a random one. For programs and
+    new populations, kept sequences count as load.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from genrt.cluster.programs import ProgramRequest
 from genrt.questions.completions import CompletionRequest, SampleRequest
@@ -35,6 +35,9 @@ POPULATION_MARGIN = 8.0
 
 PROGRAM_WORK = 1024.0
 """The work of a program, which is unknown: about 32 particles of 32 tokens."""
+
+
+MOST_BATCHES = 2**14
 
 
 def work_of(request: Request) -> float:
@@ -63,6 +66,7 @@ class Router:
         self._work = [0.0] * count
         self._kept = [0] * count
         self._homes: dict[int, tuple[int, int]] = {}  # a population's replica, and its size
+        self._batches: dict[int, int] = {}  # of the first context of ``batch_draw``, which may grow
 
     def route(self, request: Request, usable: Sequence[int], extends: Sequence[int] = ()) -> int:
         """Return the replica, one of the usable ones, and add the question to its work.
@@ -70,22 +74,27 @@ class Router:
         Args:
             extends: the numbers of the populations that a population extends, the largest first.
         """
-        home, work = None, work_of(request)
-        margin = MARGIN
-        if isinstance(request, PopulationDraw):
-            homes = [self._homes[each][0] for each in extends if each in self._homes]
-            home = next((each for each in homes if each in usable), None)
+        work, margin = work_of(request), MARGIN
+        is_new = isinstance(request, ProgramRequest)
+        context, home = None, next((h for n in extends if (h := self._home(n)) in usable), None)
+        if home is not None:
             margin = POPULATION_MARGIN * max(work, MARGIN)
-        elif (block := _first_block(request)) is not None:
+        elif isinstance(request, PopulationDraw):
+            context = request.contexts.packed(0)
+            home = self._batches.get(hash((context[:-TOKEN_BYTES], request.adapter)))
+            is_new, home = home is None, home if home in usable else None
+        elif not is_new and (block := _first_block(request)) is not None:
             place = hash((block, request.adapter))
             home = place % self._count
-            if home not in usable:
-                home = usable[place % len(usable)]
-        least = min(self._work[each] for each in usable)
-        if home is None and isinstance(request, PopulationDraw | ProgramRequest):
-            home = self._least(usable, lambda each: self._work[each] + self._kept[each])
-        elif home is None or self._work[home] > least + margin:
-            home = self._least(usable, self._work.__getitem__)
+            home = home if home in usable else usable[place % len(usable)]
+        loads = {each: self._work[each] + is_new * self._kept[each] for each in usable}
+        least = min(loads.values())
+        if home is None or loads[home] > least + margin:
+            home = self._random.choice([each for each, load in loads.items() if load == least])
+        if context is not None:
+            if len(self._batches) >= MOST_BATCHES:
+                self._batches.clear()
+            self._batches[hash((context, request.adapter))] = home
         self._work[home] += work
         return home
 
@@ -108,12 +117,11 @@ class Router:
     def lost(self, replica: int) -> None:
         """Forget the work and the populations of a replica."""
         self._homes = {n: each for n, each in self._homes.items() if each[0] != replica}
+        self._batches = {n: each for n, each in self._batches.items() if each != replica}
         self._work[replica], self._kept[replica] = 0.0, 0
 
-    def _least(self, usable: Sequence[int], load: Callable[[int], float]) -> int:
-        loads = {each: load(each) for each in usable}
-        least = min(loads.values())
-        return self._random.choice([each for each, found in loads.items() if found == least])
+    def _home(self, population: int) -> int:
+        return self._homes.get(population, (-1, 0))[0]
 
 
 def _first_block(request: Request) -> bytes | None:

@@ -78,6 +78,11 @@ class ReplicasHere:
         """Have a replica answer nothing from now on, until it is killed."""
         self._loop.call_soon_threadsafe(setattr, self._lives[number], "is_hung", True)
 
+    @property
+    def opened(self) -> list[bool]:
+        """Whether each replica has an engine."""
+        return [each.replica._lm is not None for each in self._lives]
+
     def close(self) -> None:
         if not self.is_closed:
             self.is_closed = True

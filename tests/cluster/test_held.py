@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import random
-import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,17 +14,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from genrt.cluster import messages
-from genrt.cluster.frames import Frames, received
-from genrt.cluster.memory import Memory
-from genrt.cluster.messages import (
-    LEAST_APART,
-    AskedNumbers,
-    RemotePopulations,
-    dump_message,
-    load_message,
-    outgoing,
-)
+from genrt.cluster import flushes
+from genrt.cluster.flushes import FarSequences, HandleNumbers, packed_flush, unpacked_flush
 from genrt.questions import sequences
 from genrt.questions.contexts import Limits
 from genrt.questions.draws import PopulationDraw
@@ -39,22 +30,23 @@ class Hop:
     """A connection: what its sender knows of the receiver, and what that one has."""
 
     def __init__(self) -> None:
-        self.numbers, self.held = AskedNumbers(), RemotePopulations()
+        self.far = FarSequences(HandleNumbers())
         self.table: dict[int, SequenceHandle] = {}
         self.sent = 0
 
     def carry(self, draw: PopulationDraw) -> PopulationDraw:
         """Return a question as it comes out at the other end."""
         self.forget()
-        data = dump_message(draw, self.numbers.of, held=self.held)
-        self.sent = len(data)
-        found: PopulationDraw = load_message(data, self.table)
+        message = pickle.dumps(packed_flush([(1, draw)], self.far))
+        self.sent = len(message)
+        [(_, found)] = unpacked_flush(pickle.loads(message), self.table, Limits(2**31, 2**31))
+        assert isinstance(found, PopulationDraw)
         return found
 
     def forget(self) -> None:
         """Have the receiver forget what nobody goes on from."""
-        while self.numbers.gone:
-            self.table.pop(self.numbers.gone.popleft(), None)
+        for each in self.far.numbers.taken():
+            self.table.pop(each, None)
 
 
 def lists_of(contexts: Contexts) -> Lists:
@@ -69,7 +61,7 @@ class FarEnds(AsLists):
     def bounds(self, growth: int, most: int) -> None:
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(sequences, "EXTENSION_BYTES", growth)
-        self.patch.setattr(messages, "MOST_HELD", most)
+        self.patch.setattr(flushes, "MOST_HELD", most)
         self.most = most
         self.ways = [(Hop(), Hop()), (Hop(), Hop())]
         self.far: list[tuple[Contexts, Lists]] = []
@@ -253,22 +245,3 @@ def test_a_receiver_that_does_not_hold_it_fails_and_guesses_nothing() -> None:
     hop.table.clear()
     with pytest.raises(AttributeError):
         hop.carry(next(questions))
-
-
-def test_what_is_held_does_not_keep_the_memory_in_which_it_came() -> None:
-    """That is wanted for the next message."""
-    one, other = socket.socketpair()
-    with one, other:
-        memory, frames, hop = Memory(), Frames(), Hop()
-        for draw, _ in zip(steps(4, LEAST_APART), range(3), strict=False):
-            outgoing(draw, memory, hop.numbers.of, hop.held).send_to([one])
-            came = received(other, frames)
-            assert came is not None
-            [frame] = came
-            found = load_message(frame.data, hop.table, frame.arrays)
-            del frame, came, found
-        assert len(memory._pieces) == 1  # of which the second question's sequences are free too
-        assert [each.memory[0] for each in memory._pieces] == [0]
-        last = [*hop.table.values()][-1].contexts
-        assert last is not None
-        assert last.packed(3) == draw.contexts.packed(3)
