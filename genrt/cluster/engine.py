@@ -418,9 +418,9 @@ class ReplicaEngine:
             result = calling.result()
         except Gone as gone:
             self._lost(replica, str(gone), is_final=gone.is_final)
-        except GenrtError as error:
-            self._refusals.append(error)
-            self._give_up(replica, str(error))
+        except Exception as error:
+            self._refusals += [error] if isinstance(error, GenrtError) else []
+            self._give_up(replica, f"{type(error).__name__}: {error}")
         else:
             then(replica, result)
 

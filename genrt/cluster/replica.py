@@ -314,6 +314,8 @@ class Replica:
             except Exception as error:
                 return survived(error)
 
+        if self._lm is None:
+            raise EngineDied("it was started again")
         result: T | GenrtError = await asyncio.wrap_future(self._lm._thread.call(call))
         if isinstance(result, GenrtError):
             raise result

@@ -386,7 +386,7 @@ async def test_a_program_sees_adapters_as_they_come_and_weights_that_are_whole(
         await lm.add_adapter("a", folder)
         expected = MODEL.with_table(tables[0]).row([1, 2])
         assert torch.allclose(torch.tensor(await task), expected.float(), atol=1e-5)
-        with pytest.raises(genrt.EngineUnsupported, match="before it is run"):
+        with pytest.raises(genrt.EngineUnsupported, match="before the program is run"):
             await lm.run(partial(_loads, path=folder))
         assert (await lm.run(_version))[0] == 0
         # One that is under way ends before the weights are replaced, by the old ones.
