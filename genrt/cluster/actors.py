@@ -32,13 +32,14 @@ from genrt.errors import EngineNotInstalled, EngineUnsupported, GenrtError, Inva
 __all__ = ["Actors", "Gone", "RayConnection", "connection"]
 
 MOST_ATTEMPTS = 3
-"""How often a local Ray is started: on a busy machine Ray's own time limits may be too short."""
+"""How often a local Ray is started, which on a busy machine may fail."""
 
-PATIENCE = {"RAY_gcs_server_port_wait_time_s": "60", "RAY_raylet_start_wait_time_s": "60"}
-"""Ray's time limits for the start of its processes, in seconds."""
-
-RETRY_SECONDS = 0.2
-"""The interval at which a restarting actor is called again."""
+OWN_RAY = {
+    "RAY_gcs_server_port_wait_time_s": "60",
+    "RAY_raylet_start_wait_time_s": "60",
+    "RAY_worker_niceness": "0",
+}
+"""The settings of a local Ray: time limits for its start, and replicas with the priority of others."""
 
 END_SECONDS, EXIT_SECONDS = 3.0, 10.0
 """How long actors may take to close their engines, and to give their memory back once killed."""
@@ -127,8 +128,8 @@ class RayConnection:
                     raise
             else:
                 return False
-        for name, seconds in PATIENCE.items():
-            os.environ.setdefault(name, seconds)
+        for name, value in OWN_RAY.items():
+            os.environ.setdefault(name, value)
         # The paths of Ray's sockets have to be short. A sweep removes the target of a link as well.
         self._folder = Folder("ray")
         target = tempfile.mkdtemp(prefix="genrt-")

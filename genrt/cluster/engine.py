@@ -27,7 +27,7 @@ from functools import cached_property, partial
 from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 
@@ -62,27 +62,10 @@ from genrt.questions.reads import Candidates, TopTokens
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
 
-__all__ = ["ReplicaEngine", "ReplicaSet", "joined_parts", "open_replicas", "sum_counters"]
+__all__ = ["ReplicaEngine", "joined_parts", "open_replicas", "sum_counters"]
 
 MOST_ASKED = 2
 """How many replicas a question is asked of at most."""
-
-
-class ReplicaSet(Protocol):
-    """The replicas of an engine, by number: ``Actors``, or replicas of this process in tests."""
-
-    def put(self, value: object) -> Any:
-        """Return a reference to a value, which ``Replica.prepare`` reads."""
-
-    def call(self, number: int, name: str, *arguments: Any) -> Future[Any]:
-        """Call a method of a replica; the future gets its result, a GenrtError or ``Gone``."""
-        ...
-
-    def kill(self, number: int) -> None:
-        """Kill a replica, which starts again."""
-
-    def close(self) -> None:
-        """End all replicas. Idempotent."""
 
 
 @dataclass(slots=True, eq=False)
@@ -116,7 +99,7 @@ class ReplicaEngine:
     """The engine of a runtime with replicas.
 
     Args:
-        replicas: started; this closes them.
+        replicas: ``Actors``, or other replicas with its methods; this closes them.
         count: how many.
         seed: of the router's generator; it decides no answer.
         clock: monotonic seconds.
@@ -132,7 +115,7 @@ class ReplicaEngine:
 
     def __init__(
         self,
-        replicas: ReplicaSet,
+        replicas: Any,
         count: int,
         *,
         limits: ReplicaLimits | None = None,
@@ -221,7 +204,7 @@ class ReplicaEngine:
     def add_adapter(self, adapter: Adapter, path: Path) -> None:
         """Load an adapter in every replica, or in none."""
         files = {each.name: each.read_bytes() for each in path.iterdir() if each.is_file()}
-        results = self.served("add_adapter", adapter, files)
+        results = self.everyone("add_adapter", adapter, files)
         if refused := [each for each in results.values() if isinstance(each, GenrtError)]:
             self._tell("remove_adapter", adapter)
             raise refused[0]
@@ -267,10 +250,6 @@ class ReplicaEngine:
     def close(self) -> None:
         self._is_closed = True
         self._set.close()
-
-    def put(self, value: object) -> Any:
-        """Return a reference to a value in the object store."""
-        return self._set.put(value)
 
     @cached_property
     def vllm_config(self) -> Any:
@@ -504,7 +483,9 @@ class ReplicaEngine:
 
     def everyone(self, name: str, *arguments: Any) -> dict[int, Any]:
         """Have every replica that serves do something; return the results, errors among them, of those
-        that live."""
+        that live: at least one, unless the runtime sleeps."""
+        if not self.weights.asleep:
+            self._until(lambda: bool(self._serving))
         calls = {each: self._set.call(each.number, name, *arguments) for each in self._serving}
         found: dict[int, Any] = {}
         for replica, calling in calls.items():
@@ -518,14 +499,9 @@ class ReplicaEngine:
                 found[replica.number] = error
             except concurrent.futures.TimeoutError:
                 self._give_up(replica, f"{name} took over {self._stall_seconds:g} s")
-        return found
-
-    def served(self, name: str, *arguments: Any) -> dict[int, Any]:
-        """Return the results of ``everyone``, of at least one replica."""
-        while True:
-            self._until(lambda: bool(self._serving))
-            if found := self.everyone(name, *arguments):
-                return found
+        if found or self.weights.asleep:
+            return found
+        return self.everyone(name, *arguments)
 
     def _tell(self, name: str, *arguments: Any) -> None:
         """Have every open replica do something, some time."""
@@ -541,27 +517,11 @@ class ReplicaEngine:
         self._settings += 1
         for each, _ in served:
             self._prepare(each)
-        self._until(
-            lambda: (
-                bool(self._serving)
-                or self._is_asleep_and_dead
-                or all(each.life != life for each, life in served)
-            )
-        )
-        if self._refusals and not self._serving:
-            raise self._refusals[0]
-        if not self._is_asleep_and_dead:
-            self._until(lambda: bool(self._serving))
-
-    def put_off(self) -> None:
-        """Kill the replicas that are being opened; they are opened once the runtime is awake."""
-        for each in self._replicas:
-            if each.state == "restarting":
-                self._give_up(each, "the runtime went to sleep")
-
-    def give_up(self, number: int, reason: str) -> None:
-        """Kill a replica, which starts again."""
-        self._give_up(self._replicas[number], reason)
+        while not (self._serving or self._is_asleep_and_dead):
+            if self._refusals and all(each.life != life for each, life in served):
+                raise self._refusals[0]
+            self._pump(self._tick_seconds)
+            self._check()
 
 
 def _has_pulse(replica: _Replica, _: object) -> None:
@@ -645,7 +605,7 @@ class _Weights:
     def load(self, tensors: NamedTensors) -> None:
         """Put some tensors into the object store."""
         if self._coming is not None:
-            self._coming.append(self._engine.put([stored(*each) for each in tensors]))
+            self._coming.append(self._engine._set.put([stored(*each) for each in tensors]))
 
     def finish(self) -> None:
         """Give them to all replicas; raises as ``ReplicaEngine.renew``."""
@@ -663,7 +623,9 @@ class _Weights:
         """Put all of them to sleep; return how many bytes became free together. A replica that dies from
         now on starts again once all is awake."""
         self.asleep = SLEEPING_PARTS
-        self._engine.put_off()
+        for each in self._engine._replicas:
+            if each.state == "restarting":  # it is opened once the runtime is awake
+                self._engine._give_up(each, "the runtime went to sleep")
         found = self._engine.everyone("sleep", level)
         if refused := [each for each in found.values() if isinstance(each, Exception)]:
             self.wake_up(SLEEPING_PARTS)
@@ -679,10 +641,10 @@ class _Weights:
             raise next(iter(refused.values()))
         self.asleep -= parts
         for number, reason in refused.items():
-            self._engine.give_up(number, str(reason))
+            self._engine._give_up(self._engine._replicas[number], str(reason))
 
     def _first(self, name: str) -> Any:
-        result = next(iter(self._engine.served(name).values()))
+        result = next(iter(self._engine.everyone(name).values()))
         if isinstance(result, GenrtError):
             raise result
         return result

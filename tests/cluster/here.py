@@ -1,4 +1,4 @@
-"""Replicas in this process, each an ``AsyncLM``, behind the bytes of a channel; they die and hang as told.
+"""Replicas in this process, each an ``AsyncLM``, behind the bytes of a channel. They die and hang.
 
 ``monkeypatch.setattr(engine, "Actors", ReplicasHere)`` puts them in the place of Ray's actors.
 """
@@ -135,7 +135,7 @@ class ReplicasHere:
 
 
 def _travelled(value: Any) -> Any:
-    return pickle.loads(cloudpickle.dumps(value))
+    return pickle.loads(cloudpickle.dumps(value))  # noqa: S301
 
 
 def replicas_of(lm: AsyncLM) -> ReplicasHere:

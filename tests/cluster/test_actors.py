@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from genrt.cluster.messages import AskedNumbers, dump_message, load_message, split_questions
+from genrt.cluster.worker import Facts, Renewal, with_rows
 
 import genrt
 from genrt.cluster import actors, connection
 from genrt.cluster.actors import ActorLink, Actors, ReplicaActor
-from genrt.cluster.messages import AskedNumbers, dump_message, load_message, split_questions
-from genrt.cluster.worker import Facts, Renewal, with_rows
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.errors import EngineNotInstalled, EngineUnsupported, InvalidRequest
 from genrt.questions.rows import LogprobsRequest

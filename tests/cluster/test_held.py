@@ -37,9 +37,9 @@ class Hop:
     def carry(self, draw: PopulationDraw) -> PopulationDraw:
         """Return a question as it comes out at the other end."""
         self.forget()
-        message = pickle.dumps(packed_flush([(1, draw)], self.far))
-        self.sent = len(message)
-        [(_, found)] = unpacked_flush(pickle.loads(message), self.table, Limits(2**31, 2**31))
+        data = pickle.dumps(packed_flush([(1, draw)], self.far))
+        self.sent, message = len(data), pickle.loads(data)  # noqa: S301
+        [(_, found)] = unpacked_flush(message, self.table, Limits(2**31, 2**31))
         assert isinstance(found, PopulationDraw)
         return found
 

@@ -39,7 +39,7 @@ from genrt.questions.contexts import Adapter, Limits
 from genrt.questions.draws import PopulationDraw
 from genrt.questions.request import Request
 from genrt.questions.scores import ScoreRequest
-from genrt.questions.sequences import Origins, SequenceHandle, Sequences
+from genrt.questions.sequences import Origins, Sequences
 from tests.scripted import logprobs, sample
 
 A, B, C = logprobs(1), logprobs(2), logprobs(3)
@@ -129,7 +129,7 @@ class _Link:
         self._follower = follower
 
     def send(self, message: Any) -> None:
-        self._follower.take(*pickle.loads(pickle.dumps(message)))
+        self._follower.take(*pickle.loads(pickle.dumps(message)))  # noqa: S301
 
 
 class Here(Ranks):

@@ -267,10 +267,10 @@ async def test_an_adapter_is_in_all_replicas_or_in_none(tmp_path: Path) -> None:
 async def storm(replicas: int, kills: int, seconds: float) -> tuple[int, int]:
     """Have replicas die or hang at random under load; return how many questions were right, and how many
     were told why not."""
-    right = 0
+    right, limits = 0, ReplicaLimits(stall_seconds=replicas / 8, most_restarts=1000)
     why: list[str] = []
     chosen = random.Random(1)
-    with genrt.load(MODEL, engine="exact", replicas=replicas, replica_limits=QUICK) as lm:
+    with genrt.load(MODEL, engine="exact", replicas=replicas, replica_limits=limits) as lm:
         ended, answered = asyncio.Event(), asyncio.Event()
 
         async def client(number: int) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from genrt.cluster.health import ReplicaLimits
 from safetensors.torch import load_file
 
 import genrt
-from genrt.cluster.health import ReplicaLimits
 from tests.cluster.test_replicas import processes, until
 from tests.cluster.test_vllm_replicas import CONTEXTS
 from tests.cluster.test_vllm_replicas import OPTIONS as REPLICA_OPTIONS

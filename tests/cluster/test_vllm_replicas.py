@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from genrt.cluster.health import ReplicaLimits
 from safetensors.torch import load_file
 
 import genrt
-from genrt.cluster.health import ReplicaLimits
 from tests.cluster.test_replicas import processes, until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.proof]
