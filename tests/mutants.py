@@ -153,51 +153,19 @@ def breaks(
 
 MUTANTS: tuple[Mutant, ...] = (
     *breaks(
-        "cluster.health",
-        "test_health.py",
+        "cluster.engine",
+        "test_engine_machine.py",
         (
-            "Health.renewed",
-            "a stale replica is healthy",
-            Swap("settings == current", "True"),
+            "ReplicaEngine._lost",
+            "a question that kills replicas is asked without end",
+            Swap("request in self._moved", "False"),
         ),
         (
-            "Health.restart",
-            "a replica is restarted without end",
-            Swap("self._budget < 1.0", "False"),
-        ),
-    ),
-    *breaks(
-        "cluster.fleet",
-        "test_fleet_machine.py",
-        (
-            "Fleet.died",
-            "the questions of a dead replica are lost",
-            Swap("self._moves.get(request, 0) < MOST_MOVES", "self._moves.get(request, 0) > 99"),
-        ),
-        (
-            "Fleet.change",
-            "replicas with old settings are asked",
-            Drop("each.health.outdated"),
+            "ReplicaEngine._prepared",
+            "a replica with old settings is asked",
+            Swap("replica.settings == self._settings", "True"),
         ),
         only="walk",
-    ),
-    *breaks(
-        "cluster.fleet",
-        "test_fleet.py",
-        (
-            "Fleet.ended",
-            "what another life of a replica tells counts",
-            Swap("life != replica.life or not replica.health.lives", "False"),
-        ),
-    ),
-    *breaks(
-        "cluster.joining",
-        "test_joining.py",
-        (
-            "ReplicaStreams.begun",
-            "what was not read yet is told twice after a death",
-            Drop("self._came[each].clear"),
-        ),
     ),
     *breaks(
         "runtime.batcher",

@@ -205,9 +205,9 @@ def test_a_walk_loses_nothing_and_asks_no_stale_replica(seed: int, tmp_path: Pat
             engine.weights.load([("w", torch.zeros(1))])
             engine.weights.finish()
             counts["updates"] += 1
-            for each in replicas.lives:
-                if each.settings is not None:
-                    assert each.settings.weights == engine.weights.version
+            for life in replicas.lives:
+                if life.settings is not None:
+                    assert life.settings.weights == engine.weights.version
         take()
         assert max(replicas.times.values(), default=0) <= MOST_ASKED
     for _ in range(2_000):

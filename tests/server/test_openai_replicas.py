@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,10 +18,9 @@ pytest.importorskip("openai")
 import openai
 
 import genrt
-from genrt.cluster.health import ReplicaLimits
 from genrt.lm import AsyncLM
 from genrt.server import serving
-from tests.cluster.test_replicas import processes
+from tests.cluster.ray_program import identity
 from tests.server.test_openai import ASKED, OPTIONS
 from tests.waiting import until
 
@@ -33,7 +34,6 @@ ENGINE: dict[str, Any] = {
     "dtype": "float32",
     "kv_cache_memory_bytes": 2**26,
 }
-LIMITS = ReplicaLimits(probe_seconds=0.5, most_silent=120)
 CHOICE = {"choice": ["yes", "no"]}
 LONG = 150
 
@@ -115,7 +115,7 @@ async def test_clients_are_served_over_replicas_as_over_one_engine(
     async with served(llama, loras[0]) as (_, client):
         chosen, numbers = await answers(client)
         texts = [await whole(client, seed) for seed in range(8)]
-    async with served(llama, loras[0], replicas=2, replica_limits=LIMITS) as (lm, client):
+    async with served(llama, loras[0], replicas=2) as (lm, client):
         found, close = await answers(client)
         assert found == chosen
         assert close == pytest.approx(numbers, abs=1e-4)
@@ -123,8 +123,7 @@ async def test_clients_are_served_over_replicas_as_over_one_engine(
 
         # A replica is lost: its texts are drawn by the other one, and nothing is told twice.
         streams = await asyncio.gather(*(begun(client, seed) for seed in range(8)))
-        for process in processes(lm)[:1]:
-            process.kill()
+        os.kill(await lm.run(identity), signal.SIGKILL)
         found = await asyncio.gather(*(rest(*each) for each in streams))
         assert found == texts
         assert sum(each.restarts for each in lm.statistics().replicas) == 1
@@ -135,5 +134,5 @@ async def test_clients_are_served_over_replicas_as_over_one_engine(
             await stream.close()
         assert await asyncio.gather(*(rest(*each) for each in streams[1::2])) == texts[1::2]
         engine: Any = lm._thread.engine
-        await until(lambda: not lm.statistics().batcher.in_flight and not len(engine.fleet))
-        assert not engine._streams._came
+        await until(lambda: not lm.statistics().batcher.in_flight and not engine.is_busy)
+        assert not engine._streams
