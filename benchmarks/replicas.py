@@ -7,7 +7,8 @@ A runtime in this process and ones over replicas are asked the same, one after t
 object: ``flush`` has, for 1 and 64 draws and for 64 rows, where they are computed and on the host, the
 median milliseconds of a call ``alone``, over ``one`` replica, and what that ``adds``; ``draws`` has, for
 each length of the contexts, the draws a second of so many populations at once: alone, over ``several``
-replicas, and their ratio to alone. ``texts`` has the same of the tokens a second that as many prompts of the first length generate.
+replicas, and their ratio to alone. ``texts`` has the same of the tokens a second that as many prompts of
+the first length generate.
 """
 
 from __future__ import annotations
