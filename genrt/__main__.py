@@ -57,33 +57,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"genrt {genrt.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    demo = commands.add_parser("demo", help="sequential Monte Carlo over the embedded model")
-    generate = commands.add_parser("generate", help="a text for each row of a file, to be resumed")
-    serve = commands.add_parser(
-        "serve", help="a model over HTTP, for OpenAI's clients and genrt's own"
-    )
-    info = commands.add_parser("info", help="what is installed, what is missing, what to do")
+    helps = {
+        "demo": "sequential Monte Carlo over the embedded model",
+        "generate": "a text for each row of a file, to be resumed",
+        "serve": "a model over HTTP, for OpenAI's clients and genrt's own",
+        "info": "what is installed, what is missing, what to do",
+    }
+    parsers = {name: commands.add_parser(name, help=text) for name, text in helps.items()}
+    info = parsers["info"]
     info.set_defaults(run=_info)
     info.add_argument("--json", action="store_true", help="print JSON")
     info.add_argument(
         "--self-test", action="store_true", help="open the default model and ask it a question"
     )
+    modules = {"demo": "demo", "generate": "generate", "serve": "server.command"}
     try:
-        if arguments[:1] == ["demo"]:
-            # Imported here: the demo needs packages that info may report as missing.
-            program = importlib.import_module("genrt.demo")
-            program.add_arguments(demo)
-            demo.set_defaults(run=program.run)
-        if arguments[:1] == ["generate"]:
-            program = importlib.import_module("genrt.generate")
-            program.add_arguments(generate)
-            generate.set_defaults(run=program.run)
-        if arguments[:1] == ["serve"]:
-            program = importlib.import_module("genrt.server.command")
-            arguments = program.add_arguments(serve, arguments)
-            serve.set_defaults(run=program.run)
+        if (name := next(iter(arguments), "")) in modules:
+            # Imported here: they need packages that info may report as missing.
+            program = importlib.import_module(f"genrt.{modules[name]}")
+            if name == "serve":
+                arguments = program.add_arguments(parsers[name], arguments)
+            else:
+                program.add_arguments(parsers[name])
+            parsers[name].set_defaults(run=program.run)
         options, unknown = parser.parse_known_args(arguments)
-        command = commands.choices[options.command]
+        command = parsers[options.command]
         if unknown:
             from genrt.numbers import nearest
 
@@ -128,12 +126,8 @@ def _hush() -> None:
 
 @dataclass(slots=True)
 class Installation:
-    """The output of ``genrt info``: named facts in sections, and advice.
-
-    Attributes:
-        facts: by section and name; ``None`` for a missing package.
-        self_test: ``"passed"``, the reason of a failure, or ``None`` without a test.
-    """
+    """The output of ``genrt info``: named facts in sections, ``None`` for a missing package; advice; and
+    ``"passed"`` or the failure of a self-test."""
 
     facts: dict[str, dict[str, str | None]] = field(default_factory=dict)
     advice: list[str] = field(default_factory=list)
@@ -186,11 +180,12 @@ def _versions(report: Installation) -> None:
         report.advice.append(f'vLLM, the default engine, is missing: pip install "genrt[{extra}]"')
     # A companion built for another torch (CUDA, CPU) fails when vLLM or transformers imports it.
     companions = {name: _version(name) for name in _TORCH_COMPANIONS}
-    build = _local_build(versions["torch"])
-    strangers = [name for name, its in companions.items() if its and _local_build(its) != build]
-    if versions["torch"] is not None and strangers:
+    torch = versions["torch"] or ""
+    build = torch.partition("+")[2]  # "cpu" of "2.13.0+cpu"
+    strangers = [name for name, own in companions.items() if own and own.partition("+")[2] != build]
+    if torch and strangers:
         report.advice.append(
-            f"{' and '.join(strangers)} are built for another torch than {versions['torch']} and can "
+            f"{' and '.join(strangers)} are built for another torch than {torch} and can "
             f"break vLLM, which does without: pip uninstall -y {' '.join(strangers)}"
         )
 
@@ -208,11 +203,6 @@ def _extras() -> Iterator[tuple[str, str]]:
         missing = [each for each in (*packages, *needed) if _version(each) is None]
         state = f'needs {", ".join(missing)}: pip install "genrt[{extra}]"' if missing else None
         yield extra, state or "installed"
-
-
-def _local_build(version: str | None) -> str:
-    """Return ``cpu`` for ``2.13.0+cpu``."""
-    return (version or "").partition("+")[2]
 
 
 def _engines(report: Installation) -> None:
@@ -247,7 +237,7 @@ def _vllm_runner(report: Installation) -> str:
 def _devices(report: Installation) -> None:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     cores = len(os.sched_getaffinity(0))
-    cpu = f"{cores} cores, {memory / 2**30:.1f} GiB, {_cpu_name()}"
+    cpu = f"{cores} cores, {memory / 2**30:.1f} GiB, {platform.machine()}"
     devices: dict[str, str | None] = {"cpu": cpu}
     report.facts["devices"] = devices
     if importlib.util.find_spec("torch") is None:
@@ -272,14 +262,6 @@ def _has_nvidia_gpu() -> bool:
     return Path("/proc/driver/nvidia/version").exists()
 
 
-def _cpu_name() -> str:
-    with contextlib.suppress(OSError):
-        cpus = Path("/proc/cpuinfo").read_text()
-        if found := re.search(r"^model name\s*: (.+)$", cpus, re.MULTILINE):
-            return found[1]
-    return platform.machine()
-
-
 def _default_model(report: Installation) -> None:
     state = None
     if converted := models.converted_embedded():
@@ -302,11 +284,9 @@ def _self_test() -> str:
             mass = float(row.exp().sum())
     except Exception as error:
         return _one_line(error)
-    if not abs(mass - 1.0) < 1e-3:
-        return f"the probabilities of the next token sum to {mass}, not to 1"
-    if best != " Paris":
-        return f"the capital of France is{best!r}, says the model: its rows are not right"
-    return "passed"
+    if best == " Paris" and abs(mass - 1.0) < 1e-3:
+        return "passed"
+    return f"its rows are not right: France's capital is{best!r}, and probabilities sum to {mass}"
 
 
 def _one_line(error: Exception) -> str:

@@ -15,7 +15,6 @@ from genrt.engines.exact import NGram
 from genrt.errors import InvalidRequest
 from genrt.inference import SMC, Result, TextModel
 from genrt.inference.display.formatting import printable
-from genrt.lm import AsyncLM
 from genrt.runtime.statistics import Statistics
 
 __all__ = ["add_arguments", "run"]
@@ -52,7 +51,22 @@ def run(args: argparse.Namespace) -> int:
         GenrtError: an argument is wrong, usually before the model is loaded; or the engine failed.
     """
     _check_arguments(args)
-    _run(args)
+    name = args.model or "the embedded model, which is unpacked the first time,"
+    print(f"Loading {name} on engine {args.engine} …", file=sys.stderr, flush=True)
+    with genrt.load(args.model, engine=args.engine, **replica_options(vars(args))) as lm:
+        if getattr(lm.tokenizer, "chat_template", None) is None:
+            prompt = lm.encode(args.prompt)
+        else:
+            prompt = lm.encode_chat([{"role": "user", "content": args.prompt}])
+        constraint = regex(args.pattern, lm)
+        model = TextModel(lm, prompt, max_tokens=args.max_tokens, constraint=constraint)
+        began = time.perf_counter()
+        result = SMC(model, num_particles=args.particles).run_sync(args.seed, progress=True)
+        seconds = time.perf_counter() - began
+    print(f"prompt   {printable(args.prompt)}\npattern  {printable(args.pattern)}\n")
+    print("\n".join([*_posterior(result), "", *_figures(result), ""]))
+    if result.statistics is not None:
+        print("\n".join(_runtime(result.statistics, seconds)))
     return 0
 
 
@@ -73,36 +87,6 @@ def _check_arguments(args: argparse.Namespace) -> None:
     check_replicas(**replica_options(vars(args)))
     with genrt.load(NGram.random(2, eos_token_id=1), engine="exact") as any_lm:
         regex(args.pattern, any_lm)
-
-
-def _run(args: argparse.Namespace) -> None:
-    name = args.model or "the embedded model, which is unpacked the first time,"
-    _to_stderr(f"Loading {name} on engine {args.engine} …")
-    began = time.perf_counter()
-    with genrt.load(args.model, engine=args.engine, **replica_options(vars(args))) as lm:
-        _to_stderr(f"Loaded in {time.perf_counter() - began:.1f} s.")
-        model = TextModel(
-            lm,
-            _prompt_token_ids(lm, args.prompt),
-            max_tokens=args.max_tokens,
-            constraint=regex(args.pattern, lm),
-        )
-        smc = SMC(model, num_particles=args.particles)
-        began = time.perf_counter()
-        result = smc.run_sync(args.seed, progress=True)
-        seconds = time.perf_counter() - began
-    print(f"prompt   {printable(args.prompt)}\npattern  {printable(args.pattern)}\n")
-    print("\n".join([*_posterior(result), "", *_figures(result), ""]))
-    if result.statistics is not None:
-        print("\n".join(_runtime(result.statistics, seconds)))
-
-
-def _prompt_token_ids(lm: AsyncLM, prompt: str) -> list[int]:
-    """Return the prompt as the user's turn of a chat, if the model has a chat template."""
-    if getattr(lm.tokenizer, "chat_template", None) is None:
-        return lm.encode(prompt)
-    turn = {"role": "user", "content": prompt}
-    return lm.encode_chat([turn])
 
 
 def _posterior(result: Result) -> list[str]:
@@ -145,7 +129,3 @@ def _runtime(done: Statistics, seconds: float) -> list[str]:
 def _line(name: str, figure: int | str, note: str) -> str:
     shown = figure if isinstance(figure, str) else f"{figure:,}"
     return f"{name:<12}  {shown:>8}  {note}"
-
-
-def _to_stderr(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)

@@ -10,27 +10,17 @@ import contextlib
 import csv
 import json
 import logging
-import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import genrt
-from genrt.cluster.options import (
-    ReplicaOptions,
-    add_replica_arguments,
-    check_replicas,
-    replica_options,
-)
+from genrt.cluster.options import add_replica_arguments, check_replicas, replica_options
 from genrt.errors import InvalidRequest
-
-if TYPE_CHECKING:
-    from genrt.generation.jobs import JobReport
-    from genrt.lm import AsyncLM
 
 __all__ = ["add_arguments", "run"]
 
@@ -54,6 +44,64 @@ before it began; 3 rows failed, or too many one after another; 130 it was interr
 on from there."""
 
 
+OPTIONS = """
+what is asked
+prompt-template       TEXT       the prompt, {column} standing for a value of the row; @FILE reads a file
+                                 (default: the column prompt or messages, where the rows have one)
+messages-column       NAME       the column that has a conversation, as JSON
+system-message        TEXT       put before every conversation (or @FILE)
+chat                  flag       the template's text is a message of the user's
+chat-template-kwargs  JSON       for the chat template
+input-format          NAME       jsonl, csv or tsv (default: by INPUT's name)
+limit                 N          only the first N rows
+
+the model
+model                 MODEL      a checkpoint directory or a model's name (default: the embedded model)
+engine                ENGINE     vllm, transformers or exact (default: vllm)
+engine-options        JSON       to vLLM's EngineArgs, or transformers' from_pretrained, as they are
+adapter               DIRECTORY  a LoRA adapter; turns on vLLM's enable_lora
+
+how texts are drawn, as lm.generate takes it
+max-tokens            N          (default: the rest of the context)
+temperature           X
+top-p                 X
+min-p                 X
+top-k                 N
+seed                  N          row i is drawn with N + i (default: 0)
+timeout               SECONDS    for each row
+stop                  STOP       ends the text; may be repeated
+stop-token-ids        ID+
+min-tokens            N
+bad-words             TEXT+
+logit-bias            BIAS       added to logits, by token id
+logprobs              N          in the lines, with N likeliest tokens each
+logprobs-mode         NAME       raw_logprobs (default) or processed_logprobs
+presence-penalty      X
+frequency-penalty     X
+repetition-penalty    X
+ignore-eos            flag
+include-stop-str-in-output  flag
+skip-special-tokens   switch
+schema                FILE       a JSON schema
+regex                 PATTERN
+grammar               TEXT       (or @FILE)
+choice                TEXT+
+split-reasoning       switch     needs vLLM's option reasoning_parser (default: in chats, with that)
+
+the job
+keep-columns          NAME*      the columns that lines repeat: none without names (default: all)
+retry-errors          TYPE*      run rows with an error again, or only with these types of errors
+overwrite             flag       start over
+num-retries-invalid   N          redraw invalid texts, up to N times (default: 0)
+sort-by-length        flag       longest prompts first; the remaining rows are then in memory
+concurrency           N          rows under way at once
+max-consecutive-failures  N      stop after so many in a row; 0 is no bound (default: 10)
+heartbeat             SECONDS    between two lines of progress; 0 is never (default: 15)
+log-prompts           flag       log failed rows with their prompts and error messages
+"""
+"""Groups of options: name, kind, help. Names and defaults are those of ``Job`` and ``lm.chat``."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments. Options that are not used are not set."""
     parser.description = (
@@ -66,116 +114,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("input", metavar="INPUT", help="rows: .jsonl, .ndjson, .csv or .tsv")
     parser.add_argument("output", metavar="OUTPUT", help="lines of JSON, one for each row")
     add_replica_arguments(parser)
-    for title, options in _options().items():
-        group = parser.add_argument_group(title)
-        for name, kind, text in options:
-            group.add_argument(f"--{name}", help=text or None, **kind)
-
-
-def _options() -> dict[str, list[tuple[str, dict[str, Any], str]]]:
-    """Return the options by group: name, arguments of argparse, help. Names and defaults are those of
-    ``Job`` and ``lm.chat``."""
-    integer: dict[str, Any] = {"metavar": "N", "type": int}
-    number: dict[str, Any] = {"metavar": "X", "type": float}
-    seconds: dict[str, Any] = {"metavar": "SECONDS", "type": float}
-    text: dict[str, Any] = {"metavar": "TEXT", "type": _text_or_file}
-    texts: dict[str, Any] = {"metavar": "TEXT", "nargs": "+"}
-    mapping: dict[str, Any] = {"metavar": "JSON", "type": _json}
-    flag: dict[str, Any] = {"action": "store_true"}
-    switch: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
-    name: dict[str, Any] = {"metavar": "NAME"}
-    return {
-        "what is asked": [
-            (
-                "prompt-template",
-                text,
-                "the prompt, {column} standing for a row's value; @FILE reads it from a file (default: "
-                "the column prompt or messages, where the rows have one)",
-            ),
-            ("messages-column", name, "the column that has a conversation, as JSON"),
-            ("system-message", text, "put before every conversation (or @FILE)"),
-            ("chat", flag, "the template's text is a message of the user's"),
-            ("chat-template-kwargs", mapping, "for the chat template"),
-            ("input-format", name, "jsonl, csv or tsv (default: by INPUT's name)"),
-            ("limit", integer, "only the first N rows"),
-        ],
-        "the model": [
-            ("model", {}, "a checkpoint directory or a model's name (default: the embedded model)"),
-            ("engine", {"default": "vllm"}, "vllm, transformers or exact (default: vllm)"),
-            (
-                "engine-options",
-                mapping | {"default": {}},
-                "to vLLM's EngineArgs, or transformers' from_pretrained, as they are",
-            ),
-            ("adapter", {"metavar": "DIRECTORY"}, "a LoRA adapter; turns on vLLM's enable_lora"),
-        ],
-        "how texts are drawn, as lm.generate takes it": [
-            ("max-tokens", integer, "(default: the rest of the context)"),
-            ("temperature", number, ""),
-            ("top-p", number, ""),
-            ("min-p", number, ""),
-            ("top-k", integer, ""),
-            ("seed", integer, "row i is drawn with N + i (default: 0)"),
-            ("timeout", seconds, "for each row"),
-            ("stop", {"metavar": "TEXT", "action": "append"}, "ends the text; may be repeated"),
-            ("stop-token-ids", {"metavar": "ID", "type": int, "nargs": "+"}, ""),
-            ("min-tokens", integer, ""),
-            ("bad-words", texts, ""),
-            (
-                "logit-bias",
-                {"metavar": "JSON", "type": _parse_bias},
-                "added to logits, by token id",
-            ),
-            ("logprobs", integer, "in the lines, with N likeliest tokens each"),
-            ("logprobs-mode", name, "raw_logprobs (default) or processed_logprobs"),
-            ("presence-penalty", number, ""),
-            ("frequency-penalty", number, ""),
-            ("repetition-penalty", number, ""),
-            ("ignore-eos", flag, ""),
-            ("include-stop-str-in-output", flag, ""),
-            ("skip-special-tokens", switch, ""),
-            (
-                "schema",
-                {"metavar": "FILE", "dest": "json_schema", "type": _file},
-                "a JSON schema",
-            ),
-            ("regex", {"metavar": "PATTERN"}, ""),
-            ("grammar", text, "(or @FILE)"),
-            ("choice", texts, ""),
-            (
-                "split-reasoning",
-                switch,
-                "needs vLLM's option reasoning_parser (default: in chats, with that)",
-            ),
-        ],
-        "the job": [
-            (
-                "keep-columns",
-                name | {"nargs": "*"},
-                "the columns that lines repeat: none without names (default: all)",
-            ),
-            (
-                "retry-errors",
-                {"metavar": "TYPE", "nargs": "*"},
-                "run rows with an error again, or only with these types of errors",
-            ),
-            ("overwrite", flag, "start over"),
-            ("num-retries-invalid", integer, "redraw invalid texts, up to N times (default: 0)"),
-            (
-                "sort-by-length",
-                flag,
-                "longest prompts first; the remaining rows are then in memory",
-            ),
-            ("concurrency", integer, "rows under way at once"),
-            (
-                "max-consecutive-failures",
-                integer,
-                "stop after so many in a row; 0 is no bound (default: 10)",
-            ),
-            ("heartbeat", seconds, "between two lines of progress; 0 is never (default: 15)"),
-            ("log-prompts", flag, "log failed rows with their prompts and error messages"),
-        ],
+    kinds: dict[str, dict[str, Any]] = {
+        "flag": {"action": "store_true"},
+        "switch": {"action": argparse.BooleanOptionalAction},
+        "N": {"type": int},
+        "X": {"type": float},
+        "SECONDS": {"type": float},
+        "TEXT": {"type": _text_or_file},
+        "JSON": {"type": _json},
+        "BIAS": {"metavar": "JSON", "type": _parse_bias},
+        "FILE": {"type": _file, "dest": "json_schema"},
+        "STOP": {"metavar": "TEXT", "action": "append"},
+        "ID+": {"metavar": "ID", "nargs": "+", "type": int},
+        "TEXT+": {"metavar": "TEXT", "nargs": "+"},
+        "NAME*": {"metavar": "NAME", "nargs": "*"},
+        "TYPE*": {"metavar": "TYPE", "nargs": "*"},
     }
+    for section in OPTIONS.replace("\n    ", " ").strip().split("\n\n"):
+        title, *lines = section.split("\n")
+        group = parser.add_argument_group(title)
+        for line in lines:
+            name, kind, *words = line.split()
+            given = kinds.get(kind, {})
+            if "action" not in given:
+                given = {"metavar": kind, **given}
+            group.add_argument(f"--{name}", help=" ".join(words) or None, **given)
+    parser.set_defaults(engine="vllm", engine_options={})
 
 
 def run(args: argparse.Namespace) -> int:
@@ -184,7 +148,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         GenrtError: the job was refused, or an error ended it.
     """
-    with _terminable(), _long_fields():
+    with _process_settings():
         try:
             return _run(vars(args))
         except KeyboardInterrupt:
@@ -202,7 +166,7 @@ def _run(given: dict[str, Any]) -> int:
     check_replicas(**replicas)
     for name in ("command", "run", *replicas):
         given.pop(name, None)
-    engine, engine_options = given.pop("engine"), given.pop("engine_options")
+    engine, options = given.pop("engine"), given.pop("engine_options")
     model, adapter = given.pop("model", None), given.pop("adapter", None)
     if given.get("retry_errors") == []:
         given["retry_errors"] = True
@@ -211,73 +175,42 @@ def _run(given: dict[str, Any]) -> int:
             raise InvalidRequest(f"--adapter {adapter} is not a directory")
         given["adapter"] = ADAPTER
         if engine == "vllm":
-            lora = {"enable_lora": True, "max_lora_rank": least_lora_rank(Path(adapter))}
-            engine_options = lora | engine_options
-    check_choice(engine, model, engine_options)
+            rank = least_lora_rank(Path(adapter))
+            options = {"enable_lora": True, "max_lora_rank": rank} | options
+    check_choice(engine, model, options)
     found = str(model) if engine == "exact" else models.resolve(model)
-    compared = {name: each for name, each in engine_options.items() if name not in HARMLESS}
+    compared = {name: each for name, each in options.items() if name not in HARMLESS}
     job = Job(**given, model=found, model_options={"engine": engine, **compared})
     with job.begin(adapter=adapter) as running:
         try:
             if running.report().left:
-                options = engine_options, replicas
-                with _open_runtime(model, engine, *options, adapter) as lm:
+                log, began = logging.getLogger("genrt.generation"), time.monotonic()
+                log.info("loading %s on engine %s", model or "the embedded model", engine)
+                opened: Any = {"engine": engine, "engine_options": options, "restart": "auto"}
+                with genrt.load(model, **opened, **replicas) as lm:
+                    if adapter is not None:
+                        lm.add_adapter_sync(ADAPTER, adapter)
+                    log.info("loaded in %.0f s", time.monotonic() - began)
                     running.run_sync(lm)
         finally:
             report = running.report()
-            _show(report)
+            print(report, flush=True)
     return 0 if report.complete else 3
 
 
-def _show(report: JobReport) -> None:
-    """Print the table. A full or closed stdout does not fail the job."""
-    try:
-        print(report, flush=True)
-    except OSError as error:
-        print(f"genrt generate: no table: {error.strerror or error}", file=sys.stderr)
-        # The interpreter flushes stdout at its end, which would fail again.
-        with open(os.devnull, "w") as nothing:
-            os.dup2(nothing.fileno(), sys.stdout.fileno())
-
-
 @contextlib.contextmanager
-def _open_runtime(
-    model: str | None,
-    engine: str,
-    options: dict[str, Any],
-    replicas: ReplicaOptions,
-    adapter: str | None,
-) -> Iterator[AsyncLM]:
-    log, began = logging.getLogger("genrt.generation"), time.monotonic()
-    log.info("loading %s on engine %s", model or "the embedded model", engine)
-    with genrt.load(model, engine=engine, engine_options=options, restart="auto", **replicas) as lm:
-        if adapter is not None:
-            lm.add_adapter_sync(ADAPTER, adapter)
-        log.info("loaded in %.0f s", time.monotonic() - began)
-        yield lm
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """Make SIGTERM interrupt the job as Ctrl-C does, so that finished rows are written."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+def _process_settings() -> Iterator[None]:
+    """Make SIGTERM interrupt the job as Ctrl-C does, so that finished rows are written, and allow CSV
+    fields of any length."""
+    limit = csv.field_size_limit(2**31 - 1)
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler) if is_main else None
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-@contextlib.contextmanager
-def _long_fields() -> Iterator[None]:
-    """Allow CSV fields of any length; the limit belongs to the process."""
-    before = csv.field_size_limit(2**31 - 1)
-    try:
-        yield
-    finally:
-        csv.field_size_limit(before)
+        if is_main:
+            signal.signal(signal.SIGTERM, before)
+        csv.field_size_limit(limit)
 
 
 def _text_or_file(value: str) -> str:

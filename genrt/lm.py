@@ -17,15 +17,16 @@ from genrt.errors import EngineFailed, InvalidRequest
 from genrt.numbers import check_int, named
 from genrt.populations import Population, PopulationRuntime, Prompts, begin, draw_batch
 from genrt.questions.completions import Completion, GenerateOptions, SampleOptions, TurnOptions
-from genrt.questions.contexts import TokenIds, check_contexts, check_seed, nonces_of
+from genrt.questions.contexts import TokenIds, check_contexts, check_seed, id_words, nonces_of
 from genrt.questions.draws import draw_request
 from genrt.questions.masks import Mask, Masks
 from genrt.questions.reads import (
+    HostRow,
     Prefix,
     PrefixOptions,
+    ReadRequest,
     WarmUpOptions,
     candidates_request,
-    host_row,
     top_request,
 )
 from genrt.questions.rows import Device, must_move, row_request
@@ -33,7 +34,6 @@ from genrt.questions.scores import (
     joined_scores,
     row_chunks,
     score_requests,
-    text_requests,
 )
 from genrt.runtime.ask import Asker, blocking_chunks, blocking_question, blocking_stream
 from genrt.runtime.cache import RowCache
@@ -147,7 +147,8 @@ class AsyncLM(EngineOwner):
         """
         row = row_request(self._limits, token_ids, self._adapters.bound(adapter))
         moves = device is not None and must_move(device, self.device)
-        [found] = await self._ask((host_row(row) if moves else row,), timeout=timeout)
+        request = ReadRequest(row, HostRow()) if moves else row
+        [found] = await self._ask((request,), timeout=timeout)
         return cast("torch.Tensor", found)
 
     async def batch_next_token_logprobs(
@@ -164,7 +165,7 @@ class AsyncLM(EngineOwner):
         ``next_token_logprobs`` does, for the whole batch, and for one of no contexts too."""
         bound, moves = self._adapters.bound(adapter), must_move(device, self.device)
         rows = [row_request(self._limits, each, bound) for each in check_contexts(contexts)]
-        requests = [host_row(row) for row in rows] if moves else rows
+        requests = [ReadRequest(row, HostRow()) for row in rows] if moves else rows
         found = await self._ask(requests, stacked=bool(requests), timeout=timeout)
         if found:
             return cast("torch.Tensor", found[0])
@@ -279,8 +280,9 @@ class AsyncLM(EngineOwner):
         self, token_ids: TokenIds, *, adapter: str | None = None, timeout: float | None = None
     ) -> torch.Tensor:
         """Return the score of a text's tokens after its first: float32 ``[len(token_ids) - 1]``."""
-        own = self._limits, token_ids, self._adapters.bound(adapter)
-        requests = text_requests(*own, in_one=self._thread.capabilities.scores)
+        words = id_words(token_ids, self._limits.vocab_size)
+        own = self._limits, [words[:1]], [words[1:]], self._adapters.bound(adapter)
+        requests = score_requests(*own, in_one=self._thread.capabilities.scores)
         return joined_scores(await self._ask(requests[0], timeout=timeout), requests)[0]
 
     def prompt_rows(

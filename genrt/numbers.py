@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ __all__ = [
     "check_bool",
     "check_float",
     "check_int",
+    "check_options",
     "check_timeout",
     "displayed",
     "is_truth_value",
@@ -28,7 +29,13 @@ __all__ = [
 _LONG = 10**40
 """Messages describe integers from here on: Python refuses to print 4,300 digits."""
 
-_ELSEWHERE = {"max_new_tokens": "max_tokens", "max_length": "max_tokens", "schema": "json_schema"}
+_ELSEWHERE = {
+    "max_new_tokens": "max_tokens",
+    "max_length": "max_tokens",
+    "max_tokens": "max_new_tokens",
+    "stop": "stop_strings",
+    "schema": "json_schema",
+}
 """Options of other libraries, with their names here."""
 
 
@@ -83,6 +90,13 @@ def check_timeout(seconds: float | None) -> float | None:
         return None
     check_float("timeout", seconds, 0.0, math.inf)
     return float(seconds)  # sums with numpy's narrow floats lose precision
+
+
+def check_options(of: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Raise InvalidRequest if an option is not known, with the nearest name."""
+    for name in given:
+        if name not in known:
+            raise InvalidRequest(f"{of} has no option {named(name)}{nearest(name, known)}")
 
 
 def is_truth_value(value: object) -> bool:

@@ -18,9 +18,9 @@ from genrt.numbers import check_int, check_timeout, shown
 from genrt.questions.contexts import Limits, TokenIds, check_contexts, id_words
 from genrt.questions.draws import merge_draws, population_draw
 from genrt.questions.masks import Masks, packed_masks
-from genrt.questions.reads import host_row
+from genrt.questions.reads import HostRow, ReadRequest
 from genrt.questions.rows import Device, check_length, must_move
-from genrt.questions.scores import after_contexts, joined_scores
+from genrt.questions.scores import joined_scores, score_requests
 from genrt.questions.sequences import (
     MOST_SEQUENCES,
     Contexts,
@@ -330,7 +330,7 @@ class Population:
         moves = must_move(device, engine.device)
         contexts = self._contexts(self._places(where))
         rows = contexts.rows(runtime.adapters.bound(self._adapter))
-        requests = [host_row(row) for row in rows] if moves else rows
+        requests = [ReadRequest(row, HostRow()) for row in rows] if moves else rows
         found = await self._ask(requests, stacked=bool(requests), timeout=timeout)
         if found:
             return cast("torch.Tensor", found[0])
@@ -354,10 +354,9 @@ class Population:
                 as ``draw``.
         """
         runtime, bound = self._runtime, self._runtime.adapters.bound(self._adapter)
-        contexts = [row.packed for row in self._contexts(self._places(None)).rows(bound)]
-        own = runtime.limits, contexts, continuations, bound
+        own = runtime.limits, self._contexts(self._places(None)), continuations, bound
         in_one = runtime.thread.capabilities.scores
-        requests = after_contexts(*own, in_one=in_one, temperature=temperature)
+        requests = score_requests(*own, in_one=in_one, temperature=temperature)
         return joined_scores(await self._ask([*chain(*requests)], timeout=timeout), requests)
 
     draw_sync = blocking_question(draw)

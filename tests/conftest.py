@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import os
@@ -17,7 +18,7 @@ from hypothesis import Phase, settings
 from tests import promises
 
 # Under python -O too, what these assert is asserted.
-pytest.register_assert_rewrite("tests.scripted")
+pytest.register_assert_rewrite("tests.scripted", "tests.engines.vllm.small")
 
 # Continuous integration runs the same examples every time; everyone else's runs go on looking. Of a
 # mutant it is enough that a test fails: no smaller example is looked for.
@@ -123,9 +124,10 @@ def oracle(llama: Path) -> Callable[[Sequence[int]], torch.Tensor]:
 
     network = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval()
 
-    def row(token_ids: Sequence[int]) -> torch.Tensor:
+    @functools.lru_cache(maxsize=20_000)
+    def remembered(token_ids: tuple[int, ...]) -> torch.Tensor:
         with torch.no_grad():
-            logits: torch.Tensor = network(torch.tensor([list(token_ids)])).logits[0, -1]
+            logits: torch.Tensor = network(torch.tensor([token_ids])).logits[0, -1]
         return logits.log_softmax(dim=-1)
 
-    return row
+    return lambda token_ids: remembered(tuple(token_ids))

@@ -10,6 +10,8 @@ can see it.
 from __future__ import annotations
 
 import ast
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -138,510 +140,192 @@ class _Dropping(ast.NodeTransformer):
         return node
 
 
-def breaks(
-    module: str, tests: str, *mutants: tuple[str, str, Change], only: str = ""
-) -> tuple[Mutant, ...]:
-    """Breaks of one module of genrt that are caught by the same test files, named with spaces between:
-    symbol, what goes wrong, and how, of each."""
+TABLE = r"""
+cluster.engine: test_engine_machine.py -k walk
+  ReplicaEngine._lost: a question that kills replicas is asked without end
+    request in self._moved -> False
+  ReplicaEngine._prepared: a replica with old settings is asked
+    replica.settings == self._settings -> True
+runtime.batcher: test_new_weights.py test_run_simulated.py -k version or weights or update
+  Batcher.join: questions run by half of the new weights
+    self.holds and requests -> False
+  Batcher._is_passed_unseen: weights are replaced under what was asked before
+    instead return self._is_watched
+  Batcher.take_down: a stream goes on by other weights than it began with
+    self._in_line() -> ()
+runtime.weights: test_new_weights.py
+  Update.finish: rows of the old weights stay cached
+    without self._cache.clear
+  Update.end: half of the new weights answer when an update is given up
+    self._engine is answering -> False
+  Update.begin: adapters are loaded while half of the weights are new
+    without self._thread.run_exclusively
+engines.weights: test_new_weights.py
+  KeptWeights.reload: an engine after another has the weights of the checkpoint
+    instead return
+runtime.batcher: test_batcher.py
+  Batcher._drop: a cancelled waiter takes its request from the others
+    entry is None or entry.waiters.pop(waiter, None) is None or entry.waiters
+    -> entry is None or entry.waiters.pop(waiter, None) is None
+  Batcher._drop: what was cancelled in the queue is sent all the same
+    self._ready.pop(entry, 0) -> 0
+  Batcher._settle: waiters of one failed request share an exception object
+    error.fresh() -> error
+  Batcher.turn: rows of a removed adapter stay in the cache
+    without self._cache.forget
+  Batcher.leave: the engine is not told of a withdrawn request
+    without self._wake
+  Batcher._register: a request that was withdrawn stays so when it is asked again
+    without self._withdrawn.pop
+  Batcher._removable: an adapter is removed while requests are bound to it
+    instead return list(self._retired)
+runtime.batcher: test_queue.py test_recovery.py
+  Batcher._requeue: what ran out of memory goes behind what came later
+    reversed(again) -> again
+  Batcher._must_wait: newcomers overtake those who wait for room
+    not self._line -> True
+runtime.batcher: test_engine_thread.py
+  Batcher.close: who closes in the middle of a question goes on in it
+    self.lock._is_owned() -> False
+engines.completions: test_completions.py
+  CompletionState._stop: a stop string over two tokens is missed
+    max(0, seen - len(stop) + 1) -> seen
+structures.guides: test_completion_laws.py test_structures.py
+  Guide.words: an incomplete text may end
+    self._matcher.is_accepting() -> True
+runtime.batcher: test_batcher.py test_draw.py
+  _own: waiters get views of the step's rows
+    separate_copies(shared) -> shared
+  _resolve_all: whether a future is done already is not looked at
+    _IS_DONE -> contextlib.nullcontext()
+runtime.batcher: test_simulation.py -k fixed_seeds
+  deliver: a loop that was closed keeps the others' answers from them
+    RuntimeError -> LookupError
+runtime.streams: test_simulation.py -k fixed_seeds
+  Flow._add: a text that was begun anew is brought from its beginning
+    len(self.token_ids) - delta.start -> 0
+runtime.cache: test_cache.py
+  RowCache._put: the cache keeps the step's row itself, a view
+    separate_copies([row for _, row in kept]) -> [row for _, row in kept]
+  RowCache.forget: with an adapter go all that have its name
+    request.adapter == adapter -> request.adapter and request.adapter.name == adapter.name
+runtime.answers: test_population_answers.py
+  FoundRows.__init__: a population waits for a row as often as it is in it
+    len(self.distinct) -> len(asked)
+runtime.answers: test_answers.py test_draw.py
+  AnsweringEngine._without: the last who reads from a row takes it from who asked for it
+    row.is_asked -> False
+runtime.thread: test_engine_thread.py test_recovery.py
+  EngineThread._may_restart: an engine that dies of every question is opened for ever
+    self._answered != before -> True
+  EngineThread._open: after a restart the adapters are gone
+    without self._batcher.fail
+  EngineThread._end: calls that came too late are never answered
+    without future.set_exception
+  EngineThread.batcher: a forked child uses the thread of its parent
+    instead return self._batcher
+runtime.adapters: test_lm.py
+  AdapterNames._retire: weights that were loaded over stay in the engine
+    without self._thread.batcher.retire
+questions.draws: test_answers.py test_draw.py
+  DrawToken.answer: the draws of a step share their randomness
+    [deciding_seed(each) for each in wanted] -> [deciding_seed(wanted[0]) for each in wanted]
+questions.contexts: test_engine.py
+  Adapter: the version of an adapter's weights is no part of the key
+    version: int -> version: int = __import__('dataclasses').field(compare=False)
+questions.scores: test_arguments.py test_draw.py
+  ScoreRequest.rows: a score sees the token that it scores
+    range(TOKEN_BYTES * self.start, most, TOKEN_BYTES)
+    -> range(TOKEN_BYTES * (self.start + 1), most + 1, TOKEN_BYTES)
+tokens.sampling: test_sampling.py test_numbers.py
+  mixed: every token of a seeded sample has the same randomness
+    step + 1 -> 1
+  _inverse: a token of probability 0 is drawn by a uniform of 0
+    sums > sums.amax(dim=-1, keepdim=True) * uniforms
+    -> sums >= sums.amax(dim=-1, keepdim=True) * uniforms
+  _random_numbers: a row's draw depends on the generators of others
+    torch.cat([_rand(1, generator) for generator in generators]) -> _rand(count, generators[0])
+inference.resampling: test_resampling.py
+  _inverse_cdf: a weight of 0 has children
+    'right' -> 'left'
+inference.smc: test_inference.py
+  SMC._resampled: resampling forgets the evidence so far
+    np.full(count, state.log_evidence) -> np.zeros(count)
+  SMC.step: resampling leaves the particles where they are
+    [state.particles[ancestor] for ancestor in ancestors.tolist()] -> particles
+inference.blocks: test_blocks.py -k not vllm and (weight or twist or rejection or question)
+  Blocks.log_weights: what a token was drawn with is left out of its weight
+    block.logprob -> 0.0
+inference.proposals: test_inference.py test_text_model.py test_stops.py
+  _draw_tokens: a weight grows by the token's probability, not by the mass of what may follow
+    found.log_mass -> found.logprobs
+inference.awrs: test_awrs.py
+  draw_allowed: one accepted token is enough
+    len(accepted) < 2 -> len(accepted) < 1
+inference.programs: test_programs.py
+  Program._grown: all children go on with the execution of their parent
+    particle.live.pop() -> particle.live[0]
+constraints.grammars: test_constraints.py test_walks.py
+  _Vocabulary.fill: a text may end where it is not complete
+    state.accepting -> True
+engines.residency: test_residency_machine.py
+  Residents.is_parent: a guess may be another adapter's sequence
+    of == adapter -> True
+engines.vllm.capture: test_capture.py
+  CaptureV1.apply: rows are matched by the order in which requests came
+    [tickets[index] for index in indices] -> list(tickets.values())
+  CaptureV2.apply: a slot's number is taken for its place in the step
+    np.flatnonzero(tickets >= 0) -> slots[tickets >= 0]
+  RowStore.take: rows that are not finite are answers
+    position in not_finite[id(rows)] -> False
+  RowStore.put: of a prompt's parts the first one's row stays
+    self._rows[ticket] = (rows, position) -> self._rows.setdefault(ticket, (rows, position))
+engines.vllm.scores: test_vllm_scores.py -k long_prefix
+  limit_hits: a prefix in the cache hides the first wanted position
+    _Shortened(request, first + 1) -> _Shortened(request, first + 2)
+engines.vllm.steps: test_sequences.py -k population or between_two_steps or cancelled_extension
+  DecodeSteps._tokens_of: a prepared step is run although its sequences have moved on
+    tokens.positions != step.positions -> False
+engines.vllm.seats: test_sequences.py -k 30-4-4 or population
+  Seats.take: a fork overwrites a block that others have
+    self._pool.is_block_writable(before[full]) -> True
+engines.vllm.scheduler: test_sequences.py -k 30-4-4 or population
+  OpenScheduler._evict: an evicted sequence is thought to be resident
+    without self._evicted.append
+engines.vllm.seats: test_seats.py
+  Seats._take_tokens: a request has another's tokens and its own hashes
+    donor.block_hashes[hashed : length // self._hashed] -> []
+  _independent: a block is copied while it is written
+    source in written -> False
+generation.journal: test_jobs.py -k kill_at_any_byte
+  Journal.start: a partial line of a killed job stays
+    without os.ftruncate
+generation.jobs: test_jobs.py -k changed or cancellation
+  JobRun._finish: what ended with an interrupt is lost
+    instead await answers.close()
+"""
+"""Breaks, by the module and the test files that catch them: a symbol with what goes wrong, then how."""
+
+_HOW = re.compile(r"    (?:without (?P<drop>.*)|instead (?P<body>.*)|(?P<old>.*?) -> (?P<new>.*))")
+
+
+def read(table: str) -> Iterator[Mutant]:
+    """Yield the mutants of a table. A line that begins with an arrow goes on with the line before."""
     found = {path.name: path.relative_to(ROOT).as_posix() for path in TESTS.rglob("test_*.py")}
-    paths = tuple(found[name] for name in tests.split())
-    return tuple(
-        Mutant(name, f"genrt.{module}:{symbol}", change, paths, only)
-        for symbol, name, change in mutants
-    )
+    lines = iter(table.strip("\n").replace("\n    -> ", " -> ").split("\n"))
+    for line in lines:
+        if not line.startswith(" "):
+            module, _, tests = line.partition(": ")
+            tests, _, only = tests.partition(" -k ")
+            paths = tuple(found[name] for name in tests.split())
+            continue
+        symbol, _, name = line.strip().partition(": ")
+        how = _HOW.fullmatch(next(lines))
+        assert how is not None, line
+        change: Change = Drop(how["drop"]) if how["drop"] else Instead(how["body"])
+        if how["old"]:
+            change = Swap(how["old"], how["new"])
+        yield Mutant(name, f"genrt.{module}:{symbol}", change, paths, only)
 
 
-MUTANTS: tuple[Mutant, ...] = (
-    *breaks(
-        "cluster.engine",
-        "test_engine_machine.py",
-        (
-            "ReplicaEngine._lost",
-            "a question that kills replicas is asked without end",
-            Swap("request in self._moved", "False"),
-        ),
-        (
-            "ReplicaEngine._prepared",
-            "a replica with old settings is asked",
-            Swap("replica.settings == self._settings", "True"),
-        ),
-        only="walk",
-    ),
-    *breaks(
-        "runtime.batcher",
-        "test_new_weights.py test_run_simulated.py",
-        (
-            "Batcher.join",
-            "questions run by half of the new weights",
-            Swap("self.holds and requests", "False"),
-        ),
-        (
-            "Batcher._is_passed_unseen",
-            "weights are replaced under what was asked before",
-            Instead("return self._is_watched"),
-        ),
-        (
-            "Batcher.take_down",
-            "a stream goes on by other weights than it began with",
-            Swap("self._in_line()", "()"),
-        ),
-        only="version or weights or update",
-    ),
-    *breaks(
-        "runtime.weights",
-        "test_new_weights.py",
-        ("Update.finish", "rows of the old weights stay cached", Drop("self._cache.clear")),
-        (
-            "Update.end",
-            "half of the new weights answer when an update is given up",
-            Swap("self._engine is answering", "False"),
-        ),
-        (
-            "Update.begin",
-            "adapters are loaded while half of the weights are new",
-            Drop("self._thread.run_exclusively"),
-        ),
-    ),
-    *breaks(
-        "engines.weights",
-        "test_new_weights.py",
-        (
-            "KeptWeights.reload",
-            "an engine after another has the weights of the checkpoint",
-            Instead("return"),
-        ),
-    ),
-    *breaks(
-        "runtime.batcher",
-        "test_batcher.py",
-        (
-            "Batcher._drop",
-            "a cancelled waiter takes its request from the others",
-            Swap(
-                "entry is None or entry.waiters.pop(waiter, None) is None or entry.waiters",
-                "entry is None or entry.waiters.pop(waiter, None) is None",
-            ),
-        ),
-        (
-            "Batcher._drop",
-            "what was cancelled in the queue is sent all the same",
-            Swap("self._ready.pop(entry, 0)", "0"),
-        ),
-        (
-            "Batcher._settle",
-            "waiters of one failed request share an exception object",
-            Swap("error.fresh()", "error"),
-        ),
-        (
-            "Batcher.turn",
-            "rows of a removed adapter stay in the cache",
-            Drop("self._cache.forget"),
-        ),
-        ("Batcher.leave", "the engine is not told of a withdrawn request", Drop("self._wake")),
-    ),
-    *breaks(
-        "runtime.batcher",
-        "test_queue.py test_recovery.py",
-        (
-            "Batcher._requeue",
-            "what ran out of memory goes behind what came later",
-            Swap("reversed(again)", "again"),
-        ),
-    ),
-    *breaks(
-        "runtime.batcher",
-        "test_engine_thread.py",
-        (
-            "Batcher.close",
-            "who closes in the middle of a question goes on in it",
-            Swap("self.lock._is_owned()", "False"),
-        ),
-    ),
-    *breaks(
-        "engines.completions",
-        "test_completions.py",
-        (
-            "CompletionState._stop",
-            "a stop string over two tokens is missed",
-            Swap("max(0, seen - len(stop) + 1)", "seen"),
-        ),
-    ),
-    *breaks(
-        "structures.guides",
-        "test_completion_laws.py test_structures.py",
-        (
-            "Guide.words",
-            "an incomplete text may end",
-            Swap("self._matcher.is_accepting()", "True"),
-        ),
-    ),
-    *breaks(
-        "runtime.batcher",
-        "test_batcher.py",
-        (
-            "Batcher._register",
-            "a request that was withdrawn stays so when it is asked again",
-            Drop("self._withdrawn.pop"),
-        ),
-        (
-            "Batcher._removable",
-            "an adapter is removed while requests are bound to it",
-            Instead("return list(self._retired)"),
-        ),
-    ),
-    *breaks(
-        "runtime.batcher",
-        "test_queue.py test_recovery.py",
-        (
-            "Batcher._must_wait",
-            "newcomers overtake those who wait for room",
-            Swap("not self._line", "True"),
-        ),
-    ),
-    *breaks(
-        "runtime.batcher",
-        "test_batcher.py test_draw.py",
-        (
-            "_own",
-            "waiters get views of the step's rows",
-            Swap(
-                "separate_copies(shared)",
-                "shared",
-            ),
-        ),
-        (
-            "_resolve_all",
-            "whether a future is done already is not looked at",
-            Swap("_IS_DONE", "contextlib.nullcontext()"),
-        ),
-    ),
-    *breaks(
-        "runtime.batcher",
-        "test_simulation.py",
-        (
-            "deliver",
-            "a loop that was closed keeps the others' answers from them",
-            Swap("RuntimeError", "LookupError"),
-        ),
-        only="fixed_seeds",
-    ),
-    *breaks(
-        "runtime.streams",
-        "test_simulation.py",
-        (
-            "Flow._add",
-            "a text that was begun anew is brought from its beginning",
-            Swap("len(self.token_ids) - delta.start", "0"),
-        ),
-        only="fixed_seeds",
-    ),
-    *breaks(
-        "runtime.cache",
-        "test_cache.py",
-        (
-            "RowCache._put",
-            "the cache keeps the step's row itself, a view",
-            Swap("separate_copies([row for _, row in kept])", "[row for _, row in kept]"),
-        ),
-        (
-            "RowCache.forget",
-            "with an adapter go all that have its name",
-            Swap(
-                "request.adapter == adapter",
-                "request.adapter and request.adapter.name == adapter.name",
-            ),
-        ),
-    ),
-    *breaks(
-        "runtime.answers",
-        "test_population_answers.py",
-        (
-            "FoundRows.__init__",
-            "a population waits for a row as often as it is in it",
-            Swap("len(self.distinct)", "len(asked)"),
-        ),
-    ),
-    *breaks(
-        "runtime.answers",
-        "test_answers.py test_draw.py",
-        (
-            "AnsweringEngine._without",
-            "the last who reads from a row takes it from who asked for it",
-            Swap("row.is_asked", "False"),
-        ),
-    ),
-    *breaks(
-        "runtime.thread",
-        "test_engine_thread.py test_recovery.py",
-        (
-            "EngineThread._may_restart",
-            "an engine that dies of every question is opened for ever",
-            Swap("self._answered != before", "True"),
-        ),
-        (
-            "EngineThread._open",
-            "after a restart the adapters are gone",
-            Drop("self._batcher.fail"),
-        ),
-        (
-            "EngineThread._end",
-            "calls that came too late are never answered",
-            Drop("future.set_exception"),
-        ),
-    ),
-    *breaks(
-        "runtime.thread",
-        "test_engine_thread.py test_recovery.py",
-        (
-            "EngineThread.batcher",
-            "a forked child uses the thread of its parent",
-            Instead("return self._batcher"),
-        ),
-    ),
-    *breaks(
-        "runtime.adapters",
-        "test_lm.py",
-        (
-            "AdapterNames._retire",
-            "weights that were loaded over stay in the engine",
-            Drop("self._thread.batcher.retire"),
-        ),
-    ),
-    *breaks(
-        "questions.draws",
-        "test_answers.py test_draw.py",
-        (
-            "DrawToken.answer",
-            "the draws of a step share their randomness",
-            Swap(
-                "[deciding_seed(each) for each in wanted]",
-                "[deciding_seed(wanted[0]) for each in wanted]",
-            ),
-        ),
-    ),
-    *breaks(
-        "questions.contexts",
-        "test_engine.py",
-        (
-            "Adapter",
-            "the version of an adapter's weights is no part of the key",
-            Swap("version: int", "version: int = __import__('dataclasses').field(compare=False)"),
-        ),
-    ),
-    *breaks(
-        "questions.scores",
-        "test_arguments.py test_draw.py",
-        (
-            "ScoreRequest.rows",
-            "a score sees the token that it scores",
-            Swap(
-                "range(TOKEN_BYTES * self.start, most, TOKEN_BYTES)",
-                "range(TOKEN_BYTES * (self.start + 1), most + 1, TOKEN_BYTES)",
-            ),
-        ),
-    ),
-    *breaks(
-        "tokens.sampling",
-        "test_sampling.py test_numbers.py",
-        (
-            "mixed",
-            "every token of a seeded sample has the same randomness",
-            Swap("step + 1", "1"),
-        ),
-        (
-            "_inverse",
-            "a token of probability 0 is drawn by a uniform of 0",
-            Swap(
-                "sums > sums.amax(dim=-1, keepdim=True) * uniforms",
-                "sums >= sums.amax(dim=-1, keepdim=True) * uniforms",
-            ),
-        ),
-        (
-            "_random_numbers",
-            "a row's draw depends on the generators of others",
-            Swap(
-                "torch.cat([_rand(1, generator) for generator in generators])",
-                "_rand(count, generators[0])",
-            ),
-        ),
-    ),
-    *breaks(
-        "inference.resampling",
-        "test_resampling.py",
-        ("_inverse_cdf", "a weight of 0 has children", Swap("'right'", "'left'")),
-    ),
-    *breaks(
-        "inference.smc",
-        "test_inference.py",
-        (
-            "SMC._resampled",
-            "resampling forgets the evidence so far",
-            Swap("np.full(count, state.log_evidence)", "np.zeros(count)"),
-        ),
-        (
-            "SMC.step",
-            "resampling leaves the particles where they are",
-            Swap("[state.particles[ancestor] for ancestor in ancestors.tolist()]", "particles"),
-        ),
-    ),
-    *breaks(
-        "inference.blocks",
-        "test_blocks.py",
-        (
-            "Blocks.log_weights",
-            "what a token was drawn with is left out of its weight",
-            Swap("block.logprob", "0.0"),
-        ),
-        only="not vllm and (weight or twist or rejection or question)",
-    ),
-    *breaks(
-        "inference.proposals",
-        "test_inference.py test_text_model.py test_stops.py",
-        (
-            "_draw_tokens",
-            "a weight grows by the token's probability, not by the mass of what may follow",
-            Swap("found.log_mass", "found.logprobs"),
-        ),
-    ),
-    *breaks(
-        "inference.awrs",
-        "test_awrs.py",
-        (
-            "draw_allowed",
-            "one accepted token is enough",
-            Swap("len(accepted) < 2", "len(accepted) < 1"),
-        ),
-    ),
-    *breaks(
-        "inference.programs",
-        "test_programs.py",
-        (
-            "Program._grown",
-            "all children go on with the execution of their parent",
-            Swap("particle.live.pop()", "particle.live[0]"),
-        ),
-    ),
-    *breaks(
-        "constraints.grammars",
-        "test_constraints.py test_walks.py",
-        (
-            "_Vocabulary.fill",
-            "a text may end where it is not complete",
-            Swap("state.accepting", "True"),
-        ),
-    ),
-    *breaks(
-        "engines.residency",
-        "test_residency_machine.py",
-        (
-            "Residents.is_parent",
-            "a guess may be another adapter's sequence",
-            Swap("resident.adapter == adapter", "True"),
-        ),
-    ),
-    *breaks(
-        "engines.vllm.capture",
-        "test_capture.py",
-        (
-            "CaptureV1.apply",
-            "rows are matched by the order in which requests came",
-            Swap("[tickets[index] for index in indices]", "list(tickets.values())"),
-        ),
-        (
-            "CaptureV2.apply",
-            "a slot's number is taken for its place in the step",
-            Swap("np.flatnonzero(tickets >= 0)", "slots[tickets >= 0]"),
-        ),
-        (
-            "RowStore.take",
-            "rows that are not finite are answers",
-            Swap("position in not_finite[id(rows)]", "False"),
-        ),
-        (
-            "RowStore.put",
-            "of a prompt's parts the first one's row stays",
-            Swap(
-                "self._rows[ticket] = (rows, position)",
-                "self._rows.setdefault(ticket, (rows, position))",
-            ),
-        ),
-    ),
-    *breaks(
-        "engines.vllm.scores",
-        "test_vllm_scores.py",
-        (
-            "limit_hits",
-            "a prefix in the cache hides the first wanted position",
-            Swap("_Shortened(request, first + 1)", "_Shortened(request, first + 2)"),
-        ),
-        only="long_prefix",
-    ),
-    *breaks(
-        "engines.vllm.steps",
-        "test_sequences.py",
-        (
-            "DecodeSteps._tokens_of",
-            "a prepared step is run although its sequences have moved on",
-            Swap("tokens.positions != step.positions", "False"),
-        ),
-        only="population or between_two_steps or cancelled_extension",
-    ),
-    *breaks(
-        "engines.vllm.seats",
-        "test_sequences.py",
-        (
-            "Seats.take",
-            "a fork overwrites a block that others have",
-            Swap("self._pool.is_block_writable(before[full])", "True"),
-        ),
-        only="30-4-4 or population",
-    ),
-    *breaks(
-        "engines.vllm.scheduler",
-        "test_sequences.py",
-        (
-            "OpenScheduler._evict",
-            "an evicted sequence is thought to be resident",
-            Drop("self._evicted.append"),
-        ),
-        only="30-4-4 or population",
-    ),
-    *breaks(
-        "engines.vllm.seats",
-        "test_seats.py",
-        (
-            "Seats._take_tokens",
-            "a request has another's tokens and its own hashes",
-            Swap("donor.block_hashes[hashed : length // self._hashed]", "[]"),
-        ),
-    ),
-    *breaks(
-        "engines.vllm.seats",
-        "test_seats.py",
-        (
-            "_independent",
-            "a block is copied while it is written",
-            Swap("source in written", "False"),
-        ),
-    ),
-    *breaks(
-        "generation.journal",
-        "test_jobs.py",
-        (
-            "Journal.start",
-            "a partial line of a killed job stays",
-            Drop("os.ftruncate"),
-        ),
-        only="kill_at_any_byte",
-    ),
-    *breaks(
-        "generation.jobs",
-        "test_jobs.py",
-        (
-            "JobRun._finish",
-            "what ended with an interrupt is lost",
-            Instead("await answers.close()"),
-        ),
-        only="changed or cancellation",
-    ),
-)
+MUTANTS = tuple(read(TABLE))

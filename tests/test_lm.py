@@ -28,7 +28,6 @@ from genrt.errors import (
     UnknownAdapter,
 )
 from genrt.lm import AsyncLM
-from genrt.questions.completions import SampleRequest, sample_request
 from genrt.questions.request import Request
 from genrt.runtime.ask import MAX_UNAWAITED
 from tests.scripted import ScriptedEngine, logprobs, passes
@@ -810,14 +809,6 @@ def test_a_sync_twin_takes_and_returns_what_its_twin_does(name: str) -> None:
 
 def test_load_and_aload_take_the_same() -> None:
     assert inspect.signature(genrt.load).parameters == inspect.signature(genrt.aload).parameters
-
-
-def test_the_options_of_sample_have_the_requests_defaults() -> None:
-    fields = SampleRequest.__dataclass_fields__
-    for name, parameter in inspect.signature(sample_request).parameters.items():
-        if name in fields and parameter.default is not inspect.Parameter.empty:
-            default = parameter.default
-            assert fields[name].default == (frozenset(default) if default == () else default), name
 
 
 def test_every_default_is_keyword_only() -> None:

@@ -39,14 +39,6 @@ def lm() -> Iterator[AsyncLM]:
         yield lm
 
 
-class Schema:
-    """As a pydantic model."""
-
-    @classmethod
-    def model_json_schema(cls) -> dict[str, Any]:
-        return {"type": "integer"}
-
-
 def smc(lm: AsyncLM) -> SMC:
     return SMC(TextModel(lm, [0], max_tokens=3), num_particles=2)
 
@@ -62,21 +54,6 @@ MISTAKES: dict[str, tuple[Callable[[AsyncLM], Any], type[GenrtError], str]] = {
         InvalidRequest,
         r"got one of them: give \[token_ids\]",
     ),
-    "a token id for several": (
-        lambda lm: lm.sample_sync([0], max_tokens=1, stop_token_ids=3),  # type: ignore[arg-type]
-        InvalidRequest,
-        "stop_token_ids must be a sequence of int, got int; give one token id in a list$",
-    ),
-    "an iterator": (
-        lambda lm: lm.decode(i for i in [0]),  # type: ignore[arg-type]
-        InvalidRequest,
-        "got generator; give a list$",
-    ),
-    "a conversation for token ids": (
-        lambda lm: lm.next_token_logprobs_sync(CHAT),  # type: ignore[arg-type]
-        InvalidRequest,
-        r"there is a dict; for a conversation, give lm\.encode_chat\(messages\)",
-    ),
     "a conversation for a prompt": (
         lambda lm: TextModel(lm, CHAT, max_tokens=3),  # type: ignore[arg-type]
         InvalidRequest,
@@ -86,11 +63,6 @@ MISTAKES: dict[str, tuple[Callable[[AsyncLM], Any], type[GenrtError], str]] = {
         lambda lm: lm.draw_sync([0], mask=regex("a", lm)),  # type: ignore[arg-type]
         InvalidRequest,
         r"mask is a constraint: give the mask of a state.*constraint\.start\(\)\.mask\(\)",
-    ),
-    "a device that is none": (
-        lambda lm: lm.next_token_logprobs_sync([0], device="gpu"),
-        InvalidRequest,
-        "device is 'gpu': give 'cpu'$",
     ),
     "constraints in a list": (
         lambda lm: all_of([regex("a", lm)]),  # type: ignore[call-overload]
@@ -116,11 +88,6 @@ MISTAKES: dict[str, tuple[Callable[[AsyncLM], Any], type[GenrtError], str]] = {
         lambda lm: genrt.load(engine=lambda: 3),  # type: ignore[arg-type,return-value]
         InvalidRequest,
         "the function gave 3, which is no Engine: it has no .*submit",
-    ),
-    "an option that is neither on nor off": (
-        lambda lm: genrt.load(MODEL, engine="exact", residency="no"),  # type: ignore[arg-type]
-        InvalidRequest,
-        "residency must be True or False, got a value of type str",
     ),
     "a table that is no tensor": (
         lambda lm: NGram([b"a"], [[1.0]]),  # type: ignore[arg-type]

@@ -27,7 +27,7 @@ from genrt.engines.weights import SleepingPart, weights_of
 from genrt.errors import EngineDied, EngineUnsupported, GenrtError
 from genrt.questions.completions import CompletionRequest, NativeRequest, Told
 from genrt.questions.contexts import Adapter
-from genrt.questions.reads import host_row
+from genrt.questions.reads import HostRow, ReadRequest
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.sequences import SequenceHandle
@@ -185,7 +185,7 @@ class Replica:
         else:
             future = loop.create_future()
             if isinstance(request, LogprobsRequest) and lm.device.type != "cpu":
-                request = host_row(request)
+                request = ReadRequest(request, HostRow())
             waiter = Waiter((request,), loop, future)
             self._withdraw[ticket] = partial(lm._thread.batcher.leave, waiter)
             try:

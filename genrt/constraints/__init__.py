@@ -1,25 +1,16 @@
 """Constraints on generated text: they say which tokens may follow, as token masks and as potentials.
 
-A constraint is a set of texts: the matches of a ``regex``, the instances of a ``json_schema``, the texts
-of a ``grammar``, a list of ``strings``, or the texts that a ``predicate`` accepts. ``all_of`` makes the
-intersection of several. Your own object with a method ``start`` that returns a state is a constraint too.
-``potential`` makes a log-weight from a constraint.
+A constraint is a set of texts. Its states are values: ``advance`` returns a new state, so particles fork
+by sharing a state. A mask holds every token that keeps the *bytes* of the text a prefix of some text in
+the set, in any tokenization. Such a prefix may have no completion: the vocabulary may lack the tokens, or
+the constraints of a product contradict each other. A later mask is then empty, which is a dead end and
+not an error. The end token is in a mask exactly where the text is complete; other special tokens, and
+tokens without bytes, are in no mask.
 
-A constraint's states are values: ``advance`` returns a new state and does not change the old one, so
-particles fork by sharing a state. A mask holds every token that keeps the *bytes* of the text a prefix of
-some text in the set. Tokens may straddle characters, and every tokenization of a text is accepted.
-
-Such a prefix may still have no completion. The vocabulary may lack the tokens, the constraints of a
-product may contradict each other, or a grammar's terminals may have taken the longest match. Then a later
-mask is empty, which is a dead end and not an error.
-
-The end token is in a mask exactly where the text so far is complete. It ends a text and is not part of
-it. Other special tokens, and tokens without bytes, are in no mask.
-
-Where judging every token would take too long, a state is a *checked* one and checks single tokens. The
-states of a predicate, and of a product with a predicate, are checked. ``await amasks(states)``, or
-``abitmasks``, computes the masks of many states of both kinds off the event loop. ``masks`` and
-``bitmasks`` compute the masks of unchecked states in the calling thread.
+States of a predicate, and of a product with a predicate, are *checked*: they judge single tokens.
+``await amasks(states)``, or ``abitmasks``, computes the masks of many states of both kinds off the event
+loop; ``masks`` and ``bitmasks`` those of unchecked states in the calling thread. Your own object with a
+method ``start`` that returns a state is a constraint too.
 """
 
 from __future__ import annotations

@@ -44,11 +44,10 @@ def regex(pattern: str, lm: AsyncLM) -> MaskedConstraint:
     r"""Return the constraint of the texts that ``pattern`` matches from their first to their last
     character.
 
-    The dialect is a part of Python's ``re``; docs/guide/structures.md lists it: classes,
-    ``\d \w \s`` and ``\p{..}`` over Unicode, repetition, alternation, groups, the flags ``i``,
-    ``s`` and ``x``. ``^`` and ``$`` may stand at the ends of an alternative; laziness
-    (``*?``) is without effect. Look-around, ``\b``, back-references and all that
-    has several readings are refused.
+    The dialect is a part of Python's ``re``, which docs/guide/structures.md lists: classes, ``\d \w \s``
+    and ``\p{..}`` over Unicode, repetition, alternation, groups, the flags ``i``, ``s`` and ``x``. ``^``
+    and ``$`` may stand at the ends of an alternative; laziness (``*?``) is without effect. Look-around,
+    ``\b``, back-references and ambiguous forms are refused.
 
     The first constraint over an ``lm`` also reads its vocabulary, about 0.1 s for 50,000 tokens.
 
@@ -69,20 +68,18 @@ def json_schema(
     2020-12. Every text of the set validates, but not every spelling of a valid value is in it:
 
     * properties come in the order of ``allOf`` and ``$ref``, then of ``properties``, then of
-      ``required``, then any others;
+      ``required``, then any others, whose names may occur twice;
     * strings and names have escapes only where JSON asks for them; integers are digits (``-0`` too, not
       ``1.0``); numbers with bounds have no exponent; constants and enums are written as in the schema;
-    * a number with ``multipleOf`` is not negative.
-
-    Names that are not in ``properties`` may occur twice. A ``pattern`` is searched for in the
-    string; where validators read it differently, only strings are drawn on which they agree.
+    * a number with ``multipleOf`` is not negative;
+    * where validators read a ``pattern`` differently, only strings are drawn on which they agree.
 
     Parts without a finite value are removed, so that masks lead only to prefixes of valid texts.
 
-    A ``format`` is checked where it is known (date, time, date-time, duration, email, hostname, ipv4,
-    ipv6, uuid, uri), and is an error where not. So is a keyword that looks misspelt, and one that
-    cannot be compiled, as docs/guide/structures.md lists them: take it out of the schema and check
-    it by a predicate, ``all_of(json_schema(…), predicate(…))``.
+    Known formats are checked (date, time, date-time, duration, email, hostname, ipv4, ipv6, uuid, uri).
+    Other formats, keywords that look misspelt, and keywords that cannot be compiled are errors;
+    docs/guide/structures.md lists them. Check them by a predicate instead: ``all_of(json_schema(…),
+    predicate(…))``.
 
     A schema that would take many seconds is refused: beyond 10,000 for ``minItems`` and ``maxItems``,
     2,000 properties or 50 patterns in one object, 100,000 for ``multipleOf`` (in units of its last
@@ -91,14 +88,14 @@ def json_schema(
 
     Args:
         whitespace: ``"spaced"``, one space after each comma and colon, as Python's ``json.dumps`` and
-            most models write; ``"compact"``, none at all; ``"flexible"``, any between the parts, which
-            makes the texts of even one value infinitely many. No white space surrounds the whole.
-            ``whitespace_flexible``, ``item_separator`` and ``key_separator``, in the schema under
-            ``"x-guidance"``, go before it.
+            most models write; ``"compact"``, without white space; ``"flexible"``, any between the parts,
+            which makes the texts of even one value infinitely many. The whole is never surrounded by
+            white space. ``whitespace_flexible``, ``item_separator`` and ``key_separator``, in the schema
+            under ``"x-guidance"``, take precedence.
 
     Raises:
-        InvalidConstraint: the schema is not one, says more than can be compiled, allows no value,
-            or is too large or too complex; or there is no end token.
+        InvalidConstraint: the schema is wrong, cannot be compiled, allows no value, or is too large or
+            too complex; or there is no end token.
     """
     return _CompiledConstraint(
         _Vocabulary.of(lm), lark_of_schema(schema, whitespace), "JSON schema"
@@ -114,24 +111,22 @@ def grammar(
     ``"lark"`` is llguidance's dialect of Lark: rules in lower case, terminals in upper case and as
     literals, strings in double quotes, ``/regular expressions/`` as in ``regex``, ``%import
     common.NUMBER``, ``%ignore``, inline ``%json {schema}`` as in ``json_schema``. There are no
-    priorities, templates or look-around. **A terminal takes the longest match**, and what could
-    have matched less is not tried again: ``A "a"`` with ``A: /a+/`` derives no text at all, and
-    ``("a" | "ab") "b"`` only ``abb``. That is fast, and right for grammars over words, as in
-    programming languages are. Names of special tokens, and the rule options ``stop``,
-    ``max_tokens`` and ``temperature``, are refused, because they do not describe the text.
+    priorities, templates or look-around. **A terminal takes the longest match**, and a shorter one is not
+    tried: ``A "a"`` with ``A: /a+/`` derives no text at all. That is fast, and right for grammars over
+    words. Names of special tokens, and the rule options ``stop``, ``max_tokens`` and ``temperature``, are
+    refused.
 
     ``"ebnf"`` is that of GBNF: ``root ::= item ("," item)*``, literals, classes ``[a-z]`` and ``[^\n]``,
     ``.`` for any character, ``? * + {2} {2,} {2,5}``, groups, ``#`` comments. It has no terminals: every
-    text that can be derived is in the set, character by character, and masks cost more.
+    text that can be derived is in the set, and masks cost more.
 
     Alternatives of an EBNF that derive no finite text (``a ::= "x" a``) are removed, and a grammar
-    without others is refused. In Lark they stay, and masks may lead into them. A grammar
-    that is nested through more than 1,000 rules, each in the one before, or has more than 200,000
-    parts, is refused.
+    without others is refused. In Lark they stay, and masks may lead into them. A grammar that is nested
+    through more than 1,000 rules, or has more than 200,000 parts, is refused.
 
     Raises:
-        InvalidConstraint: the grammar does not compile, has refused options, derives no text, or is
-            too large or too complex; or there is no end token.
+        InvalidConstraint: the grammar does not compile, has refused options, derives no text, or is too
+            large or too complex; or there is no end token.
     """
     lark = lark_of_grammar(text, syntax)
     vocabulary = _Vocabulary.of(lm)
@@ -144,12 +139,12 @@ def grammar(
 class _Vocabulary:
     """One lm's tokens as llguidance takes them, shared by all constraints over that lm.
 
-    ``lock`` is held around every use of a matcher of this vocabulary: matchers refuse to be used by two
-    threads at once, and states are shared freely.
+    ``lock`` is held around every use of a matcher: two threads may not use one at once, and states are
+    shared.
 
     Attributes:
-        is_quick: whether the last masks took less than ``QUICK`` seconds. llguidance keeps Python's lock
-            while it computes, so that another thread is of use only between two masks.
+        is_quick: whether the last masks took less than ``QUICK`` seconds. llguidance holds Python's lock
+            while it computes, so that a thread helps only between two masks.
     """
 
     def __init__(self, tokens: Tokens) -> None:
@@ -193,9 +188,8 @@ class _Vocabulary:
                 state.words = row.copy()
 
     def _compute(self, matchers: Sequence[Any], words: Words) -> bool:
-        """Compute the masks of matchers one after the other, and after ``QUICK`` seconds the others in
-        parallel. Return whether all took less. Most masks take some microseconds, less than waking
-        threads."""
+        """Compute the masks of matchers one after the other, and after ``QUICK`` seconds the rest in
+        parallel. Return whether all took less: most masks take less time than waking threads."""
         count, size = words.shape
         first, until = words.ctypes.data, time.perf_counter() + QUICK
         for number, matcher in enumerate(matchers):
@@ -239,10 +233,10 @@ class _Rules:
     """A constraint as its states know it.
 
     Attributes:
-        matcher: at the start, never used but to be copied.
+        matcher: at the start; only copied.
         name: the constraint's, for messages.
-        states: weak references to states, by the bytes of their texts. The bytes decide the next tokens,
-            however tokens spell them. Used under the vocabulary's lock.
+        states: weak references to states, by the bytes of their texts, which decide the next tokens. Used
+            under the vocabulary's lock.
     """
 
     def __init__(self, vocabulary: _Vocabulary, matcher: Any, name: str) -> None:
@@ -262,8 +256,8 @@ class _Rules:
 
 
 class _Walk:
-    """A matcher and the tokens it took. Texts share one as long as each begins with the one before: a
-    copy costs more than all else that a token takes, and grows with the text."""
+    """A matcher and its tokens. Texts share one as long as each begins with the one before, because a
+    copy costs more than all other work for a token, and grows with the text."""
 
     __slots__ = ("matcher", "tokens")
 
@@ -285,7 +279,7 @@ class GrammarState(PackedState):
 
     def here(self) -> _Walk:
         """Return the walk whose matcher is at this text, under the vocabulary's lock. If the state's own
-        has gone on, that is a copy of it, taken back."""
+        has gone on, that is a copy which is rolled back."""
         walk, length = self._walk, self._length
         if len(walk.tokens) > length:
             tokens = walk.tokens[:length]
@@ -334,12 +328,12 @@ def strings(texts: Iterable[str], lm: AsyncLM) -> MaskedConstraint:
     """Return the constraint of exactly these texts, in any order. One may be a prefix of another, or
     empty.
 
-    A mask costs one look-up for each prefix that the remaining texts and the vocabulary's tokens share.
-    The number of texts does not matter. A mask is computed once for all tokenizations of a text.
+    A mask costs one look-up for each prefix that the remaining texts and the vocabulary's tokens share,
+    and is computed once for all tokenizations of a text.
 
     Raises:
-        InvalidConstraint: there are no texts, one is not a str or has lone surrogates, or there is no
-            end token.
+        InvalidConstraint: there are no texts, one is not a str or has lone surrogates, or there is no end
+            token.
     """
     is_one = isinstance(texts, str | bytes) or getattr(texts, "ndim", 1) == 0
     if is_one or not isinstance(texts, Iterable):
@@ -362,10 +356,8 @@ def _utf8(text: str) -> bytes:
 
 
 class _TextList:
-    """The constraint: sorted texts, so that texts with a common prefix are neighbors.
-
-    A state is a range of texts and the length of the prefix that they share.
-    """
+    """The constraint: sorted texts, so that texts with a common prefix are neighbors. A state is a range
+    of texts and the length of the prefix that they share."""
 
     def __init__(self, texts: list[bytes], tokens: Tokens) -> None:
         self.texts = texts

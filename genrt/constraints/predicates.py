@@ -27,15 +27,14 @@ def predicate(
 ) -> Constraint:
     """Return the constraint of the texts that ``function`` accepts.
 
-    For a prefix, the function answers "may this continue to a wanted text?"; for a finished text, it
-    answers "is this wanted?". If it refuses a prefix, it must refuse every text that starts with it. The
-    set contains the wanted texts without a refused prefix. The empty prefix is never checked.
+    For a prefix, the function answers "may this continue to a wanted text?"; for a finished text, "is
+    this wanted?". If it refuses a prefix, it must refuse every text that starts with it. The empty prefix
+    is never checked.
 
     A coroutine function is awaited on the event loop that checks, with at most ``max_concurrent`` calls
-    at once on each loop. Any other function is called in threads: the tokens of one ``check`` one after
-    the other, and up to ``max_concurrent`` checks at once. Use 1 if the function is not thread-safe. A
-    state caches its answers and checks no token twice. ``check`` raises the function's exceptions. A
-    cancelled ``check`` makes no further call; a call under way in a thread runs to its end.
+    at once on each loop. Any other function is called in threads, for up to ``max_concurrent`` checks at
+    once; use 1 if it is not thread-safe. A state checks no token twice. ``check`` raises the function's
+    exceptions. A cancelled ``check`` makes no further call; a call under way in a thread runs to its end.
 
     Raises:
         InvalidConstraint: ``function`` is not callable, ``max_concurrent`` is under 1, or there is no end

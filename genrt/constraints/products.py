@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import reduce
 from typing import TYPE_CHECKING, Any, Self, overload
 
@@ -160,18 +160,16 @@ def masks(states: Sequence[ConstraintState]) -> Tensor:
 def bitmasks(states: Sequence[ConstraintState]) -> Tensor:
     """Return ``masks`` packed: int32 ``[len(states), ceil(vocab_size / 32)]``.
 
-    Token ``i`` is bit ``i % 32`` of word ``i // 32`` (llguidance's layout); bits beyond the vocabulary
-    are 0. Raises as ``masks``.
+    Token ``i`` is bit ``i % 32`` of word ``i // 32``; bits beyond the vocabulary are 0. Raises as
+    ``masks``.
     """
     _refuse_checked(states)
     return from_numpy(_words(states)[0])
 
 
 async def amasks(states: Sequence[State]) -> Tensor:
-    """Return ``masks``, computed off the event loop, also of checked states.
-
-    Each checked state checks every token that its ``mask`` allows, all states concurrently. After a
-    cancellation no further check starts; a mask under way in a thread is finished and cached.
+    """Return ``masks``, computed off the event loop, also of checked states, which check every token that
+    their ``mask`` allows, concurrently. After a cancellation no further check starts.
 
     Raises:
         InvalidRequest: there are no states, or their vocabularies have different sizes.
@@ -209,12 +207,16 @@ def _checked_list(states: Sequence[State]) -> Sequence[State]:
     return states
 
 
-def fill(states: Iterable[State]) -> None:
+def fill(states: Iterable[Any]) -> None:
     """Compute the missing masks of grammar states in parallel, including states inside products. Raises
     InvalidConstraint as ``masks``."""
     missing: dict[Any, dict[int, GrammarState]] = {}
-    for state in _grammar_states(states):
-        if state.words is None:
+    pending = [*states]
+    while pending:
+        state = pending.pop()
+        if isinstance(state, ProductState):
+            pending += state.factors
+        elif isinstance(state, GrammarState) and state.words is None:
             missing.setdefault(state.vocabulary, {})[id(state)] = state
     for vocabulary, unfilled in missing.items():
         vocabulary.fill(list(unfilled.values()))
@@ -227,8 +229,7 @@ def are_quick(states: Iterable[Any]) -> bool:
 
 
 def _words(states: Sequence[State]) -> tuple[Words, int]:
-    """Return the packed masks and the vocabulary's size. A checked state's mask is an upper bound, before
-    any ``check``."""
+    """Return the packed masks and the vocabulary's size. A checked state's mask is an upper bound."""
     distinct = {id(state): state for state in states}
     fill(distinct.values())
     rows = {key: words_of(state) for key, state in distinct.items()}
@@ -252,14 +253,6 @@ def _known(states: Sequence[Any]) -> tuple[Words, int] | None:
         return None
     words = np.frombuffer(bytearray().join(known), np.int32)  # faster than np.concatenate
     return words.reshape(len(known), -1), sizes.pop()
-
-
-def _grammar_states(states: Iterable[Any]) -> Iterator[GrammarState]:
-    for state in states:
-        if isinstance(state, GrammarState):
-            yield state
-        elif isinstance(state, ProductState):
-            yield from _grammar_states(state.factors)
 
 
 async def _awords(states: Sequence[State]) -> tuple[Words, int]:
@@ -290,18 +283,15 @@ async def _awords(states: Sequence[State]) -> tuple[Words, int]:
 def potential(
     constraint: Constraint, *, lm: AsyncLM | None = None, cache_size: int = 1024
 ) -> Potential:
-    """Return the constraint's indicator as a log-weight.
+    """Return the constraint's indicator as a log-weight: 0 for a finished text of the set, and for an
+    unfinished text that the masks lead to; otherwise -inf.
 
-    It is 0 for a finished text of the set, and for an unfinished text that the masks lead to; otherwise
-    it is -inf.
+    The states of the last ``cache_size`` texts are cached. A text costs one step for each token after its
+    longest cached prefix. A predicate judges the text itself and not its prefixes.
 
-    The states of the last ``cache_size`` texts are cached. A cached text that has grown by a token costs
-    one step; any other text costs one step for each token after its longest cached prefix. A predicate
-    judges the text itself and not its prefixes.
-
-    The potential is a plain function; for a constraint of checked states it returns an awaitable. It may
-    be called from any thread or event loop. It raises InvalidRequest for an argument that is not a Text
-    and for a token id out of range. Exceptions of a predicate pass through.
+    The potential is a plain function, for any thread or event loop; for a constraint of checked states it
+    returns an awaitable. It raises InvalidRequest for an argument that is not a Text and for a token id
+    out of range, and any exception of a predicate.
 
     Args:
         lm: needed for your own constraint with checked states, to know the end token.
@@ -312,30 +302,26 @@ def potential(
     checked_constraint(constraint)
     check_positive("cache_size", cache_size)
     tokens = getattr(constraint, "tokens", None) if lm is None else tokens_of(lm)
-    start = constraint.start()
-    if not is_checked(start):
-        return _Indicator(constraint, start, tokens, cache_size)
+    if not is_checked(constraint.start()):
+        return _Indicator(constraint, tokens, cache_size)
     if tokens is None:
         raise InvalidConstraint(
             f"the end token of {constraint!r} is not known: give the lm that it is over"
         )
-    return _AskedIndicator(constraint, start, tokens, cache_size)
+    return _AskedIndicator(constraint, tokens, cache_size)
 
 
 class _States:
     """Caches the states that texts lead to; ``None`` for a text outside the set."""
 
-    def __init__(
-        self, constraint: Constraint, start: State, tokens: Tokens | None, cache_size: int
-    ) -> None:
-        self._constraint = constraint
-        self._start = start
+    def __init__(self, constraint: Constraint, tokens: Tokens | None, cache_size: int) -> None:
+        self._constraint, self._start = constraint, constraint.start()
         self._tokens = tokens
         self._kept: LRUCache[tuple[int, ...], Any] = LRUCache(cache_size)
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _again, (type(self), self._constraint, self._tokens, self._kept.maxsize)
+        return type(self), (self._constraint, self._tokens, self._kept.maxsize)
 
     def __repr__(self) -> str:
         return f"<potential of {self._constraint!r}>"
@@ -365,13 +351,6 @@ class _States:
         with self._lock:
             self._kept[token_ids] = state
         return state
-
-
-def _again(
-    kind: type[_States], constraint: Constraint, tokens: Tokens | None, cache_size: int
-) -> _States:
-    """Return an unpickled potential."""
-    return kind(constraint, constraint.start(), tokens, cache_size)
 
 
 class _Indicator(_States):

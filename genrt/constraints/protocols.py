@@ -29,11 +29,9 @@ class ConstraintState(Protocol):
         ...
 
     def mask(self) -> Tensor:
-        """Return the tokens that may follow, bool ``[vocab_size]``, on the CPU. The end token is included
-        if the state is accepting.
-
-        An empty mask is a dead end. ``masks`` computes the masks of many states at once, faster.
-        """
+        """Return the tokens that may follow, bool ``[vocab_size]``, on the CPU, with the end token if the
+        state is accepting. An empty mask is a dead end. ``masks`` computes the masks of many states
+        faster."""
         ...
 
     def advance(self, token_id: int) -> ConstraintState:
@@ -49,24 +47,19 @@ class ConstraintState(Protocol):
 class CheckedState(Protocol):
     """The state of a constraint that is too slow to judge every token; it checks single tokens.
 
-    It is immutable except for its cached answers, so sharing one is safe, also between event loops and
-    threads.
+    It is immutable except for its cached answers, so event loops and threads can share it.
     """
 
     def mask(self) -> Tensor:
-        """Return an upper bound of the tokens that may follow: bool ``[vocab_size]``, on the CPU.
-
-        It includes the end token. A token may follow if ``check`` accepts it too; ``amasks`` returns
-        these tokens.
-        """
+        """Return an upper bound of the tokens that may follow, with the end token: bool ``[vocab_size]``,
+        on the CPU. ``amasks`` returns the tokens that ``check`` accepts too."""
         ...
 
     async def check(self, token_ids: Sequence[int]) -> list[bool]:
         """Return for each of these tokens whether it may follow; for the end token, whether the text may
         end here.
 
-        A cancellation loses no answer that has arrived, and does not affect other waiters for the same
-        answer.
+        A cancellation loses no answer that has arrived, and disturbs no other waiter.
 
         Raises:
             InvalidRequest: a token id is out of range.
@@ -193,7 +186,7 @@ class PackedState:
                 self._children[index] = weakref.ref(state)
             return state
 
-    # No ABC: its ``isinstance`` would be ten times as slow, and it runs several times per state and step.
+    # No ABC: its ``isinstance`` would be ten times as slow, several times per state and step.
 
     def _computed(self) -> Words:
         raise NotImplementedError

@@ -20,14 +20,10 @@ ENGINES = ("vllm", "transformers", "exact")
 
 
 def check_choice(name: object, model: object, options: dict[str, Any]) -> None:
-    """Check a choice of engine before anything is loaded.
+    """Raise InvalidRequest unless an engine has this name and takes this model and these options."""
+    from genrt.numbers import displayed, shown
 
-    Raises:
-        InvalidRequest: no engine has this name, or it does not take this model or these options.
-    """
     if not isinstance(name, str) or name not in ENGINES:
-        from genrt.numbers import displayed
-
         known = ", ".join(map(repr, ENGINES))
         raise InvalidRequest(f"engine must be one of {known}, or a function, got {displayed(name)}")
     if name == "exact":
@@ -42,8 +38,6 @@ def check_choice(name: object, model: object, options: dict[str, Any]) -> None:
         if unknown:
             raise InvalidRequest(f"the exact engine has no options {unknown}")
     elif model is not None and not isinstance(model, str | os.PathLike):
-        from genrt.numbers import shown
-
         raise InvalidRequest(
             f"model must be a name, a directory or None for engine {name!r}, got {shown(model)}"
         )

@@ -103,19 +103,14 @@ def drop_copy(copy: Path) -> None:
 
 
 def _files(path: Path) -> list[Path]:
-    """Return the adapter's weights and the JSON files in a directory, without other weights."""
-    return [
-        file
-        for file in path.iterdir()
-        if file.is_file() and (file.name == WEIGHTS_NAME or file.suffix == ".json")
-    ]
+    """Return the adapter's weights and JSON files in a directory."""
+    files = [each for each in path.iterdir() if each.is_file()]
+    return [each for each in files if each.name == WEIGHTS_NAME or each.suffix == ".json"]
 
 
 def check_adapter_directory(path: Path) -> dict[str, Any]:
-    """Return an adapter's configuration; refuse a directory that no engine should open. A runtime checks
-    it once, before it copies the files for its engines.
-
-    Pickled files beside the safetensors file are neither read nor copied.
+    """Return an adapter's configuration. Pickled files beside the safetensors file are neither read nor
+    copied.
 
     Raises:
         InvalidAdapter: there is no such directory; its configuration is missing or not a JSON object; its

@@ -1,4 +1,4 @@
-"""A small LM with every probability known: laws are proved on it, and tests run on it in no time."""
+"""A small LM whose probabilities are all known, for proofs and fast tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from genrt.engines.adapters import WEIGHTS_NAME
-from genrt.engines.stepping import SteppedEngine
+from genrt.engines.stepping import SteppedEngine, SteppedModel
 from genrt.engines.weights import Layout, NamedTensors, TensorForm
 from genrt.errors import InvalidAdapter, InvalidRequest, ModelNotFound
 from genrt.numbers import check_float, check_int
@@ -26,23 +26,22 @@ __all__ = ["ExactEngine", "NGram"]
 class NGram:
     """A Markov chain of order k over a vocabulary: the next token's law given the last k tokens.
 
-    Contexts shorter than k are padded on the left with token 0. The end token, if there is one, is a
-    token like any other: it ends a text only for those who stop at it, and may be followed.
+    Contexts shorter than k are padded on the left with token 0. The end token is a token like any other,
+    and others may follow it.
+
+    Args:
+        vocabulary: the bytes of each of the V tokens.
+        table: ``[V] * (k + 1)`` log-probabilities, the last k tokens first, the next token last; -inf for
+            a token that never follows. The model normalises the rows.
+        eos_token_id: the end token, if there is one.
+
+    Raises:
+        InvalidRequest: shapes that don't fit, NaN, +inf, or a row of nothing but -inf.
     """
 
     def __init__(
         self, vocabulary: Sequence[bytes], table: Tensor, *, eos_token_id: int | None = None
     ) -> None:
-        """
-        Args:
-            vocabulary: the bytes of each of the V tokens.
-            table: ``[V] * (k + 1)`` log-probabilities, the last k tokens first, the next token last;
-                -inf is a token that never follows. Rows need not be normalised; the model's are.
-            eos_token_id: the end token.
-
-        Raises:
-            InvalidRequest: shapes that don't fit, NaN, +inf, or a row of nothing but -inf.
-        """
         if not isinstance(table, Tensor):
             raise InvalidRequest(f"the table is a {type(table).__name__}: give a tensor")
         self._tokenizer = BytesTokenizer(vocabulary, eos_token_id=eos_token_id)
@@ -67,10 +66,10 @@ class NGram:
         """Make a model whose rows are the softmax of independent normal logits of standard deviation 2.
 
         Args:
-            vocabulary: the tokens' bytes, or how many: then they are ``a``, ``b``, …, each of them
-                different, and the end token is empty.
+            vocabulary: the tokens' bytes, or their number: then they are ``a``, ``b``, …, all different,
+                and the end token is empty.
             order: how many tokens of context count.
-            zeros: which fraction of each row is -inf, rounded down; at least one entry never is.
+            zeros: the fraction of each row that is -inf, rounded down; at least one entry is finite.
         """
         check_int("order", order, 0)
         check_float("zeros", zeros, 0.0, 1.0)
@@ -121,11 +120,8 @@ class NGram:
         )
 
     def row(self, token_ids: Sequence[int]) -> Tensor:
-        """Return the row after these tokens, float32 ``[V]``, in storage of its own.
-
-        Raises:
-            InvalidRequest: a token id is outside the vocabulary.
-        """
+        """Return a copy of the row after these tokens, float32 ``[V]``. Raises InvalidRequest for a token
+        id outside the vocabulary."""
         size, order = len(self._vocabulary), self._table.dim() - 1
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < size:
             raise InvalidRequest(f"a token id is outside 0 .. {size - 1}")
@@ -133,11 +129,7 @@ class NGram:
         return self._table[(*[0] * (order - len(tail)), *tail)].clone()
 
     def with_table(self, table: Tensor) -> NGram:
-        """Return the model with another table, of the same shape, over the same vocabulary.
-
-        Raises:
-            InvalidRequest: it has another shape, or it is no table (see the class).
-        """
+        """Return the model with another table of the same shape. Raises InvalidRequest as the class."""
         if table.shape != self._table.shape:
             raise InvalidRequest(
                 f"the table is {list(table.shape)}, the model's {list(self._table.shape)}"
@@ -148,16 +140,11 @@ class NGram:
         self, prompt: Sequence[int], max_tokens: int, *, unfinished: bool = False
     ) -> Iterator[tuple[tuple[int, ...], float]]:
         """Yield every possible text after ``prompt`` that ends within ``max_tokens`` tokens, in order of
-        ids.
-
-        A text is its token ids, the end token included as the last (so it counts as one of
-        ``max_tokens``), with the log-probability of the model's drawing just these, the end token's
-        included. Texts of probability zero are left out.
+        ids, with its log-probability. The end token is its last, and counts.
 
         Args:
-            unfinished: also give the texts of ``max_tokens`` tokens that have not ended, without an end
-                token and with the log-probability of their tokens. All texts together then have
-                probability 1.
+            unfinished: yield also the texts of ``max_tokens`` tokens without an end token. All texts
+                together then have probability 1.
         """
         stack: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
         while stack:
@@ -176,7 +163,7 @@ class NGram:
                 ]
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """Write the model to ``directory``, which is made if need be, as one safetensors file."""
+        """Write the model to a directory, which is made if needed, as one safetensors file."""
         from safetensors.torch import save_file
 
         os.makedirs(directory, exist_ok=True)
@@ -193,11 +180,7 @@ class NGram:
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> NGram:
-        """Return the model that ``save`` wrote.
-
-        Raises:
-            ModelNotFound: the directory holds none that can be read.
-        """
+        """Return the model that ``save`` wrote. Raises ModelNotFound without one."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
@@ -216,20 +199,20 @@ class NGram:
 
 
 class ExactEngine(SteppedEngine):
-    """The Engine protocol over an NGram, on the CPU; its steps are real, only the model is a table.
+    """The Engine protocol over an NGram, on the CPU.
 
-    An adapter is a directory with ``adapter_config.json`` and ``adapter_model.safetensors``, whose
-    tensor ``table``, of the shape of the model's, replaces it. New weights are a ``table`` too.
+    An adapter is a directory with ``adapter_config.json`` and ``adapter_model.safetensors``: its tensor
+    ``table`` replaces the model's. New weights are a ``table`` too. Raises InvalidRequest for a size
+    below 1.
     """
 
     def __init__(
         self, model: NGram, *, max_model_len: int = 1024, max_batch_size: int = 64
     ) -> None:
-        """Take a model and the engine's sizes; raise InvalidRequest if a size is not positive."""
         super().__init__(_Tables(model), max_model_len=max_model_len, max_batch_size=max_batch_size)
 
 
-class _Tables:
+class _Tables(SteppedModel):
     """The SteppedModel of an NGram; every adapter is another one."""
 
     device = torch.device("cpu")
@@ -267,18 +250,14 @@ class _Tables:
         for _, table in tensors:
             self._models[None] = self._models[None].with_table(table)
 
-    def close(self) -> None:
-        pass
-
 
 def _name(token: int) -> bytes:
-    """Return a token's bytes, which no other token has: letters for the first ones."""
+    """Return bytes that no other token has: letters for the first ones."""
     return bytes([(97 + token) % 256]) if token < 256 else token.to_bytes(4, "big")
 
 
 def _normalised(table: Tensor) -> Tensor:
-    """Return normalised rows in float32; they are made in float64, so that they sum to 1 to a bit or
-    two."""
+    """Return rows in float32, normalised in float64 so that they sum to 1 to a bit or two."""
     wide = table.detach().double()
     total = wide.logsumexp(-1, keepdim=True)
     if bool(wide.isnan().any()) or not bool(total.isfinite().all()):

@@ -1,13 +1,8 @@
 """Makes temporary folders of this process and removes the folders of dead processes.
 
 A folder's name contains its owner: the host, the process id and the start time of the process. The owner
-holds the folder's lock.
-
-Rules:
-    A folder is removed with its object or with the process. A forked child removes no folder of its
-    parent.
-    A folder is swept if its owner was a process of this host and is dead, and the lock is free. The lock
-    protects folders of containers that share the directory and the host's name.
+holds the folder's lock. A folder is swept if its owner was a process of this host and is dead, and the
+lock is free: containers may share the directory and the host's name.
 """
 
 from __future__ import annotations
@@ -20,7 +15,6 @@ import shutil
 import tempfile
 import weakref
 from pathlib import Path
-from types import TracebackType
 
 __all__ = ["Folder", "sweep"]
 
@@ -31,14 +25,12 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 class Folder:
-    """A temporary folder.
+    """A temporary folder. It is removed with its object or with the process; a forked child removes none
+    of its parent's. Raises OSError without room.
 
     Args:
         kind: a word for its content, which becomes part of the name.
         holder: the object with which it is removed, in place of this one.
-
-    Raises:
-        OSError: there is no room.
     """
 
     def __init__(self, kind: str, holder: object = None) -> None:
@@ -59,12 +51,7 @@ class Folder:
     def __enter__(self) -> Path:
         return self.path
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 NO_CPU_MEMORY = "DefaultCPUAllocator: can't allocate memory"
-"""How torch says on a CPU, by a plain RuntimeError, that memory ran out."""
+"""The text of torch's RuntimeError for a CPU without memory."""
 
 
 @dataclass(slots=True)
@@ -48,12 +48,11 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatistics:
-    """Counters of an engine since it was opened; they only grow, but for what is said to be of this
-    moment.
+    """Counters of an engine since it was opened; they only grow, except those of this moment.
 
     Attributes:
         steps: forwards that were run.
-        requests: requests that they were run for.
+        requests: submitted requests.
         rows: rows computed for logprobs requests.
         sampled_tokens: tokens drawn for sample requests.
         scored_tokens: tokens whose log-probabilities were computed for score requests.
@@ -68,7 +67,7 @@ class EngineStatistics:
         resident: sequences that are resident at this moment.
         kept_tokens: tokens of prefixes whose KV blocks are held at this moment.
         prepared: steps that were scheduled before their tokens were known.
-        speculated: prepared steps that ran with tokens drawn on the device before anybody asked.
+        speculated: prepared steps that ran with tokens drawn on the device ahead of requests.
         seconds: how long the forwards took.
     """
 
@@ -94,12 +93,12 @@ class EngineStatistics:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatistics:
-    """One replica of an engine: what it is at this moment, and has done.
+    """The state and the counters of one replica of an engine.
 
     Attributes:
         state: ``"healthy"``, ``"suspect"``, ``"stale"``, ``"restarting"``, ``"dead"`` or ``"retired"``.
-        restarts: how often it was started again.
-        in_flight: requests that it has not answered.
+        restarts: how often it was restarted.
+        in_flight: unanswered requests.
         engine: its engine's counters since it was last started.
     """
 
@@ -112,50 +111,47 @@ class ReplicaStatistics:
 class Engine(Protocol):
     """An engine computes. Only one thread calls it, the one that opened it.
 
-    Step-level, so that new requests join the ones in progress between any two steps. Every submitted
-    request comes back from ``step`` once, finished, unless it is cancelled first.
+    New requests join the ones in progress between any two steps. ``step`` returns every submitted request
+    once, finished, unless it is cancelled first.
+
+    Attributes:
+        vocab_size: the length of a row; token ids are ``0 .. vocab_size - 1``.
+        max_model_len: the longest context, in tokens, that has a row.
+        max_batch_size: the most requests of one step; more take several.
+        device: where the rows are.
+        tokenizer: one of transformers', a ``vocabulary.BytesTokenizer``, or ``None``.
     """
 
     @property
-    def vocab_size(self) -> int:
-        """The length of a row; token ids are ``0 .. vocab_size - 1``."""
-
+    def vocab_size(self) -> int: ...
     @property
-    def max_model_len(self) -> int:
-        """The longest context, in tokens, that has a row."""
-
+    def max_model_len(self) -> int: ...
     @property
-    def max_batch_size(self) -> int:
-        """How many requests the engine takes to one step at most; more are worked off in several."""
-
+    def max_batch_size(self) -> int: ...
     @property
-    def device(self) -> torch.device:
-        """Where the rows are."""
-
+    def device(self) -> torch.device: ...
     @property
-    def tokenizer(self) -> Any:
-        """The model's tokenizer: one of transformers', a ``vocabulary.BytesTokenizer``, or ``None``."""
+    def tokenizer(self) -> Any: ...
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Take a flush of distinct requests, none of them in progress, for rows and samples. Raises for
-        none of them or all: an error that concerns one alone comes back from ``step`` as that one's."""
+        """Take a flush of distinct requests for rows and samples; none of them is in progress. If it
+        raises, it has taken none. ``step`` returns an error that concerns one request alone."""
 
     def step(self) -> list[Finished]:
-        """Run one forward; return the requests it finished, in any order, ``[]`` if none is in progress.
-        Nothing writes to a row any more; it may be part of a larger tensor, so whoever keeps one copies
-        it.
+        """Run one forward; return the requests that it finished, in any order. Nothing writes to a row
+        afterwards; it may be a part of a larger tensor, so copy it to keep it.
 
         Raises:
-            EngineFailed: the forward failed, and with it every request in progress, all of which the
-                engine has forgotten; it can take new ones.
+            EngineFailed: the forward failed, and with it every request in progress. The engine has
+                forgotten them, and can take new ones.
         """
 
     def cancel(self, requests: Sequence[Request]) -> None:
-        """Forget these; requests that are not in progress are ignored. Their memory is free after the
-        next step, and ``step`` does not return them any more.
+        """Forget these requests, and ignore requests that are not in progress. ``step`` does not return
+        them; their memory is free after the next step.
 
-        An engine that raises anything but EngineDied goes on, and is told again before it gets anything
-        new; if it raises again, one of these that is asked anew fails."""
+        After any error but EngineDied the engine goes on. It is called again before it gets new
+        requests; if it raises again, a request of these that is submitted later fails."""
 
     def add_adapter(self, adapter: Adapter, path: Path) -> None:
         """Load the LoRA adapter in directory ``path`` (safetensors). Its files stay as they are until the
@@ -166,54 +162,81 @@ class Engine(Protocol):
         """
 
     def remove_adapter(self, adapter: Adapter) -> None:
-        """Forget an adapter. Requests in progress that are bound to it finish first. An engine that
-        raises anything but EngineDied goes on; it is not told again."""
+        """Forget an adapter. Requests in progress that are bound to it finish first. After any error but
+        EngineDied the engine goes on; it is not called again."""
 
     def statistics(self) -> EngineStatistics:
-        """Return the counters at this moment; any thread may ask."""
+        """Return the counters at this moment. Safe from any thread."""
 
     def close(self) -> None:
-        """Free everything, forgetting the requests in progress. Idempotent."""
+        """Free everything, and forget the requests in progress. Idempotent."""
 
 
 class Prefixes(Protocol):
-    """The contexts that an engine keeps, so that others which begin with them start from there."""
+    """The contexts that an engine keeps. Contexts that begin with a kept one start from there."""
 
     def __contains__(self, prefix: LogprobsRequest) -> bool:
-        """Return whether this one is kept, and nothing of it that can be kept is lacking."""
+        """Return whether everything of this context that can be kept is kept."""
 
     def keep(self, prefix: LogprobsRequest) -> None:
-        """Keep what is computed of this context, now and whenever it is computed again. Nothing is
-        refused for it, and nothing waits for ever: rather it is given up. Do not raise."""
+        """Keep everything computed of this context, now and whenever it is computed again. It is given up
+        before a request is refused or waits for ever. Do not raise."""
 
     def release(self, prefix: LogprobsRequest) -> None:
         """Keep this context no more; ignore one that is not kept."""
 
 
 class FullEngine(Engine, Protocol):
-    """Every method that an engine may have beside those of ``Engine``; ``Capabilities`` tells which."""
+    """Every method that an engine may have beside those of ``Engine``; see ``Capabilities``.
+
+    Attributes:
+        tell: may be called by ``step`` with the ends of populations, which it then does not return, once
+            only the next step depends on the rest of the work. Set before each step.
+        scores: whether ``submit`` takes score requests, and computes each text once; otherwise rows are
+            requested. Safe from any thread.
+        scores_rows: whether these may ask for whole rows; true by default.
+        reads: the kinds of reads that the engine answers itself: classes of a ``ReadRequest``'s
+            ``wanted``, and ``PopulationDraw``.
+        adapters: the adapters, by name, that an engine with ``reads`` has from the beginning.
+        prefixes: the contexts that it keeps.
+        vllm_config: vLLM's configuration of the model, for vLLM's front ends; ``None`` without vLLM.
+    """
 
     tell: Callable[[Sequence[Finished]], object] | None
-    """May be called by ``step`` with the ends of populations, which it does not return then, once only
-    the next step depends on the rest of the work. Set before each step."""
+
+    @property
+    def scores(self) -> bool: ...
+    @property
+    def scores_rows(self) -> bool: ...
+    @property
+    def reads(self) -> Collection[type]: ...
+    @property
+    def adapters(self) -> Mapping[str, Adapter]: ...
+    @property
+    def prefixes(self) -> Prefixes: ...
+    @property
+    def vllm_config(self) -> Any: ...
+
+    def forget_residents(self) -> None:
+        """Forget everything computed that no request in progress needs."""
 
     # Speculation.
 
     def expect(self, rows: Sequence[LogprobsRequest], token_ids: torch.Tensor) -> None:
-        """Expect questions about these contexts, all different, each with the token that was drawn from
-        its row: float64 ``[n]``, -1 for none. The tokens are on the engine's device, which may still be
-        drawing them; do not wait for it, and do not raise."""
+        """Expect questions about these distinct contexts, each with the token that was drawn from its
+        row: float64 ``[n]``, -1 for none. The tokens are on the engine's device, which may still be
+        drawing them: do not wait for it. Do not raise."""
 
-    # Populations, whose sequences the engine keeps and finds by number.
+    # Populations. The engine keeps their sequences, and finds them by number.
 
     def go_on(self, population: PopulationDraw) -> bool:
-        """Take a population whose sequences all go on from known ones: ``step`` returns it once, ended
-        by its draws on their way to the host, a ``Leaving`` of the result of ``PopulationDraw.drawn``,
-        and ``cancel`` forgets it. Rows that are not finite give a log mass that is NaN. Otherwise, or
-        without room, change no state and return False: its rows are asked for then."""
+        """Take a population whose sequences all go on from known ones. ``step`` returns it once, with a
+        ``Leaving`` of the result of ``PopulationDraw.drawn``; ``cancel`` forgets it. Rows that are not
+        finite give a log mass that is NaN. Otherwise, or without room, change nothing and return False:
+        its rows are requested then."""
 
     def settle(self, population: PopulationDraw) -> None:
-        """Remember the sequences of a population whose rows were asked for one by one, so that others go
+        """Remember the sequences of a population whose rows were requested one by one, so that others go
         on from them. Do not raise."""
 
     def release(self, asked: Sequence[SequenceHandle]) -> None:
@@ -222,49 +245,22 @@ class FullEngine(Engine, Protocol):
     # Texts.
 
     def unsupported(self, decoding: Decoding) -> str | None:
-        """Return which option of these the engine cannot do, and why; ``None`` if it can do all. Any
-        thread may ask.
+        """Return which option of these the engine cannot do, and why; ``None`` if it can do all. Safe
+        from any thread.
 
         Raises:
             InvalidRequest: an option is wrong, and it is cheap to see that here.
         """
 
     def progress(self, streamed: Sequence[Streamed]) -> Sequence[Told | None]:
-        """Return the deltas of each of these streamed requests since the last call: ``None`` if there
-        are none, or if it is not in progress. The completion has all of them too. Do not raise."""
-
-    # Scores, reads and prefixes.
-
-    @property
-    def scores(self) -> bool:
-        """True if ``submit`` takes score requests, and computes each text once; rows are asked for
-        otherwise. Any thread may ask."""
-
-    @property
-    def scores_rows(self) -> bool:
-        """True, the default, if these may ask for whole rows."""
-
-    @property
-    def reads(self) -> Collection[type]:
-        """The kinds of reads that the engine answers itself: classes of a ``ReadRequest``'s ``wanted``,
-        and ``PopulationDraw``."""
-
-    @property
-    def adapters(self) -> Mapping[str, Adapter]:
-        """The adapters, by name, that an engine with ``reads`` has without being given them."""
-
-    @property
-    def prefixes(self) -> Prefixes:
-        """The contexts that it keeps."""
-
-    def forget_residents(self) -> None:
-        """Forget everything computed that no request in progress needs."""
+        """Return the deltas of each of these streamed requests since the last call: ``None`` without any,
+        or if it is not in progress. The completion has all of them too. Do not raise."""
 
     # Engines that wait for others, elsewhere, in ``step``.
 
     def interrupt(self) -> None:
-        """Have ``step`` return soon, as there is something new; any thread may call it, also a finalizer
-        that holds locks."""
+        """Have ``step`` return soon, as there is something new. Safe from any thread, and from a
+        finalizer that holds locks."""
 
     def tend(self) -> float:
         """Look after the others while no request is in progress; return in how many seconds to do so
@@ -275,13 +271,7 @@ class FullEngine(Engine, Protocol):
         """
 
     def replicas(self) -> tuple[ReplicaStatistics, ...]:
-        """Return the state and the counters of each; any thread may ask."""
-
-    # vLLM's front ends.
-
-    @property
-    def vllm_config(self) -> Any:
-        """vLLM's configuration of the model; ``None`` if the engine is not vLLM after all."""
+        """Return the state and the counters of each. Safe from any thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +292,7 @@ class Capabilities:
 
 
 def capabilities_of(engine: Engine) -> Capabilities:
-    """Return the optional parts of an engine, by the methods that it has. Keep it: looking takes time."""
+    """Return the optional parts of an engine, by the methods that it has. It takes time."""
 
     def has(*names: str) -> bool:
         return all(hasattr(engine, name) for name in names)
@@ -324,8 +314,7 @@ def capabilities_of(engine: Engine) -> Capabilities:
 
 
 def check_supported(engine: Engine, decoding: Decoding) -> None:
-    """Raise InvalidRequest, with the name of the option and of the engine, unless this engine draws such
-    completions."""
+    """Raise InvalidRequest unless this engine draws such completions."""
     unsupported = getattr(engine, "unsupported", None)
     reason = "it draws no completions" if unsupported is None else unsupported(decoding)
     if reason is not None:
@@ -342,7 +331,7 @@ def tokenizer_of(engine: Engine) -> Any:
 
 
 def failure(error: Exception, what: str = "the engine failed") -> GenrtError:
-    """Return the error of genrt that an engine's exception means; return one of genrt's own as it is."""
+    """Return an engine's exception as an error of genrt; genrt's own stay as they are."""
     import torch
 
     if isinstance(error, GenrtError):
@@ -358,11 +347,7 @@ def failure(error: Exception, what: str = "the engine failed") -> GenrtError:
 
 
 def survived(error: Exception) -> GenrtError:
-    """Return ``failure`` of an error after which the engine goes on.
-
-    Raises:
-        EngineDied: the error says that it does not.
-    """
+    """Return ``failure`` of an error; raise it if it is EngineDied."""
     translated = failure(error)
     if isinstance(translated, EngineDied):
         raise translated

@@ -1,9 +1,7 @@
-"""An engine around any model that computes logits from whole contexts: requests in progress, step by
-step.
+"""An engine around any model that computes logits from whole contexts.
 
-``SteppedEngine`` is the Engine protocol except for the model, a ``SteppedModel``. It keeps no keys and
-values, so a sample of ``t`` tokens after ``n`` costs ``t`` forwards over up to ``n + t`` tokens; in
-return no step depends on the one before.
+It keeps no keys and values: a sample of ``t`` tokens after ``n`` costs ``t`` forwards over up to
+``n + t`` tokens, and no step depends on the one before.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, cast, runtime_checkable
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -40,47 +38,44 @@ from genrt.questions.contexts import Adapter, deciding_seed
 from genrt.questions.request import Request
 from genrt.structures.guides import Guides
 from genrt.tokens.rows import normalised
-from genrt.tokens.sampling import check_parameters, draw, mixed, truncate
+from genrt.tokens.sampling import draw, mixed, truncate
 from genrt.tokens.spellings import Spellings
 
 
-class SteppedModel(Protocol):
-    """The model of a SteppedEngine; its methods are called one at a time, and its properties are those of
-    the Engine protocol."""
+class SteppedModel:
+    """The model of a SteppedEngine, to be derived from; its methods are called one at a time. By default
+    it takes no adapters and no new weights.
 
-    @property
-    def vocab_size(self) -> int: ...
+    Attributes:
+        vocab_size, device, tokenizer: as in the Engine protocol.
+    """
 
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def tokenizer(self) -> Any: ...
+    vocab_size: int
+    device: torch.device
+    tokenizer: Any = None
 
     def logits(self, contexts: Sequence[Sequence[int]], adapter: Adapter | None) -> Tensor:
         """Return the logits ``[n, vocab_size]`` after each of these contexts, none of them empty, with
         the adapter that they share."""
+        raise NotImplementedError
 
     def load_adapter(self, adapter: Adapter, path: Path) -> None:
         """Load a directory that may be loaded; raise InvalidAdapter, and change nothing, if it does not
         fit."""
+        raise InvalidAdapter(f"{self!r} takes no adapters")
 
     def unload_adapter(self, adapter: Adapter) -> None:
         """Free an adapter that no request needs any more."""
 
-    def close(self) -> None:
-        """Free everything; called once."""
-
-
-@runtime_checkable
-class ReplaceableModel(Protocol):
-    """A SteppedModel that takes new weights."""
-
     def layout(self) -> Layout:
-        """Return what they have to be."""
+        """Return the tensors of new weights. Raises EngineUnsupported if there cannot be any."""
+        raise EngineUnsupported(f"{self!r} cannot replace its weights: load another one")
 
     def load(self, tensors: NamedTensors) -> None:
-        """Compute with these from now on, which fit, in place of those of the same names."""
+        """Compute with these tensors from now on; they fit the layout."""
+
+    def close(self) -> None:
+        """Free everything; called once."""
 
 
 @dataclass(slots=True)
@@ -99,21 +94,11 @@ class _Progress:
 
 
 class _Weights:
-    """A model's weights, as an engine has them that keeps nothing between two steps."""
+    """A model's weights; the engine keeps nothing of them between two steps."""
 
     def __init__(self, model: SteppedModel, in_progress: Mapping[Request, _Progress]) -> None:
         self._in_progress = in_progress
-        self._model = model
-
-    @property
-    def _replaceable(self) -> ReplaceableModel:
-        model: object = self._model
-        if not isinstance(model, ReplaceableModel):
-            raise EngineUnsupported(f"{model!r} cannot replace its weights: load another one")
-        return model
-
-    def layout(self) -> Layout:
-        return self._replaceable.layout()
+        self.layout, self.load = model.layout, model.load
 
     def checkpoint(self) -> list[Path]:
         return []
@@ -122,9 +107,6 @@ class _Weights:
         if self._in_progress:
             raise EngineFailed("not all questions have ended yet")
 
-    def load(self, tensors: NamedTensors) -> None:
-        self._replaceable.load(tensors)
-
     def finish(self) -> None:
         pass
 
@@ -132,9 +114,14 @@ class _Weights:
 class SteppedEngine:
     """The Engine protocol around a model, with at most ``max_batch_size`` requests to a step.
 
-    A step takes the requests that have waited longest since they were submitted or last stepped. So the
-    oldest is never passed over, and samples, however many, hold up nothing for longer than their turn.
-    Each logprobs request ends in its step; each sample request gains one token.
+    A step takes the requests that have waited longest since they were submitted or last stepped. Each
+    logprobs request ends in its step; each sample request gains one token.
+
+    Args:
+        ends: the tokens that end texts beside the tokenizer's own.
+
+    Raises:
+        InvalidRequest: a size is not a positive int.
     """
 
     def __init__(
@@ -145,8 +132,6 @@ class SteppedEngine:
         max_batch_size: int,
         ends: Collection[int] = (),
     ) -> None:
-        """Take a model, the engine's sizes, and the tokens that end texts beside the tokenizer's own.
-        Raises InvalidRequest if a size is no positive int."""
         self.vocab_size = model.vocab_size
         self.max_model_len = check_int("max_model_len", max_model_len, 1)
         self.max_batch_size = check_int("max_batch_size", max_batch_size, 1, sys.maxsize)
@@ -174,12 +159,8 @@ class SteppedEngine:
         )
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Take a flush, as in the Engine protocol.
-
-        Raises:
-            Closed: after ``close``.
-            InvalidRequest: one of them is in progress, or twice in the flush; none is taken.
-        """
+        """Take a flush. Raises Closed after ``close``, and InvalidRequest if one of them is in progress
+        or twice in the flush."""
         if self._closed:
             raise Closed("the engine is closed: open another one")
         new = dict.fromkeys(requests)
@@ -197,8 +178,7 @@ class SteppedEngine:
         self._count(requests=len(requests))
 
     def step(self) -> list[Finished]:
-        """Run one forward, as in the Engine protocol; refused requests come back in a step without
-        one."""
+        """Run one forward; refused requests come back in a step without one."""
         # A forward that failed would take their own errors from them.
         if self._refused:
             finished = [Finished(request, error=error) for request, error in self._refused.items()]
@@ -242,12 +222,7 @@ class SteppedEngine:
         self._unload_unused()
 
     def add_adapter(self, adapter: Adapter, path: Path) -> None:
-        """Load an adapter, as in the Engine protocol.
-
-        Raises:
-            InvalidAdapter: as there; or this version of this name is loaded already.
-            Closed: after ``close``.
-        """
+        """Load an adapter. Raises InvalidAdapter also if this version of this name is loaded already."""
         if self._closed:
             raise Closed("the engine is closed: open another one")
         if adapter in self._adapters or adapter in self._removed:
@@ -256,11 +231,7 @@ class SteppedEngine:
         self._adapters.add(adapter)
 
     def remove_adapter(self, adapter: Adapter) -> None:
-        """Forget an adapter, as in the Engine protocol; new requests may not bind it any more.
-
-        Raises:
-            UnknownAdapter: it is not loaded.
-        """
+        """Forget an adapter. Raises UnknownAdapter if it is not loaded."""
         if adapter not in self._adapters:
             raise UnknownAdapter(f"{adapter} is not loaded: add it first")
         self._adapters.remove(adapter)
@@ -313,7 +284,8 @@ class SteppedEngine:
         if isinstance(request, SampleRequest | CompletionRequest):
             decoding = request.decoding
             new = check_int("max_tokens", decoding.max_tokens, 1)
-            check_parameters(
+            truncate(  # an empty batch has its parameters checked
+                torch.empty(0, 1),
                 temperature=decoding.temperature,
                 top_k=decoding.top_k,
                 top_p=decoding.top_p,

@@ -1,8 +1,6 @@
 """Hugging Face transformers as an engine: runs where vLLM cannot, and is the oracle in tests.
 
-Every step is one plain forward over whole contexts, padded on the right, with nothing kept from the
-step before. It is simple and shares no code with vLLM, which is what makes it an oracle; a sample of
-many tokens is slow.
+Every step is one plain forward over whole contexts, padded on the right; nothing is kept between steps.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from genrt.engines.adapters import WEIGHTS_NAME
-from genrt.engines.stepping import SteppedEngine
+from genrt.engines.stepping import SteppedEngine, SteppedModel
 from genrt.engines.weights import Layout, NamedTensors, TensorForm
 from genrt.errors import (
     EngineNotInstalled,
@@ -50,16 +48,15 @@ def open_transformers(
     """Open a checkpoint directory, or a model name that transformers knows.
 
     Args:
-        options: ``max_batch_size`` (32) and ``max_model_len`` (what the model's configuration says)
-            are the engine's; all else goes to ``AutoModelForCausalLM.from_pretrained`` as it is.
-            Weights are read from safetensors only, and no code that comes with a model is run
-            unless ``trust_remote_code=True`` is given. Without ``device_map`` the model goes to the
-            GPU, if there is one.
+        options: ``max_batch_size`` (32) and ``max_model_len`` (by default the model's own) are the
+            engine's; all others go to ``AutoModelForCausalLM.from_pretrained``. Weights are read from
+            safetensors only. Code that comes with a model runs only with ``trust_remote_code=True``.
+            Without ``device_map`` the model goes to the GPU, if there is one.
 
     Raises:
         EngineNotInstalled: transformers is missing, or a package that this model needs.
         ModelNotFound: no such directory or name, or one without safetensors weights.
-        InvalidRequest: options that contradict the above, or a length that the model cannot take.
+        InvalidRequest: an option is out of range.
         EngineUnsupported: transformers cannot build the model, or it does not work as needed here.
         OutOfMemory: the weights don't fit the device.
     """
@@ -70,8 +67,7 @@ def open_transformers(
             "engine 'transformers' needs the package: pip install transformers"
         ) from error
     given = {"trust_remote_code": False, **options}
-    max_batch_size = given.pop("max_batch_size", None)
-    max_model_len = given.pop("max_model_len", None)
+    sizes = {name: given.pop(name) for name in ("max_batch_size", "max_model_len") if name in given}
     if given.setdefault("use_safetensors", True) is not True:
         raise InvalidRequest(
             "use_safetensors must stay True: other weight files can run code; convert them"
@@ -88,16 +84,25 @@ def open_transformers(
             tokenizer = AutoTokenizer.from_pretrained(
                 name, trust_remote_code=given["trust_remote_code"]
             )
-    return TransformersEngine(
-        network, tokenizer=tokenizer, max_model_len=max_model_len, max_batch_size=max_batch_size
-    )
+    return TransformersEngine(network, tokenizer=tokenizer, **sizes)
 
 
 class TransformersEngine(SteppedEngine):
     """The Engine protocol over a causal language model of transformers.
 
-    A step runs one forward for each adapter among the requests that it takes. The row of a request is
-    that of the request computed alone, up to the rounding of differently shaped matrix products.
+    A step runs one forward for each adapter among its requests. The row of a request is that of the
+    request computed alone, up to the rounding of differently shaped matrix products.
+
+    Args:
+        network: a ``PreTrainedModel`` with a language-model head, on its device. The engine owns it from
+            now on: adapters change its modules in place.
+        tokenizer: transformers' tokenizer, if the checkpoint has one.
+        max_model_len: the longest context; by default the length in the model's configuration.
+        max_batch_size: the most requests of a step.
+
+    Raises:
+        InvalidRequest: ``max_model_len`` is unknown, or longer than the model takes.
+        EngineUnsupported: the network's head is of another kind; see ``_Network._probe``.
     """
 
     def __init__(
@@ -106,29 +111,17 @@ class TransformersEngine(SteppedEngine):
         *,
         tokenizer: Any = None,
         max_model_len: int | None = None,
-        max_batch_size: int | None = None,
+        max_batch_size: int = 32,
     ) -> None:
-        """
-        Args:
-            network: a ``PreTrainedModel`` with a language-model head, on the device it is to run on.
-                The engine owns it from now on: adapters change its modules in place.
-            tokenizer: transformers' tokenizer, or ``None`` if the checkpoint came without.
-            max_model_len: the longest context; what the model's configuration says if not given.
-            max_batch_size: requests to a step; 32 if not given.
-
-        Raises:
-            InvalidRequest: ``max_model_len`` is not known, or longer than the model takes.
-            EngineUnsupported: the network's head does not work as needed here.
-        """
         super().__init__(
             _Network(network, tokenizer),
             max_model_len=_length(cast(Any, network).config, max_model_len),
-            max_batch_size=32 if max_batch_size is None else max_batch_size,
+            max_batch_size=max_batch_size,
             ends=_ends(network),
         )
 
 
-class _Network:
+class _Network(SteppedModel):
     """The SteppedModel of a network; adapters are layers in it, by keys of their own."""
 
     def __init__(self, network: nn.Module, tokenizer: Any) -> None:
@@ -146,13 +139,7 @@ class _Network:
         return f"{type(self._network).__name__} on {self.device}"
 
     def load_adapter(self, adapter: Adapter, path: Path) -> None:
-        """Load a LoRA adapter beside those that are there.
-
-        Raises:
-            InvalidAdapter: the directory holds no LoRA adapter, or one that does not fit; the network is
-                as it was before.
-            EngineNotInstalled: peft is missing.
-        """
+        """Load a LoRA adapter. Raises also EngineNotInstalled, without peft."""
         key = next(self._new_keys)
         try:
             _inject(self._network, key, path)
@@ -204,11 +191,8 @@ class _Network:
         return logits[:, 0]
 
     def _probe(self) -> Tensor:
-        """Return the logits of a forward over two contexts; check that the head saw what it should.
-
-        The engine gives the head the last hidden states alone. That needs a network whose output
-        embeddings are a module called with all hidden states; others are refused here.
-        """
+        """Return the logits of a forward over two contexts. Raises EngineUnsupported unless the output
+        embeddings are a module that is called with all hidden states: it gets the last ones alone."""
         contexts = torch.zeros(2, 3, dtype=torch.int64, device=self._input_device)
         with _translated(type(self._network).__name__), torch.no_grad():
             with _head_sees_only(self._network, torch.tensor([0, 2])):
@@ -233,8 +217,7 @@ class _Network:
 def _head_sees_only(network: Any, positions: Tensor) -> Iterator[None]:
     """Give the head one hidden state per context, so that no ``[n, T, V]`` tensor is ever made.
 
-    As a hook before the head, not as a computation of ours after the trunk, so that whatever a model
-    does to its logits (scaling, soft-capping) is done to these.
+    A hook before the head keeps what a model does to its logits, such as scaling and soft-capping.
     """
 
     def pick(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -251,7 +234,7 @@ def _head_sees_only(network: Any, positions: Tensor) -> Iterator[None]:
 
 @contextmanager
 def _translated(name: str) -> Iterator[None]:
-    """Raise what transformers raises while it opens ``name`` as an error of genrt's."""
+    """Translate the errors of transformers while it opens ``name``."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -270,7 +253,7 @@ def _translated(name: str) -> Iterator[None]:
 
 
 def _ends(network: Any) -> list[int]:
-    """Return the end tokens of the checkpoint's ``generation_config.json``: vLLM ends texts there too."""
+    """Return the end tokens of the checkpoint's ``generation_config.json``, as vLLM does."""
     found = getattr(getattr(network, "generation_config", None), "eos_token_id", None)
     return [found] if isinstance(found, int) else list(found or ())
 
@@ -312,8 +295,7 @@ def _inject(network: Any, key: str, path: Path) -> None:
 
 
 def _refuse_more_than_lora(config: Any, path: Path) -> None:
-    """Raise InvalidAdapter for whatever would change the base model, which other requests are computed
-    with."""
+    """Raise InvalidAdapter for an adapter that would change the base model."""
     if config.peft_type != "LORA":
         raise InvalidAdapter(f"{path} is a {config.peft_type} adapter: only LoRA is taken")
     changes = [

@@ -33,7 +33,6 @@ __all__ = [
     "Sleeping",
     "TensorForm",
     "TensorsIn",
-    "Updating",
     "Weights",
     "check_complete",
     "check_tensors",
@@ -79,7 +78,7 @@ SLEEPING_PARTS: frozenset[SleepingPart] = frozenset(("weights", "kv_cache"))
 
 
 class Weights(Protocol):
-    """The weights of an open engine."""
+    """The weights of an open engine, which has them as ``weights``."""
 
     def layout(self) -> Layout:
         """Return the tensors that new weights must have.
@@ -102,15 +101,6 @@ class Weights(Protocol):
 
     def finish(self) -> None:
         """Use the new weights from now on; all have been loaded."""
-
-
-@runtime_checkable
-class Updating(Protocol):
-    """An Engine with weights that can be replaced while it is open."""
-
-    @property
-    def weights(self) -> Weights:
-        """The weights."""
 
 
 @runtime_checkable
@@ -153,11 +143,12 @@ class Receiving(Weights, Protocol):
 
 def weights_of(engine: object) -> Weights:
     """Return the weights of an engine. Raises EngineUnsupported if they cannot be replaced."""
-    if isinstance(engine, Updating):
-        return engine.weights
-    raise EngineUnsupported(
-        f"{type(engine).__name__} cannot replace its weights: load a runtime with the new ones"
-    )
+    weights: Weights | None = getattr(engine, "weights", None)
+    if weights is None:
+        raise EngineUnsupported(
+            f"{type(engine).__name__} cannot replace its weights: load a runtime with the new ones"
+        )
+    return weights
 
 
 def check_tensors(
@@ -180,7 +171,7 @@ def check_tensors(
         found[name] = tensor
     for name in [name for name in found if layout[name].tied_to is not None]:
         twin = found.get(str(layout[name].tied_to))
-        if twin is None or not (_share_memory(found[name], twin) or torch.equal(found[name], twin)):
+        if twin is None or not (twin.is_meta or torch.equal(found[name], twin)):
             raise InvalidWeights(
                 f"tensor {name!r} is tied to {layout[name].tied_to!r} in this model, but is not given "
                 "beside an equal one: leave it out"
@@ -209,10 +200,6 @@ def _check_tensor(layout: Layout, name: object, tensor: object, *, finite: bool)
         )
     if finite and not tensor.is_meta and not bool(tensor.isfinite().all()):
         raise InvalidWeights(f"tensor {name!r} has NaN or infinity in it: give finite weights")
-
-
-def _share_memory(one: Tensor, other: Tensor) -> bool:
-    return one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
 
 
 def check_complete(layout: Layout, given: Collection[str]) -> None:
@@ -320,6 +307,62 @@ def layout_of(
 # -- saved weights ----------------------------------------------------------------------------
 
 
+class SavedWeights:
+    """Weights in files: the caller's own files, or a copy in a directory of the runtime."""
+
+    def __init__(self, files: Sequence[Path] = (), *, directory: Path | None = None) -> None:
+        self.directory = directory
+        self._stamps = {file: _stamp(file) for file in files}
+        self._count = 0
+
+    def files(self) -> list[Path]:
+        """Return the files."""
+        return [*self._stamps] if self.directory is None else sorted(self.directory.iterdir())
+
+    def changed(self) -> Path | None:
+        """Return a file of the caller's that was changed or removed, if there is one."""
+        stamps = self._stamps.items()
+        return next((file for file, stamp in stamps if stamp != _stamp(file)), None)
+
+    def add(self, tensors: NamedTensors) -> None:
+        """Add tensors to the copy. Raises InvalidWeights if there is no room."""
+        shard: dict[str, Tensor] = {}
+        size = 0
+        for name, tensor in tensors:
+            # Neither views nor tensors that share memory can be saved.
+            shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
+            size += tensor.nbytes
+            if size >= SHARD_BYTES:
+                self._save(shard)
+                shard, size = {}, 0
+        if shard:
+            self._save(shard)
+
+    def _save(self, shard: dict[str, Tensor]) -> None:
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+
+        self._count += 1
+        try:
+            save_file(shard, f"{self.directory}/{self._count:05}.safetensors")
+        except (OSError, SafetensorError) as error:
+            raise InvalidWeights(f"the weights cannot be copied: {error}") from error
+
+    def drop(self) -> None:
+        """Remove the copy. The caller's own files stay."""
+        if self.directory is not None:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def _stamp(file: Path) -> tuple[int, int, int] | None:
+    """Return metadata that changes with a file's content; ``None`` without the file."""
+    try:
+        status = file.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
 class KeptWeights:
     """The last complete weights of a runtime, saved for the next engine. Copies are removed with this
     object or with the process.
@@ -358,18 +401,16 @@ class KeptWeights:
         """
         if not self.version:
             return
-        advice = "load the model again, or replace weights with keep=True"
-        if self._saved is None:
+        saved, why = self._saved, "were in the engine, which is gone"
+        changed = None if saved is None else saved.changed()
+        if changed is not None:
+            why = f"were read from {changed}, which has changed since"
+        if saved is None or changed is not None:
             raise EngineFailed(
-                f"weights of version {self.version} were in the engine, which is gone, and no copy was "
-                f"kept: {advice}"
+                f"weights of version {self.version} {why}, and no copy was kept: load the model "
+                "again, or replace weights with keep=True"
             )
-        if (changed := self._saved.changed()) is not None:
-            raise EngineFailed(
-                f"weights of version {self.version} were read from {changed}, which has changed since, "
-                f"and no copy was kept: {advice}"
-            )
-        _load_files(engine, self._saved.files())
+        _load_files(engine, saved.files())
 
     def restore(self, engine: object) -> None:
         """Load the saved weights, or the checkpoint's, into an engine that has dropped its weights.
@@ -389,59 +430,3 @@ def _load_files(engine: object, files: Sequence[Path]) -> None:
         weights.finish()
     except Exception as error:
         raise EngineDied(f"its weights could not be read again: {error}") from error
-
-
-class SavedWeights:
-    """Weights in files: the caller's own files, or a copy in a directory of the runtime."""
-
-    def __init__(self, files: Sequence[Path] = (), *, directory: Path | None = None) -> None:
-        self.directory = directory
-        self._stamps = {file: _stamp(file) for file in files}
-        self._count = 0
-
-    def files(self) -> list[Path]:
-        """Return the files."""
-        return [*self._stamps] if self.directory is None else sorted(self.directory.iterdir())
-
-    def changed(self) -> Path | None:
-        """Return a file of the caller's that has been changed or removed; ``None`` if there is none."""
-        stamps = self._stamps.items()
-        return next((file for file, stamp in stamps if stamp != _stamp(file)), None)
-
-    def add(self, tensors: NamedTensors) -> None:
-        """Add tensors to the copy. Raises InvalidWeights if there is no room."""
-        shard: dict[str, Tensor] = {}
-        size = 0
-        for name, tensor in tensors:
-            # Neither views nor tensors that share memory can be saved.
-            shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
-            size += tensor.nbytes
-            if size >= SHARD_BYTES:
-                self._save(shard)
-                shard, size = {}, 0
-        if shard:
-            self._save(shard)
-
-    def _save(self, shard: dict[str, Tensor]) -> None:
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-
-        self._count += 1
-        try:
-            save_file(shard, f"{self.directory}/{self._count:05}.safetensors")
-        except (OSError, SafetensorError) as error:
-            raise InvalidWeights(f"the weights cannot be copied: {error}") from error
-
-    def drop(self) -> None:
-        """Remove the copy. The caller's own files stay."""
-        if self.directory is not None:
-            shutil.rmtree(self.directory, ignore_errors=True)
-
-
-def _stamp(file: Path) -> tuple[int, int, int] | None:
-    """Return metadata that changes with a file's content; ``None`` if the file is missing."""
-    try:
-        status = file.stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_size, status.st_mtime_ns

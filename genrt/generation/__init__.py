@@ -27,7 +27,6 @@ from genrt.generation.rollouts import (
     verify_right_padding,
 )
 from genrt.generation.valid import (
-    BatchStatistics,
     Prompts,
     Reason,
     Records,
@@ -41,7 +40,6 @@ from genrt.generation.validators import Fault, Parse, Validate
 
 __all__ = [
     "AskOptions",
-    "BatchStatistics",
     "Conversation",
     "Failed",
     "Fault",

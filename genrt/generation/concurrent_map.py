@@ -1,10 +1,7 @@
 """A coroutine function applied to the items of a source, a bounded number at once.
 
-Rules:
-    One task reads the source. It reads while fewer than ``concurrency`` items run and fewer than
-    ``max_ahead`` items are read but not taken.
-    Results wait until they are taken, in the order of completion or of the items. None is lost.
-    After ``close`` no task remains, and an asynchronous source is closed.
+One task reads the source. Results wait until they are taken; none is lost. After ``close`` no task
+remains, and an asynchronous source is closed.
 """
 
 from __future__ import annotations
@@ -24,14 +21,12 @@ Source: TypeAlias = Iterable[Any] | AsyncIterable[Any]
 
 
 class ConcurrentMap(Generic[T]):
-    """Runs one task for each item of a source, on the running loop.
+    """Runs a task ``function(number, item)`` for each item of a source, on the running loop.
 
     Args:
-        source: yields the items. A synchronous one is read on the loop.
-        function: called with the number of an item, from 0, and the item. ``take`` raises its error.
         concurrency: the maximum number of running items.
         max_ahead: the maximum number of items that are read but not taken.
-        in_order: whether results are taken in the order of the items.
+        in_order: whether results are taken in the order of the items, and not of completion.
     """
 
     def __init__(

@@ -141,13 +141,8 @@ class Conversation:
         self._message_of = message_of or _answer_message
         self._tools, self._template_kwargs = tools, chat_template_kwargs
         self._messages: list[Message] = []
-        self._answered = 0  # the number of messages up to the model's last answer
-        self._drawn: set[int] = set()  # the positions of the model's messages
-        # The fields of the trajectory.
-        self._token_ids: list[int] = []
-        self._loss_mask: list[bool] = []
-        self._logprobs: list[float] = []
-        self._versions: list[int] = []
+        self._answers: list[Completion] = []
+        self._drawn: list[int] = []  # the positions of these answers among the messages
         encoding.check_messages(messages)
         self.add(*messages)
 
@@ -177,12 +172,20 @@ class Conversation:
                 "the last message is the assistant's: add what comes after it first"
             )
         messages = [self._shown(place) for place in range(len(self._messages))]
-        if not self._answered:
+        if not self._drawn:
             return self._written(messages)
         # Drawn texts may not survive a round trip; their tokens are not used here.
         whole = self._written(messages, lossy=True)
-        prefix = self._written(messages[: self._answered], begun=False, lossy=True)
-        return splice_turn(self._token_ids, prefix, whole, self._end)
+        prefix = self._written(messages[: self._drawn[-1] + 1], begun=False, lossy=True)
+        return splice_turn(self._token_ids(), prefix, whole, self._end)
+
+    def _token_ids(self) -> list[int]:
+        """Return the tokens up to the last answer."""
+        return [
+            token
+            for last in self._answers[-1:]
+            for token in (*last.prompt_token_ids, *last.token_ids)
+        ]
 
     def _written(
         self, messages: Sequence[Message], *, begun: bool = True, lossy: bool = False
@@ -225,14 +228,9 @@ class Conversation:
             raise InvalidRequest("this answer has no log-probabilities: draw it with logprobs=0")
         message = self._message_of(completion)
         encoding.check_messages([message])
-        before, drawn = len(prompt) - len(self._token_ids), len(completion.token_ids)
-        self._token_ids = [*prompt, *completion.token_ids]
-        self._loss_mask += [False] * before + [True] * drawn
-        self._logprobs += [0.0] * before + [*completion.logprobs]
-        self._versions += [-1] * before + [completion.weights_version] * drawn
-        self._drawn.add(len(self._messages))
+        self._answers.append(completion)
+        self._drawn.append(len(self._messages))
         self._messages.append(dict(message))
-        self._answered = len(self._messages)
 
     async def ask(
         self, *, max_new_tokens: int | None = None, **options: Unpack[GenerateOptions]
@@ -267,25 +265,28 @@ class Conversation:
 
     def trajectory(self) -> Trajectory:
         """Return the tokens up to the last answer; empty tensors before the first one."""
-        return Trajectory(
-            torch.tensor(self._token_ids, dtype=torch.int64),
-            torch.tensor(self._loss_mask, dtype=torch.bool),
-            torch.tensor(self._logprobs, dtype=torch.float32),
-            torch.tensor(self._versions, dtype=torch.int64),
-        )
+        token_ids = torch.tensor(self._token_ids(), dtype=torch.int64)
+        loss_mask, logprobs = torch.zeros_like(token_ids).bool(), torch.zeros(len(token_ids))
+        versions = torch.full_like(token_ids, -1)
+        for each in self._answers:
+            start = len(each.prompt_token_ids)
+            drawn = slice(start, start + len(each.token_ids))
+            loss_mask[drawn] = True
+            logprobs[drawn] = torch.tensor(each.logprobs, dtype=torch.float32)
+            versions[drawn] = each.weights_version
+        return Trajectory(token_ids, loss_mask, logprobs, versions)
 
     def fork(self) -> Conversation:
         """Return an independent copy."""
         other = copy(self)
-        other._messages, other._drawn = [*self._messages], {*self._drawn}
-        other._token_ids, other._loss_mask = [*self._token_ids], [*self._loss_mask]
-        other._logprobs, other._versions = [*self._logprobs], [*self._versions]
+        other._messages, other._drawn = [*self._messages], [*self._drawn]
+        other._answers = [*self._answers]
         return other
 
     def __repr__(self) -> str:
         return (
-            f"Conversation({len(self._messages)} messages, {len(self._token_ids)} tokens, "
-            f"{sum(self._loss_mask)} of them drawn)"
+            f"Conversation({len(self._messages)} messages, {len(self._token_ids())} tokens, "
+            f"{sum(len(each.token_ids) for each in self._answers)} of them drawn)"
         )
 
 

@@ -28,17 +28,15 @@ from genrt.generation.concurrent_map import ConcurrentMap
 from genrt.generation.journal import (
     REMEDY,
     Journal,
-    adapter_digest,
     describe,
-    model_digest,
+    directory_digest,
     model_revision,
 )
 from genrt.generation.many import Failed, Item, ItemRunner, check_lm
 from genrt.generation.tables import (
     Row,
     RowPrompts,
-    check_input,
-    check_output,
+    check_files,
     format_of,
     read_rows,
     value_of,
@@ -49,7 +47,6 @@ from genrt.numbers import check_bool, check_float, check_int, check_timeout, nam
 from genrt.questions.completions import (
     STRUCTURES,
     Completion,
-    CompletionOptions,
     GenerateOptions,
     TurnOptions,
     completion_requests,
@@ -121,27 +118,24 @@ class JobReport:
         )
 
     def __str__(self) -> str:
-        lines: list[tuple[str, int | str]] = [
-            ("rows", self.rows),
-            ("  done", self.done),
-            ("    truncated", self.truncated),
-            ("    invalid", self.invalid.total()),
-            *((f"      {name}", count) for name, count in sorted(self.invalid.items())),
-            ("  finished before", self.skipped),
-            ("    with an error", self.failed_before),
-            ("  failed", self.failed.total()),
-            *((f"    {name}", count) for name, count in sorted(self.failed.items())),
-            ("  not asked", self.left),
-            ("prompt tokens", self.prompt_tokens),
-            ("completion tokens", self.completion_tokens),
-            ("tokens per second", round(self.tokens_per_second)),
-            ("elapsed", _duration(self.seconds)),
-        ]
-        table = "\n".join(
-            f"{name:<40}{value if isinstance(value, str) else format(value, ','):>14}"
-            for name, value in lines
-        )
-        return f"{table}\nstopped: {self.stopped}" if self.stopped else table
+        lines = {
+            "rows": self.rows,
+            "  done": self.done,
+            "    truncated": self.truncated,
+            "    invalid": self.invalid.total(),
+            **{f"      {name}": count for name, count in sorted(self.invalid.items())},
+            "  finished before": self.skipped,
+            "    with an error": self.failed_before,
+            "  failed": self.failed.total(),
+            **{f"    {name}": count for name, count in sorted(self.failed.items())},
+            "  not asked": self.left,
+            "prompt tokens": self.prompt_tokens,
+            "completion tokens": self.completion_tokens,
+            "tokens per second": round(self.tokens_per_second),
+        }
+        table = [f"{name:<40}{count:>14,}" for name, count in lines.items()]
+        table += [f"{'elapsed':<40}{_duration(self.seconds):>14}"]
+        return "\n".join(table + [f"stopped: {self.stopped}"] * (self.stopped is not None))
 
 
 def _duration(seconds: float) -> str:
@@ -152,21 +146,21 @@ def _duration(seconds: float) -> str:
 class Job:
     """A text for each row of a JSONL, CSV or TSV file, as a line of a JSONL file.
 
-    The output is the job's memory: each row has one line, written when the row is finished. After any
-    interruption the next run continues with the missing rows, and with rows that were added to the
-    input. Lines are in the order of completion. A line has the row's ``index`` (from 0), its columns
-    as ``input``, ``text``, ``finish_reason``, ``stop_reason``, ``truncated``, ``prompt_tokens``,
-    ``completion_tokens`` and ``seed``, or else ``error`` and ``error_type``; ``reasoning`` if it is split
-    from the text. With a schema or ``validate`` it has the value of the text as ``output``, whether it is
-    ``valid``, and otherwise the ``fault``. With ``logprobs`` it has these and the ``token_ids``.
+    The output is the job's memory: each row has one line, written when the row is finished, in the order
+    of completion. After any interruption the next run continues with the missing rows, and with rows that
+    were added to the input. A line has the row's ``index`` (from 0), its columns as ``input``, ``text``,
+    ``finish_reason``, ``stop_reason``, ``truncated``, ``prompt_tokens``, ``completion_tokens`` and
+    ``seed``, or else ``error`` and ``error_type``; ``reasoning`` if it is split from the text. With a
+    schema or ``validate`` it has the value of the text as ``output``, whether it is ``valid``, and
+    otherwise the ``fault``. With ``logprobs`` it has these and the ``token_ids``.
 
     ``OUTPUT.job.json`` describes how the lines are made. A run with another template, schema, option,
     model, adapter or ``weights_version`` is refused, and so is a run with another input in a finished
     row. Weights from ``update_weights`` are known to one runtime only: other runtimes are refused, unless
     ``model`` names a directory with the weights.
 
-    With ``seed``, row ``i`` is drawn with seed ``seed + i``: interruptions do not change the results, if
-    the engine computes the same in any batch.
+    Row ``i`` is drawn with seed ``seed + i``: interruptions do not change the results, if the engine
+    computes the same in any batch.
     """
 
     def __init__(
@@ -196,22 +190,20 @@ class Job:
     ) -> None:
         """
         Args:
-            input: the file of rows; see ``input_format``. It is read once before the first row runs.
+            input: the file of rows. It is read once before the first row runs.
             output: the file of lines, in an existing directory.
             prompt_template: the prompt of a row, with the names of columns: ``"Summarize: {text}"``.
                 ``{{`` and ``}}`` are braces; values other than str are written as JSON.
             messages_column: instead of a template, the column with a conversation: a list, or its JSON.
                 By default the column ``prompt`` or ``messages`` is used.
             system_message: begins every conversation; it also turns a template into a conversation.
-            chat: whether the template's text is the user's message of a conversation, for ``lm.chat``.
-            validate: a function, a schema or a pydantic model that validates the texts, as for
-                ``generate_valid``; by default ``json_schema``. Values are written as JSON. A function
-                runs on the loop.
+            chat: whether the template's text is the user's message of a conversation.
+            validate: validates the texts, as for ``generate_valid``; by default ``json_schema``. Values
+                are written as JSON. A function runs on the loop.
             model: identifies the model for later runs: a directory, which is compared by its content, or
                 a name, which is compared with its revision in the hub's cache. By default the source of
                 the tokenizer.
-            model_options: other options that decide the model's answers, such as its dtype. They are
-                only compared.
+            model_options: other options that decide the model's answers. They are only compared.
             input_format: ``"jsonl"``, ``"csv"`` or ``"tsv"``; by default by the suffix of the input.
             limit: use only the first rows.
             keep_columns: the columns that lines repeat as ``input``; by default all.
@@ -223,8 +215,7 @@ class Job:
                 remaining rows are then in memory; otherwise they are streamed.
             concurrency: the number of running rows; by default it keeps the engine's steps full.
             max_consecutive_failures: the run stops after this number of failed rows in a row; 0 is no
-                bound. Rows that are themselves wrong (any InvalidRequest: too long, a column missing, a
-                text that the tokenizer refuses) do not count.
+                bound. Rows that are themselves wrong (any InvalidRequest) do not count.
             heartbeat: seconds between two lines of progress in the log, with the remaining time. The
                 output is then synchronized with the disk. 0 disables it.
             log_prompts: whether warnings about failed rows include the rows and the messages of errors,
@@ -236,8 +227,8 @@ class Job:
             InvalidRequest: an argument is wrong, or the input does not exist.
             ExtraNotInstalled: there is a schema, and jsonschema is missing.
         """
-        self._input = check_input(_path("input", input))
-        self._output = check_output(_path("output", output))
+        self._input, self._output = _path("input", input), _path("output", output)
+        check_files(self._input, self._output)
         self._form = format_of(self._input, input_format)
         if "json_schema" in options:
             options = {**options, "json_schema": JSONSchema(options["json_schema"]).schema}
@@ -263,8 +254,9 @@ class Job:
             )
         if not isinstance(model_options, Mapping | None):
             raise InvalidRequest(f"model_options must be a mapping, got {named(model_options)}")
-        self._parts = drawing | self._prompts.parts
-        self._parts |= {
+        self._parts: dict[str, Any] = {
+            **drawing,
+            **self._prompts.parts,
             "keep_columns": self._keep_columns and sorted(self._keep_columns),
             "num_retries_invalid": self._num_retries,
             "validate": _validator_identity(validate),
@@ -273,7 +265,11 @@ class Job:
             self._parts["model_options"] = _as_json("model_options", model_options)
         self._model = None if model is None else str(_path("model", model))
         self._limit = sys.maxsize if limit is None else check_int("limit", limit, 1, sys.maxsize)
-        self._retry_errors = _check_retry_errors(retry_errors)
+        self._retry_errors = (
+            retry_errors
+            if isinstance(retry_errors, bool)
+            else frozenset(_names("retry_errors", retry_errors))
+        )
         self._overwrite = check_bool("overwrite", overwrite)
         self._sort_by_length = check_bool("sort_by_length", sort_by_length)
         self._options["concurrency"] = (
@@ -339,10 +335,10 @@ class Job:
             parts["runtime"] = lm.runtime_id
         found = describe(parts)
         if adapter is not None:
-            found["adapter_files"] = adapter_digest(adapter)
+            found["adapter_files"] = directory_digest(adapter, is_adapter=True)
         model = self._model or model
         if model is not None and Path(model).is_dir():
-            found["model"] = model_digest(Path(model))
+            found["model"] = directory_digest(Path(model))
         elif model is not None:
             found["model"] = model
             options = self._parts.get("model_options") or {}
@@ -353,19 +349,12 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class _RowResult:
-    """The result of a row, with its validation.
-
-    Attributes:
-        tokens: the drawn tokens, also of invalid texts that were drawn again.
-        output: the value of the text.
-    """
-
     row: Row
     result: Completion | Failed
     seed: int | None = None
-    tokens: int = 0
+    tokens: int = 0  # also of invalid texts that were drawn again
     output: Any = None
-    faults: Sequence[Fault] = ()
+    fault: Fault | None = None
 
 
 class JobRun:
@@ -377,14 +366,12 @@ class JobRun:
         self._report = JobReport()
         self._began = time.monotonic()
         self._opening = threading.Lock()
-        self._is_closed = self._is_ready = False
+        self._is_closed = False
         self._weights_version = 0
         self._adapter: Path | None = None  # the runtime's copy
         self._refused: JobRefused | None = None
-        self._rows: Iterable[Row] = ()
-        self._failures: list[Exception] = []  # of consecutive rows
-
-    # -- before there is a model ----------------------------------------------------------------
+        self._rows: Iterable[Row] | None = None  # while it is open and has not run
+        self._failures: list[str] = []  # of consecutive rows
 
     def _open(
         self, model: str | None, *, adapter: Path | None = None, lm: AsyncLM | None = None
@@ -392,9 +379,7 @@ class JobRun:
         """Lock the output, read the finished rows, and compare the input and the description. Raises as
         ``Job.run``; ends early after ``close``."""
         with self._opening:
-            if self._is_closed:
-                return
-            job = self._job
+            job, journal = self._job, self._journal
             if job._output.exists() and os.path.samefile(job._input, job._output):
                 raise InvalidRequest(
                     f"{job._output} is the input: name another file for the output"
@@ -404,33 +389,25 @@ class JobRun:
             description = job._description(model, adapter, lm)
             self._weights_version = description["weights_version"]
             max_rows = job._input.stat().st_size
-            retried = job._retry_errors
-            self._journal.read(
-                description,
-                max_rows,
-                lambda name: retried if isinstance(retried, bool) else name in retried,
-                overwrite=job._overwrite,
-            )
-            if not self._compare():
+            journal.read(description, max_rows, job._retry_errors, overwrite=job._overwrite)
+            self._compare()
+            if self._is_closed:
                 return
-            self._journal.start()
-            rows = itertools.islice(read_rows(job._input, job._form), self._report.rows)
-            self._rows = rows
+            journal.start()
+            self._rows = itertools.islice(read_rows(job._input, job._form), self._report.rows)
             if job._sort_by_length:
-                todo = [row for row in rows if not self._journal.has(row.index)]
+                todo = [row for row in self._rows if not journal.has(row.index)]
                 self._rows = sorted(todo, key=self._prompt_length, reverse=True)
-            self._is_ready = True
 
-    def _compare(self) -> bool:
-        """Read the input once. Finished rows must be unchanged, and all columns known. Return False if
-        the run was closed meanwhile."""
+    def _compare(self) -> None:
+        """Read the input once. Finished rows must be unchanged, and all columns known."""
         job, report, digests = self._job, self._report, self._journal.digests
         known: dict[str, None] = {}
         count = 0
         rows = read_rows(job._input, job._form)
         for row in itertools.islice(rows, max(job._limit, len(digests))):
             if self._is_closed:
-                return False
+                return
             count += 1
             known |= dict.fromkeys(row.columns)
             is_finished = self._journal.has(row.index)
@@ -451,7 +428,6 @@ class JobRun:
         report.failed_before = min(self._journal.failed, report.skipped)
         for name in (*job._prompts.columns, *(job._keep_columns or ())) if count else ():
             value_of(known, name)
-        return True
 
     def _prompt_length(self, row: Row) -> int:
         try:
@@ -460,15 +436,12 @@ class JobRun:
             return 0
         return len(prompt) if isinstance(prompt, str) else len(str(prompt))
 
-    # -- with a model ---------------------------------------------------------------------------
-
     async def run(self, lm: AsyncLM) -> JobReport:
         """Run the remaining rows, write them, and return a report. Raises as ``Job.run``, and
         InvalidRequest if this run has run or is closed."""
-        job = self._job
-        if not self._is_ready:
+        job, rows, self._rows = self._job, self._rows, None
+        if rows is None:
             raise InvalidRequest("a run runs once, and not when it is closed: begin another")
-        self._is_ready = False
         if lm.weights_version != self._weights_version:
             self._refuse("has new weights")
         if (name := job._options.get("adapter")) is not None:
@@ -480,7 +453,7 @@ class JobRun:
             if self._report.left:
                 await runner.check()
                 await runner.probe()
-                await self._run_rows(lm, runner)
+                await self._run_rows(lm, runner, rows)
         finally:
             if beats is not None:
                 beats.cancel()
@@ -494,9 +467,9 @@ class JobRun:
         counted = Counter(report.failed), Counter(report.invalid)
         return replace(report, failed=counted[0], invalid=counted[1], seconds=seconds)
 
-    async def _run_rows(self, lm: AsyncLM, runner: ItemRunner) -> None:
+    async def _run_rows(self, lm: AsyncLM, runner: ItemRunner, rows: Iterable[Row]) -> None:
         answers: ConcurrentMap[_RowResult] = ConcurrentMap(
-            self._remaining_rows(),
+            self._remaining(rows),
             lambda number, row: self._answer(runner, number, row),
             concurrency=runner.concurrency,
             max_ahead=2 * runner.concurrency,
@@ -504,18 +477,13 @@ class JobRun:
         try:
             while not self._report.stopped and (taken := await answers.take()) is not None:
                 self._settle(lm, taken[1])
-        except OutputFailed:
-            await answers.close()
-            raise
-        except BaseException:
+        finally:
             await self._finish(lm, answers)
-            raise
-        await self._finish(lm, answers)
         if self._refused is not None:
             raise self._refused
 
-    async def _remaining_rows(self) -> AsyncIterator[Row]:
-        for place, row in enumerate(self._rows):
+    async def _remaining(self, rows: Iterable[Row]) -> AsyncIterator[Row]:
+        for place, row in enumerate(rows):
             if place % 256 == 0:
                 await asyncio.sleep(0)  # finished rows must not block the loop
             if self._report.stopped:
@@ -530,13 +498,13 @@ class JobRun:
             prompt = job._prompts.of(row.columns)
         except InvalidRequest as error:
             return _RowResult(row, Failed(error))
-        tokens, attempt = 0, 0
-        while True:
-            options: GenerateOptions = {}
+        text, messages = (prompt, None) if isinstance(prompt, str) else (None, prompt)
+        options: GenerateOptions = {}
+        tokens = 0
+        for attempt in itertools.count():
             if job._seed is not None:
                 # Seeds of repeated draws lie beyond the seeds of all rows.
                 options["seed"] = seed_at(job._seed, row.index + attempt * 2**40)
-            text, messages = (prompt, None) if isinstance(prompt, str) else (None, prompt)
             result = await runner.run(number, Item(text, messages, options))
             if isinstance(result, Failed):
                 return _RowResult(row, result, tokens=tokens)
@@ -545,9 +513,10 @@ class JobRun:
             if job._validator is not None:
                 await job._validator.validate(result.text, values, faults)
             if not faults or attempt == job._num_retries:
-                output = _output_json(values[0]) if values else None
-                return _RowResult(row, result, options.get("seed"), tokens, output, faults)
-            attempt += 1
+                break
+        output = _as_json("the value that validate returned", values[0]) if values else None
+        fault = faults[0] if faults else None
+        return _RowResult(row, result, options.get("seed"), tokens, output, fault)
 
     async def _finish(self, lm: AsyncLM, answers: ConcurrentMap[_RowResult]) -> None:
         """Cancel the running rows, and write the finished ones."""
@@ -557,75 +526,76 @@ class JobRun:
 
     def _settle(self, lm: AsyncLM, answer: _RowResult) -> None:
         """Write the line of a row, and count it."""
-        job, report, result = self._job, self._report, answer.result
+        report, result = self._report, answer.result
+        error = result.error if isinstance(result, Failed) else None
         text = result.partial if isinstance(result, Failed) else result
         # A text without a token has no version.
         if text is not None and text.token_ids and text.weights_version != self._weights_version:
             return self._refuse("has new weights")
-        if self._adapter is not None and lm.adapter_files(job._options["adapter"]) not in (
-            self._adapter,
-            None,
-        ):
-            return self._refuse(f"has another adapter {job._options['adapter']!r}")
+        name = self._job._options.get("adapter", "")
+        if self._adapter is not None and lm.adapter_files(name) not in (self._adapter, None):
+            return self._refuse(f"has another adapter {name!r}")
         report.completion_tokens += answer.tokens
-        if isinstance(result, Failed):
-            return self._fail(answer.row, result.error, result.partial)
-        entry = self._entry(answer.row) | _completion_entry(result) | {"seed": answer.seed}
-        fault = answer.faults[0] if answer.faults else None
-        if job._validator is not None:
-            entry |= {"output": answer.output, "valid": fault is None}
-            entry["fault"] = fault and f"{fault.category} ({fault.detail})"
-        if fault is not None and not result.truncated:
-            report.invalid[fault.category] += 1
-        self._journal.write(entry)
+        if error is not None and not self._count_failure(answer.row, error):
+            return None  # the next run repeats the row
+        self._journal.write(self._line(answer, text, error))
+        if text is None or error is not None:
+            return None
         self._failures.clear()
         report.done += 1
-        report.truncated += result.truncated
-        report.prompt_tokens += len(result.prompt_token_ids)
+        report.truncated += text.truncated
+        report.prompt_tokens += len(text.prompt_token_ids)
+        if answer.fault is not None and not text.truncated:
+            report.invalid[answer.fault.category] += 1
         return None
 
     def _refuse(self, change: str) -> None:
         """Stop the run: the lines before were made in another way."""
-        made = f"{self._journal.path} was made with version {self._weights_version} of them"
-        if "weights" not in change:
-            made = f"{self._journal.path} was made with the one before"
-        self._refused = JobRefused(f"the runtime {change}, and {made}: {REMEDY}")
+        self._refused = JobRefused(
+            f"the runtime {change}, and {self._journal.path} was made before that: {REMEDY}"
+        )
         self._report.stopped = str(self._refused)
 
-    def _fail(self, row: Row, error: Exception, partial: Completion | None) -> None:
-        """Write the error of a row. Stop after too many consecutive failures that are not the fault of
-        their row."""
+    def _count_failure(self, row: Row, error: Exception) -> bool:
+        """Count the error of a row. Stop after too many consecutive failures that are not the fault of
+        their row; return False for such failures after that."""
         job, report, name = self._job, self._report, type(error).__name__
         if not isinstance(error, InvalidRequest) or isinstance(error, UnknownAdapter):
             if report.stopped:
-                return  # the next run repeats the row
-            self._failures.append(error)
+                return False
+            self._failures.append(name)
         details = f": {error}; the row is {row.columns}" if job._log_prompts else ""
         log.warning("row %d failed with %s%s", row.index, name, details)
-        entry = self._entry(row) | _completion_entry(partial)
-        self._journal.write(entry | {"error": str(error), "error_type": name})
         report.failed[name] += 1
         if len(self._failures) == job._max_failures > 0:
-            report.stopped = self._too_many_failures()
+            report.stopped = (
+                f"{len(self._failures)} rows failed one after another, with "
+                f"{' and '.join(Counter(self._failures))}: {self._journal.path} has their errors. Once "
+                "the reason is gone, ask them again with --retry-errors (retry_errors=True)"
+            )
+        return True
 
-    def _too_many_failures(self) -> str:
-        kinds = Counter(type(error).__name__ for error in self._failures)
-        messages = {str(error) for error in self._failures}
-        # A message of one row may quote its prompt; a message of all rows does not.
-        is_shown = len(messages) == 1 < len(self._failures) or self._job._log_prompts
-        message = messages.pop() if is_shown else "log_prompts (--log-prompts) shows their messages"
-        return (
-            f"{len(self._failures)} rows failed one after another, with {' and '.join(kinds)}: "
-            f"{message}. They are written with their errors: once the reason is gone, ask them again "
-            "with --retry-errors (retry_errors=True)"
-        )
-
-    def _entry(self, row: Row) -> dict[str, Any]:
-        job, columns = self._job, row.columns
+    def _line(
+        self, answer: _RowResult, text: Completion | None, error: Exception | None
+    ) -> dict[str, Any]:
+        job, row, fault = self._job, answer.row, answer.fault
+        columns = row.columns
         if job._keep_columns is not None:
             columns = {name: columns[name] for name in job._keep_columns if name in columns}
-        judged = {} if job._validator is None else {"output": None, "valid": None, "fault": None}
-        return {"index": row.index, "digest": f"{row.digest:016x}", "input": columns} | judged
+        line = {"index": row.index, "digest": f"{row.digest:016x}", "input": columns}
+        if job._validator is not None:
+            line |= {
+                "output": answer.output,
+                "valid": None if error is not None else fault is None,
+                "fault": fault and f"{fault.category} ({fault.detail})",
+            }
+        return {
+            **line,
+            **_completion_fields(text),
+            "seed": answer.seed,
+            "error": None if error is None else str(error),
+            "error_type": None if error is None else type(error).__name__,
+        }
 
     async def _beat(self, seconds: float) -> None:
         """Log the progress and synchronize the output, every ``seconds``."""
@@ -639,8 +609,9 @@ class JobRun:
 
     def close(self) -> None:
         """Synchronize and close the output, and release its lock. Idempotent, from any thread."""
-        self._is_closed, self._is_ready = True, False
+        self._is_closed = True
         with self._opening:
+            self._rows = None
             self._journal.close()
 
     def __enter__(self) -> Self:
@@ -650,46 +621,32 @@ class JobRun:
         self.close()
 
 
-def _completion_entry(completion: Completion | None) -> dict[str, Any]:
-    """Return the fields of a line for a completion, or for its absence."""
-    entry: dict[str, Any] = dict.fromkeys(
-        ("text", "finish_reason", "stop_reason", "truncated", "prompt_tokens", "completion_tokens")
-    )
-    if completion is not None:
-        entry = {
-            "text": completion.text,
-            "finish_reason": completion.finish_reason,
-            "stop_reason": completion.stop_reason,
-            "truncated": completion.truncated,
-            "prompt_tokens": len(completion.prompt_token_ids),
-            "completion_tokens": len(completion.token_ids),
-        }
-        if completion.reasoning:
-            entry["reasoning"] = completion.reasoning
-        if completion.logprobs:
-            entry["token_ids"] = completion.token_ids
-            entry["logprobs"] = [_finite_or_none(each) for each in completion.logprobs]
-            entry["top_logprobs"] = [
-                {token: _finite_or_none(logprob) for token, logprob in each.items()}
-                for each in completion.top_logprobs
-            ]
-    return entry | {"seed": None, "error": None, "error_type": None}
+def _completion_fields(text: Completion | None) -> dict[str, Any]:
+    if text is None:
+        names = "text finish_reason stop_reason truncated prompt_tokens completion_tokens"
+        return dict.fromkeys(names.split())
+    fields: dict[str, Any] = {
+        "text": text.text,
+        "finish_reason": text.finish_reason,
+        "stop_reason": text.stop_reason,
+        "truncated": text.truncated,
+        "prompt_tokens": len(text.prompt_token_ids),
+        "completion_tokens": len(text.token_ids),
+    }
+    if text.reasoning:
+        fields["reasoning"] = text.reasoning
+    if text.logprobs:
+        fields["token_ids"] = text.token_ids
+        fields["logprobs"] = [*map(_finite_or_none, text.logprobs)]
+        fields["top_logprobs"] = [
+            {token: _finite_or_none(logprob) for token, logprob in each.items()}
+            for each in text.top_logprobs
+        ]
+    return fields
 
 
 def _finite_or_none(logprob: float) -> float | None:
     return logprob if math.isfinite(logprob) else None
-
-
-def _output_json(value: Any) -> Any:
-    """Return a validated value as JSON, of a pydantic model its fields."""
-    if hasattr(value, "model_dump"):
-        value = value.model_dump(mode="json")
-    try:
-        return json.loads(json.dumps(value, allow_nan=False))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequest(
-            f"validate returned {shown(value)}, which cannot be written as JSON"
-        ) from error
 
 
 def _model_of(lm: AsyncLM) -> str | None:
@@ -704,21 +661,16 @@ def _model_of(lm: AsyncLM) -> str | None:
 def _path(name: str, value: object) -> Path:
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
         raise InvalidRequest(f"{name} must be a path, got {named(value)}")
-    path = os.fsdecode(os.fspath(value))
-    if "\0" in path:
-        raise InvalidRequest(f"{name} must be a path, got one with a null character in it")
     try:
-        found = Path(path).expanduser()
-        os.fsencode(found)
-        found.exists()
-    except (
-        OSError,
-        UnicodeEncodeError,
-        RuntimeError,
-    ) as error:  # RuntimeError: an unknown home directory
+        path = Path(os.fsdecode(os.fspath(value))).expanduser()
+        if b"\0" in os.fsencode(path):
+            raise ValueError("it has a null character")
+        path.exists()
+    # A surrogate or a null character; an unknown home directory; too long.
+    except (ValueError, RuntimeError, OSError) as error:
         reason = getattr(error, "strerror", None) or error
         raise InvalidRequest(f"{name} must be a path that a file can have: {reason}") from error
-    return found
+    return path
 
 
 def _names(name: str, value: object) -> tuple[str, ...]:
@@ -729,15 +681,12 @@ def _names(name: str, value: object) -> tuple[str, ...]:
     return tuple(value)
 
 
-def _check_retry_errors(value: object) -> bool | frozenset[str]:
-    """Return whether to retry all errors, or the types of the errors."""
-    return value if isinstance(value, bool) else frozenset(_names("retry_errors", value))
-
-
 def _validator_identity(validate: Any) -> Any:
     """Return a schema, or a function's name and source."""
-    if validate is None or isinstance(validate, Mapping | str):
-        return validate if validate is None else JSONSchema(validate).schema
+    if validate is None:
+        return None
+    if isinstance(validate, Mapping | str):
+        return JSONSchema(validate).schema
     for of_model in ("model_json_schema", "json_schema"):  # a pydantic model, a TypeAdapter
         if callable(schema := getattr(validate, of_model, None)):
             return schema()
@@ -753,13 +702,15 @@ def _as_json(name: str, value: Any) -> Any:
     """Return a value after a round trip through JSON. Raises InvalidRequest if JSON cannot represent
     it."""
     try:
-        return json.loads(json.dumps(value, default=_json_default))
+        return json.loads(json.dumps(value, default=_json_default, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequest(f"{name} cannot be written as JSON: {error}") from error
 
 
 def _json_default(value: Any) -> Any:
-    """Return the dict of a mapping, the name of a function."""
+    """Return the fields of a pydantic model, the dict of a mapping, the name of a function."""
+    if not isinstance(value, type) and hasattr(value, "model_dump"):
+        return value.model_dump(mode="json")
     if isinstance(value, Mapping):
         return dict(value)
     if not isinstance(name := getattr(value, "__qualname__", None), str):
@@ -773,25 +724,28 @@ def _drawing_parts(options: Mapping[str, Any], seed: int | None) -> dict[str, An
     Raises:
         InvalidRequest: an option is wrong.
     """
-    others = {name: options[name] for name in TurnOptions.__annotations__ if name in options}
-    for name in CompletionOptions.__annotations__:
-        others.pop(name, None)
-    given = {name: value for name, value in options.items() if name not in others}
-    check_timeout(others.pop("timeout", None))
-    adapter = others.setdefault("adapter", None)
-    if not isinstance(adapter, str | None):
-        raise InvalidRequest(f"adapter must be a name, got {named(adapter)}")
-    if not isinstance(others.get("tools"), list | tuple | None):
-        raise InvalidRequest(f"tools must be a list, got {named(others['tools'])}")
-    if not isinstance(kwargs := others.get("chat_template_kwargs"), Mapping | None):
-        raise InvalidRequest(f"chat_template_kwargs must be a mapping, got {named(kwargs)}")
+    chat: dict[str, Any] = {
+        name: options.get(name) for name in ("adapter", "tools", "chat_template_kwargs")
+    }
+    given = {name: value for name, value in options.items() if name not in (*chat, "timeout")}
+    check_timeout(options.get("timeout"))
+    for name, (kind, noun) in {
+        "adapter": (str, "a name"),
+        "tools": (list | tuple, "a list"),
+        "chat_template_kwargs": (Mapping, "a mapping"),
+    }.items():
+        if not isinstance(chat[name], kind | None):
+            raise InvalidRequest(f"{name} must be {noun}, got {named(chat[name])}")
     [request] = completion_requests(ANY_MODEL, [[0]], None, itertools.count(), seed, given)
     decoding = asdict(request.decoding)
     if given.get("max_tokens") is None:
         decoding["max_tokens"] = None
-    structure = decoding.pop("structure")
-    if structure is not None:
+    if (structure := decoding.pop("structure")) is not None:
         Guides(None, 0).check(structure)
-    structures = dict.fromkeys(STRUCTURES) | dict([structure] if structure else [])
-    others |= {"seed": check_seed(seed), "tools": None, "chat_template_kwargs": None} | others
-    return decoding | structures | {name: _as_json(name, each) for name, each in others.items()}
+    return {
+        **decoding,
+        **dict.fromkeys(STRUCTURES),
+        **dict([structure] if structure else []),
+        "seed": check_seed(seed),
+        **{name: _as_json(name, value) for name, value in chat.items()},
+    }

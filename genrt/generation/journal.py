@@ -1,12 +1,9 @@
 """The output file of a job, with a description of how its lines were made.
 
-Rules:
-
-- The owner of the lock writes, each line with one call. A line is complete with its line feed.
-- A killed process leaves at most one incomplete line, the last one. The next run cuts it off.
-- The description (``OUTPUT.job.json``) exists before the first line. It, and the output without failed
-  rows, are written to a temporary file, synchronized and renamed.
-- Nothing is changed before everything is compared.
+The owner of the lock writes, each line with one call. A killed process leaves at most one incomplete line
+at the end, which the next run cuts off. The description (``OUTPUT.job.json``) exists before the first
+line. It, and the output without failed rows, are written to a temporary file, synchronized and renamed.
+Nothing is changed before everything is compared.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ import logging
 import os
 import shutil
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -29,7 +26,7 @@ import filelock
 from genrt.errors import InvalidRequest, JobRefused, OutputFailed
 from genrt.generation.tables import parse_json
 
-__all__ = ["Journal", "adapter_digest", "describe", "model_digest", "model_revision"]
+__all__ = ["Journal", "describe", "directory_digest", "model_revision"]
 
 log = logging.getLogger("genrt.generation")
 
@@ -48,8 +45,7 @@ REMEDY = (
 
 
 def describe(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the description of values that JSON can represent. Long and private values become
-    digests."""
+    """Return values that JSON can represent, the long and private ones as digests."""
     description = {}
     for name, value in parts.items():
         text = json.dumps(value, sort_keys=True)
@@ -88,24 +84,17 @@ class Journal:
         self._file: IO[bytes] | None = None
         self._size = 0  # of all complete lines
         self._retried: set[int] = set()  # numbers of lines to remove
-        self._before: dict[str, Any] = {}
-        self._now: dict[str, Any] = {}
+        self._parts: dict[str, Any] = {}
 
     def read(
         self,
         description: Mapping[str, Any],
         max_rows: int,
-        is_retried: Callable[[str], bool],
+        retried: bool | Collection[str],
         *,
         overwrite: bool,
     ) -> None:
-        """Lock the output and read the finished rows. Nothing is changed yet.
-
-        Args:
-            description: how new lines are made.
-            max_rows: a bound for the indices of rows.
-            is_retried: decides by the type of a row's error whether the row runs again.
-            overwrite: whether to start over.
+        """Lock the output and read the finished rows, below ``max_rows``. Nothing is changed yet.
 
         Raises:
             JobRefused: another job writes the output; or its lines were made in another way, or not by
@@ -116,6 +105,7 @@ class Journal:
             raise InvalidRequest(f"there is no directory {self.path.parent}: make it first")
         if self.path.exists() and not self.path.is_file():
             raise InvalidRequest(f"{self.path} is no file: name one for the output")
+        before = self._parts = {**description}
         with _translate_os_errors(self.path):
             try:
                 self._lock.acquire()
@@ -123,15 +113,12 @@ class Journal:
                 raise JobRefused(
                     f"another job writes {self.path}: wait for it, or name another output"
                 ) from error
-            self._now = {**description}
-            if overwrite or not self.path.exists() or not self.path.stat().st_size:
-                return
-            self._before = self._read_description()
-            self._read_lines(max_rows, is_retried)
+            if not overwrite and self.path.exists() and self.path.stat().st_size:
+                before = self._read_description()
+                self._read_lines(max_rows, retried)
         if self.finished or self._retried:
-            # Parts that this runtime does not know stay.
-            self._now = {**self._before, **description}
-            if changed := list(_changes(self._before, description)):
+            self._parts = {**before, **description}  # parts that this runtime does not know stay
+            if changed := list(_changes(before, description)):
                 raise JobRefused(
                     f"{self.path} was made with another {', another '.join(changed)}: {REMEDY}"
                 )
@@ -154,7 +141,7 @@ class Journal:
             )
         return parts
 
-    def _read_lines(self, max_rows: int, is_retried: Callable[[str], bool]) -> None:
+    def _read_lines(self, max_rows: int, retried: bool | Collection[str]) -> None:
         with self.path.open("rb") as file:
             for number, line in enumerate(file):
                 if not line.endswith(b"\n"):
@@ -165,7 +152,9 @@ class Journal:
                     raise JobRefused(
                         f"{self.path} has row {index}, which the input is too short for: {REMEDY}"
                     )
-                if error_type is not None and is_retried(error_type):
+                if error_type is not None and (
+                    retried if isinstance(retried, bool) else error_type in retried
+                ):
                     self._retried.add(number)
                     continue
                 if index >= len(self.digests):
@@ -203,19 +192,13 @@ class Journal:
                 self._size = self.path.stat().st_size
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
             os.ftruncate(self._file.fileno(), self._size)
-            if self._now != self._before:
-                with _replaced(self.description) as described:
-                    text = json.dumps({"format": FORMAT, "parts": self._now}, indent=1)
-                    described.write(text.encode() + b"\n")
+            with _replaced(self.description) as described:
+                text = json.dumps({"format": FORMAT, "parts": self._parts}, indent=1)
+                described.write(text.encode() + b"\n")
             _sync_directory(self.path.parent)
 
     def write(self, entry: Mapping[str, Any]) -> None:
-        """Append a line.
-
-        Raises:
-            OutputFailed: it cannot be written. Then no part of it is in the file, unless the file cannot
-                be truncated.
-        """
+        """Append a line. If it cannot be written (OutputFailed), no part of it is in the file."""
         if self._file is None:
             raise OutputFailed(f"{self.path} is closed")
         line = _as_line(entry)
@@ -253,8 +236,7 @@ class Journal:
 
 
 def _as_line(entry: Mapping[str, Any]) -> bytes:
-    """Return a line of JSON in UTF-8. Other line separators are escaped, and so are all characters beyond
-    ASCII if there is a lone surrogate."""
+    """Return a line of JSON in UTF-8, or in ASCII if there is a lone surrogate."""
     text = json.dumps(entry, ensure_ascii=False, allow_nan=False)
     for separator in "\x85\u2028\u2029":
         text = text.replace(separator, f"\\u{ord(separator):04x}")
@@ -302,19 +284,24 @@ def _translate_os_errors(path: Path) -> Iterator[None]:
         ) from error
 
 
-def model_digest(directory: Path) -> str:
-    """Return a digest of the files in a checkpoint directory that decide a model's answers."""
+def directory_digest(directory: Path, *, is_adapter: bool = False) -> str:
+    """Return a digest of the files of a checkpoint, or of a LoRA adapter, that decide its answers."""
     kinds = (".json", ".safetensors", ".jinja", ".model", ".txt")
-    return _content_digest(each for each in directory.iterdir() if each.suffix in kinds)
-
-
-def adapter_digest(directory: Path) -> str:
-    """Return a digest of the files of a LoRA adapter."""
-    return _content_digest(
-        each
-        for each in directory.iterdir()
-        if each.suffix == ".json" or each.name == "adapter_model.safetensors"
-    )
+    files = sorted(path for path in directory.iterdir() if path.suffix in kinds and path.is_file())
+    if is_adapter:
+        files = [
+            each
+            for each in files
+            if each.suffix == ".json" or each.name == "adapter_model.safetensors"
+        ]
+    states = [file.stat() for file in files]
+    if (total := sum(each.st_size for each in states)) >= 2**32:
+        log.info("hashing %s, %.0f GB, to identify it", directory, total / 1e9)
+    with ThreadPoolExecutor() as readers:  # hashing releases the interpreter lock
+        identities = [(each.st_size, each.st_mtime_ns, each.st_ino) for each in states]
+        digests = readers.map(lambda file, identity: _sha256_of(file, *identity), files, identities)
+        found = {file.name: digest for file, digest in zip(files, digests, strict=True)}
+    return DIGEST + hashlib.sha256(json.dumps(found).encode()).hexdigest()
 
 
 def model_revision(name: str, revision: str | None) -> str | None:
@@ -326,18 +313,6 @@ def model_revision(name: str, revision: str | None) -> str | None:
     except ValueError:  # not a name of the hub
         return None
     return Path(found).parent.name if isinstance(found, str) else None
-
-
-def _content_digest(paths: Iterable[Path]) -> str:
-    files = sorted(path for path in paths if path.is_file())
-    states = [file.stat() for file in files]
-    if (total := sum(each.st_size for each in states)) >= 2**32:
-        log.info("hashing %s, %.0f GB, to identify it", files[0].parent, total / 1e9)
-    with ThreadPoolExecutor() as readers:  # hashing releases the interpreter lock
-        identities = ((each.st_size, each.st_mtime_ns, each.st_ino) for each in states)
-        digests = readers.map(lambda file, identity: _sha256_of(file, *identity), files, identities)
-        found = {file.name: digest for file, digest in zip(files, digests, strict=True)}
-    return DIGEST + hashlib.sha256(json.dumps(found).encode()).hexdigest()
 
 
 @lru_cache(1024)

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import (
     AsyncGenerator,
     AsyncIterable,
+    Callable,
     Coroutine,
     Generator,
     Iterable,
@@ -14,7 +15,7 @@ from collections.abc import (
 )
 from dataclasses import dataclass, field
 from operator import length_hint
-from typing import Any, Literal, TypeAlias, Unpack, cast, get_args, overload
+from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar, Unpack, cast, get_args, overload
 
 from genrt.errors import (
     Closed,
@@ -26,11 +27,11 @@ from genrt.errors import (
 )
 from genrt.generation.concurrent_map import ConcurrentMap, Source
 from genrt.lm import AsyncLM
-from genrt.numbers import check_bool, check_int, check_timeout, named, nearest, shown
+from genrt.numbers import check_bool, check_int, check_options, check_timeout, named, shown
 from genrt.progress import progress_bar
 from genrt.questions.completions import STRUCTURES, Completion, GenerateOptions, TurnOptions
 from genrt.questions.contexts import TokenIds, check_seed, seed_at
-from genrt.runtime.concurrency import blocking_generator
+from genrt.runtime.concurrency import blocking_generator, twin_of
 from genrt.runtime.streams import Stream
 
 __all__ = [
@@ -43,6 +44,9 @@ __all__ = [
     "generate_many",
     "generate_many_sync",
 ]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 OnError: TypeAlias = Literal["raise", "return", "warn"]
 """How an item's error is reported: raised; yielded as ``Failed``; or yielded, with a warning."""
@@ -177,37 +181,24 @@ def generate_many(
     return _run_many(runner, items, on_error, in_order=in_order, progress=progress)
 
 
-@overload
-def generate_many_sync(
-    lm: AsyncLM,
-    items: Iterable[Prompt] | AsyncIterable[Prompt],
-    *,
-    on_error: Literal["raise"] = "raise",
-    **options: Unpack[ManyOptions],
-) -> Generator[tuple[int, Completion], None, None]: ...
+def _blocking(
+    function: Callable[P, AsyncGenerator[T, None]],
+) -> Callable[P, Generator[T, None, None]]:
+    @twin_of(
+        function,
+        interrupted="It runs in another thread, and also reads ``items`` there; texts are drawn while "
+        "the body of the loop runs. An interrupt, or leaving the loop, cancels the running items.",
+    )
+    def twin(*args: P.args, **kwargs: P.kwargs) -> Generator[T, None, None]:
+        return blocking_generator(function(*args, **kwargs))
+
+    return twin
 
 
-@overload
-def generate_many_sync(
-    lm: AsyncLM,
-    items: Iterable[Prompt] | AsyncIterable[Prompt],
-    *,
-    on_error: OnError,
-    **options: Unpack[ManyOptions],
-) -> Generator[tuple[int, Completion | Failed], None, None]: ...
-
-
-def generate_many_sync(
-    lm: AsyncLM,
-    items: Iterable[Prompt] | AsyncIterable[Prompt],
-    *,
-    on_error: OnError = "raise",
-    **options: Unpack[ManyOptions],
-) -> Generator[tuple[int, Any], None, None]:
-    """Yield the results of ``generate_many``, blocking. It runs in another thread, and also reads
-    ``items`` there: pass a list if the reading needs this thread. Texts are drawn while the body of the
-    loop runs. An interrupt, or leaving the loop, cancels the running items."""
-    return blocking_generator(cast("Any", generate_many)(lm, items, on_error=on_error, **options))
+generate_many_sync = _blocking(generate_many)
+"""``generate_many``, blocking. It runs in another thread, and also reads ``items`` there: pass a list if
+the reading needs this thread. Texts are drawn while the body of the loop runs. An interrupt, or leaving
+the loop, cancels the running items."""
 
 
 def check_lm(lm: object) -> AsyncLM:
@@ -218,11 +209,7 @@ def check_lm(lm: object) -> AsyncLM:
 
 
 class ItemRunner:
-    """Runs the items of one call: a runtime and ``AskOptions`` without ``progress``.
-
-    Raises:
-        InvalidRequest: ``concurrency`` or the seed is out of range.
-    """
+    """Runs the items of one call, with ``AskOptions`` without ``progress``."""
 
     def __init__(self, lm: AsyncLM, options: AskOptions) -> None:
         self._lm = check_lm(lm)
@@ -299,9 +286,7 @@ def _item_options(options: dict[str, Any], item: Item) -> dict[str, Any]:
     own = item.options
     if not isinstance(own, Mapping):
         raise InvalidRequest(f"an Item's options must be a mapping, got {shown(own)}")
-    if unknown := [name for name in own if name not in GenerateOptions.__annotations__]:
-        near = nearest(unknown[0], GenerateOptions.__annotations__) or ": see GenerateOptions"
-        raise InvalidRequest(f"an Item has no option {named(unknown[0])}{near}")
+    check_options("an Item", own, GenerateOptions.__annotations__)
     if any(name in own for name in STRUCTURES):
         options = {name: value for name, value in options.items() if name not in STRUCTURES}
     return {**options, **own}
@@ -331,22 +316,19 @@ async def _run_many(
                 number, result = taken
                 if isinstance(result, Failed):
                     failures += 1
+                    error, kind = result.error, type(result.error)
                     if on_error == "raise":
-                        result.error.add_note(f"item {number} of generate_many")
-                        raise result.error
-                    if on_error == "warn" and type(result.error) not in warned:
-                        warned.add(type(result.error))
-                        _warn(number, result.error)
+                        error.add_note(f"item {number} of generate_many")
+                        raise error
+                    if on_error == "warn" and kind not in warned:
+                        warned.add(kind)
+                        warnings.warn(
+                            f"item {number} failed: {kind.__name__}: {error} (further "
+                            f"{kind.__name__} of this call are not shown)",
+                            RuntimeWarning,
+                            stacklevel=2,
+                        )
                 step(failed=failures)
                 yield taken
     finally:
         await texts.close()
-
-
-def _warn(number: int, error: Exception) -> None:
-    name = type(error).__name__
-    warnings.warn(
-        f"item {number} failed: {name}: {error} (further {name} of this call are not shown)",
-        RuntimeWarning,
-        stacklevel=3,
-    )

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from genrt.engines.weights import SleepingPart
-from genrt.errors import ContextTooLong, EngineFailed, InvalidRequest, TimedOut
+from genrt.errors import ContextTooLong, InvalidRequest, TimedOut
 from genrt.generation.many import Failed, Item, check_lm, generate_many
 from genrt.lm import AsyncLM
-from genrt.numbers import check_bool, check_int, named, shown
-from genrt.questions.completions import Completion, DecodingOptions, LogprobsMode
+from genrt.numbers import check_bool, check_int, check_options, named, shown
+from genrt.questions.completions import Completion, CompletionOptions
 from genrt.questions.contexts import LAST_SEED, check_seed, host_array, id_words, seed_at
 from genrt.runtime.concurrency import blocking
 
@@ -45,21 +45,19 @@ OnTimeout: TypeAlias = Literal["raise", "truncate"]
 """How a timeout of a sample is handled."""
 
 
-class RolloutOptions(DecodingOptions, total=False):
-    """The options of ``rollout``: ``DecodingOptions`` and options of ``CompletionOptions``, which
-    documents the others.
+class RolloutOptions(CompletionOptions, total=False):
+    """The options of ``rollout``: ``CompletionOptions`` without ``max_tokens``, ``stop`` and
+    ``logprobs``, and these.
 
     Attributes:
         pad_value: the padding of the batch and of the result.
-        max_new_tokens: the maximum number of tokens; by default the rest of the context.
-        min_tokens: as for a completion, within the rest of the context.
+        max_new_tokens: the maximum number of tokens; by default the rest of the context. ``min_tokens``
+            is within it too.
         stop_strings: a text or a list of texts for all samples, or a list with a list (or ``None``)
             for each.
         stop_token_ids: as ``stop_strings``, but token ids.
         seed: sample ``i`` is drawn with seed ``seed + i``; or a seed for each sample. By default samples
             are independent.
-        logprobs_mode: "raw_logprobs", the default, are the model's, as from ``AsyncLM.score``;
-            "processed_logprobs" are of the distribution that tokens are drawn from.
         adapter: the name of an adapter; by default the base model.
         timeout: seconds for each sample, from its request on.
         on_timeout: "raise", the default, raises TimedOut and cancels the other samples; "truncate"
@@ -70,23 +68,9 @@ class RolloutOptions(DecodingOptions, total=False):
 
     pad_value: Required[int]
     max_new_tokens: int | None
-    min_tokens: int
     stop_strings: StopStrings
-    stop_token_ids: StopTokenIds
+    stop_token_ids: StopTokenIds  # type: ignore[misc]
     seed: int | Sequence[int] | None
-    logprobs_mode: LogprobsMode
-    presence_penalty: float
-    frequency_penalty: float
-    repetition_penalty: float
-    bad_words: Sequence[str]
-    logit_bias: Mapping[int, float]
-    ignore_eos: bool
-    include_stop_str_in_output: bool
-    skip_special_tokens: bool
-    json_schema: Mapping[str, Any] | str | type
-    regex: str
-    grammar: str
-    choice: Sequence[str]
     adapter: str | None
     timeout: float | None
     on_timeout: OnTimeout
@@ -149,7 +133,7 @@ async def rollout(
         TimedOut: a sample exceeded ``timeout``, unless ``on_timeout="truncate"``. Else as
             ``AsyncLM.generate``.
     """
-    batch = _RolloutBatch(lm, input_ids, input_lengths, options, "rollout")
+    batch = _RolloutBatch(lm, input_ids, input_lengths, options)
     async with contextlib.aclosing(batch.completions()) as finished:
         found = {number: completion async for number, completion in finished}
     completions = [found[number] for number in range(len(found))]
@@ -172,7 +156,7 @@ def rollout_samples(
     Wrong arguments raise here, wrong options of texts when the first sample is taken. Leaving early
     cancels the rest, as for ``generate_many``: close a generator with further references, ``async with
     contextlib.aclosing(rollout_samples(…)) as …``. See ``rollout``."""
-    return _RolloutBatch(lm, input_ids, input_lengths, options, "rollout_samples").samples()
+    return _RolloutBatch(lm, input_ids, input_lengths, options).samples()
 
 
 class PolicyGeneration:
@@ -208,7 +192,7 @@ class PolicyGeneration:
                     f"{name} here are for all samples: give those of each with the batch"
                 )
         ids, lengths = (torch.empty(shape, dtype=torch.int64) for shape in ((0, 0), (0,)))
-        _RolloutBatch(lm, ids, lengths, options, "PolicyGeneration")  # checks its own options
+        _RolloutBatch(lm, ids, lengths, options)  # checks the options
         stops = given.pop("stop_strings", None)
         if not isinstance(stops, str | list | tuple | None):
             raise InvalidRequest(
@@ -274,7 +258,6 @@ class PolicyGeneration:
         return ids, lengths, cast("RolloutOptions", options)
 
     def _join_stops(self, stops: Any) -> Any:
-        """Return stop strings with the stops of all batches. ``rollout`` refuses wrong ones."""
         if stops is None:
             return self._stops
         if _is_per_sample(stops):
@@ -284,40 +267,33 @@ class PolicyGeneration:
 
 
 class _RolloutBatch:
-    """The checked prompts of a batch, and the options of each sample.
-
-    Args:
-        name: the called function, for messages.
-    """
+    """The checked prompts of a batch, and the options of each sample."""
 
     def __init__(
-        self,
-        lm: AsyncLM,
-        input_ids: Tensor,
-        input_lengths: Tensor,
-        options: RolloutOptions,
-        name: str,
+        self, lm: AsyncLM, input_ids: Tensor, input_lengths: Tensor, options: RolloutOptions
     ) -> None:
         given: dict[str, Any] = {**options}
-        if "pad_value" not in given:
-            raise TypeError(f"{name}() missing a required keyword argument: 'pad_value'")
         self._lm = check_lm(lm)
-        for other, own in {"max_tokens": "max_new_tokens", "stop": "stop_strings"}.items():
-            if other in given:
-                raise InvalidRequest(f"{name} has no option {other!r}: give {own}")
-        for other in ("logprobs", "in_order", "on_error", "tools", "chat_template_kwargs"):
-            if other in given:
-                raise InvalidRequest(f"{name} has no option {other!r}")
-        self._name = name
-        self._pad_value = _check_pad_value(given.pop("pad_value"))
+        known = RolloutOptions.__annotations__.keys() - {"max_tokens", "stop", "logprobs"}
+        check_options("rollout", given, known)
+        self._pad_value = _check_pad_value(given.pop("pad_value", None))
         ids, lengths = _unpadded(input_ids, input_lengths, self._pad_value)
         if torch.iinfo(input_ids.dtype).max < lm.vocab_size - 1:
             raise InvalidRequest(
                 f"input_ids are {input_ids.dtype}: not every token id fits in them"
             )
+        if len(empty := np.flatnonzero(lengths == 0)):
+            raise InvalidRequest(f"row {empty[0]} is empty: a prompt has at least one token")
+        if len(long := np.flatnonzero(lengths > lm.max_model_len)):
+            raise ContextTooLong(
+                f"row {long[0]} has {lengths[long[0]]} tokens, over max_model_len={lm.max_model_len}"
+            )
         self._like = input_ids
-        rows = enumerate(zip(ids, lengths.tolist(), strict=True))
-        self._prompts = [self._prompt(number, row[:length]) for number, (row, length) in rows]
+        self._prompts = [
+            row[:length].tolist() for row, length in zip(ids, lengths.tolist(), strict=True)
+        ]
+        for number, prompt in enumerate(self._prompts):
+            id_words(prompt, lm.vocab_size, name=f"token ids of row {number}")
         count = len(self._prompts)
         self._own: list[dict[str, Any]] = [
             {"seed": seed} for seed in _sample_seeds(given.pop("seed", None), count)
@@ -341,18 +317,6 @@ class _RolloutBatch:
         self._truncates = on_timeout == "truncate"
         self._given = given
 
-    def _prompt(self, number: int, tokens: np.ndarray) -> list[int]:
-        """Return the tokens of a row. Raises InvalidRequest for an empty prompt or wrong token ids."""
-        if not len(tokens):
-            raise InvalidRequest(f"row {number} is empty: a prompt has at least one token")
-        if len(tokens) > self._lm.max_model_len:
-            raise ContextTooLong(
-                f"row {number} has {len(tokens)} tokens, over max_model_len={self._lm.max_model_len}"
-            )
-        prompt: list[int] = tokens.tolist()
-        id_words(prompt, self._lm.vocab_size, name=f"token ids of row {number}")
-        return prompt
-
     def _item(self, number: int) -> Item:
         """Return the item of a sample, within the rest of the context."""
         prompt = self._prompts[number]
@@ -372,22 +336,13 @@ class _RolloutBatch:
                 if isinstance(text, Failed) and isinstance(text.error, TimedOut):
                     text = text.partial if self._truncates and text.partial else text
                 if isinstance(text, Failed):
-                    text.error.add_note(f"sample {running[place]} of {self._name}")
+                    text.error.add_note(f"sample {running[place]} of rollout")
                     raise text.error
-                if len(text.logprobs) != len(text.token_ids):
-                    raise EngineFailed(
-                        f"sample {running[place]} has {len(text.token_ids)} tokens, and the engine gave "
-                        f"log-probabilities of {len(text.logprobs)}"
-                    )
                 yield running[place], text
         for number in sorted({*range(len(self._prompts))} - {*running}):
             prompt, version = tuple(self._prompts[number]), self._lm.weights_version
-            yield (
-                number,
-                Completion(
-                    "", (), prompt, (), (), "length", None, 0.0, 0.0, weights_version=version
-                ),
-            )
+            none: Any = ("", (), prompt, (), (), "length", None, 0.0, 0.0)
+            yield number, dataclasses.replace(Completion(*none), weights_version=version)
 
     async def samples(self) -> AsyncGenerator[tuple[int, Rollout], None]:
         """Yield the number of each sample and its rollout, as they finish."""
@@ -420,7 +375,6 @@ class _RolloutBatch:
 
 
 def _is_per_sample(given: object) -> bool:
-    """Tell whether there are separate stops for each sample."""
     kinds = (list, tuple, set, frozenset, np.ndarray, Tensor)
     return isinstance(given, list | tuple) and any(
         each is None or isinstance(each, kinds) for each in given
@@ -433,7 +387,6 @@ def _check_batch_count(name: str, found: int, count: int) -> None:
 
 
 def _sample_seeds(given: Any, count: int) -> Sequence[int | None]:
-    """Return a seed for each sample, or ``None`` for each."""
     if given is None:
         return [None] * count
     if not isinstance(given, list | tuple | range) and getattr(given, "ndim", 0) != 1:
@@ -470,8 +423,12 @@ def verify_right_padding(
     if not isinstance(data, Mapping):
         raise InvalidRequest(f"data must be a mapping of fields, got {shown(data)}")
     try:
-        ids = _batch_field(data)
-        _unpadded(data[ids], data[FIELDS[ids]], pad_value, ids)
+        found = [name for name, lengths in FIELDS.items() if name in data and lengths in data]
+        if not found:
+            pairs = ", or ".join(f"{name} and {lengths}" for name, lengths in FIELDS.items())
+            names = ", ".join(map(repr, list(data)[:10])) or "nothing"
+            raise InvalidRequest(f"data must have {pairs}: it has {names}")
+        _unpadded(data[found[0]], data[FIELDS[found[0]]], pad_value, found[0])
     except InvalidRequest as error:
         if raise_error:
             raise
@@ -480,7 +437,6 @@ def verify_right_padding(
 
 
 def _check_pad_value(pad_value: int) -> int:
-    """Return the value as an int. Raises InvalidRequest for other types and more than 64 bits."""
     if pad_value is None:
         raise InvalidRequest(
             "pad_value must be an int, got None: where a tokenizer has no pad_token_id, its eos_token_id "
@@ -492,11 +448,7 @@ def _check_pad_value(pad_value: int) -> int:
 def _unpadded(
     ids: Tensor, lengths: Tensor, pad_value: int, name: str = "input_ids"
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return a batch, int64 ``[batch, time]``, and its lengths, int64 ``[batch]``, on the host.
-
-    Raises:
-        InvalidRequest: the tensors are not a batch and its lengths, or not padded on the right.
-    """
+    """Return a batch padded on the right, int64 ``[batch, time]``, and its lengths, on the host."""
     tokens = _integer_array(ids, name, 2)
     counts = _integer_array(lengths, FIELDS[name], 1)
     if not torch.iinfo(ids.dtype).min <= pad_value <= torch.iinfo(ids.dtype).max:
@@ -514,9 +466,8 @@ def _unpadded(
     wrong = (tokens != pad_value) & (np.arange(width) >= counts[:, None])
     if wrong.any():
         row, position = np.argwhere(wrong)[0]
-        advice = ""
-        if counts[row] and tokens[row, 0] == pad_value:
-            advice = "; it looks padded on the left"
+        is_left = counts[row] and tokens[row, 0] == pad_value
+        advice = "; it looks padded on the left" if is_left else ""
         raise InvalidRequest(
             f"row {row}, position {position} of {name}: there is {tokens[row, position]} behind the "
             f"row's {counts[row]} tokens, where padding must be {pad_value}{advice}"
@@ -524,18 +475,7 @@ def _unpadded(
     return tokens, counts
 
 
-def _batch_field(data: Mapping[str, Any]) -> str:
-    """Return the name of the batch in ``data``. Raises InvalidRequest if there is no batch."""
-    for ids, lengths in FIELDS.items():
-        if ids in data and lengths in data:
-            return ids
-    pairs = ", or ".join(f"{ids} and {lengths}" for ids, lengths in FIELDS.items())
-    names = ", ".join(map(repr, list(data)[:10])) or "nothing"
-    raise InvalidRequest(f"data must have {pairs}: it has {names}")
-
-
 def _integer_array(tensor: object, name: str, dimensions: int) -> np.ndarray:
-    """Return a tensor of integers as int64 on the host. Raises InvalidRequest for other values."""
     if not isinstance(tensor, Tensor):
         raise InvalidRequest(f"{name} must be a tensor, got {shown(tensor)}")
     kind = tensor.dtype

@@ -20,9 +20,7 @@ from genrt.numbers import check_bool, named, shown
 __all__ = [
     "Row",
     "RowPrompts",
-    "Template",
-    "check_input",
-    "check_output",
+    "check_files",
     "format_of",
     "parse_json",
     "read_rows",
@@ -52,11 +50,8 @@ class Row:
 
 
 def format_of(path: Path, chosen: str | None = None) -> str:
-    """Return the chosen format of a file, by default by its suffix.
-
-    Raises:
-        InvalidRequest: the format or the suffix is unknown.
-    """
+    """Return the chosen format of a file, by default by its suffix. Raises InvalidRequest if it is
+    unknown."""
     known = sorted(set(FORMATS.values()))
     ending = path.suffix.lower()
     if chosen is None and (reader := CONVERTED.get(ending)) is not None:
@@ -75,12 +70,8 @@ def format_of(path: Path, chosen: str | None = None) -> str:
 
 
 def read_rows(path: Path, form: str) -> Iterator[Row]:
-    """Yield the rows of a file in order, in flat memory.
-
-    Raises:
-        InvalidRequest: the file cannot be read, or a line is not a row. The message has the number of
-            the line, but not its content.
-    """
+    """Yield the rows of a file in order, in flat memory. InvalidRequest names the line that is not a row,
+    but not its content."""
     lines = _json_lines(path) if form == "jsonl" else _csv_lines(path, form)
     try:
         for index, columns in enumerate(lines):
@@ -94,12 +85,8 @@ def read_rows(path: Path, form: str) -> Iterator[Row]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text.
-
-    Raises:
-        ValueError: it is not JSON. NaN, numbers beyond all floats and deep nesting are refused too. The
-            message does not quote the text.
-    """
+    """Return the value of a JSON text. ValueError, for NaN, numbers beyond all floats and deep nesting
+    too, does not quote it."""
     try:
         return json.loads(text, parse_float=_finite_float, parse_constant=_reject_constant)
     except RecursionError as error:
@@ -119,19 +106,15 @@ def _reject_constant(name: str) -> NoReturn:
 
 
 def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open("rb") as file:
+    with path.open(encoding="utf-8-sig", newline="\n") as file:
         for number, line in enumerate(file, 1):
-            if number == 1:
-                line = line.removeprefix(b"\xef\xbb\xbf")
             if not line.strip():
                 continue
             try:
-                columns = parse_json(line.decode())
-            except UnicodeDecodeError:
-                raise
+                columns = parse_json(line)
             except ValueError as error:
                 whole = (
-                    "" if line.endswith(b"\n") else "; the file ends in it, and may be unfinished"
+                    "" if line.endswith("\n") else "; the file ends in it, and may be unfinished"
                 )
                 raise InvalidRequest(
                     f"line {number} of {path} is not JSON: {error}{whole}"
@@ -149,18 +132,16 @@ def _csv_lines(path: Path, form: str) -> Iterator[dict[str, Any]]:
         lines = csv.reader(file, strict=True, delimiter="\t" if form == "tsv" else ",")
         header: list[str] = []
         try:
-            for fields in lines:
-                if not fields:
-                    continue
+            for fields in filter(None, lines):
                 if not header:
-                    header = _checked_header(path, fields, form)
-                    continue
-                if len(fields) != len(header):
+                    header = _checked_header(path, fields)
+                elif len(fields) != len(header):
                     raise InvalidRequest(
                         f"line {lines.line_num} of {path} has {len(fields)} fields, and the header "
                         f"{len(header)}"
                     )
-                yield dict(zip(header, fields, strict=True))
+                else:
+                    yield dict(zip(header, fields, strict=True))
         except csv.Error as error:
             advice = (
                 "; raise csv.field_size_limit() for longer ones" if "limit" in str(error) else ""
@@ -170,18 +151,15 @@ def _csv_lines(path: Path, form: str) -> Iterator[dict[str, Any]]:
         raise InvalidRequest(f"{path} has no header: its first line must name the columns")
 
 
-def _checked_header(path: Path, names: list[str], form: str) -> list[str]:
-    separators = [each for each in ";|\t," if len(names) == 1 and each in names[0]]
-    if separators:
-        advice = {
-            "\t": "give --input-format tsv (input_format=)",
-            ",": "give --input-format csv (input_format=)",
-        }
-        convert = f"separate them by {'tabs' if form == 'tsv' else 'commas'}"
-        raise InvalidRequest(
-            f"the header of {path} is one column, {names[0]!r}, with {separators[0]!r} between names: "
-            f"{advice.get(separators[0], convert)}"
-        )
+def _checked_header(path: Path, names: list[str]) -> list[str]:
+    for separator in ";|\t,":
+        if len(names) == 1 and separator in names[0]:
+            form = {"\t": "tsv", ",": "csv"}.get(separator, "")
+            advice = f"give --input-format {form} (input_format=)" if form else "convert it to CSV"
+            raise InvalidRequest(
+                f"the header of {path} is one column, {names[0]!r}, with {separator!r} between names: "
+                f"{advice}"
+            )
     if empty := [place for place, name in enumerate(names, 1) if not name.strip()]:
         raise InvalidRequest(f"column {empty[0]} of {path} has no name in the header")
     if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -195,82 +173,30 @@ def _digest_row(columns: dict[str, Any]) -> int:
     return int.from_bytes(digest, "big") or 1
 
 
-def check_input(path: Path) -> Path:
-    """Return the path of a regular, readable file. Raises InvalidRequest otherwise."""
-    if not path.exists():
-        raise InvalidRequest(f"there is no file {path}")
-    if not path.is_file():
-        raise InvalidRequest(f"{path} is not a file: a job reads its input more than once")
-    if not os.access(path, os.R_OK):
-        raise InvalidRequest(f"{path} cannot be read: its permissions forbid it")
-    return path
-
-
-def check_output(path: Path) -> Path:
-    """Return the path of an output. Raises InvalidRequest if its suffix is of another format than
-    JSONL."""
-    ending = path.suffix.lower()
+def check_files(source: Path, output: Path) -> None:
+    """Raise InvalidRequest unless the input is a readable file, and the output can be one of JSONL."""
+    if not source.exists():
+        raise InvalidRequest(f"there is no file {source}")
+    if not source.is_file():
+        raise InvalidRequest(f"{source} is not a file: a job reads its input more than once")
+    if not os.access(source, os.R_OK):
+        raise InvalidRequest(f"{source} cannot be read: its permissions forbid it")
+    ending = output.suffix.lower()
     if FORMATS.get(ending, "jsonl") != "jsonl" or ending in CONVERTED.keys() - {".json"}:
         raise InvalidRequest(
             f"the output is a line of JSON for each row, and its name says {ending}: call it "
-            f"{path.with_suffix('.jsonl').name}"
+            f"{output.with_suffix('.jsonl').name}"
         )
-    return path
-
-
-class Template:
-    """A text in which ``{column}`` stands for a value of a row; ``{{`` and ``}}`` are braces.
-
-    A name is only looked up among the columns. Values other than str are written as JSON.
-
-    Raises:
-        InvalidRequest: the text is not a template, or names no column.
-    """
-
-    def __init__(self, text: str) -> None:
-        if not isinstance(text, str):
-            raise InvalidRequest(f"a template must be a str, got {shown(text)}")
-        self.text = text
-        names = dict[str, None]()
-        for found in _MARK.finditer(text):
-            mark, name = found[0], found[1]
-            if name == "" or mark in ("{", "}"):
-                raise InvalidRequest(
-                    f"the template has {'{}' if name == '' else mark} at character {found.start()}: "
-                    "write a column's name in braces, and {{ and }} for braces that are text"
-                )
-            names |= {} if name is None else {name: None}
-        self.columns = tuple(names)
-        if not names:
-            raise InvalidRequest(
-                "the template names no column, so that all rows would be asked the same: write one as "
-                "{column}"
-            )
-
-    def fill(self, columns: Mapping[str, Any]) -> str:
-        """Return the text for a row. Raises UnknownColumn if the row lacks a column."""
-
-        def value(mark: re.Match[str]) -> str:
-            if mark[1] is None:
-                return mark[0][0]
-            found = value_of(columns, mark[1])
-            return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
-
-        return _MARK.sub(value, self.text)
 
 
 _MARK = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 
 
 class RowPrompts:
-    """Makes the prompt or the conversation of each row.
+    """Makes the prompt or the conversation of each row, from the arguments of ``Job``.
 
-    Args:
-        template: a prompt with the names of columns. With ``chat`` or a ``system_message``, it is the
-            user's message.
-        messages_column: the column with a conversation: a list, or its JSON. By default, and without a
-            template, the column ``prompt`` or ``messages`` of the first row.
-        first: the first row.
+    Names in a template are only looked up among the columns. Without a template and a column, the column
+    ``prompt`` or ``messages`` of the first row is used.
 
     Attributes:
         columns: the names of the required columns.
@@ -302,11 +228,11 @@ class RowPrompts:
             raise InvalidRequest(f"messages_column must be a name, got {named(messages_column)}")
         if system_message is not None and not isinstance(system_message, str):
             raise InvalidRequest(f"system_message must be a str, got {shown(system_message)}")
-        self._template = None if template is None else Template(template)
+        self._template = template
         self._messages_column = str(messages_column)
         self._system_message = system_message
         self._is_chat = check_bool("chat", chat) or system_message is not None
-        self.columns = self._template.columns if self._template else (self._messages_column,)
+        self.columns = (self._messages_column,) if template is None else _columns_of(template)
         self.parts = {
             "prompt_template": template,
             "messages_column": messages_column,
@@ -315,22 +241,46 @@ class RowPrompts:
         }
 
     def of(self, columns: Mapping[str, Any]) -> str | list[dict[str, Any]]:
-        """Return the prompt or the conversation of a row.
-
-        Raises:
-            UnknownColumn: the row lacks a column.
-            InvalidRequest: the column has no conversation.
-        """
+        """Return the prompt or the conversation of a row. Raises UnknownColumn if it lacks a column, and
+        InvalidRequest if the column has no conversation."""
         if self._template is None:
             messages = _conversation(self._messages_column, columns)
         else:
-            text = self._template.fill(columns)
+
+            def value(mark: re.Match[str]) -> str:
+                if mark[1] is None:
+                    return mark[0][0]
+                found = value_of(columns, mark[1])
+                return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
+
+            text = _MARK.sub(value, self._template)
             if not self._is_chat:
                 return text
             messages = [{"role": "user", "content": text}]
         if self._system_message is not None:
             messages = [{"role": "system", "content": self._system_message}, *messages]
         return messages
+
+
+def _columns_of(template: str) -> tuple[str, ...]:
+    """Return the names of columns in a template. Raises InvalidRequest if it is not one, or has none."""
+    if not isinstance(template, str):
+        raise InvalidRequest(f"a template must be a str, got {shown(template)}")
+    names = dict[str, None]()
+    for found in _MARK.finditer(template):
+        mark, name = found[0], found[1]
+        if name == "" or mark in ("{", "}"):
+            raise InvalidRequest(
+                f"the template has {'{}' if name == '' else mark} at character {found.start()}: "
+                "write a column's name in braces, and {{ and }} for braces that are text"
+            )
+        names |= {} if name is None else {name: None}
+    if not names:
+        raise InvalidRequest(
+            "the template names no column, so that all rows would be asked the same: write one as "
+            "{column}"
+        )
+    return tuple(names)
 
 
 def _default_columns(first: Row | None) -> tuple[str | None, str | None]:

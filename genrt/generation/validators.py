@@ -47,15 +47,8 @@ class Fault:
 
 
 class JSONSchema:
-    """A JSON schema that validates texts.
-
-    Attributes:
-        schema: a dict, in the order of the given schema.
-
-    Raises:
-        InvalidRequest: it is not a JSON schema.
-        ExtraNotInstalled: jsonschema is missing.
-    """
+    """A JSON schema that validates texts. Raises InvalidRequest if it is none, and ExtraNotInstalled
+    without jsonschema."""
 
     def __init__(self, schema: Mapping[str, Any] | str | type) -> None:
         try:
@@ -64,10 +57,9 @@ class JSONSchema:
             raise ExtraNotInstalled(
                 "judging texts by a schema needs jsonschema: pip install 'genrt[validation]'"
             ) from error
+        text = schema_text(schema)
         try:
-            given = parse_json(schema_text(schema))
-        except InvalidRequest:
-            raise
+            given = parse_json(text)
         except ValueError as error:
             raise InvalidRequest(f"json_schema is not JSON: {error}") from error
         if not isinstance(given, dict):
@@ -92,15 +84,8 @@ class JSONSchema:
 
 
 class RecordValidator:
-    """Finds the valid records of texts.
-
-    Args:
-        validate, parse: see ``Validate`` and ``Parse``. Without ``parse`` a text is one record.
-
-    Raises:
-        InvalidRequest: an argument has another type, or the schema is not a JSON schema.
-        ExtraNotInstalled: a schema is given, and jsonschema is missing.
-    """
+    """Finds the valid records of texts. Without ``parse`` a text is one record. Raises as ``JSONSchema``,
+    and InvalidRequest for arguments of other types."""
 
     def __init__(self, validate: Validate, parse: Parse | None = None) -> None:
         if parse is not None and not callable(parse):

@@ -14,28 +14,23 @@ from torch import Tensor
 from genrt.errors import InvalidRequest
 from genrt.tokens.vocabulary import checked_vocabulary
 
-# The numbers that a sum over rows processes at a time: few enough for a CPU's caches; on other devices
-# enough to keep launches few (256 MiB of float32).
+# The numbers to process at a time: as many as a CPU's caches hold, or 256 MiB elsewhere.
 _CPU_CHUNK = 1 << 21
 _DEVICE_CHUNK = 1 << 26
 
 
 class ByteTrie:
-    """The trie of all tokens' bytes; it sums rows over the tokens that share a prefix.
+    """The trie of all tokens' bytes; it sums rows over the tokens that share a prefix. Safe from any
+    thread.
 
     Node 0 is the root. Nodes are numbered in the lexicographic order of their prefixes, so a node's
-    descendants are the numbers that follow it. Tokens with equal bytes share a node. A token without
-    bytes has no node and is in no sum; use ``b""`` for tokens that are not text.
-
-    Reading the trie is safe from any thread.
+    descendants follow it. Tokens with equal bytes share a node. A token without bytes has no node and is
+    in no sum; use ``b""`` for tokens that are not text.
     """
 
     def __init__(self, vocabulary: Sequence[bytes], *, device: torch.device | str = "cpu") -> None:
-        """Build the trie for rows on ``device``. The first rows on another device build its index there.
-
-        Raises:
-            InvalidRequest: an entry is not bytes.
-        """
+        """Build the trie for rows on ``device``; rows on another device build their own index. Raises
+        InvalidRequest if an entry is not bytes."""
         tokens = checked_vocabulary(vocabulary)
         self._vocab_size = len(tokens)
         self._token_ids = sorted((i for i, t in enumerate(tokens) if t), key=tokens.__getitem__)
@@ -99,9 +94,8 @@ class ByteTrie:
     def mass(self, rows: Tensor) -> Tensor:
         """Return the total probability of the tokens that start with each node's prefix.
 
-        Each total is a pairwise sum of the tokens' probabilities, never a difference. Its relative error
-        stays within a few dozen roundings down to the smallest normal number (1e-38 in float32); below
-        that, use ``log_mass``. A row's result is deterministic and does not depend on other rows.
+        Each total is a pairwise sum, never a difference: its relative error is a few dozen roundings down
+        to 1e-38 in float32; below that, use ``log_mass``. A row's result does not depend on other rows.
         Gradients do not flow.
 
         Args:
@@ -121,21 +115,9 @@ class ByteTrie:
         return self._summed(rows, torch.clone, torch.logaddexp, -torch.inf)
 
     def weight_max(self, weights: Tensor) -> Tensor:
-        """Return the largest weight among the tokens that start with each node's prefix.
-
-        Weights may be probabilities or their logarithms: the same token has the largest. The result is
-        -inf for the root if no token has bytes. Gradients do not flow.
-
-        Args:
-            weights: ``[vocab_size]`` or ``[n, vocab_size]``, on any device; half precision is returned as
-                float32.
-
-        Returns:
-            ``[num_nodes]`` or ``[n, num_nodes]`` on the weights' device.
-
-        Raises:
-            InvalidRequest: weights of another shape or of integers.
-        """
+        """Return the largest weight among the tokens that start with each node's prefix; -inf for the
+        root if no token has bytes. Arguments, shapes and errors are as for ``mass``; weights may be any
+        numbers."""
         return self._summed(weights, torch.clone, torch.maximum, -torch.inf)
 
     def _checked(self, node: int) -> int:
@@ -177,11 +159,10 @@ class ByteTrie:
 class _RangeSums:
     """Sums many ranges of columns at once, in about ``2 log2(columns)`` vectorized additions.
 
-    It is a segment tree. Level 0 holds the columns in the order given to it, and each further level adds
+    It is a segment tree. Level 0 holds the columns in their order, and each further level adds
     the complete pairs of the level below. A range is the union of at most two tree nodes per level. The
-    levels lie side by side, followed by a zero. ``_rounds[k]`` holds the k-th tree node of each range.
-    Ranges with the most nodes come first, so later rounds process a shrinking front part. Equal ranges
-    are summed once.
+    levels lie side by side, followed by a zero. ``_rounds[k]`` holds the k-th tree node of each range,
+    for ranges with the most nodes first. Equal ranges are summed once.
     """
 
     def __init__(

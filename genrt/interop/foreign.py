@@ -1,4 +1,4 @@
-"""Importing packages that change the process around them, and putting back what they changed."""
+"""Imports packages that change the process, and restores their changes."""
 
 from __future__ import annotations
 
@@ -13,17 +13,13 @@ from genrt.errors import EngineNotInstalled
 __all__ = ["importing"]
 
 PREFIX = "VLLM_"
-"""The prefix of the environment variables that vLLM reads whenever it is opened. genlm-backend sets three
-of them for its own vLLM. Variables that vLLM sets when it is first imported have other names, and
-stay."""
+"""The prefix of the environment variables that vLLM reads; genlm-backend sets three of them."""
 
 
 @contextmanager
 def importing(extra: str) -> Iterator[None]:
-    """Guard the import statements of packages that ``genrt[extra]`` brings.
-
-    vLLM's environment variables, the level of its logger and the filters of warnings are put back after
-    genlm-backend and llamppl have changed them. Their warnings at that time are not shown.
+    """Guard the import of packages that ``genrt[extra]`` brings: restore vLLM's environment variables and
+    the level of its logger afterwards, and show no warnings.
 
     Raises:
         EngineNotInstalled: a package is missing, or is not a version that genrt knows.

@@ -7,13 +7,9 @@
 
     llm = PromptedLLM(as_genlm(genrt.load()))
 
-The interface is that of genlm-backend 0.3. Importing this file imports genlm-backend, and puts back the
-environment variables that genlm-backend sets for its own vLLM; a later import of genlm-control sets none
-and shows no warning. If genlm-control was imported first everything works too, but the variables stay
-set.
-
-Raises:
-    EngineNotInstalled: genlm-control is not installed (extra ``genlm``).
+The interface is that of genlm-backend 0.3. Importing this file imports genlm-backend and restores the
+environment variables that it sets for its own vLLM; if genlm-control was imported first, they stay set.
+Raises EngineNotInstalled without genlm-control (extra ``genlm``).
 """
 
 from __future__ import annotations
@@ -43,10 +39,10 @@ __all__ = ["GenrtLM", "as_genlm"]
 
 
 def as_genlm(lm: AsyncLM) -> GenrtLM:
-    """Return the runtime as a ``genlm.backend.llm.AsyncLM``, for ``PromptedLLM`` and everything else that
-    takes one.
+    """Return the runtime as a ``genlm.backend.llm.AsyncLM``, for ``PromptedLLM`` and other users of that
+    class.
 
-    Any number of them share the runtime, its cache and its adapters; none closes it.
+    Any number of them share the runtime, its cache and its adapters, and do not close it.
 
     Raises:
         InvalidRequest: ``lm`` is not a runtime, or has no tokenizer.
@@ -68,17 +64,16 @@ def as_genlm(lm: AsyncLM) -> GenrtLM:
 
 @GenlmLM.register
 class GenrtLM:
-    """A genrt runtime with the methods of ``genlm.backend.llm.AsyncLM``; it counts as an instance of
-    that.
+    """A genrt runtime with the methods of ``genlm.backend.llm.AsyncLM``, made by ``as_genlm``. It counts
+    as an instance of that class.
 
-    Made by ``as_genlm``. Questions are batched, deduplicated and cached by the runtime, on any event loop
-    and in any thread; the ``_sync`` methods work where a loop is running, too. Errors are genrt's, of the
-    kinds that genlm-backend raises: a ``ValueError`` for a question that is wrong in itself (no token
-    ids, an unknown ``lora_name``), a ``RuntimeError`` where the engine failed or was closed.
+    The runtime batches, deduplicates and caches questions, on any event loop and in any thread. The
+    ``_sync`` methods also work inside a running loop. A wrong question raises a ``ValueError``, and a
+    failed or closed engine a ``RuntimeError``, as with genlm-backend.
 
-    Rows are float32 on the runtime's device, with an entry for each token of ``byte_vocab``. Further
-    entries of a model, which pad its matrices, are left out and the rest is normalised; entries that a
-    model lacks, for tokens that it can never give, are -inf.
+    Rows are float32 on the runtime's device, with an entry for each token of ``byte_vocab``. A model's
+    further entries, which pad its matrices, are cut, and the rest is normalized again. Entries that
+    a model lacks are -inf.
 
     Attributes:
         byte_vocab: genlm's ``Token`` for each id of the tokenizer.
@@ -95,8 +90,6 @@ class GenrtLM:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._lm!r})"
 
-    # -- rows ---------------------------------------------------------------------------------
-
     async def next_token_logprobs(
         self, token_ids: TokenIds, lora_name: str | None = None
     ) -> Tensor:
@@ -104,7 +97,7 @@ class GenrtLM:
         return self._fitted(await self._lm.next_token_logprobs(token_ids, adapter=lora_name))
 
     def next_token_logprobs_sync(self, token_ids: TokenIds, lora_name: str | None = None) -> Tensor:
-        """Return what ``next_token_logprobs`` returns, blocking."""
+        """Return the result of ``next_token_logprobs``, blocking."""
         return self._fitted(self._lm.next_token_logprobs_sync(token_ids, adapter=lora_name))
 
     async def batch_next_token_logprobs(
@@ -117,29 +110,18 @@ class GenrtLM:
     def batch_next_token_logprobs_sync(
         self, token_ids_list: Sequence[TokenIds], lora_name: str | None = None
     ) -> Tensor:
-        """Return what ``batch_next_token_logprobs`` returns, blocking."""
+        """Return the result of ``batch_next_token_logprobs``, blocking."""
         rows = self._lm.batch_next_token_logprobs_sync(token_ids_list, adapter=lora_name)
         return self._fitted(rows)
 
-    def next_token_logprobs_uncached(
-        self, token_ids: TokenIds, lora_name: str | None = None
-    ) -> Tensor:
-        """Return ``next_token_logprobs_sync``: a row from the runtime's cache has the very bits that were
-        computed.
-
-        To have rows computed anew, open the runtime with ``genrt.load(…, cache_bytes=0)``.
-        """
-        return self.next_token_logprobs_sync(token_ids, lora_name)
+    next_token_logprobs_uncached = next_token_logprobs_sync
+    """A cached row has the computed bits; ``genrt.load(…, cache_bytes=0)`` computes every row again."""
 
     def _fitted(self, rows: Tensor) -> Tensor:
         missing = len(self.byte_vocab) - rows.shape[-1]
         if missing > 0:
             return pad(rows, (0, missing), value=-math.inf)
-        if missing < 0:
-            return normalised(rows[..., :missing])
-        return rows
-
-    # -- samples ------------------------------------------------------------------------------
+        return normalised(rows[..., :missing]) if missing < 0 else rows
 
     async def sample(
         self,
@@ -150,11 +132,8 @@ class GenrtLM:
         seed: int | None = None,
         lora_name: str | None = None,
     ) -> list[int]:
-        """Sample up to ``max_tokens`` tokens by the engine's own decode loop; an end token is not
-        returned.
-
-        A seed reproduces a sample of genrt's, not one of another backend's.
-        """
+        """Sample up to ``max_tokens`` tokens by the engine's own decode loop, without the end token. A
+        seed reproduces a sample of genrt, not of another backend."""
         return await self._lm.sample(
             prompt_token_ids,
             max_tokens=max_tokens,
@@ -173,27 +152,20 @@ class GenrtLM:
         seed: int | None = None,
         lora_name: str | None = None,
     ) -> list[list[int]]:
-        """Sample after each of the prompts. As in genlm-backend every one gets the same ``seed``, so
-        equal prompts have equal samples; without one they are independent."""
-        samples = (
-            self.sample(prompt, max_tokens, eos_token_ids, temperature, seed, lora_name)
-            for prompt in prompt_token_ids_list
-        )
+        """Sample after each of the prompts. As in genlm-backend, equal prompts with a ``seed`` have equal
+        samples; without one they are independent."""
+        own = max_tokens, eos_token_ids, temperature, seed, lora_name
+        samples = (self.sample(prompt, *own) for prompt in prompt_token_ids_list)
         return list(await asyncio.gather(*samples))
 
-    # -- adapters -----------------------------------------------------------------------------
-
     def add_new_lora(self, lora_path: str | os.PathLike[str], lora_name: str = "lora_1") -> None:
-        """Load the LoRA adapter in directory ``lora_path`` under ``lora_name``; a name that is taken is
-        bound to the new weights. The runtime must have been opened with ``enable_lora``.
-
-        Raises:
-            InvalidAdapter: no safetensors adapter that fits the model; names on a hub are not fetched.
-        """
+        """Load the LoRA adapter in directory ``lora_path`` under ``lora_name``, a new or a known name.
+        The runtime must have been opened with ``enable_lora``. Raises InvalidAdapter for other files;
+        names on a hub are not fetched."""
         self._lm.add_adapter_sync(lora_name, lora_path)
 
     def remove_lora(self, lora_name: str) -> None:
-        """Unbind ``lora_name``; questions that were asked before are answered."""
+        """Unbind ``lora_name``; earlier questions are still answered."""
         self._lm.remove_adapter(lora_name)
 
     def set_lora(self, lora_path: object = None, lora_name: object = None) -> NoReturn:
@@ -208,21 +180,13 @@ class GenrtLM:
             "no adapter is set for all calls: leave lora_name out for the base model"
         )
 
-    # -- the runtime --------------------------------------------------------------------------
-
     def clear_cache(self) -> None:
         """Drop the runtime's cached rows."""
         self._lm.clear_cache()
 
-    def clear_kv_cache(self) -> None:
-        """Do nothing: the runtime decides which sequences stay resident."""
-
     def cache_kv(self, prompt_tokens: TokenIds, lora_name: str | None = None) -> None:
         """Compute the prompt, so that it is resident where the engine keeps sequences."""
         self.next_token_logprobs_sync(prompt_tokens, lora_name)
-
-    def reset_async_queries(self) -> None:
-        """Do nothing: a question whose caller was cancelled or failed is withdrawn without it."""
 
     def walk_cache(self, token_ids: object, lora_name: object = None) -> NoReturn:
         """Raise InvalidRequest: not supported, as there is no trie of cached rows."""
@@ -233,11 +197,17 @@ class GenrtLM:
     def add_query(
         self, query: object, future: object, past: object, lora_name: object = None
     ) -> NoReturn:
-        """Raise InvalidRequest: not supported, as questions have no queue of the caller's."""
+        """Raise InvalidRequest: not supported, as callers have no queue of their own."""
         raise InvalidRequest("queue nothing yourself: await next_token_logprobs, which is batched")
 
+    def clear_kv_cache(self) -> None:
+        """Has no effect: the runtime decides which sequences stay resident."""
+
+    def reset_async_queries(self) -> None:
+        """Has no effect: a cancelled question is withdrawn by itself."""
+
     def batch_evaluate_queries(self) -> None:
-        """Do nothing: the runtime answers questions without it."""
+        """Has no effect: the runtime answers questions by itself."""
 
     def cleanup(self) -> None:
-        """Do nothing: the runtime's owner closes it, with ``lm.close()`` or ``with``."""
+        """Has no effect: the runtime's owner closes it, with ``lm.close()`` or ``with``."""

@@ -7,10 +7,7 @@
 
     lm = as_llamppl(genrt.load())
 
-Importing this file imports llamppl, and puts back what that changes in the process, as ``genlm.py`` does.
-
-Raises:
-    EngineNotInstalled: llamppl is not installed (extra ``llamppl``).
+Importing this file imports llamppl. Raises EngineNotInstalled without it (extra ``llamppl``).
 """
 
 from __future__ import annotations
@@ -30,16 +27,13 @@ __all__ = ["as_llamppl"]
 
 
 def as_llamppl(lm: AsyncLM) -> Any:
-    """Return the runtime as a ``llamppl.CachedCausalLM``; its ``model`` is the one that ``as_genlm``
-    returns.
+    """Return the runtime as a ``llamppl.CachedCausalLM``, whose ``model`` is ``as_genlm(lm)``.
 
-    ``next_token_logprobs`` returns NumPy rows of ``len(str_vocab)`` entries on the host. Calls about a
-    cache of keys and values do nothing and say so in a warning, as with llamppl's vLLM backend: the
-    runtime keeps sequences resident by itself. The runtime's owner closes it.
+    ``next_token_logprobs`` returns NumPy rows of ``len(str_vocab)`` entries. Calls about a KV cache
+    only warn, as with llamppl's vLLM backend. The runtime's owner closes it.
 
     Raises:
-        InvalidRequest: ``lm`` is not a runtime, or its tokenizer is not one of transformers', whose
-            methods llamppl calls.
+        InvalidRequest: ``lm`` is not a runtime, or its tokenizer is not one of transformers'.
     """
     model = as_genlm(lm)
     if isinstance(model.tokenizer, BytesTokenizer):

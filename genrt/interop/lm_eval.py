@@ -8,12 +8,9 @@
     with genrt.load("Qwen/Qwen2.5-0.5B-Instruct") as lm:
         results = lm_eval.simple_evaluate(as_lm_eval(lm), tasks=["hellaswag", "gsm8k"])
 
-The interface is that of lm-evaluation-harness 0.4. A continuation is one request, whose context is
-computed once for all that share it; a text that is longer than the model's context is scored by windows,
-as the harness asks for. Importing this file imports the harness.
-
-Raises:
-    EngineNotInstalled: the harness is not installed (extra ``eval``).
+The interface is that of lm-evaluation-harness 0.4. Continuations with one context share its computation.
+Texts beyond the model's context are scored by windows. Importing this file imports the harness. Raises
+EngineNotInstalled without it (extra ``eval``).
 """
 
 from __future__ import annotations
@@ -43,7 +40,7 @@ with importing("eval"):
 __all__ = ["GenrtEval", "as_lm_eval"]
 
 MOST_TOGETHER = 2**22
-"""How many token ids are asked about by one question at most."""
+"""The most token ids in one question."""
 
 
 def as_lm_eval(
@@ -55,14 +52,15 @@ def as_lm_eval(
 ) -> GenrtEval:
     """Return the runtime as a model of lm-evaluation-harness, for ``simple_evaluate`` and ``evaluate``.
 
-    Any number of them share the runtime; none closes it.
+    Any number of them share the runtime, and do not close it.
 
     Args:
-        max_gen_toks: how many tokens a text has at most where a task does not say.
+        adapter: the name of the adapter to ask; by default the base model.
+        max_gen_toks: the most tokens of a text, unless a task sets its own.
         add_bos_token: whether special tokens are put around texts; by default as the tokenizer does.
 
     Raises:
-        InvalidRequest: ``lm`` is not a runtime, has no tokenizer or none with an end-of-text token;
+        InvalidRequest: ``lm`` is not a runtime, or has no tokenizer with an end-of-text token;
             UnknownAdapter.
     """
     if not isinstance(lm, AsyncLM):
@@ -79,11 +77,8 @@ def as_lm_eval(
 
 
 class GenrtEval(TemplateLM):  # type: ignore[misc]
-    """A genrt runtime with the methods of ``lm_eval.api.model.LM``. Made by ``as_lm_eval``.
-
-    Tokens are what the harness's ``hf`` backend makes of a text, so that results can be compared: they
-    differ by the engines' numerics. Errors are genrt's.
-    """
+    """A genrt runtime with the methods of ``lm_eval.api.model.LM``. Made by ``as_lm_eval``. Texts have
+    the same tokens as with the harness's ``hf`` backend, so that results can be compared."""
 
     def __init__(
         self, lm: AsyncLM, adapter: str | None, max_gen_toks: int, add_bos_token: bool | None
@@ -99,8 +94,6 @@ class GenrtEval(TemplateLM):  # type: ignore[misc]
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._lm!r})"
 
-    # -- tokens -------------------------------------------------------------------------------
-
     @property
     def eot_token_id(self) -> int:
         """The end-of-text token."""
@@ -114,32 +107,28 @@ class GenrtEval(TemplateLM):  # type: ignore[misc]
 
     @property
     def max_length(self) -> int:
-        """How many tokens a context has at most."""
+        """The most tokens of a context."""
         return self._lm.max_model_len
 
     @property
     def tokenizer_name(self) -> str:
-        """The tokenizer's name, by which the harness keeps what it cached apart."""
+        """The tokenizer's name, for the keys of the harness's caches."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """Return the token ids of a text, with the tokenizer's special tokens unless told otherwise, or
-        unless the text begins with one."""
-        if add_special_tokens is None and not has_bos_prefix(
-            string, self.tokenizer.decode(self.prefix_token_id)
-        ):
-            add_special_tokens = self._add_bos_token
-        elif add_special_tokens is None:
-            add_special_tokens = False
+        """Return the token ids of a text. By default special tokens are added unless the text begins with
+        one."""
+        if add_special_tokens is None:
+            begins = has_bos_prefix(string, self.tokenizer.decode(self.prefix_token_id))
+            add_special_tokens = False if begins else self._add_bos_token
         options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
         return list(self.tokenizer.encode(string, **options))
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Return the tokens of a context and of its continuation. ``hf`` refuses two texts that join into
-        as many tokens as the context has: here the continuation is encoded by itself. The harness moves
-        blanks to the continuation; a context of blanks alone becomes the first special token."""
+        """Return a context's tokens and its continuation's. A continuation that adds no tokens to
+        its context is encoded by itself; a context of blanks alone becomes the first special token."""
         before, after = super()._encode_pair(context, continuation)
         if not after and continuation:
             blanks = context[len(context.rstrip()) :]
@@ -159,35 +148,27 @@ class GenrtEval(TemplateLM):  # type: ignore[misc]
             )
         )
 
-    # -- scores -------------------------------------------------------------------------------
-
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
         """Return the log-probability of each continuation, and whether greedy decoding gives it. Contexts
         that are too long lose their first tokens."""
+        lm, most = self._lm, self.max_length
+        bound, in_one = lm._adapters.bound(self._adapter), lm._thread.capabilities.scores
         found: list[tuple[float, bool]] = []
         for part in _parts(requests):
-            found += self._scored([(context, after) for _, context, after in part])
-            for (text, _, _), answer in zip(part, found[len(found) - len(part) :], strict=True):
+            asked = []
+            for _, context, after in part:
+                room = max(1, most + 1 - len(after))  # the last token is not computed
+                own = lm._limits, context[-room:], after, bound
+                asked.append(greedy_requests(*own, in_one=in_one))
+            results = iter(lm._ask_sync([*chain(*asked)]))
+            for (text, _, after), each in zip(part, asked, strict=True):
+                answer = greedy_joined([*islice(results, len(each))], after)
+                found.append(answer)
                 if text is not None:
                     self.cache_hook.add_partial("loglikelihood", text, answer)
         return found
-
-    def _scored(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
-        lm, most = self._lm, self.max_length
-        bound, in_one = lm._adapters.bound(self._adapter), lm._thread.capabilities.scores
-        requests = []
-        for context, after in pairs:
-            # All but the last token are computed.
-            room = max(1, most + 1 - len(after))
-            own = lm._limits, context[-room:], after, bound
-            requests.append(greedy_requests(*own, in_one=in_one))
-        results = iter(lm._ask_sync([*chain(*requests)]))
-        return [
-            greedy_joined([*islice(results, len(each))], after)
-            for each, (_, after) in zip(requests, pairs, strict=True)
-        ]
 
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
@@ -211,8 +192,6 @@ class GenrtEval(TemplateLM):  # type: ignore[misc]
         for text, total in zip(texts, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", (text,), total)
         return totals
-
-    # -- texts --------------------------------------------------------------------------------
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Return the text after each context, up to the first of its stop sequences."""
@@ -248,13 +227,14 @@ class GenrtEval(TemplateLM):  # type: ignore[misc]
 
 
 def _parts(requests: Sequence[Any]) -> list[Sequence[Any]]:
-    """Return the requests in parts, in order, each of which one question may ask."""
-    parts: list[list[Any]] = [[]]
-    size = 0
+    """Return the requests in order, in parts of at most ``MOST_TOGETHER`` token ids."""
+    parts: list[list[Any]] = []
+    size = MOST_TOGETHER
     for request in requests:
-        size += len(request[1]) + len(request[2])
-        if parts[-1] and size > MOST_TOGETHER:
+        own = len(request[1]) + len(request[2])
+        size += own
+        if size > MOST_TOGETHER:
             parts.append([])
-            size = len(request[1]) + len(request[2])
+            size = own
         parts[-1].append(request)
-    return [part for part in parts if part]
+    return [*parts]

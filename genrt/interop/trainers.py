@@ -17,20 +17,19 @@ __all__ = ["WeightSyncClient"]
 
 
 class WeightSyncClient:
-    """A ``VLLMWeightSyncClient``, which a ``TrainerWeightTransferEngine`` of vLLM's calls.
+    """A ``VLLMWeightSyncClient``, for a ``TrainerWeightTransferEngine`` of vLLM.
 
-    The engine is opened for it with ``engine_options={"weight_transfer_config": {"backend": …}}``, the
-    trainer's backend. An update is one as ``AsyncLM.update_weights`` makes: questions wait, nothing is
-    answered by a mixture, ``AsyncLM.weights_version`` rises. But nothing can be checked before, and no
-    copy is kept: an error in the middle is the engine's death, and after an update it cannot be restarted
-    with these weights.
+    The engine must have been opened with ``engine_options={"weight_transfer_config": {"backend": …}}``,
+    the trainer's backend. An update is like ``AsyncLM.update_weights``: questions wait, no answer mixes
+    weights, ``AsyncLM.weights_version`` rises. But weights are neither checked nor copied before, so an
+    error in the middle ends the engine, and a restart cannot restore them.
 
     All methods block, and one thread at a time calls them. A trainer that dies in the middle leaves
-    questions waiting: ``close``, or leaving a ``with`` block, gives the update up.
+    questions waiting: call ``close``, or leave a ``with`` block.
 
     Args:
         lm: the runtime.
-        pending: what becomes of questions asked before an update, as for ``AsyncLM.update_weights``.
+        pending: how earlier questions end, as for ``AsyncLM.update_weights``.
     """
 
     def __init__(self, lm: AsyncLM, *, pending: Pending = "finish") -> None:
@@ -41,52 +40,52 @@ class WeightSyncClient:
         self._pending = pending
 
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
-        """Have the engine's workers meet the trainer.
+        """Connect the engine's workers to the trainer.
 
         Raises:
-            InvalidRequest: ``init_info`` is no mapping.
-            EngineUnsupported: the engine was not opened for it, or is not vLLM. EngineFailed: they do not
-                meet.
+            InvalidRequest: ``init_info`` is not a mapping.
+            EngineUnsupported: the engine is not vLLM, or was not opened for it.
+            EngineFailed: the connection failed.
         """
         if not isinstance(init_info, Mapping):
             raise InvalidRequest(f"init_info must be a mapping, got {shown(init_info)}")
         blocking(self._transfers.connect(init_info))
 
     def shutdown_weight_transfer_engine(self) -> None:
-        """Have the workers leave the trainer. Raises InvalidRequest during an update."""
+        """Disconnect the workers. Raises InvalidRequest during an update."""
         blocking(self._transfers.disconnect())
 
     def start_weight_update(self) -> None:
-        """Begin an update; return once nothing runs, and what was computed is forgotten.
+        """Begin an update; return once no question runs and all computed state is dropped.
 
         Raises:
-            InvalidRequest: one is under way, or the engine sleeps. EngineFailed: it cannot forget, or was
-                restarted since its workers met the trainer.
+            InvalidRequest: an update is under way, or the engine sleeps.
+            EngineFailed: state cannot be dropped, or the engine was restarted since the connection.
         """
         blocking(self._transfers.start(self._pending), undo=lambda _: self.close())
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        """Have the workers receive what the trainer sends; return when they have it.
+        """Receive the trainer's next tensors; return when they are loaded.
 
         Raises:
-            InvalidRequest: no update is under way. EngineDied: the workers failed. EngineFailed: the
-                engine was restarted meanwhile.
+            InvalidRequest: no update is under way.
+            EngineDied: the workers failed. EngineFailed: the engine was restarted meanwhile.
         """
         if not isinstance(update_info, dict | list):
             raise InvalidRequest(f"update_info must be a dict or a list, got {shown(update_info)}")
         blocking(self._transfers.take(update_info))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """End the update: questions go on, by the new weights. The trainer's own name for these,
-        ``weight_version``, is not used.
+        """End the update: questions continue with the new weights. ``weight_version`` is not used.
 
         Raises:
-            InvalidRequest: no update is under way, or nothing was sent. EngineDied: the engine failed.
+            InvalidRequest: no update is under way, or no tensors were sent.
+            EngineDied: the engine failed.
         """
         blocking(self._transfers.finish())
 
     def close(self) -> None:
-        """Give up the update that is under way, if one is. Idempotent."""
+        """Abandon an update that is under way. Idempotent."""
         blocking(self._transfers.give_up())
 
     def __enter__(self) -> WeightSyncClient:

@@ -14,8 +14,6 @@ from genrt.questions.contexts import Adapter, Limits, TokenIds, abbreviated, che
 from genrt.questions.request import Request
 
 __all__ = [
-    "DECODING_CHECKS",
-    "Check",
     "Completion",
     "CompletionOptions",
     "CompletionRequest",
@@ -31,11 +29,7 @@ __all__ = [
     "Streamed",
     "Told",
     "TurnOptions",
-    "check_among",
-    "check_number",
-    "check_room",
     "completion_requests",
-    "sample_request",
     "sample_requests",
     "schema_text",
 ]
@@ -52,17 +46,16 @@ STRUCTURES = ("json_schema", "regex", "grammar", "choice")
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A text that the engine has drawn, and how it ended.
+    """A text that the engine has drawn.
 
     Attributes:
         text: by default without special tokens and without the stop string.
-        token_ids: all tokens that were drawn, one that stopped it included.
+        token_ids: all tokens that were drawn, including one that stopped it.
         prompt_token_ids: the tokens before them.
-        logprobs: the log-probability of each drawn token in the model's row (with a structure, among the
-            tokens that it admits), or by ``logprobs_mode=``. Empty without ``logprobs=``.
-        top_logprobs: at each place, the ``logprobs=`` likeliest tokens of the row with their
-            log-probabilities.
-        finish_reason: "stop", "length" (as long as it may be) or "abort".
+        logprobs: the log-probability of each drawn token, by ``logprobs_mode=``; with a structure, among
+            the tokens that it admits. Empty without ``logprobs=``.
+        top_logprobs: at each place, the ``logprobs=`` likeliest tokens with their log-probabilities.
+        finish_reason: "stop", "length" (``max_tokens`` or the context length) or "abort".
         stop_reason: the stop string or token id at the end; ``None`` for the end token and for other
             finish reasons.
         seconds: from when the engine took the request to its end.
@@ -92,8 +85,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A part of a stream: the tokens since the last part. The texts and tokens of all deltas together are
-    the completion's.
+    """A part of a stream: the tokens since the last part. All deltas together are the completion.
 
     Attributes:
         text: the new text. Incomplete characters, and text that may begin a stop string, come later.
@@ -182,19 +174,13 @@ the likeliest token's probability, which is at least 1 / vocab_size, any keeps t
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SampleRequest(Request):
-    """Up to ``max_tokens`` tokens drawn after ``token_ids``. The answer is a tuple of token ids.
+    """Up to ``max_tokens`` tokens drawn after ``token_ids``; ``SampleOptions`` has the options. The
+    answer is a tuple of token ids.
 
     Attributes:
-        max_tokens: at least 1.
         stop_token_ids: a token that ends the sample and is not part of the result.
-        temperature: 0 is greedy; otherwise logits are divided by it.
-        top_p: draw among the likeliest tokens with this joint probability; 1.0 is off.
-        top_k: draw among this many of the likeliest tokens; 0 is off.
-        min_p: draw among tokens with at least this share of the likeliest token's probability; 0.0 is
-            off.
-        seed: fixes the draws, independent of the rest of the batch.
-        nonce: distinguishes requests without a seed, whose answers are independent, and decides their
-            draws; see ``deciding_seed``. ``None`` if equal requests have equal answers.
+        nonce: decides the draws of a request without a seed, and distinguishes it. ``None`` if equal
+            requests have equal answers.
     """
 
     token_ids: tuple[int, ...]
@@ -229,9 +215,10 @@ class SampleRequest(Request):
         return tuple(drawn[:-1] if reason == "stop" else drawn)
 
     def __repr__(self) -> str:
+        ids = abbreviated(self.token_ids)
         return (
-            f"SampleRequest({abbreviated(self.token_ids)}, max_tokens={self.max_tokens}, "
-            f"temperature={self.temperature}, seed={self.seed}, adapter={self.adapter})"
+            f"SampleRequest({ids}, max_tokens={self.max_tokens}, temperature={self.temperature}, "
+            f"seed={self.seed}, adapter={self.adapter})"
         )
 
 
@@ -240,10 +227,9 @@ class CompletionRequest(Request):
     """The completion of ``token_ids`` by ``decoding``. The answer is a ``Completion``.
 
     Attributes:
-        seed: fixes the draws, independent of the rest of the batch.
-        nonce: distinguishes independent draws, as in ``SampleRequest``.
+        nonce: as in ``SampleRequest``.
         streamed: whether the engine delivers parts meanwhile. A streamed request always has a nonce, so
-            no two callers share it.
+            callers do not share it.
     """
 
     token_ids: tuple[int, ...]
@@ -256,8 +242,11 @@ class CompletionRequest(Request):
     _hash: int = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash(self._key()))
+
+    def _key(self) -> tuple[Any, ...]:
         own = self.token_ids, self.decoding, self.seed, self.adapter, self.nonce, self.streamed
-        object.__setattr__(self, "_hash", hash((*own, self.weights_version)))
+        return (*own, self.weights_version)
 
     @property
     def temperature(self) -> float:
@@ -271,15 +260,11 @@ class CompletionRequest(Request):
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Another process hashes its texts by another key.
-        own = self.token_ids, self.decoding, self.seed, self.adapter, self.nonce, self.streamed
-        return type(self), (*own, self.weights_version)
+        return type(self), self._key()  # another process hashes its texts by another key
 
     def __repr__(self) -> str:
-        return (
-            f"CompletionRequest({abbreviated(self.token_ids)}, {self.decoding!r}, seed={self.seed}, "
-            f"adapter={self.adapter})"
-        )
+        ids, options = abbreviated(self.token_ids), repr(self.decoding)
+        return f"CompletionRequest({ids}, {options}, seed={self.seed}, adapter={self.adapter})"
 
 
 class DecodingOptions(TypedDict, total=False):
@@ -303,10 +288,12 @@ class SampleOptions(DecodingOptions, total=False):
     """The options of ``AsyncLM.sample``, in addition to ``DecodingOptions``.
 
     Attributes:
+        max_tokens: the most tokens, at least 1.
         stop_token_ids: each ends the sample and is not returned. Add ``tokenizer.eos_token_id`` to stop
             there; otherwise the sample continues.
         seed: makes the draws reproducible, independent of the rest of the batch. Without one, equal calls
             are independent draws.
+        adapter: the name of the adapter to ask; by default the base model.
     """
 
     max_tokens: Required[int]
@@ -319,8 +306,8 @@ class SampleOptions(DecodingOptions, total=False):
 class NativeRequest(Request):
     """A text after ``token_ids`` in the engine's own terms, for its own front ends.
 
-    The answer is a tuple of the engine's outputs. Two requests are equal if their nonces are; a runtime
-    uses no nonce twice.
+    The answer is a tuple of the engine's outputs. Requests are equal if their nonces are; a runtime uses
+    no nonce twice.
 
     Attributes:
         asked: the engine's own parameters. Its ``tell(outputs)`` notes delivered outputs.
@@ -356,18 +343,16 @@ class CompletionOptions(DecodingOptions, total=False):
         stop_token_ids: tokens that end the completion and are not in its text.
         include_stop_str_in_output: whether the text includes the stop string.
         skip_special_tokens: whether the text excludes special tokens.
-        min_tokens: the least tokens before the completion may end. A complete structure that no token
-            continues ends it earlier.
+        min_tokens: the least tokens before the completion may end. A complete structure ends it earlier.
         presence_penalty: is subtracted from the logits of drawn tokens; -2 to 2.
         frequency_penalty: is subtracted once for each time that a token was drawn; -2 to 2.
         repetition_penalty: divides the positive logits, and multiplies the negative ones, of tokens in
             the prompt or the text; 0.01 to 100.
-        bad_words: forbidden texts, also after one space, by all of the tokenizer's spellings. Leading
-            white space is part of a text.
+        bad_words: forbidden texts, also after one space, by all of the tokenizer's spellings.
         logit_bias: numbers to add to the logits of some tokens; -100 to 100.
         ignore_eos: whether the text continues after the model's end token.
         logprobs: returns log-probabilities of the drawn tokens, and of so many of the likeliest tokens at
-            each place. By default it returns no log-probabilities.
+            each place; by default none are returned.
         logprobs_mode: "raw_logprobs", the default, are the model's. "processed_logprobs" are those of the
             sampling distribution, after penalties, temperature and truncation; 0 if it is greedy.
         json_schema: the JSON schema of the text: a dict, a JSON text, or a pydantic model.
@@ -376,7 +361,7 @@ class CompletionOptions(DecodingOptions, total=False):
         choice: the texts to choose from.
         split_reasoning: whether the model's reasoning is separate from its text, so that a structure
             applies to the text alone. It needs vLLM's option ``reasoning_parser``, and is then the
-            default in chats. If the prompt ends the reasoning, there is no separation.
+            default in chats.
     """
 
     max_tokens: int | None
@@ -404,10 +389,9 @@ class GenerateOptions(CompletionOptions, total=False):
     """The options of ``AsyncLM.generate``: ``CompletionOptions`` and the options of every question.
 
     Attributes:
-        seed: makes the text reproducible, independent of the rest of the batch. Without one, calls are
-            independent draws.
-        adapter: the name of the adapter to ask; by default the base model.
-        timeout: after so many seconds TimedOut is raised, and the question withdrawn.
+        seed: as in ``SampleOptions``.
+        adapter: as in ``SampleOptions``.
+        timeout: the seconds until TimedOut is raised and the question is withdrawn.
     """
 
     seed: int | None
@@ -427,35 +411,6 @@ class TurnOptions(GenerateOptions, total=False):
     chat_template_kwargs: Mapping[str, Any] | None
 
 
-def sample_request(
-    limits: Limits,
-    token_ids: TokenIds,
-    adapter: Adapter | None,
-    nonce: int,
-    *,
-    max_tokens: int,
-    seed: int | None = None,
-    **options: Any,
-) -> SampleRequest:
-    """Return the request for a sample; ``nonce`` sets it apart unless greedy decoding or a seed decide
-    its answer.
-
-    Raises:
-        InvalidRequest: a parameter is of the wrong type or out of range.
-        ContextTooLong: context and ``max_tokens`` are too long together.
-    """
-    ids = limits.token_ids(token_ids)
-    max_tokens = check_int("max_tokens", max_tokens, 1)
-    checked = {name: DECODING_CHECKS[name](limits, name, each) for name, each in options.items()}
-    checked["stop_token_ids"] = frozenset(checked.get("stop_token_ids", ()))
-    seed = check_seed(seed)
-    check_room(limits, len(ids), max_tokens)
-    request = SampleRequest(ids, max_tokens, adapter=adapter, **checked)
-    if request.temperature == 0.0:
-        return request
-    return replace(request, seed=seed, nonce=nonce if seed is None else None)
-
-
 def sample_requests(
     limits: Limits,
     contexts: Sequence[TokenIds],
@@ -464,23 +419,28 @@ def sample_requests(
     method: str,
     options: Mapping[str, Any],
 ) -> list[SampleRequest]:
-    """Return a request for each context; context ``i`` is drawn with seed ``seed + i``. Wrong options
-    raise for no contexts too: TypeError, as Python does for ``method``, if one is unknown or
-    ``max_tokens`` is missing; else as ``sample_request``."""
+    """Return a request for each context; context ``i`` is drawn with seed ``seed + i``.
+
+    Raises:
+        TypeError: as Python raises for ``method``: an option is unknown, or ``max_tokens`` is missing.
+        InvalidRequest: as ``completion_requests``; ContextTooLong.
+    """
     for name in options:
         if name not in SampleOptions.__annotations__:
             near = nearest(name, SampleOptions.__annotations__)
             raise TypeError(f"{method}() got an unexpected keyword argument {name!r}{near}")
     if "max_tokens" not in options:
         raise TypeError(f"{method}() missing a required keyword argument: 'max_tokens'")
-    if len(contexts) == 0:
-        sample_request(limits, [0], adapter, 0, **options)
+    given = {**options, "max_tokens": check_int("max_tokens", options["max_tokens"], 1)}
+    seed = check_seed(given.pop("seed", None))
+    checked = {name: _CHECKS[name](limits, name, each) for name, each in given.items()}
+    checked["stop_token_ids"] = frozenset(checked.get("stop_token_ids", ()))
     requests: list[SampleRequest] = []
     for place, token_ids in enumerate(contexts):
-        request = sample_request(limits, token_ids, adapter, next(nonces), **options)
-        if request.seed is not None:
-            request = replace(request, seed=seed_at(request.seed, place))
-        requests.append(request)
+        ids, nonce = limits.token_ids(token_ids), next(nonces)
+        _check_room(limits, len(ids), checked["max_tokens"])
+        decided = _decided_by(seed, place, nonce, checked.get("temperature"))
+        requests.append(SampleRequest(ids, adapter=adapter, **checked, **decided))
     return requests
 
 
@@ -493,11 +453,11 @@ def completion_requests(
     options: Mapping[str, Any],
     template: Mapping[str, Any] | None = None,
 ) -> list[CompletionRequest]:
-    """Return a request for each context; context ``i`` is drawn with seed ``seed + i``. Greedy ones are
-    drawn without. Wrong options raise for no contexts too. A chat has a ``template``, with options.
+    """Return a request for each context; context ``i`` is drawn with seed ``seed + i``. A chat has a
+    ``template``, with options.
 
     Raises:
-        InvalidRequest: an option is unknown, of the wrong type or out of range.
+        InvalidRequest: an option is unknown, of the wrong type or out of range, also without contexts.
         ContextTooLong: a context and ``max_tokens`` are too long together.
     """
     checked, seed = _checked_options(limits, options), check_seed(seed)
@@ -508,34 +468,47 @@ def completion_requests(
     for place, token_ids in enumerate(contexts):
         ids = limits.token_ids(token_ids)
         wanted = max(limits.max_model_len - len(ids), 1) if max_tokens is None else max_tokens
-        decoding = Decoding(check_room(limits, len(ids), wanted), **checked)
-        check_int("min_tokens", decoding.min_tokens, 0, decoding.max_tokens)
+        _check_room(limits, len(ids), wanted)
+        decoding = Decoding(wanted, **checked)
+        check_int("min_tokens", decoding.min_tokens, 0, wanted)
         nonce = next(nonces) if seed is None else None
-        own = None if seed is None else seed_at(seed, place)
-        if decoding.temperature == 0.0:
-            own = nonce = None
-        requests.append(CompletionRequest(ids, decoding, own, adapter, nonce))
+        decided = _decided_by(seed, place, nonce, decoding.temperature)
+        requests.append(CompletionRequest(ids, decoding, adapter=adapter, **decided))
     return requests
+
+
+def _decided_by(
+    seed: int | None, place: int, nonce: int | None, temperature: float | None
+) -> dict[str, Any]:
+    """Return the seed or else the nonce that decides the draws; greedy requests have neither."""
+    if temperature == 0.0:
+        return {}
+    return {"nonce": nonce} if seed is None else {"seed": seed_at(seed, place)}
 
 
 Check: TypeAlias = Callable[[Limits, str, Any], Any]
 """Returns the value of an option by its name, as plain types; raises InvalidRequest if it is wrong."""
 
 
-def check_number(low: float, high: float = math.inf) -> Check:
-    """Return a check that a number is from ``low`` to ``high``."""
+def _number(low: float, high: float = math.inf) -> Check:
     return lambda _, name, value: check_float(name, value, low, high)
 
 
-def check_among(names: Collection[str]) -> Check:
-    """Return a check that a text is one of these names."""
+def _integer(low: int, *, optional: bool = False) -> Check:
+    return lambda _, name, value: (
+        None if optional and value is None else check_int(name, value, low)
+    )
 
-    def check(_: Limits, name: str, value: object) -> object:
-        if not isinstance(value, str) or value not in names:
-            raise InvalidRequest(f"{name} must be one of {sorted(names)}, got {shown(value)}")
-        return value
 
-    return check
+def _flag(_: Limits, name: str, value: object) -> bool:
+    return check_bool(name, value)
+
+
+def _logprobs_mode(_: Limits, name: str, value: object) -> object:
+    names = get_args(LogprobsMode)
+    if not isinstance(value, str) or value not in names:
+        raise InvalidRequest(f"{name} must be one of {sorted(names)}, got {shown(value)}")
+    return value
 
 
 def _top_p(_: Limits, name: str, value: object) -> float:
@@ -543,10 +516,6 @@ def _top_p(_: Limits, name: str, value: object) -> float:
     if top_p == 0.0:
         raise InvalidRequest("top_p must be over 0 (1.0 keeps everything), got 0")
     return max(top_p, LEAST_TOP_P)
-
-
-def _temperature(_: Limits, name: str, value: float) -> float:
-    return min(check_float(name, value, 0.0), HIGHEST_TEMPERATURE)
 
 
 def _top_k(limits: Limits, name: str, value: int) -> int:
@@ -559,18 +528,8 @@ def _stop_token_ids(limits: Limits, name: str, value: Any) -> tuple[int, ...]:
     return tuple(sorted({*limits.token_ids(stops, allow_empty=True, name=name)}))
 
 
-DECODING_CHECKS: dict[str, Check] = {
-    "temperature": _temperature,
-    "top_p": _top_p,
-    "top_k": _top_k,
-    "min_p": check_number(0.0, 1.0),
-    "stop_token_ids": _stop_token_ids,
-}
-"""How the options that samples and completions share are read, by their names."""
-
-
-def check_room(limits: Limits, length: int, max_tokens: int) -> int:
-    """Return ``max_tokens``. Raises ContextTooLong unless so many tokens fit behind ``length`` others."""
+def _check_room(limits: Limits, length: int, max_tokens: int) -> None:
+    """Raise ContextTooLong unless ``max_tokens`` tokens fit behind ``length`` others."""
     room = limits.max_model_len - length
     if max_tokens > room:
         advice = f"max_tokens can be {room} here" if room > 0 else "shorten the context"
@@ -578,7 +537,6 @@ def check_room(limits: Limits, length: int, max_tokens: int) -> int:
             f"a context of {length} tokens and max_tokens={shown(max_tokens)} are over "
             f"max_model_len={limits.max_model_len} together: {advice}"
         )
-    return max_tokens
 
 
 def _checked_options(limits: Limits, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -621,11 +579,7 @@ def _structure_option(given: dict[str, Any]) -> tuple[str, str | tuple[str, ...]
 
 
 def schema_text(schema: Mapping[str, Any] | str | bool | type) -> str:
-    """Return a JSON schema of any form as a JSON text.
-
-    Raises:
-        InvalidRequest: it cannot be written as JSON, or is of another type.
-    """
+    """Return a JSON schema of any form as a JSON text. Raises InvalidRequest if that is impossible."""
     given: Any = schema
     if isinstance(given, str) and given:
         return given
@@ -675,21 +629,24 @@ def _logit_bias(limits: Limits, name: str, value: object) -> tuple[tuple[int, fl
     return tuple(sorted(pairs))
 
 
-_bool: Check = lambda _, name, value: check_bool(name, value)
-
-_CHECKS: dict[str, Check] = DECODING_CHECKS | {
-    "max_tokens": lambda _, name, value: None if value is None else check_int(name, value, 1),
+_CHECKS: dict[str, Check] = {
+    "temperature": lambda _, name, value: min(check_float(name, value, 0.0), HIGHEST_TEMPERATURE),
+    "top_p": _top_p,
+    "top_k": _top_k,
+    "min_p": _number(0.0, 1.0),
+    "stop_token_ids": _stop_token_ids,
+    "max_tokens": _integer(1, optional=True),
     "stop": _texts,
-    "include_stop_str_in_output": _bool,
-    "skip_special_tokens": _bool,
-    "min_tokens": lambda _, name, value: check_int(name, value, 0),
-    "presence_penalty": check_number(-2.0, 2.0),
-    "frequency_penalty": check_number(-2.0, 2.0),
-    "repetition_penalty": check_number(0.01, 100.0),
+    "include_stop_str_in_output": _flag,
+    "skip_special_tokens": _flag,
+    "min_tokens": _integer(0),
+    "presence_penalty": _number(-2.0, 2.0),
+    "frequency_penalty": _number(-2.0, 2.0),
+    "repetition_penalty": _number(0.01, 100.0),
     "bad_words": _texts,
     "logit_bias": _logit_bias,
-    "ignore_eos": _bool,
-    "logprobs_mode": check_among(get_args(LogprobsMode)),
+    "ignore_eos": _flag,
+    "logprobs_mode": _logprobs_mode,
     "split_reasoning": lambda _, name, value: None if value is None else check_bool(name, value),
     "logprobs": lambda limits, name, value: (
         None if value is None else check_int(name, value, 0, limits.vocab_size)

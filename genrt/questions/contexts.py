@@ -1,7 +1,4 @@
-"""Checks contexts and seeds: token ids become 32-bit words below the model's limits.
-
-These functions use no engine. An engine can compute every request that this folder makes.
-"""
+"""Checks contexts and seeds: token ids become 32-bit words below the model's limits."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import secrets
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -23,7 +20,6 @@ __all__ = [
     "TOKEN_BYTES",
     "Adapter",
     "Limits",
-    "Seeded",
     "Table",
     "TokenIds",
     "abbreviated",
@@ -33,6 +29,7 @@ __all__ = [
     "deciding_seed",
     "host_array",
     "id_words",
+    "is_plain_sequence",
     "nonces_of",
     "seed_at",
     "seeds_at",
@@ -53,11 +50,8 @@ LAST_SEED = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A LoRA adapter as a request binds it: a name and a version.
-
-    ``version`` grows with every ``add_adapter`` of the name, so requests and cached rows never use
-    earlier weights of that name.
-    """
+    """A LoRA adapter as a request binds it. Every ``add_adapter`` of a name makes a new version, so that
+    requests and cached rows never use earlier weights of that name."""
 
     name: str
     version: int
@@ -89,12 +83,16 @@ def id_words(
     Raises:
         InvalidRequest: not a flat sequence of ints below ``vocab_size``, or empty.
     """
-    if type(token_ids) is not list and type(token_ids) is not tuple:
-        token_ids = _sequence(token_ids, name)
+    given: Any = token_ids
+    if isinstance(given, torch.Tensor | np.ndarray):
+        given = _integer_list(given, name)
+    elif type(given) is not list and type(given) is not tuple and not is_plain_sequence(given):
+        kind = type(given).__name__
+        raise InvalidRequest(f"{name} must be a sequence of int, got {kind}{advice_for(given)}")
     try:
-        words = array("I", token_ids)
+        words = array("I", given)
     except (TypeError, OverflowError, ValueError, RuntimeError):  # torch raises the last
-        raise InvalidRequest(_what_is_wrong(token_ids, vocab_size, name)) from None
+        raise InvalidRequest(_what_is_wrong(given, vocab_size, name)) from None
     if not words:
         if allow_empty:
             return words
@@ -102,6 +100,30 @@ def id_words(
     if words[np.frombuffer(words, np.uint32).argmax()] >= vocab_size:
         raise InvalidRequest(_what_is_wrong(words, vocab_size, name))
     return words
+
+
+def _integer_list(table: Table, name: str) -> list[int]:
+    """Return the ints of a flat array or tensor. Raises InvalidRequest for other shapes and types."""
+    if isinstance(table, torch.Tensor):
+        dtype = table.dtype
+        integers = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+    else:
+        integers = np.issubdtype(table.dtype, np.integer)
+    if table.ndim != 1 or not (integers or len(table) == 0):
+        advice = ": give one row of it" if integers and table.ndim == 2 else ""
+        raise InvalidRequest(
+            f"{name} must be one flat sequence of int, got {table.dtype} "
+            f"of shape {list(table.shape)}{advice}"
+        )
+    found: list[int] = host_array(table, name).tolist() if len(table) else []
+    return found
+
+
+def is_plain_sequence(given: object) -> bool:
+    """Return whether this is a sequence, but not text or bytes."""
+    return isinstance(given, Sequence) and not isinstance(
+        given, str | bytes | bytearray | memoryview
+    )
 
 
 def host_array(table: Table, name: str) -> np.ndarray:
@@ -129,46 +151,20 @@ def host_array(table: Table, name: str) -> np.ndarray:
 
 def advice_for(given: object) -> str:
     """Return advice for a message about a value that is not token ids; may be empty."""
-    if isinstance(given, Mapping) and "input_ids" in given:
-        return "; give its token ids, encoding['input_ids'], or lm.encode(text)"
-    if isinstance(given, Mapping) and "role" in given:
-        return "; for a conversation, give lm.encode_chat(messages)"
-    if hasattr(given, "ids") and hasattr(given, "attention_mask"):
-        return "; give its token ids, encoding.ids, or lm.encode(text)"
-    if isinstance(given, str | bytes):
-        return "; for text, give lm.encode(text)"
-    if isinstance(given, int | np.integer) and not isinstance(given, bool):
-        return "; give one token id in a list"
+    match given:
+        case Mapping() if "input_ids" in given:
+            return "; give its token ids, encoding['input_ids'], or lm.encode(text)"
+        case Mapping() if "role" in given:
+            return "; for a conversation, give lm.encode_chat(messages)"
+        case _ if hasattr(given, "ids") and hasattr(given, "attention_mask"):
+            return "; give its token ids, encoding.ids, or lm.encode(text)"
+        case str() | bytes():
+            return "; for text, give lm.encode(text)"
+        case bool():
+            return ""
+        case int() | np.integer():
+            return "; give one token id in a list"
     return "; give a list" if isinstance(given, Iterable) else ""
-
-
-def _sequence(token_ids: object, name: str) -> Sequence[int]:
-    """Return token ids of another type as a sequence. Raises InvalidRequest if they are not a
-    sequence."""
-    if isinstance(token_ids, torch.Tensor | np.ndarray):
-        return _integer_list(token_ids, name)
-    if isinstance(token_ids, str | bytes | bytearray | memoryview) or not isinstance(
-        token_ids, Sequence
-    ):
-        kind = type(token_ids).__name__
-        raise InvalidRequest(f"{name} must be a sequence of int, got {kind}{advice_for(token_ids)}")
-    return token_ids
-
-
-def _integer_list(token_ids: Table, name: str) -> list[int]:
-    """Return the ints of a flat array or tensor. Raises InvalidRequest for other shapes and types."""
-    if isinstance(token_ids, torch.Tensor):
-        dtype = token_ids.dtype
-        integers = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
-    else:
-        integers = np.issubdtype(token_ids.dtype, np.integer)
-    if token_ids.ndim != 1 or not (integers or len(token_ids) == 0):
-        advice = ": give one row of it" if integers and token_ids.ndim == 2 else ""
-        raise InvalidRequest(
-            f"{name} must be one flat sequence of int, got {token_ids.dtype} "
-            f"of shape {list(token_ids.shape)}{advice}"
-        )
-    return cast("list[int]", host_array(token_ids, name).tolist()) if len(token_ids) else []
 
 
 def _what_is_wrong(token_ids: Sequence[Any], vocab_size: int, name: str) -> str:
@@ -187,8 +183,7 @@ def _what_is_wrong(token_ids: Sequence[Any], vocab_size: int, name: str) -> str:
 def check_contexts(
     contexts: Sequence[TokenIds] | Table, name: str = "contexts"
 ) -> Sequence[TokenIds]:
-    """Return a sequence of contexts, without a check of each. Raises InvalidRequest, with this ``name``,
-    for anything else."""
+    """Return a sequence of contexts, without a check of each. Raises InvalidRequest for anything else."""
     given: object = contexts
     if isinstance(given, np.ndarray | torch.Tensor) and given.ndim:
         given = list(host_array(given, name))
@@ -211,33 +206,14 @@ def abbreviated(token_ids: Sequence[int]) -> str:
     return f"[… {len(token_ids) - 2} tokens, {token_ids[-2]}, {token_ids[-1]}]"
 
 
-class Seeded(Protocol):
-    """A request with a random answer."""
-
-    @property
-    def seed(self) -> int | None:
-        """Fixes the draws, independent of the rest of the batch."""
-        ...
-
-    @property
-    def nonce(self) -> int | None:
-        """Distinguishes equal requests without a seed, whose answers are independent."""
-        ...
-
-    @property
-    def temperature(self) -> float:
-        """The temperature; 0 is greedy."""
-        ...
-
-
 def check_seed(seed: int | None) -> int | None:
     """Return the seed of a question as an int, if there is one. Raises InvalidRequest otherwise."""
     return None if seed is None else check_int("seed", seed, 0, LAST_SEED)
 
 
 def nonces_of(seed: int | None) -> Iterator[int]:
-    """Return a runtime's nonces, which decide the draws without a seed. They start at one of 2**62
-    numbers, so that runtimes do not share them, and users' seeds rarely equal them."""
+    """Return a runtime's nonces, which decide draws without a seed. They start at one of 2**62 numbers,
+    so that runtimes rarely share them."""
     [first] = np.random.SeedSequence(seed).generate_state(1, np.uint64)
     return itertools.count(int(first) >> 2)
 
@@ -252,11 +228,10 @@ def seeds_at(seed: int, places: np.ndarray) -> np.ndarray:
     return (np.uint64(seed) + places.astype(np.uint64)) % np.uint64(LAST_SEED + 1)
 
 
-def deciding_seed(request: Seeded) -> int:
-    """Return the number that decides the draws: the seed, else the nonce, else a random number of the
-    system."""
-    if request.seed is not None:
-        return request.seed
-    if request.nonce is not None:
-        return request.nonce
-    return 0 if request.temperature == 0.0 else secrets.randbits(62)
+def deciding_seed(request: Any) -> int:
+    """Return the number that decides the draws of a request: its seed, else its nonce, else a random
+    number of the system."""
+    if request.seed is None and request.nonce is None:
+        return 0 if request.temperature == 0.0 else secrets.randbits(62)
+    found: int = request.nonce if request.seed is None else request.seed
+    return found

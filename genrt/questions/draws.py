@@ -7,9 +7,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -44,24 +43,17 @@ __all__ = [
     "population_draw",
 ]
 
-T = TypeVar("T")
 
-
-# -- one row ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class DrawToken(Wanted):
     """One token with its importance weight. The answer is a ``Draw``.
-
-    Masks are long. Comparisons look at them last, and hashes only for draws that have no nonce.
 
     Attributes:
         mask: the allowed tokens, packed: token ``i`` is bit ``i % 8`` of byte ``i // 8``, in whole 32-bit
             words with 0 beyond the vocabulary; ``None`` allows every token.
         temperature: 0 is greedy; otherwise the masked row is divided by it.
         seed: fixes the draw, independent of the rest of the batch.
-        nonce: distinguishes independent draws, as in ``SampleRequest``.
+        nonce: as in ``SampleRequest``.
     """
 
     mask: bytes | None = None
@@ -69,20 +61,10 @@ class DrawToken(Wanted):
     seed: int | None = None
     nonce: int | None = None
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, DrawToken):
-            return NotImplemented
-        return (
-            self.nonce == other.nonce
-            and self.seed == other.seed
-            and self.temperature == other.temperature
-            and self.mask == other.mask
-        )
-
     def __hash__(self) -> int:
-        if self.nonce is not None:
-            return hash((self.temperature, self.seed, self.nonce))
-        return hash((self.temperature, self.seed, self.mask))
+        # A mask is long; a nonce identifies its draw.
+        own = self.mask if self.nonce is None else self.nonce
+        return hash((self.temperature, self.seed, own))
 
     @property
     def nbytes(self) -> int:
@@ -100,12 +82,11 @@ class DrawToken(Wanted):
         wanted: list[DrawToken] = wanted_of(reads)
         rows, masks, heats = [read.row for read in reads], None, None
         if any(each.mask is not None for each in wanted):
-            size = -(-len(rows[0]) // 32) * 4
-            every = b"\xff" * size
-            packed = bytearray().join(
-                [every if each.mask is None else each.mask for each in wanted]
+            every = b"\xff" * (-(-len(rows[0]) // 32) * 4)
+            packed = [every if each.mask is None else each.mask for each in wanted]
+            masks = np.frombuffer(bytearray().join(packed), np.uint8).reshape(
+                len(wanted), len(every)
             )
-            masks = np.frombuffer(packed, np.uint8).reshape(len(wanted), size)
         if wanted[0].temperature != 1.0:
             heats = np.array([each.temperature for each in wanted])
         seeds = np.array([deciding_seed(each) for each in wanted], np.uint64)
@@ -113,12 +94,8 @@ class DrawToken(Wanted):
         on_host = Leaving(whole)
         engine.expect([read.request.row for read in reads], whole[:, 0])
         token_ids, logprobs, log_mass = on_host.arrived().unbind(dim=-1)
-        found = zip(
-            token_ids.long().tolist(),
-            logprobs.float().tolist(),
-            log_mass.float().tolist(),
-            strict=True,
-        )
+        columns = token_ids.long(), logprobs.float(), log_mass.float()
+        found = zip(*[each.tolist() for each in columns], strict=True)
         return map(Draw.of, found, [read.request.weights_version for read in reads])
 
 
@@ -131,13 +108,8 @@ def draw_request(
     temperature: float,
     seed: int | None,
 ) -> ReadRequest:
-    """Return the request for a draw; ``nonce`` distinguishes it unless a seed or temperature 0 decides
-    it.
-
-    Raises:
-        InvalidRequest: bad token ids, or a mask or parameter of the wrong type, shape or range.
-        ContextTooLong: too many token ids.
-    """
+    """Return the request for a draw; ``nonce`` decides it unless a seed or temperature 0 does. Raises
+    InvalidRequest for a bad argument, ContextTooLong for too many token ids."""
     row = row_request(limits, token_ids, adapter)
     if type(temperature) is not float or not 0.0 <= temperature < math.inf:
         temperature = check_float("temperature", temperature, 0.0, math.inf)
@@ -145,22 +117,15 @@ def draw_request(
     packed = None if mask is None else packed_mask(mask, limits.vocab_size)
     if temperature == 0.0:
         return ReadRequest(row, DrawToken(packed, 0.0))
-    if seed is None:
-        return ReadRequest(row, DrawToken(packed, temperature, nonce=nonce))
-    return ReadRequest(row, DrawToken(packed, temperature, seed=seed))
+    own = nonce if seed is None else None
+    return ReadRequest(row, DrawToken(packed, temperature, seed, own))
 
 
 def batch_draw(draws: Sequence[Draw]) -> BatchDraw:
     """Return single draws as tensors on the host."""
-    columns = (
-        torch.tensor([each.token_id for each in draws], dtype=torch.int64),
-        torch.tensor([each.logprob for each in draws]),
-        torch.tensor([each.log_mass for each in draws]),
-    )
+    token_ids, logprobs, masses = zip(*draws, strict=True) if draws else ((), (), ())
+    columns = torch.tensor(token_ids, dtype=torch.int64), *map(torch.tensor, (logprobs, masses))
     return BatchDraw.of(columns, draws[0].weights_version if draws else 0)
-
-
-# -- many sequences -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -173,8 +138,8 @@ class PopulationDraw(Request):
         temperature: of all draws.
         seeds: uint64 ``[n]``, one for each draw.
         origins: the sequences that these extend, if each extends one by a single token.
-        came_from: handles of the sequences that these were made of. Their replica holds most of the rows.
-        handle: stands for these sequences in later requests.
+        came_from: the handles of all sequences that these extend, also by several tokens.
+        handle: stands for these sequences in later origins.
     """
 
     contexts: Contexts
@@ -238,10 +203,11 @@ class PopulationDraw(Request):
                 self.came_from if origins is None else origins.handles,
             )
 
-    def draw(self, rows: Sequence[Tensor] | Tensor) -> Tensor:
-        """Return the draws from one row per sequence, as ``draw_chunk`` does."""
+    def draw(self, rows: Sequence[Tensor] | Tensor, places: np.ndarray | None = None) -> Tensor:
+        """Return the draws as ``draw_from_rows`` does."""
+        rows = rows[: len(self)] if places is None else rows
         heats = None if self.temperature == 1.0 else np.full(len(self), self.temperature)
-        return draw_from_rows(rows, self.seeds, self.masks, heats)
+        return draw_from_rows(rows, self.seeds, self.masks, heats, places)
 
     def __repr__(self) -> str:
         return f"PopulationDraw({len(self)} sequences, adapter={self.adapter})"
@@ -260,12 +226,9 @@ def population_draw(
     origins: Origins | None = None,
     came_from: tuple[SequenceHandle, ...] = (),
 ) -> PopulationDraw | None:
-    """Return the request for draws after these contexts, the sequences at ``places`` of ``count``;
-    ``None`` if there are no contexts. ``masks`` has one for each of the ``count``.
-
-    Raises:
-        InvalidRequest: masks or a parameter of the wrong type, shape or range.
-    """
+    """Return the request for draws after these contexts, the sequences at ``places`` of ``count``, or
+    ``None`` if there are no contexts. ``masks`` has one for each of the ``count``. Raises InvalidRequest
+    for bad masks or a bad parameter."""
     temperature = check_float("temperature", temperature, 0.0)
     seed, packed = check_seed(seed), packed_masks(masks, count, vocab_size)
     if not len(contexts):
@@ -292,9 +255,6 @@ def merge_draws(several: Sequence[BatchDraw], places: np.ndarray, count: int) ->
     return whole
 
 
-# -- drawing ------------------------------------------------------------------------------------
-
-
 def launch_draws(
     several: Sequence[PopulationDraw],
     rows: Tensor,
@@ -306,31 +266,12 @@ def launch_draws(
     One launch draws all of them if a graph can; both results are then valid until the next launch.
     Sequence ``i`` of population ``k`` draws from row ``places[k][i]``, or from row ``i``.
     """
+    pairs = [*zip(several, places, strict=True)]
     if all(each.temperature == 1.0 for each in several):
-        inputs = [
-            DrawInputs(each.seeds, each.masks, at) for each, at in zip(several, places, strict=True)
-        ]
+        inputs = [DrawInputs(each.seeds, each.masks, at) for each, at in pairs]
         if (found := graphs.launch(rows, inputs)) is not None:
             return found
-    kinds: dict[tuple[bool, bool], list[int]] = {}
-    for number, each in enumerate(several):
-        kinds.setdefault((each.masks is None, each.temperature == 1.0), []).append(number)
-    parts: dict[int, Tensor] = {}
-    for (_, is_plain), numbers in kinds.items():
-        alike = [several[number] for number in numbers]
-        sizes = [len(each) for each in alike]
-        masks = [each.masks for each in alike if each.masks is not None]
-        pairs = zip(sizes, [places[number] for number in numbers], strict=True)
-        at = [np.arange(size) if there is None else there for size, there in pairs]
-        draws = draw_from_rows(
-            rows,
-            _one([each.seeds for each in alike], np.concatenate),
-            _one(masks, np.concatenate) if masks else None,
-            None if is_plain else np.repeat([each.temperature for each in alike], sizes),
-            _one(at, np.concatenate),
-        )
-        parts |= zip(numbers, torch.split(draws, sizes), strict=True)
-    whole = _one([parts[number] for number in range(len(several))], torch.cat)
+    whole = _one([each.draw(rows, at) for each, at in pairs])
     return whole, Leaving(whole)
 
 
@@ -342,8 +283,6 @@ def draw_from_rows(
     places: np.ndarray | None = None,
 ) -> Tensor:
     """Return one draw per seed as ``draw_chunk`` does, without waiting for the device.
-
-    All inputs are on their way before the rows are read, which may still be in computation.
 
     Args:
         rows: on one device, each ``[vocab_size]``.
@@ -370,19 +309,18 @@ def draw_from_rows(
         bits, hot, there = [None if x is None else x[part] for x in (mask, heat, at)]
         batch = batch if isinstance(batch, Tensor) else gather_rows(batch)
         parts.append(draw_chunk(batch, numbers[part], mask=bits, heat=hot, places=there))
-    return _one(parts, torch.cat)
+    return _one(parts)
 
 
-def _one(parts: list[T], joined: Callable[[list[T]], T]) -> T:
+def _one(parts: list[Tensor]) -> Tensor:
     """Return parts as one, without a copy if there is only one."""
-    return parts[0] if len(parts) == 1 else joined(parts)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _moved_inputs(
     uniforms: Tensor, masks: np.ndarray | None, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
-    """Return random numbers, float64 ``[n, 2]``, and masks on the device: by one copy, without
-    synchronization."""
+    """Return random numbers, float64 ``[n, 2]``, and masks on the device, by one copy."""
     if masks is None:
         return moved(uniforms, device), None
     if device.type == "cpu" and masks.flags.writeable:  # torch warns of others

@@ -8,17 +8,23 @@ Rules:
 
 from __future__ import annotations
 
-import array
 from collections.abc import Sequence, Set
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from genrt.errors import InvalidRequest
-from genrt.questions.contexts import Table, TokenIds, host_array, id_words
+from genrt.numbers import is_truth_value
+from genrt.questions.contexts import (
+    Table,
+    TokenIds,
+    host_array,
+    id_words,
+    is_plain_sequence,
+)
 
-__all__ = ["Mask", "Masks", "check_masks", "packed_mask", "packed_masks"]
+__all__ = ["Mask", "Masks", "packed_mask", "packed_masks"]
 
 Mask: TypeAlias = torch.Tensor | np.ndarray | Sequence[int] | Set[int]
 """The tokens that may be drawn: bool ``[vocab_size]``, token ids as a sequence, a set or int64, or a
@@ -38,18 +44,14 @@ def packed_mask(mask: Mask, vocab_size: int) -> bytes:
     words = -(-vocab_size // 32)
     if not isinstance(mask, torch.Tensor | np.ndarray):
         bits = _bits_of_ids(_ids(mask, vocab_size), vocab_size)
-    elif mask.dtype in (torch.int32, np.int32, _SWAPPED_INT32):
+    elif (kind := str(mask.dtype).removeprefix("torch.").lstrip("<>")) in ("int32", "i4"):
         _check_shape(mask, words, vocab_size)
-        packed = host_array(mask, "mask").tobytes()
-        if beyond := vocab_size % 32:
-            last = int.from_bytes(packed[-4:], "little")
-            if last >> beyond:
-                packed = packed[:-4] + (last & (1 << beyond) - 1).to_bytes(4, "little")
-        return packed
-    elif mask.dtype in (torch.bool, np.bool_):
+        packed = host_array(mask, "mask").reshape(1, words)
+        return _without_excess(np.ascontiguousarray(packed), vocab_size).tobytes()
+    elif kind == "bool":
         _check_shape(mask, vocab_size, vocab_size)
         bits = host_array(mask, "mask")
-    elif mask.dtype in (torch.int64, np.int64, _SWAPPED_INT64) or tuple(mask.shape) == (0,):
+    elif kind in ("int64", "i8") or tuple(mask.shape) == (0,):
         bits = _bits_of_ids(mask, vocab_size)
     else:
         raise InvalidRequest(
@@ -67,19 +69,25 @@ def packed_masks(
     true.
 
     Raises:
-        InvalidRequest: as ``packed_mask`` and ``check_masks``.
+        InvalidRequest: as ``packed_mask``, or not a sequence of ``count`` masks.
     """
-    if isinstance(masks, torch.Tensor | np.ndarray) and masks.ndim == 2 and len(masks):
-        given = host_array(masks, "masks")
-        if given.strides[0] == 0:  # one for all, expanded
-            given = given[:1]
-        packed = _packed_table(given, vocab_size, copies)
-        if packed is not None:
-            _check_mask_count(len(masks), count)
-            return (
-                np.broadcast_to(packed, (count, packed.shape[1])) if len(packed) < count else packed
+    each: Any = masks
+    if masks is None:
+        return None
+    if isinstance(masks, torch.Tensor | np.ndarray):
+        if masks.ndim != 2:
+            raise InvalidRequest(
+                f"masks have shape {list(masks.shape)}: give one row for each of {count} contexts"
             )
-    each = check_masks(masks, count)
+        each = host_array(masks, "masks")
+    elif not is_plain_sequence(each):
+        raise InvalidRequest(f"masks must be a sequence of masks, got {type(masks).__name__}")
+    if len(each) != count:
+        raise InvalidRequest(f"{len(each)} masks for {count} contexts: give one for each")
+    if isinstance(each, np.ndarray) and count:
+        table = each[:1] if each.strides[0] == 0 else each  # one for all, expanded
+        if (packed := _packed_table(table, vocab_size, copies)) is not None:
+            return np.broadcast_to(packed, (count, packed.shape[1]))
     if all(mask is None for mask in each):
         return None
     size = -(-vocab_size // 32) * 4
@@ -97,42 +105,16 @@ def _packed_table(table: np.ndarray, vocab_size: int, copies: bool) -> np.ndarra
     if table.dtype != np.int32 or table.shape[1] != words:
         return None
     packed = np.array(table, order="C") if copies else np.ascontiguousarray(table)
-    if beyond := vocab_size % 32:
-        last = (1 << beyond) - 1
-        if (packed[:, -1] & ~np.int64(last)).any():
-            packed = packed.copy()
-            packed[:, -1] &= np.int32(last)
-    return packed.view(np.uint8)
+    return _without_excess(packed, vocab_size).view(np.uint8)
 
 
-def check_masks(masks: Masks | None, count: int) -> Sequence[Mask | None]:
-    """Return a mask or ``None`` for each of ``count`` contexts, without a check of each mask.
-
-    Raises:
-        InvalidRequest: not a sequence of ``count`` masks.
-    """
-    if masks is None:
-        return [None] * count
-    if isinstance(masks, torch.Tensor | np.ndarray):
-        if masks.ndim != 2:
-            raise InvalidRequest(
-                f"masks have shape {list(masks.shape)}: give one row for each of {count} contexts"
-            )
-        masks = list(host_array(masks, "masks"))
-    given: object = masks
-    if isinstance(given, str | bytes | bytearray | memoryview) or not isinstance(given, Sequence):
-        raise InvalidRequest(f"masks must be a sequence of masks, got {type(masks).__name__}")
-    _check_mask_count(len(masks), count)
-    return masks
-
-
-def _check_mask_count(given: int, count: int) -> None:
-    if given != count:
-        raise InvalidRequest(f"{given} masks for {count} contexts: give one for each")
-
-
-_SWAPPED_INT32 = np.dtype(np.int32).newbyteorder()
-_SWAPPED_INT64 = np.dtype(np.int64).newbyteorder()
+def _without_excess(packed: np.ndarray, vocab_size: int) -> np.ndarray:
+    """Return packed int32 masks without bits beyond the vocabulary."""
+    last = np.int32((1 << vocab_size % 32) - 1) if vocab_size % 32 else np.int32(-1)
+    if (packed[:, -1] & ~last).any():
+        packed = packed.copy()
+        packed[:, -1] &= last
+    return packed
 
 
 def _ids(mask: Sequence[int] | Set[int], vocab_size: int) -> Sequence[int]:
@@ -144,22 +126,18 @@ def _ids(mask: Sequence[int] | Set[int], vocab_size: int) -> Sequence[int]:
     if hasattr(mask, "mask"):
         raise InvalidRequest(f"mask is a {type(mask).__name__}: give its mask, state.mask()")
     given = tuple(mask) if isinstance(mask, Set) else mask
-    if isinstance(given, Sequence):
-        kinds = set(map(type, given))
-        if kinds & _BOOLS or (
-            torch.Tensor in kinds and any(getattr(x, "dtype", None) == torch.bool for x in given)
-        ):
-            raise InvalidRequest(f"mask is a sequence of bool: {_mask_advice(vocab_size)}")
+    if isinstance(given, Sequence) and any(
+        kind in (bool, np.bool_) or (kind is torch.Tensor and any(map(is_truth_value, given)))
+        for kind in {*map(type, given)}
+    ):
+        raise InvalidRequest(f"mask is a sequence of bool: {_mask_advice(vocab_size)}")
     return given
-
-
-_BOOLS: set[type] = {bool, np.bool_}
 
 
 def _bits_of_ids(token_ids: TokenIds, vocab_size: int) -> np.ndarray:
     """Return bool ``[vocab_size]``, true at these token ids."""
     words = id_words(token_ids, vocab_size, allow_empty=True, name="mask")
-    if _are_flags(words):
+    if len(words) and max(words) <= 1 and len(set(words)) < len(words):
         raise InvalidRequest(
             f"mask has {len(words)} entries, all of them 0 or 1, which as token ids allow no token but "
             f"these: {_mask_advice(vocab_size)}, each once"
@@ -167,11 +145,6 @@ def _bits_of_ids(token_ids: TokenIds, vocab_size: int) -> np.ndarray:
     bits = np.zeros(vocab_size, dtype=np.bool_)
     bits[np.frombuffer(words, np.uint32)] = True
     return bits
-
-
-def _are_flags(words: array.array[int]) -> bool:
-    """Return whether these numbers are flags, 0 or 1, rather than token ids."""
-    return len(words) > 0 and max(words) <= 1 and len(set(words)) < len(words)
 
 
 def _check_shape(mask: Table, length: int, vocab_size: int) -> None:

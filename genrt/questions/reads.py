@@ -1,7 +1,7 @@
 """Reads of rows that stay on the device: their entries, their likeliest tokens, or a copy on the host.
 
-A kind of read is a frozen ``Wanted`` value, a function that makes its request, and a method that answers
-all reads of the kind in a step. ``draws.py`` has one more kind.
+A kind of read is a frozen ``Wanted`` value with a method that answers all reads of the kind in a step.
+``draws.py`` has one more kind.
 """
 
 from __future__ import annotations
@@ -35,10 +35,7 @@ __all__ = [
     "WarmUpOptions",
     "candidates_request",
     "checked_temperature",
-    "host_row",
     "parts_of",
-    "prefix_request",
-    "rows_of",
     "top_request",
     "wanted_of",
 ]
@@ -68,8 +65,7 @@ class Wanted:
         raise NotImplementedError
 
     def owned(self, result: Any) -> object:
-        """Return a result that one caller may change. ``waiters.py`` copies tensors of all callers at
-        once instead."""
+        """Return a result that one caller may change; tensors were copied before."""
         return result
 
 
@@ -91,10 +87,8 @@ class Answering(Protocol):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ReadRequest(Request):
-    """A read of a row that stays on the device.
-
-    Engines do not see it: ``answers.py`` requests the row once for all reads of it, and answers them.
-    """
+    """A read of a row that stays on the device. Engines do not see it: ``answers.py`` requests the row
+    once for all reads of it."""
 
     row: LogprobsRequest
     wanted: Wanted
@@ -144,29 +138,23 @@ class Read(NamedTuple):
 
 
 def wanted_of(reads: Sequence[Read]) -> list[Any]:
-    """Return the wanted values of reads of one kind."""
+    """Return the ``Wanted`` values of the reads."""
     return [read.request.wanted for read in reads]
 
 
-def parts_of(reads: Sequence[Read]) -> Iterator[Sequence[Read]]:
-    """Yield as many reads at a time as fit a CPU's caches, or leave room in a GPU's memory."""
+def parts_of(reads: Sequence[Read]) -> Iterator[tuple[Sequence[Read], Tensor]]:
+    """Yield as many reads at a time as ``rows_at_once`` allows, with their rows ``[n, vocab_size]``; do
+    not write to these."""
     size = rows_at_once(reads[0].row)
     for start in range(0, len(reads), size):
-        yield reads[start : start + size]
-
-
-def rows_of(reads: Sequence[Read]) -> Tensor:
-    """Return the rows of reads, ``[n, vocab_size]``; do not write to them."""
-    return gather_rows([read.row for read in reads])
-
-
-# -- entries ------------------------------------------------------------------------------------
+        part = reads[start : start + size]
+        yield part, gather_rows([read.row for read in part])
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates(Wanted):
-    """The log-probabilities of these tokens, after the row is divided by the temperature and normalized
-    again. The answer is a tensor on the host."""
+    """The log-probabilities of these tokens in the row, tempered and normalized again. The answer is a
+    tensor on the host."""
 
     token_ids: tuple[int, ...]
     temperature: float = 1.0
@@ -184,11 +172,11 @@ class Candidates(Wanted):
             found = [entries_of([read.row for read in reads], [each.token_ids for each in wanted])]
         else:
             found = []
-            for part in parts_of(reads):
+            for part, rows in parts_of(reads):
                 several: list[Candidates] = wanted_of(part)
                 heat = torch.tensor([each.temperature for each in several], dtype=torch.float64)
-                rows = truncate(rows_of(part), temperature=heat).unbind()
-                found.append(entries_of(rows, [each.token_ids for each in several]))
+                heated = truncate(rows, temperature=heat).unbind()
+                found.append(entries_of(heated, [each.token_ids for each in several]))
         whole = torch.cat(found).cpu()
         for each in torch.split(whole, [len(each.token_ids) for each in wanted]):
             yield each.clone()
@@ -201,8 +189,8 @@ def candidates_request(
     adapter: Adapter | None,
     temperature: float = 1.0,
 ) -> ReadRequest:
-    """Return the request for entries of a row. Raises InvalidRequest for bad token ids, candidates or
-    temperature, ContextTooLong for too many."""
+    """Return the request for entries of a row. Raises InvalidRequest for bad candidates or a bad
+    temperature; otherwise as ``row_request``."""
     ids = limits.token_ids(candidates, allow_empty=True, name="candidates")
     wanted = Candidates(ids, checked_temperature(temperature))
     return ReadRequest(row_request(limits, token_ids, adapter), wanted)
@@ -216,9 +204,6 @@ def checked_temperature(temperature: Any) -> float:
     return number
 
 
-# -- likeliest tokens ---------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class TopTokens(Wanted):
     """The ``k`` likeliest tokens, ``1 .. vocab_size``, as a ``TopLogprobs``."""
@@ -227,10 +212,9 @@ class TopTokens(Wanted):
 
     @staticmethod
     def answer(reads: Sequence[Read], engine: Answering) -> Iterator[TopLogprobs]:
-        """Yield each read's share of the longest list. Lower ids come first among equally likely tokens,
-        so a share does not depend on the list."""
-        for part in parts_of(reads):
-            rows = rows_of(part)
+        """Yield each read's share of the longest list. Lower ids come first among equally likely
+        tokens."""
+        for part, rows in parts_of(reads):
             wanted: list[TopTokens] = wanted_of(part)
             # Sort by the bits of the float, as an integer with the same order, then by the token id.
             bits = rows.view(torch.int32)
@@ -249,13 +233,10 @@ class TopTokens(Wanted):
 def top_request(
     limits: Limits, token_ids: TokenIds, k: int, adapter: Adapter | None
 ) -> ReadRequest:
-    """Return the request for the likeliest tokens. Raises InvalidRequest for bad token ids or ``k``,
-    ContextTooLong for too many."""
+    """Return the request for the likeliest tokens. Raises InvalidRequest for a bad ``k``; otherwise as
+    ``row_request``."""
     k = check_int("k", k, 1, limits.vocab_size)
     return ReadRequest(row_request(limits, token_ids, adapter), TopTokens(k))
-
-
-# -- copies on the host -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,20 +245,11 @@ class HostRow(Wanted):
 
     @staticmethod
     def answer(reads: Sequence[Read], engine: Answering) -> Iterator[Tensor]:
-        """Yield the rows as views of one block, pinned if they come from a GPU; copy a row to keep it.
-        The rows are also put into the cache."""
+        """Yield the rows as views of one block, and put them into the cache; copy a row to keep it."""
         block = moved_rows([read.row for read in reads])
         for read in reads:
             engine.keep(read)
         yield from block
-
-
-def host_row(row: LogprobsRequest) -> ReadRequest:
-    """Return the request for a row on the host."""
-    return ReadRequest(row, HostRow())
-
-
-# -- prefixes -----------------------------------------------------------------------------------
 
 
 Prefix: TypeAlias = str | TokenIds | Sequence[Mapping[str, Any]]
@@ -289,8 +261,8 @@ class PrefixOptions(TypedDict, total=False):
 
     Attributes:
         adapter: the name of the adapter to ask; by default the base model.
-        tools: for a conversation: the tools that the model may call, as in ``AsyncLM.chat``.
-        chat_template_kwargs: for a conversation: other options of its template.
+        tools: for a conversation, as in ``TurnOptions``.
+        chat_template_kwargs: for a conversation, as in ``TurnOptions``.
     """
 
     adapter: str | None
@@ -322,8 +294,3 @@ class KeptContext(Wanted):
             engine.keep(read)
             engine.keep_context(read)
             yield True
-
-
-def prefix_request(limits: Limits, token_ids: TokenIds, adapter: Adapter | None) -> ReadRequest:
-    """Return the request to compute and keep a context; raises as ``row_request``."""
-    return ReadRequest(row_request(limits, token_ids, adapter), KeptContext())

@@ -18,11 +18,8 @@ Result: TypeAlias = Any
 
 
 class Request:
-    """A frozen dataclass derives from this class and adds the parameters of its kind.
-
-    An engine computes rows, samples and texts, and scores if it is ``Scoring``. Reads are answered from
-    rows beside the engine, and replicas run programs.
-    """
+    """A frozen dataclass derives from this class and adds the parameters of its kind. An engine computes
+    rows, samples and texts, and scores if it is ``Scoring``. Reads are answered from rows beside it."""
 
     __slots__ = ()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from array import array
 from collections.abc import Sequence
@@ -39,8 +40,8 @@ class LogprobsRequest(Request):
     device.
 
     Attributes:
-        packed: the token ids as unsigned 32-bit words in this machine's byte order. Bytes are hashed and
-            compared at the speed of memory.
+        packed: the token ids as unsigned 32-bit words in this machine's byte order, which hash and
+            compare at the speed of memory.
     """
 
     packed: bytes
@@ -151,25 +152,18 @@ def move_rows(rows: Sequence[Tensor], block: Tensor) -> None:
 
 
 def must_move(device: Device | None, own: torch.device) -> bool:
-    """Return whether rows on device ``own`` must be moved to the host to be on ``device``.
-
-    Raises:
-        InvalidRequest: ``device`` is neither the rows' device nor the host.
-    """
+    """Return whether rows on device ``own`` must be moved to the host to be on ``device``. Raises
+    InvalidRequest if that is neither the rows' device nor the host."""
     if device is None:
         return False
-    advice = f"device is {named(device)}: give " + " or ".join(
-        dict.fromkeys([repr(str(own)), "'cpu'"])
-    )
     given: object = device
-    if not isinstance(given, str | int | torch.device):  # torch's own error would show the value
-        raise InvalidRequest(advice)
-    try:
-        wanted = torch.device(given)
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise InvalidRequest(advice) from error
-    if wanted.type == own.type and wanted.index in (None, own.index):
+    wanted = None
+    if isinstance(given, str | int | torch.device):
+        with contextlib.suppress(RuntimeError, TypeError, ValueError):
+            wanted = torch.device(given)
+    if wanted is not None and wanted.type == own.type and wanted.index in (None, own.index):
         return False
-    if wanted.type != "cpu":
-        raise InvalidRequest(f"device is {device!r}: rows are on {own}; give 'cpu' to move them")
+    if wanted is None or wanted.type != "cpu":
+        choices = dict.fromkeys([repr(str(own)), "'cpu'"])
+        raise InvalidRequest(f"device is {named(device)}: give {' or '.join(choices)}")
     return True

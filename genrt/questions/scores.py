@@ -26,18 +26,17 @@ from genrt.questions.contexts import (
 from genrt.questions.reads import Candidates, ReadRequest, TopTokens, checked_temperature
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest, check_length
+from genrt.questions.sequences import Contexts
 from genrt.tokens.sampling import GREEDY_BELOW
 
 __all__ = [
     "ScoreRequest",
-    "after_contexts",
     "greedy_joined",
     "greedy_requests",
     "joined_scores",
     "row_chunks",
     "score_entries",
     "score_requests",
-    "text_requests",
     "text_score_request",
 ]
 
@@ -91,7 +90,7 @@ class ScoreRequest(Request):
 
     @property
     def computed(self) -> LogprobsRequest:
-        """The row after the longest context that the answer needs: the text without its last token."""
+        """The row after the text without its last token, the longest context that the answer needs."""
         return self._row(-TOKEN_BYTES)
 
     def _row(self, end: int) -> LogprobsRequest:
@@ -129,11 +128,8 @@ class ScoreRequest(Request):
 def score_entries(
     rows: Tensor, targets: Tensor, wanted: Wanted, heats: Tensor | None = None
 ) -> Tensor:
-    """Return the scores of targets, int64 ``[n]``, in rows ``[n, vocab_size]``.
-
-    With temperatures, float64 ``[n]``, the rows are overwritten, to save memory. Below ``GREEDY_BELOW``
-    the distribution is greedy, as in ``truncate``.
-    """
+    """Return the scores of targets, int64 ``[n]``, in rows ``[n, vocab_size]``. With temperatures,
+    float64 ``[n]``, the rows are overwritten; below ``GREEDY_BELOW`` the distribution is greedy."""
     likeliest = None if heats is None and wanted != "greedy" else rows.argmax(-1) == targets
     if heats is None:
         found = rows.gather(1, targets[:, None])[:, 0]
@@ -150,9 +146,9 @@ def score_entries(
     return torch.stack([found, cast("Tensor", likeliest).float()])
 
 
-def after_contexts(
+def score_requests(
     limits: Limits,
-    contexts: Sequence[bytes],
+    contexts: Sequence[TokenIds] | Contexts,
     continuations: Sequence[TokenIds],
     adapter: Adapter | None,
     *,
@@ -161,23 +157,26 @@ def after_contexts(
 ) -> list[list[ReadRequest | ScoreRequest]]:
     """Return, for each continuation, the requests whose ``joined_scores`` results are its score.
 
-    The contexts are packed and checked. With ``in_one``, a continuation of several tokens is one request.
-    Otherwise each token is a read of the row before it. A single token is always a read, because the row
-    may be cached, or shared with other reads.
+    With ``in_one``, a continuation of several tokens is one request. Otherwise each token is a read of
+    the row before it. A single token is always a read, because the row may be cached or shared.
 
     Raises:
-        InvalidRequest: bad token ids in a continuation, not one continuation per context, or a
-            temperature that is not above 0.
+        InvalidRequest: bad token ids, not one continuation per context, or a temperature that is not
+            above 0.
         ContextTooLong: a context and its continuation, less the last token, are too long together.
     """
+    if isinstance(contexts, Contexts):
+        packed = [contexts.packed(number) for number in range(len(contexts))]
+    else:
+        packed = [id_words(each, limits.vocab_size).tobytes() for each in check_contexts(contexts)]
     given = check_contexts(continuations, "continuations")
-    if len(contexts) != len(given):
+    if len(packed) != len(given):
         raise InvalidRequest(
-            f"{len(contexts)} contexts and {len(given)} continuations: give one for each"
+            f"{len(packed)} contexts and {len(given)} continuations: give one for each"
         )
     heat = checked_temperature(temperature)
     found: list[list[ReadRequest | ScoreRequest]] = []
-    for context, continuation in zip(contexts, given, strict=True):
+    for context, continuation in zip(packed, given, strict=True):
         after = id_words(continuation, limits.vocab_size, allow_empty=True, name="continuation")
         start = len(context) // TOKEN_BYTES
         check_length(limits, start + max(len(after) - 1, 0))
@@ -190,29 +189,6 @@ def after_contexts(
     return found
 
 
-def score_requests(
-    limits: Limits,
-    contexts: Sequence[TokenIds],
-    continuations: Sequence[TokenIds],
-    adapter: Adapter | None,
-    *,
-    in_one: bool,
-) -> list[list[ReadRequest | ScoreRequest]]:
-    """Return the requests of ``after_contexts``; also raises InvalidRequest for bad contexts."""
-    packed = [id_words(each, limits.vocab_size).tobytes() for each in check_contexts(contexts)]
-    return after_contexts(limits, packed, continuations, adapter, in_one=in_one)
-
-
-def text_requests(
-    limits: Limits, token_ids: TokenIds, adapter: Adapter | None, *, in_one: bool
-) -> list[list[ReadRequest | ScoreRequest]]:
-    """Return the requests for the score of a text's tokens after its first; raises as
-    ``score_requests``."""
-    words = id_words(token_ids, limits.vocab_size)
-    own = [words[:1].tobytes()], [words[1:].tolist()], adapter
-    return after_contexts(limits, *own, in_one=in_one)
-
-
 def text_score_request(
     limits: Limits,
     token_ids: TokenIds,
@@ -222,19 +198,15 @@ def text_score_request(
     temperature: float,
 ) -> ScoreRequest:
     """Return the request for the score of a text's tokens from position ``start`` on; ``wanted`` is
-    ``"logprobs"`` or ``"greedy"``.
-
-    Raises:
-        InvalidRequest: bad token ids, or another argument out of range; ContextTooLong.
-    """
+    ``"logprobs"`` or ``"greedy"``. Raises InvalidRequest or ContextTooLong for a bad argument."""
     words = id_words(token_ids, limits.vocab_size)
     check_length(limits, len(words) - 1)
     check_int("start", start, 1, len(words) - 1)
-    wants: Wanted = "greedy" if wanted == "greedy" else "logprobs"
-    if wanted != wants:
+    if wanted not in ("logprobs", "greedy"):
         raise InvalidRequest('a score has "logprobs" or "greedy"')
-    heat = checked_temperature(temperature)
-    return ScoreRequest(words.tobytes(), start, adapter, wanted=wants, temperature=heat)
+    own = words.tobytes(), start, adapter
+    wants, heat = cast("Wanted", wanted), checked_temperature(temperature)
+    return ScoreRequest(*own, wanted=wants, temperature=heat)
 
 
 def greedy_requests(
@@ -245,8 +217,7 @@ def greedy_requests(
     *,
     in_one: bool,
 ) -> list[ReadRequest | ScoreRequest]:
-    """Return the requests of one score for ``greedy_joined``, which needs the likeliest tokens too;
-    raises as ``score_requests``."""
+    """Return the requests of one score for ``greedy_joined``; raises as ``score_requests``."""
     own = [token_ids], [continuation], adapter
     [requests] = score_requests(limits, *own, in_one=in_one)
     scores = [replace(each, wanted="greedy") for each in requests if isinstance(each, ScoreRequest)]
@@ -278,12 +249,12 @@ def row_chunks(
     """Yield requests for the rows before a text's tokens from position ``start`` on, ``chunk`` rows at a
     time.
 
-    With ``in_one``, a chunk is one request. Otherwise it is one request per row, to be stacked. A chunk
-    is created when it is needed, because it holds its contexts; by default these take no more memory than
-    its rows may. Arguments are checked at the call.
+    With ``in_one``, a chunk is one request; otherwise one request per row, to be stacked. A chunk is
+    created when it is needed, because it holds its contexts; by default these take no more memory than
+    its rows may.
 
     Raises:
-        InvalidRequest: bad token ids, or numbers out of range; ContextTooLong.
+        InvalidRequest: bad token ids, or numbers out of range; at the call, as ContextTooLong.
     """
     words = id_words(token_ids, limits.vocab_size)
     check_int("start", start, 1, len(words))

@@ -27,6 +27,7 @@ from genrt.questions.contexts import (
     check_contexts,
     host_array,
     id_words,
+    is_plain_sequence,
 )
 from genrt.questions.rows import LogprobsRequest
 
@@ -56,8 +57,8 @@ EXTENSION_BYTES = 20
 
 
 class Sequences:
-    """Sequences of at least one token each, in a table with room for the longest. Its owner alone
-    changes it.
+    """Sequences of at least one token each, in a table with room for the longest. Only the owner changes
+    it.
 
     Attributes:
         lengths: int64 ``[n]``.
@@ -80,7 +81,7 @@ class Sequences:
 
     @classmethod
     def of(cls, limits: Limits, contexts: Sequence[TokenIds] | Table) -> Self:
-        """Return sequences with these token ids. Raises InvalidRequest for bad token ids, or too many
+        """Return sequences with these token ids. Raises InvalidRequest for bad token ids or too many
         sequences."""
         if (table := _table(contexts, limits.vocab_size)) is not None:
             return cls(table, np.full(len(table), table.shape[1]))
@@ -160,8 +161,7 @@ class Sequences:
 class Contexts:
     """The sequences of a request; they do not change.
 
-    Contexts that extend others share their memory. They are copied to a table of their own at the first
-    read of more than their ends.
+    Contexts that extend others share their memory, until the first read of more than their ends.
 
     Attributes:
         lengths: int64 ``[n]``.
@@ -254,7 +254,7 @@ class Contexts:
 
 class _Extension(NamedTuple):
     """Contexts as extensions: sequences ``numbers`` of ``before``, each with one of ``tokens``, uint32
-    ``[n]``; ``kept`` is the memory of all earlier sequences, in bytes."""
+    ``[n]``. All earlier sequences take ``kept`` bytes."""
 
     before: Contexts
     numbers: np.ndarray
@@ -268,8 +268,8 @@ class SequenceHandle:
     Attributes:
         count: the number of sequences.
         contexts: the sequences, in a process that receives extensions of them.
-        users: a key for each population that extends them. Populations add and discard their keys without
-            a lock, also in finalizers.
+        users: a key for each population that extends them, added and discarded without a lock, also in
+            finalizers.
     """
 
     __slots__ = ("__weakref__", "contexts", "count", "users")
@@ -284,8 +284,8 @@ class SequenceHandle:
 class Origins:
     """For each of several sequences, the earlier sequence that it extends.
 
-    An engine finds resident sequences by these numbers, without comparing contexts. If it does not know
-    the numbers any more, it compares contexts.
+    An engine finds resident sequences by these numbers; it compares contexts only if it no longer knows
+    them.
 
     Attributes:
         handles: the handles of earlier requests.
@@ -321,7 +321,7 @@ class Origins:
 
     def needed(self) -> Self:
         """Return the same origins, with each handle once and without unused handles. The handle with the
-        most sequences comes first, because it decides the replica."""
+        most sequences comes first: it decides the replica."""
         known = self.numbers >= 0
         if not known.any():
             return type(self).none(len(known))
@@ -342,8 +342,7 @@ class Origins:
         return type(self)((*handles,), numbers, self.lengths)
 
     def cut(self, lengths: np.ndarray) -> Self:
-        """Return the origins after a cut to these lengths; a sequence cut below its origin has no
-        origin."""
+        """Return the origins after a cut to these lengths; a sequence cut below its origin has none."""
         numbers = np.where(lengths < self.lengths, -1, self.numbers)
         return type(self)(self.handles, numbers, self.lengths)
 
@@ -354,7 +353,7 @@ class Origins:
     def after(
         self, handles: Sequence[SequenceHandle], places: np.ndarray, lengths: np.ndarray
     ) -> Self:
-        """Return the origins after requests, with these handles, for the sequences at these places, with
+        """Return the origins after requests with these handles for the sequences at these places, of
         these lengths."""
         count = len(self.numbers)
         if len(places) == count:
@@ -374,17 +373,9 @@ class Origins:
 def check_integers(
     name: str, given: Integers, low: int, high: int, count: int | None = None
 ) -> np.ndarray:
-    """Return integers as int64 ``[count]``; without a ``count``, any number of integers.
-
-    Raises:
-        InvalidRequest: not a flat sequence of integers from ``low`` to ``high``, or another number.
-    """
-    found = _flat_array(name, given)
-    if found.dtype.kind not in "iu":
-        if len(found):
-            raise InvalidRequest(f"{name} must be integers, got {shown(given)}")
-        found = found.astype(np.int64)
-    _check_one_each(name, found, count)
+    """Return integers as int64 ``[count]``; without a ``count``, any number of them. Raises
+    InvalidRequest unless they are one flat sequence of integers from ``low`` to ``high``."""
+    found = _flat_array(name, given, "iu", "integers", count)
     wrong = (found < low) | (found > high)
     if wrong.any():
         first = int(wrong.argmax())
@@ -396,11 +387,28 @@ def check_integers(
 
 def check_flags(name: str, given: Flags, count: int) -> np.ndarray:
     """Return bools as an array ``[count]``. Raises InvalidRequest for other types or another number."""
-    found = _flat_array(name, given)
-    if found.dtype != bool and len(found):
-        raise InvalidRequest(f"{name} must be bools, got {shown(given)}")
-    _check_one_each(name, found, count)
-    return found.astype(bool)
+    return _flat_array(name, given, "b", "bools", count).astype(bool)
+
+
+def _flat_array(
+    name: str, given: Table | Sequence[object], kinds: str, what: str, count: int | None
+) -> np.ndarray:
+    if isinstance(given, torch.Tensor | np.ndarray):
+        found = host_array(given, name)
+    elif not is_plain_sequence(given):
+        raise InvalidRequest(f"{name} must be a sequence, got {shown(given)}{advice_for(given)}")
+    else:
+        try:
+            found = np.array(given)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            raise InvalidRequest(f"{name} must be a flat sequence, got {shown(given)}") from None
+    if found.ndim != 1:
+        raise InvalidRequest(f"{name} must be one flat sequence, got shape {list(found.shape)}")
+    if len(found) and found.dtype.kind not in kinds:
+        raise InvalidRequest(f"{name} must be {what}, got {shown(given)}")
+    if count is not None and len(found) != count:
+        raise InvalidRequest(f"{len(found)} {name} for {count} sequences: give one for each")
+    return found if len(found) else found.astype(np.int64)
 
 
 def _table(contexts: Sequence[TokenIds] | Table, vocab_size: int) -> np.ndarray | None:
@@ -411,23 +419,3 @@ def _table(contexts: Sequence[TokenIds] | Table, vocab_size: int) -> np.ndarray 
     if table.dtype.kind not in "iu" or not table.size or len(table) > MOST_SEQUENCES:
         return None
     return table.astype(np.uint32) if table.min() >= 0 and table.max() < vocab_size else None
-
-
-def _flat_array(name: str, given: Table | Sequence[object]) -> np.ndarray:
-    if isinstance(given, torch.Tensor | np.ndarray):
-        found = host_array(given, name)
-    elif isinstance(given, str | bytes | bytearray | memoryview) or not isinstance(given, Sequence):
-        raise InvalidRequest(f"{name} must be a sequence, got {shown(given)}{advice_for(given)}")
-    else:
-        try:
-            found = np.array(given)
-        except (TypeError, ValueError, RuntimeError, OverflowError):
-            raise InvalidRequest(f"{name} must be a flat sequence, got {shown(given)}") from None
-    if found.ndim != 1:
-        raise InvalidRequest(f"{name} must be one flat sequence, got shape {list(found.shape)}")
-    return found
-
-
-def _check_one_each(name: str, found: np.ndarray, count: int | None) -> None:
-    if count is not None and len(found) != count:
-        raise InvalidRequest(f"{len(found)} {name} for {count} sequences: give one for each")

@@ -18,7 +18,8 @@ from genrt.questions.completions import (
     sample_requests,
 )
 from genrt.questions.contexts import Limits, TokenIds
-from genrt.questions.reads import Prefix, PrefixOptions, ReadRequest, WarmUpOptions, prefix_request
+from genrt.questions.reads import KeptContext, Prefix, PrefixOptions, ReadRequest, WarmUpOptions
+from genrt.questions.rows import row_request
 from genrt.runtime.adapters import AdapterNames
 from genrt.runtime.thread import EngineThread
 from genrt.tokens import encoding
@@ -139,7 +140,7 @@ class Texts:
             )
         elif isinstance(given, str):
             given = encoding.encode_shared(self._thread.engine.tokenizer, given)
-        return prefix_request(self._limits, given, bound)
+        return ReadRequest(row_request(self._limits, given, bound), KeptContext())
 
     def streamed(self, asked: Asked) -> tuple[CompletionRequest, float | None]:
         """Return a request that is asked for as one whose deltas are told, and the timeout."""

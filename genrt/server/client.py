@@ -6,7 +6,7 @@ Sleep, pauses and profiles are refused: they belong to the runtime's owner.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from copy import copy
 from http import HTTPStatus
@@ -56,15 +56,6 @@ class TextFailed(GenerationError):  # type: ignore[misc]
         self.__cause__ = error
         self.answer: HTTPError = http_error(error)
         self.status_code = HTTPStatus(self.answer.status)
-
-
-def _refused(name: str) -> Callable[..., Coroutine[Any, Any, NoReturn]]:
-    """Return a method that refuses an action of the runtime's owner."""
-
-    async def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise NotImplementedError(f"the server does not offer {name}: ask the runtime's owner")
-
-    return refuse
 
 
 class RuntimeClient(EngineClient):  # type: ignore[misc]
@@ -233,14 +224,12 @@ class RuntimeClient(EngineClient):  # type: ignore[misc]
         """Free the front end's resources. The runtime goes on."""
         self.renderer.shutdown()
 
-    start_profile = stop_profile = _refused("profiles")
-    reset_mm_cache = _refused("a multi-modal cache")
-    reset_encoder_cache = _refused("an encoder's cache")
-    reset_prefix_cache = _refused("resetting the prefix cache")
-    sleep = _refused("sleep")
-    wake_up = _refused("waking up")
-    release_kv_cache_memory = _refused("releasing memory")
-    pause_generation = resume_generation = _refused("pauses")
+    async def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise NotImplementedError("the server does not offer this: ask the runtime's owner")
+
+    start_profile = stop_profile = sleep = wake_up = release_kv_cache_memory = _refuse
+    reset_mm_cache = reset_encoder_cache = reset_prefix_cache = _refuse
+    pause_generation = resume_generation = _refuse
 
 
 def _native_texts(

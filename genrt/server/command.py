@@ -109,7 +109,7 @@ def run(options: argparse.Namespace) -> int:
             f"serving needs another package ({error}): pip install 'genrt[serve]'"
         ) from error
 
-    address = bound_socket(options.host, options.port, needs_loopback=key is None)
+    bound_socket(options.host, options.port).close()  # or it would be refused after minutes
     ended = threading.Event()
     before = signal.signal(signal.SIGTERM, _end_loading)
     try:
@@ -117,7 +117,6 @@ def run(options: argparse.Namespace) -> int:
             f"genrt: loading {options.model or 'the embedded model'}", file=sys.stderr, flush=True
         )
         with (
-            address,
             load(
                 options.model,
                 engine=options.engine,
@@ -140,7 +139,6 @@ def run(options: argparse.Namespace) -> int:
                 shutdown_seconds=options.shutdown_seconds,
                 trainers=options.trainers,
             )
-            server.bound = address
             with server:
                 signal.signal(signal.SIGTERM, lambda *_: ended.set())
                 print(_greeting(options, str(server.url), key), flush=True)

@@ -20,9 +20,10 @@ import ipaddress
 import json
 import logging
 import math
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, TypeAlias
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from genrt.errors import (
     Closed,
@@ -40,14 +41,9 @@ from genrt.numbers import check_float, check_int
 
 __all__ = [
     "CLOSING",
-    "Application",
     "ClientLeft",
     "Gate",
     "HTTPError",
-    "Message",
-    "Receive",
-    "Scope",
-    "Send",
     "ServerLimits",
     "check_key",
     "error_event",
@@ -56,12 +52,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger("genrt.server")
-
-Scope: TypeAlias = MutableMapping[str, Any]
-Message: TypeAlias = MutableMapping[str, Any]
-Receive: TypeAlias = Callable[[], Awaitable[Message]]
-Send: TypeAlias = Callable[[Message], Awaitable[None]]
-Application: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 EVENTS = b"text/event-stream"
 
@@ -92,7 +82,7 @@ class ServerLimits:
         send_seconds: how long a client may leave an answer unread; a long answer has a second more for
             each MiB.
         connections: how many connections are open at once, at most three quarters of the process's
-            descriptors. One more closes the oldest idle one, those without a shown key first.
+            descriptors. One more closes the oldest idle one.
         requests: how many requests are served at once; more get a 429.
         held_bytes: how many bytes all bodies and answers may take together.
         values: how many values the JSON of a body may have; lists and members of objects, a 64th.
@@ -202,7 +192,6 @@ class Gate:
         api_key: the key that requests must show, if any.
         limits: of requests and answers.
         is_healthy: decides whether ``/health`` is answered with 200 or 503.
-        on_key: called with the scope of each request that has shown the key.
 
     Attributes:
         held_bytes: the bytes of all bodies and answers under way.
@@ -210,18 +199,16 @@ class Gate:
 
     def __init__(
         self,
-        application: Application,
+        application: ASGIApp,
         *,
         api_key: str | None,
         limits: ServerLimits,
         is_healthy: Callable[[], bool] = lambda: True,
-        on_key: Callable[[Scope], None] = lambda scope: None,
     ) -> None:
         self._application = application
         self._api_key = None if api_key is None else api_key.encode()
         self._limits = limits
         self._is_healthy = is_healthy
-        self._on_key = on_key
         self._answers: set[_AnswerStream] = set()
         self.held_bytes = 0
 
@@ -249,7 +236,6 @@ class Gate:
             self._check(scope)
             if self.serving >= self._limits.requests:
                 raise _busy("requests")
-            self._on_key(scope)
             self._answers.add(answer)
             try:
                 async with answer.time:
@@ -315,46 +301,41 @@ class Gate:
         return hmac.compare_digest(key, self._api_key or b"")
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = bytearray()
-        try:
-            try:
-                async with asyncio.timeout(self._limits.body_seconds):
-                    await self._read(scope, receive, body)
-            except TimeoutError:
-                message = f"the body took over {self._limits.body_seconds:g} s"
-                raise HTTPError(408, message, connection="close") from None
-            held, parts = len(body), [bytes(body)]
-            body.clear()
-            try:
-
-                async def again() -> Message:
-                    if parts:
-                        return {"type": "http.request", "body": parts.pop(), "more_body": False}
-                    return await receive()
-
-                await self._application(scope, again, send)
-            finally:
-                self._hold(-held)
-        finally:
-            self._hold(-len(body))
-
-    async def _read(self, scope: Scope, receive: Receive, body: bytearray) -> None:
-        """Read a request's body, and hold its bytes. Raises HTTPError if it is too large."""
-        most = self._limits.body_bytes
-        too_large = HTTPError(413, f"the body is over {most} bytes")
+        """Read the whole body, within the limits, and have the application serve the request."""
+        limits, body, held = self._limits, bytearray(), 0
+        too_large = HTTPError(413, f"the body is over {limits.body_bytes} bytes")
         for name, value in scope["headers"]:
-            if name == b"content-length" and (len(value) > 18 or int(value) > most):
+            if name == b"content-length" and (len(value) > 18 or int(value) > limits.body_bytes):
                 raise too_large
-        more = True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientLeft
-            part, more = message.get("body", b""), message.get("more_body", False)
-            if len(body) + len(part) > most:
-                raise too_large
-            self._hold(len(part))
-            body += part
+        try:
+            async with asyncio.timeout(limits.body_seconds) as reading:
+                more = True
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientLeft
+                    part, more = message.get("body", b""), message.get("more_body", False)
+                    if held + len(part) > limits.body_bytes:
+                        raise too_large
+                    self._hold(len(part))
+                    held += len(part)
+                    body += part
+            parts = [bytes(body)]
+            body.clear()
+
+            async def again() -> Message:
+                if parts:
+                    return {"type": "http.request", "body": parts.pop(), "more_body": False}
+                return await receive()
+
+            await self._application(scope, again, send)
+        except TimeoutError:
+            if not reading.expired():
+                raise
+            late = f"the body took over {limits.body_seconds:g} s"
+            raise HTTPError(408, late, connection="close") from None
+        finally:
+            self._hold(-held)
 
 
 class _AnswerStream:

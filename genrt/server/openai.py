@@ -15,16 +15,8 @@ import asyncio
 import contextlib
 import json
 from argparse import Namespace
-from collections.abc import (
-    Awaitable,
-    Callable,
-    ItemsView,
-    Iterator,
-    Mapping,
-    MutableMapping,
-    Sequence,
-    ValuesView,
-)
+from collections import UserDict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import fields
 from typing import Any, NoReturn, TypeAlias
@@ -32,6 +24,7 @@ from typing import Any, NoReturn, TypeAlias
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
@@ -58,12 +51,12 @@ from genrt.numbers import named, shown
 from genrt.questions.contexts import id_words
 from genrt.server.bodies import Bodies, check_front_end_body, json_bytes
 from genrt.server.client import TASKS, RuntimeClient, TextFailed
-from genrt.server.gate import Application, HTTPError, Message, Receive, Scope, Send
+from genrt.server.gate import HTTPError
 from genrt.server.routes import BODIES, JSON
 
 __all__ = ["HONOURED", "front_end_options", "openai_application", "options_of"]
 
-PREFIX = "required_prefix_token_ids"
+PREFIX, MARK = "required_prefix_token_ids", "prompt_token_ids"
 
 TEXT_KEYS = {"prompt", "prompt_token_offsets"}
 """Keys of vLLM's prompts that describe their text."""
@@ -112,19 +105,13 @@ to its own server (TLS, processes, sockets, plug-ins), or to features that a run
 TLS = ". It speaks plain HTTP: have a proxy in front of it speak TLS"
 
 
-def _arguments() -> Namespace:
-    """Return the arguments of ``vllm serve``, with vLLM's defaults."""
-    namespace: Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args([])
-    return namespace
-
-
 def front_end_options(options: Mapping[str, Any]) -> Namespace:
     """Return the arguments of ``vllm serve``, with these in place of vLLM's defaults.
 
     Raises:
         InvalidRequest: one is unknown, or is not the front end's to choose.
     """
-    arguments = _arguments()
+    arguments: Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args([])
     for name, value in options.items():
         if name not in HONOURED or not hasattr(arguments, name):
             raise InvalidRequest(
@@ -167,7 +154,7 @@ def options_of(arguments: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]
 
 async def openai_application(
     lm: AsyncLM, model: str, arguments: Namespace, bodies: Bodies
-) -> tuple[Application, RuntimeClient]:
+) -> tuple[ASGIApp, RuntimeClient]:
     """Return vLLM's application over a runtime, and the client to shut down after it.
 
     Args:
@@ -223,7 +210,7 @@ def _keep_failures(application: Any) -> None:
             part._convert_generation_error_to_streaming_response = fail
 
 
-def _with_checks(application: Application, bodies: Bodies) -> Application:
+def _with_checks(application: ASGIApp, bodies: Bodies) -> ASGIApp:
     """Return the application behind a check of bodies."""
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
@@ -286,43 +273,19 @@ def _schema_route(application: Any) -> Route:
     return Route(application.openapi_url, schema, include_in_schema=False)
 
 
-def _lora_request(name: str) -> LoRARequest:
-    # A front end reads only the name.
-    return LoRARequest(lora_name=name, lora_int_id=1, lora_path=name)
-
-
-class _ServedAdapters(MutableMapping[str, LoRARequest]):
-    """A runtime's adapters, as vLLM's front end keeps them. The client has loaded those it adds."""
+class _ServedAdapters(UserDict[str, LoRARequest]):
+    """A runtime's adapters, as vLLM's front end keeps them. It reads names; the client loads new ones."""
 
     def __init__(self, lm: AsyncLM) -> None:
         self._lm = lm
 
-    def _now(self) -> dict[str, LoRARequest]:
-        return {name: _lora_request(name) for name in self._lm.adapters}
-
-    def __getitem__(self, name: str) -> LoRARequest:
-        if name not in self._lm.adapters:
-            raise KeyError(name)
-        return _lora_request(name)
-
-    def values(self) -> ValuesView[LoRARequest]:
-        return self._now().values()  # also where one is removed before it is looked up
-
-    def items(self) -> ItemsView[str, LoRARequest]:
-        return self._now().items()
-
-    def __setitem__(self, name: str, _: LoRARequest) -> None:
-        if name not in self._lm.adapters:
-            raise KeyError(name)
+    @property
+    def data(self) -> dict[str, LoRARequest]:  # type: ignore[override]
+        names = self._lm.adapters
+        return {each: LoRARequest(lora_name=each, lora_int_id=1, lora_path=each) for each in names}
 
     def __delitem__(self, name: str) -> None:
         self._lm.remove_adapter(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._lm.adapters)
-
-    def __len__(self) -> int:
-        return len(self._lm.adapters)
 
 
 # -- turns of chats ----------------------------------------------------------------------------------
@@ -348,14 +311,15 @@ def _with_turns(lm: AsyncLM, write: Writes) -> Writes:
             raise InvalidRequest(f"{PREFIX}: the tokenizer has no end token")
         kept = list(id_words(prefix, lm.vocab_size, name=PREFIX))
         # A copy: vLLM parses arguments of tools in place.
-        earlier = deepcopy(messages[: _turns_end(messages)])
+        said = [n for n, each in enumerate(messages) if each.get("role") == "assistant"]
+        earlier = deepcopy(messages[: said[-1] + 1] if said else messages)
         conversation, [prompt] = await write(request, messages, *given, **options)
         ended = {"add_generation_prompt": False, "continue_final_message": False}
         options = {**options, "parser": None}
         _, [begun] = await write(request.model_copy(update=ended), earlier, *given, **options)
-        token_ids = splice_turn(kept, begun["prompt_token_ids"], prompt["prompt_token_ids"], end)
+        token_ids = splice_turn(kept, begun[MARK], prompt[MARK], end)
         own = {name: prompt[name] for name in prompt.keys() - TEXT_KEYS}
-        return conversation, [own | {"prompt_token_ids": token_ids}]
+        return conversation, [own | {MARK: token_ids}]
 
     return written
 
@@ -364,29 +328,15 @@ def _prefix_of(request: Any, messages: Sequence[Any]) -> Sequence[Any] | None:
     """Return the tokens that a prompt must begin with. Raises InvalidRequest for another type."""
     found = (getattr(request, "model_extra", None) or {}).get(PREFIX)
     if found is None:
-        for each in reversed(messages):
-            if isinstance(each, Mapping) and "prompt_token_ids" in each:
-                parts = [each["prompt_token_ids"], each.get("generation_token_ids")]
-                found = _drawn_tokens(parts)
-                break
-    if found is None:
-        return None
+        marked = [each for each in messages if isinstance(each, Mapping) and MARK in each]
+        if not marked:
+            return None
+        found, drawn = marked[-1][MARK], marked[-1].get("generation_token_ids")
+        if not isinstance(found, list) or not isinstance(drawn, list):
+            raise InvalidRequest(
+                f"a message with {MARK} needs generation_token_ids too, both lists of token ids"
+            )
+        found = found + drawn
     if not isinstance(found, list) or not all(type(each) is int for each in found):
         raise InvalidRequest(f"{PREFIX} must be a list of token ids, got {shown(found)}")
     return found
-
-
-def _drawn_tokens(parts: Sequence[Any]) -> list[Any]:
-    if not all(isinstance(each, list) for each in parts):
-        raise InvalidRequest(
-            "a message with prompt_token_ids needs generation_token_ids too, both lists of token ids"
-        )
-    return [token for each in parts for token in each]
-
-
-def _turns_end(messages: Sequence[Any]) -> int:
-    """Return the number of messages up to and including the model's last, or all without one."""
-    for place in reversed(range(len(messages))):
-        if messages[place].get("role") == "assistant":
-            return place + 1
-    return len(messages)

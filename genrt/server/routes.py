@@ -10,7 +10,6 @@ import hashlib
 import itertools
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 from pydantic import Field
@@ -32,7 +31,7 @@ from genrt.errors import (
 from genrt.inference import SMC, Info, Result, State, TextModel
 from genrt.lm import AsyncLM
 from genrt.questions.contexts import LAST_SEED
-from genrt.questions.reads import host_row
+from genrt.questions.reads import HostRow, ReadRequest
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest
 from genrt.runtime.concurrency import together
@@ -48,7 +47,7 @@ from genrt.server.bodies import (
 )
 from genrt.server.gate import ClientLeft, HTTPError, ServerLimits, error_event, http_error
 
-__all__ = ["BODIES", "JSON", "ConnectRoutes", "Inferences", "Questions", "Running", "TrainerRoutes"]
+__all__ = ["BODIES", "JSON", "OwnRoutes", "TrainerRoutes"]
 
 T = TypeVar("T")
 B = TypeVar("B", bound=JSONBody)
@@ -167,20 +166,37 @@ def _answer(value: object) -> Response:
     return Response(json_bytes(value), media_type=JSON)
 
 
-class Questions:
-    """The routes for rows, draws and scores of many contexts at once."""
+class OwnRoutes:
+    """genrt's own routes, but for a trainer's.
 
-    def __init__(self, lm: AsyncLM, limits: ServerLimits, bodies: Bodies) -> None:
-        self._lm = lm
-        self._limits = limits
-        self._bodies = bodies
+    ``/v1/next_token_logprobs``, ``/v1/draw`` and ``/v1/score`` are for many contexts at once.
+    ``/v1/infer`` is sequential Monte Carlo over texts that have a form: it returns the posterior and the
+    evidence, and a stream has an event for each step first. The rest are for ``AsyncLM.connect``.
+
+    Attributes:
+        running: the inferences in progress, by their numbers, as the status page shows them.
+    """
+
+    def __init__(self, lm: AsyncLM, model: str, limits: ServerLimits, bodies: Bodies) -> None:
+        self.running: dict[int, dict[str, Any]] = {}
+        self._lm, self._model, self._limits, self._bodies = lm, model, limits, bodies
+        self._numbers = itertools.count(1)
+        self._turns = asyncio.Semaphore(64)
+        self._tokenizer_data: bytes | None = None
 
     def routes(self) -> list[Route]:
         """Return the routes."""
+        post = {
+            "/v1/next_token_logprobs": self._rows,
+            "/v1/draw": self._draws,
+            "/v1/score": self._scores,
+            "/v1/infer": self._infer,
+            "/v1/flush": self._flush,
+        }
+        get = {"/v1/runtime": self._runtime, "/v1/tokenizer": self._tokenizer}
         return [
-            Route("/v1/next_token_logprobs", self._rows, methods=["POST"]),
-            Route("/v1/draw", self._draws, methods=["POST"]),
-            Route("/v1/score", self._scores, methods=["POST"]),
+            *(Route(path, each, methods=["POST"]) for path, each in post.items()),
+            *(Route(path, each, methods=["GET"]) for path, each in get.items()),
         ]
 
     async def _rows(self, request: Request) -> Response:
@@ -267,53 +283,7 @@ class Questions:
             lambda: contexts_of(self._lm, given, name, begins=begins)
         )
 
-
-# -- inference ---------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class Running:
-    """An inference in progress, for the status page.
-
-    Attributes:
-        number: counts the inferences of a server.
-        particles: how many it has.
-        max_steps: how many steps it takes at most.
-        step: how many it has taken.
-        ess: the effective sample size after the last step.
-        unfinished: how many particles go on.
-        log_evidence: the estimate so far.
-    """
-
-    number: int
-    particles: int
-    max_steps: int
-    step: int = 0
-    ess: float = 0.0
-    unfinished: int = 0
-    log_evidence: float = 0.0
-
-
-class Inferences:
-    """The route ``/v1/infer``: sequential Monte Carlo over texts that have a form.
-
-    The answer is the posterior with its weights and evidence. A stream has an event for each step first.
-
-    Attributes:
-        running: the inferences in progress, by their numbers.
-    """
-
-    def __init__(self, lm: AsyncLM, limits: ServerLimits, bodies: Bodies) -> None:
-        self.running: dict[int, Running] = {}
-        self._lm = lm
-        self._limits = limits
-        self._bodies = bodies
-        self._numbers = itertools.count(1)
-        self._turns = asyncio.Semaphore(64)
-
-    def routes(self) -> list[Route]:
-        """Return the route."""
-        return [Route("/v1/infer", self._infer, methods=["POST"])]
+    # -- inference
 
     async def _infer(self, request: Request) -> Response:
         body = await _json_body(request, self._bodies, InferBody)
@@ -346,12 +316,16 @@ class Inferences:
         """Run an inference when its turn comes."""
         async with self._turns:
             number, count = next(self._numbers), len(smc.init(seed).particles)
-            running = Running(number, count, smc.model.max_steps or 0, ess=count, unfinished=count)
+            running: dict[str, Any] = {
+                "number": number,
+                "particles": count,
+                "max_steps": smc.model.max_steps or 0,
+            }
+            running |= {"step": 0, "ess": count, "unfinished": count, "log_evidence": 0.0}
             self.running[number] = running
 
             def noted(_: State, info: Info) -> None:
-                running.step, running.ess = info.step + 1, info.ess
-                running.unfinished, running.log_evidence = info.unfinished, info.log_evidence
+                running.update(_step(info) | {"step": info.step + 1})
                 on_step(info)
 
             try:
@@ -376,74 +350,13 @@ class Inferences:
             run.cancel()
             await asyncio.gather(run, return_exceptions=True)
 
+    # -- AsyncLM.connect
 
-def _constraint(lm: AsyncLM, body: InferBody) -> MaskedConstraint | None:
-    """Return the form that the texts are to have, if any."""
-    forms = {
-        "regex": (body.regex, regex),
-        "json_schema": (body.json_schema, json_schema),
-        "grammar": (body.grammar, grammar),
-    }
-    made = [(make, form) for form, make in forms.values() if form is not None]
-    if len(made) > 1:
-        raise InvalidRequest(f"give one of {', '.join(forms)}: a text has one form")
-    if not made:
-        return None
-    [(make, form)] = made
-    if isinstance(form, str) and len(form) > 2**18:
-        raise InvalidRequest("the form has over 262,144 characters: make it smaller")
-    constraint: MaskedConstraint = make(form, lm)  # type: ignore[operator]
-    return constraint
-
-
-def _step(info: Info) -> dict[str, Any]:
-    return {
-        "step": info.step,
-        "ess": info.ess,
-        "log_evidence": json_number(info.log_evidence),
-        "resampled": info.resampled,
-        "unfinished": info.unfinished,
-    }
-
-
-def _result_json(result: Result, seed: int) -> dict[str, Any]:
-    particles = zip(result.texts, result.token_ids, result.log_weights.tolist(), strict=True)
-    return {
-        "posterior": [{"text": text, "weight": weight} for text, weight in result.posterior()],
-        "log_evidence": json_number(result.log_evidence),
-        "ess": result.ess,
-        "steps": len(result.infos),
-        "seed": seed,
-        "particles": [
-            {"text": text, "token_ids": list(ids), "log_weight": json_number(weight)}
-            for text, ids, weight in particles
-        ],
-    }
-
-
-def _event(name: str, value: dict[str, Any]) -> bytes:
-    return b"event: " + name.encode() + b"\ndata: " + json_bytes(value) + b"\n\n"
-
-
-# -- AsyncLM.connect ---------------------------------------------------------------------------------
-
-
-class ConnectRoutes:
-    """The routes behind ``AsyncLM.connect``: a description of the runtime, its tokenizer, and flushes."""
-
-    def __init__(self, lm: AsyncLM, model: str, limits: ServerLimits) -> None:
-        self._lm = lm
-        self._model = model
-        self._most = max(1, min(limits.contexts, limits.answer_bytes // (4 * lm.vocab_size)))
-        self._tokenizer_data: bytes | None = None
-
-    def routes(self) -> list[Route]:
-        """Return the routes."""
-        return [
-            Route("/v1/runtime", self._runtime, methods=["GET"]),
-            Route("/v1/tokenizer", self._tokenizer, methods=["GET"]),
-            Route("/v1/flush", self._flush, methods=["POST"]),
-        ]
+    @property
+    def _most(self) -> int:
+        """The most questions of a flush."""
+        limits = self._limits
+        return max(1, min(limits.contexts, limits.answer_bytes // (4 * self._lm.vocab_size)))
 
     def _fingerprint(self) -> str:
         """Return a digest of the model, its weights and the process. New weights change it, and
@@ -502,35 +415,78 @@ class ConnectRoutes:
         Raises:
             Closed, EngineDied: the runtime is dead.
         """
+        lm = self._lm
+        is_far = lm.device.type != "cpu"
         requests = [
-            host_row(each)
-            if isinstance(each, LogprobsRequest) and self._lm.device.type != "cpu"
-            else each
+            ReadRequest(each, HostRow()) if is_far and isinstance(each, LogprobsRequest) else each
             for each in questions
             if not isinstance(each, GenrtError)
         ]
-        results = iter(await self._results(requests))
-        return [each if isinstance(each, GenrtError) else next(results) for each in questions]
 
-    async def _results(self, requests: Sequence[Question]) -> list[Any]:
-        lm = self._lm
+        async def alone(request: Question) -> Any:
+            try:
+                return (await lm._ask((request,)))[0]
+            except (Closed, EngineDied):
+                raise
+            except GenrtError as error:
+                return error
+
         try:
-            return [*await lm._ask(requests)]
+            found: Sequence[Any] = await lm._ask(requests)
         except (Closed, EngineDied):
             raise
-        except GenrtError as error:
-            if len(requests) == 1:
-                return [error]
-        # Each by itself, to see which fails; rows that were computed are mostly in the cache.
-        found = await asyncio.gather(
-            *(lm._ask((each,)) for each in requests), return_exceptions=True
-        )
-        for each in found:
-            if isinstance(each, BaseException) and (
-                isinstance(each, Closed | EngineDied) or not isinstance(each, GenrtError)
-            ):
-                raise each
-        return [each if isinstance(each, BaseException) else each[0] for each in found]
+        except GenrtError:  # rows that were computed are mostly in the cache
+            found = await together([alone(each) for each in requests])
+        results = iter(found)
+        return [each if isinstance(each, GenrtError) else next(results) for each in questions]
+
+
+def _constraint(lm: AsyncLM, body: InferBody) -> MaskedConstraint | None:
+    """Return the form that the texts are to have, if any."""
+    forms = {
+        "regex": (body.regex, regex),
+        "json_schema": (body.json_schema, json_schema),
+        "grammar": (body.grammar, grammar),
+    }
+    made = [(make, form) for form, make in forms.values() if form is not None]
+    if len(made) > 1:
+        raise InvalidRequest(f"give one of {', '.join(forms)}: a text has one form")
+    if not made:
+        return None
+    [(make, form)] = made
+    if isinstance(form, str) and len(form) > 2**18:
+        raise InvalidRequest("the form has over 262,144 characters: make it smaller")
+    constraint: MaskedConstraint = make(form, lm)  # type: ignore[operator]
+    return constraint
+
+
+def _step(info: Info) -> dict[str, Any]:
+    return {
+        "step": info.step,
+        "ess": info.ess,
+        "log_evidence": json_number(info.log_evidence),
+        "resampled": info.resampled,
+        "unfinished": info.unfinished,
+    }
+
+
+def _result_json(result: Result, seed: int) -> dict[str, Any]:
+    particles = zip(result.texts, result.token_ids, result.log_weights.tolist(), strict=True)
+    return {
+        "posterior": [{"text": text, "weight": weight} for text, weight in result.posterior()],
+        "log_evidence": json_number(result.log_evidence),
+        "ess": result.ess,
+        "steps": len(result.infos),
+        "seed": seed,
+        "particles": [
+            {"text": text, "token_ids": list(ids), "log_weight": json_number(weight)}
+            for text, ids, weight in particles
+        ],
+    }
+
+
+def _event(name: str, value: dict[str, Any]) -> bytes:
+    return b"event: " + name.encode() + b"\ndata: " + json_bytes(value) + b"\n\n"
 
 
 # -- trainers ----------------------------------------------------------------------------------------

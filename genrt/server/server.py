@@ -5,8 +5,8 @@ Rules:
     which then answers 503.
     The thread ends with ``close``, with the context, or with the interpreter. Requests in progress get
     ``shutdown_seconds`` to end; then they are cancelled.
-    Connections without a request make room for new ones: the longest idle first, and before them
-    clients without a shown key. If all have a request, a new connection is closed.
+    Connections without a request make room for new ones, the longest idle first. If all have a request,
+    a new connection is closed.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from __future__ import annotations
 import asyncio
 import atexit
 import concurrent.futures
-import ipaddress
+import contextlib
 import resource
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Self, cast
 
 import uvicorn
 from starlette.middleware.cors import CORSMiddleware
-from starlette.routing import Route, Router
+from starlette.routing import Router
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from genrt.errors import EngineFailed, InvalidRequest
@@ -31,18 +32,8 @@ from genrt.lm import AsyncLM
 from genrt.numbers import check_bool, check_float, check_int, named
 from genrt.runtime.concurrency import aside
 from genrt.server.bodies import Bodies, longest_text
-from genrt.server.gate import (
-    Application,
-    Gate,
-    HTTPError,
-    Message,
-    Receive,
-    Scope,
-    Send,
-    ServerLimits,
-    check_key,
-)
-from genrt.server.routes import ConnectRoutes, Inferences, Questions, TrainerRoutes
+from genrt.server.gate import Gate, HTTPError, ServerLimits, check_key
+from genrt.server.routes import OwnRoutes, TrainerRoutes
 from genrt.server.status import status_routes
 
 __all__ = ["ClientConnection", "Connections", "Server", "bound_socket", "serving"]
@@ -61,50 +52,41 @@ REFUSED_BYTES = 2**28
 
 
 class Connections:
-    """The open connections, at most so many.
-
-    Args:
-        most: how many.
-    """
+    """The open connections, at most ``most``. The longest idle one makes room for another."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._open: set[ClientConnection] = set()
-        self._idle: tuple[dict[ClientConnection, None], ...] = (
-            {},
-            {},
-        )  # without and with a key, oldest first
+        self._idle: dict[ClientConnection, None] = {}  # without a request, oldest first
 
     def __len__(self) -> int:
         return len(self._open)
 
     def add(self, connection: ClientConnection) -> bool:
-        """Take in a connection; return whether there is room for it. An idle one may be closed."""
+        """Take in a connection; return whether there is room for it."""
         if len(self._open) >= self._most:
-            idle = self._idle[False] or self._idle[True]
-            if not idle:
+            oldest = next(iter(self._idle), None)
+            if oldest is None:
                 return False
-            oldest = next(iter(idle))
             self.remove(oldest)
             oldest.abort()
         self._open.add(connection)
-        self.mark_idle(connection)
+        self._idle[connection] = None
         return True
 
     def mark_idle(self, connection: ClientConnection) -> None:
-        """Note that a connection has no request, from now on."""
+        """Note that a connection has no request."""
         if connection in self._open:
-            self._idle[connection.is_known][connection] = None
+            self._idle[connection] = None
 
     def mark_busy(self, connection: ClientConnection) -> None:
         """Note that a connection has a request."""
-        for each in self._idle:
-            each.pop(connection, None)
+        self._idle.pop(connection, None)
 
     def remove(self, connection: ClientConnection) -> None:
-        """Forget a connection that is closed."""
+        """Forget a closed connection."""
         self._open.discard(connection)
-        self.mark_busy(connection)
+        self._idle.pop(connection, None)
 
     def abort_all(self) -> None:
         """Close all connections at once."""
@@ -113,19 +95,14 @@ class Connections:
 
 
 class ClientConnection(asyncio.BufferedProtocol):
-    """One client's connection: bounds in front of uvicorn's HTTP.
+    """One client's connection: bounds in front of ``http``, uvicorn's protocol.
 
     uvicorn waits for ever for the head of a request, and parses all that it has of a body at once.
-
-    Attributes:
-        http: uvicorn's protocol.
-        is_known: whether the client has shown the key.
     """
 
     http: H11Protocol
 
     def __init__(self, connections: Connections, head_seconds: float) -> None:
-        self.is_known = False
         self._connections = connections
         self._head_seconds = head_seconds
         self._buffer = bytearray(READ_BYTES)
@@ -134,7 +111,6 @@ class ClientConnection(asyncio.BufferedProtocol):
         self._is_idle = True
         self._most_received = OVERHEAD_BYTES  # of the request in progress
         self._received = 0
-        self._next: bytearray | None = None  # received after a whole request, before its answer
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
@@ -165,21 +141,15 @@ class ClientConnection(asyncio.BufferedProtocol):
         if self._received > self._most_received:
             self.abort()
             return
-        data = bytes(memoryview(self._buffer)[:nbytes])
-        if self._next is not None:
-            self._next += data
-            return
         if self._is_idle and self._late is None:
             self._expect_head()
-        self.http.data_received(data)
+        self.http.data_received(bytes(memoryview(self._buffer)[:nbytes]))
 
     def abort(self) -> None:
         """Close the connection at once."""
         self._transport.abort()
 
-    async def serve(
-        self, application: Application, scope: Scope, receive: Receive, send: Send
-    ) -> None:
+    async def serve(self, application: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request of this connection."""
         self._is_idle = False
         self._stop_timer()
@@ -194,11 +164,6 @@ class ClientConnection(asyncio.BufferedProtocol):
                 has_more = message.get("more_body", False)
                 size = len(message.get("body", b""))
                 self._most_received += size + size // 8
-                if not has_more and self._next is None:
-                    # uvicorn stops reading at another request, and would not see the client leave.
-                    self._next = bytearray()
-                    self._received, self._most_received = 0, OVERHEAD_BYTES
-                    self._transport.resume_reading()
             return message
 
         try:
@@ -209,9 +174,6 @@ class ClientConnection(asyncio.BufferedProtocol):
                 self._most_received = REFUSED_BYTES
             self._is_idle = True
             self._connections.mark_idle(self)
-            data, self._next = self._next, None
-            if data and not self._transport.is_closing():
-                self.http.data_received(bytes(data))
 
     def _expect_head(self) -> None:
         loop = asyncio.get_running_loop()
@@ -224,44 +186,72 @@ class ClientConnection(asyncio.BufferedProtocol):
 
     def _give_up(self) -> None:
         if not self._transport.is_closing():
-            answer = (
-                b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
-            )
-            self._transport.write(answer)
+            head = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\n"
+            self._transport.write(head + b"connection: close\r\n\r\n")
             self._transport.close()
 
 
 class Server:
-    """A runtime that is served over HTTP; made by ``serving``. A context manager both ways.
+    """A runtime that is served over HTTP once it is entered: ``async with serving(lm) as server: …``.
+
+    It has vLLM's OpenAI routes, if the runtime's engine is vLLM, and genrt's own; the guide's page on
+    serving describes them. The runtime answers its other users as before.
+
+    Args:
+        host: the address to listen on. By default only this machine can ask.
+        port: 0 is any free one.
+        api_key: the key that clients must show, at least 8 characters; needed for any other address.
+        model: the name that clients call the model by.
+        limits: how much clients may ask at once.
+        options: for vLLM's front end, by their names in ``vllm serve``: ``enable_auto_tool_choice``,
+            ``tool_call_parser``, ``chat_template`` and others.
+        shutdown_seconds: how long requests under way may take when the server is closed.
+        trainers: whether vLLM's trainers may replace the weights, by its ``HTTPVLLMWeightSyncClient``;
+            the engine has to be opened for it.
 
     Attributes:
         url: its address, such as ``http://127.0.0.1:8000``; ``None`` until it has started.
         gate: admits requests; ``None`` until it has started.
-        bound: a socket that has the address already; the server listens on it and closes it.
+
+    Raises:
+        InvalidRequest: an argument is out of range, or a key is missing.
+        ExtraNotInstalled: a package of the extra ``serve`` is missing.
     """
 
     url: str | None = None
-    bound: socket.socket | None = None
     gate: Gate | None = None
 
     def __init__(
         self,
         lm: AsyncLM,
         *,
-        host: str,
-        port: int,
-        api_key: str | None,
-        model: str,
-        limits: ServerLimits,
-        options: Mapping[str, Any],
-        shutdown_seconds: float,
-        trainers: bool,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        api_key: str | None = None,
+        model: str = "genrt",
+        limits: ServerLimits | None = None,
+        options: Mapping[str, Any] | None = None,
+        shutdown_seconds: float = 10.0,
+        trainers: bool = False,
     ) -> None:
+        if not isinstance(lm, AsyncLM):
+            raise InvalidRequest(f"serving takes a runtime, got {type(lm).__name__}")
+        if not isinstance(host, str) or not host:
+            raise InvalidRequest(f"host must be an address, got {named(host)}")
+        if not isinstance(model, str) or not model:
+            raise InvalidRequest(f"model must be a name, got {named(model)}")
+        if limits is not None and not isinstance(limits, ServerLimits):
+            raise InvalidRequest(f"limits must be ServerLimits, got {type(limits).__name__}")
+        if options is not None and not isinstance(options, Mapping):
+            raise InvalidRequest(f"options must be a dict, got {type(options).__name__}")
         self._lm = lm
-        self._host, self._port, self._api_key = host, port, api_key
-        self._model, self._limits, self._options = model, limits, options
-        self._shutdown_seconds = shutdown_seconds
-        self._takes_weights = trainers
+        self._host, self._port = host, check_int("port", port, 0, 65535)
+        self._api_key = check_key(api_key, host)
+        self._model = model
+        self._limits = limits or ServerLimits()
+        self._options = dict(options or {})
+        self._shutdown_seconds = check_float("shutdown_seconds", shutdown_seconds, 0.0, 1e6)
+        self._takes_weights = check_bool("trainers", trainers)
         self._thread: threading.Thread | None = None
         self._uvicorn: uvicorn.Server | None = None
         self._is_closing = False
@@ -281,9 +271,7 @@ class Server:
         """
         if self._thread is not None:
             raise InvalidRequest("a server starts once: make another with serving")
-        listening = self.bound or bound_socket(
-            self._host, self._port, needs_loopback=self._api_key is None
-        )
+        listening = bound_socket(self._host, self._port)
         try:
             # Otherwise the kernel keeps the unread data of ended connections for ever.
             milliseconds = int(1000 * min(self._limits.send_seconds, 2e6))
@@ -315,13 +303,16 @@ class Server:
             self._uvicorn.should_exit = True
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(self._shutdown_seconds + 5.0)
-        elif self._thread is None and self.bound is not None:
-            self.bound.close()
 
     def _run(self, listening: socket.socket, started: concurrent.futures.Future[None]) -> None:
         """Serve, in the thread."""
+        make_loop: Callable[[], asyncio.AbstractEventLoop] | None = None
+        with contextlib.suppress(ImportError):
+            import uvloop
+
+            make_loop = uvloop.new_event_loop
         try:
-            with listening, asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            with listening, asyncio.Runner(loop_factory=make_loop) as runner:
                 runner.run(self._serve(listening, started))
         except BaseException as error:
             if started.done():
@@ -335,13 +326,10 @@ class Server:
         openai, client, arguments, trainers = None, None, None, None
         ids = max(lm.vocab_size, lm.max_model_len)
         bodies = Bodies(limits.values, text=longest_text(lm), ids=ids)
-        inferences = Inferences(lm, limits, bodies)
-        own = [
-            *Questions(lm, limits, bodies).routes(),
-            *inferences.routes(),
-            *ConnectRoutes(lm, self._model, limits).routes(),
-            *status_routes(lm, self._model, inferences.running.values, self._serving),
-        ]
+        routes = OwnRoutes(lm, self._model, limits, bodies)
+        own = routes.routes() + status_routes(
+            lm, self._model, routes.running, lambda: 0 if self.gate is None else self.gate.serving
+        )
         if self._takes_weights:
             trainers = TrainerRoutes(lm, limits.update_seconds, bodies)
             await trainers.check()
@@ -355,17 +343,16 @@ class Server:
             raise InvalidRequest(
                 "options are for vLLM's front end: this runtime has another engine"
             )
-        self._connections = connections = Connections(
-            min(limits.connections, _descriptors() * 3 // 4)
-        )
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = 2**20 if descriptors == resource.RLIM_INFINITY else descriptors * 3 // 4
+        self._connections = connections = Connections(min(limits.connections, most))
         self.gate = Gate(
-            _routed(own, openai),
+            Router(own, redirect_slashes=False, default=openai or _missing),
             api_key=self._api_key,
             limits=limits,
             is_healthy=lambda: lm._thread.alive,
-            on_key=lambda scope: setattr(scope["state"]["connection"], "is_known", True),
         )
-        application: Application = self.gate
+        application: ASGIApp = self.gate
         if arguments is not None and arguments.allowed_origins:
             # In front of the gate: a browser's preflight request has no key.
             application = CORSMiddleware(
@@ -403,9 +390,14 @@ class Server:
         ends = [self.gate.cancel_all, connections.abort_all]
         if client is not None:
             ends.insert(0, client.cancel_all)
-        self._uvicorn = server = _Uvicorn(
-            config, lambda: started.set_result(None), self._shutdown_seconds, ends
-        )
+
+        async def end() -> None:
+            await asyncio.sleep(self._shutdown_seconds)
+            for each in ends:  # of which each ends remaining requests
+                each()
+                await asyncio.sleep(1.0)
+
+        self._uvicorn = server = _Uvicorn(config, lambda: started.set_result(None), end)
         server.should_exit = self._is_closing
         try:
             await server.serve(sockets=[listening])
@@ -416,9 +408,6 @@ class Server:
                 client.shutdown()
             if not started.done():
                 raise EngineFailed("the server did not start")
-
-    def _serving(self) -> int:
-        return 0 if self.gate is None else self.gate.serving
 
     def __enter__(self) -> Self:
         return self.start()
@@ -437,82 +426,26 @@ class Server:
         return f"Server({self.url if is_up else 'closed'}, model={self._model!r})"
 
 
-def serving(
-    lm: AsyncLM,
-    *,
-    host: str = "127.0.0.1",
-    port: int = 0,
-    api_key: str | None = None,
-    model: str = "genrt",
-    limits: ServerLimits | None = None,
-    options: Mapping[str, Any] | None = None,
-    shutdown_seconds: float = 10.0,
-    trainers: bool = False,
-) -> Server:
-    """Return a server of a runtime, to be entered: ``async with serving(lm) as server: …``.
-
-    It has vLLM's OpenAI routes, if the runtime's engine is vLLM, and genrt's own; the guide's page on
-    serving describes them. The runtime answers its other users as before.
-
-    Args:
-        host: the address to listen on. By default only this machine can ask.
-        port: 0 is any free one; ``Server.url`` has it.
-        api_key: the key that clients must show, at least 8 characters; needed for any other address.
-        model: the name that clients call the model by.
-        limits: how much clients may ask at once.
-        options: for vLLM's front end, by their names in ``vllm serve``: ``enable_auto_tool_choice``,
-            ``tool_call_parser``, ``chat_template`` and others.
-        shutdown_seconds: how long requests under way may take when the server is closed.
-        trainers: whether vLLM's trainers may replace the weights, by its ``HTTPVLLMWeightSyncClient``;
-            the engine has to be opened for it.
-
-    Raises:
-        InvalidRequest: an argument is out of range, or a key is missing.
-        ExtraNotInstalled: a package of the extra ``serve`` is missing.
-    """
-    if not isinstance(lm, AsyncLM):
-        raise InvalidRequest(f"serving takes a runtime, got {type(lm).__name__}")
-    if not isinstance(host, str) or not host:
-        raise InvalidRequest(f"host must be an address, got {named(host)}")
-    if not isinstance(model, str) or not model:
-        raise InvalidRequest(f"model must be a name, got {named(model)}")
-    if limits is not None and not isinstance(limits, ServerLimits):
-        raise InvalidRequest(f"limits must be ServerLimits, got {type(limits).__name__}")
-    if options is not None and not isinstance(options, Mapping):
-        raise InvalidRequest(f"options must be a dict, got {type(options).__name__}")
-    return Server(
-        lm,
-        host=host,
-        port=check_int("port", port, 0, 65535),
-        api_key=check_key(api_key, host),
-        model=model,
-        limits=limits or ServerLimits(),
-        options=dict(options or {}),
-        shutdown_seconds=check_float("shutdown_seconds", shutdown_seconds, 0.0, 1e6),
-        trainers=check_bool("trainers", trainers),
-    )
+serving = Server
+"""Makes a server: ``async with genrt.serving(lm) as server: …``."""
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn's server with its own shutdown: uvicorn would cancel requests, and log that as errors.
+    """uvicorn's server with a shutdown of its own: uvicorn would cancel requests, and log errors.
 
     Args:
         on_started: called when it listens.
-        shutdown_seconds: how long requests in progress may go on.
-        ends: called after that, a second apart: each ends remaining requests.
+        end: runs during the shutdown, and ends remaining requests.
     """
 
     def __init__(
         self,
         config: uvicorn.Config,
         on_started: Callable[[], None],
-        shutdown_seconds: float,
-        ends: Sequence[Callable[[], None]],
+        end: Callable[[], Coroutine[Any, Any, None]],
     ) -> None:
         super().__init__(config)
-        self._on_started = on_started
-        self._shutdown_seconds = shutdown_seconds
-        self._ends = ends
+        self._on_started, self._end = on_started, end
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -525,56 +458,18 @@ class _Uvicorn(uvicorn.Server):
         finally:
             ending.cancel()
 
-    async def _end(self) -> None:
-        await asyncio.sleep(self._shutdown_seconds)
-        for end in self._ends:
-            end()
-            await asyncio.sleep(1.0)
+
+async def _missing(scope: Scope, receive: Receive, send: Send) -> None:
+    raise HTTPError(404, "no such route: the guide's page on serving lists them")
 
 
-def _routed(own: list[Route], openai: Application | None) -> Application:
-    """Return an application of genrt's own routes, and of vLLM's behind them."""
-    router, paths = Router(own, redirect_slashes=False), {route.path for route in own}
-
-    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] in paths:
-            await router(scope, receive, send)
-        elif openai is not None:
-            await openai(scope, receive, send)
-        else:
-            raise HTTPError(404, "no such route: the guide's page on serving lists them")
-
-    return serve
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Return uvloop's factory of event loops, if it is installed."""
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return factory
-
-
-def _descriptors() -> int:
-    """Return how many descriptors the process may open."""
-    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 2**20 if most == resource.RLIM_INFINITY else most
-
-
-def bound_socket(host: str, port: int, *, needs_loopback: bool) -> socket.socket:
-    """Return a socket that is bound to an address, and does not listen yet.
-
-    Raises:
-        InvalidRequest: the address cannot be bound, or other machines could reach it and must not.
-    """
+def bound_socket(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound to an address, and does not listen yet. Raises InvalidRequest if it
+    cannot be bound."""
     try:
         [(family, _, _, _, address), *_] = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-        if needs_loopback and not ipaddress.ip_address(address[0]).is_loopback:
-            raise InvalidRequest(f"{host!r} is {address[0]}, which needs an api_key")
         bound = socket.socket(family, socket.SOCK_STREAM)
         try:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from importlib import resources
 from typing import Any
@@ -14,43 +14,47 @@ from starlette.routing import Route
 
 from genrt.lm import AsyncLM
 from genrt.runtime.statistics import NO_COUNTERS, Statistics
-from genrt.server.bodies import json_bytes, json_number
-from genrt.server.routes import JSON, Running
+from genrt.server.bodies import json_bytes
+from genrt.server.routes import JSON
 
 __all__ = ["status_routes"]
 
-OWN_PAGE = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:"
-)
-"""The policy of the page: it loads only its own parts."""
+PAGE = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "connect-src 'self'; img-src data:",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+}
+"""Headers of the page, which loads only its own parts."""
 
-PARTS = {"status.html": "text/html", "status.js": "text/javascript", "status.css": "text/css"}
+PARTS = {
+    "/": ("status.html", "text/html"),
+    "/status.js": ("status.js", "text/javascript"),
+    "/status.css": ("status.css", "text/css"),
+}
 
 
 def status_routes(
-    lm: AsyncLM, model: str, running: Callable[[], Iterable[Running]], serving: Callable[[], int]
+    lm: AsyncLM, model: str, running: Mapping[int, dict[str, Any]], serving: Callable[[], int]
 ) -> list[Route]:
     """Return the routes.
 
     Args:
         model: the name that clients call it by.
         running: the inferences in progress.
-        serving: how many requests are being served.
+        serving: returns how many requests are being served.
     """
     began = time.monotonic()
 
     async def status(_: Request) -> Response:
-        now = time.monotonic()
         found = {
             "model": model,
             "adapters": list(lm.adapters),
-            "uptime_seconds": now - began,
+            "uptime_seconds": time.monotonic() - began,
             "serving": serving(),
             "statistics": asdict(lm.statistics()),
-            "inferences": [
-                asdict(each) | {"log_evidence": json_number(each.log_evidence)}
-                for each in running()
-            ],
+            "inferences": [*running.values()],
         }
         return Response(json_bytes(found), media_type=JSON, headers={"cache-control": "no-store"})
 
@@ -58,27 +62,13 @@ def status_routes(
         text = b"".join([*_process_lines(), *_counter_lines(lm.statistics())])
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    routes = [
-        Route("/v1/status", status, methods=["GET"]),
-        Route("/metrics", counters, methods=["GET"]),
-    ]
-    paths = {"status.html": "/", "status.js": "/status.js", "status.css": "/status.css"}
-    return routes + [Route(path, _page_part(name), methods=["GET"]) for name, path in paths.items()]
+    async def part(request: Request) -> Response:
+        name, kind = PARTS[request.scope["path"]]
+        content = resources.files("genrt.server").joinpath(name).read_bytes()
+        return Response(content, media_type=kind, headers=PAGE)
 
-
-def _page_part(name: str) -> Callable[[Request], Any]:
-    content = resources.files("genrt.server").joinpath(name).read_bytes()
-    headers = {
-        "content-security-policy": OWN_PAGE,
-        "x-content-type-options": "nosniff",
-        "x-frame-options": "DENY",
-        "referrer-policy": "no-referrer",
-    }
-
-    async def part(_: Request) -> Response:
-        return Response(content, media_type=PARTS[name], headers=headers)
-
-    return part
+    found = {"/v1/status": status, "/metrics": counters, **dict.fromkeys(PARTS, part)}
+    return [Route(path, each, methods=["GET"]) for path, each in found.items()]
 
 
 def _process_lines() -> list[bytes]:

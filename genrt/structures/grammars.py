@@ -240,7 +240,7 @@ def lark_of_ebnf(text: str) -> str:
     bodies = {_rule_name(name): body for name, body in rules.items()}
     named = {name: [part for part in body if part in bodies] for name, body in bodies.items()}
     check_rule_depth(_rule_name("root"), named.__getitem__, "EBNF grammar")
-    alive = _alive(bodies)
+    alive = productive_rules(bodies, lambda name, found: _kept(bodies[name], found)[0] is not None)
     if _rule_name("root") not in alive:
         dead = [repr(name) for name in rules if _rule_name(name) not in alive]
         shown = ", ".join(dead[:4]) + (", …" if len(dead) > 4 else "")
@@ -253,19 +253,24 @@ def lark_of_ebnf(text: str) -> str:
     return "\n".join([f"start: {_rule_name('root')}", *lines])
 
 
-def _alive(rules: dict[str, list[str]]) -> set[str]:
-    """Return the rules that derive a finite text. Masks would lead from other rules to dead ends.
+def productive_rules(
+    rules: Collection[str], derives: Callable[[str, Collection[str]], bool]
+) -> set[str]:
+    """Return the rules that derive a finite text: masks would lead from other rules to dead ends.
+
+    Args:
+        derives: whether a rule derives a text of terminals and of the rules found so far.
 
     Cf. Hopcroft, Motwani and Ullman, Introduction to Automata Theory, Languages, and Computation, 7.1.
     """
-    alive: set[str] = set()
+    found: set[str] = set()
     before = -1
-    while before < len(alive):
-        before = len(alive)
-        for name in (*rules, *reversed(rules)):
-            if name not in alive and _kept(rules[name], alive)[0] is not None:
-                alive.add(name)
-    return alive
+    while before < len(found):
+        before = len(found)
+        for name in (*rules, *reversed([*rules])):
+            if name not in found and derives(name, found):
+                found.add(name)
+    return found
 
 
 def _kept(body: list[str], alive: Collection[str], at: int = 0) -> tuple[str | None, int]:

@@ -7,26 +7,27 @@ so that masks lead only to prefixes of valid texts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Literal, TypeAlias
 
 from genrt.errors import InvalidConstraint
-from genrt.structures.grammars import check_rule_depth
+from genrt.structures.grammars import check_rule_depth, productive_rules
 from genrt.structures.regexes import (
     ANY_TEXT,
     Both,
-    Chars,
     Node,
     Not,
     OneOf,
     Raw,
     Seq,
     Terminals,
-    Times,
     in_json,
+    is_regex,
     literal,
+    regex_text,
 )
 from genrt.structures.schemas import (
     ANYTHING,
@@ -150,7 +151,12 @@ class _Compiler:
                 for facts in self._claims.cases(place, kind)
                 for option in self._options(facts)
             ]
-        alive = self._alive()
+        alive = productive_rules(
+            self._rules,
+            lambda name, found: any(
+                self._kept(each, found) is not None for each in self._rules[name]
+            ),
+        )
         if start not in alive:
             raise InvalidConstraint(
                 "the JSON schema allows no value: none satisfies it, or only such as contain one more "
@@ -175,34 +181,7 @@ class _Compiler:
         }
         return lines + self._terminals.lines(used)
 
-    def _alive(self) -> set[str]:
-        """Return the rules that derive a finite text."""
-        needing: dict[str, list[tuple[str, int]]] = {}
-        missing: dict[tuple[str, int], int] = {}
-        ready: list[str] = []
-        for name, options in self._rules.items():
-            for index, option in enumerate(options):
-                needed = {*_needed(option)}
-                if needed & self._never:
-                    continue
-                rules = {each for each in needed if each in self._rules}
-                missing[name, index] = len(rules)
-                for rule in rules:
-                    needing.setdefault(rule, []).append((name, index))
-                if not rules:
-                    ready.append(name)
-        alive: set[str] = set()
-        while ready:
-            name = ready.pop()
-            if name not in alive:
-                alive.add(name)
-                for key in needing.get(name, ()):
-                    missing[key] -= 1
-                    if not missing[key]:
-                        ready.append(key[0])
-        return alive
-
-    def _kept(self, option: _Option, alive: set[str]) -> _Option | None:
+    def _kept(self, option: _Option, alive: Collection[str]) -> _Option | None:
         """Return an option without its optional dead parts, or ``None`` if it needs a dead part."""
         kept: list[_Symbol] = []
         for symbol in option:
@@ -224,7 +203,8 @@ class _Compiler:
     def _checked(self, node: Node) -> str:
         """Return the terminal of a node, and note whether it has no match."""
         name = self._terminal(node)
-        if _may_be_nothing(node) and is_nothing(node):
+        is_plain = is_regex(node) and not re.search(r"\[\^|--", regex_text(node))
+        if not is_plain and is_nothing(node):
             self._never.add(name)
         return name
 
@@ -308,26 +288,32 @@ class _Compiler:
         options.append((whole, comma, self._beginnings(end, max(low - middle, 1))))
         return self._rule(options)
 
-    def _counted_array(self, arrays: Arrays) -> Iterable[_Option]:
-        """Return arrays with counted items, by a rule for each length and counts."""
-        contained = arrays.contained
-        last = max([arrays.named, arrays.low, arrays.high or 0, *(each[1] for each in contained)])
-        tops = [low if high is None else high + 1 for _, _, low, high in contained]
-        size = last + 1
-        for top in tops:
-            size *= top + 1
-        if size > MOST_STATES or len(contained) > 4:
-            raise undone("contains that counts too far")
-        comma = self._sign[","]
-        rules: dict[tuple[int, tuple[int, ...]], str] = {}
-        left: list[tuple[int, tuple[int, ...]]] = []
-        bodies: list[_Option] = []
+    def _machine(self, start: Any, options: Callable[[Any, Callable[[Any], str]], Any]) -> str:
+        """Return the rule of a state. ``options`` returns the options of a state's rule, which it may
+        make of the rules of other states."""
+        rules: dict[Any, str] = {}
+        left: list[Any] = []
 
-        def rule(state: tuple[int, tuple[int, ...]]) -> str:
+        def rule(state: Any) -> str:
             if state not in rules:
                 rules[state] = self._rule()
                 left.append(state)
             return rules[state]
+
+        begun = rule(start)
+        while left:
+            state = left.pop()
+            self._rules[rules[state]] = [*options(state, rule)]
+        return begun
+
+    def _counted_array(self, arrays: Arrays) -> Iterable[_Option]:
+        """Return arrays with counted items, by a rule for each length and counts."""
+        contained, most = arrays.contained, arrays.high
+        last = max([arrays.named, arrays.low, most or 0, *(each[1] for each in contained)])
+        tops = [low if high is None else high + 1 for _, _, low, high in contained]
+        if (last + 1) * math.prod(top + 1 for top in tops) > MOST_STATES or len(contained) > 4:
+            raise undone("contains that counts too far")
+        comma = self._sign[","]
 
         def is_end(length: int, counts: tuple[int, ...]) -> bool:
             return length >= arrays.low and all(
@@ -335,7 +321,7 @@ class _Compiler:
             )
 
         def steps(length: int, counts: tuple[int, ...]) -> Iterable[tuple[Place, tuple[int, ...]]]:
-            """Yield the places that the next item may have, each with the counts after it."""
+            """Return the places that the next item may have, each with the counts after it."""
             found = [(arrays.place(length), counts)]
             for index, (place, start, _, high) in enumerate(contained):
                 if length < start:
@@ -353,24 +339,19 @@ class _Compiler:
                 found = [*counted, *found]
             return found
 
-        zero = (0,) * len(contained)
-        if is_end(0, zero):
-            bodies.append(())
-        begun = (0, zero)
-        bodies.append((rule(begun),))
-        while left:
-            length, counts = state = left.pop()
-            options = self._rules[rules[state]]
-            after = min(length + 1, last + 1 if arrays.high is None else last)
-            if arrays.high is not None and length >= arrays.high:
-                continue
-            for place, now in steps(length, counts):
+        def options(state: tuple[int, tuple[int, ...]], rule: Callable[[Any], str]) -> Any:
+            length, counts = state
+            after = min(length + 1, last + (most is None))
+            for place, now in steps(length, counts) if most is None or length < most else ():
                 item = self._place(place)
                 if is_end(length + 1, now):
-                    options.append((item,))
-                if arrays.high is None or length + 1 < arrays.high:
-                    options.append((item, comma, rule((after, now))))
-        return bodies
+                    yield (item,)
+                if most is None or length + 1 < most:
+                    yield item, comma, rule((after, now))
+
+        zero = (0,) * len(contained)
+        empty: list[_Option] = [()] if is_end(0, zero) else []
+        return [*empty, (self._machine((0, zero), options),)]
 
     def _negated(self, place: Place) -> Place:
         """Return the complement of a place with a single claim."""
@@ -386,22 +367,17 @@ class _Compiler:
         if values is None or len(values) > MOST_UNIQUE:
             raise undone(f"'uniqueItems' of items that are not {MOST_UNIQUE} listed values at most")
         comma = self._sign[","]
-        rules: dict[frozenset[str], str] = {}
 
-        def rest(used: frozenset[str]) -> str:
-            """Return the rule of the values after these, in any order."""
-            if used not in rules:
-                name = rules[used] = self._rule()
-                full = arrays.high is not None and len(used) >= arrays.high
-                options: list[_Option] = [()] if len(used) >= arrays.low else []
-                for value in () if full else values:
+        def options(used: frozenset[str], rule: Callable[[Any], str]) -> Any:
+            """Return the values after these, in any order."""
+            if len(used) >= arrays.low:
+                yield ()
+            if arrays.high is None or len(used) < arrays.high:
+                for value in values:
                     if value not in used:
-                        before = (comma,) if used else ()
-                        options.append((*before, value, rest(used | {value})))
-                self._rules[name] = options
-            return rules[used]
+                        yield *(comma,) * bool(used), value, rule(used | {value})
 
-        return [(rest(frozenset()),)]
+        return [(self._machine(frozenset(), options),)]
 
     def _finite(self, place: Place) -> list[str] | None:
         """Return the terminals of all values of a place, each once, if the place lists its values."""
@@ -502,33 +478,27 @@ class _Compiler:
         if (len(pairs) + 1) * min(len(pairs) + 1, top + 1) > MOST_STATES or len(pairs) > 300:
             raise undone("minProperties or maxProperties of very many properties")
         extra = self._rule([(each,) for each in extras]) if extras else None
-        # By count, the rule of the pairs so far, if there are any.
-        states: dict[int, str | None] = {0: None}
-        for pair, is_required in pairs:
-            made: dict[int, list[_Option]] = {}
-            for count, earlier in states.items():
-                if not is_required and earlier is not None:
-                    made.setdefault(count, []).append((earlier,))
-                option = (pair,) if earlier is None else (earlier, comma, pair)
-                now = min(count + 1, top) if objects.high is None else count + 1
-                made.setdefault(now, []).append(option)
-            is_none = 0 in states and not is_required
-            states = {count: self._rule(options) for count, options in made.items()}
-            if is_none:
-                states[0] = None
-            if objects.high is not None:
-                states = {count: rule for count, rule in states.items() if count <= objects.high}
-        bodies: list[_Option] = []
-        for count, rule in states.items():
-            before: _Option = () if rule is None else (rule,)
-            if count >= objects.low:
-                bodies.append(before)
-            most = None if objects.high is None else objects.high - count
-            if extra is not None and most != 0 and count + 1 >= objects.low:
-                rest = None if most is None else most - 1
-                lead = () if rule is None else (comma,)
-                bodies.append((*before, *lead, extra, _Repeat((comma, extra), 0, rest)))
-        return bodies
+        high = objects.high
+
+        def options(state: tuple[int, int], rule: Callable[[Any], str]) -> Any:
+            """Return the rest of an object after some of the pairs and so many properties."""
+            place, count = state
+            lead = (comma,) * (count > 0)
+            most = None if high is None else high - count
+            if place < len(pairs):
+                pair, is_required = pairs[place]
+                if not is_required:
+                    yield (rule((place + 1, count)),)
+                if most != 0:
+                    yield *lead, pair, rule((place + 1, min(count + 1, top)))
+            else:
+                if count >= objects.low:
+                    yield ()
+                if extra is not None and most != 0 and count + 1 >= objects.low:
+                    rest = None if most is None else most - 1
+                    yield *lead, extra, _Repeat((comma, extra), 0, rest)
+
+        return [(self._machine((0, 0), options),)]
 
     def _extras(self, objects: Objects, named: list[str], colon: str) -> list[str]:
         """Return the pairs of other names, one for each set of patterns that a name can match."""
@@ -574,33 +544,8 @@ def _intersection(nodes: tuple[Node, ...]) -> Node:
     return ANY_TEXT if not nodes else nodes[0] if len(nodes) == 1 else Both(nodes)
 
 
-@lru_cache(4096)
-def _may_be_nothing(node: Node) -> bool:
-    match node:
-        case Both() | Not():
-            return True
-        case Chars(ranges, named, negated):
-            return bool(named or negated or not ranges)
-        case Raw(text):
-            return "[^" in text or "--" in text
-        case Seq(parts) | OneOf(parts):
-            return (not parts and isinstance(node, OneOf)) or any(map(_may_be_nothing, parts))
-        case Times(part, low):
-            return low > 0 and _may_be_nothing(part)
-    return False
-
-
 def _with_commas(items: Sequence[_Symbol], comma: str) -> _Option:
     return tuple(symbol for item in items for symbol in (comma, item))[1:]
-
-
-def _needed(option: _Option) -> Iterable[str]:
-    """Yield the symbols that an option cannot do without."""
-    for symbol in option:
-        if not isinstance(symbol, _Repeat):
-            yield symbol
-        elif symbol.low:
-            yield from _needed(symbol.symbols)
 
 
 def _flat(option: _Option) -> Iterable[str]:

@@ -36,6 +36,7 @@ __all__ = [
     "Times",
     "character_code",
     "in_json",
+    "is_regex",
     "literal",
     "parsed",
     "regex_text",
@@ -602,7 +603,7 @@ class Terminals:
             case Not(part):
                 parts = [self.name(part)]
                 body = f"~{parts[0]}"
-            case Both(inside) | Seq(inside) | OneOf(inside) if not _is_plain(node):
+            case Both(inside) | Seq(inside) | OneOf(inside) if not is_regex(node):
                 parts = [*map(self.name, inside)]
                 sign = {Both: " & ", Seq: " ", OneOf: " | "}[type(node)]
                 body = sign.join(parts)
@@ -625,12 +626,13 @@ class Terminals:
 
 
 @cache
-def _is_plain(node: Node) -> bool:
+def is_regex(node: Node) -> bool:
+    """Return whether a tree is one regular expression, without ``Both`` and ``Not``."""
     match node:
         case Both() | Not():
             return False
         case Seq(parts) | OneOf(parts):
-            return all(map(_is_plain, parts))
+            return all(map(is_regex, parts))
         case Times(part, _, _):
-            return _is_plain(part)
+            return is_regex(part)
     return True

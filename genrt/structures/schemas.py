@@ -118,9 +118,8 @@ LONGEST = {"hostname": 253}
 
 Schema: TypeAlias = dict[str, Any]
 
-_MOST_ITEMS = 10_000
-_MOST_PROPERTIES = 2_000
-_MOST_PATTERNS = 50
+_MOST = {"minItems": 10_000, "maxItems": 10_000, "properties": 2_000, "patternProperties": 50}
+_MOST["enum"] = 100_000  # so many take half a minute
 
 _DEFINITIONS = ("$defs", "definitions")
 _MAPS = (*_DEFINITIONS, "properties", "patternProperties", "dependentSchemas")
@@ -155,19 +154,10 @@ _NAMES = {
     int: "a number",
 }
 _ANNOTATIONS = (
-    *(
-        "title",
-        "description",
-        "default",
-        "examples",
-        "example",
-        "deprecated",
-        "readOnly",
-        "writeOnly",
-    ),
-    *("$comment", "$vocabulary", "$dynamicAnchor", "$recursiveAnchor", "id", "contentEncoding"),
-    *("contentMediaType", "contentSchema", "discriminator", "xml", "externalDocs", "const"),
-    *("enumNames", "propertyOrdering", "strict", "name", "nullable"),
+    *("title", "description", "default", "examples", "example", "deprecated", "readOnly"),
+    *("writeOnly", "$comment", "$vocabulary", "$dynamicAnchor", "$recursiveAnchor", "id"),
+    *("contentEncoding", "contentMediaType", "contentSchema", "discriminator", "xml", "const"),
+    *("externalDocs", "enumNames", "propertyOrdering", "strict", "name", "nullable"),
 )
 _UNDONE = ("$dynamicRef", "$recursiveRef")
 _KNOWN = (*_KINDS, *_ANNOTATIONS, *_UNDONE)
@@ -180,11 +170,15 @@ _DRAFTS = {
 _OLD = ("draft-04", "draft-06", "draft-07")
 
 
+def wrong(what: str) -> InvalidConstraint:
+    """Return the error for a part of a schema that is not one."""
+    return InvalidConstraint(f"the JSON schema has {what}")
+
+
 def undone(what: str) -> InvalidConstraint:
     """Return the error for a part of a schema that genrt cannot compile."""
-    return InvalidConstraint(
-        f"the JSON schema has {what}: take it out, and check it by a predicate: "
-        "all_of(json_schema(…), predicate(…))"
+    return wrong(
+        f"{what}: take it out, and check it by a predicate: all_of(json_schema(…), predicate(…))"
     )
 
 
@@ -197,36 +191,32 @@ def object_of(schema: object) -> Schema:
     Raises:
         InvalidConstraint: it is another kind of object, is false, or has no JSON form.
     """
-    wrong = (
+    kind = InvalidConstraint(
         f"the JSON schema is {displayed(schema)}: give a dict, a JSON text, a pydantic model or True for "
         "any JSON"
     )
     try:
         if isinstance(schema, type) and hasattr(schema, "model_json_schema"):
             schema = schema.model_json_schema()
-    except Exception as error:  # of pydantic's own kinds
-        raise InvalidConstraint(f"the JSON schema has no JSON form: {error}") from error
-    if isinstance(schema, Mapping):
-        schema = dict(schema)
-    if not isinstance(schema, str | dict | bool):
-        raise InvalidConstraint(wrong)
-    try:
-        text = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
+        if isinstance(schema, Mapping):
+            schema = json.dumps(dict(schema), allow_nan=False)
     except RecursionError as error:
         raise InvalidConstraint(f"the JSON schema is nested too deeply: {error}") from error
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # of pydantic's own kinds too
         raise InvalidConstraint(f"the JSON schema has no JSON form: {error}") from error
+    if not isinstance(schema, str | bool):
+        raise kind
     try:
-        rules = json.loads(text, parse_constant=_refuse_nan)
+        rules = (
+            schema if isinstance(schema, bool) else json.loads(schema, parse_constant=_refuse_nan)
+        )
     except (ValueError, RecursionError) as error:
         raise InvalidConstraint(f"the JSON schema is not a JSON text: {error}") from error
-    if rules is True:
-        return {}
     if rules is False:
         raise InvalidConstraint("the JSON schema is false, which no text satisfies: change it")
-    if not isinstance(rules, dict):
-        raise InvalidConstraint(wrong)
-    return rules
+    if rules is not True and not isinstance(rules, dict):
+        raise kind
+    return {} if rules is True else rules
 
 
 def _refuse_nan(name: str) -> None:
@@ -259,9 +249,7 @@ class Document:
             if isinstance(schema, bool) or id(schema) in self._bases:
                 continue
             if not isinstance(schema, dict):
-                raise InvalidConstraint(
-                    f"the JSON schema has {schema!r} where a schema belongs: change it"
-                )
+                raise wrong(f"{schema!r} where a schema belongs: change it")
             if self._ref_is_alone and "$ref" in schema:
                 for key in [key for key in schema if key not in ("$ref", *_DEFINITIONS)]:
                     del schema[key]
@@ -328,63 +316,35 @@ def _inside(schema: Schema) -> Iterator[Any]:
 def _check_keywords(schema: Schema) -> None:
     """Raise InvalidConstraint for a keyword that is unknown, used wrongly, or too large."""
     for key, value in schema.items():
+        kinds = _KINDS.get(key, (object,))
         if key not in _KNOWN:
             close = difflib.get_close_matches(key, _KNOWN, 1, 0.8)
             if close and not key.startswith("x-"):
-                raise InvalidConstraint(
-                    f"the JSON schema has the unknown keyword {key!r}: write {close[0]!r}, or take it out"
-                )
+                raise wrong(f"the unknown keyword {key!r}: write {close[0]!r}, or take it out")
         elif key in _UNDONE:
             raise undone(f"{key!r}, which cannot be compiled")
-        elif key in _KINDS:
-            kinds = _KINDS[key]
-            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-                raise InvalidConstraint(
-                    f"the JSON schema has {key!r}: {value!r}; give {_NAMES[kinds[0]]}"
-                )
-    for key in _COUNTS:
-        count = schema.get(key, 0)
-        if count < 0 or count != int(count):
-            raise InvalidConstraint(
-                f"the JSON schema has {key!r}: {count}; give a whole number from 0 on"
-            )
+        elif not isinstance(value, kinds) or (kinds == (int, float) and isinstance(value, bool)):
+            raise wrong(f"{key!r}: {value!r}; give {_NAMES[kinds[0]]}")
+        if key in _COUNTS and (value < 0 or value != int(value)):
+            raise wrong(f"{key!r}: {value}; give a whole number from 0 on")
+        if key in _MOST:
+            size = len(value) if isinstance(value, dict | list) else value
+            if size > _MOST[key]:
+                raise undone(f"{key} of {size:,}, and {_MOST[key]:,} is the most")
     if "prefixItems" in schema and isinstance(schema.get("items"), list):
-        raise InvalidConstraint(
-            "the JSON schema has prefixItems beside a list of items: give one of both"
-        )
+        raise wrong("prefixItems beside a list of items: give one of both")
     types = schema.get("type", [])
     for name in [types] if isinstance(types, str) else types:
         if name not in _TYPES:
-            raise InvalidConstraint(
-                f"the JSON schema has the type {name!r}: give one of {', '.join(_TYPES)}"
-            )
+            raise wrong(f"the type {name!r}: give one of {', '.join(_TYPES)}")
     names = [schema.get("required", []), *schema.get("dependentRequired", {}).values()]
     names += [each for each in schema.get("dependencies", {}).values() if isinstance(each, list)]
     for each in names:
         if not isinstance(each, list) or not all(isinstance(name, str) for name in each):
-            raise InvalidConstraint(f"the JSON schema requires {each!r}: give a list of names")
+            raise wrong(f"{each!r} as required properties: give a list of names")
     if schema.get("multipleOf", 1) <= 0:
-        raise InvalidConstraint(
-            f"the JSON schema has a multipleOf of {schema['multipleOf']}: give a number above 0"
-        )
-    _refuse_what_is_too_large(schema)
+        raise wrong(f"a multipleOf of {schema['multipleOf']}: give a number above 0")
     _refuse_what_is_rounded(schema)
-
-
-def _refuse_what_is_too_large(schema: Schema) -> None:
-    for key in ("minItems", "maxItems"):
-        if schema.get(key, 0) > _MOST_ITEMS:
-            raise InvalidConstraint(
-                f"the JSON schema has {key} {schema[key]}, and {_MOST_ITEMS:,} is the most: "
-                "leave it out, or "
-                "check it by a predicate"
-            )
-    for key, most in (("properties", _MOST_PROPERTIES), ("patternProperties", _MOST_PATTERNS)):
-        if len(names := schema.get(key, {})) > most:
-            raise InvalidConstraint(
-                f"the JSON schema has an object of {len(names):,} {key}, and {most:,} is the most: "
-                "make it smaller"
-            )
 
 
 def _refuse_what_is_rounded(schema: Schema) -> None:
@@ -398,9 +358,9 @@ def _refuse_what_is_rounded(schema: Schema) -> None:
         elif isinstance(value, int) and (
             abs(value) > 10**300 or Decimal(repr(float(value))) != value
         ):
-            raise InvalidConstraint(
-                f"the JSON schema has the integer {value}, which is not a 64-bit float and would "
-                "be rounded: leave it out, or give it as a string"
+            raise wrong(
+                f"the integer {value}, which is not a 64-bit float and would be rounded: leave it out, "
+                "or give it as a string"
             )
 
 
@@ -521,21 +481,20 @@ class Numbers:
             if self.is_integer:
                 return [Raw(_INTEGER)]
         nodes: list[Node] = []
-        for sign in (1, -1):
-            low, high = (
-                (self.low, self.high) if sign > 0 else (_opposite(self.high), _opposite(self.low))
-            )
+        below = [bound and (-bound[0], bound[1]) for bound in (self.high, self.low)]
+        for minus, (low, high) in (("", (self.low, self.high)), ("-", below)):
             if high is not None and (high[0] < 0 or high == (Fraction(0), True)):
                 continue
-            parts = [Raw(rf"(?:0|[1-9][0-9]*){_ANY_FRACTION}"), Raw(shape[self.is_integer])]
+            parts: list[Node] = [Raw(rf"{minus}(?:0|[1-9][0-9]*){_ANY_FRACTION}")]
+            parts.append(Raw(minus + shape[self.is_integer]))
             if low is not None and (low[0] > 0 or low == (Fraction(0), True)):
-                parts.append(Raw(_at_least(*low)))
+                parts.append(Raw(f"{minus}(?:{_at_least(*low)})"))
             if high is not None:
-                parts.append(Raw(_at_most(*high)))
+                parts.append(Not(Raw(f"{minus}(?:{_at_least(high[0], not high[1])})")))
             # A reader of floats would round more digits to an excluded bound or integer.
             if self.is_integer is False or any(each and each[1] for each in (low, high)):
-                parts.append(Raw("(?:[0-9]*|[0-9.]{1,16})"))
-            nodes.append(Both(tuple(_signed(part, sign) for part in parts)))
+                parts.append(Raw(f"{minus}(?:[0-9]*|[0-9.]{{1,16}})"))
+            nodes.append(Both(tuple(parts)))
         return nodes
 
     def _add_multiples(self, step: Fraction, nodes: list[Node], schemas: list[str]) -> None:
@@ -582,14 +541,6 @@ class Numbers:
             if end is not None:
                 schema["maximum"] = end
             schemas.append(json.dumps(schema))
-
-
-def _signed(part: Raw, sign: int) -> Raw:
-    return part if sign > 0 else Raw(f"-(?:{part.text})")
-
-
-def _opposite(bound: tuple[Fraction, bool] | None) -> tuple[Fraction, bool] | None:
-    return None if bound is None else (-bound[0], bound[1])
 
 
 def _multiples(first: Fraction, last: Fraction, step: Fraction) -> list[Fraction]:
@@ -639,31 +590,6 @@ def _at_least(bound: Fraction, strict: bool) -> str:
     if not part and not strict:
         same = f"{whole}(?:{same[len(whole) :]})?"
     return f"(?:{'|'.join(greater)}){_ANY_FRACTION}|{same}"
-
-
-def _at_most(bound: Fraction, strict: bool) -> str:
-    """Return the decimals at or below a bound from 0 on; ``strict``: below it."""
-    whole, _, part = _decimal(bound).partition(".")
-    less = [f"[1-9][0-9]{{0,{len(whole) - 2}}}"] if len(whole) > 1 else []
-    less += ["0"] if whole != "0" else []
-    for i, digit in enumerate(whole):
-        first = "1" if i == 0 else "0"
-        if digit > first and not (len(whole) == 1 and digit == "1"):
-            below = f"[{first}-{chr(ord(digit) - 1)}]"
-            less.append(f"{whole[:i]}{below}[0-9]{{{len(whole) - i - 1}}}")
-    texts = [f"(?:{'|'.join(less)}){_ANY_FRACTION}"] if less else []
-    if part:
-        fractions = [
-            f"{part[:i]}[0-{chr(ord(digit) - 1)}][0-9]*"
-            for i, digit in enumerate(part)
-            if digit > "0"
-        ]
-        fractions += [part[:i] for i in range(1, len(part))]
-        fractions += [] if strict else [f"{part}0*"]
-        texts.append(rf"{whole}(?:\.(?:{'|'.join(fractions)}))?")
-    elif not strict:
-        texts.append(rf"{whole}(?:\.0+)?")
-    return "|".join(texts) or r"[^\s\S]"
 
 
 KINDS = ("null", "boolean", "number", "string", "array", "object")
@@ -791,6 +717,9 @@ class Objects:
 
 Facts: TypeAlias = Literals | Numbers | Strings | Arrays | Objects
 Cases: TypeAlias = list[Any]  # of Facts of one type
+
+Condition: TypeAlias = Callable[[bool], Cases]
+"""Returns the values of one type that meet a condition (True), or fail it (False)."""
 
 _ALL: dict[str, Facts] = {
     "null": Literals(frozenset({"null"})),
@@ -922,11 +851,10 @@ class Claims:
         """Return the values of a type that are not valid under a schema."""
         return _either(part(False) for part in self._parts(schema, kind))
 
-    def _parts(self, schema: Schema, kind: str) -> Iterator[Callable[[bool], Cases]]:
-        """Yield a schema's conditions on a type. Each returns the values that meet it, or fail it."""
+    def _parts(self, schema: Schema, kind: str) -> Iterator[Condition]:
+        """Yield a schema's conditions on a type."""
         if "type" in schema:
-            types = schema["type"]
-            yield lambda holds: _of_types([types] if isinstance(types, str) else types, kind, holds)
+            yield _of_types(schema["type"], kind)
         if "const" in schema:
             yield lambda holds: self._listed([schema["const"]], kind, holds)
         if "enum" in schema:
@@ -998,7 +926,7 @@ class Claims:
             case "string" if holds:
                 return [Strings(tuple(dict.fromkeys(own)))]
             case "string":
-                return [Strings(None, frozenset({Not(OneOf(tuple(map(literal, own))))}))]
+                return [_of_regexes(Not(OneOf(tuple(map(literal, own)))))]
         if not holds:
             raise undone(f"a 'not' of an {kind} as a whole")
         return [self._constant(value) for value in own]
@@ -1016,65 +944,52 @@ class Claims:
         """Return an equal schema that is always the same object."""
         return self._made.setdefault(json.dumps(schema), schema)
 
-    def _of_strings(self, schema: Schema) -> Iterator[Callable[[bool], Cases]]:
-        if "minLength" in schema or "maxLength" in schema:
-            low, high = int(schema.get("minLength", 0)), schema.get("maxLength")
-            yield lambda holds: _lengths(low, None if high is None else int(high), holds)
+    def _of_strings(self, schema: Schema) -> Iterator[Condition]:
+        yield from _counted(schema, "Length", _of_length)
         if "pattern" in schema:
             narrow, wide = self.pattern(schema["pattern"])
-            yield lambda holds: [Strings(None, frozenset({narrow if holds else Not(wide)}))]
+            yield _condition([_of_regexes(narrow)], [_of_regexes(Not(wide))])
         if "format" in schema:
-            yield lambda holds: [Strings(None, _format(schema["format"], holds))]
+            yield _condition([_of_regexes(*_format(schema["format"]))], "format")
 
-    def _of_arrays(self, schema: Schema) -> Iterator[Callable[[bool], Cases]]:
+    def _of_arrays(self, schema: Schema) -> Iterator[Condition]:
         first, rest = schema.get("prefixItems", []), schema.get("items", True)
         if isinstance(rest, list):
             first, rest = rest, schema.get("additionalItems", True)
         if first or rest not in (True, {}):
-            yield lambda holds: self._items(first, rest, holds)
-        if "unevaluatedItems" in schema and schema["unevaluatedItems"] not in (True, {}):
+            failed = [
+                Arrays((((*[ANYTHING] * index, self.place(each, False)), ANYTHING),), index + 1)
+                for index, each in enumerate(first)
+                if each is not True
+            ]
+            if rest is not True:
+                failed.append(Arrays(contained=((self.place(rest, False), len(first), 1, None),)))
+            yield _condition([Arrays(((tuple(map(self.place, first)), self.place(rest)),))], failed)
+        if schema.get("unevaluatedItems", True) not in (True, {}):
             raise undone("'unevaluatedItems'")
-        low, high = int(schema.get("minItems", 0)), schema.get("maxItems")
-        if low or high is not None:
-            yield lambda holds: _counted(Arrays, low, None if high is None else int(high), holds)
+        yield from _counted(schema, "Items", Arrays)
         if "contains" in schema:
-            yield lambda holds: self._contains(schema, holds)
+            yield self._contains(schema)
         if schema.get("uniqueItems"):
-            yield _unique
+            yield _condition([Arrays(are_unique=True)], "uniqueItems")
 
-    def _items(self, first: list[Any], rest: Any, holds: bool) -> Cases:
-        if holds:
-            return [Arrays(((tuple(map(self.place, first)), self.place(rest)),))]
-        found: Cases = []
-        for index, schema in enumerate(first):
-            if schema is not True:
-                places = (*[ANYTHING] * index, self.place(schema, False))
-                found.append(Arrays(((places, ANYTHING),), index + 1))
-        if rest is not True:
-            found.append(Arrays(contained=((self.place(rest, False), len(first), 1, None),)))
-        return found
-
-    def _contains(self, schema: Schema, holds: bool) -> Cases:
+    def _contains(self, schema: Schema) -> Condition:
         inside = schema["contains"]
         low, high = int(schema.get("minContains", 1)), schema.get("maxContains")
         place = self.place(inside)
-        if not holds:
-            found = [self._at_most(inside, low - 1)] if low else []
-            if high is not None:
-                found.append(Arrays(contained=((place, 0, int(high) + 1, None),)))
-            return found
+        met = [Arrays(contained=((place, 0, low, None),) if low else ())]
+        failed = [self._at_most(inside, low - 1)] if low else []
         if high is not None:
-            return _both(
-                [self._at_most(inside, int(high))], [Arrays(contained=((place, 0, low, None),))]
-            )
-        return [Arrays(contained=((place, 0, low, None),))] if low else [Arrays()]
+            met = _both([self._at_most(inside, int(high))], met)
+            failed.append(Arrays(contained=((place, 0, int(high) + 1, None),)))
+        return _condition(met, failed)
 
     def _at_most(self, schema: Any, count: int) -> Arrays:
         if count == 0:
             return Arrays((((), self.place(schema, False)),))
         return Arrays(contained=((self.place(schema), 0, 0, count),))
 
-    def _of_objects(self, schema: Schema) -> Iterator[Callable[[bool], Cases]]:
+    def _of_objects(self, schema: Schema) -> Iterator[Condition]:
         others = schema.get("additionalProperties")
         if schema.get("unevaluatedProperties", True) not in (True, {}):
             applied = {"$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "dependencies"}
@@ -1082,60 +997,41 @@ class Claims:
                 raise undone("'unevaluatedProperties' beside schemas that evaluate some")
             others = schema["unevaluatedProperties"] if others is None else others
         if schema.keys() & {"properties", "patternProperties"} or others is not None:
-            yield lambda holds: self._properties(schema, others, holds)
+            yield self._properties(schema, others)
         if schema.get("required"):
             names = tuple(dict.fromkeys(schema["required"]))
-            yield (
-                lambda holds: (
-                    [Objects(required=names)]
-                    if holds
-                    else [_without_property(name) for name in names]
-                )
-            )
-        low, high = int(schema.get("minProperties", 0)), schema.get("maxProperties")
-        if low or high is not None:
-            yield lambda holds: _counted(Objects, low, None if high is None else int(high), holds)
+            yield _condition([Objects(required=names)], [*map(_without_property, names)])
+        yield from _counted(schema, "Properties", Objects)
         if schema.get("propertyNames", True) not in (True, {}):
-            yield (
-                lambda holds: (
-                    [Objects(allowed=(self.place(schema["propertyNames"]),))]
-                    if holds
-                    else (_refusing(undone("a 'not' of propertyNames")))
-                )
-            )
-        keys = ("dependentRequired", "dependentSchemas", "dependencies")
-        several = [each for key in keys for each in schema.get(key, {}).items()]
-        for name, then in several:
-            yield partial(self._dependent, name, then)
+            allowed = self.place(schema["propertyNames"])
+            yield _condition([Objects(allowed=(allowed,))], "propertyNames")
+        for key in ("dependentRequired", "dependentSchemas", "dependencies"):
+            for name, then in schema.get(key, {}).items():
+                yield partial(self._dependent, name, then)
 
-    def _properties(self, schema: Schema, others: Any, holds: bool) -> Cases:
+    def _properties(self, schema: Schema, others: Any) -> Condition:
         given, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
-        if holds:
-            names = Names(
-                tuple((name, self.place(each)) for name, each in given.items()),
-                tuple((pattern, self.place(each)) for pattern, each in patterns.items()),
-                None if others is None else self.place(others),
-            )
-            return [Objects((names,))]
-        if patterns and any(each not in (True, {}) for each in patterns.values()):
-            raise undone("a 'not' of patternProperties")
-        if others not in (None, True, {}):
-            raise undone("a 'not' of additionalProperties")
-        return [
+        names = Names(
+            tuple((name, self.place(each)) for name, each in given.items()),
+            tuple((pattern, self.place(each)) for pattern, each in patterns.items()),
+            None if others is None else self.place(others),
+        )
+        failed: Cases | str = [
             Objects((Names(((name, self.place(each, False)),)),), (name,))
             for name, each in given.items()
             if each is not True
         ]
+        if others not in (None, True, {}):
+            failed = "additionalProperties"
+        if any(each not in (True, {}) for each in patterns.values()):
+            failed = "patternProperties"
+        return _condition([Objects((names,))], failed)
 
     def _dependent(self, name: str, then: Any, holds: bool) -> Cases:
         if isinstance(then, list):
             then = self._kept({"required": then})
         met = _both([Objects(required=(name,))], self._of(then, "object", holds))
         return [_without_property(name), *met] if holds else met
-
-
-def _refusing(error: InvalidConstraint) -> Cases:
-    raise error
 
 
 def _without_property(name: str) -> Objects:
@@ -1172,83 +1068,72 @@ def _all(kind: str, several: Iterable[Cases]) -> Cases:
 _EVERYTHING = frozenset(_ALL.values())
 
 
-def _of_types(types: list[str], kind: str, holds: bool) -> Cases:
+def _condition(met: Cases, failed: Cases | str) -> Condition:
+    """Return a condition by the values that meet it and those that fail it, or by the keyword for which
+    these cannot be compiled."""
+
+    def cases(holds: bool) -> Cases:
+        if not holds and isinstance(failed, str):
+            raise undone(f"a 'not' of {failed}")
+        return met if holds else cast("Cases", failed)
+
+    return cases
+
+
+def _of_types(types: str | list[str], kind: str) -> Condition:
+    types = [types] if isinstance(types, str) else types
+    if kind == "number" and "integer" in types and "number" not in types:
+        return _condition([Numbers(is_integer=True)], [Numbers(is_integer=False)])
     everything: Cases = [_ALL[kind]]
-    if kind in types:
-        return everything if holds else []
-    if kind == "number" and "integer" in types:
-        return [Numbers(is_integer=holds)]
-    return [] if holds else everything
+    return _condition(everything, []) if kind in types else _condition([], everything)
 
 
-def _of_numbers(schema: Schema) -> Iterator[Callable[[bool], Cases]]:
+def _of_numbers(schema: Schema) -> Iterator[Condition]:
     for key, is_low in (("minimum", True), ("maximum", False)):
-        strict = f"exclusive{key.capitalize()}"
-        bounds = []
-        if key in schema:
-            bounds.append((schema[key], schema.get(strict) is True))
-        if not isinstance(schema.get(strict, True), bool):
-            bounds.append((schema[strict], True))
+        strict = schema.get(f"exclusive{key.capitalize()}", False)
+        bounds = [(schema[key], strict is True)] if key in schema else []
+        bounds += [] if isinstance(strict, bool) else [(strict, True)]
         for value, is_strict in bounds:
-            bound = fraction_of(value), is_strict
-            opposite = bound[0], not is_strict
-            pair = Numbers(low=bound), Numbers(high=opposite)
-            if not is_low:
-                pair = Numbers(high=bound), Numbers(low=opposite)
-            yield partial(_either_side, *pair)
+            inside, outside = (fraction_of(value), is_strict), (fraction_of(value), not is_strict)
+            low, high = (inside, outside) if is_low else (outside, inside)
+            cases: tuple[Cases, Cases] = [Numbers(low=low)], [Numbers(high=high)]
+            yield _condition(*(cases if is_low else reversed(cases)))
     if "multipleOf" in schema:
         step = fraction_of(schema["multipleOf"])
         if step == 1:
-            yield lambda holds: [Numbers(is_integer=holds)]
+            yield _of_types("integer", "number")
         else:
-            yield (
-                lambda holds: (
-                    [Numbers(multiple=step)]
-                    if holds
-                    else _refusing(undone("a 'not' of multipleOf"))
-                )
-            )
+            yield _condition([Numbers(multiple=step)], "multipleOf")
 
 
-def _either_side(inside: Numbers, outside: Numbers, holds: bool) -> Cases:
-    return [inside if holds else outside]
+def _counted(schema: Schema, what: str, made: Callable[..., Facts]) -> Iterator[Condition]:
+    """Yield the condition on a number of characters or members; ``made`` returns values of so many."""
+    low, high = int(schema.get(f"min{what}", 0)), schema.get(f"max{what}")
+    if high is None:
+        if low:
+            yield _condition([made(low=low)], [made(high=low - 1)])
+        return
+    high = int(high)
+    failed = [made(high=low - 1)] if low else []
+    met = [made(low=low, high=high)] if low <= high else []
+    yield _condition(met, [*failed, made(low=high + 1)])
 
 
-def _lengths(low: int, high: int | None, holds: bool) -> Cases:
-    any_letter = Chars(((0, 0x10FFFF),))
-    bounds: list[tuple[int, int | None]] = [(low, high)] if holds else [(0, low - 1)] * (low > 0)
-    if not holds and high is not None:
-        bounds.append((high + 1, None))
-    return [
-        Strings(None, frozenset({Times(any_letter, least, most)}))
-        for least, most in bounds
-        if most is None or least <= most
-    ]
+def _of_length(low: int = 0, high: int | None = None) -> Strings:
+    return _of_regexes(Times(Chars(((0, 0x10FFFF),)), low, high))
 
 
-def _counted(made: Any, low: int, high: int | None, holds: bool) -> Cases:
-    """Return arrays or objects of so many members, or of fewer and of more."""
-    if holds:
-        return [] if high is not None and low > high else [made(low=low, high=high)]
-    found = [made(high=low - 1)] if low else []
-    return found + ([] if high is None else [made(low=high + 1)])
+def _of_regexes(*regexes: Node) -> Strings:
+    return Strings(None, frozenset(regexes))
 
 
-def _unique(holds: bool) -> Cases:
-    if not holds:
-        raise undone("a 'not' of uniqueItems")
-    return [Arrays(are_unique=True)]
-
-
-def _format(name: str, holds: bool) -> frozenset[Node]:
+def _format(name: str) -> list[Node]:
     if name not in FORMATS:
         raise undone(f"the format {name!r}, which is not one of {', '.join(FORMATS)}")
-    if not holds:
-        raise undone("a 'not' of format")
     found = [parsed(FORMATS[name], f"format {name}")]
     if name in LONGEST:
         found.append(Times(Chars(((0, 0x10FFFF),)), 0, LONGEST[name]))
-    return frozenset(found)
+    return found
 
 
 def _json_kind(value: object) -> str:

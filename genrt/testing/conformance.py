@@ -189,34 +189,40 @@ def greedy_samples(witness: Witness) -> None:
         )
 
 
-def random_samples(witness: Witness) -> None:
-    """Check that a seed fixes a sample in any batch, and that unseeded samples are independent."""
-    prompt = witness.context()
-    seeded = SampleRequest(prompt, max_tokens=min(12, witness.many_tokens), seed=4)
-    alone = witness.sample(seeded)
-    expect(
-        all(0 <= token < witness.engine.vocab_size for token in alone),
-        f"{seeded} drew token ids outside 0 .. {witness.engine.vocab_size - 1}: {alone}",
-    )
-    expect(witness.sample(seeded) == alone, "a seeded sample came out differently when asked again")
-    company = [
-        SampleRequest(witness.context(), max_tokens=3 + index, seed=index, temperature=0.5 * index)
-        for index in range(4)
-    ]
-    results = witness.ask([*company[:2], *witness.questions(3), seeded, *company[2:]])
-    found = tokens_in(results[-3])
-    expect(
-        found == alone, f"a seeded sample depends on its batch: {alone} alone, {found} in company"
-    )
-    # A high temperature makes equal samples unlikely even for a model that is almost certain.
-    unseeded = [
-        SampleRequest(prompt, max_tokens=witness.many_tokens, temperature=2.0, nonce=nonce)
-        for nonce in range(8)
-    ]
-    expect(
-        len(set(witness.ask(unseeded))) > 1,
-        "eight samples without a seed are all the same: they must be independent",
-    )
+def random_texts(witness: Witness) -> None:
+    """Check that a seed fixes a sample or a completion in any batch, and that unseeded ones are
+    independent."""
+
+    def sample(prompt: tuple[int, ...], seed: int | None, nonce: int = 0) -> SampleRequest:
+        return SampleRequest(prompt, max_tokens=most, temperature=2.0, seed=seed, nonce=nonce)
+
+    def completion(prompt: tuple[int, ...], seed: int | None, nonce: int = 0) -> CompletionRequest:
+        drawn = Decoding(most, temperature=2.0, ignore_eos=True)
+        return CompletionRequest(prompt, drawn, seed=seed, nonce=nonce)
+
+    prompt, most = witness.context(), witness.many_tokens
+    for make in (sample, completion) if witness.capabilities.completes else (sample,):
+        seeded = make(prompt, 4)
+        alone = _tokens(witness.ask([seeded])[0])
+        expect(
+            all(0 <= token < witness.engine.vocab_size for token in alone),
+            f"{seeded} drew token ids outside 0 .. {witness.engine.vocab_size - 1}: {alone}",
+        )
+        again = _tokens(witness.ask([seeded])[0])
+        expect(again == alone, f"a seeded {make.__name__} came out differently when asked again")
+        company = [make(witness.context(), seed) for seed in range(4)]
+        results = witness.ask([*company[:2], *witness.questions(3), seeded, *company[2:]])
+        found = _tokens(results[-3])
+        expect(
+            found == alone,
+            f"a seeded {make.__name__} depends on its batch: {alone} alone, {found} in company",
+        )
+        # A high temperature makes equal texts unlikely even for a model that is almost certain.
+        unseeded = [make(prompt, None, nonce) for nonce in range(8)]
+        expect(
+            len(set(map(_tokens, witness.ask(unseeded)))) > 1,
+            f"eight {make.__name__}s without a seed are all the same: they must be independent",
+        )
 
 
 def longest_context(witness: Witness) -> None:
@@ -478,66 +484,29 @@ def completion_options(witness: Witness) -> None:
             expect(reason is None or name in reason, f"{reason!r} does not say that it is {name!r}")
 
 
-def greedy_completions(witness: Witness) -> None:
-    """Check that greedy draws are the likeliest tokens and that log-probabilities agree with the rows."""
+def completions(witness: Witness) -> None:
+    """Check the log-probabilities of completions, of the model and of the law; greedy draws; and that a
+    stop token ends a completion."""
     if not witness.capabilities.completes:
         return
     prompt, count = witness.context(), min(8, witness.many_tokens)
-    drawn = Decoding(count, temperature=0.0, ignore_eos=True, logprobs=2)
-    request = CompletionRequest(prompt, drawn)
-    whole = _completion(witness, request)
-    expect(
-        (len(whole.token_ids), whole.finish_reason) == (count, "length") and whole.truncated,
-        f"{request} must have {count} tokens, and end by its length: got {whole}",
-    )
-    expect(whole.prompt_token_ids == prompt, f"{request} is answered with the prompt of {whole}")
-    witness.expect_likeliest(prompt, whole.token_ids, "a completion at temperature 0")
-    rows = [(*prompt, *whole.token_ids[:place]) for place in range(count)]
-    for place, row in enumerate(witness.rows_of(bound_to(rows, None))):
-        token, likeliest = whole.token_ids[place], whole.top_logprobs[place]
-        apart = max(
-            abs(float(row[each]) - logprob)
-            for each, logprob in [(token, whole.logprobs[place]), *likeliest.items()]
-        )
-        expect(
-            apart <= witness.tolerance and len(likeliest) == 2,
-            f"the log-probabilities of {request} at {place} are {apart:.2g} off its row's",
-        )
-    stop = whole.token_ids[count // 2]
-    first = whole.token_ids.index(stop)
-    stopped = _completion(
-        witness, replace(request, decoding=replace(drawn, stop_token_ids=(stop,)))
-    )
-    wanted = (whole.token_ids[: first + 1], "stop", stop)
-    found = (stopped.token_ids, stopped.finish_reason, stopped.stop_reason)
-    expect(found == wanted, f"a completion must end with its stop token: got {found}, not {wanted}")
-    later = replace(drawn, stop_token_ids=(stop,), min_tokens=first + 1)
-    least = _completion(witness, replace(request, decoding=later))
-    expect(
-        len(least.token_ids) > first and stop not in least.token_ids[: first + 1],
-        f"{later} must not draw the stop token before its time: got {least.token_ids}",
-    )
-    forced = replace(drawn, logit_bias=((stop, 100.0),))
-    biased = _completion(witness, replace(request, decoding=forced))
-    expect(set(biased.token_ids) == {stop}, f"{forced} must force {stop}: got {biased.token_ids}")
-
-
-def laws(witness: Witness) -> None:
-    """Check that requests for the law's log-probabilities get them, also when mixed with others."""
-    if not witness.capabilities.completes:
-        return
-    prompt, count = witness.context(), min(6, witness.many_tokens)
     drawn = Decoding(count, ignore_eos=True, logprobs=0)
-    told = replace(drawn, logprobs_mode="processed_logprobs")
-    changes: list[dict[str, float]] = [{"temperature": 0.5}, {"top_k": 3, "temperature": 1.5}]
-    changes += [{"min_p": 0.2, "top_p": 0.7}, {"temperature": 0.0}, {}]
+    changes: list[dict[str, float]] = [{"temperature": 0.0}, {}, {"temperature": 0.5}]
+    changes += [{"top_k": 3, "temperature": 1.5}, {"min_p": 0.2, "top_p": 0.7}]
     asked = [
-        CompletionRequest(prompt, replace(decoding, **change), seed=2 * seed + decoding.tells_law)  # type: ignore[arg-type]
+        CompletionRequest(prompt, replace(drawn, logprobs_mode=mode, **change), seed=seed + second)  # type: ignore[arg-type]
         for seed, change in enumerate(changes)
-        for decoding in (told, drawn)
+        for second, mode in ((0, "raw_logprobs"), (9, "processed_logprobs"))
     ]
-    for request, result in zip(asked, witness.ask(asked), strict=True):
-        whole, law = _whole(result), request.decoding
+    results = [_whole(each) for each in witness.ask(asked)]
+    for request, whole in zip(asked, results, strict=True):
+        expect(
+            (len(whole.token_ids), whole.finish_reason, whole.prompt_token_ids)
+            == (count, "length", prompt)
+            and whole.truncated,
+            f"{request} must have {count} tokens, and end by its length: got {whole}",
+        )
+        law = request.decoding
         contexts = [(*prompt, *whole.token_ids[:place]) for place in range(count)]
         rows = torch.stack(witness.rows_of(bound_to(contexts, None)))
         if law.tells_law:
@@ -548,34 +517,14 @@ def laws(witness: Witness) -> None:
         apart = max(abs(one - other) for one, other in zip(own, whole.logprobs, strict=True))
         most = witness.tolerance * max(1.0, 2.0 / max(law.temperature, 0.1))
         expect(apart <= most, f"the log-probabilities of {request} are {apart:.2g} off their law's")
-
-
-def random_completions(witness: Witness) -> None:
-    """Check that a seed fixes a completion in any batch, that unseeded completions are independent, and
-    that a cancelled one does not come back."""
-    if not witness.capabilities.completes:
-        return
-    prompt = witness.context()
-    drawn = Decoding(min(12, witness.many_tokens), temperature=2.0, ignore_eos=True)
-    seeded = CompletionRequest(prompt, drawn, seed=4)
-    alone = _completion(witness, seeded)
-    others = [
-        CompletionRequest(witness.context(), replace(drawn, presence_penalty=1.0), seed=seed)
-        for seed in range(3)
-    ]
-    forgotten = CompletionRequest(witness.context(), drawn, seed=9)
-    witness.submit([*others[:2], forgotten, *witness.questions(3), seeded, *others[2:]])
-    witness.step()
-    witness.cancel([forgotten])
-    among = _whole(witness.drain()[seeded])
-    expect(
-        among.token_ids == alone.token_ids,
-        f"a seeded completion depends on its batch: {alone.token_ids} alone, {among.token_ids} among "
-        "others",
-    )
-    unseeded = [CompletionRequest(prompt, drawn, nonce=nonce) for nonce in range(8)]
-    found = {_whole(each).token_ids for each in witness.ask(unseeded)}
-    expect(len(found) > 1, "eight completions without a seed are all the same")
+    tokens = results[0].token_ids
+    witness.expect_likeliest(prompt, tokens, "a completion at temperature 0")
+    stop = tokens[count // 2]
+    stopping = replace(asked[0].decoding, stop_token_ids=(stop,))
+    stopped = _whole(witness.ask([replace(asked[0], decoding=stopping)])[0])
+    wanted = (tokens[: tokens.index(stop) + 1], "stop", stop)
+    found = (stopped.token_ids, stopped.finish_reason, stopped.stop_reason)
+    expect(found == wanted, f"a completion must end with its stop token: got {found}, not {wanted}")
 
 
 def streams(witness: Witness) -> None:
@@ -644,9 +593,8 @@ def structures(witness: Witness) -> None:
         )
 
 
-def _completion(witness: Witness, request: CompletionRequest) -> Completion:
-    """Return one completion, computed alone."""
-    return _whole(witness.ask([request])[0])
+def _tokens(result: Result) -> tuple[int, ...]:
+    return result.token_ids if isinstance(result, Completion) else tokens_in(result)
 
 
 def _whole(result: Result | None) -> Completion:
@@ -663,16 +611,14 @@ CHECKS: tuple[Callable[[Witness], None], ...] = (
     long_samples,
     cancellation,
     greedy_samples,
-    random_samples,
+    random_texts,
     longest_context,
     counting,
     reads,
     prefixes,
     scores,
     completion_options,
-    greedy_completions,
-    laws,
-    random_completions,
+    completions,
     streams,
     structures,
 )

@@ -27,10 +27,8 @@ BROKEN = "\ufffd"
 
 
 class TextStream:
-    """The text after one prompt.
-
-    A tokenizer of the ``tokenizers`` library decodes by the library's ``DecodeStream``, as in vLLM.
-    """
+    """The text after one prompt. A tokenizer of the ``tokenizers`` library decodes by its
+    ``DecodeStream``, as in vLLM."""
 
     def __init__(
         self, tokenizer: Any, prompt: Sequence[int], *, skip_special_tokens: bool = True
@@ -63,8 +61,8 @@ class TextStream:
         return new
 
     def _whole_characters(self) -> int:
-        """Return how many characters of the text so far are whole. Beside one that is not, some decoders
-        make U+FFFD of whole ones too."""
+        """Return how many characters of the text so far are whole. Some decoders make U+FFFD of whole
+        ones beside an incomplete one."""
         for end in range(len(self._ids), 0, -1):
             text = self._decode(self._ids[:end])
             if not text.endswith(BROKEN):

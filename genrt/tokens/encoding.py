@@ -8,15 +8,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict
 
-from genrt.errors import EngineUnsupported, InvalidRequest
+from genrt.errors import InvalidRequest
 from genrt.numbers import check_bool, named
-from genrt.tokens.vocabulary import BytesTokenizer, all_tokens, checked_utf8
-
-SHOWN = 5
-"""The most lost characters that a message names."""
-
-MOST_ASKED = 2000
-"""The most distinct characters of a lost text that are tested one by one."""
+from genrt.tokens.vocabulary import BytesTokenizer, checked_utf8
 
 WHITE = r"[^\S\x1c-\x1f]*"
 """A regular expression for white space as the tokenizers library defines it."""
@@ -56,9 +50,9 @@ def encode(tokenizer: Any, text: str, *, lossy: bool = False) -> list[int]:
     the tokenizer's ids even if some of the text is lost.
 
     Raises:
-        InvalidRequest: the text has lone surrogates, or the tokenizer loses or changes some of the text.
-            One space in front of the text is ignored, and so is white space next to added tokens, which
-            tokenizers add or remove.
+        InvalidRequest: the text has lone surrogates, or the tokenizer loses or changes some of it. One
+            space in front, and white space next to added tokens, do not count: tokenizers add or remove
+            these.
     """
     check_bool("lossy", lossy)
     if not isinstance(text, str):
@@ -86,8 +80,8 @@ def encode_prompt(tokenizer: Any, text: str) -> list[int]:
 def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
     """Return the text of token ids, with special tokens and without cleaning up spaces.
 
-    The space that some tokenizers put in front of every text is removed again, and invalid UTF-8 becomes
-    U+FFFD. For the exact bytes, join the tokens' bytes from ``byte_vocab``.
+    The space that some tokenizers put in front of every text is removed, and invalid UTF-8 becomes
+    U+FFFD. For the exact bytes, use ``byte_vocab``.
     """
     if isinstance(tokenizer, BytesTokenizer):
         return tokenizer.decode(token_ids)
@@ -109,11 +103,11 @@ def encode_chat(
     """Return the token ids of a conversation, by the tokenizer's own chat template.
 
     Contents are texts, or lists of parts like ``{"type": "text", "text": …}``, which are joined by line
-    feeds. An assistant's may be ``None``. A template that takes nothing but parts is given parts.
+    feeds. An assistant's may be ``None``. A template that takes only parts gets parts.
 
     Raises:
-        InvalidRequest: there is no template, the template refuses these messages or options, or the
-            tokenizer loses some of the rendered text; or a content is no text.
+        InvalidRequest: there is no template, the template refuses these messages or options, a content is
+            not text, or the tokenizer loses some of the rendered text.
     """
     check_bool("lossy", lossy)
     if not hasattr(tokenizer, "apply_chat_template"):
@@ -145,7 +139,14 @@ def encode_chat(
                 f"the chat template does not take this: {type(error).__name__}: {error}"
             ) from error
 
-    turns, text = _written(_with_texts(messages), lambda turns: applied(turns, tokenize=False))
+    def write(turns: Sequence[Mapping[str, Any]]) -> str:
+        return str(applied(turns, tokenize=False))
+
+    turns = [{**each} for each in messages]
+    for place, each in enumerate(turns):
+        if "content" in each:
+            each["content"] = _text_of(each["content"], each["role"], place)
+    turns, text = _written(_with_nones(messages, turns, write), write)
     checked_utf8(text)
     token_ids = list(applied(turns, tokenize=True, return_dict=False))
     if not lossy:
@@ -153,80 +154,75 @@ def encode_chat(
     return token_ids
 
 
-def _with_texts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the messages with contents that are texts. Other contents of tools are the template's to
-    write; of other roles, they raise InvalidRequest."""
-    return [
-        {**each, "content": _text_of(each["content"], each["role"], place)}
-        if "content" in each
-        else each
-        for place, each in enumerate(messages)
-    ]
-
-
 def _text_of(content: Any, role: Any, place: int) -> Any:
+    """Return a content as a text. The template writes a tool's other contents; for other roles, they
+    raise InvalidRequest."""
     if isinstance(content, str):
         return content
     if content is None and role == "assistant":
         return ""
+    wrong = f"a content of type {type(content).__name__}: give a text, or a list of parts like"
     if isinstance(content, list | tuple):
         parts = [
             {"type": "text", "text": each} if isinstance(each, str) else each for each in content
         ]
         if all(isinstance(each, Mapping) and "type" in each for each in parts):
-            for part in parts:
-                if part["type"] != "text" or not isinstance(part.get("text"), str):
-                    raise InvalidRequest(
-                        f"messages[{place}] has a part of type {part['type']!r}: give parts like "
-                        '{"type": "text", "text": "…"}, since chats are texts alone'
-                    )
-            return "\n".join(part["text"] for part in parts)
+            kinds = [each["type"] for each in parts if not isinstance(each.get("text"), str)]
+            kinds += [each["type"] for each in parts if each["type"] != "text"]
+            if not kinds:
+                return "\n".join(part["text"] for part in parts)
+            wrong = f"a part of type {kinds[0]!r}: give only parts like"
     if role in ("tool", "function", "ipython"):
         return content
-    raise InvalidRequest(
-        f"messages[{place}] has a content of type {type(content).__name__}: give a text, or a list of "
-        'parts like {"type": "text", "text": "…"}'
-    )
+    raise InvalidRequest(f'messages[{place}] has {wrong} {{"type": "text", "text": "…"}}')
 
 
 def _written(
-    turns: list[Mapping[str, Any]], write: Callable[[Sequence[Mapping[str, Any]]], str]
-) -> tuple[list[Mapping[str, Any]], str]:
-    """Return a conversation as the template takes it, and what the template writes. Contents become lists
-    of parts if the template takes no texts, which it may pass over in silence."""
+    turns: list[dict[str, Any]], write: Callable[[Sequence[Mapping[str, Any]]], str]
+) -> tuple[list[dict[str, Any]], str]:
+    """Return a conversation as the template takes it, and the rendered text. Contents become lists of
+    parts if the template refuses texts, or passes over them in silence."""
+    texts = [each.get("content") for each in turns if each["role"] == "user"]
+    said = [each.strip() for each in texts if isinstance(each, str)]
     text, failed = "", None
     try:
         text = write(turns)
     except InvalidRequest as error:
         failed = error
-    said = [each.get("content") for each in turns if each["role"] == "user"]
-    is_whole = all(each.strip() in text for each in said if isinstance(each, str))
-    if (failed or not is_whole) and _takes_only_parts(write):
-        turns = [
-            {**each, "content": _text_part(each["content"])}
-            if isinstance(each.get("content"), str) and each["role"] != "tool"
-            else each
-            for each in turns
-        ]
-        return turns, write(turns)
+    if failed is None and all(each in text for each in said):
+        return turns, text
+    parts = [
+        {**each, "content": [{"type": "text", "text": each["content"]}]}
+        if isinstance(each.get("content"), str) and each["role"] != "tool"
+        else each
+        for each in turns
+    ]
+    with contextlib.suppress(InvalidRequest):
+        other = write(parts)
+        if all(each in other for each in said) and "{'type': 'text'" not in other:
+            return parts, other
     if failed:
         raise failed
     return turns, text
 
 
-def _takes_only_parts(write: Callable[[Sequence[Mapping[str, Any]]], str]) -> bool:
-    mark = "genrt"
-    found = []
-    for content in (mark, _text_part(mark)):
-        text = ""
+def _with_nones(
+    messages: Sequence[Mapping[str, Any]],
+    turns: list[dict[str, Any]],
+    write: Callable[[Sequence[Mapping[str, Any]]], str],
+) -> list[dict[str, Any]]:
+    """Return the turns with ``None`` as the content beside calls, if the template has a branch for it:
+    DeepSeek-R1's writes calls only there. Other templates write the word, or fail."""
+    alone = [bool(each.get("tool_calls")) and each.get("content", "") is None for each in messages]
+    if not any(alone):
+        return turns
+    pairs = zip(alone, turns, strict=True)
+    nones = [{**turn, "content": None} if is_alone else turn for is_alone, turn in pairs]
+    texts = set()
+    for each in (nones, turns):
         with contextlib.suppress(InvalidRequest):
-            text = write([{"role": "user", "content": content}])
-        found.append(mark in text and "'type'" not in text)
-    return found == [False, True]
-
-
-def _text_part(text: str) -> list[dict[str, str]]:
-    return [{"type": "text", "text": text}]
+            texts.add(re.sub(r"None|null|\s+", "", write(each)))
+    return nones if len(texts) == 2 else turns
 
 
 def encode_turn(
@@ -235,8 +231,8 @@ def encode_turn(
     tools: Sequence[Any] | None,
     chat_template_kwargs: Mapping[str, Any] | None,
 ) -> list[int]:
-    """Return the token ids of a conversation up to the assistant's next message. If the last message is
-    the assistant's, the model continues that message. Raises InvalidRequest as ``encode_chat``."""
+    """Return the token ids of a conversation up to the assistant's next message, or up to the end of an
+    assistant's last message, which continues. Raises InvalidRequest as ``encode_chat``."""
     check_messages(messages)
     continues = messages[-1]["role"] == "assistant"
     if continues and isinstance(chat_template_kwargs, Mapping | None):
@@ -251,12 +247,8 @@ def encode_turn(
 
 
 def encode_shared(tokenizer: Any, text: str) -> list[int]:
-    """Return the token ids shared by all prompts that start with a text: the text's tokens, without final
-    tokens that depend on the continuation.
-
-    Raises:
-        InvalidRequest: as ``encode_prompt``, or the text is empty.
-    """
+    """Return the token ids shared by all prompts that start with a text. Raises InvalidRequest as
+    ``encode_prompt``, or if the text is empty."""
     if not text:
         raise InvalidRequest("a prefix must not be empty")
     token_ids = encode_prompt(tokenizer, text)
@@ -273,10 +265,8 @@ def encode_shared_turns(
     tools: Sequence[Any] | None,
     chat_template_kwargs: Mapping[str, Any] | None,
 ) -> list[int]:
-    """Return the token ids shared by all chats that start with these messages.
-
-    They reach up to the assistant's answer if the last message is a user's or a tool's, and otherwise up
-    to the user's next message.
+    """Return the token ids shared by all chats that start with these messages: up to the assistant's
+    answer if the last message is a user's or a tool's, and otherwise up to the user's next message.
 
     Raises:
         InvalidRequest: as ``encode_chat``; the template accepts no such next message; or the chats share
@@ -334,12 +324,14 @@ def check_messages(messages: object) -> None:
 def _check_kept(tokenizer: Any, text: str, token_ids: Sequence[int]) -> None:
     """Raise InvalidRequest, with the difference, if the tokenizer loses or changes some of the text."""
     if not _is_kept(tokenizer, text, token_ids):
-        what = _lost_characters(tokenizer, text) or _first_difference(
-            text, decode(tokenizer, token_ids)
-        )
+        came = decode(tokenizer, token_ids)
+        came = came if text.startswith(" ") else came.removeprefix(" ")
+        pairs = enumerate(zip(text, came, strict=False))
+        at = next((i for i, (one, other) in pairs if one != other), min(len(text), len(came)))
         raise InvalidRequest(
-            f"the tokenizer loses text: {what}. Leave it out, give it as it comes back, or take what the "
-            "tokenizer makes of it, lm.encode(text, lossy=True), as lm.encode_chat takes lossy=True"
+            f"the tokenizer loses text: from character {at} on {text[at : at + 10]!a} comes back as "
+            f"{came[at : at + 10]!a}. Leave it out, give it as it comes back, or take what the tokenizer "
+            "makes of it, lm.encode(text, lossy=True), as lm.encode_chat takes lossy=True"
         )
 
 
@@ -348,10 +340,7 @@ def _is_kept(tokenizer: Any, text: str, token_ids: Sequence[int]) -> bool:
     if _is_same(text, decode(tokenizer, token_ids)):
         return True
     fast = getattr(tokenizer, "backend_tokenizer", None)
-    if fast is None:  # slow tokenizers decode byte pieces literally, so compare the bytes
-        with contextlib.suppress(EngineUnsupported):
-            tokens = all_tokens(tokenizer)
-            return _is_same(text, b"".join(tokens[i] for i in token_ids).decode(errors="replace"))
+    if fast is None:
         return False
     if fast.decoder is None:  # without a decoder, a loss cannot be detected
         return True
@@ -372,30 +361,3 @@ def _is_kept(tokenizer: Any, text: str, token_ids: Sequence[int]) -> bool:
 def _is_same(text: str, came: str) -> bool:
     """Return whether two texts are equal up to one space in front."""
     return came == text or came == f" {text}" or text == f" {came}"
-
-
-def _lost_characters(tokenizer: Any, text: str) -> str:
-    """Return a message about characters that come back neither alone nor between letters, or an empty
-    string."""
-
-    def comes_back(part: str) -> bool:
-        return _is_kept(tokenizer, part, encode(tokenizer, part, lossy=True))
-
-    lost = [
-        each
-        for each in itertools.islice(dict.fromkeys(text), MOST_ASKED)
-        if not comes_back(each) and not comes_back(f"a{each}a")
-    ]
-    named = [
-        f"{each!r} comes back as {decode(tokenizer, encode(tokenizer, each, lossy=True))!r}"
-        for each in lost[:SHOWN]
-    ]
-    more = [f"and {len(lost) - SHOWN} more do not come back"] if len(lost) > SHOWN else []
-    return ", ".join(named + more)
-
-
-def _first_difference(text: str, came: str) -> str:
-    """Return a message about the first difference between a text and its decoded form."""
-    pairs = enumerate(zip(text, came, strict=False))
-    at = next((i for i, (one, other) in pairs if one != other), min(len(text), len(came)))
-    return f"from character {at} on {text[at : at + 10]!a} comes back as {came[at : at + 10]!a}"

@@ -1,8 +1,7 @@
 """Normalizes, gathers and copies a step's rows with few kernels.
 
-An engine answers a step with a row for each request. Usually these are views of one tensor, the step's
-``[n, vocab_size]``, in the order of the requests. Stacking or copying them one by one costs a kernel
-launch each; here one launch handles all.
+The rows of a step are usually views of one tensor, in the order of the requests. Here one launch handles
+all of them.
 """
 
 from __future__ import annotations
@@ -25,17 +24,15 @@ AT_ONCE = 16
 
 def normalised(logits: Tensor) -> Tensor:
     """Return the log-probabilities of logits ``[…, V]``, float32. Their ``logsumexp`` is 0 up to the
-    rounding of the entries: 3e-7 where likely tokens carry the mass, 6e-7 where 128,256 share it.
-
-    On a CPU, ``log_softmax`` adds entries one by one in float32, with an error of 1.3e-5 at 128,256
-    entries. ``sum`` adds in a tree, so its total corrects that. -inf and NaN stay.
-    """
+    rounding of the entries: 3e-7 where likely tokens carry the mass, 6e-7 where 128,256 share it. -inf
+    and NaN stay."""
     return corrected(logits.log_softmax(-1, dtype=torch.float32))
 
 
 def corrected(rows: Tensor) -> Tensor:
     """Correct the sums of ``log_softmax``'s float32 log-probabilities ``[…, V]`` in place, and return
-    them. A GPU adds in a tree, so its rows stay unchanged."""
+    them. On a CPU it adds entries one by one, with an error of 1.3e-5 at 128,256 entries. A GPU's rows
+    stay unchanged."""
     if rows.device.type == "cpu":
         for part in torch.split(rows.view(-1, rows.shape[-1]), AT_ONCE):
             part -= part.exp().sum(-1, keepdim=True).log_()
@@ -43,11 +40,10 @@ def corrected(rows: Tensor) -> Tensor:
 
 
 def gather_rows(rows: Sequence[Tensor]) -> Tensor:
-    """Return the rows, at least one, as one tensor ``[n, width]`` in their order.
+    """Return the rows, at least one, as one tensor ``[n, width]`` in their order; do not write to it.
 
-    For rows in one storage at even distances, such as a step's in order, the result is a view of that
-    storage; do not write to it. Other rows of one storage are gathered at once; the rest are stacked.
-    Rows of several lengths or devices raise the errors of ``torch.stack``.
+    Rows in one storage at even distances become a view of that storage, other rows of one storage are
+    gathered at once, and the rest are stacked. Raises the errors of ``torch.stack``.
     """
     offsets = _offsets(rows)
     if offsets is None:
@@ -67,11 +63,8 @@ def gather_rows(rows: Sequence[Tensor]) -> Tensor:
 
 
 def entries_of(rows: Sequence[Tensor], token_ids: Sequence[Sequence[int]]) -> Tensor:
-    """Return the entries of each row at these tokens, all in order, ``[n]`` on the rows' device.
-
-    Rows in one storage are read at once without copies. On a GPU, other rows are stacked, a part at a
-    time; a CPU reads them in place.
-    """
+    """Return the entries of each row at these tokens, all in order, ``[n]`` on the rows' device. Rows in
+    one storage are read at once without copies."""
     first, offsets = rows[0], _offsets(rows)
     if offsets is None and first.device.type == "cpu":
         places = [np.array(ids, np.int64) for ids in token_ids]
@@ -160,10 +153,7 @@ class _Part(Leaving):
 
 def _offsets(rows: Sequence[Tensor]) -> list[int] | None:
     """Return the rows' offsets in their storage, in entries; ``None`` unless all are contiguous, of one
-    length and type, in one storage.
-
-    This compares addresses and not ``_base``, which views that were made in inference mode lack.
-    """
+    length and type, in one storage. Views of inference mode lack ``_base``, so addresses are compared."""
     first = rows[0]
     if first.ndim != 1 or not first.numel():
         return None

@@ -31,25 +31,19 @@ GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy, as in vLLM."""
 
 BLOCK = 128
-"""Tokens in a block of a draw. It divides the width of nearly every model's rows, so they need no
-padding. It is close enough to the square root of the width that both stages are short."""
+"""Tokens in a block of a draw. It divides the width of nearly every model's rows."""
 
 LARGEST = 1.0 - 2.0**-52
 """The largest uniform number in use: its share of any total is less than the total."""
 
 CPU_CHUNK, CHUNK = 2**20, 2**25
-"""The entries of rows that are processed at a time: as many as a CPU's caches hold, or few enough to
-leave room in a GPU's memory."""
+"""The entries of rows to process at a time: what a CPU's caches hold, or a GPU's memory has room for."""
 
 LEAST_MASS = 1e-15
 """The least mass of an ordinary row: its weights that underflow in float32 are less than 2^-53 of it."""
 
 ADDING = ("cpu",)
-"""Devices where numpy draws, and where adding to a row is much faster than selecting its entries. On
-other devices selecting by bools moves less memory."""
-
-
-# -- truncation ---------------------------------------------------------------------------------
+"""Devices where numpy draws, and where adding to a row is faster than selecting its entries."""
 
 
 def truncate(
@@ -68,7 +62,9 @@ def truncate(
     - min-p drops tokens less likely than ``min_p`` times the likeliest token.
     - top-k drops tokens less likely than the k-th likeliest; tokens tied with that one stay.
     - top-p renormalizes the remaining tokens. It drops the least likely ones while their joint mass is at
-      most ``1 - top_p``; among equally likely tokens, lower ids go first. The likeliest token stays.
+      most ``1 - top_p``; among equals, lower ids go first. The likeliest token stays.
+
+    Each parameter is one number for all rows or a tensor ``[n]``. A row of -inf alone stays as it is.
 
     Args:
         rows: ``[V]`` or ``[n, V]`` log-probabilities, finite or -inf; not changed.
@@ -76,9 +72,6 @@ def truncate(
         top_k: 0 and values from ``V`` up turn it off.
         top_p: in (0, 1]; 1 turns it off.
         min_p: in [0, 1]; 0 turns it off.
-
-    Each parameter is one number for all rows or a tensor ``[n]`` with one per row. A row of -inf alone
-    stays as it is.
 
     Raises:
         InvalidRequest: a parameter is out of its range, or shapes don't fit.
@@ -127,24 +120,6 @@ _RANGES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 """For each parameter: a test whether values are in range, and the range in words."""
 
 
-def check_parameters(
-    *,
-    temperature: float | Tensor = 1.0,
-    top_k: int | Tensor = 0,
-    top_p: float | Tensor = 1.0,
-    min_p: float | Tensor = 0.0,
-) -> None:
-    """Refuse parameters of ``truncate`` that are out of their range.
-
-    Raises:
-        InvalidRequest: the first such parameter, its value and its range.
-    """
-    _numbers_of("temperature", temperature)
-    _numbers_of("top_k", top_k)
-    _numbers_of("top_p", top_p)
-    _numbers_of("min_p", min_p)
-
-
 def column(name: str, value: float | Tensor, batch: Tensor) -> Tensor:
     """Return a parameter, read by ``_numbers_of``, as ``[n, 1]`` on the batch's device."""
     column = _numbers_of(name, value).reshape(-1, 1)
@@ -155,10 +130,7 @@ def column(name: str, value: float | Tensor, batch: Tensor) -> Tensor:
 
 def _numbers_of(name: str, value: float | Tensor) -> Tensor:
     """Return a parameter's values in the type that compares them: int64 for ``top_k``, else float64.
-
-    Raises:
-        InvalidRequest: neither a number nor a tensor ``[n]`` of numbers, or out of its range.
-    """
+    Raises InvalidRequest unless it is a number or a tensor ``[n]`` of numbers, in its range."""
     is_sound, range_ = _RANGES[name]
     dtype = torch.int64 if name == "top_k" else torch.float64
     numbers = value.detach() if isinstance(value, Tensor) else _scalar(value, dtype)
@@ -183,9 +155,6 @@ def _scalar(value: object, dtype: torch.dtype) -> Tensor | None:
     if not isinstance(value, int | np.integer):
         return None
     return torch.tensor(max(-1, min(int(value), torch.iinfo(dtype).max)), dtype=dtype)
-
-
-# -- draws --------------------------------------------------------------------------------------
 
 
 class _Draw(NamedTuple):
@@ -222,9 +191,8 @@ class BatchDraw(_BatchDraw):
         token_ids: int64 ``[n]``; -1 where the mask leaves no mass.
         logprobs: float32 ``[n]``, the log-probability of drawing the token from the masked, tempered and
             renormalized row; -inf where there is no token.
-        log_mass: float32 ``[n]``, ``logsumexp`` of the row over its mask. For the model's own row,
-            neither tempered nor truncated, it is the incremental log importance weight of the draw: the
-            target is the model, the proposal the masked model.
+        log_mass: float32 ``[n]``, ``logsumexp`` of the row over its mask. For the model's own row it is
+            the incremental log importance weight: the target is the model, the proposal the masked model.
         weights_version: ``AsyncLM.weights_version`` of the rows; not an item of the tuple.
     """
 
@@ -260,27 +228,25 @@ def draw(
 ) -> BatchDraw:
     """Draw one token per row, in proportion to the row's tempered probabilities under the mask.
 
-    The cumulative distribution is inverted in two stages with two random numbers. They choose a block of
-    tokens in proportion to its mass, then a token of that block. Probabilities are exact to float32,
-    however small: a float32 sum covers at most one block, and every block has its own scale. A token of
+    Two random numbers choose a block of tokens in proportion to its mass, then a token of that block.
+    Probabilities are exact to float32, however small: each block is summed at its own scale. A token of
     probability zero is never drawn. A row with no mass under its mask is a dead end (token -1), not an
     error.
 
     Args:
-        rows: ``[n, V]`` log-probabilities (``[V]`` counts as ``[1, V]``), finite or -inf,
-            normalised or not; not changed.
-        mask: true where a token may be drawn: bool ``[V]`` or ``[n, V]``, or packed as in
-            ``DrawToken``, uint8 ``[n, 4 * ceil(V / 32)]``.
+        rows: ``[n, V]`` log-probabilities (``[V]`` counts as ``[1, V]``), finite or -inf, normalized or
+            not; not changed.
+        mask: true where a token may be drawn: bool ``[V]`` or ``[n, V]``, or packed as in ``DrawToken``,
+            uint8 ``[n, 4 * ceil(V / 32)]``.
         temperature: at least 0, for all rows or ``[n]``; 0 takes the likeliest token, the lowest id among
             equals. ``log_mass`` is the untempered row's in any case.
-        generators: one for the whole batch, or one per row, so that a row's draw depends only on that row
-            and its generator. The numbers are made on the generator's device. The default is torch's
-            global generator.
+        generators: one for the whole batch, or one per row, so that a row's draw depends on no other row.
+            The default is torch's global generator.
         uniforms: the random numbers themselves, float64 ``[n, 2]`` in [0, 1), in place of generators.
 
     Raises:
-        InvalidRequest: shapes or the mask's dtype don't fit, the temperature is out of range, or both
-            sources of randomness are given.
+        InvalidRequest: shapes or the mask's dtype don't fit, the temperature is out of range, or there
+            are both sources of randomness.
     """
     batch = _batch(rows)
     count = len(batch)
@@ -307,21 +273,18 @@ def draw_chunk(
 ) -> Tensor:
     """Draw for a chunk of rows on one device, without checks and without waiting for the device.
 
-    On a GPU with Triton, two kernels of ``draw_kernels`` replace the dozen operations below. On a CPU,
-    ``_draw_on_host`` replaces them for draws without temperatures.
-
     Args:
         batch: float32 or float64 ``[n, V]``; not changed.
         numbers: float64 ``[n, 2]`` in [0, 1).
         mask: bool ``[n, V]`` or packed, as in ``draw``; ``None`` allows every token.
         heat: the temperatures, float64 ``[n, 1]``; ``None`` is 1 for all.
-        places: int64 ``[n]``; draw ``i`` is then from ``batch[places[i]]``, and the batch may have any
-            number of rows.
+        places: int64 ``[n]``; draw ``i`` is then from ``batch[places[i]]``, of any number of rows.
 
     Returns:
         float64 ``[n, 3]``: token ids, logprobs and log masses, so that one copy moves them to the host.
     """
-    if _is_for_kernels(batch, numbers, mask) and (fused := _fused()) is not None:
+    is_simple = (mask is None or mask.dtype == torch.uint8) and len(numbers) > 0
+    if is_simple and has_kernels(batch) and (fused := _fused()) is not None:
         how = {"block": BLOCK, "largest": LARGEST, "greedy_below": GREEDY_BELOW}
         return fused(batch, numbers, mask=mask, heat=heat, places=places, **how)
     if places is not None:
@@ -364,10 +327,9 @@ def draw_chunk(
 
 def _draw_on_host(rows: Tensor, numbers: Tensor) -> Tensor:
     """Return the result of ``draw_chunk`` for masked float32 rows at temperature 1, with numpy on one
-    thread: waking torch's threads for a dozen operations takes longer than they save.
+    thread: waking torch's threads takes longer than they save.
 
-    A row is ordinary if it has some mass and float32 holds its tokens' weights without scaling. Other
-    rows are drawn with a temperature of 1, by the operations that scale every block.
+    Rows without mass, and rows whose weights float32 cannot hold unscaled, take the other way.
     """
     logarithms, (first, second) = rows.detach().numpy(), numbers.numpy().T
     (count, width), places = rows.shape, np.arange(len(rows))
@@ -401,11 +363,6 @@ def has_kernels(batch: Tensor) -> bool:
     return is_theirs and _fused() is not None
 
 
-def _is_for_kernels(batch: Tensor, numbers: Tensor, mask: Tensor | None) -> bool:
-    """Return whether the kernels are available and support these arguments."""
-    return (mask is None or mask.dtype == torch.uint8) and len(numbers) > 0 and has_kernels(batch)
-
-
 @functools.lru_cache
 def _fused() -> Callable[..., Tensor] | None:
     """Return ``draw_kernels.draw_fused``; ``None`` where Triton is missing or has no compiler."""
@@ -417,12 +374,8 @@ def _fused() -> Callable[..., Tensor] | None:
 
 
 def _masses(highest: Tensor, within: Tensor) -> Tensor:
-    """Return the mass of each block, float64 ``[n, blocks]``.
-
-    ``highest`` is the log weight of each block's likeliest token, and ``within`` has the tokens' shares
-    ``[n, blocks, BLOCK]``. The greatest share is the likeliest token's. A block without mass has shares
-    0 / 0 and mass 0.
-    """
+    """Return the mass of each block, float64 ``[n, blocks]``, from the log weight of its likeliest token
+    and its tokens' shares ``[n, blocks, BLOCK]``. A block without mass has shares 0 / 0."""
     return highest.exp().div_(within.amax(dim=-1)).nan_to_num_(nan=0.0)
 
 
@@ -432,12 +385,12 @@ def _of_block(blocks: Tensor, block: Tensor) -> Tensor:
 
 
 def _inverse(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Return the first index with a cumulative weight above the uniform's share of the total, ``[n, 1]``.
+    """Return the first index with a cumulative weight above the uniform's share of the total, ``[n, 1]``;
+    0 in a row without weight. Weights are ``[n, m]``, and uniforms float64 ``[n, 1]``, at most
+    ``LARGEST``.
 
-    That index has a positive weight if its row has one; otherwise it is 0. Weights are ``[n, m]``, and
-    uniforms float64 ``[n, 1]``, at most ``LARGEST``. Parallel sums may fall by a rounding error where
-    they should stay equal. So only indices with a positive weight count. The total is the greatest sum at
-    such an index, so that it exceeds every share of the total.
+    Parallel sums may fall by a rounding error, so only indices with a positive weight count, and the
+    total is the greatest sum.
     """
     sums = weights.cumsum(dim=-1, dtype=torch.float64).mul_(weights > 0)
     passed = sums > sums.amax(dim=-1, keepdim=True) * uniforms
@@ -463,11 +416,8 @@ def _row_masks(mask: Tensor, batch: Tensor) -> Tensor:
 
 
 def _masked(batch: Tensor, mask: Tensor) -> Tensor:
-    """Return the rows with -inf where the mask, bool or packed, forbids a token.
-
-    A packed mask is looked up byte by byte, eight tokens at a time: as numbers to add to the row, or as
-    bools that select.
-    """
+    """Return the rows with -inf where the mask, bool or packed, forbids a token. A packed mask is looked
+    up byte by byte."""
     if mask.dtype == torch.bool:
         return torch.where(mask, batch, -math.inf)
     if batch.device.type in ADDING:
@@ -499,8 +449,8 @@ def rows_at_once(rows: Tensor) -> int:
 def seeded_uniforms(seeds: Sequence[int] | np.ndarray) -> Tensor:
     """Return two numbers in [0, 1) for each seed in ``0 .. 2**64 - 1``: float64 ``[n, 2]``, for ``draw``.
 
-    They depend on the seed alone, and numbers of different seeds, even of neighbors, are unrelated. They
-    are two steps of SplitMix64 (Steele, Lea & Flood 2014) from a state mixed from the seed.
+    They are two steps of SplitMix64 (Steele, Lea & Flood 2014) from a state mixed from the seed, so
+    numbers of neighboring seeds are unrelated.
     """
     golden = np.uint64(0x9E3779B97F4A7C15)
     states = _finalised(np.array(seeds, dtype=np.uint64).reshape(-1, 1) + golden)
@@ -509,11 +459,8 @@ def seeded_uniforms(seeds: Sequence[int] | np.ndarray) -> Tensor:
 
 
 def mixed(seed: int, step: int) -> int:
-    """Return 32 well-mixed bits of a pair; torch's CPU generator uses 32 bits of a seed.
-
-    They are the output of SplitMix64's finalizer (Steele, Lea & Flood 2014) at the ``step + 1``-th state
-    from ``seed``.
-    """
+    """Return 32 well-mixed bits of a pair, for torch's CPU generator: SplitMix64's finalizer at the
+    ``step + 1``-th state from ``seed``."""
     return _finalised((seed * 0xD1342543DE82EF95 + (step + 1) * 0x9E3779B97F4A7C15) % 2**64) >> 32
 
 
@@ -573,9 +520,6 @@ def _divisor(heat: Tensor, dtype: torch.dtype) -> Tensor:
     return heat.clamp(max=torch.finfo(dtype).max).to(dtype)
 
 
-# -- CUDA graphs --------------------------------------------------------------------------------
-
-
 MOST_KINDS = 4
 """The most kinds of draws, by number and mask size, with allocated memory."""
 
@@ -587,11 +531,11 @@ MANY_BYTES = 2**18
 
 
 class DrawInputs(NamedTuple):
-    """Some of the draws of a launch.
+    """Some of the draws of a launch; either all draws have masks or no draw has one.
 
     Attributes:
         seeds: uint64 ``[n]``.
-        masks: packed, uint8 ``[n, size]``; in a launch, either all draws have masks or no draw has one.
+        masks: packed, uint8 ``[n, size]``.
         places: int64 ``[n]``: draw ``i`` is from row ``places[i]``; ``None``: from row ``i``.
     """
 
@@ -613,21 +557,16 @@ class DrawGraphs:
     """Draws from rows on one GPU with one launch, a CUDA graph, for one thread. A batch must arrive
     before the next one starts.
 
-    The graph copies the inputs to the device, draws with two kernels and copies the draws back. Where
-    capture fails, the same work is launched piece by piece. The address of the rows is copied with the
-    masks, because each step's rows have another address.
+    Each step's rows have another address, so the address is copied with the masks.
     """
 
     def __init__(self) -> None:
         self._kinds: LRUCache[_Kind, _Graph] = LRUCache(MOST_KINDS)
 
     def launch(self, rows: Tensor, several: Sequence[DrawInputs]) -> tuple[Tensor, Leaving] | None:
-        """Return the result of ``draw_chunk`` for several groups of draws, and its copy to the host.
-
-        Both are valid until the next call. The random numbers are ``seeded_uniforms``. Return
-        ``None`` where there are no kernels for these rows, float32 ``[m, V]``, or if only some of the
-        draws have masks.
-        """
+        """Return the result of ``draw_chunk`` for several groups of draws, and its copy to the host, both
+        valid until the next call. ``None`` where there are no kernels for these rows, float32 ``[m, V]``,
+        or if only some of the draws have masks."""
         count = sum(len(each.seeds) for each in several)
         first, *others = [0 if each.masks is None else each.masks.shape[1] for each in several]
         if not has_kernels(rows) or count > MOST_DRAWS or rows.data_ptr() % 16:
@@ -661,19 +600,8 @@ class _Graph:
 
         def go() -> None:
             there.copy_(on_host, non_blocking=True)
-            launch(
-                address,
-                stride,
-                width,
-                seeds,
-                places,
-                masks,
-                reduced,
-                found,
-                block=BLOCK,
-                largest=LARGEST,
-                greedy_below=GREEDY_BELOW,
-            )
+            own = address, stride, width, seeds, places, masks, reduced, found
+            launch(*own, block=BLOCK, largest=LARGEST, greedy_below=GREEDY_BELOW)
             arriving.copy_(found, non_blocking=True)
 
         self._go = Repeated(go)

@@ -20,9 +20,9 @@ MOST_KEPT = 1024
 class Spellings:
     """The spellings of words by one tokenizer; for any thread.
 
-    A word is spelled as it stands, and after one blank. Each of these forms has the tokens that the
-    tokenizer encodes it to, at the beginning of a text and inside of one, and every single token of its
-    bytes. White space that a word begins with is part of the word, which then has the first form alone.
+    A word is spelled as it stands, and after one blank unless it begins with white space. Each form has
+    the tokens that the tokenizer encodes it to, at the beginning of a text and inside of one, and every
+    single token of its bytes.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
@@ -34,11 +34,8 @@ class Spellings:
         self._lock = threading.Lock()
 
     def of(self, words: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of every spelling of these words.
-
-        Raises:
-            InvalidRequest: the tokenizer cannot spell one of them.
-        """
+        """Return the token ids of every spelling of these words. Raises InvalidRequest if the tokenizer
+        cannot spell one of them."""
         with self._lock:
             return [list(token_ids) for word in words for token_ids in self._of(word)]
 

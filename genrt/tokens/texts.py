@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Awaitable, Callable, Sequence
-from typing import NoReturn, TypeAlias, cast
+from typing import TypeAlias, cast
 
 from genrt.errors import InvalidRequest
 
@@ -18,13 +18,11 @@ Bytes: TypeAlias = bytes
 class Text(str):
     """The generated text so far, without the prompt and without the end token.
 
-    As a ``str`` it is the bytes as UTF-8, with U+FFFD for invalid ones. An unfinished text leaves out the
-    bytes of a last character that is not complete yet. So ``"x" in text``, ``text.count``,
-    ``re.search(pattern, text)`` and ``json.loads(text)`` work as with any string, and return plain
-    ``str``.
+    As a ``str`` it is the bytes as UTF-8, with U+FFFD for invalid ones; an unfinished text leaves out the
+    bytes of an incomplete last character. String methods return plain ``str``.
 
-    Two texts are equal if their tokens, their bytes and ``finished`` are, so that they may be keys of a
-    cache; a text equals a plain string if it reads the same.
+    Two texts are equal if their tokens, their bytes and ``finished`` are; a text equals a plain string if
+    it reads the same.
 
     Attributes:
         token_ids: the generated tokens.
@@ -49,9 +47,7 @@ class Text(str):
                 "and predicates that use no more than a str may be called with one"
             )
         self = super().__new__(cls, codecs.utf_8_decode(bytes, "replace", finished)[0])
-        object.__setattr__(self, "token_ids", tuple(token_ids))
-        object.__setattr__(self, "bytes", bytes)
-        object.__setattr__(self, "finished", finished)
+        self.token_ids, self.bytes, self.finished = tuple(token_ids), bytes, finished
         return self
 
     def __eq__(self, other: object) -> bool:
@@ -63,12 +59,6 @@ class Text(str):
         return not self == other
 
     __hash__ = str.__hash__
-
-    def __setattr__(self, name: str, value: object) -> NoReturn:
-        raise AttributeError(f"a Text is a value: {name} cannot be set")
-
-    def __delattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"a Text is a value: {name} cannot be deleted")
 
     def __repr__(self) -> str:
         return f"Text({self.token_ids}, {self.bytes!r}, finished={self.finished})"
@@ -88,11 +78,9 @@ LOOKS_ESCAPED = re.compile(r"\ufffd(?=\\x)")
 
 
 def decoded(data: bytes) -> str:
-    r"""Return the bytes as UTF-8, with U+FFFD and its number for every invalid byte: ``�\xff``.
-
-    Different bytes make different strings: a U+FFFD of the text itself that stands before ``\x`` is
-    written byte by byte too. Every other text that is UTF-8 stays as it is.
-    """
+    r"""Return the bytes as UTF-8, with U+FFFD and its number for every invalid byte: ``�\xff``. Different
+    bytes make different strings, because a U+FFFD of the text itself before ``\x`` is written byte by
+    byte too."""
     text = data.decode(errors="surrogateescape")
     if "\ufffd\\x" in text:
         text = LOOKS_ESCAPED.sub(lambda _: "".join(map(_escape, "\ufffd".encode())), text)

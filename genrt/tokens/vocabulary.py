@@ -20,22 +20,19 @@ _BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
 def byte_vocab(tokenizer: Any, vocab_size: int) -> list[bytes]:
     """Return the bytes that each of the ids ``0 .. vocab_size - 1`` adds to a text.
 
-    It supports BytesTokenizer, and transformers' byte-level BPE and SentencePiece-style tokenizers. It
-    recognizes them by the tokenizer's own description, not by its name. A token may be part of a
-    character, and several tokens may have equal bytes. Added tokens, including special ones, have their
-    literal text: a text that spells one encodes to it, although a model does not treat it as text (see
-    ``special_token_ids``). An id without a token, as beyond the tokenizer's end, has ``b""``. Tokens from
-    ``vocab_size`` on are cut.
+    It supports BytesTokenizer, and transformers' byte-level BPE and SentencePiece-style tokenizers, which
+    it recognizes by their own description. A token may be part of a character, and several tokens may
+    have equal bytes. Added and special tokens have their literal text (see ``special_token_ids``). An id
+    without a token has ``b""``. Tokens from ``vocab_size`` on are cut.
 
     The law, with ``token_ids = tokenizer.encode(text, add_special_tokens=False)``::
 
         b"".join(byte_vocab[token_id] for token_id in token_ids) == text.encode()
 
-    It holds up to the one space that some tokenizers put in front of a text; the bytes of the first token
-    include that space. Some tokenizers also put one after each added token in the text. The law excludes
-    texts with characters that the tokenizer has no tokens for. It also excludes texts that a tokenizer
-    changes first (NFC, lower case, added tokens that swallow adjacent spaces, U+2581 where it stands for
-    a space).
+    It holds up to the one space that some tokenizers put in front of a text, as part of the first token,
+    and after added tokens. The law excludes texts with characters that the tokenizer has no tokens for,
+    and texts that it changes first (NFC, lower case, spaces beside added tokens, U+2581 where it stands
+    for a space).
 
     Every token is compared with the text that the tokenizer decodes it to. A RuntimeWarning names tokens
     that remain in doubt.
@@ -50,14 +47,8 @@ def byte_vocab(tokenizer: Any, vocab_size: int) -> list[bytes]:
 
 
 def all_tokens(tokenizer: Any) -> list[bytes]:
-    """Return ``byte_vocab`` up to the largest id that the tokenizer has.
-
-    A model's rows may be longer, if its matrices are padded. They may be shorter, if tokens were added
-    that the model does not have.
-
-    Raises:
-        EngineUnsupported: another kind of tokenizer, with tokens whose bytes could only be guessed.
-    """
+    """Return ``byte_vocab`` up to the largest id that the tokenizer has, which may be more or fewer
+    tokens than a model's rows have. Raises EngineUnsupported as ``byte_vocab``."""
     if isinstance(tokenizer, BytesTokenizer):
         return tokenizer.byte_vocab
     return _transformers_bytes(tokenizer)
@@ -69,9 +60,8 @@ def str_vocab(tokenizer: Any, vocab_size: int) -> list[str]:
 
 
 def special_token_ids(tokenizer: Any) -> frozenset[int]:
-    """Return the tokens that mark something and are not text: ends, roles, padding, the unknown token.
-
-    Constraints keep them out of generated text, except the end token where a text may end.
+    """Return the tokens that are not text: ends, roles, padding, the unknown token. Constraints keep them
+    out of generated text, except the end token where a text may end.
 
     Raises:
         EngineUnsupported: the tokenizer does not list its special tokens.
@@ -101,8 +91,8 @@ def special_token_ids(tokenizer: Any) -> frozenset[int]:
 class BytesTokenizer:
     """The simplest tokenizer: a list of byte strings indexed by token id.
 
-    Any bytes may be a token, including pieces of a UTF-8 character, repeated bytes, and no bytes at all.
-    The end-of-sequence token never stands for text, whatever its bytes are.
+    Any bytes may be a token: parts of a UTF-8 character, repeated bytes, and no bytes at all. The end
+    token never stands for text, whatever its bytes are.
     """
 
     def __init__(self, vocabulary: Sequence[bytes], *, eos_token_id: int | None = None) -> None:
@@ -134,10 +124,8 @@ class BytesTokenizer:
         return f"BytesTokenizer({len(self)} tokens, eos_token_id={self._eos_token_id})"
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text by longest match from the left.
-
-        A match must leave a rest that tokens can cover. Of tokens with equal bytes, the smallest id is
-        used. The end token is never used.
+        """Return the token ids of a text by longest match from the left that leaves a rest which tokens
+        can cover. Of tokens with equal bytes, the smallest id is used.
 
         Raises:
             InvalidRequest: no sequence of tokens spells the text's UTF-8.
@@ -178,11 +166,8 @@ class BytesTokenizer:
 
 @dataclass(frozen=True, slots=True)
 class _PieceReading:
-    """How the pieces of a tokenizer's model, which are strings, spell bytes.
-
-    With ``byte_level``, one character stands for one byte. Otherwise a piece is text with
-    ``replacements`` to make. With ``byte_fallback``, a piece like ``<0x0A>`` stands for that byte.
-    """
+    """How the pieces of a tokenizer's model, which are strings, spell bytes: with ``byte_level``, one
+    character stands for one byte; with ``byte_fallback``, ``<0x0A>`` stands for a byte."""
 
     byte_level: bool = False
     replacements: tuple[tuple[str, str], ...] = ()
@@ -202,8 +187,7 @@ class _PieceReading:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return the byte of each of GPT-2's printable characters: Latin-1's own characters where they are
-    printable, otherwise characters from U+0100 on."""
+    """Return the byte of each of GPT-2's printable characters."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(0x100)) - set(printable))
     characters = {chr(byte): byte for byte in printable}
@@ -215,29 +199,14 @@ _BYTE_OF_CHARACTER = _byte_level_alphabet()
 
 def _transformers_bytes(tokenizer: Any) -> list[bytes]:
     fast = getattr(tokenizer, "backend_tokenizer", None)
-    sentencepiece = getattr(tokenizer, "sp_model", None)
-    pieces: dict[int, str]
-    if fast is not None:
-        reading = _fast_piece_reading(tokenizer, _specification(fast))
-        own = fast.get_vocab(with_added_tokens=False)
-        size = 1 + max(fast.get_vocab(with_added_tokens=True).values(), default=-1)
-        pieces = {i: piece for i in range(size) if (piece := fast.id_to_token(i)) is not None}
-    elif sentencepiece is not None:
-        numbers = range(sentencepiece.get_piece_size())
-        own = {sentencepiece.id_to_piece(number) for number in numbers}
-        reading = _PieceReading(
-            replacements=(("\u2581", " "),),
-            byte_fallback=any(sentencepiece.is_byte(number) for number in numbers),
-        )
-        pieces = {token_id: piece for piece, token_id in tokenizer.get_vocab().items()}
-    else:
-        raise _unknown_kind(
-            tokenizer, "it has neither a tokenizers backend nor a SentencePiece model"
-        )
+    if fast is None:
+        raise _unknown_kind(tokenizer, "it has no tokenizers backend")
+    reading = _fast_piece_reading(tokenizer, _specification(fast))
+    own = fast.get_vocab(with_added_tokens=False)
     added = tokenizer.added_tokens_decoder
-    vocabulary = [b""] * (1 + max((*pieces, *added), default=-1))
-    for token_id, piece in pieces.items():
-        vocabulary[token_id] = reading.bytes_of(piece)
+    size = 1 + max((*fast.get_vocab(with_added_tokens=True).values(), *added), default=-1)
+    pieces = map(fast.id_to_token, range(size))
+    vocabulary = [b"" if piece is None else reading.bytes_of(piece) for piece in pieces]
     for token_id, token in added.items():
         # Gemma lists runs of spaces, in its model's spelling, as added tokens too. They are the model's
         # pieces, and no text spells their literal content. Other tokenizers list byte pieces this way.
@@ -254,8 +223,8 @@ def _transformers_bytes(tokenizer: Any) -> list[bytes]:
 
 
 def _specification(fast: Any) -> dict[str, Any]:
-    """Return the JSON form of a tokenizer of the ``tokenizers`` library: the steps of each component,
-    and the model without its vocabulary, because serializing a large vocabulary is slow."""
+    """Return the JSON form of a tokenizer of the ``tokenizers`` library: the steps of each component, and
+    the model without its vocabulary, which is slow to serialize."""
     specification: dict[str, Any] = {}
     for name in ("normalizer", "pre_tokenizer", "decoder"):
         component = getattr(fast, name)
@@ -270,7 +239,7 @@ def _specification(fast: Any) -> dict[str, Any]:
 
 
 def _fast_piece_reading(tokenizer: Any, specification: dict[str, Any]) -> _PieceReading:
-    """Return the ``_PieceReading`` for the JSON form of a tokenizer of the ``tokenizers`` library."""
+    """Return the ``_PieceReading`` of a tokenizer of the ``tokenizers`` library."""
     model = specification["model"]
     if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
         raise _unknown_kind(tokenizer, f"its {model['type']} model marks the pieces within a word")
@@ -336,9 +305,7 @@ def _check_law(tokenizer: Any, vocabulary: list[bytes]) -> None:
 
 def _reconcile(tokenizer: Any, vocabulary: list[bytes]) -> None:
     """Compare each token's bytes with the text that the tokenizer decodes it to, between two letters.
-
-    Where they differ, use the reading that encodes to the token; try the decoded text first. Warn where
-    neither does.
+    Where they differ, use the reading that encodes to the token, or warn.
 
     Raises:
         EngineUnsupported: so many differ that the tokenizer must be of another kind.
@@ -373,13 +340,11 @@ def _reconcile(tokenizer: Any, vocabulary: list[bytes]) -> None:
 
 
 def _contradicted(tokenizer: Any, vocabulary: list[bytes]) -> dict[int, str]:
-    """Return the tokens that the tokenizer decodes to other characters, with these characters.
-
-    Incomplete characters all compare as one U+FFFD, because decoders emit one or several for them.
-    """
-    fast = getattr(tokenizer, "backend_tokenizer", None)
-    if fast is None or fast.decoder is None:
-        return {}  # SentencePiece reports byte pieces itself; without a decoder no comparison is possible
+    """Return the tokens that the tokenizer decodes to other characters, with these characters. Runs of
+    U+FFFD compare equal, because decoders emit one or several for incomplete characters."""
+    fast = tokenizer.backend_tokenizer
+    if fast.decoder is None:
+        return {}
     spell = partial(fast.decode, skip_special_tokens=False)  # decode_batch would start threads
     known = ((letter, fast.token_to_id(letter)) for letter in _LETTERS)
     anchors = [(x, i) for x, i in known if i is not None and spell([i, i]) == 2 * x]

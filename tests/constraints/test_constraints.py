@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import itertools
 import re
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -106,24 +104,12 @@ def test_a_character_split_over_tokens_is_complete_only_at_its_last_byte() -> No
     assert allowed(reach(constraint, [1, 2, 3])) == allowed(reach(constraint, [1, 4])) == [EOS, 5]
 
 
-def test_tokens_of_equal_bytes_are_allowed_together() -> None:
-    lm = lm_over(b"a", b"ab", b"a", b"ab")
-    constraint = regex("ab(ab)?", lm)
-    assert allowed(constraint.start()) == [1, 2, 3, 4]
-    assert allowed(reach(constraint, [2])) == allowed(reach(constraint, [4])) == [EOS, 1, 2, 3, 4]
-
-
 def test_the_end_token_is_never_text() -> None:
     lm = lm_over(b"<", b"e", b"o", b"s", b">")
     constraint = regex("<eos>", lm)
     assert allowed(constraint.start()) == [1]
     assert allowed(reach(constraint, [1, 2, 3, 4, 5])) == [EOS]
     assert EOS not in allowed(regex("<.*>", lm).start())
-
-
-def test_tokens_without_bytes_are_never_allowed() -> None:
-    lm = lm_over(b"a", b"", b"\xff")
-    assert allowed(regex(r"[\s\S]*", lm).start()) == [EOS, 1]
 
 
 @pytest.mark.parametrize(
@@ -138,17 +124,6 @@ def test_a_dead_end_is_an_empty_mask(pattern: str, path: list[int]) -> None:
     for token_id in (1, 2):
         with pytest.raises(InvalidRequest):
             dead.advance(token_id)
-
-
-@pytest.mark.parametrize("token_id", [-1, 3, 2**40])
-def test_advancing_by_no_token_is_refused(token_id: int) -> None:
-    with pytest.raises(InvalidRequest, match=r"not in 0 \.\. 2"):
-        regex("a*", lm_over(b"a", b"b")).start().advance(token_id)
-
-
-def test_advancing_by_the_end_token_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="ends the text"):
-        regex("a*", lm_over(b"a")).start().advance(EOS)
 
 
 def test_an_intractable_pattern_is_refused_at_the_call() -> None:
@@ -177,11 +152,6 @@ def test_a_vocabulary_without_an_end_token_is_refused() -> None:
 def test_a_vocabulary_that_llguidance_cannot_hold_is_refused() -> None:
     with pytest.raises(InvalidConstraint, match="1025 bytes"):
         regex("a", lm_over(b"a" * 1025))
-
-
-def test_no_states_have_no_masks() -> None:
-    with pytest.raises(InvalidRequest, match="no states"):
-        masks([])
 
 
 def test_states_of_vocabularies_of_different_sizes_are_refused() -> None:
@@ -274,31 +244,6 @@ def test_a_state_is_there_as_long_as_anyone_holds_it() -> None:
     gc.collect()
     assert watched() is None
     assert allowed(start.advance(1)) == [EOS, 2]
-
-
-def test_states_are_shared_by_threads() -> None:
-    letters = [bytes([letter]) for letter in range(97, 123)]
-    tokens = [b"".join(triple) for triple in itertools.product(letters, repeat=3)]
-    start = regex(r"\w{1,40}( \w+){0,30}", lm_over(*letters, *tokens)).start()
-    states = [start.advance(1 + i % 26).advance(1 + i // 26) for i in range(100)]
-    everyone = threading.Barrier(4)
-    failures: list[BaseException] = []
-
-    def use() -> None:
-        everyone.wait()
-        try:
-            masks(states)
-            for state in states:
-                state.advance(1)
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=use) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
 
 
 class Marked:

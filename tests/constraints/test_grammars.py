@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genrt.constraints import bitmasks, grammar, grammars, json_schema, masks, regex, strings
+from genrt.constraints import bitmasks, grammar, grammars, json_schema, regex, strings
 from genrt.errors import InvalidConstraint, InvalidRequest
 from genrt.lm import AsyncLM
 from tests.vocabularies import (
@@ -295,13 +295,6 @@ def test_a_grammar_in_the_other_syntax_is_told_which(text: str, syntax: Any, hin
     assert ("looks like" in str(caught.value)) == bool(hint)
 
 
-def test_what_comes_no_time_is_not_there() -> None:
-    lm = lm_over(b"a", b"b")
-    for times in ("{0}", "{0, 0}", "{ 00 }"):
-        text = f'root ::= "a"{times} "b" ("a" "b"){times}'
-        assert accepted(grammar(text, lm, syntax="ebnf"), 3) == {(2,)}
-
-
 def test_masks_are_the_same_one_after_the_other_and_in_parallel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -328,28 +321,6 @@ def test_accepts_the_texts_and_no_other(wanted: list[str], lm: AsyncLM) -> None:
     assert accepted(strings(wanted, lm), 3) == matching(lambda data: data in encoded, lm, 3)
 
 
-@settings(deadline=None, max_examples=50)
-@given(texts, vocabularies)
-def test_states_agree_with_those_of_the_alternation(wanted: list[str], lm: AsyncLM) -> None:
-    pairs = [(strings(wanted, lm).start(), regex("|".join(wanted), lm).start())]
-    for _ in range(3):
-        ours, theirs = zip(*pairs, strict=True)
-        assert masks(ours).equal(masks(theirs))
-        assert bitmasks(ours).equal(bitmasks(theirs))
-        following = []
-        for own, other in pairs:
-            assert own.accepting == other.accepting == own.mask()[EOS]
-            for token_id in range(1, lm.vocab_size):
-                if own.mask()[token_id]:
-                    following.append((own.advance(token_id), other.advance(token_id)))
-                else:
-                    with pytest.raises(InvalidRequest, match="may not follow"):
-                        own.advance(token_id)
-        if not following:
-            break
-        pairs = following[:20]
-
-
 def test_many_texts_over_many_tokens() -> None:
     rng = random.Random(0)
     words = {"".join(rng.choices("abcd", k=rng.randint(0, 12))) for _ in range(5000)}
@@ -371,29 +342,6 @@ def test_ways_to_spell_a_text_meet_in_one_state() -> None:
     lm = lm_over(b"a", b"b", b"ab", b"c")
     start = strings(["abc", "abca"], lm).start()
     assert start.advance(1).advance(2) is start.advance(3)
-
-
-def test_a_text_that_no_tokens_spell_is_a_dead_end() -> None:
-    start = strings(["ab"], lm_over(b"a", b"c")).start()
-    assert allowed(start) == [1]
-    assert allowed(start.advance(1)) == []
-
-
-@pytest.mark.parametrize(
-    ("given_texts", "message"),
-    [
-        ([], "no texts"),
-        ("abc", "give a list of str"),
-        (b"abc", "give a list of str"),
-        (3, "give a list of str"),
-        (["a", 3], "3: give each as str"),
-        ([b"a"], "give each as str"),
-        (["\ud800"], "lone surrogate"),
-    ],
-)
-def test_wrong_texts_are_refused_at_the_call(given_texts: object, message: str) -> None:
-    with pytest.raises(InvalidConstraint, match=message):
-        strings(given_texts, lm_over(b"a"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genrt.constraints import CheckedState, amasks, masks, predicate
+from genrt.constraints import CheckedState, amasks, predicate
 from genrt.errors import InvalidRequest
 from genrt.lm import AsyncLM
 from genrt.tokens.texts import Predicate, Text
@@ -107,15 +107,6 @@ async def test_each_token_of_a_state_is_asked_about_once(kind: Any) -> None:
     assert recorded.texts[-3:].count(Text((1,), b"a", finished=True)) == 1
 
 
-async def test_particles_with_equal_texts_share_the_answers() -> None:
-    recorded = Recorded()
-    start = predicate(recorded, lm_over(b"a", b"b")).start()
-    parent = start.advance(2)
-    particles = [parent.advance(1) for _ in range(3)]
-    assert (await amasks(particles)).tolist() == [[True, False, True]] * 3
-    assert len(recorded.texts) == 3
-
-
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_plain_function_is_called_off_the_loop_and_others_on_it(kind: Any) -> None:
     recorded = Recorded()
@@ -140,21 +131,6 @@ async def test_no_more_calls_at_once_than_said() -> None:
     start = predicate(ask, lm_over(*[b"a"] * 20), max_concurrent=3).start()
     await amasks([start, start.advance(1), start.advance(2)])
     assert most == 3
-
-
-async def test_plain_functions_are_called_one_at_a_time_if_said() -> None:
-    busy = threading.Lock()
-
-    def ask(text: Text) -> bool:
-        assert busy.acquire(blocking=False)
-        try:
-            return judge(text)
-        finally:
-            busy.release()
-
-    start = predicate(ask, lm_over(*[b"b"] * 50), max_concurrent=1).start()
-    got = await amasks([start.advance(token_id) for token_id in range(1, 20)])
-    assert got[:, 1:].all()
 
 
 class Gate:
@@ -305,15 +281,6 @@ async def test_after_an_error_nothing_more_is_asked() -> None:
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_even_stop_iteration_ends_a_check() -> None:
-    def exhausted(text: Text) -> bool:
-        return next(iter(()))
-
-    state: Any = predicate(exhausted, lm_over(b"a")).start()
-    with pytest.raises(RuntimeError, match="StopIteration"):
-        await state.check([1])
-
-
 @pytest.mark.parametrize("answer", [1, 0.0, None, "yes", np.float64(1), [True]])
 @pytest.mark.parametrize("asynchronous", [False, True])
 async def test_anything_but_a_bool_is_refused(answer: Any, asynchronous: bool) -> None:
@@ -324,13 +291,6 @@ async def test_anything_but_a_bool_is_refused(answer: Any, asynchronous: bool) -
     state: Any = predicate(function, lm_over(b"a"), name="rhymes").start()
     with pytest.raises(InvalidRequest, match=r"predicate rhymes said .* return True or False"):
         await state.check([1])
-
-
-async def test_a_bool_of_numpy_is_one() -> None:
-    refuse: Any = np.bool_(False)
-    state: Any = predicate(lambda text: refuse, lm_over(b"a")).start()
-    (answer,) = await state.check([1])
-    assert answer is False
 
 
 async def test_advancing_by_what_may_not_follow_is_refused() -> None:
@@ -351,13 +311,6 @@ async def test_advancing_by_what_may_not_follow_is_refused() -> None:
         await state.check([1, 4])
     with pytest.raises(InvalidRequest, match="give an integer"):
         await state.check(["a"])  # type: ignore[list-item]
-
-
-def test_the_synchronous_masks_send_to_the_others() -> None:
-    state: Any = predicate(judge, lm_over(b"a")).start()
-    assert state.mask().tolist() == [True, True]
-    with pytest.raises(InvalidRequest, match="await amasks"):
-        masks([state])
 
 
 @settings(deadline=None, max_examples=20)

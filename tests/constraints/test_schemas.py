@@ -3,9 +3,7 @@ the call."""
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import decimal
 import ipaddress
 import json
 import uuid
@@ -13,10 +11,7 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
-import jsonschema
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from genrt.constraints import ConstraintState, grammar, json_schema
 from genrt.errors import InvalidConstraint, InvalidRequest
@@ -38,127 +33,6 @@ def takes(schema: Schema, text: str, **options: Any) -> bool:
     except InvalidRequest:
         return False
     return state.accepting
-
-
-names = st.sampled_from(["a", "b", "ab", "c", "é", 'a"'])
-bounds = st.sampled_from([-3, -1, 0, 1, 2, 7, 0.5, -0.25, 2.25])
-numbers = st.fixed_dictionaries(
-    {"type": st.sampled_from(["integer", "number"])},
-    optional={
-        "minimum": bounds,
-        "maximum": bounds,
-        "exclusiveMinimum": bounds,
-        "exclusiveMaximum": bounds,
-        "multipleOf": st.sampled_from([1, 3, 7, 0.5, 1.5]),
-    },
-)
-strings = st.fixed_dictionaries(
-    {"type": st.just("string")},
-    optional={
-        "minLength": st.sampled_from([0, 1, 3]),
-        "maxLength": st.sampled_from([0, 1, 2]),
-        "pattern": st.sampled_from(["^a+$", "b", "^$", "^[^a]$", "^[^\\s\\S]$"]),
-    },
-)
-leaves = st.one_of(
-    numbers,
-    strings,
-    st.sampled_from([True, False, {"type": "null"}, {"type": ["boolean", "null"]}]),
-    st.sampled_from([{"$ref": "#/$defs/n"}, {"$ref": "#/$defs/m"}]),
-    st.lists(st.sampled_from([1, "a", None, [1], {"a": 1}, -0.5]), max_size=2).map(
-        lambda values: {"enum": values}
-    ),
-)
-inner = st.recursive(
-    leaves,
-    lambda inside: st.one_of(
-        st.fixed_dictionaries(
-            {"type": st.just("array")},
-            optional={
-                "items": inside,
-                "prefixItems": st.lists(inside, max_size=2),
-                "minItems": st.integers(0, 2),
-                "maxItems": st.integers(0, 2),
-            },
-        ),
-        st.fixed_dictionaries(
-            {"type": st.just("object")},
-            optional={
-                "properties": st.dictionaries(names, inside, max_size=3),
-                "required": st.lists(names, max_size=2, unique=True),
-                "additionalProperties": inside,
-                "patternProperties": st.dictionaries(
-                    st.sampled_from(["^a", "^b$", "^.$", "^a$", "^[^\\s\\S]$", "^.*"]),
-                    inside,
-                    max_size=1,
-                ),
-            },
-        ),
-        st.fixed_dictionaries({"anyOf": st.lists(inside, min_size=1, max_size=3)}),
-        st.fixed_dictionaries({"allOf": st.lists(inside, min_size=1, max_size=1)}),
-    ),
-    max_leaves=6,
-)
-
-
-def completed(state: ConstraintState, patience: list[int]) -> bytes | None:
-    """What completes a text: depth first, what closes first, up to 40 more bytes."""
-    order = sorted(range(len(LETTERS)), key=lambda i: b'"}]0123,:ab'.find(LETTERS[i]) % 100)
-    stack = [(state, b"")]
-    while stack and patience[0]:
-        patience[0] -= 1
-        state, text = stack.pop()
-        following = set(allowed(state))
-        if EOS in following:
-            return text
-        if len(text) < 40:
-            stack += [
-                (state.advance(1 + i), text + LETTERS[i : i + 1])
-                for i in reversed(order)
-                if 1 + i in following
-            ]
-    return None
-
-
-def exact(number: str) -> Decimal | float:
-    """A number as it is written; one with a huge exponent as a float."""
-    try:
-        return Decimal(number)
-    except ArithmeticError:
-        return float(number)
-
-
-def validator(schema: Schema) -> Any:
-    """A validator that computes with decimals, as one has to for multiples of 0.1."""
-    return jsonschema.Draft202012Validator(json.loads(json.dumps(schema), parse_float=Decimal))
-
-
-@settings(deadline=None, max_examples=300)
-@given(st.fixed_dictionaries({"n": inner, "m": inner}), inner, st.data())
-def test_any_text_that_masks_lead_to_can_be_completed_and_validates(
-    definitions: dict[str, Schema], one: Schema, data: st.DataObject
-) -> None:
-    schema = {"$defs": definitions, "allOf": [one]}
-    try:
-        state = json_schema(schema, LM).start()
-    except InvalidConstraint:
-        return
-    text, patience = b"", [3000]
-    for step in range(data.draw(st.integers(0, 25))):
-        following = sorted(set(allowed(state)) - {EOS})
-        if not following:
-            assert state.accepting, f"{text!r} is a dead end after {step} steps"
-            break
-        token_id = data.draw(st.sampled_from(following))
-        state = state.advance(token_id)
-        text += LM.byte_vocab[token_id]
-    rest = completed(state, patience)
-    if patience[0]:
-        assert rest is not None, f"{text!r} is the beginning of nothing"
-        value = json.loads((text + rest).decode(), parse_float=exact)
-        # jsonschema recurses without end where a $ref refers to itself, and can't divide 1e99999.
-        with decimal.localcontext(prec=100), contextlib.suppress(RecursionError, ArithmeticError):
-            validator(schema).validate(value)
 
 
 NODE = {
@@ -443,14 +317,14 @@ def test_numbers_are_taken_as_they_are(number: float) -> None:
             "needs 988,027 remainders",
         ),
         ({"multipleOf": 0}, "multipleOf of 0"),
-        ({"type": "array", "maxItems": 10_001}, "maxItems 10001, and 10,000 is the most"),
-        ({"type": "array", "minItems": 10**9}, "minItems 1000000000, and 10,000 is the most"),
-        ({"properties": {f"p{i}": True for i in range(2001)}}, "2,001 properties, and 2,000 is the most"),
-        ({"patternProperties": {f"^p{i}_": True for i in range(101)}}, "101 patternProperties"),
+        ({"type": "array", "maxItems": 10_001}, "maxItems of 10,001, and 10,000 is the most"),
+        ({"type": "array", "minItems": 10**9}, "minItems of 1,000,000,000, and 10,000 is the most"),
+        ({"properties": {f"p{i}": True for i in range(2001)}}, "of 2,001, and 2,000 is the most"),
+        ({"patternProperties": {f"^p{i}_": True for i in range(101)}}, "patternProperties of 101"),
         ({"pattern": "a?" * 10_001}, "pattern has 10,001 repetitions"),
         ({"patternProperties": {"a?" * 10_001: True}}, "pattern has 10,001 repetitions"),
         ({"minProperties": 2}, "minProperties 2 and requires 0 by name"),
-        ({"enum": [f"{i:07}" for i in range(200_000)]}, "too big"),
+        ({"enum": [*range(100_001)]}, "enum of 100,001, and 100,000 is the most"),
         (
             {
                 "$defs": {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(3000)}
@@ -477,11 +351,11 @@ LARGE: list[tuple[Schema, str]] = [
     ),
     (
         {"anyOf": [{"properties": {"kind": {"const": f"k{i}"}, f"p{i}": {"const": i}},
-                    "required": ["kind", f"p{i}"]} for i in range(1500)]},
-        '{"kind": "k1499", "p1499": 1499}',
+                    "required": ["kind", f"p{i}"]} for i in range(400)]},
+        '{"kind": "k399", "p399": 399}',
     ),
     ({"type": "array", "maxItems": 10_000}, "[" + ", ".join(["1"] * 200) + "]"),
-    ({"enum": [f"value {i}" for i in range(20_000)]}, '"value 19999"'),
+    ({"enum": [f"value {i}" for i in range(10_000)]}, '"value 9999"'),
     ({"type": "string", "maxLength": 10**9}, json.dumps("a" * 100)),
     ({"type": "string", "pattern": "^([a-z]{2}[0-9]){0,10000}$"}, '"ab1cd2"'),
     (json.loads('{"items":' * 100 + "true" + "}" * 100), "[" * 100 + "]" * 100),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from genrt.constraints import grammar, json_schema, products, regex
 from genrt.errors import InvalidRequest
-from genrt.lm import AsyncLM
-from tests.vocabularies import EOS, Tokens, allowed, lm_over
+from tests.vocabularies import EOS, allowed, lm_over
 
 LM = lm_over(
     b"a", b"b", b"ab", b"ba", b"aab", b"{", b"}", b'{"', b'"', b":", b": ", b"1", b"12", b" "
@@ -99,24 +98,6 @@ def test_a_constraint_forgets_the_states_that_are_gone() -> None:
         assert len(rules.states) <= 8
     assert start.advance(1) is held
     assert rules.states[b"a"]() is held
-
-
-class Marked:
-    """A tokenizer whose token 2 is a special one."""
-
-    eos_token_id = 0
-    all_special_ids = (0, 2)
-    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
-
-
-def test_a_special_token_is_refused_though_its_bytes_are_known() -> None:
-    lm = Tokens(b"a", b"a", b"b")
-    lm.tokenizer = Marked()
-    start = regex("a*", cast(AsyncLM, lm)).start()
-    held = start.advance(1)
-    with pytest.raises(InvalidRequest, match="may not follow"):
-        start.advance(2)
-    assert start.advance(1) is held
 
 
 def test_threads_share_walks() -> None:

@@ -1,19 +1,14 @@
-"""The index of resident sequences against a plain list of token sequences, under any order of events.
-
-Those put later are put, in order, when somebody looks for contexts.
-"""
+"""The index of resident sequences against a plain list of token sequences, under any order of events."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from genrt.engines import residency
-from genrt.engines.residency import PIECE, Residents
+from genrt.engines.residency import SHORTEST, Residents
 from genrt.questions.contexts import Adapter
 from genrt.questions.rows import LogprobsRequest
 
@@ -22,7 +17,7 @@ ADAPTERS = [None, Adapter("a", 1), Adapter("a", 2)]
 Context = tuple[int, ...]
 
 contexts = st.tuples(
-    st.integers(0, 3 * PIECE), st.lists(st.integers(0, 1), max_size=6).map(tuple)
+    st.integers(0, 3 * SHORTEST), st.lists(st.integers(0, 1), max_size=6).map(tuple)
 ).map(lambda parts: (*(n % 3 for n in range(parts[0])), *parts[1]))
 """Few tokens and long common beginnings, so that most sequences share something."""
 
@@ -39,8 +34,8 @@ def packed(context: Sequence[int]) -> bytes:
 
 
 class ResidentsMachine(RuleBasedStateMachine):
-    """``known`` has the sequences by name, in the order in which they were put last; ``later`` those
-    that were put later since."""
+    """``known`` has the sequences by name, in the order in which they were put last; ``unread`` those
+    whose contexts no look-up has read."""
 
     names = Bundle("names")
 
@@ -48,9 +43,17 @@ class ResidentsMachine(RuleBasedStateMachine):
         super().__init__()
         self.residents = Residents()
         self.known: dict[str, tuple[Adapter | None, Context]] = {}
-        self.later: dict[str, tuple[Adapter | None, Context]] = {}
-        self.read: list[int] = []
+        self.unread: set[str] = set()
         self.count = 0
+
+    def put(self, name: str, adapter: Adapter | None, context: Context) -> None:
+        self.residents.put(name, adapter, packed(context))
+        self.note(name, adapter, context)
+        self.unread.discard(name)
+
+    def note(self, name: str, adapter: Adapter | None, context: Context) -> None:
+        self.known.pop(name, None)
+        self.known[name] = adapter, context
 
     # -- the events ---------------------------------------------------------------------------
 
@@ -69,26 +72,11 @@ class ResidentsMachine(RuleBasedStateMachine):
         self.put(str(self.count), adapter, (*context[: max(0, end)], *tokens))
         return str(self.count)
 
-    @rule(name=names, more=st.lists(st.integers(0, 2), max_size=2 * PIECE))
+    @rule(name=names, more=st.lists(st.integers(0, 2), max_size=2 * SHORTEST))
     def extend(self, name: str, more: list[int]) -> None:
         if name in self.known:
             adapter, context = self.known[name]
             self.put(name, adapter, (*context, *more))
-
-    @rule(target=names, name=names, step=st.lists(st.integers(0, 2), min_size=1, max_size=2))
-    def follow(self, name: str, step: list[int]) -> str:
-        """A fork grows to be the equal of the one that it came from, which grows before it."""
-        self.count += 1
-        fork = str(self.count)
-        if name in self.known:
-            adapter, context = self.known[name]
-            for each, tokens in (
-                (fork, context),
-                (name, (*context, *step)),
-                (fork, (*context, *step)),
-            ):
-                self.put(each, adapter, tokens)
-        return fork
 
     @rule(
         target=names,
@@ -97,31 +85,28 @@ class ResidentsMachine(RuleBasedStateMachine):
         twice=st.booleans(),
     )
     def put_later(self, names: list[str], more: list[int], twice: bool) -> str:
-        """Sequences of one population grow, one of which is new; their contexts are not read yet. Or the
-        new one is the equal of the first, which is put again after it."""
+        """Sequences of one population grow, one of which is new, maybe as the equal of the first, which
+        is then put again after it. No context is read."""
         self.count += 1
         new = str(self.count)
-        before = self.known | self.later
-        found = [before[name] for name in names if name in before]
-        adapter = found[0][0] if found else None
-        ids = [name for name in names if name in before and before[name][0] == adapter]
-        contexts = [(*before[name][1], *more) for name in ids]
-        ids, contexts = [*ids, new], [*contexts, contexts[0] if twice and contexts else (1, *more)]
+        found = [(name, *self.known[name]) for name in names if name in self.known]
+        adapter = found[0][1] if found else None
+        grown = {name: (*tokens, *more) for name, of, tokens in found if of == adapter}
+        first = next(iter(grown), None)
+        grown[new] = grown[first] if twice and first else (1, *more)
+        tokens, reading = [*grown.values()], True
 
         def context(number: int) -> bytes:
-            self.read.append(number)
-            return packed(contexts[number])
+            assert not reading
+            return packed(tokens[number])
 
-        reads = len(self.read)
-        self.residents.put_later({name: n for n, name in enumerate(ids)}, adapter, context)
-        put = [*zip(ids, contexts, strict=True)]
-        if twice:
-            self.residents.put_later({ids[0]: 0}, adapter, context)
-            put.append(put[0])
-        assert len(self.read) == reads
-        for name, tokens in put:
-            self.later.pop(name, None)
-            self.later[name] = adapter, tokens
+        again = [first] if twice and first else []
+        self.residents.put_later({name: n for n, name in enumerate(grown)}, adapter, context)
+        self.residents.put_later(dict.fromkeys(again, 0), adapter, context)
+        reading = False
+        for name in (*grown, *again):
+            self.note(name, adapter, grown[name])
+        self.unread |= grown.keys()
         return new
 
     @rule(name=consumes(names))
@@ -129,16 +114,7 @@ class ResidentsMachine(RuleBasedStateMachine):
         self.residents.remove(name)
         self.residents.remove(name)
         self.known.pop(name, None)
-        self.later.pop(name, None)
-
-    @rule(adapter=st.sampled_from(ADAPTERS))
-    def remove_adapter(self, adapter: Adapter | None) -> None:
-        self.look()
-        bound = [name for name, (other, _) in self.known.items() if other == adapter]
-        assert sorted(self.residents.bound_to(adapter)) == sorted(bound)
-        for name in bound:
-            self.residents.remove(name)
-            del self.known[name]
+        self.unread.discard(name)
 
     # -- what is asked ------------------------------------------------------------------------
 
@@ -151,7 +127,7 @@ class ResidentsMachine(RuleBasedStateMachine):
         adapter, context = self.known.get(name, (None, ()))
         self.check(adapter, (*context, last))
 
-    @rule(name=names, keep=st.integers(1, 3 * PIECE))
+    @rule(name=names, keep=st.integers(1, 3 * SHORTEST))
     def ask_part(self, name: str, keep: int) -> None:
         adapter, context = self.known.get(name, (None, ()))
         self.check(adapter, context[:keep] or (0,))
@@ -160,82 +136,38 @@ class ResidentsMachine(RuleBasedStateMachine):
 
     @invariant()
     def it_knows_what_it_was_told(self) -> None:
-        known = self.known | self.later
-        assert len(self.residents) == len(known)
-        assert all(name in self.residents for name in known)
-        assert "unknown" not in self.residents
+        assert len(self.residents) == len(self.known)
+        assert sorted(self.residents.request_ids()) == sorted(self.known)
+        assert all(name in self.residents for name in self.known)
+        for adapter in ADAPTERS:
+            bound = [name for name, (other, _) in self.known.items() if other == adapter]
+            assert sorted(self.residents.bound_to(adapter)) == sorted(bound)
 
     def teardown(self) -> None:
-        self.look()
-        assert sorted(self.residents.request_ids()) == sorted(self.known)
-        assert not self.residents._later
-        for name in list(self.known):
+        for name in self.known:
             self.residents.remove(name)
-        assert not self.residents._by_digest
-        assert not self.residents._by_piece
-        assert not self.residents._without_digest
-        assert not self.residents._uncut
-
-    def put(self, name: str, adapter: Adapter | None, context: Context) -> None:
-        self.residents.put(name, adapter, packed(context))
-        self.known.pop(name, None)
-        self.later.pop(name, None)
-        self.known[name] = adapter, context
-
-    def look(self) -> None:
-        """Somebody looks for contexts."""
-        for name, (adapter, context) in self.later.items():
-            self.known.pop(name, None)
-            self.known[name] = adapter, context
-        self.later.clear()
+        assert not any(vars(self.residents)[name] for name in ("_by_digest", "_digests", "_unread"))
 
     def check(self, adapter: Adapter | None, asked: Context) -> None:
-        """Every answer about this context."""
-        for name in self.later:
-            assert not self.residents.is_parent(name, adapter, packed(asked)), "it may have grown"
-        self.look()
+        """Check every answer about this context."""
         parents = [name for name, known in self.known.items() if known == (adapter, asked[:-1])]
+        for name in (*self.known, "unknown"):
+            is_parent = self.residents.is_parent(name, adapter, packed(asked))
+            assert is_parent == (name in parents and name not in self.unread)
         parent = self.residents.parent(adapter, packed(asked))
         assert parent == (parents[-1] if parents else None), "of several, the last put"
-        for name in (*self.known, "unknown"):
-            assert self.residents.is_parent(name, adapter, packed(asked)) == (name in parents)
+        self.unread.clear()
         common = {
             name: shared(known, asked) for name, (a, known) in self.known.items() if a == adapter
         }
         best = max(common.values(), default=0)
         found = self.residents.nearest(adapter, packed(asked))
-        if best < PIECE:
+        if best < SHORTEST:
             assert found is None
             return
         assert found is not None
         assert found[1] == min(best, len(asked) - 1) <= common[found[0]]
 
 
-def test_sequences_are_cut_no_further_than_a_piece_behind_what_is_shared(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Forty contexts of one text, as of its rows; then something else is asked, and half of the text."""
-    cut: list[int] = []
-
-    def counted(piece: int, context: bytes, start: int) -> int:
-        cut.append(start)
-        return chained(piece, context, start)
-
-    chained = residency._chained
-    monkeypatch.setattr(residency, "_chained", counted)
-    residents, text = Residents(), tuple(range(20 * PIECE))
-    for number in range(40):
-        residents.put(str(number), None, packed(text[: 20 * PIECE - number % PIECE]))
-    assert residents.nearest(None, packed((1, *text))) is None
-    assert len(cut) == 40 + 1
-    assert residents.nearest(None, packed((2, *text))) is None
-    assert len(cut) == 40 + 2
-    half = text[: 10 * PIECE]
-    found = residents.nearest(None, packed((*half, 0, *half)))
-    assert found is not None
-    assert found[1] == len(half)
-    assert len(cut) == 40 + 2 + 40 * 10 + 11
-
-
 TestResidentsMachine = ResidentsMachine.TestCase
-TestResidentsMachine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestResidentsMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

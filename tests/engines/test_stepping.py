@@ -13,7 +13,7 @@ from torch import Tensor
 
 from genrt.engines.adapters import CONFIG_NAME, WEIGHTS_NAME
 from genrt.engines.protocol import Finished
-from genrt.engines.stepping import SteppedEngine
+from genrt.engines.stepping import SteppedEngine, SteppedModel
 from genrt.errors import (
     Closed,
     ContextTooLong,
@@ -32,7 +32,7 @@ from genrt.questions.rows import LogprobsRequest
 V = 8
 
 
-class Script:
+class Script(SteppedModel):
     """A model whose logits say what the context was, that records its calls and fails on demand."""
 
     vocab_size, device, tokenizer = V, torch.device("cpu"), None
@@ -174,22 +174,19 @@ def test_a_failing_forward_takes_all_in_progress_and_the_next_flush_works(k: int
     expect_right(drain(engine, 3), again)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
+def test_running_out_of_memory_is_told_apart() -> None:
+    for error in (
         torch.OutOfMemoryError("no memory left"),
         MemoryError(),
         RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 byte"),
-    ],
-)
-def test_running_out_of_memory_is_told_apart(error: Exception) -> None:
-    script = Script()
-    script.failures[1] = error
-    engine = stepper(script)
-    engine.submit(questions(0))
-    with pytest.raises(OutOfMemory) as caught:
-        engine.step()
-    assert caught.value.__cause__ is error
+    ):
+        script = Script()
+        script.failures[1] = error
+        engine = stepper(script)
+        engine.submit(questions(0))
+        with pytest.raises(OutOfMemory) as caught:
+            engine.step()
+        assert caught.value.__cause__ is error
 
 
 @pytest.mark.promise(number=8)
@@ -252,14 +249,9 @@ def test_a_flush_with_a_request_in_progress_is_refused_whole() -> None:
             engine.submit(flush)
     assert [end.request for end in engine.step()] == [first]
     assert engine.statistics().requests == 1
-
-
-def test_a_refused_request_can_be_cancelled() -> None:
-    engine = stepper(Script())
     engine.submit([LogprobsRequest(())])
-    engine.cancel([LogprobsRequest(())])
-    assert engine.step() == []
-    assert engine.statistics().cancelled == 1
+    engine.cancel([LogprobsRequest(())])  # a refused one
+    assert (engine.step(), engine.statistics().cancelled) == ([], 1)
 
 
 @pytest.mark.parametrize("ending", ["finished", "cancelled", "failed", "closed"])
@@ -323,22 +315,10 @@ def test_after_closing_nothing_is_taken_and_nothing_comes_back(directory: Path) 
 
 def test_seeds_of_any_size_are_taken() -> None:
     engine = stepper(Script())
-    samples = [
-        SampleRequest((1,), max_tokens=4, seed=seed) for seed in (-1, 0, 2**63, 2**64 - 2, 2**80)
-    ]
-    engine.submit(samples)
+    seeds = (-1, 0, 2**63, 2**64 - 2, 2**80)
+    engine.submit([SampleRequest((1,), max_tokens=4, seed=seed) for seed in seeds])
+    assert repr(engine) == "SteppedEngine(Script(), 5 in progress, 0 adapters, 0 steps)"
     assert all(end.error is None for end in drain(engine, 5).values())
-
-
-def test_sizes_must_be_positive() -> None:
     for name in ("max_batch_size", "max_model_len"):
         with pytest.raises(InvalidRequest, match=name):
             stepper(Script(), **{name: 0})
-
-
-def test_repr_tells_what_is_going_on() -> None:
-    engine = stepper(Script())
-    engine.submit(questions(0, 1))
-    assert repr(engine) == "SteppedEngine(Script(), 2 in progress, 0 adapters, 0 steps)"
-    engine.close()
-    assert "closed" in repr(engine)

@@ -17,17 +17,13 @@ from torch import Tensor
 
 from genrt.engines.transformers import TransformersEngine, open_transformers
 from genrt.errors import (
-    EngineFailed,
     EngineNotInstalled,
     EngineUnsupported,
     GenrtError,
     InvalidAdapter,
     InvalidRequest,
     ModelNotFound,
-    NotFinite,
-    OutOfMemory,
 )
-from genrt.questions.completions import SampleRequest
 from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
@@ -257,46 +253,6 @@ def test_missing_packages_are_named_with_what_to_install(
         open_transformers(llama, options={})
 
 
-@pytest.mark.promise(number=8)
-def test_one_poisoned_context_fails_alone(llama: Path) -> None:
-    network = plain_network(llama)
-    with torch.no_grad():
-        network.get_input_embeddings().weight[7] = torch.nan
-    engine = TransformersEngine(network)
-    sound, poisoned = LogprobsRequest((1, 2, 3)), LogprobsRequest((1, 7))
-    sample = SampleRequest((7,), max_tokens=3)
-    first, second, third = ask(engine, [poisoned, sound, sample])
-    assert isinstance(first, NotFinite)
-    assert isinstance(third, NotFinite)
-    assert isinstance(second, Tensor)
-    torch.testing.assert_close(second, plain_row(network, (1, 2, 3)), atol=TOLERANCE, rtol=0.0)
-
-
-@pytest.mark.promise(number=6)
-@pytest.mark.parametrize(
-    ("raised", "translated"),
-    [(RuntimeError("kernel died"), EngineFailed), (torch.OutOfMemoryError("full"), OutOfMemory)],
-)
-def test_a_failing_forward_is_translated_and_the_next_flush_works(
-    llama: Path, raised: Exception, translated: type[GenrtError]
-) -> None:
-    network = plain_network(llama)
-    engine = TransformersEngine(network)
-
-    def fail(*_: object) -> None:
-        raise raised
-
-    handle = network.model.layers[1].register_forward_hook(fail)
-    engine.submit([LogprobsRequest((1, 2)), SampleRequest((3,), max_tokens=2)])
-    with pytest.raises(translated) as caught:
-        engine.step()
-    assert caught.value.__cause__ is raised
-    handle.remove()
-    assert engine.step() == []
-    expect_close(rows_of(engine, [(1, 2)]), [plain_row(network, (1, 2))])
-    assert engine.statistics().failed == 2
-
-
 @pytest.mark.promise(number=25)
 def test_missing_checkpoints_are_not_found(llama: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
@@ -330,13 +286,13 @@ def test_code_that_comes_with_a_model_is_not_run(llama: Path, tmp_path: Path) ->
 
 def test_options_are_the_engines_or_from_pretrained_s(llama: Path) -> None:
     options = {"max_batch_size": 3, "max_model_len": 20, "dtype": "bfloat16"}
+    given = dict(options)
     engine = open_transformers(str(llama), options=options)
-    assert (engine.max_batch_size, engine.max_model_len) == (3, 20)
+    assert (engine.max_batch_size, engine.max_model_len, options) == (3, 20, given)
     [row] = rows_of(engine, [(1, 2, 3)])
     assert row.dtype == torch.float32
     rounding = (row - plain_row(plain_network(llama), (1, 2, 3))).abs().max()
     assert TOLERANCE < rounding < 1.0
-    assert options == {"max_batch_size": 3, "max_model_len": 20, "dtype": "bfloat16"}
 
 
 @pytest.mark.parametrize(
@@ -352,13 +308,3 @@ def test_the_tokenizer_is_the_checkpoints(engine: TransformersEngine, tmp_path: 
     assert engine.tokenizer.decode(engine.tokenizer.encode(text)) == text
     bare = open_transformers(make_llama(tmp_path / "bare", tokenizer=False), options={})
     assert bare.tokenizer is None
-
-
-def test_closing_twice_is_closing_once(llama: Path, loras: list[Path]) -> None:
-    engine = open_transformers(llama, options={})
-    engine.add_adapter(Adapter("a", 1), loras[0])
-    engine.submit([LogprobsRequest((1, 2), Adapter("a", 1))])
-    engine.close()
-    engine.close()
-    assert engine.step() == []
-    assert "closed" in repr(engine)

@@ -154,23 +154,6 @@ async def test_an_asynchronous_source_is_read_on_and_closed(work: Work) -> None:
     await none_left()
 
 
-async def test_an_asynchronous_source_is_closed_while_there_is_no_room(work: Work) -> None:
-    closed = list[str]()
-
-    async def items() -> AsyncIterator[int]:
-        try:
-            for number in itertools.count():
-                yield number
-        finally:
-            closed.append("closed")
-
-    source = items()
-    results = ConcurrentMap(source, work.handle, concurrency=2, max_ahead=2)
-    await passes()
-    await results.close()
-    assert closed == ["closed"]
-
-
 async def test_closing_waits_until_all_has_ended() -> None:
     ended = set[int]()
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import genrt
 from genrt.engines.exact import ExactEngine, NGram
-from genrt.errors import Closed, ContextTooLong, InvalidRequest, TimedOut
+from genrt.errors import ContextTooLong, InvalidRequest, TimedOut
 from genrt.generation import Conversation, splice_turn
 from genrt.lm import AsyncLM
 from genrt.questions.completions import Completion
@@ -276,19 +276,6 @@ def test_the_tokenizer_would_merge_what_was_drawn_with_what_is_around_it(lm: Asy
     assert lm.decode(spliced) == lm.decode(anew)
 
 
-def test_an_answer_that_was_cut_off_is_ended_by_the_template(lm: AsyncLM) -> None:
-    conversation = Conversation(lm, [USER])
-    start = len(conversation.prompt_ids())
-    conversation.answer(a_completion(lm, conversation, "abb"))
-    conversation.add(USER)
-    assert conversation.prompt_ids()[start + 3] == 1
-    conversation.answer(a_completion(lm, conversation, "a", 1))
-    found = conversation.trajectory()
-    assert found.loss_mask[start : start + 4].tolist() == [True, True, True, False]
-    assert found.logprobs[start : start + 4].tolist() == [-1.0, -2.0, -3.0, 0.0]
-    assert (found.token_ids == 1).sum() == 2
-
-
 @pytest.mark.parametrize("template", [TEMPLATE, STRIPS])
 def test_an_answer_that_spells_the_end_token_ends_no_turn(template: str) -> None:
     with genrt.load(engine=opened(tokenizer_of((("<", "/"),), template))) as lm:
@@ -345,12 +332,6 @@ def test_forks_go_on_by_themselves(lm: AsyncLM) -> None:
     for each in (conversation.trajectory(), other.trajectory()):
         assert len(each.token_ids) == len(each.loss_mask) == len(each.logprobs)
         assert each.logprobs[each.loss_mask].tolist() == [-1.0, -2.0, -3.0, -1.0, -2.0]
-
-
-def test_before_an_answer_the_trajectory_is_empty(lm: AsyncLM) -> None:
-    found = Conversation(lm, [USER]).trajectory()
-    assert (found.token_ids.dtype, found.loss_mask.dtype) == (torch.int64, torch.bool)
-    assert found.token_ids.shape == found.loss_mask.shape == found.logprobs.shape == (0,)
 
 
 # -- errors and cancellation -------------------------------------------------------------------------
@@ -421,21 +402,6 @@ async def test_answers_fill_the_context_and_no_more() -> None:
         conversation.add(USER)
         with pytest.raises(ContextTooLong, match="max_model_len is 30: there is no room"):
             await conversation.ask()
-
-
-async def test_a_conversation_outlives_a_restart_and_not_its_runtime() -> None:
-    lm = await genrt.aload(engine=opened(MERGED))
-    conversation = Conversation(lm, [USER])
-    await conversation.ask(max_new_tokens=4, seed=1)
-    before = conversation.trajectory().token_ids.tolist()
-    await lm.arestart()
-    conversation.add(USER)
-    await conversation.ask(max_new_tokens=4, seed=1)
-    assert conversation.trajectory().token_ids.tolist()[: len(before)] == before
-    await lm.aclose()
-    conversation.add(USER)
-    with pytest.raises(Closed):
-        await conversation.ask()
 
 
 async def test_a_trajectory_tells_with_which_weights_each_token_was_drawn() -> None:

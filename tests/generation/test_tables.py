@@ -15,10 +15,8 @@ from genrt.errors import InvalidRequest, UnknownColumn
 from genrt.generation.tables import (
     Row,
     RowPrompts,
-    Template,
-    check_input,
+    check_files,
     format_of,
-    parse_json,
     read_rows,
 )
 
@@ -115,7 +113,7 @@ def test_an_unfinished_last_line_is_told(tmp_path: Path) -> None:
     [
         (b"", "no header"),
         (b"\n\n", "no header"),
-        (b"a;b\n1;2\n", r"one column, 'a;b', with ';' between names: separate them by commas"),
+        (b"a;b\n1;2\n", r"one column, 'a;b', with ';' between names: convert it to CSV"),
         (b"a\tb\n", "give --input-format tsv"),
         (b"a,,b\n1,2,3\n", "column 2 of .* has no name"),
         (b"a,b,a\n1,2,3\n", r"has \['a'\] more than once"),
@@ -151,19 +149,20 @@ def test_the_format_is_the_names_or_the_one_that_is_chosen(tmp_path: Path) -> No
 
 def test_an_input_is_a_file(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="there is no file"):
-        check_input(tmp_path / "none.jsonl")
+        check_files(tmp_path / "none.jsonl", tmp_path / "out.jsonl")
     with pytest.raises(InvalidRequest, match="is not a file"):
-        check_input(tmp_path)
+        check_files(tmp_path, tmp_path / "out.jsonl")
     with pytest.raises(InvalidRequest, match="cannot be read"):
         list(read_rows(tmp_path, "jsonl"))
 
 
-@given(value=JSON)
-def test_what_is_parsed_is_what_json_says(value: Any) -> None:
-    assert parse_json(json.dumps(value)) == value
-
-
 # -- templates ----------------------------------------------------------------------------------
+
+
+def prompts(**given: Any) -> RowPrompts:
+    arguments = {"template": None, "messages_column": None, "chat": False, "system_message": None}
+    return RowPrompts(**(arguments | given))
+
 
 NAMES = st.text(st.characters(exclude_characters="{}"), min_size=1)
 
@@ -173,9 +172,9 @@ def test_a_template_has_every_name_replaced_by_its_value(
     columns: dict[str, str], between: str
 ) -> None:
     literal = between.replace("{", "{{").replace("}", "}}")
-    template = Template(literal.join(f"{{{name}}}" for name in columns))
+    template = prompts(template=literal.join(f"{{{name}}}" for name in columns))
     assert template.columns == tuple(columns)
-    assert template.fill(columns) == between.join(columns.values())
+    assert template.of(columns) == between.join(columns.values())
 
 
 def test_a_template_reaches_into_nothing() -> None:
@@ -184,13 +183,13 @@ def test_a_template_reaches_into_nothing() -> None:
 
     for name in ("a.value", "a[0]", "a.__class__.__init__.__globals__", "0", "a!r", "a:>9"):
         with pytest.raises(UnknownColumn, match="there is no column"):
-            Template(f"{{{name}}}").fill({"a": Secret()})
-        assert Template(f"{{{name}}}").fill({name: "as it is"}) == "as it is"
+            prompts(template=f"{{{name}}}").of({"a": Secret()})
+        assert prompts(template=f"{{{name}}}").of({name: "as it is"}) == "as it is"
 
 
 def test_values_that_are_no_texts_are_written_as_json() -> None:
     row = {"a": None, "b": [1, "é"], "c": 1.5, "d": {"e": True}, "f": "{a}"}
-    filled = Template("{a} {b} {c} {d} {f} {{a}}").fill(row)
+    filled = prompts(template="{a} {b} {c} {d} {f} {{a}}").of(row)
     assert filled == 'null [1, "é"] 1.5 {"e": true} {a} {a}'
 
 
@@ -204,28 +203,22 @@ def test_values_that_are_no_texts_are_written_as_json() -> None:
         ("", "names no column"),
         ("{{a}}", "names no column"),
         (b"{a}", "must be a str"),
-        (None, "must be a str"),
     ],
 )
 def test_a_template_that_is_none_is_refused(text: Any, said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
-        Template(text)
+        prompts(template=text)
 
 
 def test_an_unknown_column_is_told_with_some_of_those_there_are() -> None:
     with pytest.raises(UnknownColumn, match=r"'b': there are 'a', 'c'") as refused:
-        Template("{b}").fill({"a": SECRET, "c": SECRET})
+        prompts(template="{b}").of({"a": SECRET, "c": SECRET})
     assert SECRET not in str(refused.value)
     with pytest.raises(UnknownColumn, match="and 980 more"):
-        Template("{b}").fill({f"column {i}": "" for i in range(1000)})
+        prompts(template="{b}").of({f"column {i}": "" for i in range(1000)})
 
 
 HELLO = {"role": "user", "content": "Hello!"}
-
-
-def prompts(**given: Any) -> RowPrompts:
-    arguments = {"template": None, "messages_column": None, "chat": False, "system_message": None}
-    return RowPrompts(**(arguments | given))
 
 
 def test_prompts_are_texts_or_conversations() -> None:

@@ -25,7 +25,7 @@ from genrt.lm import AsyncLM
 from tests.house.test_readme import blocks, promised_output, run_block
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCS = ROOT / "docs"
+DOCS, README = ROOT / "docs", ROOT / "README.md"
 PAGES = sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
 GENERATED = {"promises.md", "security.md"} | {
     f"notebooks/{path.stem}.md" for path in (ROOT / "notebooks").glob("*.ipynb")
@@ -79,6 +79,24 @@ async def test_the_examples_with_genlm_run(
 ) -> None:
     monkeypatch.setattr(genrt, "load", lambda: embedded)
     await examples_of("migration/genlm.md", {"__name__": "docs"})
+
+
+@pytest.mark.vllm
+@pytest.mark.embedded
+@pytest.mark.genlm
+async def test_the_examples_in_the_readme_run(
+    embedded: AsyncLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(genrt, "load", lambda: embedded)
+    examples = blocks(README.read_text("utf-8"), "python")
+    namespace: dict[str, Any] = {"__name__": "readme"}
+    printed = [await run_block(block, "README.md", namespace) for block in examples]
+    assert printed == [promised_output(block) for block in examples]
+    assert sum(map(len, printed)) >= 3
+    texts, weights = zip(*namespace["result"].posterior(), strict=True)
+    assert set(texts) <= {" Paris.", " Rome.", " Tokyo."}
+    assert sum(weights) == pytest.approx(1.0)
+    assert sum(weight for _, weight in namespace["numbers"]) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("page", SIMPLE)

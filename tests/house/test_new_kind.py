@@ -14,7 +14,7 @@ from torch import Tensor
 import genrt
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.lm import AsyncLM
-from genrt.questions.reads import Answering, Read, ReadRequest, Wanted, parts_of, rows_of
+from genrt.questions.reads import Answering, Read, ReadRequest, Wanted, parts_of
 from genrt.questions.rows import row_request
 from genrt.runtime.ask import blocking_question
 from genrt.testing import check_engine
@@ -30,8 +30,7 @@ class Entropy(Wanted):
     @staticmethod
     def answer(reads: Sequence[Read], engine: Answering) -> Iterator[float]:
         """Yield the entropies, by one copy for as many rows as are worked on at once."""
-        for part in parts_of(reads):
-            rows = rows_of(part)
+        for _, rows in parts_of(reads):
             yield from torch.special.entr(rows.exp()).sum(-1).tolist()
 
 

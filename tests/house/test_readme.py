@@ -56,25 +56,6 @@ async def run_block(block: str, document: str, namespace: dict[str, Any]) -> lis
     return printed.getvalue().splitlines()
 
 
-@pytest.mark.vllm
-@pytest.mark.embedded
-@pytest.mark.genlm
-async def test_every_example_in_the_readme_runs_and_prints_what_it_says() -> None:
-    examples = blocks(text_of("README.md"), "python")
-    namespace: dict[str, Any] = {"__name__": "readme"}
-    try:
-        printed = [await run_block(block, "README.md", namespace) for block in examples]
-    finally:
-        if "lm" in namespace:
-            await namespace["lm"].aclose()
-    assert printed == [promised_output(block) for block in examples]
-    assert sum(map(len, printed)) >= 3
-    texts, weights = zip(*namespace["result"].posterior(), strict=True)
-    assert set(texts) <= {" Paris.", " Rome.", " Tokyo."}
-    assert sum(weights) == pytest.approx(1.0)
-    assert sum(weight for _, weight in namespace["numbers"]) == pytest.approx(1.0)
-
-
 async def test_the_examples_in_contributing_run() -> None:
     examples = blocks(text_of("CONTRIBUTING.md"), "python")
     assert examples

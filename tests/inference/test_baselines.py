@@ -55,7 +55,7 @@ def ends_in_b(text: Text) -> bool:
 
 @pytest.mark.parametrize("num_samples", [2, 3])
 @pytest.mark.parametrize("max_texts", [1, 2, 3, 6])
-@pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
+@pytest.mark.parametrize("share", [0.1, 0.5])
 @pytest.mark.parametrize("bound", [0.0, 1.5])
 def test_the_evidence_is_unbiased_over_all_points_at_which_it_stops(
     num_samples: int, max_texts: int, share: float, bound: float

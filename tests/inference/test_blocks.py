@@ -110,23 +110,14 @@ def highest(temperature: float) -> float:
 
 
 CASES = [
-    *(
-        "free",
-        "constrained",
-        "asked",
-        "asked, stops",
-        "product",
-        "stops",
-        "strings",
-        "cut",
-        "complete",
-    ),
-    *("weighed", "cold", "hot"),
-]
+    "free", "constrained", "asked", "asked, stops", "product", "stops", "strings", "cut", "complete",
+    "weighed", "cold", "hot",
+]  # fmt: skip
+BLOCKS = [(case, 2) for case in CASES]
+BLOCKS += [(case, block) for case in ("free", "asked, stops", "cut") for block in (1, 8)]
 
 
-@pytest.mark.parametrize("block", [1, 2, 8])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "block"), BLOCKS)
 async def test_the_target_and_the_evidence_are_the_models_own(
     lm: AsyncLM, small: AsyncLM, case: str, block: int
 ) -> None:

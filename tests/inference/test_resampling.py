@@ -132,7 +132,7 @@ def test_no_ancestors_without_weights(resample: Equal, values: list[float]) -> N
 @pytest.mark.parametrize("shift", [0.0, 700.0, -700.0, 1e-3, -12_345.678])
 @pytest.mark.parametrize("resample", [stratified, systematic, residual])
 def test_equal_weights_have_one_child_each(resample: Equal, shift: float) -> None:
-    for n in (*range(1, 2001), 49_999, 100_000):
+    for n in (*range(1, 300), 1999, 2000, 49_999, 100_000):
         ancestors = resample(np.random.default_rng(n), np.full(n, shift))
         assert np.array_equal(ancestors, np.arange(n)), n
 
@@ -142,7 +142,7 @@ def test_equal_weights_have_one_child_each(resample: Equal, shift: float) -> Non
 def test_equal_weights_have_one_child_each_whatever_is_drawn(
     resample: Equal, uniform: float
 ) -> None:
-    for n in range(1, 2001):
+    for n in (*range(1, 300), 1999, 2000):
         assert np.array_equal(resample(Constant(uniform), np.full(n, -3.7)), np.arange(n)), n
 
 
@@ -152,7 +152,7 @@ def test_weights_that_are_whole_numbers_of_children_have_these(
     resample: Equal, shift: float
 ) -> None:
     rng = np.random.default_rng(0)
-    for _ in range(1000):
+    for _ in range(300):
         n = int(rng.integers(1, 300))
         children = rng.multinomial(n, rng.dirichlet(np.full(n, 0.3)))
         with np.errstate(divide="ignore"):

@@ -304,7 +304,7 @@ def exact_masses() -> dict[str, float]:
     return masses
 
 
-@pytest.mark.parametrize("sampler", ["AWRS", "direct", "eager"])
+@pytest.mark.parametrize("sampler", ["AWRS", "eager"])
 async def test_its_smc_has_the_right_evidence_and_posterior(
     control: Any, model: GenrtLM, sampler: str
 ) -> None:
@@ -314,8 +314,6 @@ async def test_its_smc_has_the_right_evidence_and_posterior(
     seed_everything(1)
     if sampler == "AWRS":
         tokens = control.AWRS(llm, coerced, seed=1)
-    elif sampler == "direct":
-        tokens = control.direct_token_sampler(llm * coerced)
     else:
         tokens = control.eager_token_sampler(llm, fsa)
     runs = []
@@ -369,82 +367,3 @@ async def test_genlm_bytes_has_the_mass_of_every_first_byte(
     # Its beam may spell special tokens too: the byte "<" has their mass as well, but for the end's.
     masses[ord("<")] += float(row[0])
     assert bytes_of == pytest.approx(masses, abs=1e-5)
-
-
-# -- the two examples of genlm-control's README ---------------------------------------------------
-
-PERSON_SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "enum": ["Alice", "Bob", "Charlie"]},
-        "age": {"type": "integer", "minimum": 20, "maximum": 80},
-    },
-}
-
-BOOK_SCHEMA = {
-    "type": "object",
-    "properties": {
-        "title": {"type": "string", "minLength": 1, "description": "The title of the book"},
-        "pages": {"type": "integer", "minimum": 1, "maximum": 2000},
-        "genre": {"type": "string", "enum": ["fiction", "non-fiction", "mystery"]},
-    },
-}
-
-TASK = (
-    "You need to generate a JSON object that matches the schema below. "
-    "Only generate the JSON object on a single line with no other text."
-)
-
-
-@pytest.fixture(scope="module")
-def embedded() -> Iterator[AsyncLM]:
-    with genrt.load() as lm:
-        yield lm
-
-
-@pytest.mark.vllm
-@pytest.mark.embedded
-async def test_its_regex_example_gives_a_valid_posterior(control: Any, embedded: AsyncLM) -> None:
-    llm = control.PromptedLLM(as_genlm(embedded))
-    llm.set_prompt_from_str("Here is my honest opinion:")
-    pattern = r" SMC is (🔥🔥|😍😍|🤌🤌) with LMs"
-    coerced_fsa = control.BoolFSA.from_regex(pattern).coerce(llm, f=b"".join)
-    seed_everything(0)
-    with pytest.warns(RuntimeWarning, match="Common vocabulary"):
-        token_sampler = control.AWRS(llm, coerced_fsa, seed=0)
-    sequences = await token_sampler.smc(n_particles=10, ess_threshold=0.5, max_tokens=30)
-    check_posterior(sequences)
-    assert all(re.fullmatch(pattern, text) for text in sequences.decoded_posterior)
-
-
-@pytest.mark.vllm
-@pytest.mark.embedded
-async def test_its_json_example_gives_a_valid_posterior(control: Any, embedded: AsyncLM) -> None:
-    import jsonschema
-
-    llm = control.PromptedLLM(as_genlm(embedded), eos_byte_strings=[b"<|im_end|>"], temperature=0.8)
-    llm.prompt_ids = llm.model.tokenizer.apply_chat_template(
-        conversation=[
-            {"role": "system", "content": TASK},
-            {"role": "user", "content": json.dumps(PERSON_SCHEMA)},
-            {"role": "assistant", "content": '{"name": "Alice", "age": 30}'},
-            {"role": "user", "content": json.dumps(BOOK_SCHEMA)},
-        ],
-        tokenize=True,
-        add_generation_prompt=True,
-        return_dict=False,  # transformers' default until version 5
-    )
-    coerced_schema = control.JsonSchema(BOOK_SCHEMA).coerce(llm, f=b"".join)
-    seed_everything(0)
-    token_sampler = control.AWRS(llm, coerced_schema, seed=0)
-    sequences = await token_sampler.smc(n_particles=10, ess_threshold=0.5, max_tokens=30)
-    check_posterior(sequences)
-    for text in sequences.decoded_posterior:
-        jsonschema.validate(json.loads(text), BOOK_SCHEMA)
-
-
-def check_posterior(sequences: Any) -> None:
-    assert sequences.decoded_posterior
-    assert math.fsum(sequences.decoded_posterior.values()) == pytest.approx(1.0)
-    assert math.isfinite(sequences.log_ml)
-    assert not np.isnan(sequences.log_weights).any()

@@ -196,18 +196,6 @@ def test_an_update_ends_when_its_engine_is_restarted(lm: AsyncLM, sent: int) -> 
     assert torch.allclose(row(lm), OTHER.row([1]), atol=1e-6)
 
 
-def test_workers_that_met_a_trainer_are_gone_after_a_restart(lm: AsyncLM) -> None:
-    client = WeightSyncClient(lm)
-    client.init_weight_transfer_engine({"port": 1})
-    lm.restart()
-    with pytest.raises(EngineFailed, match="init_weight_transfer_engine again"):
-        client.start_weight_update()
-    assert row(lm).isfinite().all()
-    client.init_weight_transfer_engine({"port": 2})
-    refit(client, OTHER.table)
-    assert lm.weights_version == 1
-
-
 def test_mistakes_are_told(lm: AsyncLM) -> None:
     wrong: Any = "no"
     with pytest.raises(InvalidRequest, match="lm must be an AsyncLM"):

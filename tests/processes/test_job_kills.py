@@ -1,5 +1,5 @@
-"""A job is killed at random moments, twenty times, then finished: each row is there once, whole, and what
-was written is never asked again.
+"""A job is killed at random moments, twenty times, then finished: each row is there once, whole, with the
+text that its seed decides, and what was written is never asked again.
 
 Each run is a child, forked from a process that has imported genrt, so that most of its time is the job's.
 ``GENRT_JOB_KILLS`` says how often it is killed.
@@ -16,9 +16,10 @@ from pathlib import Path
 
 import pytest
 
+import genrt
 from genrt.generation.journal import FORMAT
 from tests.children import ROOT, environment
-from tests.generation.job_cases import lines_of, rows, write_rows
+from tests.generation.job_cases import MODEL, lines_of, rows, write_rows
 
 KILLS = int(os.environ.get("GENRT_JOB_KILLS", "20"))
 ROWS = 400
@@ -97,6 +98,10 @@ def test_a_job_that_is_killed_again_and_again_is_finished(tmp_path: Path) -> Non
     lines = lines_of(tmp_path)  # all whole, each of a row of its own
     assert [line["index"] for line in lines] == list(range(ROWS))
     assert [line["input"] for line in lines] == rows(ROWS)
+    prompts = [f"say {row['text']}" for row in rows(ROWS)]
+    with genrt.load(MODEL, engine="exact") as lm:
+        texts = lm.batch_generate_sync(prompts, max_tokens=6, seed=0)
+    assert [line["text"] for line in lines] == [each.text for each in texts]
     assert all(line["error"] is None for line in lines)
 
     asked = [int(line) for line in (tmp_path / "asked").read_text().split() if line != "run"]
@@ -106,23 +111,3 @@ def test_a_job_that_is_killed_again_and_again_is_finished(tmp_path: Path) -> Non
     assert again <= killed * 2 * CONCURRENCY, f"seed {seed}: {again} rows were asked again"
     assert sorted(tmp_path.glob(".*")) in ([], [tmp_path / ".out.jsonl.lock"])
     assert json.loads((tmp_path / "out.jsonl.job.json").read_bytes())["format"] == FORMAT
-
-
-@pytest.mark.proof
-def test_killed_or_not_the_job_has_the_same_texts(tmp_path: Path) -> None:
-    texts = []
-    for kills in (0, 3):
-        folder = tmp_path / str(kills)
-        folder.mkdir()
-        write_rows(folder / "in.jsonl", rows(60))
-        arguments = [str(folder), str(kills), "4", "1"]
-        subprocess.run(
-            [sys.executable, "-c", PROGRAM, *arguments],
-            check=True,
-            capture_output=True,
-            cwd=ROOT,
-            env=environment(),
-            timeout=300,
-        )
-        texts.append([(line["index"], line["text"]) for line in lines_of(folder)])
-    assert texts[0] == texts[1]

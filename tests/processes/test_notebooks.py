@@ -1,15 +1,16 @@
-"""The notebooks run from top to bottom, in a kernel of their own, and arrive at their results."""
+"""The notebooks run from top to bottom and arrive at their results."""
 
 from __future__ import annotations
 
 import json
 import re
-from functools import cache
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import pytest
+from jupyter_client.manager import KernelManager
 from nbclient import NotebookClient
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,16 +21,28 @@ def stored(name: str) -> Any:
     return nbformat.read(ROOT / "notebooks" / name, as_version=4)
 
 
-@cache
-def executed(name: str) -> Any:
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[KernelManager]:
+    """One kernel, in which all notebooks run one after the other: importing vLLM takes its time."""
+    manager = KernelManager(kernel_name="python3")
+    yield manager
+    if manager.has_kernel:
+        manager.shutdown_kernel(now=True)
+
+
+RESET = "get_ipython().reset(); get_ipython().execution_count = 1"
+
+
+def executed(kernel: KernelManager, name: str) -> Any:
     """The notebook after a run; a cell that raises is raised here, with its traceback."""
     notebook = stored(name)
-    NotebookClient(
-        notebook,
-        timeout=300,
-        kernel_name="python3",
-        resources={"metadata": {"path": str(ROOT)}},
-    ).execute()
+    resources = {"metadata": {"path": str(ROOT)}}
+    client = NotebookClient(notebook, km=kernel, timeout=300, resources=resources)
+    with client.setup_kernel():
+        client.kc.execute(RESET, store_history=False, reply=True, timeout=60)
+        for place, cell in enumerate(notebook.cells):
+            client.execute_cell(cell, place)
+        client.kc.stop_channels()
     return notebook
 
 
@@ -42,10 +55,6 @@ def printed(notebook: Any) -> str:
         for output in cell.outputs
         if output.output_type == "stream" and output.name == "stdout"
     )
-
-
-def test_there_are_notebooks() -> None:
-    assert "first_smc.ipynb" in NOTEBOOKS
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
@@ -65,23 +74,7 @@ def test_a_notebook_is_committed_with_its_outputs_and_nothing_of_the_machine(nam
     assert not re.search(r"/(home|root|tmp|usr|opt|work|Users)\b", nbformat.writes(notebook))
 
 
-@pytest.mark.proof
-@pytest.mark.vllm
-@pytest.mark.embedded
-@pytest.mark.parametrize("name", NOTEBOOKS)
-def test_a_notebook_runs(name: str) -> None:
-    notebook = executed(name)
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
-    errors = [o for cell in code for o in cell.outputs if o.output_type == "error"]
-    assert errors == []
-
-
-@pytest.mark.proof
-@pytest.mark.vllm
-@pytest.mark.embedded
-def test_the_first_notebook_arrives_at_its_result() -> None:
-    text = printed(executed("first_smc.ipynb"))
+def first_smc(text: str) -> None:
     assert re.search(r"0\.7\d\d  ' Paris'", text)
     assert "100 answers: 5 rows, 1 engine step" in text
     exact, estimate, _ = map(
@@ -94,11 +87,8 @@ def test_the_first_notebook_arrives_at_its_result() -> None:
     assert abs(mean - exact) < 5 * error
 
 
-@pytest.mark.proof
-@pytest.mark.vllm
-@pytest.mark.embedded
-def test_the_notebook_on_constraints_shows_the_bias_and_repairs_it() -> None:
-    text = printed(executed("constraints.ipynb"))
+def constraints(text: str) -> None:
+    """Masks alone are biased; weights repair it."""
     [(exact, smc, importance, masked)] = re.findall(
         r"^ Shakespeare\.\s+(\S+)\s+(\S+)\s+(\S+) \|\s+(\S+)$", text, re.M
     )
@@ -114,39 +104,24 @@ def test_the_notebook_on_constraints_shows_the_bias_and_repairs_it() -> None:
     assert int(calls.replace(",", "")) < 100 * int(drawn)
 
 
-@pytest.mark.proof
-@pytest.mark.vllm
-@pytest.mark.embedded
-def test_the_notebook_on_samplers_finds_the_bug_and_nothing_else() -> None:
-    text = printed(executed("your_own_sampler.ipynb"))
+def your_own_sampler(text: str) -> None:
+    """The bug is found, and nothing else."""
     assert text.count("the estimates are biased") == 1
     assert len(re.findall("^passed$", text, re.M)) == 2
 
 
-@pytest.mark.proof
-@pytest.mark.vllm
-@pytest.mark.embedded
-def test_the_notebook_on_twists_shows_what_one_is_worth() -> None:
-    text = printed(executed("twist_and_critic.ipynb"))
+def twist_and_critic(text: str) -> None:
     means = dict(re.findall(r"^(with\S*) the twist +log of the mean +(\S+)", text, re.M))
     assert float(means["with"]) > float(means["without"]) + 1
     assert re.search("mother tongue is Hindi +India ", text)
 
 
-@pytest.mark.proof
-@pytest.mark.vllm
-@pytest.mark.embedded
-def test_the_notebook_on_adapters_mixes_them_in_a_step() -> None:
-    text = printed(executed("adapters.ipynb"))
+def adapters(text: str) -> None:
     assert "3 rows in 1 engine step" in text
     assert text.endswith("('kitchen',)\n")
 
 
-@pytest.mark.proof
-@pytest.mark.vllm
-@pytest.mark.embedded
-def test_the_notebook_on_tuning_counts_what_it_says() -> None:
-    text = printed(executed("tuning.ipynb"))
+def tuning(text: str) -> None:
     steps = dict(re.findall(r"^(\w.*?)  +\d+ asked.* (\d+) steps", text, re.M))
     assert (steps["one_by_one"], steps["together"], steps["as_one_question"]) == ("32", "1", "1")
     assert int(steps["64 particles"]) > int(steps["32 particles"])
@@ -154,32 +129,24 @@ def test_the_notebook_on_tuning_counts_what_it_says() -> None:
     assert int(tokens["changed in front"]) > 2 * int(tokens["growing at the end"])
 
 
-@pytest.mark.proof
-@pytest.mark.vllm
-@pytest.mark.embedded
-def test_the_notebook_on_texts_tells_inference_from_structured_generation() -> None:
-    text = printed(executed("generation.ipynb"))
+def generation(text: str) -> None:
+    """Inference and structured generation differ."""
     smc, choice = map(float, re.findall(r"SMC (0\.\d+), choice (0\.\d+)", text)[0])
     assert smc < 0.15 < 0.5 < choice
     assert re.search(r"^Egypt +Cairo$", text, re.M)
     assert "complete (" in text
 
 
-@pytest.mark.proof
-@pytest.mark.vllm
-@pytest.mark.embedded
-@pytest.mark.promise(number=36)
-def test_the_notebook_on_populations_draws_the_same_in_both_ways() -> None:
-    text = printed(executed("populations.ipynb"))
+def populations(text: str) -> None:
+    """Populations and coroutines draw the same."""
     assert re.search("^the same texts: +True$", text, re.M)
     assert re.search("^the same weights: True$", text, re.M)
     ways = re.findall(r"(\d+) questions, \d+ engine steps", text)
     assert int(ways[0]) == int(ways[1]) > 64 * 4
 
 
-@pytest.mark.proof
-def test_the_notebook_on_policy_gradients_estimates_the_true_one() -> None:
-    text = printed(executed("policy_gradient.ipynb"))
+def policy_gradient(text: str) -> None:
+    """Estimates are those of the true gradient."""
     # Fixed seeds; the largest of 20 entries, by a variance of 32 batches.
     [farthest] = re.findall(r"the farthest is (\S+) standard errors off", text)
     assert float(farthest) < 4.5
@@ -192,3 +159,28 @@ def test_the_notebook_on_policy_gradients_estimates_the_true_one() -> None:
     assert exactly[0] < 0.25
     assert exactly[-1] > 0.9
     assert float(re.findall(r"mean cosine (\S+)", text)[0]) > 0.8
+
+
+RESULTS = {
+    f"{check.__name__}.ipynb": check
+    for check in (
+        first_smc, constraints, your_own_sampler, twist_and_critic, adapters, tuning, generation,
+        populations, policy_gradient,
+    )
+}  # fmt: skip
+
+
+def test_every_notebook_has_a_result() -> None:
+    assert sorted(RESULTS) == NOTEBOOKS
+
+
+@pytest.mark.proof
+@pytest.mark.vllm
+@pytest.mark.embedded
+@pytest.mark.promise(number=36)
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_notebook_runs_and_arrives_at_its_result(kernel: KernelManager, name: str) -> None:
+    notebook = executed(kernel, name)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    RESULTS[name](printed(notebook))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import random
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from hypothesis import assume, event, given, reject, settings
 from hypothesis import strategies as st
 
 import genrt
+from benchmarks.structures import drawn_schema
 from genrt.engines.completions import CompletionState
 from genrt.engines.exact import NGram
 from genrt.errors import InvalidRequest
@@ -26,7 +28,6 @@ from genrt.structures.guides import Guides
 from genrt.testing import assert_samples_from
 from genrt.tokens.sampling import truncate
 from genrt.tokens.spellings import Spellings
-from tests.constraints.test_schemas import inner
 
 EOS = 5
 MODEL = NGram.random([b"a", b"b", b" c", b"d", b"ab", b""], order=1, seed=7, eos_token_id=EOS)
@@ -401,26 +402,6 @@ def test_log_probabilities_are_those_of_the_law_where_they_are_asked_for(
             assert math.exp(logprob) == pytest.approx(expected.get(other, 0.0), abs=1e-5)
 
 
-STRUCTURES: list[Form] = [
-    Form({"regex": "a(b|d)?"}, frozenset(["a", "ab", "ad"])),
-    Form({"choice": ["a", "ab", "abd", " c"]}, frozenset(["a", "ab", "abd", " c"])),
-    Form(
-        {"grammar": 'root ::= "a" root "b" | "d"'},
-        frozenset("a" * n + "d" + "b" * n for n in range(9)),
-    ),
-    Form({"grammar": 'start: "a" /[bd]/ " c"'}, frozenset(["ab c", "ad c"])),
-]
-
-
-@pytest.mark.parametrize("form", STRUCTURES, ids=lambda form: str(form.option))
-def test_structured_texts_are_drawn_from_their_law(lm: AsyncLM, form: Form) -> None:
-    options: dict[str, Any] = {"max_tokens": 6, "temperature": 0.8}
-    expected = enumerated(MODEL, [0, 1], options, form)
-    drawn = lm.batch_generate_sync([[0, 1]] * 3000, seed=3, **options, **form.option)
-    assert_samples_from([each.token_ids for each in drawn], expected)
-    assert all(each.truncated or each.text in form.language for each in drawn)
-
-
 # -- JSON ------------------------------------------------------------------------------------------
 
 
@@ -474,12 +455,11 @@ def test_any_whitespace_may_stand_between_the_parts_of_a_json_text(typist: Async
 
 
 @settings(deadline=None, max_examples=200)
-@given(schema=inner, seed=st.integers(0, 2**40))
+@given(seed=st.integers(0, 2**40))
 def test_texts_of_a_drawn_schema_validate_unless_they_are_truncated(
-    typist: AsyncLM, schema: Any, seed: int
+    typist: AsyncLM, seed: int
 ) -> None:
-    defined: dict[str, Any] = {"$defs": {"n": {"enum": [1, "a"]}, "m": {"type": "null"}}}
-    rules = defined | (schema if isinstance(schema, dict) else {"allOf": [schema]})
+    rules, _ = drawn_schema(random.Random(seed))
     options: dict[str, Any] = {"max_tokens": 100, "logit_bias": {LETTERS.index(b" "): -9.0}}
     try:
         completion = typist.generate_sync([3], json_schema=rules, seed=seed, **options)

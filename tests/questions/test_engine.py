@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,62 +19,32 @@ from genrt.questions.rows import LogprobsRequest
 
 ROW = LogprobsRequest((1, 2))
 
-FIELDS: list[tuple[Callable[..., Any], Mapping[str, Any], Mapping[str, Any]]] = [
-    (Adapter, {"name": "a", "version": 1}, {"name": "b", "version": 2}),
+ADAPTER = Adapter("a", 1)
+OPTIONS = {"temperature": 0.5, "top_p": 0.5, "top_k": 7, "min_p": 0.5, "seed": 8, "nonce": 9}
+FIELDS: list[tuple[Callable[..., Any], Mapping[str, Any]]] = [
+    (partial(Adapter, name="a", version=1), {"name": "b", "version": 2}),
+    (partial(LogprobsRequest, token_ids=(1, 2)), {"token_ids": (1, 3), "adapter": ADAPTER}),
     (
-        LogprobsRequest,
-        {"token_ids": (1, 2), "adapter": None},
-        {"token_ids": (1, 3), "adapter": Adapter("a", 1)},
+        partial(SampleRequest, token_ids=(1, 2), max_tokens=3),
+        {"token_ids": (2, 1), "max_tokens": 4, "adapter": ADAPTER}
+        | {"stop_token_ids": frozenset({5}), **OPTIONS},
     ),
+    (DrawToken, {"mask": b"\3\0\0\0", "temperature": 0.5, "seed": 8, "nonce": 9}),
+    (partial(TopTokens, k=1), {"k": 2}),
+    (partial(Candidates, token_ids=(1, 2)), {"token_ids": (2, 1), "temperature": 2.0}),
     (
-        SampleRequest,
-        {
-            "token_ids": (1, 2),
-            "max_tokens": 3,
-            "stop_token_ids": frozenset(),
-            "temperature": 1.0,
-            "top_p": 1.0,
-            "top_k": 0,
-            "min_p": 0.0,
-            "seed": None,
-            "adapter": None,
-            "nonce": None,
-        },
-        {
-            "token_ids": (2, 1),
-            "max_tokens": 4,
-            "stop_token_ids": frozenset({5}),
-            "temperature": 0.5,
-            "top_p": 0.5,
-            "top_k": 7,
-            "min_p": 0.5,
-            "seed": 8,
-            "adapter": Adapter("a", 1),
-            "nonce": 9,
-        },
-    ),
-    (
-        DrawToken,
-        {"mask": None, "temperature": 1.0, "seed": None, "nonce": None},
-        {"mask": b"\3\0\0\0", "temperature": 0.5, "seed": 8, "nonce": 9},
-    ),
-    (TopTokens, {"k": 1}, {"k": 2}),
-    (Candidates, {"token_ids": (1, 2)}, {"token_ids": (2, 1)}),
-    (
-        ReadRequest,
-        {"row": ROW, "wanted": HostRow()},
-        {"row": LogprobsRequest((1, 2), Adapter("a", 1)), "wanted": TopTokens(1)},
+        partial(ReadRequest, row=ROW, wanted=HostRow()),
+        {"row": LogprobsRequest((1, 2), ADAPTER), "wanted": TopTokens(1)},
     ),
 ]
 
 
-@pytest.mark.parametrize(("make", "one", "other"), FIELDS)
+@pytest.mark.parametrize(("make", "others"), FIELDS)
 def test_every_part_of_a_question_is_part_of_its_key(
-    make: Callable[..., Any], one: Mapping[str, Any], other: Mapping[str, Any]
+    make: Callable[..., Any], others: Mapping[str, Any]
 ) -> None:
-    questions = [make(**one), *(make(**{**one, name: other[name]}) for name in one)]
-    assert make(**one) == questions[0]
-    assert hash(make(**one)) == hash(questions[0])
+    questions = [make(), *(make(**{name: other}) for name, other in others.items())]
+    assert (make(), hash(make())) == (questions[0], hash(questions[0]))
     assert len(set(questions)) == len(questions)
     for number, question in enumerate(questions):
         assert [number] == [at for at, each in enumerate(questions) if each == question]

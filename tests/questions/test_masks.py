@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genrt.errors import InvalidRequest
-from genrt.questions.masks import check_masks, packed_mask, packed_masks
+from genrt.questions.masks import packed_mask, packed_masks
 
 V = 41  # no multiple of 32, nor of 8
 
@@ -93,6 +93,7 @@ FLAG_FORMS: list[Callable[[list[int]], Any]] = [
 
 
 @pytest.mark.parametrize("form", FLAG_FORMS)
+@settings(max_examples=10)
 @given(flags=st.lists(st.integers(0, 1), min_size=V, max_size=V))
 def test_flags_for_each_token_are_refused_and_what_to_give_is_said(
     form: Callable[[list[int]], Any], flags: list[int]
@@ -101,13 +102,6 @@ def test_flags_for_each_token_are_refused_and_what_to_give_is_said(
     advice = r"give bool \[41\], packed int32 \[2\], or token ids as a list or int64"
     with pytest.raises(InvalidRequest, match=advice):
         packed_mask(form(flags), V)
-
-
-@pytest.mark.parametrize("length", [4, 256, 500, 1000])
-def test_flags_for_a_vocabulary_of_another_length_are_refused(length: int) -> None:
-    """A tokenizer's vocabulary is often shorter than the model's, and a guess shorter still."""
-    with pytest.raises(InvalidRequest, match=f"{length} entries, all of them 0 or 1"):
-        packed_mask([0, 1] * (length // 2), 512)
 
 
 @given(st.permutations(range(9)), st.lists(st.integers(0, 8), max_size=20))
@@ -140,55 +134,31 @@ class State:
 
 BITS = torch.ones(V, dtype=torch.bool)
 FLOATS = torch.ones(V)
+METAS = [(V, torch.bool), (2, torch.int32), (3, torch.int64)]
 WRONG: list[tuple[Any, str]] = [
     (BITS.to_sparse(), r"torch.sparse_coo; give a dense one"),
-    (torch.ones(2, dtype=torch.int32).to_sparse(), "torch.sparse_coo; give a dense one"),
-    (torch.arange(3).to_sparse(), "torch.sparse_coo; give a dense one"),
     (torch.nested.nested_tensor([BITS], layout=torch.jagged), "bool of shape"),
-    (torch.ones(V, dtype=torch.bool, device="meta"), "holds no numbers"),
-    (torch.ones(2, dtype=torch.int32, device="meta"), "holds no numbers"),
-    (torch.ones(3, dtype=torch.int64, device="meta"), "holds no numbers"),
+    *((torch.ones(n, dtype=kind, device="meta"), "holds no numbers") for n, kind in METAS),
     (FLOATS, r"mask is torch.float32 \[41\].*of numbers that say.*mask != 0"),
-    (FLOATS.requires_grad_(), "mask is torch.float32"),
-    (FLOATS.to(torch.complex64), "mask is torch.complex64"),
     (BITS[None], r"bool of shape \[1, 41\]"),
     (BITS[:-1], r"bool of shape \[40\]"),
-    (BITS[0], r"bool of shape \[\]"),
     (torch.zeros(V, dtype=torch.int32), r"packed int32 of shape \[41\]"),
-    (torch.tensor(1, dtype=torch.int32), r"packed int32 of shape \[\]"),
     (torch.tensor(3), r"flat.*shape \[\]"),
     (torch.arange(3)[:, None], r"flat.*shape \[3, 1\]: give one row"),
     (torch.tensor([V]), "from 0 to 40"),
     (torch.tensor([-1]), "from 0 to 40"),
     (np.array([True] * V, dtype=object), "mask is object"),
-    (np.array(["1"] * V), "mask is <U1"),
-    (np.array([b"1"] * V), r"mask is \|S1"),
     (np.zeros(V, dtype=[("a", "?")]), "mask is"),
-    (np.zeros(V, dtype="m8[s]"), "mask is timedelta64"),
-    (masked(np.ones(V, np.bool_), mask=[True] * V), "masked array"),
-    (masked(np.ones(2, np.int32)), "masked array"),
-    (masked(np.arange(3)), "masked array"),
+    *((masked(values), "masked array") for values in (np.ones(V, np.bool_), np.arange(3))),
     (np.packbits(np.ones(V, np.bool_)), r"mask is uint8 \[6\]"),
     (words_of(np.ones(V, np.bool_)).view(np.uint32), r"mask is uint32 \[2\]"),
     (np.bool_(True), "got bool"),
-    (True, "got bool"),
-    (3, "got int"),
-    (None.__class__, "got type"),
     ("text", r"got str; for text, give lm.encode\(text\)"),
-    (b"\1" * V, "got bytes"),
-    (bytearray(V), "got bytearray"),
-    (memoryview(b"\1" * V), "got memoryview"),
-    ({1: 2}, "got dict"),
-    (iter([1]), "got list_iterator"),
-    ([True] * V, "sequence of bool"),
-    ([True, 3], "sequence of bool"),
-    ({True}, "sequence of bool"),
-    ([np.True_] * V, "sequence of bool"),
-    ([torch.tensor(True)] * V, "sequence of bool"),
-    (list(BITS), "sequence of bool"),
+    *(
+        (flags, "sequence of bool")
+        for flags in ([True, 3], {True}, [np.True_] * V, [torch.tensor(True)] * V, [*BITS])
+    ),
     ([1.0], "there is a float"),
-    ([None], "there is a NoneType"),
-    ([[1]], "there is a list"),
     (State(), r"mask is a State: give its mask, state.mask\(\)"),
 ]
 
@@ -207,10 +177,8 @@ def test_no_token_may_be_allowed(empty: Any) -> None:
 
 MATRICES: list[Any] = [
     torch.ones(2, V, dtype=torch.bool),
-    np.ones((2, V), np.bool_),
     torch.ones(V, 2, dtype=torch.bool).T,
     np.full((2, 2), -1, np.int32),
-    torch.full((2, 2), -1, dtype=torch.int32),
     np.full((2, 2), -1, ">i4"),
     torch.arange(V).expand(2, V),
     [BITS, range(V)],
@@ -220,44 +188,32 @@ MATRICES: list[Any] = [
 
 @pytest.mark.parametrize("masks", MATRICES)
 def test_a_matrix_or_a_sequence_is_a_mask_for_each_context(masks: Any) -> None:
-    full = packed_mask(BITS, V)
-    for mask in check_masks(masks, 2):
-        assert mask is None or packed_mask(mask, V) == full
+    packed = packed_masks(masks, 2, V)
+    assert packed is not None
+    assert [each.tobytes() for each in packed[1:]] == [packed_mask(BITS, V)]
 
 
 NO_MASKS: list[tuple[Any, str]] = [
     (torch.ones(2, V, dtype=torch.bool).to_sparse(), "masks: the tensor is torch.sparse_coo"),
-    (torch.ones(2, V, dtype=torch.bool, device="meta"), "masks.*holds no numbers"),
-    (masked(np.ones((2, V), np.bool_)), "masks: a masked array"),
     (torch.ones(2, V, dtype=torch.bfloat16), "masks cannot be read"),
-    (BITS, r"masks have shape \[41\]"),
     (torch.ones(1, 2, V, dtype=torch.bool), "masks have shape"),
     (torch.ones(3, V, dtype=torch.bool), "3 masks for 2 contexts"),
+    (torch.ones(2, V), "mask is float32"),
+    (np.array([["a"], ["b"]]), "mask is <U1"),
     ([BITS], "1 masks for 2 contexts"),
+    ([BITS, [True]], "sequence of bool"),
     ((mask for mask in [BITS, BITS]), "got generator"),
-    ({1, 2}, "got set"),
     ({0: BITS, 1: BITS}, "got dict"),
-    ("ab", "got str"),
-    (b"ab", "got bytes"),
-    (bytearray(2), "got bytearray"),
-    (3, "got int"),
 ]
 
 
 @pytest.mark.parametrize(("masks", "message"), NO_MASKS)
 def test_what_is_no_sequence_of_masks_is_refused(masks: Any, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
-        check_masks(masks, 2)
+        packed_masks(masks, 2, V)
 
 
-@pytest.mark.parametrize("row", [[0, 1, 0], [1.0] * V, ["a"]])
-def test_each_mask_of_a_batch_is_checked_as_one_alone(row: Any) -> None:
-    masks: Any = np.array([row, row])
-    [first, _] = check_masks(masks, 2)
-    with pytest.raises(InvalidRequest, match="mask"):
-        packed_mask(first, 3)  # type: ignore[arg-type]
-
-
+@settings(max_examples=50)
 @given(st.integers(1, 100), st.integers(0, 5), st.randoms(use_true_random=False))
 def test_masks_of_many_are_packed_as_each_of_them(
     vocab_size: int, count: int, chance: random.Random
@@ -280,7 +236,3 @@ def test_masks_of_many_are_packed_as_each_of_them(
             assert [row.tobytes() for row in packed] == each
     assert packed_masks(None, count, vocab_size) is None
     assert packed_masks([None] * count, count, vocab_size) is None
-    with pytest.raises(InvalidRequest):
-        packed_masks(torch.ones(count + 1, vocab_size).bool(), count, vocab_size)
-    with pytest.raises(InvalidRequest):
-        packed_masks(torch.ones(2, vocab_size), 2, vocab_size)

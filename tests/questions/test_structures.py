@@ -229,22 +229,6 @@ def test_what_is_kept_compiled_is_bounded(lm: AsyncLM, monkeypatch: pytest.Monke
     assert len(compiled) == 1
 
 
-def test_a_stop_token_ends_a_structured_text_only_where_it_is_complete(lm: AsyncLM) -> None:
-    b = BYTES.index(b"b")
-    texts = lm.batch_generate_sync(
-        [[1]] * 30, regex="a(b|c)*", stop_token_ids=[b], max_tokens=40, seed=1
-    )
-    for each in texts:
-        assert each.truncated or re.fullmatch("ac*", each.text)
-    assert {each.stop_reason for each in texts} == {None, b}
-
-
-def test_after_an_end_token_that_is_ignored_anything_follows(lm: AsyncLM) -> None:
-    found = lm.generate_sync([1], regex="ab", ignore_eos=True, max_tokens=9, seed=1)
-    assert found.token_ids[:3] == (BYTES.index(b"a"), BYTES.index(b"b"), EOS)
-    assert len(found.token_ids) == 9
-
-
 def test_logprobs_of_a_structured_text_are_within_the_structure(lm: AsyncLM) -> None:
     found = lm.generate_sync(
         [1], regex="[a-c]{4}", max_tokens=9, seed=1, logprobs=3, temperature=2.0

@@ -25,7 +25,6 @@ from genrt.errors import (
 )
 from genrt.lm import AsyncLM
 from genrt.questions.contexts import Adapter
-from genrt.questions.reads import prefix_request
 from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.answers import MAX_PREFIXES
 from tests.scripted import PATIENCE_SECONDS, Gate, ScriptedEngine, logprobs, passes
@@ -399,10 +398,3 @@ def test_a_text_or_a_conversation_is_what_all_that_begin_with_it_share() -> None
             lm.warm_up_sync([1] * (lm.max_model_len + 1))
         with pytest.raises(TypeError, match="unexpected"):
             lm.warm_up_sync([1], device="cpu")  # type: ignore[call-arg]
-
-
-def test_equal_contexts_make_equal_requests_to_keep_them() -> None:
-    with genrt.load(NGram.random(7), engine="exact") as lm:
-        request = prefix_request(lm._limits, [1, 2], None)
-        assert request == prefix_request(lm._limits, (1, 2), None)
-        assert request.row == logprobs(1, 2)

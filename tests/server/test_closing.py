@@ -5,21 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
-import re
-import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
 
 import genrt
 from genrt.engines.exact import ExactEngine, NGram
-from genrt.server import Server, serving
+from genrt.server import serving
+from tests.server.raw import connected, post, rest_of
 from tests.waiting import until
 
 pytestmark = pytest.mark.promise(number=35)
@@ -31,23 +25,6 @@ INFER = {"prompt": [1], "particles": 4, "max_tokens": 60, "stream": True, "seed"
 def lm() -> Iterator[genrt.AsyncLM]:
     with genrt.load(engine=lambda: ExactEngine(NGram.random(11, seed=1), max_model_len=64)) as lm:
         yield lm
-
-
-def connected(server: Server) -> socket.socket:
-    host, port = str(server.url).removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=20)
-
-
-def post(path: str, body: bytes, *, length: int | None = None) -> bytes:
-    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-    return (head + f"content-length: {length or len(body)}\r\n\r\n").encode() + body
-
-
-def rest_of(connection: socket.socket) -> bytes:
-    found = b""
-    while part := connection.recv(65536):
-        found += part
-    return found
 
 
 def errors_in(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
@@ -136,34 +113,3 @@ async def test_half_a_head_and_an_idle_connection_end_with_the_server(
             assert server._thread is not None
             assert not server._thread.is_alive()
     assert errors_in(caplog) == []
-
-
-@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGINT])
-def test_genrt_serve_ends_its_streams_and_logs_nothing(llama: Path, end: signal.Signals) -> None:
-    command = [sys.executable, "-m", "genrt", "serve", str(llama), "--engine", "transformers"]
-    command += ["--port", "0", "--shutdown-seconds", "0.01"]
-    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    ) as process:
-        try:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            found = re.search(r"http://127\.0\.0\.1:\d+", line)
-            assert found, line + process.communicate()[1]
-            asked = INFER | {"particles": 64, "max_tokens": 400}
-            with httpx.stream("POST", f"{found[0]}/v1/infer", json=asked, timeout=60) as stream:
-                lines = stream.iter_lines()
-                while next(lines) != "event: step":
-                    pass
-                process.send_signal(end)
-                last = [each for each in lines if each]
-            output, errors = process.communicate(timeout=60)
-        finally:
-            process.kill()
-    assert last[-2] == "event: error"
-    assert '"code": 503' in last[-1]
-    assert (process.returncode, output) == (0, "genrt: closing\n")
-    logged = [each for each in errors.splitlines() if each and "Loading weights" not in each]
-    logged = [each for each in logged if " on engine " not in each]  # where the machine is slow
-    assert logged == [f"genrt: loading {llama}"]

@@ -1,9 +1,9 @@
-"""Two hundred streams at once by clients that others use, a third of which leave, beside a sampler."""
+"""Two hundred streams at once of OpenAI's client, a third of which leave, beside a sampler."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,12 +13,7 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("openai")
 
-import aiohttp
 import openai
-from vllm.benchmarks.lib.endpoint_request_func import (
-    RequestFuncInput,
-    async_request_openai_completions,
-)
 
 import genrt
 from genrt.engines.vllm.engine import VLLMEngine
@@ -77,40 +72,6 @@ async def sampled(lm: AsyncLM) -> Result:
     return await SMC(model, num_particles=16, resample_when=1.0).run(seed=3)
 
 
-@pytest.fixture
-async def beside(lm: AsyncLM, server: Server) -> AsyncIterator[Callable[[], Awaitable[None]]]:
-    """Runs a sampler beside whatever the test does, and looks at what is left of all of it."""
-    alone = await sampled(lm)
-    free = await asyncio.to_thread(free_blocks, lm)
-    before = lm.statistics()
-    sampler: asyncio.Task[Result] | None = None
-
-    async def begin() -> None:
-        nonlocal sampler
-        await until(lambda: lm.statistics().batcher.in_flight >= STREAMS // 2, lm)
-        sampler = asyncio.create_task(sampled(lm))
-
-    yield begin
-    assert sampler is not None
-    found = await sampler
-    assert found.values == alone.values
-    np.testing.assert_allclose(found.log_weights, alone.log_weights, atol=1e-3)
-    assert found.log_evidence == pytest.approx(alone.log_evidence, abs=1e-3)
-    gate = server.gate
-    assert gate is not None
-    await until(lambda: not gate.serving, lm)
-    assert gate.held_bytes == 0
-    await until(lambda: not lm.statistics().batcher.in_flight, lm)
-    done = lm.statistics().since(before)
-    assert (done.batcher.queued, done.batcher.waiting, done.batcher.failed) == (0, 0, 0)
-    assert done.batcher.cancelled == len(LEAVING)
-    engine = cast("VLLMEngine", lm._thread.engine)
-    assert not engine._in_progress
-    assert not lm._thread.batcher.streams.by_loop
-    assert (len(engine._texts), engine._texts.running, engine._texts._streamed) == (0, 0, {})
-    assert await asyncio.to_thread(free_blocks, lm) == free
-
-
 def free_blocks(lm: AsyncLM) -> int:
     """How many KV blocks nobody holds, once residents are forgotten."""
 
@@ -124,9 +85,7 @@ def free_blocks(lm: AsyncLM) -> int:
     return lm._thread.call(count).result()
 
 
-async def test_openais_client(
-    server: Server, texts: list[str], beside: Callable[[], Awaitable[None]]
-) -> None:
+async def test_openais_client(lm: AsyncLM, server: Server, texts: list[str]) -> None:
     async def read(number: int) -> str:
         text, tokens = "", 0
         stream = await client.completions.create(
@@ -146,53 +105,40 @@ async def test_openais_client(
                     break
         return text
 
+    alone = await sampled(lm)
+    free = await asyncio.to_thread(free_blocks, lm)
+    before = lm.statistics()
     async with openai.AsyncOpenAI(
         base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120
     ) as client:
+        whole: Any = {"model": "tiny", "prompt": "a", "max_tokens": ON_AND_ON}
+        gone = asyncio.create_task(client.completions.create(**whole))
+        await until(lambda: lm.statistics().batcher.in_flight, lm)
+        gone.cancel()
         reading = [asyncio.create_task(read(number)) for number in range(STREAMS)]
-        await beside()
-        found = await asyncio.gather(*reading)
-    for number, text in enumerate(found):
+        await until(lambda: lm.statistics().batcher.in_flight >= STREAMS // 2, lm)
+        found = await sampled(lm)
+        told = await asyncio.gather(*reading)
+    for number, text in enumerate(told):
         if number in LEAVING:
             assert texts[number].startswith(text)
             assert len(text) < len(texts[number])
         else:
             assert text == texts[number]
-
-
-async def test_vllms_bench_client(
-    lm: AsyncLM,
-    server: Server,
-    texts: list[str],
-    beside: Callable[[], Awaitable[None]],
-) -> None:
-    before = lm.statistics()
-    asked = [
-        RequestFuncInput(
-            prompt=prompt,
-            api_url=f"{server.url}/v1/completions",
-            prompt_len=len(prompt),
-            output_len=ASKED[number],
-            model="tiny",
-            ignore_eos=True,
-            extra_body={"seed": number, "temperature": 1.0},
-        )
-        for number, prompt in enumerate(PROMPTS)
-    ]
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        reading = [
-            asyncio.create_task(async_request_openai_completions(each, session)) for each in asked
-        ]
-        await beside()
-        drawn = STREAMS * LEAVE_AFTER
-        await until(lambda: lm.statistics().since(before).engine.sampled_tokens >= drawn, lm)
-        for number in LEAVING:
-            assert reading[number].cancel()
-        found = await asyncio.gather(*reading, return_exceptions=True)
-    for number, output in enumerate(found):
-        if number in LEAVING:
-            assert isinstance(output, asyncio.CancelledError)
-            continue
-        assert not isinstance(output, BaseException)
-        assert output.success, output.error
-        assert (output.generated_text, output.output_tokens) == (texts[number], TOKENS)
+    assert found.values == alone.values
+    np.testing.assert_allclose(found.log_weights, alone.log_weights, atol=1e-3)
+    assert found.log_evidence == pytest.approx(alone.log_evidence, abs=1e-3)
+    gate = server.gate
+    assert gate is not None
+    await until(lambda: not gate.serving, lm)
+    assert gate.held_bytes == 0
+    await until(lambda: not lm.statistics().batcher.in_flight, lm)
+    done = lm.statistics().since(before)
+    assert (done.batcher.queued, done.batcher.waiting, done.batcher.failed) == (0, 0, 0)
+    assert done.batcher.cancelled == len(LEAVING) + 1
+    engine = cast("VLLMEngine", lm._thread.engine)
+    assert not engine._in_progress
+    assert not lm._thread.batcher.streams.by_loop
+    texts_left = engine._texts
+    assert (len(texts_left.waiting), texts_left.running, texts_left._streamed) == (0, 0, {})
+    assert await asyncio.to_thread(free_blocks, lm) == free

@@ -8,6 +8,7 @@ import shutil
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -81,13 +82,21 @@ async def client(server: Server) -> AsyncIterator[openai.AsyncOpenAI]:
 
 
 @pytest.fixture
+async def http(server: Server) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(
+        base_url=str(server.url), headers={"authorization": f"Bearer {KEY}"}, timeout=120
+    ) as http:
+        yield http
+
+
+@pytest.fixture
 def idle(lm: AsyncLM) -> Callable[[], None]:
     """Says that no text is left in the engine; a text that was withdrawn goes at its next turn."""
     engine = cast("VLLMEngine", lm._thread.engine)
 
     def check() -> None:
         until = time.monotonic() + 60
-        while engine._in_progress or engine._texts.running or len(engine._texts):
+        while engine._in_progress or engine._texts.running or engine._texts.waiting:
             assert time.monotonic() < until, "a text that nobody reads is still drawn"
             lm._thread.call(lambda _: None).result()
         assert engine._texts._streamed == {}
@@ -209,30 +218,6 @@ async def test_chats_and_their_streams_are_the_same_text(client: openai.AsyncOpe
     assert all(len(each.top_logprobs) >= 2 for each in choice.logprobs.content)
 
 
-@pytest.mark.parametrize("is_streamed", [False, True])
-async def test_stop_strings_end_a_text_where_they_begin(
-    lm: AsyncLM, client: openai.AsyncOpenAI, is_streamed: bool
-) -> None:
-    own = await lm.generate("Paris is", max_tokens=60, seed=9, ignore_eos=True)
-    stop = own.text[20:23]
-    asked: Any = {
-        "model": "tiny",
-        "prompt": "Paris is",
-        "max_tokens": 60,
-        "seed": 9,
-        "stop": [stop],
-        "extra_body": {"ignore_eos": True},
-    }
-    if is_streamed:
-        parts = [part async for part in await client.completions.create(**asked, stream=True)]
-        text = "".join(part.choices[0].text for part in parts)
-        reason = parts[-1].choices[0].finish_reason
-    else:
-        [choice] = (await client.completions.create(**asked)).choices
-        text, reason = choice.text, choice.finish_reason
-    assert (text, reason) == (own.text[: own.text.index(stop)], "stop")
-
-
 async def test_a_json_schema_is_kept(client: openai.AsyncOpenAI) -> None:
     schema = {
         "type": "object",
@@ -265,10 +250,7 @@ TOOL: Any = {
 }
 
 
-@pytest.mark.parametrize("is_streamed", [False, True])
-async def test_a_tool_is_called_with_what_its_schema_admits(
-    client: openai.AsyncOpenAI, is_streamed: bool
-) -> None:
+async def test_a_tool_is_called_with_what_its_schema_admits(client: openai.AsyncOpenAI) -> None:
     asked: Any = {
         "model": "tiny",
         "messages": ASKED,
@@ -277,29 +259,18 @@ async def test_a_tool_is_called_with_what_its_schema_admits(
         "seed": 2,
         "tool_choice": {"type": "function", "function": {"name": "weather"}},
     }
-    if is_streamed:
-        name = arguments = ""
-        async for part in await client.chat.completions.create(**asked, stream=True):
-            for choice in part.choices:
-                for call in choice.delta.tool_calls or []:
-                    assert call.function is not None
-                    name += call.function.name or ""
-                    arguments += call.function.arguments or ""
-    else:
-        message = (await client.chat.completions.create(**asked)).choices[0].message
-        assert message.tool_calls
-        [call] = cast("list[Any]", message.tool_calls)
-        name, arguments = call.function.name, call.function.arguments
-    assert name == "weather"
+    name = arguments = ""
+    async for part in await client.chat.completions.create(**asked, stream=True):
+        for choice in part.choices:
+            for each in choice.delta.tool_calls or []:
+                assert each.function is not None
+                name += each.function.name or ""
+                arguments += each.function.arguments or ""
+    message = (await client.chat.completions.create(**asked)).choices[0].message
+    [call] = cast("list[Any]", message.tool_calls)
+    assert call.function.name == name == "weather"
+    assert json.loads(call.function.arguments) == json.loads(arguments)
     assert json.loads(arguments)["city"] in ("Paris", "Rome")
-
-
-@pytest.fixture
-async def http(server: Server) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(
-        base_url=str(server.url), headers={"authorization": f"Bearer {KEY}"}, timeout=120
-    ) as http:
-        yield http
 
 
 TURNS: list[Any] = [
@@ -341,73 +312,46 @@ async def test_a_chat_begins_with_the_tokens_that_the_model_drew(
 
 
 @pytest.mark.promise(number=35)
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
-@pytest.mark.parametrize(
-    "prefix", ["5", 5, {"a": 1}, [5, "a"], [5, None], [True], [-1], [10**9], [10**30], [1.5], [[5]]]
-)
-async def test_what_is_no_prefix_of_a_chat_is_refused(
-    http: httpx.AsyncClient, path: str, prefix: object
-) -> None:
-    for asked in (
-        {"messages": TURNS, "required_prefix_token_ids": prefix},
-        {"messages": [TURNS[0] | {"prompt_token_ids": prefix, "generation_token_ids": [5]}]},
-    ):
-        found = await http.post(path, json={"max_tokens": 2} | asked)
-        assert found.status_code == 400, found.text
-
-
-async def test_a_prefix_that_is_not_of_the_chat_or_too_long_is_refused(
-    lm: AsyncLM, http: httpx.AsyncClient
-) -> None:
+async def test_what_is_no_prefix_of_a_chat_is_refused(lm: AsyncLM, http: httpx.AsyncClient) -> None:
+    wrong: list[Any] = ["5", 5, {"a": 1}, [5, "a"], [5, None], [True], [-1], [10**9], [10**30]]
+    for prefix, path in product([*wrong, [1.5], [[5]]], ("/v1/chat/completions", "/tokenize")):
+        marked = TURNS[0] | {"prompt_token_ids": prefix, "generation_token_ids": [5]}
+        for asked in (
+            {"messages": TURNS, "required_prefix_token_ids": prefix},
+            {"messages": [marked]},
+        ):
+            found = await http.post(path, json={"max_tokens": 2} | asked)
+            assert found.status_code == 400, found.text
     end = cast("Any", lm.tokenizer).decode([cast("Any", lm.tokenizer).eos_token_id])
     turns = [TURNS[0], {"role": "assistant", "content": f"a{end}"}, TURNS[2]]
     for messages, prefix, why in (
         (ASKED, [5, 6], "no end token"),
         (turns, [5] * lm.max_model_len, "maximum context length"),
     ):
-        asked = {"messages": messages, "required_prefix_token_ids": prefix, "max_tokens": 2}
-        found = await http.post("/v1/chat/completions", json=asked)
+        chat = {"messages": messages, "required_prefix_token_ids": prefix, "max_tokens": 2}
+        found = await http.post("/v1/chat/completions", json=chat)
         assert found.status_code == 400, found.text
         assert why in found.text
 
 
-@pytest.mark.parametrize("is_streamed", [False, True])
-async def test_a_pause_that_refuses_questions_is_unavailable(
-    lm: AsyncLM, http: httpx.AsyncClient, is_streamed: bool
-) -> None:
-    asked = {"prompt": [5], "max_tokens": 2, "stream": is_streamed}
-    await lm.pause(asked="raise")
-    try:
-        found = await http.post("/v1/completions", json=asked)
-        assert found.status_code == (200 if is_streamed else 503)
-        assert '"code": 503' in found.text or '"code":503' in found.text
-        assert "paused" in found.text
-    finally:
-        lm.resume()
-    assert (await http.post("/v1/completions", json=asked)).status_code == 200
-
-
 async def test_responses_tokens_and_metrics(
-    lm: AsyncLM, server: Server, client: openai.AsyncOpenAI
+    lm: AsyncLM, http: httpx.AsyncClient, client: openai.AsyncOpenAI
 ) -> None:
     found = await client.responses.create(
         model="tiny", input="Paris", max_output_tokens=8, temperature=0
     )
     assert found.status in ("completed", "incomplete")
-    async with httpx.AsyncClient(
-        base_url=str(server.url), headers={"authorization": f"Bearer {KEY}"}, timeout=120
-    ) as http:
-        ids = (await http.post("/tokenize", json={"model": "tiny", "prompt": "Paris is"})).json()
-        assert ids["tokens"] == lm.encode("Paris is")
-        asked = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 4, "temperature": 0.0}}
-        drawn = (await http.post("/inference/v1/generate", json=asked)).json()
-        own = await lm.generate([5, 6], max_tokens=4, temperature=0.0)
-        assert drawn["choices"][0]["token_ids"] == [*own.token_ids]
-        text = (await http.get("/metrics")).text
-        assert "genrt_engine_sampled_tokens_total" in text
-        assert "http_requests_total" in text
-        for path in ("/scale_elastic_ep", "/scale_elastic_ep/", "/start_profile"):
-            assert (await http.post(path)).status_code == 404
+    ids = (await http.post("/tokenize", json={"model": "tiny", "prompt": "Paris is"})).json()
+    assert ids["tokens"] == lm.encode("Paris is")
+    asked = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 4, "temperature": 0.0}}
+    drawn = (await http.post("/inference/v1/generate", json=asked)).json()
+    own = await lm.generate([5, 6], max_tokens=4, temperature=0.0)
+    assert drawn["choices"][0]["token_ids"] == [*own.token_ids]
+    text = (await http.get("/metrics")).text
+    assert "genrt_engine_sampled_tokens_total" in text
+    assert "http_requests_total" in text
+    for path in ("/scale_elastic_ep", "/scale_elastic_ep/", "/start_profile"):
+        assert (await http.post(path)).status_code == 404
 
 
 async def test_what_is_closed_is_closed_under_every_prefix(lm: AsyncLM) -> None:
@@ -444,66 +388,21 @@ WRONG: list[dict[str, Any]] = [
 
 
 @pytest.mark.promise(number=35)
-@pytest.mark.parametrize("wrong", WRONG, ids=str)
-@pytest.mark.parametrize("is_streamed", [False, True])
 async def test_a_wrong_request_is_refused_and_disturbs_nobody(
-    server: Server, client: openai.AsyncOpenAI, wrong: dict[str, Any], is_streamed: bool
+    http: httpx.AsyncClient, client: openai.AsyncOpenAI
 ) -> None:
-    body = {"model": "tiny", "prompt": "Paris", "max_tokens": 4, "stream": is_streamed} | wrong
+    right = {"model": "tiny", "prompt": "Paris", "max_tokens": 4}
     beside: Any = {"model": "tiny", "prompt": "Rome", "max_tokens": 20, "seed": 1}
-    other = asyncio.create_task(client.completions.create(**beside))
-    async with httpx.AsyncClient(
-        base_url=str(server.url), headers={"authorization": f"Bearer {KEY}"}, timeout=120
-    ) as http:
-        found = await http.post("/v1/completions", json=body)
-    assert found.status_code in (200, 400), found.text
-    if (
-        found.status_code == 200
-    ):  # an error after the head of a stream, or an option that is ignored
-        assert is_streamed or "logprob_token_ids" in wrong
-    assert (await other).choices[0].text == (await client.completions.create(**beside)).choices[
-        0
-    ].text
-
-
-@pytest.mark.promise(number=35)
-async def test_clients_that_disconnect_free_their_work_and_the_others_are_right(
-    lm: AsyncLM, server: Server, client: openai.AsyncOpenAI, idle: Callable[[], None]
-) -> None:
-    asked: Any = {"model": "tiny", "max_tokens": 100, "extra_body": {"ignore_eos": True}}
-    expected = [
-        (await lm.generate([5, each], max_tokens=100, seed=each, ignore_eos=True)).text
-        for each in range(24)
-    ]
-
-    async def read(each: int) -> str:
-        text, parts = "", 0
-        stream = await client.completions.create(prompt=[5, each], seed=each, stream=True, **asked)
-        async with stream:
-            async for part in stream:
-                text += part.choices[0].text
-                parts += 1
-                if each % 3 == 0 and parts == 2:
-                    break
-        return text
-
-    particles = asyncio.create_task(lm.batch_next_token_logprobs([[9, each] for each in range(20)]))
-    texts = await asyncio.gather(*map(read, range(24)))
-    for each, text in enumerate(texts):
-        if each % 3:
-            assert text == expected[each]
-        else:
-            assert expected[each].startswith(text)
-    assert (await particles).shape == (20, lm.vocab_size)
-    gone = asyncio.create_task(client.completions.create(prompt="a", **asked))
-    await until(lambda: lm.statistics().batcher.in_flight, lm)
-    gone.cancel()
-    await asyncio.wait((gone,))
-    await asyncio.to_thread(idle)
-    gate = server.gate
-    assert gate is not None
-    await until(lambda: not gate.serving, lm)
-    assert gate.held_bytes == 0
+    expected = (await client.completions.create(**beside)).choices[0].text
+    for wrong in WRONG:
+        other = asyncio.create_task(client.completions.create(**beside))
+        for is_streamed in (False, True):
+            body = right | {"stream": is_streamed} | wrong
+            found = await http.post("/v1/completions", json=body)
+            assert found.status_code in (200, 400), (wrong, found.text)
+            if found.status_code == 200:  # an error after a stream's head, or an ignored option
+                assert is_streamed or "logprob_token_ids" in wrong
+        assert (await other).choices[0].text == expected
 
 
 async def test_a_text_that_is_aborted_ends_with_what_there_is(
@@ -525,44 +424,42 @@ async def test_a_text_that_is_aborted_ends_with_what_there_is(
     await asyncio.to_thread(idle)
 
 
-@pytest.mark.parametrize("kind", [*RequestOutputKind])
-async def test_a_text_that_another_engine_begins_anew_goes_on_where_it_was(
-    lm: AsyncLM, kind: RequestOutputKind
-) -> None:
+async def test_a_text_that_another_engine_begins_anew_goes_on_where_it_was(lm: AsyncLM) -> None:
     """As after a restart: the engine forgets, and the batcher sends what was in flight once more."""
-    client = RuntimeClient(lm)
-    params = SamplingParams(
-        max_tokens=120, ignore_eos=True, output_kind=kind, seed=4, logprobs=1, stop=["\u2603"]
-    )
-    expected = await lm.generate([5, 6], max_tokens=120, ignore_eos=True, seed=4, logprobs=1)
-    text, token_ids, logprobs, again = "", [], 0, 0
-    outputs = client.generate(tokens_input([5, 6]), params, "one")
-    pending = asyncio.ensure_future(anext(outputs))
-    await until(lambda: lm.statistics().engine.requests, lm)
+    options: Any = {"max_tokens": 40, "ignore_eos": True, "seed": 4, "logprobs": 1}
+    expected = await lm.generate([5, 6], **options)
 
     def begin_anew(answering: AnsweringEngine) -> None:
         batcher = lm._thread.batcher
         answering.cancel([*batcher._entries])
         batcher.resume()
 
-    while True:
-        if again < 3:
-            lm._thread.call(begin_anew).result()
-            again += 1
-        try:
-            output = await pending
-        except StopAsyncIteration:
-            break
-        [made] = output.outputs
-        if kind == RequestOutputKind.DELTA:
-            text, logprobs = text + made.text, logprobs + len(made.logprobs)
-            token_ids += made.token_ids
-        else:
-            text, token_ids, logprobs = made.text, [*made.token_ids], len(made.logprobs)
+    client = RuntimeClient(lm)
+    for kind in RequestOutputKind:
+        params = SamplingParams(output_kind=kind, stop=["\u2603"], **options)
+        text, token_ids, logprobs = "", [], 0
+        before = lm.statistics().engine.requests
+        outputs = client.generate(tokens_input([5, 6]), params, "one")
         pending = asyncio.ensure_future(anext(outputs))
-    assert (text, tuple(token_ids)) == (expected.text, expected.token_ids)
-    assert logprobs == len(token_ids)
-    assert again >= 1
+        await until(lambda before=before: lm.statistics().engine.requests > before, lm)  # type: ignore[misc]
+        again = 0
+        while True:
+            if again < 3:
+                lm._thread.call(begin_anew).result()
+                again += 1
+            try:
+                output = await pending
+            except StopAsyncIteration:
+                break
+            [made] = output.outputs
+            if kind == RequestOutputKind.DELTA:
+                text, logprobs = text + made.text, logprobs + len(made.logprobs)
+                token_ids += made.token_ids
+            else:
+                text, token_ids, logprobs = made.text, [*made.token_ids], len(made.logprobs)
+            pending = asyncio.ensure_future(anext(outputs))
+        assert (text, tuple(token_ids)) == (expected.text, expected.token_ids)
+        assert logprobs == len(token_ids)
     client.shutdown()
 
 
@@ -663,28 +560,24 @@ REFUSAL = {
 
 
 async def test_a_body_that_the_front_end_would_be_busy_with_is_refused(
-    client: openai.AsyncOpenAI,
+    http: httpx.AsyncClient,
 ) -> None:
-    async with httpx.AsyncClient(base_url=str(client.base_url), timeout=60) as http:
-        chat, item = "chat/completions", "not an item of a response"
-        given: list[tuple[str, str, list[Any], str]] = [
-            (chat, "messages", [{}] * 5000, "over 4096 members"),
-            (chat, "messages", [1] * 100_000, "over 4096 members"),
-            ("completions", "prompt", [[]] * 20_000, "lists and"),
-            ("responses", "input", [{}] * 4000, item),
-            ("responses", "input", [ASKED[0]] * 100 + [{}], item),
-            ("responses", "input", [{"role": "user", "content": [{}] * 40}], item),
-            ("responses", "input", [{"role": "user", "content": [{}] * 2000}], "over 1000"),
-            ("responses", "input", [REFUSAL], item),
-            ("responses", "input", [REFUSAL | {"content": []}], item),
-        ]
-        headers = {"authorization": f"Bearer {KEY}"}
-        for path, name, members, message in given:
-            body = {"model": "tiny", name: members}
-            found = await http.post(path, json=body, headers=headers)
-            assert found.status_code == 400
-            assert message in found.json()["error"]["message"]
-        asked: dict[str, Any] = {"model": "tiny", "max_output_tokens": 2, "store": False}
-        asked["input"] = [{"role": "user", "content": "a"}] * 40
-        found = await http.post("responses", json=asked, headers=headers)
-        assert found.status_code == 200, found.text
+    chat, item = "chat/completions", "not an item of a response"
+    given: list[tuple[str, str, list[Any], str]] = [
+        (chat, "messages", [{}] * 5000, "over 4096 members"),
+        (chat, "messages", [1] * 100_000, "over 4096 members"),
+        ("completions", "prompt", [[]] * 20_000, "lists and"),
+        ("responses", "input", [{}] * 4000, item),
+        ("responses", "input", [ASKED[0]] * 100 + [{}], item),
+        ("responses", "input", [{"role": "user", "content": [{}] * 40}], item),
+        ("responses", "input", [{"role": "user", "content": [{}] * 2000}], "over 1000"),
+        ("responses", "input", [REFUSAL], item),
+        ("responses", "input", [REFUSAL | {"content": []}], item),
+    ]
+    for path, name, members, message in given:
+        found = await http.post(f"/v1/{path}", json={"model": "tiny", name: members})
+        assert (found.status_code, message in found.text) == (400, True)
+    asked: dict[str, Any] = {"model": "tiny", "max_output_tokens": 2, "store": False}
+    asked["input"] = [{"role": "user", "content": "a"}] * 40
+    found = await http.post("/v1/responses", json=asked)
+    assert found.status_code == 200, found.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -90,32 +92,61 @@ def test_unknown_arguments_end_with_code_2(arguments: list[str]) -> None:
     assert ended.value.code == 2
 
 
-@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGINT])
-def test_a_model_is_served_until_it_is_told_to_end(llama: Path, end: signal.Signals) -> None:
+@contextlib.contextmanager
+def served(llama: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """``genrt serve`` in a process of its own, with a key."""
     command = [sys.executable, "-m", "genrt", "serve", str(llama), "--engine", "transformers"]
-    command += ["--port", "0", "--name", "tiny"]
     environment = os.environ | {"GENRT_API_KEY": KEY, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        [*command, "--port", "0", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
     ) as process:
         try:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            found = re.search(r"http://127\.0\.0\.1:\d+", line)
-            assert found, line + process.communicate()[1]
-            asked = {"prompts": [[5, 6]], "top": 2}
-            path = f"{found[0]}/v1/next_token_logprobs"
-            assert httpx.post(path, json=asked).status_code == 401
-            headers = {"authorization": f"Bearer {KEY}"}
-            answer = httpx.post(path, json=asked, headers=headers, timeout=60)
-            assert len(answer.json()["data"][0]["token_ids"]) == 2
-            process.send_signal(end)
-            output, errors = process.communicate(timeout=60)
+            yield process
         finally:
             process.kill()
+
+
+def address_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    found = re.search(r"http://127\.0\.0\.1:\d+", line)
+    assert found, line + process.communicate()[1]
+    assert KEY not in line
+    return found[0]
+
+
+@pytest.mark.promise(number=35)
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGINT])
+def test_a_model_is_served_until_it_is_told_to_end(llama: Path, end: signal.Signals) -> None:
+    """Its streams end with an error, and nothing is logged."""
+    asked = {"prompt": [1], "particles": 64, "max_tokens": 400, "stream": True, "seed": 1}
+    with (
+        served(llama, "--name", "tiny", "--shutdown-seconds", "0.01") as process,
+        httpx.Client(base_url=address_of(process), timeout=60) as http,
+    ):
+        row = {"prompts": [[5, 6]], "top": 2}
+        assert http.post("/v1/next_token_logprobs", json=row).status_code == 401
+        http.headers = httpx.Headers({"authorization": f"Bearer {KEY}"})
+        answer = http.post("/v1/next_token_logprobs", json=row)
+        assert len(answer.json()["data"][0]["token_ids"]) == 2
+        with http.stream("POST", "/v1/infer", json=asked) as stream:
+            lines = stream.iter_lines()
+            while next(lines) != "event: step":
+                pass
+            process.send_signal(end)
+            last = [each for each in lines if each]
+        output, errors = process.communicate(timeout=60)
+    assert last[-2] == "event: error"
+    assert '"code": 503' in last[-1]
     assert (process.returncode, output) == (0, "genrt: closing\n"), errors
-    assert KEY not in line + output + errors
-    assert "Traceback" not in errors
+    assert KEY not in errors
+    logged = [each for each in errors.splitlines() if each and "Loading weights" not in each]
+    logged = [each for each in logged if " on engine " not in each]  # where the machine is slow
+    assert logged == [f"genrt: loading {llama}"]
 
 
 @pytest.fixture
@@ -166,7 +197,7 @@ def test_an_address_is_taken_before_a_model_is_loaded(
         pass
 
 
-def test_a_missing_extra_is_told_before_a_model_is_loaded(
+def test_a_missing_extra_and_an_empty_key_are_told_before_a_model_is_loaded(
     loaded: list[dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -174,31 +205,19 @@ def test_a_missing_extra_is_told_before_a_model_is_loaded(
     monkeypatch.setitem(sys.modules, "genrt.server.server", None)
     assert main(["serve", "a/model"]) == 1
     assert "pip install 'genrt[serve]'" in capsys.readouterr().err
-    assert loaded == []
-
-
-def test_an_empty_key_in_the_environment_is_refused(
-    loaded: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setenv("GENRT_API_KEY", "")
     assert main(["serve", "a/model"]) != 0
+    assert "api_key is empty" in capsys.readouterr().err
     assert loaded == []
 
 
 def test_a_server_that_still_loads_is_told_to_end(llama: Path) -> None:
-    command = [sys.executable, "-m", "genrt", "serve", str(llama), "--engine", "transformers"]
-    command += ["--port", "0"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            assert process.stderr is not None
-            while "genrt: loading" not in (line := process.stderr.readline()):
-                assert line, "it ended"
-            process.send_signal(signal.SIGTERM)
-            output, errors = process.communicate(timeout=120)
-        finally:
-            process.kill()
+    with served(llama) as process:
+        assert process.stderr is not None
+        while "genrt: loading" not in (line := process.stderr.readline()):
+            assert line, "it ended"
+        process.send_signal(signal.SIGTERM)
+        output, errors = process.communicate(timeout=120)
     assert (process.returncode, output) == (128 + signal.SIGTERM, ""), errors
     assert "Traceback" not in errors
 
@@ -215,20 +234,14 @@ def test_replicas_are_loaded_as_the_arguments_say(loaded: list[dict[str, Any]]) 
 
 @pytest.mark.proof
 def test_a_model_is_served_over_replicas(llama: Path) -> None:
-    command = [sys.executable, "-m", "genrt", "serve", str(llama), "--engine", "transformers"]
-    command += ["--port", "0", "--replicas", "2"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            found = re.search(r"http://127\.0\.0\.1:\d+", line)
-            assert found, line
-            assert "OpenAI" not in line
-            draws = httpx.post(f"{found[0]}/v1/draw", json={"prompts": [[5, 6]]}, timeout=60)
-            assert len(draws.json()["data"]) == 1
-            status = httpx.get(f"{found[0]}/v1/status", timeout=60).json()
-            assert len(status["statistics"]["replicas"]) == 2
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 0
-        finally:
-            process.kill()
+    with (
+        served(llama, "--replicas", "2") as process,
+        httpx.Client(base_url=address_of(process), timeout=60) as http,
+    ):
+        http.headers = httpx.Headers({"authorization": f"Bearer {KEY}"})
+        draws = http.post("/v1/draw", json={"prompts": [[5, 6]]})
+        assert len(draws.json()["data"]) == 1
+        status = http.get("/v1/status").json()
+        assert len(status["statistics"]["replicas"]) == 2
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from genrt.engines.protocol import EngineStatistics, Finished
-from genrt.engines.residency import PIECE, Residents
+from genrt.engines.residency import SHORTEST, Residents
 from genrt.errors import WAS_CLOSED, Closed, EngineDied, GenrtError, NotFinite
 from genrt.questions.completions import Completion, Delta
 from genrt.questions.contexts import TOKEN_BYTES, Adapter
@@ -231,9 +231,9 @@ class CheckedResidents:
         }
         best = max(shared.values(), default=0)
         found = self._residents.nearest(adapter, context)
-        if best < PIECE:
+        if best < SHORTEST:
             if found is not None:
-                raise Violation(f"nearest finds {found}, but nothing shares {PIECE} tokens")
+                raise Violation(f"nearest finds {found}, but nothing shares {SHORTEST} tokens")
             return None
         if found is None or found[1] != min(best, most) or shared.get(found[0], 0) < found[1]:
             raise Violation(f"nearest finds {found}, not the {best} tokens that are shared")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,530 +17,334 @@ from torch import Tensor
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.engines.protocol import Engine, EngineStatistics, Finished
 from genrt.errors import EngineFailed
-from genrt.questions.completions import (
-    Completion,
-    CompletionRequest,
-    Decoding,
-    Delta,
-    SampleRequest,
-)
+from genrt.questions.completions import Completion, CompletionRequest, SampleRequest
 from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request
-from genrt.questions.rows import LogprobsRequest
 from genrt.testing import check_engine
 
 MODEL = NGram.random(16, order=2, seed=3)
+Ends = list[Finished]
 
 
 class Wrapper:
-    """An ExactEngine, to be broken in one place."""
+    """An ExactEngine with one thing changed: what it is asked, or what comes of it.
 
-    def __init__(self) -> None:
+    Args:
+        ask: changes a request on its way to the engine; the answer is told as the original's.
+        answer: changes the results of a step.
+        count: changes the statistics.
+        follow: changes the deltas of ``progress``.
+        others: attributes and methods in place of the engine's.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[[Any], Request] = lambda request: request,
+        answer: Callable[[Ends], Ends] = lambda ends: ends,
+        count: Callable[[EngineStatistics], Any] = lambda counted: counted,
+        follow: Callable[[list[Any]], list[Any]] = lambda deltas: deltas,
+        **others: Any,
+    ) -> None:
         self.inner = ExactEngine(MODEL, max_model_len=64, max_batch_size=8)
+        self.ask, self.answer, self.count, self.follow = ask, answer, count, follow
+        self.sent: dict[Request, Request] = {}
+        self.flush: Sequence[Request] = ()
+        for name, other in others.items():
+            setattr(self, name, other.__get__(self) if callable(other) else other)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-
-class RowsSwapped(Wrapper):
-    def step(self) -> list[Finished]:
-        ends = self.inner.step()
-        rows = [end for end in ends if isinstance(end.result, Tensor)]
-        for end, other in zip(rows, rows[1:] + rows[:1], strict=True):
-            ends[ends.index(end)] = replace(end, result=other.result)
-        return ends
-
-
-class RowsByPositionOfSubmission(Wrapper):
-    """Right in order, wrong when shuffled: rows remembered by place in the flush."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.remembered: dict[int, Any] = {}
-        self.places: dict[Request, int] = {}
-
     def submit(self, requests: Sequence[Request]) -> None:
-        self.places = {request: place for place, request in enumerate(requests)}
-        self.inner.submit(requests)
+        self.flush = requests
+        self.sent |= {request: self.ask(request) for request in requests}
+        self.inner.submit([self.sent[request] for request in requests])
 
-    def step(self) -> list[Finished]:
-        return [
-            replace(end, result=self.remembered.setdefault(self.places[end.request], end.result))
-            if end.request in self.places and isinstance(end.result, Tensor)
-            else end
-            for end in self.inner.step()
-        ]
-
-
-class CancelIgnored(Wrapper):
     def cancel(self, requests: Sequence[Request]) -> None:
-        pass
+        self.inner.cancel([self.sent.get(each, each) for each in requests])
+
+    def step(self) -> Ends:
+        original = {sent: request for request, sent in self.sent.items()}
+        ends = [replace(end, request=original[end.request]) for end in self.inner.step()]
+        return self.answer(ends)
+
+    def statistics(self) -> Any:
+        return self.count(self.inner.statistics())
+
+    def progress(self, streamed: Sequence[Any]) -> list[Any]:
+        return self.follow(list(self.inner.progress(streamed)))
 
 
-class CancelTakesABystander(Wrapper):
-    def cancel(self, requests: Sequence[Request]) -> None:
-        self.inner.cancel(requests)
-        if requests:
-            self.inner.cancel([LogprobsRequest(each.token_ids) for each in requests])
-            self.inner.cancel(list(self.inner._in_progress)[:1])
+fresh = itertools.count(1)
 
 
-class SharedStorage(Wrapper):
-    def step(self) -> list[Finished]:
-        ends = self.inner.step()
+def sample(**changed: Any) -> dict[str, Any]:
+    """Samples with these arguments instead of their own."""
+
+    def ask(request: Request) -> Request:
+        if not isinstance(request, SampleRequest):
+            return request
+        made = {name: of(request) if callable(of) else of for name, of in changed.items()}
+        return replace(request, **{"nonce": next(fresh)} | made)
+
+    return {"ask": ask}
+
+
+def text(**changed: Any) -> dict[str, Any]:
+    """Completions with these options instead of their own."""
+
+    def ask(request: Request) -> Request:
+        if not isinstance(request, CompletionRequest):
+            return request
+        return replace(request, decoding=replace(request.decoding, **changed))
+
+    return {"ask": ask}
+
+
+def rows(change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """Every row passed through a function."""
+
+    def answer(ends: Ends) -> Ends:
         return [
-            replace(end, result=ends[0].result) if isinstance(end.result, Tensor) else end
+            replace(end, result=change(end.result)) if isinstance(end.result, Tensor) else end
             for end in ends
         ]
 
-
-class RowsInOneBuffer(Wrapper):
-    """Gives the rows of every step in the same memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.buffer: Tensor | None = None
-
-    def step(self) -> list[Finished]:
-        ends = self.inner.step()
-        places = [n for n, end in enumerate(ends) if isinstance(end.result, Tensor)]
-        if self.buffer is None:
-            self.buffer = torch.zeros(256, self.inner.vocab_size)
-        for place in places:
-            self.buffer[place] = cast(Tensor, ends[place].result)
-            ends[place] = replace(ends[place], result=self.buffer[place])
-        return ends
+    return {"answer": answer}
 
 
-class Mapped(Wrapper):
-    """Rows passed through a function."""
+def rows_swapped(ends: Ends) -> Ends:
+    of_rows = [end for end in ends if isinstance(end.result, Tensor)]
+    results = [end.result for end in of_rows[1:] + of_rows[:1]]
+    return [end for end in ends if end not in of_rows] + [
+        replace(end, result=result) for end, result in zip(of_rows, results, strict=True)
+    ]
 
-    change: Callable[[Tensor], Tensor]
 
-    def step(self) -> list[Finished]:
+def rows_by_place(self: Any, request: Any) -> Any:
+    """Right in order, wrong when shuffled: rows remembered by their place in the flush."""
+    remembered: dict[int, Any] = self.__dict__.setdefault("remembered", {})
+
+    def answer(ends: Ends) -> Ends:
         return [
-            replace(end, result=type(self).change(end.result))
-            if isinstance(end.result, Tensor)
+            replace(end, result=remembered.setdefault(self.flush.index(end.request), end.result))
+            if end.request in self.flush and isinstance(end.result, Tensor)
             else end
-            for end in self.inner.step()
+            for end in ends
         ]
 
-
-class Unnormalised(Mapped):
-    change = staticmethod(lambda row: row + 1)
-
-
-class DoublePrecision(Mapped):
-    change = staticmethod(lambda row: row.double())
+    self.answer = answer
+    return request
 
 
-class NotANumber(Mapped):
-    change = staticmethod(lambda row: row * torch.nan)
+def one_buffer() -> Callable[[Ends], Ends]:
+    """The rows of every step in the same memory."""
+    buffer = torch.zeros(256, MODEL.vocab_size)
 
-
-class AllRowsAlike(Mapped):
-    change = staticmethod(lambda row: torch.zeros_like(row).log_softmax(-1))
-
-
-class AnsweredTwice(Wrapper):
-    def step(self) -> list[Finished]:
-        ends = self.inner.step()
-        return ends + ends[:1]
-
-
-class OneIsLost(Wrapper):
-    def step(self) -> list[Finished]:
-        return self.inner.step()[1:]
-
-
-class NothingIsAnswered(Wrapper):
-    def step(self) -> list[Finished]:
-        self.inner.step()
-        return []
-
-
-class EverythingFails(Wrapper):
-    def step(self) -> list[Finished]:
-        return [Finished(end.request, error=EngineFailed("no")) for end in self.inner.step()]
-
-
-class LongSamplesFirst(Wrapper):
-    """Nothing is computed beside a sample in progress."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waiting: list[Request] = []
-        self.samples: set[Request] = set()
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        if self.samples:
-            self.waiting += requests
-        else:
-            self.inner.submit(requests)
-        self.samples |= {each for each in requests if isinstance(each, SampleRequest)}
-
-    def cancel(self, requests: Sequence[Request]) -> None:
-        self.samples -= set(requests)
-        self.inner.cancel(requests)
-
-    def step(self) -> list[Finished]:
-        ends = self.inner.step()
-        self.samples -= {end.request for end in ends}
-        if not self.samples and self.waiting:
-            self.inner.submit(self.waiting)
-            self.waiting = []
+    def answer(ends: Ends) -> Ends:
+        for place, end in enumerate(ends):
+            if isinstance(end.result, Tensor):
+                buffer[place] = end.result
+                ends[place] = replace(end, result=buffer[place])
         return ends
 
-
-class Translated(Wrapper):
-    """Samples asked with something changed, and answered as if it were not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.original: dict[Request, Request] = {}
-        self.fresh = iter(range(10**6))
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        asked = [
-            self.change(each) if isinstance(each, SampleRequest) else each for each in requests
-        ]
-        self.original |= dict(zip(asked, requests, strict=True))
-        self.inner.submit(asked)
-
-    def change(self, request: SampleRequest) -> SampleRequest:
-        return request
-
-    def cancel(self, requests: Sequence[Request]) -> None:
-        unwanted = set(requests)
-        self.inner.cancel([asked for asked, each in self.original.items() if each in unwanted])
-
-    def step(self) -> list[Finished]:
-        return [replace(end, request=self.original[end.request]) for end in self.inner.step()]
+    return answer
 
 
-class SeedIgnored(Translated):
-    def change(self, request: SampleRequest) -> SampleRequest:
-        return replace(request, seed=None, nonce=next(self.fresh))
+def cancels_a_bystander(self: Any, requests: Sequence[Request]) -> None:
+    self.inner.cancel(requests)
+    if requests:
+        self.inner.cancel([*self.inner._in_progress][:1])
 
 
-class SeedOfTheBatch(Translated):
+def samples_first(self: Any) -> Ends:
+    """Nothing is computed beside a sample in progress."""
+    running = [*self.inner._in_progress]
+    if any(isinstance(each, SampleRequest) for each in running):
+        others = [each for each in running if not isinstance(each, SampleRequest)]
+        self.inner.cancel(others)
+        ends = self.inner.step()
+        self.inner.submit(others)
+        return cast(Ends, ends)
+    return cast(Ends, self.inner.step())
+
+
+def of_the_batch(kind: type[Any]) -> Any:
     """One generator for the batch, so that a draw depends on its neighbours."""
 
-    def change(self, request: SampleRequest) -> SampleRequest:
-        crowd = len(self.inner._in_progress) + self.crowd
-        return replace(request, seed=(request.seed or 0) + 1000 * crowd, nonce=next(self.fresh))
+    def ask(self: Any, request: Any) -> Any:
+        if not isinstance(request, kind) or request.seed is None:
+            return request
+        return replace(request, seed=request.seed + 1000 * len(self.flush))
 
-    crowd = 0
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        self.crowd = len(requests)
-        super().submit(requests)
+    return {"ask": ask, "is_bound": True}
 
 
-class UnseededAlike(Translated):
-    def change(self, request: SampleRequest) -> SampleRequest:
-        return replace(request, seed=request.seed or 5)
+def stop_token_returned(ends: Ends) -> Ends:
+    return [
+        replace(end, result=(*end.result, *end.request.stop_token_ids))
+        if isinstance(end.request, SampleRequest) and isinstance(end.result, tuple)
+        else end
+        for end in ends
+    ]
 
 
-class TemperatureIgnored(Translated):
-    def change(self, request: SampleRequest) -> SampleRequest:
-        return replace(request, temperature=1.0, nonce=next(self.fresh))
+def logprobs_reversed(ends: Ends) -> Ends:
+    return [
+        replace(end, result=replace(end.result, logprobs=end.result.logprobs[::-1]))
+        if isinstance(end.result, Completion)
+        else end
+        for end in ends
+    ]
 
 
-class TopKIgnored(Translated):
-    def change(self, request: SampleRequest) -> SampleRequest:
-        return replace(request, top_k=0, nonce=next(self.fresh))
+def closes_once(self: Any) -> None:
+    if self.__dict__.get("closed"):
+        raise AssertionError("closed twice")
+    self.closed = True
 
 
-class TopPIgnored(Translated):
-    def change(self, request: SampleRequest) -> SampleRequest:
-        return replace(request, top_p=1.0, nonce=next(self.fresh))
+def counts_idle_steps(self: Any) -> Ends:
+    self.steps = self.__dict__.get("steps", 0) + 1
+    self.count = lambda counted: replace(counted, steps=self.steps)
+    return Wrapper.step(self)
 
 
-class MinPIgnored(Translated):
-    def change(self, request: SampleRequest) -> SampleRequest:
-        return replace(request, min_p=0.0, nonce=next(self.fresh))
-
-
-class StopIgnored(Translated):
-    def change(self, request: SampleRequest) -> SampleRequest:
-        return replace(request, stop_token_ids=frozenset(), nonce=next(self.fresh))
-
-
-class TooShort(Translated):
-    def change(self, request: SampleRequest) -> SampleRequest:
-        return replace(request, max_tokens=max(1, request.max_tokens - 1), nonce=next(self.fresh))
-
-
-class StopTokenReturned(Wrapper):
-    def step(self) -> list[Finished]:
-        return [
-            replace(end, result=(*end.result, *end.request.stop_token_ids))
-            if isinstance(end.request, SampleRequest) and isinstance(end.result, tuple)
-            else end
-            for end in self.inner.step()
-        ]
-
-
-class OneTokenShortOfItsLength(Wrapper):
-    @property
-    def max_model_len(self) -> int:
-        return self.inner.max_model_len + 1
-
-
-class CountsIdleSteps(Wrapper):
-    steps = 0
-
-    def step(self) -> list[Finished]:
-        self.steps += 1
-        return self.inner.step()
-
-    def statistics(self) -> EngineStatistics:
-        return replace(self.inner.statistics(), steps=self.steps)
-
-
-class CountsNoRows(Wrapper):
-    def statistics(self) -> EngineStatistics:
-        return replace(self.inner.statistics(), rows=0)
-
-
-class CountersShrink(Wrapper):
-    def statistics(self) -> EngineStatistics:
-        counted = self.inner.statistics()
-        return replace(counted, computed_tokens=-counted.computed_tokens)
-
-
-class LiveStatistics(Wrapper):
-    def statistics(self) -> Any:
-        return SimpleNamespace(**asdict(self.inner.statistics()))
-
-
-class ClosesOnce(Wrapper):
-    closed = False
-
-    def close(self) -> None:
-        if self.closed:
-            raise AssertionError("closed twice")
-        self.closed = True
-
-
-class AdaptersIgnored(Wrapper):
-    """Answers every request from the base model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.original: dict[Request, Request] = {}
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            base = replace(cast("LogprobsRequest | SampleRequest", request), adapter=None)
-            self.original[base] = request
-            self.inner.submit([base])
-
-    def step(self) -> list[Finished]:
-        return [replace(end, request=self.original[end.request]) for end in self.inner.step()]
-
-
-class MixedStepsGiveTheLastAdapter(Wrapper):
+def last_adapter(self: Any, requests: Sequence[Request]) -> None:
     """As one version of vLLM on the CPU: base requests beside adapter requests get the adapter's."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        model: Any = self.inner._model
-        logits = model.logits
-        model.logits = lambda contexts, adapter: logits(contexts, adapter or self.last())
+    def logits(contexts: Any, adapter: Adapter | None) -> Any:
+        bound = [each.adapter for each in self.inner._in_progress if each.adapter]
+        return own(contexts, adapter or next(iter(bound), None))
 
-    def last(self) -> Adapter | None:
-        bound = [each.adapter for each in self.inner._in_progress]
-        return next((adapter for adapter in bound if adapter), None)
-
-
-class OldWeightsUnderANewVersion(Wrapper):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first: dict[str, Path] = {}
-
-    def add_adapter(self, adapter: Adapter, path: Path) -> None:
-        self.inner.add_adapter(adapter, self.first.setdefault(adapter.name, path))
+    if "own" not in self.__dict__:
+        self.own = own = self.inner._model.logits
+        self.inner._model.logits = logits
+    Wrapper.submit(self, requests)
 
 
-class TextsChanged(Wrapper):
-    """Completions asked with something changed, and answered as if it were not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked: dict[Request, Request] = {}
-
-    def change(self, request: CompletionRequest) -> CompletionRequest:
-        return request
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            if isinstance(request, CompletionRequest):
-                self.asked[request] = self.change(request)
-        self.inner.submit([self.asked.get(each, each) for each in requests])
-
-    def cancel(self, requests: Sequence[Request]) -> None:
-        self.inner.cancel([self.asked.get(each, each) for each in requests])
-
-    def step(self) -> list[Finished]:
-        original = {changed: request for request, changed in self.asked.items()}
-        return [
-            replace(end, request=original.get(end.request, end.request))
-            for end in self.inner.step()
-        ]
+def first_weights(self: Any, adapter: Adapter, path: Path) -> None:
+    """Old weights under a new version."""
+    known: dict[str, Path] = self.__dict__.setdefault("known", {})
+    self.inner.add_adapter(adapter, known.setdefault(adapter.name, path))
 
 
-class TextStopIgnored(TextsChanged):
-    def change(self, request: CompletionRequest) -> CompletionRequest:
-        return replace(request, decoding=replace(request.decoding, stop_token_ids=()))
+def every(turn: int, otherwise: Callable[[list[Any], list[Any]], list[Any]]) -> Any:
+    """Deltas as they are, but for every so many turns: then made of these and the turn's before."""
+    turns = itertools.count(1)
+    before: list[list[Any]] = [[]]
+
+    def follow(deltas: list[Any]) -> list[Any]:
+        old, before[0] = before[0], deltas
+        return otherwise(deltas, old) if next(turns) % turn == 0 else deltas
+
+    return {"follow": follow}
 
 
-class TextsTooEarly(TextsChanged):
-    def change(self, request: CompletionRequest) -> CompletionRequest:
-        return replace(request, decoding=replace(request.decoding, min_tokens=0))
+def cancelled_told() -> Any:
+    first: list[Any] = []
+
+    def follow(deltas: list[Any]) -> list[Any]:
+        first[:] = first or deltas
+        return [delta or old for delta, old in zip(deltas, first, strict=True)]
+
+    return {"follow": follow}
 
 
-class TextBiasIgnored(TextsChanged):
-    def change(self, request: CompletionRequest) -> CompletionRequest:
-        return replace(request, decoding=replace(request.decoding, logit_bias=()))
-
-
-class TextsNeverGreedy(TextsChanged):
-    def change(self, request: CompletionRequest) -> CompletionRequest:
-        return replace(request, decoding=replace(request.decoding, temperature=1.0))
-
-
-class TextSeedOfTheBatch(TextsChanged):
-    crowd = 0
-
-    def change(self, request: CompletionRequest) -> CompletionRequest:
-        return replace(request, seed=request.seed and request.seed + 1000 * self.crowd)
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        self.crowd = len(requests)
-        super().submit(requests)
-
-
-class TextsAlike(TextsChanged):
-    def change(self, request: CompletionRequest) -> CompletionRequest:
-        return replace(request, seed=request.seed or 5)
-
-
-class TextsWithAnothersLogprobs(Wrapper):
-    def step(self) -> list[Finished]:
-        return [
-            replace(end, result=replace(end.result, logprobs=tuple(reversed(end.result.logprobs))))
-            if isinstance(end.result, Completion)
-            else end
-            for end in self.inner.step()
-        ]
-
-
-class TextsWithTheModelsLogprobs(TextsChanged):
-    def change(self, request: CompletionRequest) -> CompletionRequest:
-        decoding = replace(request.decoding, logprobs_mode="raw_logprobs")
-        return replace(request, decoding=decoding)
-
-
-class DeltasOfTheNext(Wrapper):
-    def progress(self, streamed: Sequence[CompletionRequest]) -> list[Delta | None]:
-        deltas = list(self.inner.progress(streamed))
-        return deltas[1:] + deltas[:1]
-
-
-class DeltasTwice(Wrapper):
-    last: list[Delta | None]
-    turn = 0
-
-    def progress(self, streamed: Sequence[CompletionRequest]) -> list[Delta | None]:
-        self.turn += 1
-        if self.turn % 2:
-            self.last = list(self.inner.progress(streamed))
-        return [
-            delta if request in self.inner._in_progress else None
-            for request, delta in zip(streamed, self.last, strict=True)
-        ]
-
-
-class DeltasLost(Wrapper):
-    turn = 0
-
-    def progress(self, streamed: Sequence[CompletionRequest]) -> list[Delta | None]:
-        self.turn += 1
-        deltas = list(self.inner.progress(streamed))
-        return [None] * len(deltas) if self.turn % 3 == 0 else deltas
-
-
-class NoDeltas(Wrapper):
-    def progress(self, streamed: Sequence[CompletionRequest]) -> list[Delta | None]:
-        return [None] * len(streamed)
-
-
-class DeltasOfWhatIsCancelled(Wrapper):
-    last: list[Delta | None] | None = None
-
-    def progress(self, streamed: Sequence[CompletionRequest]) -> list[Delta | None]:
-        deltas = list(self.inner.progress(streamed))
-        self.last = self.last or deltas
-        return [deltas[place] or self.last[place] for place in range(len(deltas))]
-
-
-class SaysNothingOfOptions(Wrapper):
-    def unsupported(self, decoding: Decoding) -> str | None:
-        return "no"
-
-
-BROKEN: dict[type[Wrapper], str] = {
-    TextStopIgnored: "must end with its stop token",
-    TextsTooEarly: "before its time",
-    TextBiasIgnored: "must force",
-    TextsNeverGreedy: "below the likeliest's",
-    TextSeedOfTheBatch: "depends on its batch",
-    TextsAlike: "all the same",
-    TextsWithTheModelsLogprobs: "off their law's",
-    TextsWithAnothersLogprobs: "off its row's",
-    DeltasOfTheNext: "is not what follows|the engine tells",
-    DeltasTwice: "is not what follows",
-    DeltasLost: "is not what follows",
-    NoDeltas: "nothing was told",
-    DeltasOfWhatIsCancelled: "is over or cancelled",
-    SaysNothingOfOptions: "must be drawn|does not say",
-    RowsSwapped: "in a flush and alone|shuffled",
-    RowsByPositionOfSubmission: "apart",
-    CancelIgnored: "came back",
-    CancelTakesABystander: "counts|not answered",
-    SharedStorage: "apart|alone",
-    RowsInOneBuffer: "a later step has written",
-    Unnormalised: "not normalised",
-    DoublePrecision: "not float32",
-    NotANumber: "has NaN",
-    AllRowsAlike: "all contexts have the same row",
-    AnsweredTwice: "answered before",
-    OneIsLost: "not answered",
-    NothingIsAnswered: "not answered",
-    EverythingFails: "failed",
-    LongSamplesFirst: "held up",
-    SeedIgnored: "seeded sample",
-    SeedOfTheBatch: "depends on its batch",
-    UnseededAlike: "independent",
-    TemperatureIgnored: "temperature 0",
-    TopKIgnored: "top_k=1",
-    TopPIgnored: "top_p=1e-6",
-    MinPIgnored: "min_p=1",
-    StopIgnored: "before its stop token",
-    StopTokenReturned: "before its stop token",
-    TooShort: "not max_tokens",
-    OneTokenShortOfItsLength: "failed: ContextTooLong",
-    CountsIdleSteps: "must not be counted",
-    CountsNoRows: "rows grew by 0",
-    CountersShrink: "computed_tokens has shrunk",
-    LiveStatistics: "frozen",
-    ClosesOnce: "closed twice",
-    AdaptersIgnored: "are those of the base model",
-    MixedStepsGiveTheLastAdapter: "other adapters",
-    OldWeightsUnderANewVersion: "the same weights",
+BROKEN: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "text stop ignored": (lambda: text(stop_token_ids=()), "must end with its stop token"),
+    "texts never greedy": (lambda: text(temperature=1.0), "below the likeliest's|off their law's"),
+    "text seed of the batch": (lambda: of_the_batch(CompletionRequest), "depends on its batch"),
+    "texts alike": (
+        lambda: {"ask": lambda r: replace(r, seed=r.seed or 5) if hasattr(r, "decoding") else r},
+        "all the same|independent",
+    ),
+    "texts with the model's": (lambda: text(logprobs_mode="raw_logprobs"), "off their law's"),
+    "texts with another's": (lambda: {"answer": logprobs_reversed}, "off their law's"),
+    "deltas of the next": (
+        lambda: every(1, lambda deltas, old: deltas[1:] + deltas[:1]),
+        "is not what follows|the engine tells",
+    ),
+    "deltas twice": (
+        lambda: every(
+            2, lambda deltas, old: [new and last for new, last in zip(deltas, old, strict=True)]
+        ),
+        "is not what follows",
+    ),
+    "deltas lost": (
+        lambda: every(3, lambda deltas, old: [None] * len(deltas)),
+        "is not what follows",
+    ),
+    "no deltas": (lambda: every(1, lambda deltas, old: [None] * len(deltas)), "nothing was told"),
+    "deltas of the cancelled": (cancelled_told, "is over or cancelled"),
+    "says nothing of options": (
+        lambda: {"unsupported": lambda self, decoding: "no"},
+        "must be drawn|does not say",
+    ),
+    "rows swapped": (lambda: {"answer": rows_swapped}, "in a flush and alone|shuffled"),
+    "rows by place": (lambda: {"ask": rows_by_place, "is_bound": True}, "apart"),
+    "cancel ignored": (lambda: {"cancel": lambda self, requests: None}, "came back"),
+    "cancel takes a bystander": (
+        lambda: {"cancel": cancels_a_bystander},
+        "counts|not answered|was counted",
+    ),
+    "shared storage": (
+        lambda: {"answer": lambda ends: [replace(end, result=ends[0].result) for end in ends]},
+        "apart|alone",
+    ),
+    "rows in one buffer": (lambda: {"answer": one_buffer()}, "a later step has written"),
+    "unnormalised": (lambda: rows(lambda row: row + 1), "not normalised"),
+    "double precision": (lambda: rows(lambda row: row.double()), "not float32"),
+    "not a number": (lambda: rows(lambda row: row * torch.nan), "has NaN"),
+    "all rows alike": (
+        lambda: rows(lambda row: torch.zeros_like(row).log_softmax(-1)),
+        "all contexts have the same row",
+    ),
+    "answered twice": (lambda: {"answer": lambda ends: ends + ends[:1]}, "answered before"),
+    "one is lost": (lambda: {"answer": lambda ends: ends[1:]}, "not answered"),
+    "nothing is answered": (lambda: {"answer": lambda ends: []}, "not answered"),
+    "everything fails": (
+        lambda: {
+            "answer": lambda ends: [Finished(e.request, error=EngineFailed("no")) for e in ends]
+        },
+        "failed",
+    ),
+    "long samples first": (lambda: {"step": samples_first}, "held up"),
+    "seed ignored": (lambda: sample(seed=None), "seeded sample"),
+    "seed of the batch": (lambda: of_the_batch(SampleRequest), "depends on its batch"),
+    "unseeded alike": (lambda: sample(seed=lambda r: r.seed or 5), "independent"),
+    "temperature ignored": (lambda: sample(temperature=1.0), "temperature 0"),
+    "top_k ignored": (lambda: sample(top_k=0), "top_k=1"),
+    "top_p ignored": (lambda: sample(top_p=1.0), "top_p=1e-6"),
+    "min_p ignored": (lambda: sample(min_p=0.0), "min_p=1"),
+    "stop ignored": (lambda: sample(stop_token_ids=frozenset()), "before its stop token"),
+    "stop token returned": (lambda: {"answer": stop_token_returned}, "before its stop token"),
+    "too short": (lambda: sample(max_tokens=lambda r: max(1, r.max_tokens - 1)), "not max_tokens"),
+    "one token short": (lambda: {"max_model_len": 65}, "failed: ContextTooLong"),
+    "counts idle steps": (lambda: {"step": counts_idle_steps}, "must not be counted"),
+    "counts no rows": (lambda: {"count": lambda all: replace(all, rows=0)}, "rows grew by 0"),
+    "counters shrink": (
+        lambda: {"count": lambda all: replace(all, computed_tokens=-all.computed_tokens)},
+        "computed_tokens has shrunk",
+    ),
+    "live statistics": (lambda: {"count": lambda all: SimpleNamespace(**asdict(all))}, "frozen"),
+    "closes once": (lambda: {"close": closes_once}, "closed twice"),
+    "adapters ignored": (
+        lambda: {"ask": lambda request: replace(request, adapter=None)},
+        "are those of the base model",
+    ),
+    "mixed steps give the last adapter": (lambda: {"submit": last_adapter}, "other adapters"),
+    "old weights": (lambda: {"add_adapter": first_weights}, "the same weights"),
 }
+
+
+def opened(changes: dict[str, Any]) -> Engine:
+    ask = changes.pop("ask", None)
+    is_bound = changes.pop("is_bound", False)
+    engine = Wrapper(**changes)
+    if ask is not None:
+        engine.ask = ask.__get__(engine) if is_bound else ask
+    return cast(Engine, engine)
 
 
 def adapter_directories(root: Path) -> list[Path]:
@@ -547,35 +352,34 @@ def adapter_directories(root: Path) -> list[Path]:
     for seed in (11, 12):
         path = root / str(seed)
         path.mkdir()
-        save_file(
-            {"table": NGram.random(16, order=2, seed=seed).table},
-            path / "adapter_model.safetensors",
-        )
+        table = NGram.random(16, order=2, seed=seed).table
+        save_file({"table": table}, path / "adapter_model.safetensors")
         (path / "adapter_config.json").write_text("{}")
         made.append(path)
     return made
 
 
-def test_an_unbroken_wrapper_passes(tmp_path: Path) -> None:
-    check_engine(lambda: cast(Engine, Wrapper()), adapter_paths=adapter_directories(tmp_path))
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return adapter_directories(tmp_path_factory.mktemp("adapters"))
 
 
-@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
+def test_an_unbroken_wrapper_passes(adapters: list[Path]) -> None:
+    check_engine(lambda: opened({}), adapter_paths=adapters)
+
+
+@pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_engine_is_found_out(
-    broken: type[Wrapper], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, adapters: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("genrt.testing.witness._PATIENCE", 200)
-    with pytest.raises(AssertionError, match=BROKEN[broken]):
-        check_engine(lambda: cast(Engine, broken()), adapter_paths=adapter_directories(tmp_path))
+    changes, message = BROKEN[name]
+    with pytest.raises(AssertionError, match=message):
+        check_engine(lambda: opened(changes()), adapter_paths=adapters)
 
 
 def test_the_engine_is_closed_also_when_it_fails() -> None:
-    opened: list[RowsSwapped] = []
-
-    def open_engine() -> Engine:
-        opened.append(RowsSwapped())
-        return cast(Engine, opened[-1])
-
+    engine = opened({"answer": rows_swapped})
     with pytest.raises(AssertionError):
-        check_engine(open_engine)
-    assert "closed" in repr(opened[0].inner)
+        check_engine(lambda: engine)
+    assert "closed" in repr(cast(Any, engine).inner)

@@ -24,7 +24,6 @@ from genrt.inference import SMC, Resampler, Result, TextModel, multinomial, part
 from genrt.lm import AsyncLM
 from genrt.testing import (
     assert_samples_from,
-    assert_unbiased,
     assert_weighted_samples_from,
     constraints,
     exact_posterior,
@@ -216,26 +215,3 @@ def test_plain_samples_have_the_models_law(model: NGram, seed: int) -> None:
     texts = [tuple(token for token in ids if token != model.eos_token_id) for ids in drawn]
     exact = exact_posterior(model, PROMPT, max_tokens=3)
     assert_samples_from(texts, exact.token_ids)
-
-
-@property_test(10)
-@given(model=small_lms(eos=False, max_order=1), seed=seeds())
-def test_an_importance_sampler_of_single_particles_is_unbiased(model: NGram, seed: int) -> None:
-    async def weight(lm: AsyncLM, rng: np.random.Generator) -> float:
-        tokens, log_weight = list(PROMPT), 0.0
-        for _ in range(2):
-            drawn = await lm.draw(tokens, mask=[0, 1], seed=int(rng.integers(2**32)))
-            log_weight += drawn.log_mass
-            if drawn.token_id < 0:
-                break
-            tokens.append(drawn.token_id)
-        return math.exp(log_weight)
-
-    async def weights(lm: AsyncLM) -> list[float]:
-        rngs = np.random.default_rng(seed).spawn(RUNS)
-        return await asyncio.gather(*(weight(lm, rng) for rng in rngs))
-
-    with genrt.load(model, engine="exact") as lm:
-        estimates = asyncio.run(weights(lm))
-    texts = exact_posterior(model, PROMPT, max_tokens=2).token_ids
-    assert_unbiased(estimates, sum(p for ids, p in texts.items() if set(ids) <= {0, 1}))

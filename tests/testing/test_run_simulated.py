@@ -89,14 +89,6 @@ def test_a_sampler_meets_every_fault() -> None:
         run_simulated(particles, seed=0, faults=Faults(out_of_memory_above=0))
 
 
-def test_a_call_that_would_block_the_only_thread_is_refused() -> None:
-    async def blocking(lm: AsyncLM) -> None:
-        lm.batch_next_token_logprobs_sync([[1, 2], [2]])
-
-    with pytest.raises(genrt.InvalidRequest, match="await the question"):
-        run_simulated(blocking, seed=0, model=MODEL)
-
-
 def test_texts_and_streams_are_those_of_the_model() -> None:
     async def texts(lm: AsyncLM) -> list[Any]:
         found: list[Any] = [await lm.generate([1], max_tokens=5, seed=2)]
@@ -143,36 +135,36 @@ def test_a_sampler_may_close_its_runtime() -> None:
         run_simulated(closing, seed=seed)
 
 
-def test_a_sampler_that_waits_for_ever_is_found() -> None:
-    async def waiting(lm: AsyncLM) -> None:
-        await asyncio.Event().wait()
-
-    with pytest.raises(
-        AssertionError, match=r"^seed 7: nothing can happen any more, and the sampler"
-    ):
-        run_simulated(waiting, seed=7)
+async def waiting(lm: AsyncLM) -> None:
+    await asyncio.Event().wait()
 
 
-def test_a_sampler_that_leaves_a_task_behind_is_found() -> None:
-    async def leaving(lm: AsyncLM) -> None:
-        leaving.task = asyncio.ensure_future(asyncio.Event().wait())  # type: ignore[attr-defined]
-
-    with pytest.raises(AssertionError, match=r"^seed 7: the sampler has ended and left"):
-        run_simulated(leaving, seed=7)
+async def leaving(lm: AsyncLM) -> None:
+    leaving.task = asyncio.ensure_future(asyncio.Event().wait())  # type: ignore[attr-defined]
 
 
-def test_a_sampler_that_forgets_an_error_is_found() -> None:
-    async def forgetful(lm: AsyncLM) -> None:
-        task = asyncio.ensure_future(lm.next_token_logprobs([1]))
-        await asyncio.wait([task])
-
-    with pytest.raises(AssertionError, match="was never retrieved"):
-        run_simulated(forgetful, seed=0, faults=Faults(not_finite=1.0))
+async def forgetful(lm: AsyncLM) -> None:
+    await asyncio.wait([asyncio.ensure_future(lm.next_token_logprobs([1]))])
 
 
-def test_what_a_sampler_raises_comes_out() -> None:
-    async def wrong(lm: AsyncLM) -> None:
-        await lm.next_token_logprobs([99])
+async def blocking(lm: AsyncLM) -> None:
+    lm.batch_next_token_logprobs_sync([[1, 2], [2]])
 
-    with pytest.raises(genrt.InvalidRequest, match="99"):
-        run_simulated(wrong, seed=0)
+
+async def wrong(lm: AsyncLM) -> None:
+    await lm.next_token_logprobs([99])
+
+
+@pytest.mark.parametrize(
+    ("sampler", "error", "message"),
+    [
+        (waiting, AssertionError, "^seed 7: nothing can happen any more, and the sampler"),
+        (leaving, AssertionError, "^seed 7: the sampler has ended and left"),
+        (forgetful, AssertionError, "was never retrieved"),
+        (blocking, genrt.InvalidRequest, "await the question"),
+        (wrong, genrt.InvalidRequest, "99"),
+    ],
+)
+def test_a_wrong_sampler_is_found(sampler: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        run_simulated(sampler, seed=7, faults=Faults(not_finite=float(sampler is forgetful)))

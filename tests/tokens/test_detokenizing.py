@@ -29,7 +29,7 @@ def bytes_after(tokens: list[bytes], token_ids: list[int], cut: int) -> bytes:
     return data
 
 
-@pytest.mark.parametrize("name", [each for each in EXACT | SPACE_IN_FRONT if "slow" not in each])
+@pytest.mark.parametrize("name", EXACT | SPACE_IN_FRONT)
 @given(text=TEXTS, data=st.data())
 @settings(max_examples=100, deadline=None)
 def test_the_text_after_a_prompt_is_what_its_tokens_add(name: str, text: str, data: Any) -> None:

@@ -100,11 +100,6 @@ def test_torch_draws_from_everything_else(
     torch.testing.assert_close(found.as_subclass(Tensor), expected)
 
 
-def test_no_draws_launch_nothing(kernels: Kernels) -> None:
-    assert draw_chunk(on_gpu(ROWS[:0]), NUMBERS[:0]).shape == (0, 3)
-    assert kernels.calls == []
-
-
 def test_without_triton_torch_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "genrt.tokens.draw_kernels", raising=False)
@@ -117,14 +112,6 @@ def test_without_a_compiler_torch_draws(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(genrt.tokens, "draw_kernels", stand_in, raising=False)
     assert torch.equal(draw_chunk(on_gpu(ROWS), NUMBERS), draw_chunk(ROWS, NUMBERS))
     assert stand_in.calls == []
-
-
-def test_places_say_which_row_each_draw_is_from() -> None:
-    places = torch.tensor([4, 1, 1, 0, 4])
-    rows, numbers = torch.randn(6, 300), seeded_uniforms(range(5))
-    mask, heat = torch.rand(5, 300) > 0.5, torch.full((5, 1), 0.7, dtype=torch.float64)
-    found = draw_chunk(rows, numbers, mask=mask, heat=heat, places=places)
-    assert torch.equal(found, draw_chunk(rows[places], numbers, mask=mask, heat=heat))
 
 
 @pytest.mark.parametrize("width", [5, 129])

@@ -73,18 +73,6 @@ def test_seeds_draw_the_tokens_of_torch(width: int, share: float) -> None:
     expect_torchs(rows, allowed, seeded_uniforms(range(500)), torch.arange(499, -1, -1) // 2)
 
 
-@pytest.mark.parametrize("width", [1, 5, 128, 129, 256])
-def test_a_mask_may_allow_one_token_or_all_or_none(width: int) -> None:
-    rows, numbers = normalised(3, width), seeded_uniforms(range(3))
-    allowed = torch.zeros(3, width, dtype=torch.bool)
-    allowed[0, width - 1] = True
-    allowed[1] = True
-    one, every, none = expect_torchs(rows, allowed, numbers).tolist()
-    assert one == pytest.approx([width - 1, 0.0, float(rows[0, -1])], abs=1e-6)
-    assert every[2] == pytest.approx(0.0, abs=1e-6)
-    assert none == [-1.0, -math.inf, -math.inf]
-
-
 @pytest.mark.parametrize("first", [0.0, 0.25, 0.5, 0.75, LARGEST])
 def test_a_number_at_a_border_is_the_next_tokens(first: float) -> None:
     rows = torch.full((BLOCK, 4 * BLOCK), -math.log(4 * BLOCK))

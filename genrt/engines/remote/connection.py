@@ -21,18 +21,14 @@ from genrt.numbers import check_float
 __all__ = ["ServerBusy", "ServerConnection"]
 
 MOST_ANSWERED = 2**28
-"""The default bound on an answer, in bytes."""
+"""The bound on the answer to a GET, in bytes."""
 
 CONNECT_SECONDS = 10.0
 """The longest time to connect, which no thread can cut short."""
 
 
 class ServerBusy(Exception):
-    """The server refuses more requests at the moment.
-
-    Args:
-        seconds: how long to wait before the next call.
-    """
+    """The server refuses more requests for so many seconds."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(f"the server is busy for {seconds:g} s")
@@ -72,21 +68,18 @@ class ServerConnection:
 
     def get(self, path: str) -> bytes:
         """Return the content of a path; raises as ``post``."""
-        return self._call("GET", path, None)
+        return self._call("GET", path, None, MOST_ANSWERED)
 
     def get_json(self, path: str) -> dict[str, Any]:
         """Return the JSON object at a path; raises as ``post``."""
-        try:
-            found = json.loads(self.get(path))
-            if isinstance(found, dict):
+        with contextlib.suppress(ValueError, RecursionError):
+            if isinstance(found := json.loads(self.get(path)), dict):
                 return found
-        except (ValueError, RecursionError):
-            pass
         raise EngineUnsupported(
             f"{self.url} is not a genrt server: its {path} is not a JSON object"
         )
 
-    def post(self, path: str, body: bytes, *, most: int = MOST_ANSWERED) -> bytes:
+    def post(self, path: str, body: bytes, *, most: int) -> bytes:
         """Return the answer to a body, at most ``most`` bytes. A call is repeated on a new connection if
         the server has closed an idle one.
 
@@ -109,23 +102,23 @@ class ServerConnection:
             with contextlib.suppress(OSError):
                 socket.socket.shutdown(line, socket.SHUT_RDWR)
 
-    def _call(self, method: str, path: str, body: bytes | None, most: int = MOST_ANSWERED) -> bytes:
+    def _call(self, method: str, path: str, body: bytes | None, most: int) -> bytes:
         headers = dict(self._headers)
         if body is not None:
             headers["content-type"] = "application/octet-stream"
-        was_open = self._http.sock is not None
-        try:
-            status, data, wait = self._once(method, path, body, headers, most)
-        except (http.client.HTTPException, OSError) as error:
-            self._http.close()
-            # Servers close idle connections, and may have been replaced.
-            if not was_open or isinstance(error, TimeoutError):
-                raise self._unreachable(error) from error
+        # Servers close idle connections, and may have been replaced.
+        may_repeat = self._http.sock is not None
+        while True:
             try:
                 status, data, wait = self._once(method, path, body, headers, most)
-            except (http.client.HTTPException, OSError) as again:
+                break
+            except (http.client.HTTPException, OSError) as error:
                 self._http.close()
-                raise self._unreachable(again) from again
+                if not may_repeat or isinstance(error, TimeoutError):
+                    raise EngineDied(
+                        f"{self.url} cannot be reached: {type(error).__name__}: {error}"
+                    ) from error
+                may_repeat = False
         if status == 200:
             return data
         if status == 429:
@@ -151,9 +144,6 @@ class ServerConnection:
                 raise http.client.IncompleteRead(data, answer.length)
         wait = answer.headers.get("retry-after", "")
         return answer.status, data, float(wait) if wait.isdigit() else 1.0
-
-    def _unreachable(self, error: Exception) -> EngineDied:
-        return EngineDied(f"{self.url} cannot be reached: {type(error).__name__}: {error}")
 
     def _refused(self, status: int, data: bytes) -> GenrtError:
         """Return the error for an answer other than 200."""

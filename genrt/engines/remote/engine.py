@@ -24,16 +24,14 @@ from torch import Tensor
 from genrt.engines.protocol import Finished
 from genrt.engines.remote.connection import ServerBusy, ServerConnection
 from genrt.engines.remote.wire import (
-    HEADER_BYTES,
     KINDS,
     Question,
-    answer_bytes,
     answers_to,
     flush_of,
     unpacked_tokenizer,
 )
-from genrt.engines.stepping import SteppedEngine
-from genrt.engines.weights import Layout, NamedTensors
+from genrt.engines.stepping import SteppedEngine, SteppedModel
+from genrt.engines.weights import Layout
 from genrt.errors import (
     EngineDied,
     EngineFailed,
@@ -55,6 +53,9 @@ __all__ = ["RemoteEngine"]
 
 MOST_IN_BODY = 2**24
 """The approximate bound on the contexts and masks of one call, in bytes; more take several steps."""
+
+ANSWER_BYTES = 2**22
+"""The most bytes of an answer beside its numbers: adapters and errors."""
 
 
 class RemoteEngine(SteppedEngine):
@@ -169,13 +170,12 @@ class RemoteEngine(SteppedEngine):
     def _next(self) -> tuple[list[Any], list[Request]]:
         """Return the contents of one call: texts drawn here, which need a row each, and other requests.
         They take turns if they do not fit in one call."""
-        drawing = list(islice(self._in_progress.values(), self.max_batch_size))
-        oldest = next(iter(self._direct), None)
-        if oldest is not None and oldest.weight > self.max_batch_size - len(drawing):
-            drawing = [] if self._drew_last else drawing
-            if drawing:
-                return drawing, []
-        return drawing, self._fitting(self.max_batch_size - len(drawing))
+        most = self.max_batch_size
+        drawing = list(islice(self._in_progress.values(), most))
+        direct = self._fitting(most - len(drawing))
+        if self._direct and not direct and (self._drew_last or not drawing):
+            return [], self._fitting(most) or [next(iter(self._direct))]
+        return drawing, direct
 
     def _advance(self, group: Sequence[Any], adapter: Adapter | None) -> list[Finished]:
         """Draw from the rows of this step; a text whose row failed ends with that error."""
@@ -196,12 +196,6 @@ class RemoteEngine(SteppedEngine):
                 self._count(cancelled=1)
         super().cancel(requests)
 
-    def add_adapter(self, adapter: Adapter, path: Path) -> None:
-        """Raise InvalidAdapter: adapters are loaded where the model is."""
-        raise InvalidAdapter(
-            "this runtime is connected to a server: load the adapter there, and connect again"
-        )
-
     def close(self) -> None:
         """Close the connection."""
         self._direct.clear()
@@ -209,13 +203,13 @@ class RemoteEngine(SteppedEngine):
         self._connection.close()
 
     def _fitting(self, most: int) -> list[Request]:
-        """Return the oldest requests that fit in one call, at least one."""
+        """Return the oldest requests that fit in one call."""
         taken: list[Request] = []
-        nbytes = weight = 0
+        nbytes = 0
         for request in self._direct:
+            most -= request.weight
             nbytes += request.nbytes
-            weight += request.weight
-            if taken and (weight > most or nbytes > MOST_IN_BODY):
+            if most < 0 or (taken and nbytes > MOST_IN_BODY):
                 break
             taken.append(request)
         return taken
@@ -223,8 +217,8 @@ class RemoteEngine(SteppedEngine):
     def _asked(self, asked: Sequence[Question]) -> list[Any]:
         """Return the server's results, errors among them."""
         body = flush_of(asked, self.fingerprint)
-        most = sum(answer_bytes(each, self.vocab_size) for each in asked)
-        data = self._connection.post("/v1/flush", body, most=most + HEADER_BYTES)
+        most = 12 * self.vocab_size * len(asked) + 2 * len(body) + ANSWER_BYTES
+        data = self._connection.post("/v1/flush", body, most=most)
         results, versions = answers_to(data, asked, self.vocab_size)
         for place, each in enumerate(asked):
             adapter = each.adapter
@@ -255,11 +249,10 @@ class RemoteEngine(SteppedEngine):
         super()._check(request)
 
 
-class _RemoteRows:
-    """A SteppedModel that returns the rows received in this step."""
+class _RemoteRows(SteppedModel):
+    """Returns the rows received in this step."""
 
     device = torch.device("cpu")
-    tokenizer: Any = None
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -269,21 +262,12 @@ class _RemoteRows:
         return torch.stack([self.found[LogprobsRequest(each, adapter)] for each in contexts])
 
     def load_adapter(self, adapter: Adapter, path: Path) -> None:
-        raise InvalidAdapter("adapters are loaded on the server")
-
-    def unload_adapter(self, adapter: Adapter) -> None:
-        """Do nothing: the server owns the adapter."""
+        raise InvalidAdapter(
+            "this runtime is connected to a server: load the adapter there, and connect again"
+        )
 
     def layout(self) -> Layout:
-        """Raise EngineUnsupported."""
         raise EngineUnsupported("weights are replaced where the model is: connect again after that")
-
-    def load(self, tensors: NamedTensors) -> None:
-        """Raise EngineUnsupported."""
-        self.layout()
-
-    def close(self) -> None:
-        """Do nothing: the engine closes the connection."""
 
 
 def _token_count(asked: Question) -> int:

@@ -1,7 +1,7 @@
 """The wire format of a connection, for both ends: flushes, their answers, and a tokenizer as bytes.
 
 Flushes and answers have the length of a JSON header (4 bytes, little-endian), the header, and arrays of
-little-endian numbers. A flush has token ids of the distinct contexts, uint32; candidates, uint32;
+little-endian numbers. A flush has token ids of the distinct contexts and lists of candidates, uint32;
 distinct masks, packed as in ``DrawToken``. The answers have, in order: rows, candidates' entries and
 scores, float32; draws, 3 float64; top tokens, int64, and their entries, float32. A tokenizer is a zip
 archive of its files, in formats without code, or a list of tokens.
@@ -14,9 +14,8 @@ from __future__ import annotations
 import base64
 import io
 import json
-import math
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import PurePosixPath
 from typing import Any, TypeAlias, TypeVar
@@ -44,11 +43,9 @@ from genrt.tokens.sampling import Draw, TopLogprobs
 from genrt.tokens.vocabulary import BytesTokenizer
 
 __all__ = [
-    "HEADER_BYTES",
     "KINDS",
     "AnotherModel",
     "Question",
-    "answer_bytes",
     "answers_of",
     "answers_to",
     "error_of",
@@ -66,12 +63,6 @@ KINDS = frozenset({DrawToken, Candidates, TopTokens})
 
 T = TypeVar("T")
 
-ROUNDING = 1e-3
-"""The largest error of log-probabilities from those of a distribution."""
-
-HEADER_BYTES = 2**22
-"""The most bytes of an answer's header, apart from its errors."""
-
 U4, I8, F4, F8 = (np.dtype(each) for each in ("<u4", "<i8", "<f4", "<f8"))
 
 
@@ -87,33 +78,25 @@ def flush_of(
     contexts: dict[bytes, int] = {}
     masks: dict[bytes, int] = {}
     adapters: dict[str | None, int] = {}
-    candidates: list[int] = []
     questions: list[list[Any]] = []
     for each in asked:
         row = each.row if isinstance(each, ReadRequest) else each
         name = name_of(row.adapter)
-        question: list[Any] = [
-            "row",
-            contexts.setdefault(row.packed, len(contexts)),
-            adapters.setdefault(name, len(adapters)),
-        ]
+        kind, more = "row", list[Any]()
         wanted = each.wanted if isinstance(each, ReadRequest) else None
         if isinstance(wanted, DrawToken):
             mask = None if wanted.mask is None else masks.setdefault(wanted.mask, len(masks))
             seed = wanted.nonce if wanted.seed is None else wanted.seed
-            question[0] = "draw"
-            question += [wanted.temperature, seed if wanted.temperature else None, mask]
+            kind, more = "draw", [wanted.temperature, seed if wanted.temperature else None, mask]
         elif isinstance(wanted, Candidates):
-            question[0] = "candidates"
-            question += [len(wanted.token_ids), wanted.temperature]
-            candidates += wanted.token_ids
+            ids = np.array(wanted.token_ids, np.uint32).tobytes()
+            kind, more = "candidates", [contexts.setdefault(ids, len(contexts)), wanted.temperature]
         elif isinstance(wanted, TopTokens):
-            question[0] = "top"
-            question.append(wanted.k)
+            kind, more = "top", [wanted.k]
         elif isinstance(each, ScoreRequest):
-            question[0] = "score"
-            question += [each.start, each.wanted, each.temperature]
-        questions.append(question)
+            kind, more = "score", [each.start, each.wanted, each.temperature]
+        context = contexts.setdefault(row.packed, len(contexts))
+        questions.append([kind, context, adapters.setdefault(name, len(adapters)), *more])
     header = {
         "model": model,
         "contexts": [len(packed) // U4.itemsize for packed in contexts],
@@ -121,8 +104,8 @@ def flush_of(
         "masks": len(masks),
         "questions": questions,
     }
-    ids = [np.frombuffer(packed, np.uint32).astype(U4).tobytes() for packed in contexts]
-    return _framed(header, [*ids, np.array(candidates, U4).tobytes(), *masks])
+    arrays = [np.frombuffer(packed, np.uint32).astype(U4).tobytes() for packed in contexts]
+    return _framed(header, [*arrays, *masks])
 
 
 def flush_to(
@@ -148,25 +131,19 @@ def flush_to(
     header, rest = _unframed(data)
     if header.get("model") != model:
         raise AnotherModel
-    lengths, questions = header.get("contexts"), header.get("questions")
-    names, count = header.get("adapters"), header.get("masks")
-    if not isinstance(lengths, list) or not isinstance(questions, list):
-        raise InvalidRequest("the flush has no contexts or no questions")
-    if not isinstance(names, list) or len(questions) > most or len(lengths) > most:
+    lengths, names, count, questions = (
+        header.get(name) for name in ("contexts", "adapters", "masks", "questions")
+    )
+    if not (isinstance(lengths, list) and isinstance(names, list) and isinstance(questions, list)):
+        raise InvalidRequest("the flush has no contexts, no adapters or no questions")
+    if len(questions) > most or len(lengths) > 2 * most:
         raise InvalidRequest(f"a flush has {most} questions at most")
     if not all(name is None or isinstance(name, str) for name in names):
         raise InvalidRequest("an adapter of the flush has no name")
-    adapters = [_tried(partial(bound, name)) for name in names]
     reader = _Reader(rest)
     contexts = [
         reader.take(U4, check_int("a context's length", length, 0, len(rest))).astype(np.int64)
         for length in lengths
-    ]
-    picked = [_question(each, len(contexts), len(adapters)) for each in questions]
-    candidates = [
-        reader.take(U4, check_int("a count", question[3], 0, len(rest))).astype(np.int64)
-        for question in picked
-        if question[0] == "candidates"
     ]
     words = -(-limits.vocab_size // 32)
     masks = [
@@ -174,13 +151,8 @@ def flush_to(
         for _ in range(check_int("masks", count, 0, len(questions)))
     ]
     reader.end()
-    of_candidates = iter(candidates)
-    return [
-        _request_of(
-            limits, question, contexts[question[1]], adapters[question[2]], masks, of_candidates
-        )
-        for question in picked
-    ]
+    adapters = [_tried(partial(bound, name)) for name in names]
+    return [_request_of(limits, each, contexts, adapters, masks) for each in questions]
 
 
 class AnotherModel(InvalidRequest):
@@ -200,41 +172,45 @@ def _tried(make: Callable[[], T]) -> T | GenrtError:
         return error
 
 
-def _question(given: Any, contexts: int, adapters: int) -> list[Any]:
-    fields = {"row": 3, "draw": 6, "candidates": 5, "top": 4, "score": 6}
-    if not isinstance(given, list) or not given or fields.get(str(given[0])) != len(given):
-        raise InvalidRequest("a question of the flush is malformed")
-    check_int("a question's context", given[1], 0, contexts - 1)
-    check_int("a question's adapter", given[2], 0, adapters - 1)
-    return given
-
-
 def _request_of(
     limits: Limits,
-    question: list[Any],
-    context: np.ndarray,
-    adapter: Adapter | GenrtError | None,
+    question: Any,
+    contexts: Sequence[np.ndarray],
+    adapters: Sequence[Adapter | GenrtError | None],
     masks: Sequence[np.ndarray],
-    candidates: Iterator[np.ndarray],
 ) -> Question | GenrtError:
-    kind = question[0]
-    wanted = next(candidates) if kind == "candidates" else np.empty(0, np.int64)
+    fields = {"row": 3, "draw": 6, "candidates": 5, "top": 4, "score": 6}
+    if (
+        not isinstance(question, list)
+        or not question
+        or fields.get(str(question[0])) != len(question)
+    ):
+        raise InvalidRequest("a question of the flush is malformed")
+
+    def one(of: Sequence[T], place: Any) -> T:
+        return of[check_int("a place in a question", place, 0, len(of) - 1)]
+
+    kind, place, number, *more = question
+    context, adapter = one(contexts, place), one(adapters, number)
     if isinstance(adapter, GenrtError):
         return adapter
-    if kind == "row":
-        return _tried(lambda: row_request(limits, context, adapter))
+    make: Callable[[], Question] = partial(row_request, limits, context, adapter)
     if kind == "candidates":
-        return _tried(lambda: candidates_request(limits, context, wanted, adapter, question[4]))
-    if kind == "score":
-        start, wants, heat = question[3:]
-        return _tried(lambda: text_score_request(limits, context, start, adapter, wants, heat))
-    if kind == "top":
-        return _tried(lambda: top_request(limits, context, question[3], adapter))
-    temperature, seed, place = question[3:]
-    mask = None if place is None else masks[check_int("a mask", place, 0, len(masks) - 1)]
-    if seed is None and temperature != 0:
-        raise InvalidRequest("a draw over a connection needs a seed")
-    return _tried(lambda: draw_request(limits, context, adapter, 0, mask, temperature, seed))
+        make = partial(
+            candidates_request, limits, context, one(contexts, more[0]), adapter, more[1]
+        )
+    elif kind == "top":
+        make = partial(top_request, limits, context, more[0], adapter)
+    elif kind == "score":
+        start, wanted, heat = more
+        make = partial(text_score_request, limits, context, start, adapter, wanted, heat)
+    elif kind == "draw":
+        heat, seed, place = more
+        if seed is None and heat != 0:
+            raise InvalidRequest("a draw over a connection needs a seed")
+        mask = None if place is None else one(masks, place)
+        make = partial(draw_request, limits, context, adapter, 0, mask, heat, seed)
+    return _tried(make)
 
 
 def answers_of(results: Sequence[Any], versions: dict[str, int]) -> bytes:
@@ -257,19 +233,15 @@ def answers_of(results: Sequence[Any], versions: dict[str, int]) -> bytes:
 def answers_to(
     data: bytes, asked: Sequence[Question], vocab_size: int
 ) -> tuple[list[Any], dict[str, int]]:
-    """Return the results that bytes hold, errors among them, and the versions of the adapters. A result
-    that no model gives is an error of the server's, for its question alone.
-
-    Raises:
-        EngineFailed: they are malformed.
-    """
+    """Return the results that bytes hold, errors among them, and the versions of the adapters. Raises
+    EngineFailed if they are malformed."""
     try:
         header, rest = _unframed(data)
         reader, failed = _Reader(rest), header["errors"]
         results: list[Any] = [
             error_of(*failed[str(place)])
             if str(place) in failed
-            else _verified(request, _read_result(request, reader, vocab_size), vocab_size)
+            else _read_result(request, reader, vocab_size)
             for place, request in enumerate(asked)
         ]
         reader.end()
@@ -277,18 +249,6 @@ def answers_to(
     except (InvalidRequest, KeyError, TypeError, ValueError, AttributeError) as error:
         raise EngineFailed(f"the server's answer is malformed: {error}") from error
     return results, versions
-
-
-def answer_bytes(request: Question, vocab_size: int) -> int:
-    """Return how many bytes the answer to a question has at most; one that fails has a message."""
-    wanted = request.wanted if isinstance(request, ReadRequest) else None
-    if isinstance(wanted, TopTokens):
-        count = 3 * wanted.k
-    elif isinstance(request, ScoreRequest):
-        count = 2 * len(request)
-    else:
-        count = vocab_size if wanted is None else len(getattr(wanted, "token_ids", (0,) * 6))
-    return F4.itemsize * count + 2**12
 
 
 def _read_result(request: Question, reader: _Reader, vocab_size: int) -> Any:
@@ -299,64 +259,15 @@ def _read_result(request: Question, reader: _Reader, vocab_size: int) -> Any:
             raise InvalidRequest("a draw's token is outside the vocabulary")
         return Draw(int(token_id), logprob, log_mass)
     if isinstance(wanted, TopTokens):
-        return TopLogprobs(
-            _to_tensor(reader.take(I8, wanted.k)), _to_tensor(reader.take(F4, wanted.k))
-        )
+        token_ids, logprobs = reader.take(I8, wanted.k), reader.take(F4, wanted.k)
+        if wanted.k and not 0 <= token_ids.min() <= token_ids.max() < vocab_size:
+            raise InvalidRequest("a top token is outside the vocabulary")
+        return TopLogprobs(_to_tensor(token_ids), _to_tensor(logprobs))
     if isinstance(request, ScoreRequest):
         found = _to_tensor(reader.take(F4, len(request) * (1 + (request.wanted == "greedy"))))
         return found.view(2, -1) if request.wanted == "greedy" else found
     count = vocab_size if wanted is None else len(wanted.token_ids)  # type: ignore[attr-defined]
     return _to_tensor(reader.take(F4, count))
-
-
-def _verified(request: Question, result: Any, vocab_size: int) -> Any:
-    """Return a result, or an error if it cannot be a model's."""
-    wanted = request.wanted if isinstance(request, ReadRequest) else None
-    is_sound = True
-    if isinstance(wanted, DrawToken):
-        is_sound = _is_valid_draw(wanted, result)
-    elif isinstance(wanted, TopTokens):
-        ids, logprobs = result
-        is_sound = (
-            bool(((ids >= 0) & (ids < vocab_size)).all())
-            and len(ids.unique()) == len(ids)
-            and _are_entries(logprobs)
-            and bool((logprobs[:-1] >= logprobs[1:]).all())
-        )
-    elif isinstance(wanted, Candidates):
-        entries = dict(zip(wanted.token_ids, result.tolist(), strict=True))
-        is_sound = _are_entries(torch.tensor([*entries.values()]))
-        is_sound = is_sound and [*map(entries.get, wanted.token_ids)] == result.tolist()
-    elif isinstance(request, ScoreRequest):
-        rows = result.view(-1, len(request))
-        is_sound = bool((rows[0] <= ROUNDING).all()) and bool(
-            ((rows[1:] == 0) | (rows[1:] == 1)).all()
-        )
-    else:
-        is_sound = abs(float(result.logsumexp(-1))) <= ROUNDING  # false for NaN
-    return (
-        result
-        if is_sound
-        else EngineFailed(f"the server's answer to {request} cannot be a model's")
-    )
-
-
-def _are_entries(logprobs: Tensor) -> bool:
-    """Return whether these are log-probabilities of distinct tokens; false for NaN."""
-    return bool((logprobs <= ROUNDING).all()) and float(logprobs.exp().sum()) <= 1.0 + ROUNDING
-
-
-def _is_valid_draw(wanted: DrawToken, draw: Draw) -> bool:
-    token_id, logprob, log_mass = draw
-    if token_id == -1:
-        return wanted.mask is not None and logprob == log_mass == -math.inf
-    if wanted.mask is not None and not wanted.mask[token_id // 8] >> token_id % 8 & 1:
-        return False
-    if not (logprob <= ROUNDING and -math.inf < log_mass <= ROUNDING):
-        return False
-    if wanted.mask is None and log_mass < -ROUNDING:
-        return False
-    return logprob == 0.0 if wanted.temperature == 0.0 else logprob > -math.inf
 
 
 def _to_tensor(numbers: np.ndarray) -> Tensor:

@@ -9,10 +9,6 @@ import triton.language as tl
 __all__ = ["copy_words"]
 
 
-WORDS = 1024
-"""The number of words of eight bytes that one program copies."""
-
-
 def copy_words(bases: torch.Tensor, pairs: torch.Tensor, words: int, stride: int) -> None:
     """Copy block ``pairs[i, 0]`` to block ``pairs[i, 1]`` in every layer, without synchronizing.
 
@@ -22,8 +18,8 @@ def copy_words(bases: torch.Tensor, pairs: torch.Tensor, words: int, stride: int
         words: the words of eight bytes in a block.
         stride: the words between the starts of two blocks.
     """
-    grid = (len(pairs), len(bases), triton.cdiv(words, WORDS))
-    _copy[grid](bases, pairs, words, stride, BLOCK=WORDS)
+    grid = (len(pairs), len(bases), triton.cdiv(words, 1024))  # words that one program copies
+    _copy[grid](bases, pairs, words, stride, BLOCK=1024)
 
 
 @triton.jit

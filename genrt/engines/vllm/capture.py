@@ -10,15 +10,14 @@ On a CPU, the V1 runner's samples are drawn here too: each token from ``(seed, t
 own CPU sampler draws from the process's generator, whether or not a request has a seed. A seeded
 request's generator would also advance with the discarded draws of a chunked prompt.
 
-The parts of vLLM that this file uses are listed in ``docs/new_vllm.md``. ``self_check.py`` runs at start
-and fails if any part has changed.
+``docs/new_vllm.md`` lists the parts of vLLM that this file uses.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -51,11 +50,8 @@ __all__ = [
 
 @torch.inference_mode()
 def log_probabilities(logits: torch.Tensor, *, may_overwrite: bool = False) -> torch.Tensor:
-    """Return the rows ``[n, vocab_size]`` of ``logits``.
-
-    With ``may_overwrite``, rows overwrite float32 logits, or the float32 copy of other logits, so no
-    second tensor of this size is allocated.
-    """
+    """Return the rows ``[n, vocab_size]`` of ``logits``. With ``may_overwrite`` they overwrite float32
+    logits, so no second tensor of this size is allocated."""
     if not may_overwrite:
         return normalised(logits)
     wide = logits.float()
@@ -63,8 +59,7 @@ def log_probabilities(logits: torch.Tensor, *, may_overwrite: bool = False) -> t
 
 
 class FiniteCheck:
-    """Finds the rows ``[n, vocab_size]`` with logits that are not finite. The device checks them while
-    the host continues."""
+    """Finds the rows ``[n, vocab_size]`` with logits that are not finite, while the host continues."""
 
     def __init__(self, rows: torch.Tensor) -> None:
         # One NaN, one +inf, or -inf alone among the logits makes every entry of the row NaN.
@@ -92,9 +87,9 @@ class RowStore:
             self._rows[ticket] = (rows, position)
 
     def take(self, tickets: Iterable[int]) -> list[torch.Tensor | None]:
-        """Return each ticket's row, a view of its step's rows, for use on the current stream.
+        """Remove each ticket's row and return it, a view of its step's rows, for the current stream.
 
-        A row is ``None`` where the logits were not finite. A ticket is taken once.
+        A row is ``None`` where the logits were not finite.
 
         Raises:
             EngineUnsupported: a request finished without a row, because vLLM skipped the processor.
@@ -117,7 +112,7 @@ class RowStore:
         return taken
 
     def forget(self, tickets: Iterable[int]) -> None:
-        """Forget the rows of requests that were cancelled, if there are any."""
+        """Forget the rows of cancelled requests, if there are any."""
         for ticket in tickets:
             self._rows.pop(ticket, None)
 
@@ -125,50 +120,22 @@ class RowStore:
         return len(self._rows)
 
 
-T = TypeVar("T")
-
-
-class _Places(Generic[T]):
-    """Values of requests by their places in the V1 runner's persistent batch."""
-
-    def __init__(self) -> None:
-        self.at: dict[int, T] = {}
-
-    def follow(self, update: BatchUpdate, added: dict[int, T | None]) -> None:
-        """Move every value with its request; ``added`` has the values of new requests by place."""
-        at = self.at
-        # vLLM's order: removed, added (also to places that were not removed), moved.
-        for index in update.removed:
-            at.pop(index, None)
-        for index, new in added.items():
-            if new is None:
-                at.pop(index, None)
-            else:
-                at[index] = new
-        for source, target, direction in update.moved:
-            moved, replaced = at.pop(source, None), at.pop(target, None)
-            if moved is not None:
-                at[target] = moved
-            if replaced is not None and direction == MoveDirectionality.SWAP:
-                at[source] = replaced
+def _mark(params: Any, key: str) -> Any:
+    return (params.extra_args or {}).get(key)
 
 
 class _SeededText:
-    """A text with its seed; ``output_token_ids`` is the list that vLLM itself appends to.
+    """Numbers by which a text's tokens are drawn, all from one generator, as in vLLM. Draws that vLLM
+    discards do not advance it: ``token_ids`` is the list that vLLM itself appends to."""
 
-    It draws its tokens from one generator, as vLLM does. Draws that vLLM discards, as for a chunked
-    prompt, do not advance it.
-    """
-
-    def __init__(self, seed: int, output_token_ids: list[int]) -> None:
-        self._seed = seed
-        self._output_token_ids = output_token_ids
+    def __init__(self, seed: int, token_ids: list[int]) -> None:
+        self._seed, self._token_ids = seed, token_ids
         self._generator = torch.Generator()
         self._numbers: list[int] = []
 
     def number(self) -> int:
-        """Return the 31-bit number that seeds the draw of the request's next token."""
-        numbers, place = self._numbers, len(self._output_token_ids)
+        """Return the 31-bit number that seeds the draw of the next token."""
+        numbers, place = self._numbers, len(self._token_ids)
         while place >= len(numbers):
             if self._seed >= 2**32:  # a CPU generator uses only 32 bits of its seed
                 self._generator.manual_seed(mixed(self._seed, len(numbers)))
@@ -178,14 +145,20 @@ class _SeededText:
         return numbers[place]
 
 
+class _BatchEntry(NamedTuple):
+    """A request in V1's batch: its ticket, its seeded text, and whether it wants its law."""
+
+    ticket: int | None
+    text: _SeededText | None
+    law: bool
+
+
 class CaptureV1(V1LogitsProcessor):  # type: ignore[misc]
     """The capture for the V1 runner: it tracks rows through the moves of the persistent batch."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self.store = RowStore()
-        self._tickets: _Places[int] = _Places()
-        self._seeded: _Places[_SeededText] = _Places()
-        self._laws: _Places[bool] = _Places()
+        self._batch: dict[int, _BatchEntry] = {}
         # The batch's tickets in order and their rows (``None``: all); valid until the batch changes.
         self._layout: tuple[list[int], torch.Tensor | None] | None = None
 
@@ -197,51 +170,51 @@ class CaptureV1(V1LogitsProcessor):  # type: ignore[misc]
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         if batch_update is None:
             return
-        self._layout = None
-        added = batch_update.added
-        self._tickets.follow(batch_update, {i: _ticket(params) for i, params, _, _ in added})
-        self._seeded.follow(batch_update, {i: _seeded(params, ids) for i, params, _, ids in added})
-        self._laws.follow(batch_update, {i: wants_law(params) or None for i, params, _, _ in added})
+        batch, self._layout = self._batch, None
+        # vLLM's order: removed, added (also to places that were not removed), moved.
+        for index in batch_update.removed:
+            batch.pop(index, None)
+        for index, params, _, token_ids in batch_update.added:
+            seed = _mark(params, SEED)
+            text = None if seed is None else _SeededText(seed, token_ids)
+            batch[index] = _BatchEntry(_mark(params, TICKET), text, bool(_mark(params, LAW)))
+        for source, target, direction in batch_update.moved:
+            moved, replaced = batch.pop(source, None), batch.pop(target, None)
+            if moved is not None:
+                batch[target] = moved
+            if replaced is not None and direction == MoveDirectionality.SWAP:
+                batch[source] = replaced
 
     def law_rows(self) -> list[int]:
         """Return the batch rows of requests that want the log-probabilities of their law."""
-        return [*self._laws.at]
+        return [index for index, entry in self._batch.items() if entry.law]
 
     def draw(
-        self,
-        logits: torch.Tensor,
-        _generators: object,
-        k: torch.Tensor | None,
-        p: torch.Tensor | None,
+        self, logits: torch.Tensor, _: object, k: torch.Tensor | None, p: torch.Tensor | None
     ) -> tuple[torch.Tensor, None]:
-        """Draw token ids ``[n]`` with each request's own randomness.
-
-        It replaces the ``forward`` of vLLM's CPU sampler. The draws of requests that are not sampled are
-        ignored.
-        """
+        """Draw token ids ``[n]`` with each request's own randomness, in place of vLLM's CPU sampler."""
         seeds = [0] * len(logits)
-        for index, request in self._seeded.at.items():
-            seeds[index] = request.number()
+        for index, entry in self._batch.items():
+            if entry.text is not None:
+                seeds[index] = entry.text.number()
         logits = apply_top_k_top_p(logits, k, p)
         return torch.ops._C.fused_gumbel_argmax(logits.float(), torch.tensor(seeds)), None
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        tickets = self._tickets.at
-        if not tickets:
-            return logits
         if self._layout is None:
+            tickets = {
+                index: entry.ticket
+                for index, entry in self._batch.items()
+                if entry.ticket is not None
+            }
             indices = sorted(tickets)
             every = indices == list(range(len(logits)))
-            rows = None if every else torch.tensor(indices, device=logits.device)
-            self._layout = [tickets[index] for index in indices], rows
+            chosen = None if every else torch.tensor(indices, device=logits.device)
+            self._layout = [tickets[index] for index in indices], chosen
         in_order, rows = self._layout
-        self.store.put(in_order, logits if rows is None else logits[rows])
+        if in_order:
+            self.store.put(in_order, logits if rows is None else logits[rows])
         return logits
-
-
-def _seeded(params: Any, output_token_ids: list[int]) -> _SeededText | None:
-    seed = (params.extra_args or {}).get(SEED)
-    return None if seed is None else _SeededText(seed, output_token_ids)
 
 
 class CaptureV2(V2LogitsProcessor):  # type: ignore[misc]
@@ -249,22 +222,18 @@ class CaptureV2(V2LogitsProcessor):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, req_states: Any) -> None:
         self.store = RowStore()
-        # By slot; -1 for other requests. Most steps of texts have no logprobs request.
+        # By slot; -1 for other requests.
         self._tickets = np.full(vllm_config.scheduler_config.max_num_seqs, -1, dtype=np.int64)
         self._laws = np.zeros(len(self._tickets), dtype=bool)
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-        ticket = _ticket(sampling_params)
+        ticket = _mark(sampling_params, TICKET)
         self._tickets[req_idx] = -1 if ticket is None else ticket
-        self._laws[req_idx] = wants_law(sampling_params)
+        self._laws[req_idx] = bool(_mark(sampling_params, LAW))
         return ticket is not None
 
     def law_rows(self, slots: np.ndarray) -> np.ndarray:
-        """Return the rows of a step that want the log-probabilities of their law, int64 ``[n]``.
-
-        Args:
-            slots: of the step's requests.
-        """
+        """Return the rows, int64 ``[n]``, that want their law, of a step's requests in these slots."""
         return np.flatnonzero(self._laws[slots])
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
@@ -286,11 +255,14 @@ class CaptureV2(V2LogitsProcessor):  # type: ignore[misc]
         return logits
 
 
+OTHER_SAMPLER = "this vLLM's sampler gathers log-probabilities otherwise"
+
+
 class LawsV1:
-    """Wraps runner V1's sampler: computes the law when the sampler draws, and reads it when it gathers.
+    """Wraps runner V1's sampler: computes the law when it draws, and reads it when it gathers.
 
     Args:
-        sampler: vLLM's; from now on it calls ``draw`` and then ``gather``.
+        sampler: vLLM's.
         rows: returns the rows of the current step that want the law's log-probabilities.
 
     Raises:
@@ -299,7 +271,7 @@ class LawsV1:
 
     def __init__(self, sampler: Any, rows: Callable[[], list[int]]) -> None:
         if not hasattr(sampler, "topk_topp_sampler") or not hasattr(sampler, "gather_logprobs"):
-            raise EngineUnsupported("this vLLM's sampler gathers log-probabilities otherwise")
+            raise EngineUnsupported(OTHER_SAMPLER)
         self._rows = rows
         # Of the current step: the row indices, and the law of each row.
         self._laws: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -334,19 +306,11 @@ class LawsV1:
 
 class LawsV2:
     """Wraps runner V2's sampler, which takes log-probabilities from the logits that ``sample`` returns if
-    its ``logprobs_mode`` says so.
-
-    Args:
-        sampler: vLLM's; from now on it calls ``sample``.
-        rows: returns the rows of a step that want the law's log-probabilities, from its requests' slots.
-
-    Raises:
-        EngineUnsupported: this vLLM's sampler works differently.
-    """
+    its ``logprobs_mode`` says so. Arguments and errors as in ``LawsV1``; ``rows`` gets the slots."""
 
     def __init__(self, sampler: Any, rows: Callable[[np.ndarray], np.ndarray]) -> None:
         if not hasattr(sampler, "sample") or not hasattr(sampler, "logprobs_mode"):
-            raise EngineUnsupported("this vLLM's sampler gathers log-probabilities otherwise")
+            raise EngineUnsupported(OTHER_SAMPLER)
         self._rows = rows
         self._sampler, self._sample = sampler, sampler.sample
         sampler.sample = self.sample
@@ -360,10 +324,7 @@ class LawsV2:
         *rest: Any,
         **named: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sample as the sampler does.
-
-        Return the tokens, and the logits: the law's in the rows that want them, the model's elsewhere.
-        """
+        """Return the sampler's tokens, and logits: the law's in rows that want them, else the model's."""
         rows = self._rows(slots)
         # With "processed_logprobs" the sampler uses no kernel that hides the processed logits.
         self._sampler.logprobs_mode = "processed_logprobs" if len(rows) else "raw_logprobs"
@@ -387,81 +348,23 @@ def install_capture(model_runner: Any, own_processors: bool) -> RowStore:
     Raises:
         EngineUnsupported: the runner has no capture.
     """
-    capture = _find(model_runner)
-    if isinstance(capture, CaptureV1):
-        if not own_processors:
-            model_runner.input_batch.logitsprocs_need_output_token_ids = False
-        if model_runner.device.type == "cpu":
-            _take_draws(model_runner.sampler, capture)
-        LawsV1(model_runner.sampler, capture.law_rows)
-    else:
-        LawsV2(model_runner.sampler, capture.law_rows)
-    return capture.store
-
-
-class WorkerRows:
-    """vLLM's ``worker_extension_cls`` for engines with workers in other processes. vLLM adds its methods
-    to the worker."""
-
-    model_runner: Any
-
-    def genrt_install(self, own_processors: bool) -> None:
-        """Install the capture, as ``install_capture`` does; the store stays in the worker."""
-        runner = self.model_runner
-        install_capture(runner, own_processors)
-        # On a CPU, vLLM allocates a later pipeline stage's input buffers only if it compiles the model.
-        if runner.device.type == "cpu" and not get_pp_group().is_first_rank:
-            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
-                runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
-            )
-
-    def genrt_take(self, tickets: list[int]) -> tuple[np.ndarray, list[bool]] | None:
-        """Take rows from the worker's store.
-
-        Return the finite rows ``[n, vocab_size]`` on the host, and a flag for each row that says whether
-        it is finite. Only one worker answers; workers with the same rows, or without rows, forget theirs.
-        """
-        store = _find(self.model_runner).store
-        if get_tensor_model_parallel_rank() != 0 or not len(store):
-            store.forget(tickets)
-            return None
-        rows = store.take(tickets)
-        finite = [row for row in rows if row is not None]
-        stacked = torch.stack(finite).cpu().numpy() if finite else np.empty((0, 0), np.float32)
-        return stacked, [row is not None for row in rows]
-
-    def genrt_forget(self, tickets: list[int]) -> None:
-        """Forget rows that will not be taken."""
-        _find(self.model_runner).store.forget(tickets)
-
-
-class RemoteStore:
-    """``RowStore``'s ``take`` and ``forget`` for workers in other processes.
-
-    ``call`` is the engine's ``collective_rpc``. Rows travel over the host to ``device``.
-    """
-
-    def __init__(
-        self, call: Callable[..., list[Any]], own_processors: bool, device: torch.device
-    ) -> None:
-        self._call = call
-        self._device = device
-        call("genrt_install", args=(own_processors,))
-
-    def take(self, tickets: Iterable[int]) -> list[torch.Tensor | None]:
-        wanted = list(tickets)
-        replies = [r for r in self._call("genrt_take", args=(wanted,)) if r is not None]
-        if len(replies) != 1:
+    capture, sampler = _find(model_runner), model_runner.sampler
+    if isinstance(capture, CaptureV2):
+        LawsV2(sampler, capture.law_rows)
+        return capture.store
+    if not own_processors:
+        model_runner.input_batch.logitsprocs_need_output_token_ids = False
+    if model_runner.device.type == "cpu":
+        drawing = getattr(sampler, "topk_topp_sampler", None)
+        if drawing is None or not hasattr(torch.ops._C, "fused_gumbel_argmax"):
+            raise EngineUnsupported("this vLLM samples otherwise on a CPU, and would ignore seeds")
+        if drawing.use_fp64_gumbel:
             raise EngineUnsupported(
-                f"{len(replies)} of vLLM's workers have the rows, not one: this parallel set-up is not "
-                "supported"
+                "on a CPU genrt draws samples itself: leave use_fp64_gumbel out"
             )
-        stacked, finite = replies[0]
-        rows = iter(torch.from_numpy(stacked).to(self._device))
-        return [next(rows) if ok else None for ok in finite]
-
-    def forget(self, tickets: Iterable[int]) -> None:
-        self._call("genrt_forget", args=(list(tickets),))
+        drawing.forward = capture.draw
+    LawsV1(sampler, capture.law_rows)
+    return capture.store
 
 
 def _find(runner: Any) -> CaptureV1 | CaptureV2:
@@ -480,21 +383,59 @@ def _find(runner: Any) -> CaptureV1 | CaptureV2:
     raise EngineUnsupported("this vLLM did not install genrt's logits processor")
 
 
-def _take_draws(sampler: Any, capture: CaptureV1) -> None:
-    """Let ``capture`` draw in place of vLLM's CPU sampler."""
-    if not hasattr(torch.ops._C, "fused_gumbel_argmax") or not hasattr(
-        sampler, "topk_topp_sampler"
-    ):
-        raise EngineUnsupported("this vLLM samples otherwise on a CPU, and would ignore seeds")
-    if sampler.topk_topp_sampler.use_fp64_gumbel:
-        raise EngineUnsupported("on a CPU genrt draws samples itself: leave use_fp64_gumbel out")
-    sampler.topk_topp_sampler.forward = capture.draw
+class WorkerRows:
+    """vLLM's ``worker_extension_cls`` for engines with workers in other processes. vLLM adds its methods
+    to the worker; ``RemoteStore`` calls them."""
+
+    model_runner: Any
+
+    def genrt_install(self, own_processors: bool) -> None:
+        """Install the capture, as ``install_capture`` does; the store stays in the worker."""
+        runner = self.model_runner
+        install_capture(runner, own_processors)
+        # On a CPU, vLLM allocates a later pipeline stage's input buffers only if it compiles the model.
+        if runner.device.type == "cpu" and not get_pp_group().is_first_rank:
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+            )
+
+    def genrt_take(self, tickets: list[int]) -> tuple[np.ndarray, list[bool]] | None:
+        """Return the finite rows ``[n, vocab_size]`` on the host, and for each ticket whether its row is
+        finite. Workers with the same rows, or without rows, forget theirs and return ``None``."""
+        store = _find(self.model_runner).store
+        if get_tensor_model_parallel_rank() != 0 or not len(store):
+            store.forget(tickets)
+            return None
+        rows = store.take(tickets)
+        finite = [row for row in rows if row is not None]
+        stacked = torch.stack(finite).cpu().numpy() if finite else np.empty((0, 0), np.float32)
+        return stacked, [row is not None for row in rows]
+
+    def genrt_forget(self, tickets: list[int]) -> None:
+        """Forget rows that will not be taken."""
+        _find(self.model_runner).store.forget(tickets)
 
 
-def _ticket(params: Any) -> int | None:
-    return (params.extra_args or {}).get(TICKET)
+class RemoteStore:
+    """``RowStore``'s ``take`` and ``forget`` for workers in other processes: ``call`` is the engine's
+    ``collective_rpc``. Rows travel over the host to ``device``."""
 
+    def __init__(
+        self, call: Callable[..., list[Any]], own_processors: bool, device: torch.device
+    ) -> None:
+        self._call, self._device = call, device
+        call("genrt_install", args=(own_processors,))
 
-def wants_law(params: Any) -> bool:
-    """Return whether a request with these ``SamplingParams`` wants the law's log-probabilities."""
-    return bool((params.extra_args or {}).get(LAW))
+    def take(self, tickets: Iterable[int]) -> list[torch.Tensor | None]:
+        replies = [r for r in self._call("genrt_take", args=([*tickets],)) if r is not None]
+        if len(replies) != 1:
+            raise EngineUnsupported(
+                f"{len(replies)} of vLLM's workers have the rows, not one: this parallel set-up is not "
+                "supported"
+            )
+        stacked, finite = replies[0]
+        rows = iter(torch.from_numpy(stacked).to(self._device))
+        return [next(rows) if ok else None for ok in finite]
+
+    def forget(self, tickets: Iterable[int]) -> None:
+        self._call("genrt_forget", args=(list(tickets),))

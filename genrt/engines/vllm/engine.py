@@ -4,46 +4,50 @@ Rules:
     Every vLLM call happens on the thread that opened the engine, and on vLLM's own CUDA stream. Rows are
     handed over on the default stream, where all other threads read them.
     A request gets a new id each time it is submitted, so a late output of a cancelled one has no match.
+    A request holds its adapter, text and positions until it ends.
     After a failed step the prefix cache is emptied, because its blocks may never have been written.
-
-The parts of vLLM that this file uses are listed in ``docs/new_vllm.md``. ``self_check.py`` refuses, at
-start, a vLLM in which they differ.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
-from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from genrt.engines.protocol import EngineStatistics, Finished
 from genrt.engines.vllm.capture import FiniteCheck, RemoteStore, RowStore, install_capture
-from genrt.engines.vllm.in_progress import CoreRequests, Purpose, Sent
 from genrt.engines.vllm.lora import VLLMAdapters
 from genrt.engines.vllm.populations import SeatedPopulations
 from genrt.engines.vllm.prefixes import KeptPrefixes
 from genrt.engines.vllm.process import Globals, heap_kept
 from genrt.engines.vllm.rank import Share, keep_local
-from genrt.engines.vllm.requests import as_genrt_error
+from genrt.engines.vllm.requests import as_genrt_error, core_request, row_params
+from genrt.engines.vllm.runners import RunnerV1, RunnerV2
 from genrt.engines.vllm.scheduler import OpenScheduler
 from genrt.engines.vllm.scores import positions_of
-from genrt.engines.vllm.sequences import OpenRequests, open_requests
-from genrt.engines.vllm.steps import CoreSteps, DecodedStep, shut_down
-from genrt.engines.vllm.texts import VLLMTexts, computed_token_count, new_token_count
+from genrt.engines.vllm.sequences import OpenRequests
+from genrt.engines.vllm.steps import CoreSteps, DecodedStep, DecodeSteps, shut_down
+from genrt.engines.vllm.texts import (
+    TextRequest,
+    VLLMTexts,
+    computed_token_count,
+    new_token_count,
+)
 from genrt.engines.vllm.weights import VLLMWeights
-from genrt.errors import EngineDied, GenrtError
+from genrt.errors import EngineDied, EngineFailed, GenrtError
 from genrt.questions.completions import Decoding, Streamed, Told
 from genrt.questions.contexts import Adapter
 from genrt.questions.draws import PopulationDraw
@@ -54,6 +58,12 @@ from genrt.questions.sequences import SequenceHandle
 from genrt.tokens.rows import Leaving
 
 __all__ = ["VLLMEngine", "changes_with_length", "without_layers"]
+
+Sent: TypeAlias = LogprobsRequest | ScoreRequest | TextRequest
+"""A question that is sent to vLLM as one request."""
+
+Purpose: TypeAlias = Sent | PopulationDraw
+"""A question with its own vLLM request, or a population, which has several."""
 
 
 class VLLMEngine:
@@ -82,25 +92,31 @@ class VLLMEngine:
             else:
                 self._store = RemoteStore(self._core.collective_rpc, own_processors, self.device)
         self._positions = positions_of(config, model_runner, core.scheduler, own_processors)
-        self.weights = VLLMWeights(llm_engine, own, self.forget_residents)
         on_cpu, has_loras = self.device.type == "cpu", config.lora_config is not None
         self._adapters = VLLMAdapters(self._core, enabled=has_loras, base_needs_zero=on_cpu)
+        renew = self._adapters.load_zero
+        self.weights = VLLMWeights(llm_engine, own, self.forget_residents, renew)
         self.prefixes = KeptPrefixes(core, self._adapters.request)
         self._open: OpenRequests | None = None
-        self._populations = SeatedPopulations(None, self._adapters)
         is_open = config.scheduler_config.scheduler_cls is OpenScheduler
         self._steps = CoreSteps(self._core, core.scheduler if is_open else None, model_runner)
         if is_open:
-            self._open = open_requests(core, model_runner, config, own_processors, self.device)
-            self._populations = SeatedPopulations(self._open, self._adapters)
-            core.scheduler.prefixes, self.prefixes.request_of = self.prefixes, self._open.request_of
+            runner = (RunnerV2 if config.use_v2_model_runner else RunnerV1)(model_runner)
+            steps = DecodeSteps(
+                core.scheduler,
+                runner,
+                enabled=not own_processors,
+                ahead=not on_cpu,
+                device=self.device,
+            )
+            self._open = OpenRequests(core.scheduler, steps)
+            core.scheduler.prefixes, self.prefixes.residents = self.prefixes, self._open.residents
+        self._populations = SeatedPopulations(self._open, self._adapters)
         self._decoded: list[tuple[Purpose, str]] = []  # requests of the last decode step
         drawn_here = self.runner == "V1" and on_cpu
         self._texts = VLLMTexts(llm_engine, self.max_batch_size, drawn_here=drawn_here)
-        room = self.max_model_len + 1 if is_open else None
-        self._in_progress = CoreRequests(
-            self._core, own, self._adapters, self._texts, self._positions, room
-        )
+        self._in_progress: dict[str, Purpose] = {}  # by the ids of vLLM's requests
+        self._tickets = itertools.count(1)
         self._ended: list[Finished] = []  # ended without a forward; ``step`` returns them
         self.tell: Callable[[Sequence[Finished]], object] | None = None
         self._counted: dict[str, Any] = asdict(EngineStatistics())
@@ -143,7 +159,7 @@ class VLLMEngine:
             if request_id is None:
                 request_id = self._add(row)
             else:
-                self._in_progress.begin(request_id, row)
+                self._begin(request_id, row)
             if request_id is not None:
                 request_ids.append(request_id)
         if self._open is not None:
@@ -153,29 +169,86 @@ class VLLMEngine:
         self._count(requests=len(requests))
 
     def _add(self, request: Sent) -> str | None:
-        """Send one request to vLLM and return its id. If vLLM refuses it, the next step returns the
-        error."""
+        """Send one request to vLLM and return its id; if vLLM refuses it, the next step returns why."""
         try:
-            request_id = self._in_progress.send(request)
+            request_id = self._send(request)
         except GenrtError as refused:
             self._ended.append(Finished(request, error=refused))
             self._count(failed=1)
             return None
         if self._open is not None and isinstance(request, LogprobsRequest | ScoreRequest):
             self._open.share(request_id, request)
-        self._in_progress.begin(request_id, request)
+        self._begin(request_id, request)
         return request_id
 
-    def go_on(self, population: PopulationDraw) -> bool:
+    def _send(self, request: Sent) -> str:
+        """Send a request and return its vLLM id, its ticket as a decimal number. Raises GenrtError if
+        vLLM refused the request, and has forgotten it."""
+        ticket = next(self._tickets)
         try:
-            found = self._populations.go_on(population, self._in_progress.send_all)
+            lora = self._adapters.request(request.adapter)
+            with self._globals:
+                self._core.add_request(self._core_request(ticket, request, lora))
+        except Exception as error:
+            self._texts.forget([str(ticket)])
+            self._positions.forget([str(ticket)])
+            refused = as_genrt_error(error, "vLLM does not take this request")
+            raise refused from refused.__cause__  # ``refused`` may be ``error`` itself
+        return str(ticket)
+
+    def _core_request(self, ticket: int, request: Sent, lora: Any) -> EngineCoreRequest:
+        if not isinstance(request, LogprobsRequest | ScoreRequest):
+            return self._texts.begin(str(ticket), request, lora)
+        row, first = request, None
+        if isinstance(request, ScoreRequest):
+            row, first = request.computed, request.start - 1
+            self._positions.begin(str(ticket), request, lora)
+        # An open request ends by itself only at its last possible token.
+        most = None if self._open is None else self.max_model_len + 1 - len(row)
+        params = row_params(ticket, open_for=most, first=first)
+        return core_request(str(ticket), row.token_ids, params, lora)
+
+    def _begin(self, request_id: str, request: Sent) -> None:
+        if request.adapter is not None:
+            self._adapters.hold(request.adapter)
+        self._in_progress[request_id] = request
+
+    def _end(self, request_id: str) -> Purpose:
+        """Remove a request and return its purpose. A population releases its adapter itself."""
+        request = self._in_progress.pop(request_id)
+        if isinstance(request, PopulationDraw):
+            return request
+        if isinstance(request, ScoreRequest):
+            self._positions.forget([request_id])
+        elif not isinstance(request, LogprobsRequest):
+            self._texts.forget([request_id])
+        if request.adapter is not None:
+            self._adapters.release(request.adapter)
+        return request
+
+    def go_on(self, population: PopulationDraw) -> bool:
+        if self._open is None:
+            return False
+        try:
+            found = self._populations.go_on(population, self._send_all)
         except GenrtError:  # the caller then asks for rows one by one, and these get the error
             return False
         if found is None:
             return False
-        self._in_progress.update(dict.fromkeys(found, population))
+        self._in_progress |= dict.fromkeys(found, population)
         self._count(requests=len(found))
         return True
+
+    def _send_all(self, rows: Sequence[LogprobsRequest]) -> list[str]:
+        """Send these requests as ``_send`` does. If one is refused, abort the others and raise."""
+        sent: list[str] = []
+        try:
+            sent += map(self._send, rows)
+        except BaseException:
+            with self._globals:
+                self._core.abort_requests(sent)
+            raise
+        return sent
 
     def settle(self, population: PopulationDraw) -> None:
         self._populations.settle(population)
@@ -192,7 +265,7 @@ class VLLMEngine:
             return ended
         started = time.perf_counter()
         self._count(steps=1)  # before the step's results are delivered
-        in_progress = len(self._in_progress) + len(self._texts)
+        in_progress = len(self._in_progress) + len(self._texts.waiting)
         try:
             with self._globals:
                 finished = None if self._steps.is_ahead else self._decode()
@@ -210,12 +283,8 @@ class VLLMEngine:
         return finished
 
     def _decode(self) -> list[Finished] | None:
-        """Run the next step if it is a decode step and return its results, which are all rows.
-
-        Return ``None`` where the step is vLLM's own.
-        """
-        step = self._open.steps.run() if self._open is not None else None
-        if self._open is None or step is None:
+        """Run a decode step and return its results; ``None`` if the next step is vLLM's own."""
+        if self._open is None or (step := self._open.steps.run()) is None:
             return None
         if isinstance(self._store, RowStore) and len(self._store):  # rows of chunked prompts
             self._store.forget(map(int, step.request_ids))
@@ -244,7 +313,9 @@ class VLLMEngine:
         """Draw for populations from a step of their own, and start the next step."""
         tell = self.tell if self._populations.early_delivery.is_due(self.device) else None
         drawn = self._populations.drawn(asked, step.request_ids, step.rows, step.places)
-        self._count(rows=self._in_progress.leave(step.request_ids))
+        for request_id in step.request_ids:
+            del self._in_progress[request_id]
+        self._count(rows=len(step.request_ids))
         if tell is not None:
             tell(drawn.ends)
         with self._populations.early_delivery.preparing(is_early=tell is not None):
@@ -256,15 +327,46 @@ class VLLMEngine:
     def _answered(
         self, request_ids: Sequence[str], rows: Sequence[Tensor | None]
     ) -> list[Finished]:
-        """Return the results for these rows or scores; ``None`` stands for one that is not finite."""
-        finished, kept, over = self._in_progress.answered(request_ids, rows, self._populations)
+        """End these requests with rows or scores; ``None`` stands for one that is not finite."""
+        finished: list[Finished] = []
+        kept: list[tuple[str, LogprobsRequest]] = []  # with the context that is resident now
+        over: list[str] = []
+        for request_id, row in zip(request_ids, rows, strict=True):
+            request = self._end(request_id)
+            end: Finished | None = None
+            if isinstance(request, PopulationDraw):
+                end = self._populations.put(request, request_id, row)
+                if end is None and request not in self._populations:
+                    over.append(request_id)  # an earlier row has failed the population
+                    continue
+            elif row is None:
+                end = Finished(request, error=not_finite())
+            else:
+                end = Finished(request, row)
+                if isinstance(request, LogprobsRequest):
+                    kept.append((request_id, request))
+                elif isinstance(request, ScoreRequest):
+                    kept.append((request_id, request.computed))
+            if row is None:
+                over.append(request_id)
+            if end is not None:
+                finished.append(end)
         if self._open is not None:
             self._open.keep(kept)
         self._abort(over)
-        self._give_up(self._in_progress.orphans_of(finished))
+        self._give_up(self._orphans_of(finished))
         failed = sum(end.error is not None for end in finished)
         self._count(rows=sum(row is not None for row in rows), failed=failed)
         return finished
+
+    def _orphans_of(self, finished: Sequence[Finished]) -> list[str]:
+        """Return the remaining vLLM requests of populations that failed by one of their rows."""
+        failed = [
+            end.request
+            for end in finished
+            if end.error is not None and isinstance(end.request, PopulationDraw)
+        ]
+        return [n for n, each in self._in_progress.items() if each in failed] if failed else []
 
     def expect(
         self,
@@ -272,8 +374,8 @@ class VLLMEngine:
         token_ids: Tensor,
         share_of: Callable[[list[str]], Share] = lambda _: keep_local,
     ) -> None:
-        """Run the prepared step with these tokens if it has these rows. ``share_of`` gets its requests
-        and returns the function that makes the tokens the same in all ranks."""
+        """Run the prepared step with these tokens if it has these rows. ``share_of`` returns the function
+        that makes the tokens of these requests the same in all ranks."""
         if self._open is not None and self._open.steps.can_speculate(len(rows)):
             ids = dict(self._decoded)
             if len(found := [ids[row] for row in rows if row in ids]) == len(rows):
@@ -286,8 +388,7 @@ class VLLMEngine:
         on_host: Leaving | None = None,
         share: Share = keep_local,
     ) -> None:
-        """Run the prepared step with these tokens if it has these requests. ``on_host`` is their copy to
-        the host, if it was started."""
+        """Run the prepared step with these tokens if it has these requests."""
         if self._open is None or not self._open.steps.can_speculate(len(request_ids)):
             return
         try:
@@ -307,19 +408,27 @@ class VLLMEngine:
             answered = self._core.engine_core.scheduler.take_answered()
         computed, new = computed_token_count(outputs), new_token_count(outputs)
         ended, over, others = self._texts.take(outputs)
-        finished, last = self._in_progress.ended(others, self._populations)
-        answered += last
+        finished: list[Finished] = []
+        for output in others:
+            request_id, reason = output.request_id, output.finish_reason
+            if request_id not in self._in_progress or reason is None:
+                continue
+            if reason in (FinishReason.STOP, FinishReason.LENGTH):
+                answered.append(request_id)
+                continue
+            request = self._end(request_id)
+            if not isinstance(request, PopulationDraw) or self._populations.forget(request):
+                failed = EngineFailed(f"vLLM ended the request with {reason}")
+                finished.append(Finished(request, error=failed))
         for request_id, result in ended:
             error = result if isinstance(result, GenrtError) else None
-            request = self._in_progress.end(request_id)
-            finished.append(Finished(request, None if error else result, error))
+            finished.append(Finished(self._end(request_id), None if error else result, error))
         if scores := self._positions.take(answered):  # each also has an unused row after its text
             self._store.forget(map(int, scores))
             answered = [each for each in answered if each not in scores]
         rows = self._store.take(map(int, answered)) if answered else []
         self._count(failed=sum(end.error is not None for end in finished))
-        left = self._in_progress.orphans_of(finished)
-        self._give_up([each for each in left if each not in answered])
+        self._give_up([each for each in self._orphans_of(finished) if each not in answered])
         finished += self._answered(answered, rows)
         finished += self._answered([*scores], [*scores.values()])
         self._count(rows=-sum(score is not None for score in scores.values()))
@@ -343,7 +452,7 @@ class VLLMEngine:
             return
         self._abort(request_ids)
         for request_id in request_ids:
-            request = self._in_progress.end(request_id)
+            request = self._end(request_id)
             if isinstance(request, PopulationDraw):
                 self._populations.forget(request)
         self._store.forget(map(int, request_ids))
@@ -358,12 +467,9 @@ class VLLMEngine:
             self._open.forget(request_ids)
 
     def _recover(self) -> None:
-        """Forget everything in vLLM and in this engine after a failed step.
-
-        Raises:
-            EngineDied: vLLM still holds requests or blocks.
-        """
-        self._texts.clear()
+        """Forget everything after a failed step. Raises EngineDied if vLLM still holds requests or
+        blocks."""
+        self._texts.waiting.clear()
         self._steps.forget()
         try:
             self._abort(list(self._core.engine_core.scheduler.requests))
@@ -373,7 +479,7 @@ class VLLMEngine:
         except Exception as error:
             raise EngineDied(f"vLLM can't forget what was in progress: {error}") from error
         for request_id in list(self._in_progress):
-            self._in_progress.end(request_id)
+            self._end(request_id)
         self._populations.clear()
         if not clean:
             raise EngineDied("vLLM still holds blocks of requests that were aborted")
@@ -396,8 +502,8 @@ class VLLMEngine:
             self._adapters.remove(adapter)
 
     def probe(self, requests: Sequence[LogprobsRequest] | Sequence[ScoreRequest]) -> list[Tensor]:
-        """Return rows or scores that the engine itself needs. Raise the error of one of them, or of the
-        step. The next step returns other requests that end meanwhile, also by a failed step."""
+        """Return rows or scores that the engine itself needs; raise the error of one of them, or of the
+        step. The next ``step`` returns other requests that end meanwhile."""
         self.submit(requests)
         ends: dict[Request, Finished] = {}
         others: list[Finished] = []
@@ -427,7 +533,7 @@ class VLLMEngine:
         return next((token,) for token in range(self.vocab_size) if (token,) not in used)
 
     def start_counting(self) -> None:
-        """Reset the counters: the self-test's requests are not the caller's."""
+        """Reset the counters after the self-test."""
         self._counted = dict.fromkeys(self._counted, 0)
         self._positions.scored_tokens = 0
         if self._open is not None:
@@ -440,9 +546,7 @@ class VLLMEngine:
                 self._steps.settle()
             self._populations.clear()
         if self._open is not None:
-            kept = (
-                self._open.residents.request_ids()
-            )  # in order, which must be the same in every rank
+            kept = self._open.residents.request_ids()  # in the same order in every rank
             self._abort([each for each in kept if each not in self._in_progress])
         self.prefixes.give_up()
         return bool(self._core.reset_prefix_cache()) and not self._in_progress
@@ -450,8 +554,7 @@ class VLLMEngine:
     def stop_keeping(self) -> None:
         """Open a new vLLM request for every question from now on. No request may be in progress."""
         self.forget_residents()
-        self._open, self._populations = None, SeatedPopulations(None, self._adapters)
-        self._in_progress.room = None
+        self._open = None
 
     def stop_scoring(self) -> None:
         """Support no scores from now on, so that callers ask for rows."""
@@ -468,7 +571,7 @@ class VLLMEngine:
         del self._steps, self.weights  # they refer to the core
         self._adapters.close()
         self._texts.forget([*self._in_progress])
-        self._in_progress.close()
+        self._in_progress.clear()
         self._positions.stop()
         self._store = RowStore()
         self._llm_engine = self._core = None
@@ -482,17 +585,16 @@ class VLLMEngine:
 
 
 def changes_with_length(config: VllmConfig) -> bool:
-    """Return whether vLLM computes the model otherwise from some ``max_model_len`` on, so that one more
-    could give another law: Phi 3's long factors of RoPE, Llama 4's temperatures of attention."""
+    """Return whether the model's law depends on ``max_model_len``: Phi 3's long factors of RoPE, Llama
+    4's temperatures of attention."""
     text = config.model_config.hf_text_config
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
     return "longrope" in str(rope) or str(getattr(text, "model_type", "")).startswith("llama4")
 
 
 def without_layers(config: VllmConfig) -> VllmConfig:
-    """Return a copy of the configuration without the model's layers. vLLM stores the layers of an open
-    model in it, with weights and KV cache, and front ends may send it to another process. Its
-    ``max_model_len`` is the model's."""
+    """Return a copy of the configuration, with the model's ``max_model_len``, and without the layers of
+    the open model: front ends may send it to another process."""
     found = copy(config)
     if not changes_with_length(config):
         found.model_config = copy(config.model_config)

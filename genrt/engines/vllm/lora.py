@@ -6,8 +6,7 @@ Rules:
 
 In a step that mixes base and adapter requests, vLLM's CPU build (0.32) computes the base requests with
 the adapter in its last slot. So base requests there run with vLLM's zero adapter from the opening on.
-``check_base`` runs a mixed step for every new adapter, on every device, and refuses a vLLM with other
-base rows.
+``check_base`` runs a mixed step for every new adapter.
 """
 
 from __future__ import annotations
@@ -15,11 +14,10 @@ from __future__ import annotations
 import collections
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.lora.request import LoRARequest
@@ -31,23 +29,16 @@ from genrt.questions.rows import LogprobsRequest
 
 __all__ = ["VLLMAdapters"]
 
-Probe = Callable[[Sequence[LogprobsRequest]], list[torch.Tensor]]
-
 PARTIAL = ("layers_to_transform", "layers_pattern", "exclude_modules")
 """Options by which an adapter leaves out some layers of its ``target_modules``."""
 
-SAME_ROW = 0.05
-"""The largest difference of one row's log-probabilities over -15 in two batches."""
+SAME_ROW, LIKELY = 0.05, -15.0
+"""The largest difference of one row in two batches, of log-probabilities over the second number."""
 
 
 class VLLMAdapters:
-    """The adapters of one vLLM engine.
-
-    Args:
-        core: the engine's ``engine_core`` client.
-        enabled: whether the engine was opened with adapters.
-        base_needs_zero: whether base requests of an engine with adapters need a zero adapter.
-    """
+    """The adapters of one vLLM engine, by its ``engine_core`` client; ``enabled`` if it was opened with
+    adapters."""
 
     def __init__(self, core: Any, *, enabled: bool, base_needs_zero: bool) -> None:
         self._core = core
@@ -59,8 +50,7 @@ class VLLMAdapters:
         self._base: LoRARequest | None = None
         if enabled and base_needs_zero:
             self._base = self._request("zero")
-            core.collective_rpc(_add_zero, None, (self._base,), None)
-            core.pin_lora(self._base.lora_int_id)
+            self.load_zero()
 
     def check_enabled(self) -> None:
         """Raise InvalidAdapter if vLLM was opened without adapters."""
@@ -70,12 +60,14 @@ class VLLMAdapters:
                 '"max_loras": …, "max_lora_rank": …}'
             )
 
-    def add(self, adapter: Adapter, path: Path) -> None:
-        """Load an adapter from a directory that ``check_adapter_directory`` has accepted.
+    def load_zero(self) -> None:
+        """Load the zero adapter, if there is one: it has no files from which vLLM could load it again."""
+        if self._base is not None:
+            self._core.collective_rpc(_add_zero, None, (self._base,), None)
 
-        Raises:
-            InvalidAdapter: vLLM does not take it, or ignores weights that do not fit the model.
-        """
+    def add(self, adapter: Adapter, path: Path) -> None:
+        """Load an adapter from a directory that ``check_adapter_directory`` has accepted. Raises
+        InvalidAdapter if vLLM does not take it, or if some of its weights do not fit the model."""
         config = json.loads((path / CONFIG_NAME).read_bytes())
         loaded = self._request(str(path))
         try:
@@ -112,26 +104,26 @@ class VLLMAdapters:
             return "it has no weights of any layer"
         return None
 
-    def check_base(self, adapter: Adapter, probe: Probe, context: tuple[int, ...]) -> None:
-        """Compare the base model's row after ``context`` alone and beside the adapter's.
-
-        Raises:
-            EngineUnsupported: they are not the same.
-        """
+    def check_base(
+        self,
+        adapter: Adapter,
+        probe: Callable[[Sequence[LogprobsRequest]], list[Tensor]],
+        context: tuple[int, ...],
+    ) -> None:
+        """Raise EngineUnsupported if the base model's row after ``context`` differs beside the
+        adapter's."""
         base, adapted = LogprobsRequest(context), LogprobsRequest(context, adapter)
         [alone] = probe([base])
-        if not _same(probe([adapted, base])[1], alone):
+        apart = probe([adapted, base])[1] - alone
+        if not bool(apart[alone > LIKELY].abs().max() < SAME_ROW):
             raise EngineUnsupported(
                 "vLLM mixes up the base model and its adapters within a step; load one runtime for "
                 "each instead"
             )
 
     def request(self, adapter: Adapter | None) -> LoRARequest | None:
-        """Return vLLM's handle of an adapter; ``None`` for a base request without a zero adapter.
-
-        Raises:
-            UnknownAdapter: it is not loaded, or has been removed.
-        """
+        """Return vLLM's handle of an adapter; ``None`` for a base request without a zero adapter. Raises
+        UnknownAdapter if it is not loaded, or has been removed."""
         if adapter is None:
             return self._base
         if adapter not in self._loaded or adapter in self._removed:
@@ -168,23 +160,20 @@ class VLLMAdapters:
 
 
 def _add_zero(worker: Any, lora: LoRARequest) -> None:
-    worker.model_runner.lora_manager.add_dummy_lora(lora, rank=1)
+    """Load a zero adapter, which stays loaded. It takes no slot of a step without base requests: vLLM's
+    scheduler gives all slots to other adapters then."""
+    manager = worker.model_runner.lora_manager
+    manager.add_dummy_lora(lora, rank=1)
+    manager._adapter_manager._pin_lora_in_cpu_cache(lora.lora_int_id)
 
 
 class _Fit(NamedTuple):
-    """How an adapter's weights fit the layers of one worker.
+    """How an adapter's weights fit the layers of one worker."""
 
-    Attributes:
-        taken: the number of layers with weights.
-        strange: names of weights without a layer.
-        missing: names of layers without weights.
-        wrong: messages about wrong shapes.
-    """
-
-    taken: int
-    strange: frozenset[str]
-    missing: frozenset[str]
-    wrong: list[str]
+    taken: int  # the number of layers with weights
+    strange: frozenset[str]  # weights without a layer
+    missing: frozenset[str]  # layers without weights
+    wrong: list[str]  # messages about wrong shapes
 
 
 def _fit(worker: Any, number: int, rank: int | None) -> _Fit:
@@ -199,7 +188,9 @@ def _fit(worker: Any, number: int, rank: int | None) -> _Fit:
         if weights is None:
             missing.update(parts)
             continue
-        pairs = [*_pairs(weights)]
+        matrices = (weights.lora_a, weights.lora_b)
+        of_parts = [each if isinstance(each, list) else [each] for each in matrices]
+        pairs: list[tuple[Tensor | None, Tensor | None]] = [*zip(*of_parts, strict=True)]
         if len(pairs) != len(parts) or not isinstance(layer, BaseLinearLayerWithLoRA):
             continue
         missing.update(part for part, (a, _) in zip(parts, pairs, strict=True) if a is None)
@@ -215,15 +206,3 @@ def _fit(worker: Any, number: int, rank: int | None) -> _Fit:
                     found = f"{[*b.shape]} and {[*a.shape]}"
                     wrong.append(f"its weights B and A of {part} are {found}, not {needed}")
     return _Fit(len(given), frozenset(given.keys() - layers.keys()), frozenset(missing), wrong)
-
-
-def _pairs(weights: Any) -> Iterator[tuple[Tensor | None, Tensor | None]]:
-    """Yield the matrices A and B of each part of a layer."""
-    if isinstance(weights.lora_a, list):
-        return zip(weights.lora_a, weights.lora_b, strict=True)
-    return iter([(weights.lora_a, weights.lora_b)])
-
-
-def _same(row: torch.Tensor, other: torch.Tensor) -> bool:
-    likely = other > -15.0
-    return bool((row - other)[likely].abs().max() < SAME_ROW)

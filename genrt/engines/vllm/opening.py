@@ -57,9 +57,10 @@ def open_vllm(
 ) -> VLLMEngine:
     """Open a checkpoint directory, or a model by name, with options for vLLM's ``EngineArgs``.
 
-    On a GPU, vLLM leaves ``reserve_bytes`` of memory free. Without ``residency`` every question opens its
-    own request. The same holds where vLLM's workers are other processes, or where ``options`` names a
-    scheduler or asynchronous scheduling. With a ``rank`` the engine is that rank's.
+    On a GPU, vLLM leaves ``reserve_bytes`` of memory free. Without ``residency``, or if vLLM's workers
+    are other processes, or if ``options`` names a scheduler or asynchronous scheduling, every question
+    opens its own request. With a ``rank`` the engine is that rank's.
+
     Raises:
         InvalidRequest: vLLM does not have an option, or does not accept its value.
         ModelNotFound: vLLM finds no such model, or the model has no weights in safetensors.
@@ -77,7 +78,7 @@ def open_vllm(
             own.multiply_in_float32()
         executor = Executor.get_class(config) if rank is None else rank.executor(config)
         if issubclass(executor, UniProcExecutor):
-            # vLLM has set LD_PRELOAD for worker processes alone. In every other child process the loader
+            # vLLM has set LD_PRELOAD for worker processes. In any other child process the loader
             # complains if the path contains a space.
             os.environ.pop("LD_PRELOAD", None)
             if preload is not None:
@@ -110,8 +111,8 @@ def open_vllm(
 
 
 def _forget(config: VllmConfig, error: BaseException) -> None:
-    """Free the memory of a partly made engine. The error's frames hold it, and so do hooks of torch's
-    compiler, which vLLM would remove together with its engine."""
+    """Free the memory of a partly made engine, which the error's frames and hooks of torch's compiler
+    hold."""
     errors = [error]
     for each in errors:  # and the errors that caused them
         traceback.clear_frames(each.__traceback__)
@@ -173,8 +174,11 @@ def configure(
     options["worker_extension_cls"] = f"{WorkerRows.__module__}.{WorkerRows.__qualname__}"
     if not torch.cuda.is_available():
         options = CPU_DEFAULTS | options
-        if options.get("enable_lora"):  # the zero adapter takes a slot: see lora.py
-            options["max_loras"] = options.get("max_loras", EngineArgs.max_loras) + 1
+        if options.get(
+            "enable_lora"
+        ):  # the zero adapter takes a slot, and stays loaded: see lora.py
+            slots = options["max_loras"] = options.get("max_loras", EngineArgs.max_loras) + 1
+            options["max_cpu_loras"] = (options.get("max_cpu_loras") or slots) + 1
     mistakes: tuple[type[Exception], ...] = (TypeError, ValueError)
     if options.get("reasoning_parser"):  # unknown parser, or its marks are not tokens of the model
         mistakes += (KeyError, RuntimeError)
@@ -219,8 +223,8 @@ def configure(
 
 
 def can_be_ahead(config: VllmConfig) -> bool:
-    """Return whether steps of texts may be scheduled ahead. Runner V2 reads every next token from the
-    device, so callers can choose tokens too; V1 cannot receive a caller's token then."""
+    """Return whether steps of texts may be scheduled ahead: whether the runner reads every next token
+    from the device, so that it can receive a caller's token then."""
     return bool(config.use_v2_model_runner)
 
 
@@ -242,7 +246,7 @@ def _load_format(checkpoint: str, given: str) -> str:
 
 def reserved_share(total: int, *, cache_bytes: int, max_num_seqs: int, vocab_size: int) -> float:
     """Return the share of a device's ``total`` bytes that vLLM must leave free: for the row cache, and
-    for three copies of a full step's rows (as computed, as cached, as returned to callers)."""
+    for a full step's rows as computed, as cached and as returned to callers."""
     return (cache_bytes + 3 * 4 * max_num_seqs * vocab_size) / total
 
 

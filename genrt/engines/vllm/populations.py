@@ -1,9 +1,8 @@
 """Tracks an engine's populations: the vLLM requests of their sequences, and how populations continue.
 
-A population asks for one draw after the other. Each new sequence is one token longer than a sequence of
-an earlier question. Sequences are found by their number in that question, not by their contexts, so no
-object is made and no context is read for them. If that fails, the rows are requested one by one and the
-population is *settled*: its sequences are found by their contexts once.
+A sequence is found by its number in an earlier question, not by its context, so no object is made and no
+context is read for it. If that fails, the rows are requested one by one and the population is *settled*:
+its sequences are found by their contexts once.
 
 Rule:
     A sequence is found by number only if its vLLM request is as the population's question left it:
@@ -16,7 +15,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -40,28 +39,17 @@ MOST_FORKS = 64
 
 @dataclass(slots=True)
 class _Requests:
-    """The vLLM requests of a population's sequences.
+    """The vLLM requests of a population's sequences, with the last flush of each request."""
 
-    Attributes:
-        request_ids: of the distinct sequences.
-        flushes: the last flush of each request, int64 ``[m]``.
-        places: the index of each sequence's request, int64 ``[n]``; ``None`` if sequence ``i`` has
-            request ``i``.
-        adapter: of all sequences.
-        spare: unused requests of earlier questions, each with its last flush.
-        forks: requests that became forks for sequences that shared a request, each with its last flush.
-        own: the request of each sequence after that, all distinct.
-        added: the new requests of a population in progress; they become resident with their rows.
-        rows: the rows that earlier steps computed for a population in progress.
-    """
-
-    request_ids: list[str]
+    request_ids: list[str]  # of the distinct sequences
     flushes: np.ndarray
-    places: np.ndarray | None
+    places: np.ndarray | None  # of each sequence's request; None if sequence i has request i
     adapter: Adapter | None
-    spare: dict[str, int] = field(default_factory=dict)
+    spare: dict[str, int] = field(default_factory=dict)  # unused requests of earlier questions
+    # Requests that became forks for sequences that shared a request, and each sequence's own one then.
     forks: dict[str, int] = field(default_factory=dict)
     own: list[str] | None = None
+    # While it is in progress: new requests, which become resident with their rows; rows of earlier steps.
     added: dict[str, LogprobsRequest] = field(default_factory=dict)
     rows: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -70,21 +58,6 @@ class _Requests:
         yield from zip(self.request_ids, self.flushes.tolist(), strict=True)
         yield from self.forks.items()
         yield from self.spare.items()
-
-
-class _Shared(NamedTuple):
-    """A population with sequences that share requests.
-
-    Attributes:
-        own: the request of each sequence.
-        numbers: the sequences that have the same request as an earlier sequence.
-        free: parked requests that could serve these sequences.
-    """
-
-    population: PopulationDraw
-    own: list[str]
-    numbers: list[int]
-    free: list[str]
 
 
 class LaunchedDraws(NamedTuple):
@@ -104,12 +77,8 @@ class LaunchedDraws(NamedTuple):
 class EarlyDelivery:
     """Decides whether a population's draws are delivered before or after the next step is prepared.
 
-    Delivery and preparation both run on the engine's thread. Early delivery hides its own time if the
-    device is idle and the caller asks again before the step is prepared. A caller with more work between
-    two draws is served last, while the device computes.
-
-    Args:
-        clock: seconds, monotonic.
+    Both run on the engine's thread. Early delivery pays if the device is idle and the caller asks again
+    before the step is prepared. Other callers are served while the device computes.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -118,7 +87,7 @@ class EarlyDelivery:
         self._absence = self._preparation = float("inf")
 
     def requested(self) -> None:
-        """Record that a caller asks for draws."""
+        """Record the time since the last draws were delivered."""
         self._absence = self._clock() - self._delivered_at
 
     def is_due(self, device: torch.device) -> bool:
@@ -140,15 +109,10 @@ class EarlyDelivery:
 
 
 class SeatedPopulations:
-    """The populations of an engine.
-
-    Args:
-        open_requests: holds the resident sequences; ``None`` if the engine has no residency, so that
-            populations cannot continue.
-    """
+    """The populations of an engine. It has none without ``open_requests``, which hold the sequences."""
 
     def __init__(self, open_requests: OpenRequests | None, adapters: VLLMAdapters) -> None:
-        self._open = open_requests
+        self._open = cast("OpenRequests", open_requests)
         self._adapters = adapters
         # The seats of each question; for a settled one, a function that finds them when needed.
         self._known: WeakKeyDictionary[
@@ -159,11 +123,9 @@ class SeatedPopulations:
         self.early_delivery = EarlyDelivery()
 
     def __len__(self) -> int:
-        """Return the number of populations in progress."""
         return len(self._under_way)
 
     def __contains__(self, population: PopulationDraw) -> bool:
-        """Return whether this population is in progress."""
         return population in self._under_way
 
     def go_on(
@@ -171,21 +133,16 @@ class SeatedPopulations:
     ) -> list[str] | None:
         """Extend and fork sequences to this population's sequences.
 
-        Return the vLLM requests, or ``None`` where ``Populating.go_on`` changes no state. ``begin`` makes
-        the requests of forks that find no seat. If ``begin`` raises, the error passes through and no
-        state has changed.
+        Return the vLLM requests; ``None`` if that is impossible. ``begin`` makes the requests of forks
+        that find no seat. After ``None``, or an error of ``begin``, no state has changed.
         """
         self.early_delivery.requested()
         origins, adapter, kept = population.origins, population.adapter, self._open
-        if kept is None:
-            return None
         known = [] if origins is None else [self._seats_of(asked) for asked in origins.handles]
         seats = [each for each in known if each is not None and each.adapter == adapter]
         if origins is None or len(seats) < len(known) or not seats:
             return None
-        request_ids, flushes, rows = _joined_requests(
-            seats, [each.count for each in origins.handles]
-        )
+        request_ids, flushes, rows = _joined_requests(seats, origins.handles)
         numbers, tokens = origins.numbers, population.contexts.last_tokens
         rows = rows[numbers]
         firsts, places = _different(rows << 32 | tokens)
@@ -202,9 +159,10 @@ class SeatedPopulations:
                 (each, forks.get(each, flush))
                 for each, (_, flush) in zip(parents, pairs, strict=True)
             ]
-        if not kept.untouched(pairs):
+        if len(kept.left(pairs)) < len(pairs):
             return None
-        free = _free(kept, seats, set(parents)) if _have_more(seats, parents) else {}
+        used = set(parents)
+        free = _free(kept, seats, used) if _count(seats) > len(used) else {}
         contexts = population.contexts
 
         def packed(number: int) -> bytes:
@@ -229,26 +187,22 @@ class SeatedPopulations:
         now = np.full(len(found), kept.flush)
         self._under_way[population] = _Requests(found, now, places, adapter, free, added=added)
         later = {each: n for n, each in enumerate(found) if each not in added}
-        kept.keep_later(later, adapter, packed)
+        kept.residents.put_later(later, adapter, packed)
         if adapter is not None:
             self._adapters.hold(adapter)
         return found
 
     def _seats_all(self, several: Sequence[_Requests], rows: np.ndarray) -> bool:
-        """Return whether each sequence that continues gets its own request, even if equal to another.
-
-        This holds where steps run ahead and there are fewer requests than sequences; see ``spread``.
-        """
+        """Return whether each sequence that continues gets its own request, even if equal to another:
+        where steps run ahead and there are fewer requests than sequences (see ``spread``)."""
         kept, wanted = self._open, len(rows)
-        if kept is None or not (kept.steps.ahead and _count(several) < wanted):
+        if not (kept.steps.ahead and _count(several) < wanted):
             return False
         return wanted <= min(kept.most, len(np.unique(rows)) + MOST_FORKS)
 
     def whole(self, request_ids: list[str]) -> list[PopulationDraw]:
-        """Return the populations that consist of exactly these requests, in any order.
-
-        Return an empty list if some requests belong to other questions, or if a population is incomplete.
-        """
+        """Return the populations that consist of exactly these requests; ``[]`` if some belong to other
+        questions, or if a population is incomplete."""
         wanted, count = set(request_ids), 0
         found: list[PopulationDraw] = []
         for population, seats in self._under_way.items():
@@ -261,16 +215,16 @@ class SeatedPopulations:
         return found if count == len(wanted) else []
 
     def spread(self, several: Sequence[PopulationDraw]) -> list[str] | None:
-        """Give every sequence of these populations its own request; return the new requests.
+        """Give every sequence of these populations its own request; return the new requests; ``None`` if
+        some sequences still share requests.
 
         The new requests are forks of requests of the step under way. So each sequence can be computed
-        with its drawn token before the caller says which sequences continue. Return ``None`` where some
-        sequences still share requests.
+        with its drawn token before the caller says which sequences continue.
         """
         kept, left = self._open, MOST_FORKS
-        if kept is None:
-            return None
-        shared: list[_Shared] = []
+        # Populations whose sequences share requests, each with the request of each sequence, with the
+        # sequences that repeat an earlier one's request, and with parked requests that could serve these.
+        shared: list[tuple[PopulationDraw, list[str], list[int], list[str]]] = []
         for population in several:
             seats = self._under_way[population]
             if seats.places is None:
@@ -283,7 +237,7 @@ class SeatedPopulations:
             free = [each for each, _ in kept.left(seats.spare.items())]
             if left < 0:
                 return None
-            shared.append(_Shared(population, own, numbers, free))
+            shared.append((population, own, numbers, free))
         if not shared:
             return []
         found = kept.spread([([own[n] for n in ns], free) for _, own, ns, free in shared])
@@ -297,7 +251,7 @@ class SeatedPopulations:
                 del seats.spare[fork]
             seats.own = own
             of_forks = dict(zip(forks, numbers, strict=True))
-            kept.keep_later(of_forks, population.adapter, population.contexts.packed)
+            kept.residents.put_later(of_forks, population.adapter, population.contexts.packed)
         return [fork for forks in found for fork in forks]
 
     def drawn(
@@ -307,10 +261,8 @@ class SeatedPopulations:
         rows: torch.Tensor,
         at_rows: Sequence[int] | None = None,
     ) -> LaunchedDraws:
-        """Launch the draws of populations from the rows ``[m, vocab_size]`` of their vLLM requests.
-
-        Request ``i`` has row ``i``, or row ``at_rows[i]``. The caller must call ``answer`` afterwards.
-        """
+        """Launch the draws of populations from the rows ``[m, vocab_size]`` of their vLLM requests:
+        request ``i`` has row ``i``, or row ``at_rows[i]``. ``answer`` must follow."""
         places: list[np.ndarray | None] = []
         at: dict[str, int] = {}
         for seats in (self._under_way[each] for each in several):
@@ -336,7 +288,7 @@ class SeatedPopulations:
         """End populations that were drawn, so that others can continue from them.
 
         Return the requests of all sequences, their tokens (float64 ``[n]`` on the device) and the copy
-        to the host. Return ``None`` where sequences share requests, or where the draws failed.
+        to the host; ``None`` if sequences share requests, or if the draws failed.
         """
         request_ids: list[str] = []
         are_shared = False
@@ -344,8 +296,7 @@ class SeatedPopulations:
             seats = self._known[population.handle] = self._ended(population)
             are_shared = are_shared or (seats.places is not None and seats.own is None)
             request_ids += seats.own or seats.request_ids
-        if self._open is not None:
-            self._open.keep(())
+        self._open.keep(())
         if are_shared or drawn.draws is None:
             return None
         return request_ids, drawn.draws[:, 0], drawn.on_host
@@ -353,10 +304,8 @@ class SeatedPopulations:
     def put(
         self, population: PopulationDraw, request_id: str, row: torch.Tensor | None
     ) -> Finished | None:
-        """Add the row of one request; ``None`` stands for a row that is not finite.
-
-        Return the population's result if this was the last row or the row failed the population.
-        """
+        """Add the row of one request, ``None`` if it is not finite. Return the population's result if
+        this was the last row, or if the row failed it."""
         seats = self._under_way.get(population)
         if seats is None:  # an earlier row has failed the population
             return None
@@ -364,7 +313,7 @@ class SeatedPopulations:
             self.forget(population)
             return Finished(population, error=not_finite())
         seats.rows[request_id] = row
-        if self._open is not None and (asked := seats.added.pop(request_id, None)) is not None:
+        if (asked := seats.added.pop(request_id, None)) is not None:
             self._open.keep([(request_id, asked)])
         mine = seats.request_ids
         if len(seats.rows) < len(mine):
@@ -375,13 +324,10 @@ class SeatedPopulations:
         return drawn.ends[0]
 
     def settle(self, population: PopulationDraw) -> None:
-        """Remember a population that was computed by single rows.
-
-        Its sequences are looked up by their contexts when they are needed, if all are resident then.
-        """
+        """Remember a population that was computed by single rows. Its sequences are looked up by their
+        contexts when they are needed, if all are resident then."""
         contexts, adapter, kept = population.contexts, population.adapter, self._open
-        if kept is not None:
-            self._known[population.handle] = lambda: _settled(kept, contexts, adapter)
+        self._known[population.handle] = lambda: _settled(kept, contexts, adapter)
 
     def _seats_of(self, asked: SequenceHandle) -> _Requests | None:
         known = self._known.get(asked)
@@ -400,12 +346,12 @@ class SeatedPopulations:
         for asked in several:
             seats = self._seats_of(asked)
             self._known.pop(asked, None)
-            if seats is not None and self._open is not None:
+            if seats is not None:
                 free += _free(self._open, [seats], set())
         return free
 
     def forget(self, population: PopulationDraw) -> bool:
-        """Forget a population in progress; return whether it was in progress."""
+        """Forget a population; return whether it was in progress."""
         if population not in self._under_way:
             return False
         self._ended(population)
@@ -433,7 +379,7 @@ def _free(kept: OpenRequests, several: Sequence[_Requests], used: set[str]) -> d
 
 
 def _settled(kept: OpenRequests, contexts: Contexts, adapter: Adapter | None) -> _Requests | None:
-    """Return the vLLM requests that are resident with these contexts; ``None`` if one is not resident."""
+    """Return the requests that are resident with these contexts; ``None`` if one is not resident."""
     found: dict[bytes, int] = {}
     places = [found.setdefault(contexts.packed(n), len(found)) for n in range(len(contexts))]
     pairs = [kept.resident(adapter, context) for context in found]
@@ -445,41 +391,25 @@ def _settled(kept: OpenRequests, contexts: Contexts, adapter: Adapter | None) ->
 
 
 def _joined_requests(
-    several: Sequence[_Requests], counts: Sequence[int]
+    several: Sequence[_Requests], handles: Sequence[SequenceHandle]
 ) -> tuple[list[str], np.ndarray, np.ndarray]:
-    """Return the requests of several questions, their flushes, and the request index of each sequence.
-
-    ``counts`` has the number of sequences of each question.
-    """
-    if len(several) == 1:
-        [seats] = several
-        rows = np.arange(counts[0]) if seats.places is None else seats.places
-        return seats.request_ids, seats.flushes, rows
-    starts = np.cumsum([0, *[len(seats.request_ids) for seats in several]])
-    rows = np.concatenate(
-        [
-            start + (np.arange(count) if seats.places is None else seats.places)
-            for seats, count, start in zip(several, counts, starts, strict=False)
-        ]
-    )
-    request_ids = [each for seats in several for each in seats.request_ids]
-    return request_ids, np.concatenate([seats.flushes for seats in several]), rows
+    """Return the requests of several questions, their flushes, and the request index of each sequence."""
+    request_ids: list[str] = []
+    rows: list[np.ndarray] = []
+    for seats, handle in zip(several, handles, strict=True):
+        places = np.arange(handle.count) if seats.places is None else seats.places
+        rows.append(places + len(request_ids))
+        request_ids += seats.request_ids
+    return request_ids, np.concatenate([each.flushes for each in several]), np.concatenate(rows)
 
 
 def _different(keys: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Return the first place of each distinct key, and the distinct key of each place.
-
-    Return ``(None, None)`` if all keys are distinct, so that they keep their order.
-    """
+    """Return the first place of each distinct key, and the distinct key of each place; twice ``None`` if
+    all keys are distinct, so that they keep their order."""
     if (keys[1:] > keys[:-1]).all():
         return None, None
     unique, firsts, places = np.unique(keys, return_index=True, return_inverse=True)
     return (None, None) if len(unique) == len(keys) else (firsts, places)
-
-
-def _have_more(several: Sequence[_Requests], used: Sequence[str]) -> bool:
-    """Return whether there are more requests than the used ones."""
-    return _count(several) > len(used) or len(set(used)) < len(used)
 
 
 def _count(several: Sequence[_Requests]) -> int:

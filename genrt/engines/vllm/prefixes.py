@@ -1,19 +1,16 @@
 """Holds prefixes in vLLM's KV cache by references to their blocks, as if a request went on using them.
 
-vLLM finds the full blocks of a new request's tokens by their hashes, whichever request computed them. It
-reuses a block only when no reference to it remains. So a prefix needs no request and no runner slot of
-its own: rows and texts, under any scheduler, start from its last full block. The remaining tokens are in
-a block of the open request that computed them, if there is one. Under ``OpenScheduler`` new requests
+vLLM finds the full blocks of a new request's tokens by their hashes, and reuses a block only when no
+reference to it remains. So a prefix needs no request and no runner slot of its own. Its last tokens are
+in a block of the open request that computed them, if there is one. Under ``OpenScheduler`` new requests
 start with a copy of that block.
 
 Rules:
-    Blocks are taken as they are found. Blocks that are lost, to a failed step or to a newer prefix, are
-    taken again after any question has computed them.
+    Blocks that are lost, to a failed step or to a newer prefix, are taken again after any question has
+    computed them.
     All prefixes together hold at most ``SHARE`` of the blocks.
     No request waits forever because of prefixes. Before vLLM skips a step for lack of blocks, prefixes
     are released one by one, the oldest first.
-
-The parts of vLLM that this file uses are listed in ``docs/new_vllm.md``.
 """
 
 from __future__ import annotations
@@ -26,6 +23,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request
 
+from genrt.engines.residency import Residents
 from genrt.engines.vllm.requests import core_request, row_params
 from genrt.errors import UnknownAdapter
 from genrt.questions.contexts import Adapter
@@ -54,22 +52,16 @@ class _HeldPrefix:
 
 
 class KeptPrefixes:
-    """The prefixes that one engine holds.
-
-    Args:
-        core: vLLM's engine core, in this process.
-        lora_of: returns the ``LoRARequest`` of an adapter; raises UnknownAdapter.
-
-    The engine sets ``request_of`` if it has open requests. It returns the id of a request with a context.
-    """
+    """The prefixes that one engine holds. ``lora_of`` raises UnknownAdapter. The engine sets
+    ``residents``, its open requests' contexts, if it has any."""
 
     def __init__(self, core: Any, lora_of: Callable[[Adapter | None], LoRARequest | None]) -> None:
-        self.request_of: Callable[[LogprobsRequest], str | None] = lambda _: None
+        self.residents = Residents()
         self._scheduler = scheduler = core.scheduler
         self._hasher = core.request_block_hasher
         self._lora_of = lora_of
-        manager = scheduler.kv_cache_manager
-        self._pool = manager.block_pool
+        self._manager = scheduler.kv_cache_manager
+        self._pool = self._manager.block_pool
         self._block_size = scheduler.hash_block_size
         # Other models keep only some blocks of a sequence, or have several kinds of blocks.
         groups = scheduler.kv_cache_config.kv_cache_groups
@@ -81,7 +73,6 @@ class KeptPrefixes:
         )
         self._most = int(self._pool.num_gpu_blocks * SHARE) if self._can_keep else 0
         self._kept: dict[LogprobsRequest, _HeldPrefix] = {}
-        self._manager = manager
 
     @property
     def tokens(self) -> int:
@@ -145,10 +136,8 @@ class KeptPrefixes:
         return most
 
     def start_of(self, request: Request) -> tuple[list[Any], int] | None:
-        """Return the blocks with which a request can start, and the number of its tokens in them.
-
-        Return ``None`` unless the request starts with a prefix whose partly filled last block is held.
-        """
+        """Return the blocks with which a request can start, and the number of its tokens in them;
+        ``None`` unless it starts with a prefix whose partly filled last block is held."""
         token_ids, found = request._all_token_ids, None
         for prefix, kept in self._kept.items():
             full = len(kept.blocks)
@@ -165,10 +154,9 @@ class KeptPrefixes:
         return found
 
     def _hashes(self, prefix: LogprobsRequest, kept: _HeldPrefix) -> Sequence[Any]:
+        if not self._can_keep:
+            kept.hashes = ()
         if kept.hashes is None:
-            if not self._can_keep:
-                kept.hashes = ()
-                return kept.hashes
             try:
                 kept.lora = lora = self._lora_of(prefix.adapter)
             except UnknownAdapter:
@@ -188,14 +176,13 @@ class KeptPrefixes:
             kept.blocks += found
 
     def _take_tail(self, prefix: LogprobsRequest, kept: _HeldPrefix) -> None:
-        """Hold the partly filled block of the open request that has just computed the prefix.
-
-        Its tokens are never overwritten: that request continues behind them, and others copy the block.
-        """
-        full, request_id = len(kept.blocks), self.request_of(prefix)
+        """Hold the partly filled block of the open request that has just computed the prefix. The request
+        continues behind the prefix's tokens."""
+        full = len(kept.blocks)
+        request_id = self.residents.of_context(prefix.adapter, prefix.packed)
         if request_id is None or kept.tail or not kept.is_whole or self._held >= self._most:
             return
-        blocks = self._scheduler.kv_cache_manager.get_blocks(request_id).blocks[0]
+        blocks = self._manager.get_blocks(request_id).blocks[0]
         computed = self._scheduler.requests[request_id].num_computed_tokens
         if len(prefix) > full * self._block_size and full < len(blocks) and computed >= len(prefix):
             kept.tail.append(blocks[full])
@@ -203,8 +190,9 @@ class KeptPrefixes:
             self._pool.touch(kept.tail)
 
     def _give_up(self, kept: _HeldPrefix) -> None:
-        # vLLM reuses a sequence's last blocks first.
-        self._pool.free_blocks([*kept.tail, *reversed(kept.blocks)])
+        self._pool.free_blocks(
+            [*kept.tail, *reversed(kept.blocks)]
+        )  # vLLM reuses the first freed first
         kept.blocks.clear()
         kept.tail.clear()
 

@@ -1,14 +1,12 @@
 """Keeps the process as the user had it while vLLM opens, and keeps vLLM's globals apart for each engine.
 
-Opening: ``process_kept`` restores the environment, hooks and torch's settings that vLLM and its packages
-change. ``undisturbed`` works around faults of vLLM while it opens. Random generators cannot be restored,
-because other threads may use them; the configuration has no seed, so vLLM does not touch them. Warning
-filters that packages add when they are imported stay.
+``process_kept`` restores the environment, hooks and torch's settings that opening vLLM changes.
+``undisturbed`` works around faults of vLLM while it opens. The configuration has no seed, so vLLM leaves
+random generators alone. Warning filters that packages add when they are imported stay.
 
-Running: some objects of vLLM are global to the process: CUDA graphs, their memory pool, a workspace.
-Opening a second engine would clear or replace the objects of the first one. So each engine has its own
-``Globals``, and every call into vLLM happens with these in place, one engine at a time.
-"""
+Opening an engine would clear or replace vLLM's globals, such as CUDA graphs and a workspace. So each
+engine has its own ``Globals``, and every call into vLLM happens with these in place, one engine at a
+time."""
 
 from __future__ import annotations
 
@@ -19,11 +17,11 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from operator import attrgetter
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -38,12 +36,12 @@ V2 = "VLLM_USE_V2_MODEL_RUNNER"
 BIND = "init_cpu_memory_env"
 
 _OPENING = threading.RLock()
-"""Engines are opened one at a time, so that changes are undone in order."""
 
 
 @contextmanager
 def process_kept() -> Iterator[None]:
-    """Open an engine inside this context, on one thread. Changes by other threads stay."""
+    """Open an engine inside this context, on one thread, one engine at a time. Changes by other threads
+    stay."""
     with _OPENING, _environment(), heap_kept(), _torch_settings():
         yield
 
@@ -78,7 +76,7 @@ def _environment() -> Iterator[None]:
 
 
 class _Heap:
-    """The garbage collector's frozen objects. Several threads may preserve them at once."""
+    """The garbage collector's frozen objects."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -86,8 +84,8 @@ class _Heap:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Preserve the frozen state of every object. vLLM freezes all objects, and frozen garbage would
-        stay in memory."""
+        """Preserve the frozen state of every object, also in several threads at once. vLLM freezes all
+        objects, and frozen garbage would stay in memory."""
         with self._lock:
             self._depth += 1
             if self._depth == 1:
@@ -121,8 +119,6 @@ _PRECISIONS = (
 
 @contextmanager
 def _torch_settings() -> Iterator[None]:
-    """Restore the exception hook, the start method of ``multiprocessing``, and torch's thread counts,
-    precisions, defaults and ``set_num_threads``."""
     hook = sys.excepthook
     has_start_method = bool(multiprocessing.get_start_method(allow_none=True))
     set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
@@ -158,8 +154,8 @@ def _torch_settings() -> Iterator[None]:
 
 @contextmanager
 def gloo_on_loopback() -> Iterator[None]:
-    """Make torch's gloo, which vLLM uses for groups of one process, listen on the loopback interface.
-    gloo reads the interface from the environment. A value that the user has set stays."""
+    """Make torch's gloo, which vLLM uses for groups of one process, listen on the loopback interface,
+    unless the user's environment names another one."""
     if GLOO in os.environ:
         yield
         return
@@ -174,38 +170,27 @@ def gloo_on_loopback() -> Iterator[None]:
 def undisturbed() -> Iterator[None]:
     """Open vLLM inside this context.
 
-    The V2 runner seeds its warm-up requests from numpy's global generator, which belongs to the user.
-    Here it gets another generator.
+    The V2 runner seeds its warm-up requests from numpy's global generator; here it gets another one. The
+    rest applies without Triton, so on CPUs:
 
-    The rest applies where there is no Triton, so on CPUs:
-
-    - vLLM supports only its runner V1 there. An environment variable that demands V2 is set aside until
-      vLLM has read it for the last time, when its engine is made.
-    - vLLM looks for its kernels in every value of every module. It assumes that ``vars`` returns a
-      dictionary; an object that answers to any name, as numba's library does, returns a made-up object. A
-      deprecated object, such as ``torch.distributed.reduce_op``, warns on any attribute access.
-    - vLLM's bfloat16 attention uses a processor's AMX tiles without requesting them from Linux. That
-      kills the process, unless a large matrix product has requested them before.
-    - vLLM binds the process's memory to one node and reports it on standard error. With a single node
-      the binding has no effect, so it is skipped.
+    - vLLM supports only its runner V1. An environment variable that demands V2 is set aside.
+    - vLLM looks for its kernels in every value of every module. Objects that answer to any name, as
+      numba's library does, and deprecated objects, which warn on any access, are not asked.
+    - vLLM's bfloat16 attention uses AMX tiles. That kills the process unless Linux was asked for them.
+    - vLLM binds the process's memory to one node and says so. With a single node this is skipped.
     """
     from vllm.triton_utils import HAS_TRITON
     from vllm.v1.worker.gpu.sample import states
 
     states.np = _Numpy()
     try:
-        if HAS_TRITON:
+        with nullcontext() if HAS_TRITON else _without_triton():
             yield
-        else:
-            with _without_triton(), _unbound():
-                yield
     finally:
         states.np = np
 
 
 class _Numpy(ModuleType):
-    """numpy with another generator."""
-
     def __init__(self) -> None:
         super().__init__(np.__name__)
         self.random = np.random.RandomState()
@@ -217,57 +202,40 @@ class _Numpy(ModuleType):
 @contextmanager
 def _without_triton() -> Iterator[None]:
     from vllm.triton_utils import dispatcher
+    from vllm.utils import cpu_resource_utils
 
     if hasattr(torch.cpu, "_init_amx"):
         torch.cpu._init_amx()  # returns False without AMX
     demanded = os.environ.pop(V2, None)
     dispatcher.vars, dispatcher.hasattr = _attributes, _has_attribute
+    operators, bind = torch.ops._C, None
+    if len(cpu_resource_utils.get_visible_memory_node()) < 2 and hasattr(operators, BIND):
+        bind = getattr(operators, BIND)
+        setattr(operators, BIND, lambda nodes: None)
     try:
         yield
     finally:
+        if bind is not None:
+            setattr(operators, BIND, bind)
         del dispatcher.vars, dispatcher.hasattr
         if demanded is not None:
             os.environ[V2] = demanded
 
 
-@contextmanager
-def _unbound() -> Iterator[None]:
-    """Disable the memory binding if there is a single memory node."""
-    from vllm.utils import cpu_resource_utils
-
-    operators = torch.ops._C
-    if len(cpu_resource_utils.get_visible_memory_node()) > 1 or not hasattr(operators, BIND):
-        yield
-        return
-    bind = getattr(operators, BIND)
-    setattr(operators, BIND, lambda nodes: None)
-    try:
-        yield
-    finally:
-        setattr(operators, BIND, bind)
-
-
 def _has_attribute(value: Any, name: str) -> bool:
-    """Return ``hasattr(value, name)``, but True for ``__dict__`` without accessing the object.
-    ``_attributes`` is empty for objects that have no ``__dict__``."""
     return name == "__dict__" or hasattr(value, name)
 
 
 def _attributes(value: Any) -> Mapping[str, Any]:
-    """Return the object's own ``__dict__`` without calling its ``__getattr__``."""
-    try:
-        found: Mapping[str, Any] = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return {}
-    return found
+    """Return the object's own ``__dict__``, or ``{}``, without calling its ``__getattr__``."""
+    with suppress(AttributeError):
+        return cast("Mapping[str, Any]", object.__getattribute__(value, "__dict__"))
+    return {}
 
 
 class ThreadTurns:
-    """A reentrant context manager that admits one thread at a time, in order of arrival.
-
-    A thread that leaves and returns at once waits behind the others. So an engine that steps all the
-    time, as in its self-test, gives every other engine a step in between.
-    """
+    """A reentrant context manager that admits one thread at a time, in order of arrival. So an engine
+    that steps all the time gives every other engine a step in between."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -302,29 +270,20 @@ class ThreadTurns:
 
 
 _TURNS = ThreadTurns()
-"""The thread inside has its engine's globals in place."""
 
 
 class Globals:
-    """One engine's values of vLLM's globals. As a context manager, it waits for the engine's turn and
-    puts them, and the engine's CUDA stream, in place. It is reentrant.
-
-    ``stream`` is the engine's, once it has one.
-    """
+    """One engine's values of vLLM's globals; at first, those of a process without an engine. As a
+    reentrant context manager, it waits for the engine's turn and puts them, and the engine's CUDA
+    ``stream``, in place. Raises EngineUnsupported if this vLLM has its globals somewhere else."""
 
     def __init__(self) -> None:
-        """Start with the values of a process that has opened no engine yet.
-
-        Raises:
-            EngineUnsupported: this vLLM has its globals somewhere else.
-        """
         from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
         from vllm.compilation.cuda_graph import CUDAGraphWrapper
         from vllm.model_executor.offloader import base as offloader
         from vllm.platforms import current_platform
         from vllm.v1.worker import workspace
 
-        # The places hold each engine's values in turn.
         self._places: list[tuple[Any, str]] = [
             (CUDAGraphWrapper, "_all_instances"),
             (BreakableCUDAGraphWrapper, "_all_instances"),
@@ -399,7 +358,6 @@ class Globals:
             _TURNS.__exit__()
 
     def _exchange(self) -> None:
-        """Swap the stored values with the values in place."""
         for index, (owner, name) in enumerate(self._places):
             before = getattr(owner, name)
             setattr(owner, name, self._values[index])

@@ -1,9 +1,7 @@
-"""One rank of a tensor-parallel model: a vLLM engine in its own process that computes its share of each
-layer.
+"""One rank of a tensor-parallel model: a vLLM engine in its own process, with a share of each layer.
 
 Each rank schedules by itself and receives the same requests in the same order. So all ranks run the same
-forwards, exchange their results in them, and have every row at the end. This is the purpose of vLLM's
-``external_launcher``; here genrt launches the ranks.
+forwards, exchange their results in them, and have every row at the end.
 """
 
 from __future__ import annotations
@@ -25,21 +23,16 @@ if TYPE_CHECKING:
 __all__ = ["LAUNCHED", "Rank", "Share", "broadcast_from_rank0", "keep_local", "leave_ranks"]
 
 LAUNCHED = "external_launcher"
-"""The name of vLLM's executor for ranks that are launched from outside vLLM."""
+"""vLLM's name of its executor for ranks that vLLM does not launch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """The identity of a rank when it is opened.
+    """The identity of a rank when it is opened."""
 
-    Attributes:
-        number: from 0 on; rank 0 answers.
-        store: the file by which the ranks find each other.
-        configured: called after vLLM has accepted the options and before it looks for other ranks.
-    """
-
-    number: int
-    store: str
+    number: int  # from 0 on; rank 0 answers
+    store: str  # the file by which the ranks find each other
+    # Called after vLLM has accepted the options and before it looks for other ranks.
     configured: Callable[[], object] = lambda: None
 
     def executor(self, config: VllmConfig) -> type[Executor]:
@@ -83,8 +76,7 @@ def broadcast_from_rank0(numbers: Tensor) -> None:
 
 
 def leave_ranks() -> None:
-    """Leave the group of ranks after this process's engine was closed. vLLM would keep its groups, and
-    the memory that they share, for another engine."""
+    """Leave the group of ranks after closing the engine; vLLM would keep the groups and their memory."""
     from vllm.distributed import parallel_state
 
     parallel_state.destroy_model_parallel()

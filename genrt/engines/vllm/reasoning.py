@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import VllmConfig
@@ -25,11 +26,8 @@ NO_TOKENIZER = "reasoning_parser needs a tokenizer: leave out skip_tokenizer_ini
 
 
 class ReasoningParsers:
-    """Makes parsers of one model's reasoning. vLLM's option ``reasoning_parser`` names their class.
-
-    Raises:
-        InvalidRequest: no parser has this name, or it does not fit the model's tokenizer.
-    """
+    """Makes parsers of one model's reasoning, of the class that ``reasoning_parser`` names. Raises
+    InvalidRequest if there is none, or it does not fit the model's tokenizer."""
 
     def __init__(self, config: VllmConfig) -> None:
         self._config = config.model_config
@@ -81,14 +79,13 @@ class Reasoning:
     """The reasoning of one text, and the text that follows.
 
     A whole text is parsed by ``split``. The tokens of a stream are parsed one by one by ``add`` and
-    ``end``, because vLLM's parsers miss a marker that comes together with other tokens.
+    ``end``, because vLLM's parsers miss a marker that comes together with other tokens. All three raise
+    EngineFailed if vLLM's parser fails.
 
     Attributes:
         is_over: whether the prompt already ends the reasoning, so that nothing is separated.
         skip_special_tokens: whether vLLM leaves special tokens out of the text to be parsed.
-        template_kwargs: options of the chat template.
-        reasoning: the reasoning that ``add`` and ``end`` have found.
-        text: the text after it.
+        reasoning, text: the reasoning that ``add`` and ``end`` have found, and the text after it.
     """
 
     def __init__(
@@ -115,26 +112,17 @@ class Reasoning:
         self._added = self._read = 0  # tokens; characters of the decoded text
 
     def split(self, token_ids: Sequence[int], decoded: str) -> tuple[str, str]:
-        """Return the reasoning and the text of a decoded text with these tokens.
-
-        Raises:
-            EngineFailed: vLLM's parser fails.
-        """
-        try:
+        """Return the reasoning and the text of a decoded text with these tokens."""
+        with _translated():
             self._parser.set_prompt_token_ids(self._prompt)
             reasoning, text, _ = self._parser.parse(
                 decoded, self._asked, model_output_token_ids=token_ids
             )
-        except Exception as error:
-            raise _failed(error) from error
         return reasoning or "", text or ""
 
     def add(self, token_ids: Sequence[int], decoded: str, held_back: int) -> None:
-        """Parse the tokens of a step; raises as ``split``.
-
-        Args:
-            decoded: the text so far. Its last ``held_back`` characters may begin a stop string.
-        """
+        """Parse a step's tokens. The last ``held_back`` characters of the text ``decoded`` so far may
+        begin a stop string."""
         self._waiting.extend((token_id, len(decoded)) for token_id in token_ids)
         self._added += len(token_ids)
         certain = len(decoded) - held_back
@@ -143,8 +131,7 @@ class Reasoning:
             self._parse(decoded, finished=False)
 
     def end(self, token_ids: Sequence[int], decoded: str) -> tuple[str, str]:
-        """Parse the tokens that ``add`` has not parsed; return the reasoning and the text. Raises as
-        ``split``."""
+        """Parse the tokens that ``add`` has not parsed; return the reasoning and the text."""
         self._waiting.extend((token_id, len(decoded)) for token_id in token_ids[self._added :])
         while self._waiting:
             self._parse(decoded, finished=len(self._waiting) == 1)
@@ -153,20 +140,20 @@ class Reasoning:
     def _parse(self, decoded: str, *, finished: bool) -> None:
         token_id, end = self._waiting.popleft()
         start, self._read = self._read, max(self._read, min(end, len(decoded)))
-        try:
+        new = decoded[start : self._read]
+        with _translated():
             found = self._parser.parse_delta(
-                decoded[start : self._read],
-                [token_id],
-                self._asked,
-                self._prompt,
-                finished=finished,
+                new, [token_id], self._asked, self._prompt, finished=finished
             )
-        except Exception as error:
-            raise _failed(error) from error
         if found is not None:
             self.reasoning += found.reasoning or ""
             self.text += found.content or ""
 
 
-def _failed(error: Exception) -> EngineFailed:
-    return EngineFailed(f"vLLM's reasoning parser failed: {type(error).__name__}: {error}")
+@contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        message = f"vLLM's reasoning parser failed: {type(error).__name__}: {error}"
+        raise EngineFailed(message) from error

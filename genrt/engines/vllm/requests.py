@@ -1,8 +1,5 @@
-"""Builds vLLM requests for rows and texts, marks them for genrt's hooks, and translates vLLM's errors.
-
-vLLM passes ``SamplingParams.extra_args`` to logits processors and schedulers. The keys in it that genrt
-uses are listed here.
-"""
+"""Builds vLLM requests for rows and texts, marks them for genrt's hooks by keys of
+``SamplingParams.extra_args``, and translates vLLM's errors."""
 
 from __future__ import annotations
 
@@ -55,7 +52,7 @@ NOT_COMPUTED = re.compile(r"head.?size|attention backend|architectures .* not su
 """The errors by which vLLM refuses a model whose layers it has no kernels for."""
 
 
-LOGPROBS = SamplingParams(
+_ROW = SamplingParams(  # one greedy token, which is not read
     max_tokens=1,
     temperature=0.0,
     seed=0,  # without a seed the V2 runner would draw one from numpy's global generator
@@ -63,7 +60,6 @@ LOGPROBS = SamplingParams(
     detokenize=False,
     output_kind=RequestOutputKind.FINAL_ONLY,
 )
-"""The parameters of a request for a row: one greedy token, which is not read."""
 
 
 def row_params(ticket: int, *, open_for: int | None, first: int | None = None) -> SamplingParams:
@@ -73,7 +69,7 @@ def row_params(ticket: int, *, open_for: int | None, first: int | None = None) -
         open_for: the most tokens for which the request stays open; ``None`` if it ends with the row.
         first: the first wanted position of a score.
     """
-    params = copy(LOGPROBS)
+    params = copy(_ROW)
     params.extra_args = {TICKET: ticket}
     if first is not None:
         params.extra_args[FIRST] = first
@@ -88,19 +84,18 @@ def as_genrt_error(error: Exception, what: str) -> GenrtError:
     if isinstance(error, GenrtError):
         return error
     kind: type[GenrtError]
+    advice = ""
     if isinstance(error, VLLMValidationError):
         kind = InvalidRequest
     elif isinstance(error, EngineDeadError):
         kind = EngineDied
     elif isinstance(error, OSError) and not isinstance(error, ConnectionError):
-        kind = ModelNotFound
+        kind, advice = ModelNotFound, offline_advice()
     elif NOT_COMPUTED.search(str(error)):
         kind = EngineUnsupported
+        advice = '. genrt.load(…, engine="transformers") computes such models, more slowly'
     else:
         return failure(error, what)
-    advice = offline_advice() if kind is ModelNotFound else ""
-    if kind is EngineUnsupported:
-        advice = '. genrt.load(…, engine="transformers") computes such models, more slowly'
     translated = kind(f"{what}: {type(error).__name__}: {error}{advice}")
     translated.__cause__ = error
     return translated

@@ -7,8 +7,7 @@ tokens are certain, the step is *confirmed*.
 
 On a GPU, writing the tokens is one launch, and so is making rows from hidden states.
 
-The parts of vLLM that this file uses are listed in ``docs/new_vllm.md``. ``self_check.py`` compares rows
-computed this way with rows computed without it.
+``docs/new_vllm.md`` lists the parts of vLLM that this file uses.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 import torch
@@ -35,15 +34,12 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 __all__ = [
-    "InputTokens",
     "NextTokens",
     "Prepared",
     "RowLaunches",
     "Runner",
     "RunnerV1",
     "RunnerV2",
-    "Stopped",
-    "prepared",
     "read_elsewhere",
     "step_rows",
 ]
@@ -62,21 +58,19 @@ class NextTokens:
     def __len__(self) -> int:
         return len(self.request_ids)
 
+    @property
+    def columns(self) -> tuple[list[Any], ...]:
+        """The request ids, tokens, positions and prompts."""
+        return self.request_ids, self.token_ids, self.positions, self.prompts
+
     def add(self, others: NextTokens) -> None:
         """Add the tokens of other requests."""
-        self.request_ids += others.request_ids
-        self.token_ids += others.token_ids
-        self.positions += others.positions
-        self.prompts += others.prompts
+        for column, more in zip(self.columns, others.columns, strict=True):
+            column += more
 
     def at(self, places: Sequence[int]) -> NextTokens:
         """Return the tokens at these places."""
-        return NextTokens(
-            [self.request_ids[n] for n in places],
-            [self.token_ids[n] for n in places],
-            [self.positions[n] for n in places],
-            [self.prompts[n] for n in places],
-        )
+        return NextTokens(*([column[n] for n in places] for column in self.columns))
 
     def without(self, request_ids: Collection[str]) -> NextTokens:
         """Return the tokens of all other requests."""
@@ -101,70 +95,16 @@ class Prepared(NamedTuple):
     launch: Any
 
 
-class Runner(Protocol):
-    """A model runner as open requests use it between two steps."""
-
-    def prepare(self, output: SchedulerOutput, before: Prepared | None = None) -> Prepared | None:
-        """Prepare a step of one token for each request.
-
-        Return ``None`` where the forward cannot run apart from its preparation. ``before`` is the
-        prepared step that ran last, if no other step has run since.
-        """
-        ...
-
-    def refresh(self, step: Prepared) -> None:
-        """Update a prepared step after some of its requests took other seats at the same position."""
-        ...
-
-    def run(
-        self, step: Prepared, token_ids: torch.Tensor, order: Sequence[int] | None = None
-    ) -> torch.Tensor:
-        """Run a prepared step and return its rows in the order of its requests.
-
-        Request ``i`` gets token ``i``, or token ``order[i]``. The rows are valid until a step runs again.
-        The step can run again with other tokens.
-
-        Args:
-            token_ids: numbers ``[n]`` on the device or in pinned memory; a negative number is token 0.
-        """
-        ...
-
-    def confirm(self, step: Prepared, tokens: NextTokens) -> None:
-        """Record that the step ran last with the right tokens for these requests; the results of its
-        other requests do not count."""
-        ...
-
-    def execute(self, output: SchedulerOutput) -> None:
-        """Run the forward of a step of one token for each request."""
-        ...
-
-    def reseat(self, seats: Sequence[Seat]) -> None:
-        """Copy blocks, and make these requests continue as other sequences, one seat after the other."""
-        ...
-
-    def write(self, tokens: NextTokens) -> None:
-        """Write the callers' tokens to the place of the runner's sampled tokens."""
-        ...
-
-    def take_rows(self) -> tuple[list[str], torch.Tensor]:
-        """Return the forward's rows, in place of sampling, and their requests."""
-        ...
-
-
-class Stopped(Exception):
+class _Stopped(Exception):
     """Raised in place of the forward, with the forward's inputs."""
 
 
-def prepared(output: SchedulerOutput, request_ids: list[str], launch: Any) -> Prepared:
+def _prepared(output: SchedulerOutput, request_ids: list[str], launch: Any) -> Prepared:
     """Return the ``Prepared`` of a step with these requests, in the order of the batch."""
     # The runner may have sorted the batch: the positions follow its order, not the scheduler's.
     scheduled = output.scheduled_cached_reqs
     positions = dict(zip(scheduled.req_ids, scheduled.num_computed_tokens, strict=True))
     return Prepared(request_ids, [positions[request_id] for request_id in request_ids], launch)
-
-
-MOST_SIZES = 4
-"""The most step sizes with allocated rows."""
 
 
 def step_rows(logits: torch.Tensor) -> torch.Tensor:
@@ -180,18 +120,14 @@ def read_elsewhere(rows: torch.Tensor) -> torch.Tensor:
 
 
 class RowLaunches:
-    """Makes rows from hidden states that have the same address whenever there are as many.
-
-    Args:
-        compute_logits: the model's.
-    """
+    """Makes rows from hidden states that have the same address whenever there are as many."""
 
     def __init__(self, compute_logits: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._compute_logits = compute_logits
         self._graphs = Graphs()
         # The launch for hidden states of one address and number, and its rows.
         self._sizes: LRUCache[tuple[int, int], tuple[Repeated, list[torch.Tensor]]]
-        self._sizes = LRUCache(MOST_SIZES)
+        self._sizes = LRUCache(4)
 
     def of(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the rows. They are valid until rows of the same size are made again."""
@@ -208,7 +144,7 @@ class RowLaunches:
         return rows[0]
 
 
-class InputTokens:
+class _InputTokens:
     """Writes the tokens of prepared steps to the runner's input buffer, int32."""
 
     def __init__(self, input_ids: torch.Tensor) -> None:
@@ -224,7 +160,7 @@ class InputTokens:
 
 
 class _SizedInput:
-    """``InputTokens`` for one number of tokens."""
+    """``_InputTokens`` for one number of tokens."""
 
     def __init__(self, input_ids: torch.Tensor) -> None:
         given, taken = torch.zeros(2, len(input_ids), dtype=torch.float64, device=input_ids.device)
@@ -245,13 +181,14 @@ class _SizedInput:
         self._take.launch()
 
 
-class RunnerV1(Runner):
-    """A request has a record, and a row of the persistent batch while it is in the batch."""
+class RunnerV1:
+    """Runner V1 between two steps: a request has a record, and a row of the persistent batch while it is
+    in the batch."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self._blocks = BlockCopies(runner)
-        self._inputs = InputTokens(runner.input_ids.gpu)
+        self._inputs = _InputTokens(runner.input_ids.gpu)
         self._rows = RowLaunches(lambda hidden_states: runner.model.compute_logits(hidden_states))
         if runner.device.type == "cuda" and runner.prepare_inputs_event is None:
             # A step is prepared while the previous step's copies may still read the same buffers.
@@ -264,23 +201,30 @@ class RunnerV1(Runner):
         self._repeats = runner.device.type == "cpu" and not differs
 
     def prepare(self, output: SchedulerOutput, before: Prepared | None = None) -> Prepared | None:
+        """Prepare a step of one token for each request.
+
+        Return ``None`` where the forward cannot run apart from its preparation. ``before`` is the
+        prepared step that ran last, if no other step has run since.
+        """
+
         def stop(**inputs: Any) -> NoReturn:
-            raise Stopped(get_forward_context(), inputs)
+            raise _Stopped(get_forward_context(), inputs)
 
         runner = self._runner
         runner._model_forward = stop  # set on the instance, so that it hides the class's method
         try:
             runner.execute_model(output)
-        except Stopped as stopped:
+        except _Stopped as stopped:
             context, inputs = stopped.args
         finally:
             del runner._model_forward
         # Embeddings are made from the tokens before the forward.
         if inputs["inputs_embeds"] is not None:
             return None
-        return prepared(output, list(runner.input_batch.req_ids), (context, inputs))
+        return _prepared(output, list(runner.input_batch.req_ids), (context, inputs))
 
     def refresh(self, step: Prepared) -> None:
+        """Update a prepared step after some of its requests took other seats at the same position."""
         runner, count = self._runner, len(step.request_ids)
         tables = runner.input_batch.block_table
         tables.commit_block_table(count)
@@ -291,6 +235,12 @@ class RunnerV1(Runner):
     def run(
         self, step: Prepared, token_ids: torch.Tensor, order: Sequence[int] | None = None
     ) -> torch.Tensor:
+        """Run a prepared step and return its rows in the order of its requests, valid until a step runs
+        again.
+
+        Request ``i`` gets token ``i``, or ``order[i]``, of ``token_ids`` ``[n]``, which are on the device
+        or in pinned memory; a negative number is token 0. The step can run again with other tokens.
+        """
         runner = self._runner
         context, inputs = step.launch
         self._inputs.put(token_ids, order)
@@ -303,9 +253,12 @@ class RunnerV1(Runner):
         return step_rows(runner.model.compute_logits(hidden_states[: len(token_ids)]))
 
     def confirm(self, step: Prepared, tokens: NextTokens) -> None:
+        """Record that the step ran last with the right tokens for these requests; the results of its
+        other requests do not count."""
         self.write(tokens)
 
     def execute(self, output: SchedulerOutput) -> None:
+        """Run the forward of a step of one token for each request."""
         if self._launch is not None and self._is_alike(output, self._launch[0]):
             return self._repeat(output, *self._launch)
         self._launch = None
@@ -325,7 +278,6 @@ class RunnerV1(Runner):
             hook.remove()
 
     def _is_alike(self, output: SchedulerOutput, count: int) -> bool:
-        """Return whether a step has ``count`` requests, and these are the whole batch."""
         scheduled, batch = output.scheduled_cached_reqs.req_ids, self._runner.input_batch
         is_whole = len(scheduled) == count and batch.req_id_to_index.keys() == {*scheduled}
         gone = output.finished_req_ids or output.preempted_req_ids
@@ -364,6 +316,7 @@ class RunnerV1(Runner):
         return table.slot_mapping.gpu[:count]  # type: ignore[no-any-return]
 
     def reseat(self, seats: Sequence[Seat]) -> None:
+        """Copy blocks, and make these requests continue as other sequences, one seat after the other."""
         self._blocks.copy(copies(seats))
         batch = self._runner.input_batch
         for request, length, new, _, kept in last_seats(seats):
@@ -380,9 +333,9 @@ class RunnerV1(Runner):
                 batch.block_table.add_row((block_ids,), index)
 
     def write(self, tokens: NextTokens) -> None:
+        """Write the callers' tokens to the place of the runner's sampled tokens."""
         batch, requests = self._runner.input_batch, self._runner.requests
-        columns = (tokens.request_ids, tokens.token_ids, tokens.positions, tokens.prompts)
-        for request_id, token_id, position, prompt in zip(*columns, strict=True):
+        for request_id, token_id, position, prompt in zip(*tokens.columns, strict=True):
             output_token_ids = requests[request_id].output_token_ids
             # After one of vLLM's own steps, the record ends with the sampled token that was dropped.
             if len(output_token_ids) > position - prompt:
@@ -397,68 +350,52 @@ class RunnerV1(Runner):
         batch.num_tokens_no_spec[at] = after + 1
 
     def take_rows(self) -> tuple[list[str], torch.Tensor]:
+        """Return the forward's requests and their rows, in place of sampling."""
         state, self._runner.execute_model_state = self._runner.execute_model_state, None
         return list(self._runner.input_batch.req_ids), step_rows(state.logits)
-
-
-MOST_KINDS = 16
-"""The most kinds of batches with cached launches."""
 
 
 @dataclass(slots=True)
 class _StepKind:
     """The launches for steps of all batches with one CUDA graph and one number of requests. Their inputs
-    and outputs have the same addresses for each of these batches.
+    and outputs have the same addresses for each of these batches."""
 
-    Attributes:
-        batch: vLLM's description of such a step, with its own tensor ``idx_mapping`` of request slots.
-        slots: the slots that ``idx_mapping`` has now.
-        count: counts the step's tokens as computed.
-        look_up: finds blocks and slots after blocks have changed. vLLM alternates between two buffers for
-            the numbers of blocks, so there is one launch for each address.
-        tables: the block tables in the forward's buffer, once they are there.
-        place: finds positions and slots, if its launch is the same in every step.
-    """
-
-    batch: Any
-    slots: np.ndarray
-    count: Repeated
+    batch: Any  # vLLM's description of such a step, with its own tensor ``idx_mapping`` of slots
+    slots: np.ndarray  # that ``idx_mapping`` has now
+    count: Repeated  # counts the step's tokens as computed
+    # Finds blocks and slots after blocks have changed. vLLM alternates between two buffers for the
+    # numbers of blocks, so there is one launch for each address.
     look_up: dict[int, Repeated] = field(default_factory=dict)
-    tables: Any = None
-    place: Repeated | None = None
+    tables: Any = None  # the block tables in the forward's buffer, once they are there
+    place: Repeated | None = None  # finds positions and slots, if it is the same in every step
 
 
 class _StepLaunch(NamedTuple):
-    """The batch of a step and of the steps after it.
+    """The batch of a step and of the steps after it."""
 
-    Attributes:
-        graph: vLLM's description of the forward's CUDA graph.
-        slots: of the requests, on the host.
-    """
-
-    graph: Any
-    slots: np.ndarray
+    graph: Any  # vLLM's description of the forward's CUDA graph
+    slots: np.ndarray  # of the requests, on the host
     kind: _StepKind
 
 
-class _Stopping:
+class _StopsForward:
     """A stand-in for the KV connector, which the V2 runner calls before every forward: it stops it."""
 
     def pre_forward(self, output: SchedulerOutput, batch: Any, **_: Any) -> NoReturn:
-        """Raise ``Stopped`` with the batch that the forward is about to compute."""
-        raise Stopped(batch)
+        """Raise ``_Stopped`` with the batch that the forward is about to compute."""
+        raise _Stopped(batch)
 
 
-class RunnerV2(Runner):
-    """A request has a slot as long as the runner knows it."""
+class RunnerV2:
+    """Runner V2 with the methods of ``RunnerV1``: a request has a slot as long as the runner knows it."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self._blocks = BlockCopies(runner)
         self._seats = SeatTables(runner)
-        self._inputs = InputTokens(runner.input_buffers.input_ids)
+        self._inputs = _InputTokens(runner.input_buffers.input_ids)
         self._rows = RowLaunches(lambda hidden_states: runner.model.compute_logits(hidden_states))
-        self._kinds: LRUCache[tuple[Any, int], _StepKind] = LRUCache(MOST_KINDS)
+        self._kinds: LRUCache[tuple[Any, int], _StepKind] = LRUCache(16)
         self._is_moved = False  # blocks have changed since a forward looked them up
         # Requests with a speculated token that no caller asked for.
         self._overcounted: set[str] = set()
@@ -474,25 +411,22 @@ class RunnerV2(Runner):
             graphs.append(graph)
             return prepare_inputs(output, state, graph, *more)
 
-        runner.kv_connector, runner.prepare_inputs = _Stopping(), keep_graph
+        runner.kv_connector, runner.prepare_inputs = _StopsForward(), keep_graph
         try:
             runner.execute_model(output)
-        except Stopped as stopped:
+        except _Stopped as stopped:
             [batch] = stopped.args
         finally:
             runner.kv_connector = connector
             del runner.prepare_inputs
         self._is_moved = False
         [graph] = graphs
-        if (
-            graph.cg_mode != CUDAGraphMode.FULL
-        ):  # only a full graph can run without the rest of the step
+        if graph.cg_mode != CUDAGraphMode.FULL:  # no other graph runs without the rest of the step
             return None
         launch = _StepLaunch(graph, batch.idx_mapping_np, self._kind(graph, batch))
-        return prepared(output, list(batch.req_ids), launch)
+        return _prepared(output, list(batch.req_ids), launch)
 
     def _kind(self, graph: Any, batch: Any) -> _StepKind:
-        """Return the launches for the steps of a batch."""
         key, slots = (graph, len(batch.req_ids)), batch.idx_mapping_np
         kind = self._kinds.get(key)
         if kind is None:
@@ -513,8 +447,7 @@ class RunnerV2(Runner):
         )
 
     def _is_repeated(self, output: SchedulerOutput, before: Prepared) -> bool:
-        """Return whether a step has the batch of the previous one and needs only positions and blocks.
-        The model must be a text model without adapters."""
+        """Return whether a step of a text model has the previous batch: it needs positions and blocks."""
         runner = self._runner
         return (
             output.scheduled_cached_reqs.req_ids == before.request_ids
@@ -533,8 +466,7 @@ class RunnerV2(Runner):
         )
 
     def _repeated(self, output: SchedulerOutput, before: Prepared) -> Prepared:
-        """Prepare the parts that differ between steps of the same batch. The forward reads them from the
-        runner's buffers."""
+        """Prepare the parts that differ between steps of the same batch, in the runner's buffers."""
         runner, states, launch = self._runner, self._runner.req_states, before.launch
         scheduled, kind, slots = output.scheduled_cached_reqs, launch.kind, launch.slots
         computed = np.array(scheduled.num_computed_tokens, np.int32)
@@ -644,3 +576,7 @@ class RunnerV2(Runner):
         logits = self._runner.model.compute_logits(state.hidden_states[batch.logits_indices])
         self._runner.postprocess_num_computed_tokens(batch)
         return list(batch.req_ids), step_rows(logits)
+
+
+Runner: TypeAlias = RunnerV1 | RunnerV2
+"""A model runner as open requests use it between two steps."""

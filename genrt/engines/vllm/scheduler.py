@@ -2,39 +2,32 @@
 
 A logprobs request is an *open* vLLM request. When its row has been computed, the scheduler drops the
 token that vLLM sampled. The request then stays outside the running queue with its KV blocks (*parked*).
-Appending the caller's token wakes it, and it is scheduled as a plain decode of one token.
+Appending the caller's token wakes it. A step of woken requests alone is scheduled by ``decode_step``,
+every other step by vLLM.
 
 A new request that shares a prefix with a resident one takes the resident's blocks by reference. vLLM
-copies the last, partly shared block, as it does for its own sub-block prefix hits. A parked request that
-is no longer needed can continue as a fork of another one (*reseated*), without a new request.
-
-``decode_step`` schedules a step of woken requests alone, which is the step of a sampler. It does the part
-of ``schedule`` that such a step needs. vLLM schedules every other step.
+copies the last, partly shared block. A parked request that is no longer needed can continue as a fork of
+another one (*reseated*), without a new request.
 
 Rules:
     Running and waiting requests come before parked ones; the longest unused parked requests are finished.
-    Prompts with a common prefix share blocks: 256 contexts of 2,048 tokens with 1,920 common ones take a
-    tenth of the blocks of distinct ones. Counting these needs a look-up for each block. So they are
-    counted only if the lengths alone do not fit.
     Scheduling is synchronous: a step's tokens are known before the next one is scheduled. The exception
     is a step of texts alone while ``ahead`` is set: vLLM schedules it before the previous step has ended.
     Blocks are copied before anything else is done for the step that needs the copies.
-
-The parts of vLLM that this file uses are listed in ``docs/new_vllm.md``. ``self_check.py`` compares rows
-computed this way with rows computed without it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from genrt.engines.vllm.prefixes import KeptPrefixes
@@ -42,23 +35,17 @@ from genrt.engines.vllm.requests import FIRST, OPEN
 from genrt.engines.vllm.runners import NextTokens
 from genrt.engines.vllm.seats import Fork, Seat, Seats
 
-if TYPE_CHECKING:
-    from vllm.v1.outputs import ModelRunnerOutput
-    from vllm.v1.request import Request
-
 __all__ = ["OpenScheduler", "most_blocks", "needed_blocks"]
-
 
 MOST_RECORDS = 65_536
 """The most open requests where KV blocks are the only bound."""
 
 
 class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
-    """vLLM's ``scheduler_cls`` for engines with resident sequences.
+    """vLLM's ``scheduler_cls`` for engines with resident sequences; the engine sets ``prefixes``.
 
-    The engine sets ``ahead`` and ``prefixes``. While ``ahead`` is True, a step is scheduled as if every
-    request of the unfinished previous step continued with one token. ``prefixes`` holds blocks that
-    belong to no request.
+    While ``ahead`` is True, a step is scheduled as if every request of the unfinished previous step
+    continued with one token.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -139,11 +126,8 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
     def forks(
         self, request_ids: Sequence[str], donor_ids: Sequence[str], length: int | None = None
     ) -> list[Fork]:
-        """Return parked requests as forks of the donors' first ``length`` tokens (default: all computed).
-
-        There is one fork for each donor, or for the first donors if there are too few requests. The
-        pairs are chosen so that forks cost little.
-        """
+        """Return parked requests as forks of the donors' first ``length`` tokens (default: all computed):
+        one for each donor, or for the first ones, in pairs that cost little."""
         requests = [self.parked[each] for each in request_ids]
         donors = [self.requests[each] for each in donor_ids[: len(requests)]]
         if self._shares_blocks:
@@ -163,10 +147,8 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         return self._seats.have_room([fork.request for fork in forks], beside=beside)
 
     def reseat(self, forks: Sequence[Fork]) -> list[Seat]:
-        """Make these requests continue from their donors' tokens and blocks.
-
-        A request owns its last block; the runner fills it by a copy if the tokens end inside a block.
-        """
+        """Make these requests continue from their donors' tokens and blocks. A request owns its last
+        block; the runner fills it by a copy if the tokens end inside a block."""
         self.reseated += len(forks)
         if self._donors:  # a waiting request must not start from a donor that is replaced here
             gone = {fork.request.request_id for fork in forks}
@@ -190,10 +172,8 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
             self.running.append(request)
 
     def decode_step(self) -> SchedulerOutput | None:
-        """Schedule a step of one token for every running request, if all are open and there is room.
-
-        Return the output of ``schedule`` for that step, or ``None`` where ``schedule`` has more to do.
-        """
+        """Schedule a step of one token for every running request; return ``None`` if not all are open, or
+        without room: then ``schedule`` must do it."""
         output = self._scheduled(self.running, tokens_ahead=1)
         if output is not None:
             self._begin_decode_step()
@@ -202,10 +182,8 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
     def decode_step_ahead(
         self, forks: Sequence[str] = (), order: Sequence[str] = ()
     ) -> SchedulerOutput | None:
-        """Schedule the step after an unfinished ``decode_step``, as if each request continued.
-
-        The parked ``forks`` take part too. The step has this ``order`` if it names exactly these
-        requests. Return ``None`` if there is no room.
+        """Schedule the step after an unfinished ``decode_step``, as if each request and the parked
+        ``forks`` continued; return ``None`` without room. It has this ``order`` if it has these requests.
         """
         requests = [*self.running, *(self.parked[each] for each in forks)]
         known = {request.request_id: request for request in requests}
@@ -224,11 +202,8 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         return self._one_token_each(requests)
 
     def begin_prepared(self, request_ids: Collection[str]) -> bool:
-        """Start the step that ``decode_step_ahead`` scheduled; return whether it is the next step.
-
-        Requests that were reseated since then have other blocks, which the caller must pass to the
-        runner. The runner learns of finished requests with the step after this one.
-        """
+        """Start the step that ``decode_step_ahead`` scheduled; return whether it is the next step. The
+        caller must pass the blocks of requests that were reseated since then to the runner."""
         running = self.running
         if (
             len(running) != len(request_ids)
@@ -240,8 +215,8 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         return True
 
     def _nothing_but(self, requests: Sequence[Request], *, tokens_ahead: int) -> bool:
-        """Return whether these are all the requests to schedule, and all are open with ``tokens_ahead``
-        tokens to compute."""
+        """Return whether these are all requests to schedule, open, with ``tokens_ahead`` tokens to
+        compute."""
         if (
             not requests
             or self.waiting
@@ -254,9 +229,8 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
             or not self._open.issuperset([request.request_id for request in requests])
         ):
             return False
-        # A step reserves a place for the token that vLLM would sample after it, so the longest context
-        # has ``max_model_len - 1`` tokens. With ``tokens_ahead=0`` the step's own token is still to come
-        # and needs a place too.
+        # A step reserves a place for the token that vLLM would sample after it. With ``tokens_ahead=0``
+        # the step's own token needs a place too.
         most = self.max_model_len - 2 + tokens_ahead
         for request in requests:
             length = len(request._all_token_ids)
@@ -448,7 +422,8 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
 
 
 def most_blocks(scheduler: Any, waiting: Iterable[Request]) -> int:
-    """Return an upper bound of the blocks, as if requests shared only kept prefixes."""
+    """Return an upper bound of ``needed_blocks``, as if requests shared only kept prefixes. It needs no
+    look-up for each block."""
     # Two blocks more than a waiting request's full ones: one for its last tokens, one for a copied block.
     size, prefixes = scheduler.block_size, scheduler.prefixes
     blocks: int = len(scheduler.running)
@@ -462,11 +437,8 @@ def most_blocks(scheduler: Any, waiting: Iterable[Request]) -> int:
 def needed_blocks(
     scheduler: Any, waiting: Iterable[Request], donors: Mapping[str, tuple[str, int]]
 ) -> int:
-    """Return the number of blocks for the requests that fit into one step's tokens.
-
-    Blocks that they share with a holder are not counted. Cached blocks without a holder are counted,
-    because they are taken from the pool too.
-    """
+    """Return the number of blocks for the requests that fit into one step's tokens. Blocks that others
+    hold too are not counted; cached blocks without a holder are taken from the pool."""
     size, prefixes = scheduler.block_size, scheduler.prefixes
     blocks, tokens_left = 0, int(scheduler.max_num_scheduled_tokens)
     for request in scheduler.running:  # the rest of a prompt, or the next token

@@ -13,8 +13,7 @@ Rules:
     A position is NaN if its row is not finite, and only its request fails.
     In a step of scores alone runner V2 draws no tokens, because their tokens and last rows are not read.
 
-The parts of vLLM that this file uses are listed in ``docs/new_vllm.md``. ``self_check.py`` compares
-scores with rows.
+``docs/new_vllm.md`` lists the parts of vLLM that this file uses.
 """
 
 from __future__ import annotations
@@ -38,11 +37,6 @@ from genrt.tokens.rows import Leaving, moved
 __all__ = ["Positions", "attach", "positions_of"]
 
 
-ENTRIES = 2**25
-"""The most logits computed at a time. They take 256 MiB at most with their float32 copy. That is enough
-positions for a matrix product that is not bound by reading the weights."""
-
-
 Logits: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """Returns the logits ``[n, vocab_size]`` of hidden states ``[n, width]``."""
 
@@ -59,23 +53,17 @@ class Span(NamedTuple):
 
 @dataclass(slots=True)
 class _Score:
-    """A score in progress.
-
-    Attributes:
-        next: the first position that is still missing; ``end`` when all are taken.
-        parts: log-probabilities on their way to the host, in order. For whole rows these are the first
-            entries, which are NaN where a row is not finite.
-        rows: on the device, in order, if whole rows are wanted.
-    """
+    """A score in progress."""
 
     targets: torch.Tensor  # int64, on the device: the token after each wanted position
     lora: LoRARequest | None
     first: int
-    next: int
+    next: int  # the first position that is still missing; ``end`` when all are taken
     wanted: Wanted
     temperature: float
+    # Log-probabilities on their way to the host, in order; of whole rows, the first entries.
     parts: list[tuple[Leaving, slice]] = field(default_factory=list)
-    rows: list[torch.Tensor] = field(default_factory=list)
+    rows: list[torch.Tensor] = field(default_factory=list)  # on the device, if they are wanted
 
     @property
     def end(self) -> int:
@@ -83,9 +71,7 @@ class _Score:
 
 
 class _ScorePart(NamedTuple):
-    """Positions ``begin`` to ``end`` of a score that a step computed, with their hidden states."""
-
-    score: _Score
+    score: _Score  # whose positions ``begin`` to ``end`` a step computed
     begin: int
     end: int
     hidden_states: torch.Tensor
@@ -110,7 +96,9 @@ class Positions:
     ) -> None:
         self._compute_logits = compute_logits
         self._activate = activate
-        self._at_once = max(1, ENTRIES // vocab_size)
+        # 2**25 logits, 256 MiB at most with their float32 copy, are enough positions for a matrix product
+        # that is not bound by reading the weights.
+        self._at_once = max(1, 2**25 // vocab_size)
         self._device = device or torch.device("cpu")
         self._scores: dict[str, _Score] = {}
         self.scored_tokens = 0
@@ -138,11 +126,10 @@ class Positions:
         """
         if not self.are_taken:
             raise EngineFailed("this engine takes a row for every token of a score")
-        targets = torch.tensor(request.token_ids[request.start :], dtype=torch.int64)
-        if self._device.type != "cpu":
-            targets = targets.pin_memory().to(self._device, non_blocking=True)
-        first = request.start - 1
-        heat = request.temperature
+        targets = moved(
+            torch.tensor(request.token_ids[request.start :], dtype=torch.int64), self._device
+        )
+        first, heat = request.start - 1, request.temperature
         self._scores[request_id] = _Score(targets, lora, first, first, request.wanted, heat)
 
     def __bool__(self) -> bool:
@@ -154,8 +141,8 @@ class Positions:
     @torch.inference_mode()
     def put(self, hidden_states: torch.Tensor, spans: Iterable[Span]) -> None:
         """Store the wanted positions that a step computed; ignore spans of other requests."""
-        entries_of: list[_ScorePart] = []
         rows_of: list[_ScorePart] = []
+        entries_of: list[_ScorePart] = []
         for span in spans:
             score = self._scores.get(span.request_id)
             if score is None or span.computed > score.next:  # ``take`` reports the gap
@@ -167,20 +154,23 @@ class Positions:
                 group = rows_of if score.wanted == "rows" else entries_of
                 group.append(_ScorePart(score, score.next, end, found))
         if rows_of:
-            self._put_rows(rows_of)
+            rows = _cat([each for _, each in self._rows(rows_of)])
+            self._put(rows_of, Leaving(rows[:, 0]), rows)
         if entries_of:
-            self._put_entries(entries_of)
+            self._put(entries_of, Leaving(self._entries(entries_of)))
 
-    def _put_rows(self, group: Sequence[_ScorePart]) -> None:
-        rows = _cat([rows for _, rows in self._rows(group)])
-        leaving, at = Leaving(rows[:, 0]), 0
+    def _put(
+        self, group: Sequence[_ScorePart], leaving: Leaving, rows: torch.Tensor | None = None
+    ) -> None:
+        at = 0
         for score, begin, end, _ in group:
             part = slice(at, at + end - begin)
-            score.rows.append(rows[part])
+            if rows is not None:
+                score.rows.append(rows[part])
             score.parts.append((leaving, part))
             score.next, at = end, part.stop
 
-    def _put_entries(self, group: Sequence[_ScorePart]) -> None:
+    def _entries(self, group: Sequence[_ScorePart]) -> torch.Tensor:
         targets = _cat([s.targets[begin - s.first : end - s.first] for s, begin, end, _ in group])
         greedy = any(each.score.wanted == "greedy" for each in group)
         wants: Wanted = "greedy" if greedy else "logprobs"
@@ -191,10 +181,7 @@ class Positions:
             score_entries(rows, targets[part], wants, None if heated is None else heated[part])
             for part, rows in self._rows(group)
         ]
-        leaving, at = Leaving(_cat(found, dim=-1)), 0
-        for score, begin, end, _ in group:
-            score.parts.append((leaving, slice(at, at + end - begin)))
-            score.next, at = end, at + end - begin
+        return _cat(found, dim=-1)
 
     def _rows(self, group: Sequence[_ScorePart]) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield rows for some positions at a time, with the slice of positions."""
@@ -209,8 +196,7 @@ class Positions:
             yield part, log_probabilities(logits, may_overwrite=True)
 
     def take(self, request_ids: Iterable[str]) -> dict[str, torch.Tensor | None]:
-        """Return the answers of the scores among these requests; ``None`` where a row was not finite.
-        A score is taken once.
+        """Remove the scores among these requests and return them; ``None`` where a row was not finite.
 
         Raises:
             EngineUnsupported: a score has ended without some positions, because vLLM skipped them.
@@ -255,9 +241,8 @@ def positions_of(
 ) -> Positions:
     """Return the ``Positions`` of an engine.
 
-    They support no scores in these cases: the runner is in another process; a prompt's hidden states are
-    not the rows' hidden states; a cached prefix may end anywhere; or the user's logits processors change
-    the rows' logits.
+    They support no scores if the runner is in another process, prompts have other hidden states than rows
+    have, a cached prefix may end anywhere, or the user's logits processors change the rows' logits.
     """
     if (
         runner is None
@@ -332,8 +317,7 @@ def _spans_v2(batch: Any) -> Iterator[Span]:
 
 
 def _set_adapters(runner: Any, loras: Sequence[LoRARequest | None]) -> None:
-    """Make each hidden state's own adapter compute its logits. vLLM has set one adapter per row; the next
-    step sets them again."""
+    """Make each hidden state's own adapter compute its logits, until the next step sets one per row."""
     ids = tuple(0 if lora is None else lora.lora_int_id for lora in loras)
     runner._set_active_loras(ids, ids, {lora for lora in loras if lora is not None})
 

@@ -8,7 +8,7 @@ most blocks are common, so the cost of a fork does not grow with their length.
 ``BlockCopies`` the KV caches. vLLM copies layer by layer, with two kernels each, and writes table by
 table. Here all layers, and all tables, take one launch each on a GPU.
 
-The parts of vLLM that this file uses are listed in ``docs/new_vllm.md``.
+``docs/new_vllm.md`` lists the parts of vLLM that this file uses.
 """
 
 from __future__ import annotations
@@ -29,10 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["BlockCopies", "Fork", "Seat", "SeatTables", "Seats", "copies", "last_seats"]
 
 
-FEW = 16
-"""Up to this many blocks, a fork is cheap in any seat."""
-
-
 class Fork(NamedTuple):
     """A request that is to continue from the first ``length`` tokens of ``donor``, all computed."""
 
@@ -42,18 +38,12 @@ class Fork(NamedTuple):
 
 
 class Seat(NamedTuple):
-    """A request that continues as another sequence of ``length`` tokens.
+    """A request that continues as another sequence of ``length`` tokens."""
 
-    Attributes:
-        request: vLLM's, which has the tokens.
-        block_ids: its blocks after the first ``kept``; the request had these first blocks before.
-        copied: the source block to copy into the last one; ``None`` if the last one is empty.
-    """
-
-    request: Request
+    request: Request  # vLLM's, which has the tokens
     length: int
-    block_ids: list[int]
-    copied: int | None
+    block_ids: list[int]  # after the first ``kept``, which the request had before
+    copied: int | None  # the block to copy into the last one; ``None`` if the last one is empty
     kept: int = 0
 
 
@@ -80,14 +70,13 @@ class Seats:
         return bool(free >= wanted)
 
     def paired(self, requests: Sequence[Request], donors: Sequence[Request]) -> list[Request]:
-        """Return one request for each donor.
+        """Return one of the requests for each donor; of long sequences, one with many blocks in common.
 
-        There must be at least as many requests as donors. For long sequences, it pairs requests and
-        donors that have many blocks in common; it compares a few blocks of each.
+        It compares a few blocks of each.
         """
         tables = self._manager.req_to_blocks
         count = min((len(tables[each.request_id]) for each in donors), default=0)
-        if count <= FEW or len(requests) == 1:
+        if count <= 16 or len(requests) == 1:  # a fork is cheap in any seat
             return [*requests[: len(donors)]]
         found: dict[int, Request] = {}
         left = [(each, tables[each.request_id]) for each in requests]
@@ -181,10 +170,8 @@ def last_seats(seats: Sequence[Seat]) -> list[Seat]:
 
 
 def in_common(these: Sequence[Any], those: Sequence[Any], most: int) -> int:
-    """Return how many of the first ``most`` blocks of two sequences are the same.
-
-    Two sequences with a common block have all tokens before it in common, so a bisection finds it.
-    """
+    """Return how many of the first ``most`` blocks of two sequences are the same."""
+    # Sequences with a common block have all tokens before it in common.
     most = min(len(these), len(those), most)
     if most and these[most - 1] is those[most - 1]:
         return most
@@ -192,11 +179,7 @@ def in_common(these: Sequence[Any], those: Sequence[Any], most: int) -> int:
 
 
 class SeatTables:
-    """The tables of one runner, with one group of blocks.
-
-    Args:
-        runner: vLLM's.
-    """
+    """The tables of one runner V2, with one group of blocks."""
 
     def __init__(self, runner: Any) -> None:
         self._states, self._blocks = runner.req_states, runner.block_tables
@@ -231,7 +214,6 @@ class SeatTables:
         self._staged[key].launch()
 
     def _writes(self, seats: int, blocks: int) -> Staged:
-        """Return one launch that writes this many seats and blocks."""
         computed, total = self._states.num_computed_tokens.gpu, self._states.total_len.gpu
         table = self._blocks.block_tables[0].gpu
         small = torch.empty(2 * (seats + blocks), dtype=table.dtype, device=table.device)
@@ -248,38 +230,19 @@ class SeatTables:
 
 
 def _cuts(seats: int, blocks: int) -> list[int]:
-    """Return where slots, lengths, places and blocks are split."""
+    """Return where the numbers of a launch are split into slots, lengths, places and blocks."""
     return [seats, 2 * seats, 2 * seats + blocks]
 
 
-WORD = 8
-"""The bytes in a word."""
-
-NOTHING = 0
-"""vLLM's null block: no request has it, and it may be copied onto itself."""
-
-
-class _Stretches(NamedTuple):
-    """Where a cache's blocks are, in words: the length of a block, and the distance between the starts of
-    two blocks."""
-
-    words: int
-    stride: int
-
-
 class BlockCopies:
-    """Copies blocks of the KV caches of one runner. It keeps no references to the caches.
-
-    Args:
-        runner: vLLM's, with its caches; layers may share a cache.
-    """
+    """Copies blocks of the KV caches of one runner. It keeps no references to the caches."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
-        self._stretches: _Stretches | None = None  # of every cache, on a GPU
+        self._stretches: tuple[int, int] | None = None  # of every cache, on a GPU
         self._bases: torch.Tensor | None = None  # addresses of the distinct caches, on the device
         self._staged: dict[int, Staged] = {}
-        caches = runner.kv_caches
+        caches = runner.kv_caches  # layers may share a cache
         if caches[0].is_cuda:
             self._stretches = _alike(caches, runner.kv_cache_config.num_blocks)
             addresses = dict.fromkeys(cache.data_ptr() for cache in caches)
@@ -299,7 +262,7 @@ class BlockCopies:
                 self._staged[most] = _staged(most, self._bases, self._stretches)
             numbers = self._staged[most].free()
             numbers[: len(pairs)] = pairs
-            numbers[len(pairs) :] = NOTHING
+            numbers[len(pairs) :] = 0  # vLLM's null block may be copied onto itself
             self._staged[most].launch()
         elif self._bases is not None:
             copy_kv_cache_blocks_inplace(caches, count, pairs)
@@ -312,8 +275,7 @@ class BlockCopies:
 
 
 def _independent(pairs: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Split the pairs into groups that can each be copied at once: within a group, no pair writes a block
-    that another pair reads or writes."""
+    """Split the pairs into groups in which no pair writes a block that another one reads or writes."""
     groups: list[list[tuple[int, int]]] = []
     read: set[int] = set()
     written: set[int] = set()
@@ -327,25 +289,24 @@ def _independent(pairs: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]
     return groups
 
 
-def _staged(most: int, bases: torch.Tensor, stretches: _Stretches) -> Staged:
-    """Return one launch that copies up to ``most`` blocks, for caches at the addresses ``bases``, int64
-    ``[layers]`` on the device."""
+def _staged(most: int, bases: torch.Tensor, stretches: tuple[int, int]) -> Staged:
+    """Return one launch that copies up to ``most`` blocks."""
     from genrt.engines.vllm.block_kernels import copy_words
 
     return Staged((most, 2), bases.device, lambda pairs: copy_words(bases, pairs, *stretches))
 
 
-def _alike(caches: Sequence[torch.Tensor], count: int) -> _Stretches | None:
-    """Return where the ``count`` blocks of every cache are; ``None`` if the caches differ."""
+def _alike(caches: Sequence[torch.Tensor], count: int) -> tuple[int, int] | None:
+    """Return the words of eight bytes in each of the ``count`` blocks of every cache, and between the
+    starts of two blocks; ``None`` if caches differ, or a block is no stretch of whole words.
+
+    A block may consist of several parts, one after the other. Blocks of other layers may lie in between.
+    """
     found = {_stretches(cache, count) for cache in caches}
     return found.pop() if len(found) == 1 else None
 
 
-def _stretches(cache: torch.Tensor, count: int) -> _Stretches | None:
-    """Return where the ``count`` blocks of a cache are; ``None`` unless each is a stretch of whole words.
-
-    A block may consist of several parts, one after the other. Blocks of other layers may lie in between.
-    """
+def _stretches(cache: torch.Tensor, count: int) -> tuple[int, int] | None:
     parts, rest = divmod(cache.shape[0], count)
     dense = 1
     for stride, size in sorted(zip(cache.stride()[1:], cache.shape[1:], strict=True)):
@@ -355,7 +316,6 @@ def _stretches(cache: torch.Tensor, count: int) -> _Stretches | None:
     if rest or (parts > 1 and cache.stride(0) != dense):
         return None
     lengths = [entries * parts * cache.element_size() for entries in (dense, cache.stride(0))]
-    if any(each % WORD for each in (*lengths, cache.data_ptr())):
+    if any(each % 8 for each in (*lengths, cache.data_ptr())):
         return None
-    words, stride = (each // WORD for each in lengths)
-    return _Stretches(words, stride)
+    return lengths[0] // 8, lengths[1] // 8

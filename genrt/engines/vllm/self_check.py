@@ -6,7 +6,7 @@ The check exercises every assumption about vLLM that is not part of its public i
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, combinations
 
 import torch
@@ -42,20 +42,36 @@ def run_self_check(engine: VLLMEngine, *, rounding: float, block_size: int) -> N
     """
     noise = 64 * max(rounding, TF32)
     try:
-        _test_rows(engine, noise)
+        _check_rows(engine, noise)
         if engine.keeps_residents:
-            _test_residents(engine, noise, block_size)
+            without = "resident sequences are off, every question opens a vLLM request"
+            check = lambda: _check_residents(engine, noise, block_size)
+            _check_optional(check, without, engine.stop_keeping)
+            engine.forget_residents()
         if engine.scores:
-            _test_scores(engine, noise, block_size)
+            check = lambda: _check_scores(engine, noise, block_size)
+            _check_optional(check, "a score takes a row for each token", engine.stop_scoring)
+            engine.forget_residents()
     except NotFinite:  # broken weights are reported to the caller's own requests
         engine.forget_residents()
 
 
-def _test_rows(engine: VLLMEngine, noise: float) -> None:
-    """Raise EngineUnsupported if a row in a batch belongs to another request.
+def _check_optional(check: Callable[[], bool], without: str, stop: Callable[[], object]) -> None:
+    """Switch off a feature whose check fails, with a warning, or cannot be made."""
+    try:
+        is_checked = check()
+    except NotFinite:
+        raise
+    except GenrtError as error:
+        warnings.warn(f"{without}: {error}", RuntimeWarning, stacklevel=3)
+        is_checked = False
+    if not is_checked:
+        stop()
 
-    Each row is compared with the same row alone. The limit is half of that row's distance to another row.
-    """
+
+def _check_rows(engine: VLLMEngine, noise: float) -> None:
+    """Raise EngineUnsupported if a row in a batch differs from the same row alone by more than half of
+    that row's distance to another row."""
     contexts = [(0,), (1 % engine.vocab_size,), (1 % engine.vocab_size, 0)]
     alone = []
     for context in contexts:
@@ -80,75 +96,54 @@ def _test_rows(engine: VLLMEngine, noise: float) -> None:
             )
 
 
-def _test_residents(engine: VLLMEngine, noise: float, block_size: int) -> None:
-    """Compare rows of residents with fresh rows; switch residency off if they differ by more than noise.
+def _check_residents(engine: VLLMEngine, noise: float, block_size: int) -> bool:
+    """Compare rows of residents with fresh rows; return False if the model's contexts are too short.
 
     A wrong token or block yields the row of another context, which may be closer than the closest pair
     of rows compared here. So the limit is an eighth of that pair's distance in bfloat16, and 1/64 in
     float16 and float32.
     """
+    size = engine.vocab_size
 
     def grown(contexts: Sequence[tuple[int, ...]], *, by: int) -> list[tuple[int, ...]]:
-        return [(*context, (by + n) % engine.vocab_size) for n, context in enumerate(contexts)]
+        return [(*context, (by + n) % size) for n, context in enumerate(contexts)]
 
     # Three sequences, longer than a block, grow, fork and grow. Then two are edited and cut back.
     length = max(20, min(block_size + 4, engine.max_model_len - 5))
-    flushes = [
-        [
-            tuple((7 * n + 1 + first) % engine.vocab_size for n in range(length))
-            for first in (0, 1, 2)
-        ]
-    ]
-    flushes += [grown(flushes[0], by=2)]
-    flushes += [grown(flushes[1], by=3)]
-    flushes += [grown(flushes[2], by=4)]
-    flushes += [grown([flushes[3][n] for n in (0, 0, 1)], by=5)]
-    flushes += [grown(flushes[4], by=6)]
-    flushes += [
-        [(*flushes[5][0][: length - 2], 5 % engine.vocab_size), flushes[5][1][: length + 2]]
-    ]
+    flushes = [[tuple((7 * n + 1 + first) % size for n in range(length)) for first in (0, 1, 2)]]
+    for by in (2, 3, 4):
+        flushes.append(grown(flushes[-1], by=by))
+    flushes.append(grown([flushes[-1][n] for n in (0, 0, 1)], by=5))
+    flushes.append(grown(flushes[-1], by=6))
+    flushes.append([(*flushes[-1][0][: length - 2], 5 % size), flushes[-1][1][: length + 2]])
     if max(len(context) for flush in flushes for context in flush) > engine.max_model_len:
-        engine.stop_keeping()
-        return
-    try:
-        rows = []
-        for contexts, following in zip(flushes, [*flushes[1:], []], strict=True):
-            requests = [LogprobsRequest(context) for context in contexts]
-            rows.append(engine.probe(requests))
-            drawn = [context[-1] for context in following]  # mostly right where sequences grow
-            if len(drawn) == len(requests):
-                tokens = torch.tensor(drawn, dtype=torch.float64, device=rows[-1][0].device)
-                engine.expect(requests, tokens)
-        extended = engine.statistics().extended
-        fresh: list[list[torch.Tensor]] = []
-        for contexts in flushes:
-            fresh.append([])
-            for context in contexts:
-                engine.forget_residents()
-                fresh[-1] += engine.probe([LogprobsRequest(context)])
-        apart = min(
-            _largest_difference(*pair) for flush in fresh for pair in combinations(flush, 2)
-        )
-        moved = max(map(_largest_difference, chain(*rows), chain(*fresh)))
-        if moved > noise * max(1.0, apart / 4):
-            raise EngineUnsupported(f"a row differs by {moved:.3g} from a fresh one")
-        if extended == 0:
-            raise EngineUnsupported("a context that grew by a token was computed anew")
-    except NotFinite:
-        raise
-    except GenrtError as error:
-        warnings.warn(
-            f"resident sequences are off, every question opens a vLLM request: {error}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        engine.stop_keeping()
-        return
-    engine.forget_residents()
+        return False
+    rows = []
+    for contexts, following in zip(flushes, [*flushes[1:], []], strict=True):
+        requests = [LogprobsRequest(context) for context in contexts]
+        rows.append(engine.probe(requests))
+        drawn = [context[-1] for context in following]  # mostly right where sequences grow
+        if len(drawn) == len(requests):
+            tokens = torch.tensor(drawn, dtype=torch.float64, device=rows[-1][0].device)
+            engine.expect(requests, tokens)
+    extended = engine.statistics().extended
+    fresh: list[list[torch.Tensor]] = []
+    for contexts in flushes:
+        fresh.append([])
+        for context in contexts:
+            engine.forget_residents()
+            fresh[-1] += engine.probe([LogprobsRequest(context)])
+    apart = min(_largest_difference(*pair) for flush in fresh for pair in combinations(flush, 2))
+    moved = max(map(_largest_difference, chain(*rows), chain(*fresh)))
+    if moved > noise * max(1.0, apart / 4):
+        raise EngineUnsupported(f"a row differs by {moved:.3g} from a fresh one")
+    if extended == 0:
+        raise EngineUnsupported("a context that grew by a token was computed anew")
+    return True
 
 
-def _test_scores(engine: VLLMEngine, noise: float, block_size: int) -> None:
-    """Compare scores with rows; switch scores off if they differ by more than noise.
+def _check_scores(engine: VLLMEngine, noise: float, block_size: int) -> bool:
+    """Compare scores with rows; return False if the model's contexts are too short.
 
     The text grows by its likeliest and second likeliest token in turn, so that neighbors differ. Rows
     fill the cache with it first. Then two scores are computed together: from its second token on, and of
@@ -156,11 +151,9 @@ def _test_scores(engine: VLLMEngine, noise: float, block_size: int) -> None:
     """
     length = min(block_size + 4, engine.max_model_len - 3)
     if length < 2:
-        engine.stop_scoring()
-        return
+        return False
     text = tuple((5 * n + 2) % engine.vocab_size for n in range(length))
-    first = LogprobsRequest(text[:1])
-    before = [engine.probe([first])[0][text[1]]]
+    before = [engine.probe([LogprobsRequest(text[:1])])[0][text[1]]]
     for step in range(4):
         [row] = engine.probe([LogprobsRequest(text)])
         token = int(row.topk(min(2, engine.vocab_size)).indices[step % 2 - 1])
@@ -168,21 +161,15 @@ def _test_scores(engine: VLLMEngine, noise: float, block_size: int) -> None:
         text = (*text, token)
     packed = LogprobsRequest(text).packed
     expected = torch.stack(before).cpu()
-    try:
-        whole, last = engine.probe([ScoreRequest(packed, 1), ScoreRequest(packed, length)])
-        if (len(whole), len(last)) != (length + 3, 4):
-            raise EngineUnsupported(f"a score of {length + 3} tokens has {len(whole)} entries")
-        moved = torch.cat([whole[:1], whole[-4:], last]) - torch.cat([expected, expected[1:]])
-        # Where a row is almost certain of one token, its other entries are noise.
-        likely = torch.cat([expected, expected[1:]]) > LIKELY
-        if not bool((moved[likely].abs() <= noise).all()):
-            raise EngineUnsupported(f"a score differs by {float(moved.abs().max()):.3g} from a row")
-    except NotFinite:
-        raise
-    except GenrtError as error:
-        warnings.warn(f"a score takes a row for each token: {error}", RuntimeWarning, stacklevel=2)
-        engine.stop_scoring()
-    engine.forget_residents()
+    whole, last = engine.probe([ScoreRequest(packed, 1), ScoreRequest(packed, length)])
+    if (len(whole), len(last)) != (length + 3, 4):
+        raise EngineUnsupported(f"a score of {length + 3} tokens has {len(whole)} entries")
+    moved = torch.cat([whole[:1], whole[-4:], last]) - torch.cat([expected, expected[1:]])
+    # Where a row is almost certain of one token, its other entries are noise.
+    likely = torch.cat([expected, expected[1:]]) > LIKELY
+    if not bool((moved[likely].abs() <= noise).all()):
+        raise EngineUnsupported(f"a score differs by {float(moved.abs().max()):.3g} from a row")
+    return True
 
 
 def _largest_difference(row: torch.Tensor, other: torch.Tensor) -> float:

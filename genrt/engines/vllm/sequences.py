@@ -1,11 +1,10 @@
 """Serves logprobs requests as open vLLM requests: tracks resident sequences, extends and forks them.
 
 A question whose context is a resident sequence plus one token *extends* it. If several questions extend
-the same sequence, the others *fork* it. After resampling, some sequences of the last flush have no
-further questions. A fork takes over the *seat* of such a sequence: its vLLM request and its place in the
-batch. A question without such a seat opens a new vLLM request, which shares the blocks of the nearest
-resident sequence. So does any other context that shares a prefix with a resident one: vLLM's prefix cache
-has full blocks alone, and a block of its CPU build has 128 tokens.
+the same sequence, the others *fork* it. A fork takes over the *seat* (vLLM request and place in the
+batch) of a sequence of the last flush that has no further questions, as after resampling. Any other
+question opens a new vLLM request, which shares the blocks of the nearest resident sequence: vLLM's prefix
+cache has full blocks alone, and a block of its CPU build has 128 tokens.
 
 Rule:
     A sequence that this flush extends or forks keeps its seat.
@@ -15,13 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
-from typing import Any
 
-import torch
-from vllm.config import VllmConfig
-
-from genrt.engines.residency import Packed, Residents
-from genrt.engines.vllm.runners import RunnerV1, RunnerV2
+from genrt.engines.residency import Residents
 from genrt.engines.vllm.scheduler import OpenScheduler
 from genrt.engines.vllm.seats import Fork
 from genrt.engines.vllm.steps import DecodeSteps
@@ -29,17 +23,12 @@ from genrt.questions.contexts import Adapter
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest
 
-__all__ = ["OpenRequests", "open_requests", "repeated"]
+__all__ = ["OpenRequests", "repeated"]
 
 
 class OpenRequests:
-    """The open requests of an engine with its scheduler in this process.
-
-    Attributes:
-        steps: computes them.
-        residents: the sequences that can be extended or forked.
-        flush: the number of the last flush.
-    """
+    """The open requests of an engine with its scheduler in this process. ``steps`` computes them;
+    ``residents`` are the sequences that can be extended or forked; ``flush`` numbers the last flush."""
 
     def __init__(self, scheduler: OpenScheduler, steps: DecodeSteps) -> None:
         self.steps = steps
@@ -53,11 +42,8 @@ class OpenRequests:
         self._evicted = 0
 
     def match(self, requests: Sequence[LogprobsRequest | ScoreRequest]) -> list[str | None]:
-        """Extend or fork resident sequences that lack only the last token of these contexts.
-
-        Return the id of the vLLM request that serves each question; ``None`` if the question needs a new
-        vLLM request.
-        """
+        """Extend or fork resident sequences that lack only the last token of these contexts. Return the
+        vLLM request of each question; ``None`` if it needs a new one."""
         self.flush += 1
         matched: list[str | None] = []
         forks: list[tuple[int, str, LogprobsRequest]] = []
@@ -84,34 +70,32 @@ class OpenRequests:
         self._wake([*extended], [*extended.values()])
         self._extended += len(extended)
         if forks:
-            for place, request_id in self._fork(forks).items():
-                matched[place] = request_id
+            self._fork(forks, matched)
         self._scheduler.admit()
         return matched
 
     def _wake(self, request_ids: list[str], token_ids: list[int]) -> None:
         self.steps.extend(self._scheduler.wake(request_ids, token_ids))
 
-    def _fork(self, forks: Sequence[tuple[int, str, LogprobsRequest]]) -> dict[int, str]:
-        """Give seats to forks of these parents while seats last; return the request ids by place in the
-        flush."""
+    def _fork(
+        self, forks: Sequence[tuple[int, str, LogprobsRequest]], matched: list[str | None]
+    ) -> None:
+        """Give seats to forks of these parents while seats last, at their places in ``matched``."""
         parked, parents = self._scheduler.parked, {parent for _, parent, _ in forks}
         # The requests that no later flush has used, this one included, by the flush of a parent.
         unused: dict[int, list[str]] = {self._asked_in.get(parent, 0): [] for parent in parents}
         for request_id, flush in self._asked_in.items():
             if flush in unused and request_id in parked and request_id not in parents:
                 unused[flush].append(request_id)
-        seated: dict[int, str] = {}
         for place, parent, request in forks:
             free = unused[self._asked_in.get(parent, 0)]
-            while free and place not in seated:
+            while free and matched[place] is None:
                 request_id = free.pop()
                 fork = self._scheduler.forks([request_id], [parent], len(request) - 1)
                 if self._scheduler.can_reseat(fork):
                     self._reseat(fork)
                     self._wake([request_id], [request.last_token])
-                    seated[place] = request_id
-        return seated
+                    matched[place] = request_id
 
     def _reseat(self, forks: Sequence[Fork]) -> None:
         """Make parked requests continue as forks. There must be room for them."""
@@ -128,12 +112,9 @@ class OpenRequests:
     ) -> list[str] | None:
         """Extend each of these parked sequences by one token, and fork the sequences that repeat.
 
-        A fork takes a parked request of ``free``, or a new vLLM request that ``begin`` makes for its
-        place. Return the vLLM request of each sequence. If there are too few blocks for the seats, return
-        ``None`` without a change.
-
-        Raises:
-            GenrtError: ``begin`` raised it; no state has changed.
+        A fork takes a parked request of ``free``, or a new one that ``begin`` makes for its place. Return
+        the vLLM request of each sequence; ``None`` if there are too few blocks for the seats. After
+        ``None``, or an error of ``begin``, no state has changed.
         """
         scheduler, request_ids = self._scheduler, [*parents]
         forked = repeated(parents)
@@ -167,9 +148,8 @@ class OpenRequests:
     ) -> list[list[str]] | None:
         """Make parked requests continue as forks of requests of the step under way, with all tokens.
 
-        Each pair has parents and the parked requests that may become their forks; pairs may share parked
-        requests. Return the forks of each pair in the order of its parents. If that is impossible, return
-        ``None`` without a change.
+        Each pair has parents and the parked requests that may become their forks; pairs may share these.
+        Return the forks of each pair by parent; ``None``, without a change, if that is impossible.
         """
         scheduler = self._scheduler
         taken, found = set[str](), list[list[Fork]]()
@@ -201,17 +181,13 @@ class OpenRequests:
         """Let a request that was just added start from the nearest resident sequence."""
         if isinstance(request, ScoreRequest):
             request = request.computed
-        parent = self.residents.parent(request.adapter, request.packed)
-        if parent is not None:
-            self._scheduler.share(request_id, parent, len(request) - 1)
-            return
-        nearest = self.residents.nearest(request.adapter, request.packed)
+        nearest: tuple[str, int] | None
+        if (parent := self.residents.parent(request.adapter, request.packed)) is not None:
+            nearest = parent, len(request) - 1
+        else:
+            nearest = self.residents.nearest(request.adapter, request.packed)
         if nearest is not None:
             self._scheduler.share(request_id, *nearest)
-
-    def request_of(self, row: LogprobsRequest) -> str | None:
-        """Return the id of a resident request with this question's context, or ``None``."""
-        return self.residents.of_context(row.adapter, row.packed)
 
     def remember(self, request_ids: list[str]) -> None:
         """Record the requests that serve the questions of the last ``match``."""
@@ -219,35 +195,21 @@ class OpenRequests:
         self._guesses = request_ids
 
     def keep(self, answered: Iterable[tuple[str, LogprobsRequest]]) -> None:
-        """Record each answered request as resident with its question's context, after a step. Forget the
-        sequences that were evicted for the step."""
+        """After a step, record each answered request as resident with its question's context, and forget
+        the evicted sequences."""
         for request_id in self._scheduler.take_evicted():
             self._forget(request_id)
             self._evicted += 1
         for request_id, request in answered:
             self.residents.put(request_id, request.adapter, request.packed)
 
-    def keep_later(
-        self, numbers: dict[str, int], adapter: Adapter | None, contexts: Packed
-    ) -> None:
-        """Record a population's sequences, as ``keep`` does, before their rows are computed.
-
-        The requests stop being resident with their old contexts at once. The new contexts are read, by
-        number, only when a lookup needs them.
-        """
-        self.residents.put_later(numbers, adapter, contexts)
-
-    def untouched(self, requests: Sequence[tuple[str, int]]) -> bool:
-        """Return whether all these are parked and no flush has used them since the given one."""
-        return len(self.left(requests)) == len(requests)
-
     def left(self, requests: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
-        """Return the untouched ones among these pairs of request and flush."""
+        """Return the pairs of request and flush that are parked and that no later flush has used."""
         parked, asked_in = self._scheduler.parked, self._asked_in
         return [(n, flush) for n, flush in requests if n in parked and asked_in.get(n) == flush]
 
     def resident(self, adapter: Adapter | None, context: bytes) -> tuple[str, int] | None:
-        """Return the parked request with this context and the flush that used it last."""
+        """Return the parked request with this context, and its last flush."""
         request_id = self.residents.of_context(adapter, context)
         # A request under way may be growing beyond the context that it is known by.
         if request_id is None or request_id not in self._scheduler.parked:
@@ -256,7 +218,7 @@ class OpenRequests:
 
     @property
     def most(self) -> int:
-        """The most sequences that a step computes."""
+        """The most sequences of a step."""
         return int(self._scheduler.max_num_running_reqs)
 
     def forget(self, request_ids: Iterable[str]) -> None:
@@ -287,20 +249,6 @@ class OpenRequests:
         self._scheduler.computed_tokens = self._scheduler.forked = self._scheduler.reseated = 0
         self.steps.prepared = self.steps.speculated = 0
         self._extended = self._evicted = 0
-
-
-def open_requests(
-    core: Any, model_runner: Any, config: VllmConfig, own_processors: bool, device: torch.device
-) -> OpenRequests:
-    """Return the open requests of an engine core that runs ``model_runner`` in this process."""
-    steps = DecodeSteps(
-        core.scheduler,
-        (RunnerV2 if config.use_v2_model_runner else RunnerV1)(model_runner),
-        enabled=not own_processors,
-        ahead=device.type == "cuda",
-        device=device,
-    )
-    return OpenRequests(core.scheduler, steps)
 
 
 def repeated(request_ids: Sequence[str]) -> list[int]:

@@ -15,13 +15,7 @@ from typing import TypeAlias
 
 from genrt.errors import EngineUnsupported
 
-__all__ = [
-    "TABLE",
-    "Signatures",
-    "check_signatures",
-    "differences",
-    "installed",
-]
+__all__ = ["TABLE", "Signatures", "check_signatures", "differences", "installed"]
 
 Signatures: TypeAlias = dict[str, str | None]
 """The parameters of methods by dotted name; ``None`` where a class does not define the method itself."""
@@ -33,13 +27,8 @@ TABLE: dict[str, Signatures] = json.loads(FILE.read_text(encoding="utf-8"))
 
 
 class _Default:
-    """Stands for any default: only its presence is compared."""
-
     def __repr__(self) -> str:
         return ""
-
-
-_DEFAULT = _Default()
 
 
 def check_signatures(version: str) -> None:
@@ -73,9 +62,12 @@ def installed(names: Mapping[str, object]) -> Signatures:
     """Return the signatures of these methods, without methods of modules that are not imported."""
     found: Signatures = {}
     for name in names:
-        module, kind, method = _parts(name)
-        if (owner := sys.modules.get(module)) is not None:
-            found[name] = _signature(getattr(owner, kind, None) if kind else owner, method)
+        owner, _, method = name.rpartition(".")
+        module, _, kind = owner.rpartition(".")
+        if not kind[:1].isupper():  # the function of a module
+            module, kind = owner, ""
+        if (there := sys.modules.get(module)) is not None:
+            found[name] = _signature(getattr(there, kind, None) if kind else there, method)
     return found
 
 
@@ -90,15 +82,8 @@ def _signature(owner: object, method: str) -> str | None:
         return None
     plain = [
         each.replace(
-            annotation=each.empty, default=each.default if each.default is each.empty else _DEFAULT
+            annotation=each.empty, default=each.empty if each.default is each.empty else _Default()
         )
         for each in inspect.signature(found).parameters.values()
     ]
     return str(inspect.Signature(plain))[1:-1]
-
-
-def _parts(name: str) -> tuple[str, str, str]:
-    """Return the module, the class, if any, and the method or function of a dotted name."""
-    module, _, method = name.rpartition(".")
-    above, _, kind = module.rpartition(".")
-    return (above, kind, method) if kind[:1].isupper() else (module, "", method)

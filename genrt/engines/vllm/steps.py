@@ -17,7 +17,7 @@ Rules:
     A request for a row waits for the end of a step that was scheduled ahead. After a row, the next
     ``PATIENCE`` steps are not scheduled ahead, because more rows are likely.
 
-The parts of vLLM that this file uses are listed in ``docs/new_vllm.md``.
+``docs/new_vllm.md`` lists the parts of vLLM that this file uses.
 """
 
 from __future__ import annotations
@@ -38,11 +38,7 @@ from genrt.tokens.rows import Leaving
 __all__ = ["CoreSteps", "DecodeSteps", "DecodedStep", "shut_down"]
 
 
-MISSES = 3
-"""The number of misses in a row after which preparing, or speculating, becomes the exception."""
-
-RETRY = 16
-"""After too many misses, every ``RETRY``-th step is still tried."""
+MISSES, RETRY, PATIENCE = 3, 16, 4
 
 
 class DecodedStep(NamedTuple):
@@ -77,7 +73,7 @@ class _Speculated(NamedTuple):
     rows: torch.Tensor
 
     def token_ids(self) -> list[int]:
-        """Wait for the tokens on the host; return them in the order of the step."""
+        """Wait for the tokens; return them in the order of the step."""
         drawn = self.on_host.arrived().numpy()
         found = (drawn if drawn.ndim == 1 else drawn[:, 0]).clip(0.0).astype(np.int64).tolist()
         return found if self.order is None else [found[place] for place in self.order]
@@ -120,9 +116,7 @@ class DecodeSteps:
         # The requests of the last unprepared decode step, and whether the step before had the same ones.
         self._last: list[str] = []
         self._is_steady = False
-        self._steps = self._unused = self._mistaken = 0
-        self.prepared = 0
-        self.speculated = 0
+        self._steps = self._unused = self._mistaken = self.prepared = self.speculated = 0
 
     def extend(self, tokens: NextTokens) -> None:
         """Add these tokens to the next step."""
@@ -172,7 +166,10 @@ class DecodeSteps:
             self._unused += 1
             self._mistaken += speculated is not None
         self._before = None
-        self._tell_runner()
+        self._reseat_runner()  # first: a token's position belongs to the sequence that has the seat now
+        if self._tokens:
+            self._runner.write(self._tokens)
+            self._tokens = NextTokens()
         output = self._scheduler.decode_step() if self._enabled else None
         if output is None:
             self._last = []
@@ -183,14 +180,13 @@ class DecodeSteps:
         self._is_steady = len(request_ids) == len(last) and set(request_ids) == set(last)
         return DecodedStep(request_ids, rows)
 
-    def _tell_runner(self) -> None:
-        # Seats come first: a token's position belongs to the sequence that has the seat now.
-        if self._seats:
+    def _reseat_runner(self) -> bool:
+        """Pass the changes of seats to the runner; return whether there were any."""
+        changed = bool(self._seats)
+        if changed:
             self._runner.reseat(self._seats)
             self._seats.clear()
-        if self._tokens:
-            self._runner.write(self._tokens)
-            self._tokens = NextTokens()
+        return changed
 
     def _tokens_of(self, step: Prepared) -> NextTokens | None:
         """Return the tokens of a prepared step, in its order; ``None`` if it is not the next step."""
@@ -212,10 +208,8 @@ class DecodeSteps:
             self.speculated += 1
         else:
             self._mistaken += speculated is not None
-            if self._seats:
-                self._runner.reseat(self._seats)
+            if self._reseat_runner():
                 self._runner.refresh(step)
-                self._seats.clear()
             rows = self._runner.run(step, _pinned(tokens.token_ids, torch.float64, self._device))
         self._confirmed(step, tokens)
         return DecodedStep(step.request_ids, rows, is_lent=True)
@@ -259,17 +253,15 @@ class DecodeSteps:
         """Prepare the next step while the device computes, if it is likely to be used, and park the
         requests of the running step.
 
-        ``forks`` are parked forks of the running requests and take part in the prepared step. ``None``
-        means that the only evidence about the next step is the past ones.
+        ``forks`` are parked forks of the running requests, for the prepared step; ``None`` if only past
+        steps say anything about the next one.
         """
         if self._prepares and (forks is not None or self._is_steady):
             forks = forks or ()
             order = self._before.request_ids if self._before is not None else ()
             output = self._scheduler.decode_step_ahead(forks, order)
             if output is not None:
-                if self._seats:
-                    self._runner.reseat(self._seats)
-                    self._seats.clear()
+                self._reseat_runner()
                 self._prepared = self._runner.prepare(output, self._before)
             self._mistaken += bool(forks) and self._prepared is None
         self._scheduler.end_decode_step()
@@ -283,11 +275,8 @@ class DecodeSteps:
     def speculate(
         self, request_ids: Sequence[str], tokens: torch.Tensor, on_host: Leaving | None
     ) -> None:
-        """Run the prepared step with these tokens, float64 ``[n]`` on the device (-1: no token).
-
-        Do no work if the prepared step has other requests. ``on_host`` is the copy of the tokens to the
-        host, if one was started.
-        """
+        """Run the prepared step with these tokens, float64 ``[n]`` on the device (-1: no token), if it
+        has these requests. ``on_host`` is the tokens' copy to the host, if it was started."""
         step = self._prepared
         if step is None or not self._is_worth_it(self._mistaken):
             return
@@ -310,13 +299,8 @@ def _pinned(numbers: Sequence[int], dtype: torch.dtype, device: torch.device) ->
     return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
 
 
-PATIENCE = 4
-"""The number of steps after a row that are not scheduled ahead."""
-
-
 def shut_down(llm_engine: Any) -> None:
-    """Shut an engine core down as ``EngineCore.shutdown`` does, except for state that other engines of
-    this process use."""
+    """Shut an engine core down as ``EngineCore.shutdown`` does, but for state that other engines use."""
     llm_engine.engine_core._finalizer.detach()  # it would shut down the shared state too
     # Remove hooks of torch's compiler while the model exists: they would keep its weights in memory.
     getattr(llm_engine, "_finalizer", lambda: None)()
@@ -352,11 +336,10 @@ class CoreSteps:
             return outputs
         self._without_rows = self._without_rows + 1 if only_texts else 0
         if self._can_be_ahead and only_texts and self._without_rows > PATIENCE:
-            return self._ahead(self._scheduler)
+            return _outputs_of(self._ahead(self._scheduler))
         if self.is_ahead:
-            return self._finished(self._scheduler)
-        stepped, _ = self._core.step()
-        return _outputs_of(stepped)
+            return _outputs_of(self._finished(self._scheduler))
+        return _outputs_of(self._core.step()[0])
 
     @property
     def is_ahead(self) -> bool:
@@ -374,12 +357,11 @@ class CoreSteps:
             self._core.batch_queue.clear()
         if self._runner is not None:
             # The state of a forward with undrawn tokens, for example because a mask failed. With it,
-            # runner V1 refuses every later step.
+            # runner V2 refuses every later step.
             self._runner.execute_model_state = None
 
-    def _ahead(self, scheduler: OpenScheduler) -> Sequence[EngineCoreOutput]:
-        """Schedule a step and return the outputs of the previous one. The first of many such steps has
-        no outputs yet."""
+    def _ahead(self, scheduler: OpenScheduler) -> Any:
+        """Schedule a step and return the outputs of the previous one, which the first of many lacks."""
         scheduler.ahead = True
         try:
             outputs, _ = self._core.step_with_batch_queue()
@@ -387,13 +369,12 @@ class CoreSteps:
                 outputs, _ = self._core.step_with_batch_queue()
         finally:
             scheduler.ahead = False
-        return _outputs_of(outputs)
+        return outputs
 
-    def _finished(self, scheduler: OpenScheduler) -> Sequence[EngineCoreOutput]:
-        """Wait for the step under way and return its outputs. This is ``step_with_batch_queue`` without
-        the scheduling of another step."""
+    def _finished(self, scheduler: OpenScheduler) -> Any:
+        """Wait for the step under way and return its outputs, without scheduling another step."""
         future, output, _ = self._core.batch_queue.pop()
-        return _outputs_of(scheduler.update_from_output(output, future.result()))
+        return scheduler.update_from_output(output, future.result())
 
 
 def _outputs_of(outputs: Any) -> Sequence[EngineCoreOutput]:

@@ -1,7 +1,6 @@
 """A backend for vLLM's structured outputs that uses genrt's guides, as all other engines do.
 
-vLLM's own backends read the same regular expression, schema or grammar differently. This backend replaces
-all of them, for genrt's texts and for vLLM's front ends.
+It replaces vLLM's own backends, which read the same structures differently, for front ends too.
 """
 
 from __future__ import annotations
@@ -43,8 +42,7 @@ def check_structures_config(config: VllmConfig) -> None:
     if options.backend not in ("auto", NAME):
         raise InvalidRequest(
             f"structured_outputs_config names the backend {options.backend!r}: give 'auto' or "
-            f"{NAME!r}, since "
-            "genrt compiles all structures by llguidance"
+            f"{NAME!r}, since genrt compiles all structures by llguidance"
         )
 
 
@@ -61,11 +59,8 @@ class GuidedStructures(StructuredOutputBackend):  # type: ignore[misc]
         manager.backend = self
 
     def to_params(self, structure: Structure, *, compact: bool = False) -> StructuredOutputsParams:
-        """Return a structure in vLLM's form. ``compact`` is for a JSON text without white space.
-
-        Raises:
-            InvalidRequest: it does not compile, or no text satisfies it.
-        """
+        """Return a structure in vLLM's form, ``compact`` for a JSON text without white space. Raise
+        InvalidRequest if it does not compile, or no text satisfies it."""
         name, value = structure
         if (compact or self._is_compact) and name == "json_schema":
             structure = name, value = name, compact_schema(str(value))
@@ -91,7 +86,6 @@ class GuidedStructures(StructuredOutputBackend):  # type: ignore[misc]
         grammar_spec: str,
         stop_token_ids: set[int] | None = None,
     ) -> StructuredOutputGrammar:
-        """Return a new text's guide. vLLM's threads call this."""
         structure = _structure_of_key(request_type, grammar_spec)
         return _GuidedGrammar(self._guides.begin(structure, stop_token_ids or ()))
 
@@ -103,8 +97,6 @@ class GuidedStructures(StructuredOutputBackend):  # type: ignore[misc]
 
 
 class _GuidedGrammar(StructuredOutputGrammar):  # type: ignore[misc]
-    """A guide in the form of vLLM's grammars."""
-
     def __init__(self, guide: Guide) -> None:
         self._guide = guide
 
@@ -139,11 +131,7 @@ class _GuidedGrammar(StructuredOutputGrammar):  # type: ignore[misc]
 
 
 def _structure_of_key(kind: StructuredOutputOptions, text: Any) -> Structure:
-    """Return the structure of vLLM's key."""
-    match kind:
-        case StructuredOutputOptions.JSON_OBJECT:
-            return "json_schema", '{"type": "object"}'
-        case StructuredOutputOptions.CHOICE:
-            return "choice", texts_of_choice(text)
-        case _:
-            return _OPTIONS[kind], text
+    if kind == StructuredOutputOptions.JSON_OBJECT:
+        return "json_schema", '{"type": "object"}'
+    is_choice = kind == StructuredOutputOptions.CHOICE
+    return _OPTIONS[kind], texts_of_choice(text) if is_choice else text

@@ -12,7 +12,6 @@ Rules:
     they are delivered.
     A restarted stream skips the tokens that its reader has, also on another engine. It fails if the new
     text differs from them.
-    A front end's arguments never reach the capture: its ``extra_args`` may have no keys of genrt's.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, TypeAlias, cast
 
 from vllm import envs
@@ -55,14 +55,7 @@ from genrt.tokens.detokenizing import TextStream, ends_inside_character
 from genrt.tokens.sampling import GREEDY_BELOW
 from genrt.tokens.spellings import Spellings
 
-__all__ = [
-    "READ_EVERY",
-    "NativeText",
-    "TextRequest",
-    "VLLMTexts",
-    "computed_token_count",
-    "new_token_count",
-]
+__all__ = ["NativeText", "TextRequest", "VLLMTexts", "computed_token_count", "new_token_count"]
 
 TextRequest: TypeAlias = SampleRequest | CompletionRequest | NativeRequest
 """A request that takes a slot of vLLM for many steps."""
@@ -70,34 +63,18 @@ TextRequest: TypeAlias = SampleRequest | CompletionRequest | NativeRequest
 TextEnd: TypeAlias = tuple[str, Result | GenrtError]
 """The id of a request with its result or its error."""
 
-COOLEST, HOTTEST = 0.01, 2.0
-"""The temperatures that vLLM's checks admit. Its runners take any that is not greedy."""
-
-ORDERLY = (None, CoreFinishReason.STOP, CoreFinishReason.LENGTH)
-"""The finish reasons of outputs without an error."""
-
 READ_EVERY = 16
-"""How many tokens of a text the output processor reads at once."""
-
-OWN_KEYS = "genrt_"
-"""The prefix of the keys of ``extra_args`` that the capture reads."""
 
 
 @dataclass(slots=True, eq=False)
 class NativeText:
-    """The text that one ``NativeRequest`` asks for. Only the engine thread writes the last two fields.
+    """The text that one ``NativeRequest`` asks for."""
 
-    Attributes:
-        core: the request as vLLM's input processor makes it; it is not changed.
-        prompt: the text of the prompt, for a front end that repeats it.
-        index: the number of this text among the texts of one prompt.
-        told: the tokens that were delivered to the reader of a stream.
-        told_text: the number of characters that were delivered.
-    """
-
-    core: EngineCoreRequest
-    prompt: str | None = None
-    index: int = 0
+    core: EngineCoreRequest  # as vLLM's input processor makes it; it is not changed
+    prompt: str | None = None  # for a front end that repeats it
+    index: int = 0  # among the texts of one prompt
+    # The tokens, and the number of characters, that the reader of a stream has. The engine thread writes
+    # both.
     told: list[int] = field(default_factory=list)
     told_text: int = 0
 
@@ -110,8 +87,7 @@ class NativeText:
 
 
 class _OwnParams(SamplingParams):  # type: ignore[misc]
-    """Parameters of a single request. vLLM would copy others before it changes them, which is half the
-    cost of beginning a request."""
+    """Parameters that vLLM need not copy before it changes them: half the cost of a request's begin."""
 
     def clone(self) -> SamplingParams:
         return self
@@ -119,26 +95,18 @@ class _OwnParams(SamplingParams):  # type: ignore[misc]
 
 @dataclass(slots=True)
 class _TextState:
-    """A sample or a completion in progress.
-
-    Attributes:
-        state: the output processor's state of the request.
-        most_unread: how many tokens may wait for the output processor.
-        structure: the name of the option that gives the text's structure.
-        prefill: vLLM's statistics of the prompt, which come with the first token.
-        delivered, delivered_text, delivered_reasoning: how many tokens and characters ``progress`` has
-            returned.
-    """
+    """A sample or a completion in progress."""
 
     request: Any
-    state: Any
-    most_unread: int
-    structure: str | None
+    state: Any  # the output processor's
+    most_unread: int  # how many tokens may wait for the output processor
+    structure: str | None  # the name of the option that gives it
     reasoning: Reasoning | None = None
     unread: list[int] = field(default_factory=list)
-    prefill: Any = None
+    prefill: Any = None  # vLLM's statistics of the prompt, which come with the first token
     began: float = field(default_factory=time.perf_counter)
     first: float | None = None
+    # How many tokens and characters ``progress`` has returned.
     delivered: int = 0
     delivered_text: int = 0
     delivered_reasoning: int = 0
@@ -215,15 +183,10 @@ class _TextState:
 
 @dataclass(slots=True)
 class _FrontEndState(_TextState):
-    """A text of one of vLLM's front ends in progress.
+    """A text of one of vLLM's front ends in progress."""
 
-    Attributes:
-        outputs: the outputs to hand over next.
-        error: the error with which the text will end.
-    """
-
-    outputs: list[RequestOutput] = field(default_factory=list)
-    error: GenrtError | None = None
+    outputs: list[RequestOutput] = field(default_factory=list)  # to hand over next
+    error: GenrtError | None = None  # with which the text will end
 
     def read(self, made: RequestOutput, now: float) -> Result:
         made.request_id = self.request.asked.core.request_id
@@ -238,10 +201,7 @@ class _FrontEndState(_TextState):
 
     def _handed_over(self) -> tuple[RequestOutput, ...]:
         """Return the outputs since the last call, without tokens that were delivered before a restart.
-
-        Raises:
-            StreamCut: the restarted text differs from the delivered one.
-        """
+        Raise StreamCut if the restarted text differs from the delivered one."""
         outputs, self.outputs = tuple(self.outputs), []
         if not (self.request.streamed and self.state.output_kind == RequestOutputKind.DELTA):
             return outputs
@@ -253,7 +213,11 @@ class _FrontEndState(_TextState):
         except StreamCut as error:
             self.error = error
             raise
-        return tuple(made for made in outputs if made.finished or _has_news(made))
+        return tuple(
+            made
+            for made in outputs
+            if made.finished or made.outputs[0].token_ids or made.outputs[0].text
+        )
 
     def _leave_out_delivered(self, made: RequestOutput) -> None:
         """Leave out the tokens that the reader has, and count the others as delivered."""
@@ -280,6 +244,9 @@ class VLLMTexts:
     Args:
         slots: how many requests the engine runs at once, rows included.
         drawn_here: whether the capture draws the tokens, so that it needs the seeds.
+
+    Attributes:
+        waiting: the texts that wait for a slot, in order.
     """
 
     def __init__(self, llm_engine: LLMEngine, slots: int, *, drawn_here: bool) -> None:
@@ -295,45 +262,32 @@ class VLLMTexts:
         self._parsers = ReasoningParsers(config)
         self._structures = GuidedStructures(llm_engine) if self._has_tokenizer else None
         self._spellings = Spellings(self._outputs.tokenizer, config.model_config.get_vocab_size())
-        self._waiting: dict[TextRequest, None] = {}
+        self.waiting: dict[TextRequest, None] = {}
         self._in_progress: dict[str, _TextState] = {}
         self._streamed: dict[TextRequest, str] = {}
-
-    def __len__(self) -> int:
-        """Return the number of texts that wait for a slot."""
-        return len(self._waiting)
 
     @property
     def running(self) -> int:
         """The number of texts that have a slot."""
         return len(self._in_progress)
 
-    @property
-    def waiting(self) -> list[TextRequest]:
-        """The texts that wait for a slot."""
-        return [*self._waiting]
-
     def wait(self, requests: Sequence[Request]) -> None:
         """Queue the texts among these requests for slots."""
-        self._waiting.update((each, None) for each in requests if isinstance(each, TextRequest))
+        self.waiting.update((each, None) for each in requests if isinstance(each, TextRequest))
 
     def admitted(self) -> Iterator[TextRequest]:
         """Yield the texts that get a slot; begin each text before taking the next."""
-        while self._waiting and len(self._in_progress) < self._most:
-            request = next(iter(self._waiting))
-            del self._waiting[request]
+        while self.waiting and len(self._in_progress) < self._most:
+            request = next(iter(self.waiting))
+            del self.waiting[request]
             yield request
 
     def withdraw(self, unwanted: Collection[Request]) -> int:
         """Remove these texts from the queue; return how many were in it."""
-        gone = [request for request in self._waiting if request in unwanted]
+        gone = [request for request in self.waiting if request in unwanted]
         for request in gone:
-            del self._waiting[request]
+            del self.waiting[request]
         return len(gone)
-
-    def clear(self) -> None:
-        """Empty the queue."""
-        self._waiting.clear()
 
     def unsupported(self, decoding: Decoding) -> str | None:
         """Return which option this vLLM does not support, and why."""
@@ -375,7 +329,7 @@ class VLLMTexts:
             or params.stream_interval
             or (request.streamed and reasoning is not None)
         )
-        # VLLMTexts that begin together are read in different steps.
+        # Texts that begin together are read in different steps.
         most = 0 if at_once else 1 + len(self._in_progress) % (READ_EVERY - 1)
         self._in_progress[request_id] = kind(request, state, most, structure, reasoning)
         if request.streamed:
@@ -388,7 +342,6 @@ class VLLMTexts:
         request: SampleRequest | CompletionRequest,
         lora: LoRARequest | None,
     ) -> tuple[EngineCoreRequest, Reasoning | None]:
-        """Return vLLM's request of a sample or a completion, with the parser of its reasoning."""
         reasoning = asked = None
         params, decoding = self._params(request), request.decoding
         if isinstance(request, CompletionRequest):
@@ -414,7 +367,7 @@ class VLLMTexts:
         extra: dict[str, Any] = {LAW: True} if params.temperature and decoding.tells_law else {}
         self._draw(params, params.seed, extra)
         self._rule_out(params, decoding.bad_words, has_structure=asked is not None)
-        if params.temperature:  # vLLM's check is over: its runners take any
+        if params.temperature:
             params.temperature = request.temperature
         params.structured_outputs = asked  # vLLM's checks would read it in their own way
         return made, reasoning
@@ -425,7 +378,8 @@ class VLLMTexts:
         return _OwnParams(
             max_tokens=decoding.max_tokens,
             min_tokens=decoding.min_tokens,
-            temperature=0.0 if greedy else min(max(decoding.temperature, COOLEST), HOTTEST),
+            # vLLM's checks admit these; its runners take any that is not greedy.
+            temperature=0.0 if greedy else min(max(decoding.temperature, 0.01), 2.0),
             top_p=decoding.top_p,
             top_k=decoding.top_k,
             min_p=decoding.min_p,
@@ -447,17 +401,14 @@ class VLLMTexts:
     def _of_front_end(
         self, request: NativeRequest, lora: LoRARequest | None
     ) -> tuple[EngineCoreRequest, str | None]:
-        """Return vLLM's request of a front end's text, and the name of its structure.
-
-        Raises:
-            InvalidRequest: a front end may not set one of its parameters, or its structure is invalid.
-        """
+        """Return vLLM's request of a front end's text, and the name of its structure. Raise
+        InvalidRequest for a parameter that a front end may not set."""
         made = copy(request.asked.core)
         made.lora_request = lora
         params = made.sampling_params = copy(cast("SamplingParams", made.sampling_params))
         extra = dict(params.extra_args or {})
-        if any(str(key).startswith(OWN_KEYS) for key in extra):
-            raise InvalidRequest(f"no argument may begin with {OWN_KEYS!r}")
+        if any(str(key).startswith("genrt_") for key in extra):  # the capture reads these
+            raise InvalidRequest("no argument may begin with 'genrt_'")
         if self._has_loras and params.prompt_logprobs is not None:
             # vLLM's adapters compute logits of sampled places only: the whole step would fail.
             raise InvalidRequest(
@@ -500,9 +451,9 @@ class VLLMTexts:
         prompt, skip = request.prompt_token_ids or (), detokenizer.skip_special_tokens
         tokenizer = self._outputs.tokenizer
         if ends_inside_character(tokenizer, prompt, skip_special_tokens=skip):
-            detokenizer.stream = _AfterPrompt(
-                TextStream(tokenizer, prompt, skip_special_tokens=skip)
-            )
+            stream = TextStream(tokenizer, prompt, skip_special_tokens=skip)
+            # In the place of the library's ``DecodeStream``, with its arguments.
+            detokenizer.stream = SimpleNamespace(step=lambda _, token_id: stream.step(token_id))
 
     def take(
         self, outputs: Sequence[EngineCoreOutput]
@@ -529,7 +480,7 @@ class VLLMTexts:
                 text.prefill = output.prefill_stats
             if output.finish_reason is None and len(unread) <= text.most_unread:
                 continue
-            if output.finish_reason in ORDERLY:
+            if output.finish_reason in (None, CoreFinishReason.STOP, CoreFinishReason.LENGTH):
                 due.append(text.with_unread(output))
             else:
                 ended.append((output.request_id, _error_of(output, text.structure)))
@@ -539,10 +490,8 @@ class VLLMTexts:
     def _read(
         self, outputs: Sequence[EngineCoreOutput], ended: list[TextEnd], now: float
     ) -> list[str]:
-        """Let vLLM's output processor read these outputs.
-
-        Add the texts that end to ``ended``, and return the ids of requests that vLLM must abort.
-        """
+        """Let vLLM's output processor read these outputs; add the texts that end to ``ended``, and return
+        the ids of requests that vLLM must abort."""
         processed = self._outputs.process_outputs(outputs)
         over: list[str] = processed.reqs_to_abort
         for made in processed.request_outputs:
@@ -585,18 +534,8 @@ class VLLMTexts:
         self._outputs.abort_requests(known, internal=True)
 
 
-class _AfterPrompt:
-    """Puts a ``TextStream`` in the place of the library's ``DecodeStream``."""
-
-    def __init__(self, stream: TextStream) -> None:
-        self._stream = stream
-
-    def step(self, _: object, token_id: int) -> str:
-        return self._stream.step(token_id)
-
-
 def _error_of(output: EngineCoreOutput, structure: str | None) -> GenrtError:
-    """Return the error of a text that vLLM gave up, by the name of its structure."""
+    """Return the error of a text that vLLM gave up."""
     if structure is None:
         return EngineFailed(f"vLLM ended the request with {output.finish_reason}")
     return InvalidRequest(
@@ -606,8 +545,7 @@ def _error_of(output: EngineCoreOutput, structure: str | None) -> GenrtError:
 
 
 def _check_v2(params: SamplingParams) -> None:
-    """Raise InvalidRequest for parameters beyond the limits of runner V2, which would fail the step of
-    all requests."""
+    """Raise InvalidRequest beyond the limits of runner V2, which would fail the step of all requests."""
     from vllm.v1.worker.gpu.sample import logit_bias
 
     ends = params.all_stop_token_ids if params.min_tokens else ()
@@ -633,11 +571,6 @@ def _likeliest(place: dict[int, Any], count: int) -> dict[int, float]:
     """Return the ``count`` likeliest tokens of a place, likeliest first. vLLM adds the drawn token."""
     ranked = sorted(place.items(), key=lambda entry: entry[1].rank)
     return {token: entry.logprob for token, entry in ranked if entry.rank <= count}
-
-
-def _has_news(made: RequestOutput) -> bool:
-    [output] = made.outputs
-    return bool(output.token_ids or output.text)
 
 
 def new_token_count(outputs: Sequence[EngineCoreOutput]) -> int:

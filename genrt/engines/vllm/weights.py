@@ -1,10 +1,7 @@
 """Replaces the weights of vLLM's model at the same addresses, so that CUDA graphs stay valid.
 
 vLLM's layerwise reloading collects the tensors of a layer, processes them as at opening, and copies them
-over the old ones. A failure leaves layers without weights. So tensors are checked before loading, and
-after any error the engine is unusable.
-
-The parts of vLLM that this file uses are listed in ``docs/new_vllm.md``.
+over the old ones. A failure leaves layers without weights: the engine is then unusable.
 """
 
 from __future__ import annotations
@@ -32,30 +29,29 @@ __all__ = ["VLLMWeights"]
 
 
 class VLLMWeights:
-    """The weights in the workers of one engine.
+    """The weights in the workers of one engine. ``forget`` makes vLLM forget all sequences and blocks,
+    and returns whether it did. ``renew`` is called after vLLM has dropped all adapters."""
 
-    Args:
-        own: the engine's globals.
-        forget: makes vLLM forget all sequences and blocks; returns whether it did.
-    """
-
-    def __init__(self, llm_engine: LLMEngine, own: Globals, forget: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        llm_engine: LLMEngine,
+        own: Globals,
+        forget: Callable[[], bool],
+        renew: Callable[[], None],
+    ) -> None:
         self._call: Callable[..., list[Any]] = llm_engine.collective_rpc
         self._config = llm_engine.vllm_config
         self._executor = llm_engine.model_executor
         self._is_here = isinstance(self._executor, UniProcExecutor)
         self._globals = own
-        self._forget = forget
+        self._forget, self._renew = forget, renew
         self._places: list[Any] | None = None  # the parameters' addresses, while weights are loaded
         self._loaded: set[str] = set()
         self._is_sent = False  # a trainer sends the weights; vLLM starts and ends the loading
 
     def layout(self) -> Layout:
-        """Return the tensors of the opened checkpoint.
-
-        Raises:
-            EngineUnsupported: this host has no safetensors files of it.
-        """
+        """Return the tensors of the opened checkpoint. Raises EngineUnsupported without its
+        safetensors."""
         model = self._config.model_config
         is_tied = bool(getattr(model.hf_text_config, "tie_word_embeddings", False))
         try:
@@ -166,12 +162,8 @@ class VLLMWeights:
             _synchronize()
 
     def finish(self) -> None:
-        """Make the model compute with the new weights.
-
-        Raises:
-            EngineFailed: vLLM did not load all of them, or moved some. A trainer may leave out whole
-                layers, which keep their old weights.
-        """
+        """Make the model compute with the new weights. Raises EngineFailed if vLLM did not load all of
+        them, or moved some. A trainer may leave out whole layers, which keep their old weights."""
         places, self._places = self._places, None
         loaded, self._loaded = self._loaded, set()
         is_sent, self._is_sent = self._is_sent, False
@@ -179,6 +171,7 @@ class VLLMWeights:
             if is_sent:
                 self._call("finish_weight_update")
             ends = self._call(_reset if is_sent else _finish_reload)
+            self._renew()
         for before, (after, names) in zip(places or (), ends, strict=True):
             if before != after:
                 raise EngineFailed("vLLM has put weights elsewhere, where no CUDA graph finds them")

@@ -51,12 +51,13 @@ def running_ahead() -> Iterator[None]:
 
 @contextmanager
 def two_runtimes(model: Path, *, ahead: bool = True, **options: Any) -> Iterator[Runtimes]:
-    """A runtime that runs steps ahead, also after a restart in this context, and a quiet one."""
-    options = OPTIONS | options
+    """A runtime that runs steps ahead, also after a restart in this context, and a quiet one, which is
+    transformers'."""
+    given: dict[str, Any] = {"engine_options": {"dtype": "float32"}, "cache_bytes": 0}
     with (
-        genrt.load(str(model), engine_options=options, cache_bytes=0) as quiet,
+        genrt.load(str(model), engine="transformers", **given) as quiet,
         running_ahead() if ahead else nullcontext(),
-        genrt.load(str(model), engine_options=options, cache_bytes=0) as lm,
+        genrt.load(str(model), **given | {"engine_options": OPTIONS | options}) as lm,
     ):
         yield lm, quiet
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 import genrt
 from genrt.lm import AsyncLM
 from genrt.populations import Population
+from tests.apart import drawn_apart
 from tests.engines.vllm.ahead import (
     COUNT,
     OPTIONS,
@@ -24,15 +26,14 @@ from tests.engines.vllm.ahead import (
     two_runtimes,
     under_way,
 )
-from tests.population_walk import EVENTS, walk
+from tests.engines.vllm.small import BLOCK_BYTES
+from tests.population_walk import EVENTS, expect_equal, walk
 from tests.population_walk import Runtime as WalkedRuntime
 from tests.small_models import make_llama
 
 pytestmark = pytest.mark.vllm
 
-BLOCK = 2 * 2 * 32 * 2 * 4 * 32
-"""Bytes: layers, KV heads, head size, K and V, of a float32, tokens."""
-TIGHT = {"max_num_seqs": 12, "block_size": 32, "kv_cache_memory_bytes": 34 * BLOCK}
+TIGHT = {"max_num_seqs": 12, "block_size": 32, "kv_cache_memory_bytes": 34 * BLOCK_BYTES}
 BREAKS = ("fails", "not_finite")
 
 
@@ -107,20 +108,19 @@ WALKS = [(0, 40), *(pytest.param(seed, 150, marks=pytest.mark.proof) for seed in
 
 @pytest.mark.promise(number=36)
 @pytest.mark.parametrize(("seed", "steps"), WALKS)
-@pytest.mark.parametrize("is_always", [False, True])
 async def test_each_draw_is_its_own_context_s_on_vllm(
     runtimes: Runtimes,
     llama: Path,
     other: Path,
     seed: int,
     steps: int,
-    is_always: bool,
+    request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if is_always:
+    await walked(runtimes, [llama, other], seed, steps, BREAKS)
+    if "ahead" in request.node.callspec.id:
         run_always_ahead(monkeypatch)
-    without = (*BREAKS, *["restarted"] * is_always)
-    await walked(runtimes, [llama, other], seed, steps, without)
+        await walked(runtimes, [llama, other], seed, steps, (*BREAKS, "restarted"))
 
 
 @pytest.mark.parametrize(("seed", "steps"), [(0, 30), *WALKS[1:]])
@@ -130,6 +130,47 @@ async def test_and_with_hardly_any_memory_and_steps_that_fail(
     with two_runtimes(llama, ahead=False, **TIGHT) as both:
         await walked(both, [llama, other], seed, steps)
         assert both[0].statistics().engine.evicted > 0
+
+
+# -- batches of lists -----------------------------------------------------------------------------
+
+
+async def test_a_batch_that_goes_on_computes_a_token_a_context(runtimes: Runtimes) -> None:
+    """As lists that grow and as new ones, also after resampling."""
+    lm, rng = runtimes[0], random.Random(3)
+    contexts = [[n, *range(30)] for n in range(COUNT)]
+    for step in range(12):
+        before = lm.statistics().engine
+        drawn = await lm.batch_draw(contexts, seed=step)
+        after = lm.statistics().engine
+        if step:
+            different = len({*map(tuple, contexts)})
+            assert after.computed_tokens - before.computed_tokens <= COUNT
+            assert after.rows - before.rows in range(different, COUNT + 1)
+            assert after.steps - before.steps == 1
+        for context, token_id in zip(contexts, drawn.token_ids.tolist(), strict=True):
+            context.append(token_id)
+        if step in (4, 8):
+            contexts = [each.copy() for each in rng.choices(contexts, k=COUNT)]
+
+
+async def test_those_that_ask_at_once_after_the_same_contexts_share_their_rows(
+    runtimes: Runtimes,
+) -> None:
+    lm, quiet = runtimes
+    rng = random.Random(2)
+    contexts = [[rng.randrange(300) for _ in range(20)] for _ in range(COUNT)]
+    for step in range(6):
+        before = lm.statistics().engine
+        asked = [lm.batch_draw(contexts, seed=seed) for seed in (step, 100 + step)]
+        found = await asyncio.gather(*asked)
+        after = lm.statistics().engine
+        assert after.rows - before.rows == COUNT
+        assert after.computed_tokens - before.computed_tokens == (COUNT if step else 20 * COUNT)
+        for drawn, seed in zip(found, (step, 100 + step), strict=True):
+            expect_equal(drawn, await drawn_apart(quiet, contexts, seed=seed), 1e-3)
+        for context, token_id in zip(contexts, found[0].token_ids.tolist(), strict=True):
+            context.append(token_id)
 
 
 # -- what is given back -------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
-import threading
+import random
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,6 +18,8 @@ from scipy import stats
 
 import genrt
 from genrt.engines.protocol import Engine
+from genrt.engines.vllm.capture import RowStore
+from genrt.engines.vllm.engine import VLLMEngine, changes_with_length
 from genrt.errors import (
     ContextTooLong,
     EngineFailed,
@@ -25,12 +27,12 @@ from genrt.errors import (
     InvalidAdapter,
     InvalidRequest,
     ModelNotFound,
-    NotFinite,
 )
 from genrt.lm import AsyncLM
 from genrt.questions.completions import SampleRequest
 from genrt.questions.rows import LogprobsRequest
 from genrt.tokens import sampling
+from tests.engines.vllm.small import LORA, TOLERANCE, Oracle, failing, runner_of
 
 pytestmark = pytest.mark.vllm
 
@@ -40,7 +42,7 @@ OPTIONS: dict[str, Any] = {
     "max_num_batched_tokens": 512,
     "kv_cache_memory_bytes": 2**28,
 }
-TOLERANCE = 5e-4
+PUT = RowStore.put
 
 
 def load(model: Path, *, cache_bytes: int = 256 * 2**20, **options: Any) -> AsyncLM:
@@ -86,7 +88,7 @@ def engine_of(lm: AsyncLM) -> Any:
 @pytest.mark.promise(number=3)
 @pytest.mark.promise(number=4)
 async def test_256_mixed_prompts_in_one_flush_have_transformers_rows(
-    lm: AsyncLM, oracle: Callable[[Sequence[int]], torch.Tensor]
+    lm: AsyncLM, oracle: Oracle
 ) -> None:
     prompts = mixed_prompts(256, 400, lm.vocab_size)
     distinct = len({tuple(p) for p in prompts})
@@ -113,55 +115,9 @@ def test_rows_are_float32_normalised_and_on_the_device(lm: AsyncLM) -> None:
     assert torch.equal(batch[1], kept)
 
 
-@pytest.mark.promise(number=4)
-def test_rows_are_right_when_vllm_preempts_for_want_of_kv_blocks(
-    llama: Path,
-    oracle: Callable[[Sequence[int]], torch.Tensor],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # Of 20 blocks of 32 tokens, eight sequences of 202 tokens would need 56.
-    block = 2 * 2 * 32 * 2 * 4 * 32  # layers, KV heads, head size, K and V, bytes, tokens
-    options = {"block_size": 32, "kv_cache_memory_bytes": 20 * block, "max_model_len": 400}
-    with load(llama, **options, max_num_seqs=8) as lm:
-        scheduler = engine_of(lm)._core.engine_core.scheduler
-        assert scheduler.kv_cache_manager.block_pool.num_gpu_blocks == 20
-        preempt, preempted = scheduler._preempt_request, []
-
-        def counted(request: Any, *rest: Any, **named: Any) -> None:
-            preempted.append(request.request_id)
-            preempt(request, *rest, **named)
-
-        monkeypatch.setattr(scheduler, "_preempt_request", counted)
-        prompts = mixed_prompts(24, 390, lm.vocab_size, seed=2)
-
-        async def both() -> tuple[list[list[int]], torch.Tensor]:
-            samples = asyncio.create_task(
-                lm.batch_sample([[7, n] for n in range(8)], max_tokens=200, temperature=0.0)
-            )
-            rows = await lm.batch_next_token_logprobs(prompts)
-            return await samples, rows
-
-        samples, rows = asyncio.run(both())
-    assert preempted
-    assert worst(rows, [oracle(p) for p in prompts]) < TOLERANCE
-    for number, sample in enumerate(samples):
-        greedy = oracle([7, number, *sample[:199]])
-        assert float(greedy.max() - greedy[sample[199]]) < TOLERANCE
-
-
-async def test_a_thousand_questions_about_ten_prompts_are_ten_engine_rows(lm: AsyncLM) -> None:
-    prompts = [*mixed_prompts(7, 50, lm.vocab_size, seed=3), [1], [2], [3]]
-    before = lm.statistics()
-    rows = await asyncio.gather(*(lm.next_token_logprobs(prompts[n % 10]) for n in range(1000)))
-    after = lm.statistics()
-    assert after.engine.rows - before.engine.rows == 10
-    assert len({row.data_ptr() for row in rows}) == 1000
-    assert all(torch.equal(row, rows[n % 10]) for n, row in enumerate(rows))
-
-
 @pytest.mark.promise(number=13)
 def test_the_longest_context_has_a_row_and_one_token_more_an_error(
-    lm: AsyncLM, oracle: Callable[[Sequence[int]], torch.Tensor]
+    lm: AsyncLM, oracle: Oracle
 ) -> None:
     context = mixed_prompts(2, lm.max_model_len, lm.vocab_size, seed=4)[1]
     assert len(context) == lm.max_model_len == 512  # the checkpoint's own
@@ -188,8 +144,6 @@ def test_the_longest_context_has_a_row_and_one_token_more_an_error(
 def test_models_that_change_with_the_length_get_none_more(
     text: dict[str, Any], changes: bool
 ) -> None:
-    from genrt.engines.vllm.engine import changes_with_length
-
     model = SimpleNamespace(hf_text_config=SimpleNamespace(**text))
     assert changes_with_length(cast("Any", SimpleNamespace(model_config=model))) == changes
 
@@ -218,49 +172,15 @@ def test_vllms_refusals_say_what_to_do(
 # -- faults ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.promise(number=1)
-@pytest.mark.parametrize("seed", range(5))
-async def test_waiters_cancelled_at_any_time_leave_the_others_their_rows(
-    lm: AsyncLM, oracle: Callable[[Sequence[int]], torch.Tensor], seed: int
-) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    prompts = mixed_prompts(60, 120, lm.vocab_size, seed=10 + seed)
-    tasks = [asyncio.create_task(lm.next_token_logprobs(p)) for p in prompts]
-    victims = torch.randperm(60, generator=generator)[:30].tolist()
-    for victim in victims:
-        for _ in range(int(torch.randint(0, 4, (1,), generator=generator))):
-            await asyncio.sleep(0)
-        tasks[victim].cancel()
-    ended = await asyncio.gather(*tasks, return_exceptions=True)
-    for number, (prompt, end) in enumerate(zip(prompts, ended, strict=True)):
-        if isinstance(end, torch.Tensor):
-            assert worst([end], [oracle(prompt)]) < TOLERANCE
-        else:
-            assert isinstance(end, asyncio.CancelledError)
-            assert number in victims
-    await lm.next_token_logprobs([9])
-    statistics = lm.statistics().batcher
-    assert (statistics.queued, statistics.in_flight) == (0, 0)
-    assert not engine_of(lm)._in_progress
-
-
 @pytest.mark.promise(number=6)
 async def test_a_failed_step_fails_its_requests_and_the_next_flush_is_right(
-    lm: AsyncLM,
-    oracle: Callable[[Sequence[int]], torch.Tensor],
-    monkeypatch: pytest.MonkeyPatch,
+    lm: AsyncLM, oracle: Oracle
 ) -> None:
     prompts = mixed_prompts(20, 300, lm.vocab_size, seed=5)
+    before = lm.statistics()
     # The forward fails before it has written the keys and values of the blocks it was given: what
     # vLLM's prefix cache then says of them is not true.
-    runner = engine_of(lm)._core.engine_core.model_executor.driver_worker.worker.model_runner
-    before = lm.statistics()
-
-    def fails(*_: Any, **__: Any) -> None:
-        raise RuntimeError("scripted failure")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(runner, "_model_forward", fails)
+    with failing(lm):
         ended = await asyncio.gather(
             *(lm.next_token_logprobs(p) for p in prompts), return_exceptions=True
         )
@@ -271,40 +191,6 @@ async def test_a_failed_step_fails_its_requests_and_the_next_flush_is_right(
     assert lm.statistics().engine.failed - before.engine.failed == len({tuple(p) for p in prompts})
     rows = await asyncio.gather(*(lm.next_token_logprobs(p) for p in prompts))
     assert worst(rows, [oracle(p) for p in prompts]) < TOLERANCE
-
-
-@pytest.mark.promise(number=8)
-async def test_poisoned_logits_fail_alone_and_are_not_cached(
-    lm: AsyncLM,
-    oracle: Callable[[Sequence[int]], torch.Tensor],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from genrt.engines.vllm.capture import RowStore
-
-    put = RowStore.put
-    prompts = [[1, 2], [3, 4], [5, 6]]
-    poisoned = prompts[1]
-
-    def poison(store: RowStore, tickets: Sequence[int], logits: torch.Tensor) -> None:
-        by_ticket = {
-            int(name): request.token_ids for name, request in engine_of(lm)._in_progress.items()
-        }
-        logits = logits.clone()
-        for position, ticket in enumerate(tickets):
-            if by_ticket[ticket] == tuple(poisoned):
-                logits[position, 0] = float("nan")
-        put(store, tickets, logits)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(RowStore, "put", poison)
-        first, second, third = await asyncio.gather(
-            *(lm.next_token_logprobs(p) for p in prompts), return_exceptions=True
-        )
-    assert isinstance(second, NotFinite)
-    assert isinstance(first, torch.Tensor)
-    assert isinstance(third, torch.Tensor)
-    assert worst([first, third], [oracle(prompts[0]), oracle(prompts[2])]) < TOLERANCE
-    assert worst([await lm.next_token_logprobs(poisoned)], [oracle(poisoned)]) < TOLERANCE
 
 
 # -- loops and threads ----------------------------------------------------------------------------
@@ -337,50 +223,6 @@ async def test_the_loop_goes_on_during_a_long_sample_and_logprobs_return_before_
     jumps = sorted(b - a for a, b in itertools.pairwise(beats))
     assert len(beats) > 50
     assert jumps[-1] <= 10, jumps[-10:]
-
-
-@pytest.mark.promise(number=9)
-def test_two_runs_of_the_loop_the_first_cancelled_in_flight(
-    lm: AsyncLM, oracle: Callable[[Sequence[int]], torch.Tensor]
-) -> None:
-    async def cancelled() -> None:
-        sample = asyncio.create_task(lm.sample([1], max_tokens=400))
-        rows = [asyncio.create_task(lm.next_token_logprobs([n] * 200)) for n in range(40)]
-        await lm.next_token_logprobs([1])
-        for task in (sample, *rows):
-            task.cancel()
-        raise RuntimeError("leaves with work in flight")
-
-    with pytest.raises(RuntimeError, match="in flight"):
-        asyncio.run(cancelled())
-
-    async def again() -> list[torch.Tensor]:
-        return await asyncio.gather(*(lm.next_token_logprobs([n] * 200) for n in range(40)))
-
-    rows = asyncio.run(again())
-    assert worst(rows, [oracle([n] * 200) for n in range(40)]) < TOLERANCE
-
-
-@pytest.mark.promise(number=22)
-def test_four_threads_with_loops_of_their_own(
-    lm: AsyncLM, oracle: Callable[[Sequence[int]], torch.Tensor]
-) -> None:
-    prompts = [mixed_prompts(24, 100, lm.vocab_size, seed=20 + n % 2) for n in range(4)]
-    rows: dict[int, list[torch.Tensor]] = {}
-
-    def thread(number: int) -> None:
-        async def ask() -> list[torch.Tensor]:
-            return await asyncio.gather(*(lm.next_token_logprobs(p) for p in prompts[number]))
-
-        rows[number] = asyncio.run(ask())
-
-    threads = [threading.Thread(target=thread, args=(number,)) for number in range(4)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join(60)
-    for number in range(4):
-        assert worst(rows[number], [oracle(p) for p in prompts[number]]) < TOLERANCE
 
 
 # -- samples --------------------------------------------------------------------------------------
@@ -419,10 +261,7 @@ async def test_a_seeded_sample_does_not_depend_on_how_its_prompt_was_prefilled(
     "options",
     [
         {},
-        {"temperature": 0.7},
-        {"top_k": 5},
-        {"top_p": 0.8},
-        {"min_p": 0.05},
+        {"top_p": 0.8, "min_p": 0.05},
         {"temperature": 1.3, "top_k": 20, "top_p": 0.9},
     ],
     ids=str,
@@ -442,7 +281,7 @@ async def test_frequencies_of_2000_samples_are_the_rows(
         assert g_test(row, tokens) > 1e-4
 
 
-@pytest.mark.parametrize("temperature", [0.0003, 0.003, 0.0099, 2.1, 40.0, 1e30])
+@pytest.mark.parametrize("temperature", [0.003, 40.0])
 async def test_every_temperature_has_the_law_of_its_tempered_row(
     lm: AsyncLM, temperature: float
 ) -> None:
@@ -467,7 +306,7 @@ async def _undecided(lm: AsyncLM, temperature: float) -> list[int]:
     raise AssertionError("no context is undecided")
 
 
-@pytest.mark.parametrize("temperature", [1e-45, 1e-39, 1e-7, 0.99e-5])
+@pytest.mark.parametrize("temperature", [1e-45, 0.99e-5])
 async def test_below_a_hundred_thousandth_it_is_greedy(lm: AsyncLM, temperature: float) -> None:
     contexts = [[n] for n in range(64)]
     cold = await lm.batch_sample(contexts, max_tokens=4, temperature=temperature)
@@ -491,15 +330,12 @@ def g_test(row: torch.Tensor, tokens: Sequence[int]) -> float:
 async def test_samples_cost_the_capture_nothing(
     lm: AsyncLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from genrt.engines.vllm.capture import RowStore
-
     def put(*_: Any) -> None:
         raise AssertionError("a row was computed for a sample")
 
     monkeypatch.setattr(RowStore, "put", put)
     assert len(await lm.sample([1, 2], max_tokens=10)) == 10
-    runner = engine_of(lm)._core.engine_core.model_executor.driver_worker.worker.model_runner
-    assert runner.input_batch.logitsprocs_need_output_token_ids is False
+    assert runner_of(lm).input_batch.logitsprocs_need_output_token_ids is False
 
 
 async def test_the_stop_token_is_not_returned_and_greedy_is_the_argmax(lm: AsyncLM) -> None:
@@ -513,67 +349,51 @@ async def test_the_stop_token_is_not_returned_and_greedy_is_the_argmax(lm: Async
     )
 
 
-def test_samples_that_wait_for_a_slot_get_it_when_the_running_ones_are_cancelled(
-    llama: Path,
+@pytest.fixture(scope="module")
+def one_slot(llama: Path) -> Iterator[VLLMEngine]:
+    """An engine with one slot for texts, and one for rows."""
+    from genrt.engines.vllm.opening import open_vllm
+
+    engine = open_vllm(str(llama), options=OPTIONS | {"max_num_seqs": 1})
+    yield engine
+    engine.close()
+
+
+def test_samples_get_the_slots_of_cancelled_ones_and_never_those_of_rows(
+    one_slot: VLLMEngine,
 ) -> None:
-    from genrt.engines.vllm.opening import open_vllm
-
-    engine = open_vllm(str(llama), options=OPTIONS | {"max_num_seqs": 2})
-    try:
-        *running, last = (SampleRequest((1, n), max_tokens=4, seed=n) for n in range(3))
-        engine.submit([*running, last])
-        assert engine.step() == []
-        engine.cancel(running)
-        ends = [end for _ in range(4) for end in engine.step()]
-        assert [end.request for end in ends] == [last]
-        assert len(ends[0].result or ()) == 4
-    finally:
-        engine.close()
-
-
-@pytest.mark.parametrize("slots", [1, 2, 4])
-def test_samples_never_take_every_slot_from_rows(llama: Path, slots: int) -> None:
-    from genrt.engines.vllm.opening import open_vllm
-
-    engine = open_vllm(str(llama), options=OPTIONS | {"max_num_seqs": slots})
-    try:
-        samples = [SampleRequest((1, n), max_tokens=50, seed=n) for n in range(6)]
-        engine.submit(samples)
-        assert engine.step() == []
-        row = LogprobsRequest((1, 2, 3))
-        engine.submit([row])
-        ends = [end for _ in range(3) for end in engine.step()]
-        assert [end.request for end in ends] == [row], "the samples go on"
-    finally:
-        engine.close()
+    running, last = (SampleRequest((1, n), max_tokens=4, seed=n) for n in range(2))
+    row = LogprobsRequest((1, 2, 3))
+    one_slot.submit([running, last])
+    assert one_slot.step() == []
+    one_slot.submit([row])
+    ends = [end for _ in range(2) for end in one_slot.step()]
+    assert [end.request for end in ends] == [row], "the samples go on"
+    one_slot.cancel([running])
+    ends = [end for _ in range(4) for end in one_slot.step()]
+    assert [end.request for end in ends] == [last]
+    assert len(ends[0].result or ()) == 4
 
 
 @pytest.mark.parametrize("fails", ["the step", "the row"])
 def test_a_failing_probe_takes_nothing_from_the_requests_in_progress(
-    llama: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+    one_slot: VLLMEngine, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
-    from genrt.engines.vllm.capture import RowStore
-    from genrt.engines.vllm.opening import open_vllm
-
     def put(store: RowStore, tickets: Sequence[int], logits: torch.Tensor) -> None:
         if fails == "the step":
             raise RuntimeError("scripted failure")
         poisoned(store, tickets, torch.full_like(logits, float("nan")))
 
-    engine = open_vllm(str(llama), options=dict(OPTIONS))
     poisoned = RowStore.put
-    try:
-        bystander = SampleRequest((1, 2), max_tokens=1, temperature=0.0)
-        engine.submit([bystander])
-        with monkeypatch.context() as patch:
-            patch.setattr(RowStore, "put", put)
-            with pytest.raises(EngineFailed):
-                engine.probe([LogprobsRequest((3,))])
-        [end] = engine.step()
-        assert end.request == bystander
-        assert (end.error is None) == (fails == "the row")
-    finally:
-        engine.close()
+    bystander = SampleRequest((1, 2), max_tokens=1, temperature=0.0)
+    one_slot.submit([bystander])
+    with monkeypatch.context() as patch:
+        patch.setattr(RowStore, "put", put)
+        with pytest.raises(EngineFailed):
+            one_slot.probe([LogprobsRequest((3,))])
+    [end] = one_slot.step()
+    assert end.request == bystander
+    assert (end.error is None) == (fails == "the row")
 
 
 async def test_what_vllm_does_not_take_fails_alone(lm: AsyncLM) -> None:
@@ -590,9 +410,50 @@ async def test_what_vllm_does_not_take_fails_alone(lm: AsyncLM) -> None:
 # -- adapters -------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def adaptable(llama: Path) -> Iterator[AsyncLM]:
+    with load(llama, **LORA) as lm:
+        yield lm
+
+
+@pytest.fixture
+def with_lora(adaptable: AsyncLM) -> Iterator[AsyncLM]:
+    """A runtime that takes adapters, and has none."""
+    adaptable.clear_cache()
+    yield adaptable
+    for name in adaptable.adapters:
+        adaptable.remove_adapter(name)
+
+
+async def test_a_text_in_progress_is_the_base_model_s_when_the_first_adapters_are_loaded(
+    with_lora: AsyncLM, loras: tuple[Path, Path]
+) -> None:
+    stream_of = functools.partial(
+        AsyncLM.stream, max_tokens=120, seed=3, temperature=1.0, ignore_eos=True
+    )
+    lm = with_lora
+    alone = [token async for delta in stream_of(lm, [1, 2]) for token in delta.token_ids]
+    deltas = stream_of(lm, [1, 2])
+    tokens = list((await anext(deltas)).token_ids)
+    for name, path in zip("ab", loras, strict=True):
+        await lm.add_adapter(name, path)
+
+    async def read() -> None:
+        tokens.extend([token async for delta in deltas for token in delta.token_ids])
+
+    reading = asyncio.create_task(read())
+    beside = 0
+    while not reading.done():
+        await lm.next_token_logprobs([3, beside], adapter="b")
+        beside += 1
+    await reading
+    assert beside > 5
+    assert tokens == alone
+
+
 @pytest.mark.promise(number=14)
 async def test_two_adapters_and_the_base_in_one_flush_match_peft(
-    llama: Path, loras: tuple[Path, Path]
+    with_lora: AsyncLM, llama: Path, loras: tuple[Path, Path]
 ) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -613,69 +474,62 @@ async def test_two_adapters_and_the_base_in_one_flush_match_peft(
         out: torch.Tensor = logits.log_softmax(dim=-1)
         return out
 
-    with load(llama, enable_lora=True, max_loras=2, max_lora_rank=8) as lm:
-        prompts = mixed_prompts(30, 150, lm.vocab_size, seed=6)
-        base_before = await lm.next_token_logprobs([1, 2])
-        for name, path in zip("ab", loras, strict=True):
-            await lm.add_adapter(name, path)
-        names: list[str | None] = ["a", None, "b"]
-        before = lm.statistics().batcher.flushes
-        rows = await asyncio.gather(
-            *(lm.next_token_logprobs(p, adapter=names[n % 3]) for n, p in enumerate(prompts)),
-            *(lm.next_token_logprobs(prompts[0], adapter=name) for name in names),
-        )
-        assert lm.statistics().batcher.flushes - before == 1
-        expected = [row(p, names[n % 3]) for n, p in enumerate(prompts)]
-        expected += [row(prompts[0], name) for name in names]
-        assert worst(rows, expected) < TOLERANCE
-        assert float((rows[-1] - rows[-3]).abs().max()) > 0.1
-        lm.clear_cache()
-        assert worst([await lm.next_token_logprobs([1, 2])], [base_before]) < TOLERANCE
-
-        # Another set of weights under a name that is in use: never a stale row.
-        asked_before = asyncio.create_task(lm.next_token_logprobs(prompts[1], adapter="a"))
-        await asyncio.sleep(0)
-        await lm.add_adapter("a", loras[1])
-        new = await lm.next_token_logprobs(prompts[1], adapter="a")
-        assert worst([await asked_before, new], [row(prompts[1], "a"), row(prompts[1], "b")]) < (
-            TOLERANCE
-        )
-        lm.remove_adapter("b")
-        with pytest.raises(genrt.UnknownAdapter):
-            await lm.next_token_logprobs([1], adapter="b")
-        sampled = await lm.sample([1], max_tokens=4, temperature=0.0, adapter="a")
-        assert sampled[0] == int(row([1], "b").argmax())
-
-
-async def test_a_text_in_progress_is_the_base_model_s_when_the_first_adapters_are_loaded(
-    llama: Path, loras: tuple[Path, Path]
-) -> None:
-    stream_of = functools.partial(
-        AsyncLM.stream, max_tokens=120, seed=3, temperature=1.0, ignore_eos=True
+    lm = with_lora
+    prompts = mixed_prompts(30, 150, lm.vocab_size, seed=6)
+    base_before = await lm.next_token_logprobs([1, 2])
+    for name, path in zip("ab", loras, strict=True):
+        await lm.add_adapter(name, path)
+    names: list[str | None] = ["a", None, "b"]
+    before = lm.statistics().batcher.flushes
+    rows = await asyncio.gather(
+        *(lm.next_token_logprobs(p, adapter=names[n % 3]) for n, p in enumerate(prompts)),
+        *(lm.next_token_logprobs(prompts[0], adapter=name) for name in names),
     )
-    with load(llama, enable_lora=True, max_loras=2, max_lora_rank=8) as lm:
-        alone = [token async for delta in stream_of(lm, [1, 2]) for token in delta.token_ids]
-        deltas = stream_of(lm, [1, 2])
-        tokens = list((await anext(deltas)).token_ids)
-        for name, path in zip("ab", loras, strict=True):
-            await lm.add_adapter(name, path)
+    assert lm.statistics().batcher.flushes - before == 1
+    expected = [row(p, names[n % 3]) for n, p in enumerate(prompts)]
+    expected += [row(prompts[0], name) for name in names]
+    assert worst(rows, expected) < TOLERANCE
+    assert float((rows[-1] - rows[-3]).abs().max()) > 0.1
+    lm.clear_cache()
+    assert worst([await lm.next_token_logprobs([1, 2])], [base_before]) < TOLERANCE
 
-        async def read() -> None:
-            tokens.extend([token async for delta in deltas for token in delta.token_ids])
+    # Another set of weights under a name that is in use: never a stale row.
+    asked_before = asyncio.create_task(lm.next_token_logprobs(prompts[1], adapter="a"))
+    await asyncio.sleep(0)
+    await lm.add_adapter("a", loras[1])
+    new = await lm.next_token_logprobs(prompts[1], adapter="a")
+    assert worst([await asked_before, new], [row(prompts[1], "a"), row(prompts[1], "b")]) < (
+        TOLERANCE
+    )
+    lm.remove_adapter("b")
+    with pytest.raises(genrt.UnknownAdapter):
+        await lm.next_token_logprobs([1], adapter="b")
+    sampled = await lm.sample([1], max_tokens=4, temperature=0.0, adapter="a")
+    assert sampled[0] == int(row([1], "b").argmax())
 
-        reading = asyncio.create_task(read())
-        beside = 0
-        while not reading.done():
-            await lm.next_token_logprobs([3, beside], adapter="b")
-            beside += 1
-        await reading
-        assert beside > 5
-        assert tokens == alone
+
+async def test_a_step_without_base_requests_has_all_slots_for_adapters(
+    with_lora: AsyncLM, loras: tuple[Path, Path]
+) -> None:
+    """Two and the base fit into one step, so three do too, in any order."""
+    for name, path in zip("abc", (*loras, loras[0]), strict=True):
+        await with_lora.add_adapter(name, path)
+    for step in range(6):
+        names = random.Random(step).sample("abc", 3)
+        asked = [([step, n], name) for n in range(3) for name in names]
+        rows = await asyncio.gather(
+            *(with_lora.next_token_logprobs(context, adapter=name) for context, name in asked)
+        )
+        for (context, name), row in zip(asked, rows, strict=True):
+            with_lora.clear_cache()
+            alone = await with_lora.next_token_logprobs([*context], adapter=name)
+            assert worst([row], [alone]) < TOLERANCE
+            assert name != "c" or worst([row], [rows[asked.index((context, "a"))]]) < TOLERANCE
 
 
 @pytest.mark.promise(number=25)
 def test_directories_that_are_no_adapter_and_engines_that_take_none(
-    lm: AsyncLM, llama: Path, loras: tuple[Path, Path], tmp_path: Path
+    lm: AsyncLM, with_lora: AsyncLM, loras: tuple[Path, Path], tmp_path: Path
 ) -> None:
     with pytest.raises(InvalidAdapter, match="enable_lora"):
         lm.add_adapter_sync("a", loras[0])
@@ -687,14 +541,10 @@ def test_directories_that_are_no_adapter_and_engines_that_take_none(
     broken.mkdir()
     (broken / "adapter_config.json").write_bytes((loras[0] / "adapter_config.json").read_bytes())
     (broken / "adapter_model.safetensors").write_bytes(b"not safetensors")
-    with load(llama, enable_lora=True, max_lora_rank=8) as with_lora:
-        for path in (pickled, broken, tmp_path / "absent"):
-            with pytest.raises(InvalidAdapter):
-                with_lora.add_adapter_sync("a", path)
-        assert not with_lora.adapters
-        with_lora.add_adapter_sync("a", loras[0])
-        assert list(with_lora.adapters) == ["a"]
-        assert with_lora.next_token_logprobs_sync([1], adapter="a").shape == (lm.vocab_size,)
+    for path in (pickled, broken, tmp_path / "absent"):
+        with pytest.raises(InvalidAdapter):
+            with_lora.add_adapter_sync("a", path)
+    assert not with_lora.adapters
 
 
 # -- opening and closing --------------------------------------------------------------------------
@@ -713,9 +563,7 @@ def test_the_conformance_suite_passes(llama: Path, loras: tuple[Path, Path]) -> 
     check_engine(open_engine, adapter_paths=loras)
 
 
-def test_workers_in_processes_of_their_own_give_the_same_rows(
-    llama: Path, oracle: Callable[[Sequence[int]], torch.Tensor]
-) -> None:
+def test_workers_in_processes_of_their_own_give_the_same_rows(llama: Path, oracle: Oracle) -> None:
     """What parallel sizes over 1 need: rows come from the worker that has them, over the host."""
     prompts = mixed_prompts(12, 100, 320, seed=7)
     with load(llama, distributed_executor_backend="mp") as lm:
@@ -756,27 +604,18 @@ def test_the_row_cache_and_a_full_steps_rows_are_left_out_of_vllms_memory() -> N
 
 
 @pytest.mark.promise(number=24)
-def test_the_self_test_refuses_a_vllm_that_mixes_rows_up(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("put", "reason"),
+    [
+        (lambda store, tickets, logits: PUT(store, tickets[::-1], logits), "did not come back"),
+        (lambda *_: None, "without passing its logits"),
+    ],
+)
+def test_the_self_test_refuses_a_vllm_that_mixes_rows_up_or_skips_the_processor(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, put: Callable[..., None], reason: str
 ) -> None:
-    from genrt.engines.vllm.capture import RowStore
-
-    put = RowStore.put
-    monkeypatch.setattr(
-        RowStore, "put", lambda store, tickets, logits: put(store, tickets[::-1], logits)
-    )
-    with pytest.raises(EngineUnsupported, match="did not come back"):
-        load(llama)
-
-
-@pytest.mark.promise(number=24)
-def test_the_self_test_refuses_a_vllm_that_skips_the_processor(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from genrt.engines.vllm.capture import RowStore
-
-    monkeypatch.setattr(RowStore, "put", lambda *_: None)
-    with pytest.raises(EngineUnsupported, match="without passing its logits"):
+    monkeypatch.setattr(RowStore, "put", put)
+    with pytest.raises(EngineUnsupported, match=reason):
         load(llama)
 
 

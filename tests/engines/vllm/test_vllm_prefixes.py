@@ -4,8 +4,6 @@ everything that drops the rest. Every row is held against transformers'."""
 from __future__ import annotations
 
 import asyncio
-import random
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,29 +13,18 @@ import pytest
 import torch
 
 import genrt
-from genrt.errors import EngineDied, EngineFailed, TimedOut
+from genrt.errors import EngineDied, EngineFailed
 from genrt.lm import AsyncLM
+from tests.engines.vllm import small
+from tests.engines.vllm.small import BLOCK, LORA, TOLERANCE, Oracle, core_of, failing, tokens
 
 pytestmark = pytest.mark.vllm
 
-BLOCK_BYTES = 2 * 2 * 32 * 2 * 4 * 32
-"""Layers, KV heads, head size, K and V, bytes of a float32, tokens of a block."""
-BLOCK, BLOCKS = 32, 24
-OPTIONS: dict[str, Any] = {
-    "dtype": "float32",
-    "block_size": BLOCK,
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 256,
-    "max_model_len": 400,
-    "kv_cache_memory_bytes": BLOCKS * BLOCK_BYTES,
-}
-TOLERANCE = 5e-4
-Oracle = Callable[[Sequence[int]], torch.Tensor]
+BLOCKS = 24
 
 
 def load(model: Path, **arguments: Any) -> AsyncLM:
-    options = OPTIONS | arguments.pop("engine_options", {})
-    return genrt.load(str(model), engine_options=options, cache_bytes=0, **arguments)
+    return small.load(model, blocks=BLOCKS, max_num_seqs=8, **arguments)
 
 
 @pytest.fixture(scope="module")
@@ -51,15 +38,9 @@ def tight(llama: Path) -> Iterator[AsyncLM]:
 def lm(tight: AsyncLM) -> AsyncLM:
     """The same, that keeps nothing and has nothing computed."""
     tight.cool_down()
-    engine: Any = tight._thread.engine
-    tight._thread.call(lambda _: engine.forget_residents()).result()
-    assert tight.statistics().engine.kept_tokens == 0
+    small.forget(tight)
+    assert kept(tight) == 0
     return tight
-
-
-def tokens(count: int, seed: int) -> list[int]:
-    choose = random.Random(seed)
-    return [choose.randrange(320) for _ in range(count)]
 
 
 PREFIX = tokens(100, seed=1)
@@ -68,8 +49,8 @@ KEPT = 96
 
 
 def work(lm: AsyncLM, seed: int = 0) -> None:
-    """Put ten times as many tokens through the KV cache as it holds, by rows and by texts."""
-    for n in range(20):
+    """Put three times as many tokens through the KV cache as it holds, by rows and by texts."""
+    for n in range(3):
         lm.next_token_logprobs_sync(tokens(350, seed=1000 * (seed + 1) + n))
         lm.generate_sync(tokens(350, seed=2000 * (seed + 1) + n), max_tokens=3, ignore_eos=True)
 
@@ -85,11 +66,6 @@ def right(row: torch.Tensor, context: Sequence[int], oracle: Oracle) -> bool:
     return float((oracle(context) - row).abs().max()) < TOLERANCE
 
 
-def pool_of(lm: AsyncLM) -> Any:
-    engine: Any = lm._thread.engine
-    return engine._core.engine_core.scheduler.kv_cache_manager.block_pool
-
-
 def kept(lm: AsyncLM) -> int:
     return lm.statistics().engine.kept_tokens
 
@@ -97,10 +73,10 @@ def kept(lm: AsyncLM) -> int:
 def test_rows_and_texts_begin_after_the_prefix_whatever_else_was_computed(
     lm: AsyncLM, oracle: Oracle
 ) -> None:
-    assert pool_of(lm).num_gpu_blocks == BLOCKS
+    assert core_of(lm).scheduler.kv_cache_manager.block_pool.num_gpu_blocks == BLOCKS
     assert computed(lm, lambda: lm.warm_up_sync(PREFIX)) == len(PREFIX)
     assert kept(lm) == len(PREFIX)
-    for seed in range(3):
+    for seed in range(2):
         work(lm, seed)
         context, prompt = [*PREFIX, 5, seed], [*PREFIX, 6, seed]
         assert computed(lm, partial(lm.next_token_logprobs_sync, context)) == 2
@@ -120,7 +96,7 @@ async def test_sequences_that_begin_with_a_prefix_and_go_on_are_right(
     for length in (20, 100):
         prefix = tokens(length, seed=7)
         assert await lm.warm_up(prefix) == length
-        for seed in range(3):
+        for seed in range(2):
             contexts = [[*prefix, n] for n in range(5)]
             for step in range(4):
                 rows, text = await asyncio.gather(
@@ -227,36 +203,10 @@ async def test_residents_stay_while_texts_with_the_prefix_wait(lm: AsyncLM) -> N
     assert after.extended == before.extended + 1
 
 
-async def test_who_leaves_keeps_nothing(lm: AsyncLM) -> None:
-    with pytest.raises(TimedOut):
-        await lm.warm_up(PREFIX, timeout=0.0)
-    may_begin = threading.Event()  # or the engine could be done before anybody leaves
-    lm._thread.call(lambda _: may_begin.wait(60))
-    asked = asyncio.create_task(lm.warm_up(PREFIX))
-    other = asyncio.create_task(lm.warm_up(tokens(64, seed=80)))
-    await asyncio.sleep(0)
-    asked.cancel()
-    may_begin.set()
-    assert await other == 64
-    with pytest.raises(asyncio.CancelledError):
-        await asked
-    assert kept(lm) == 64
-    assert lm.statistics().batcher.in_flight == 0
-
-
-def test_a_failed_step_loses_it_until_it_is_computed_again(
-    lm: AsyncLM, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_step_loses_it_until_it_is_computed_again(lm: AsyncLM, oracle: Oracle) -> None:
     lm.warm_up_sync(PREFIX)
-    engine: Any = lm._thread.engine
-    runner = engine._core.engine_core.model_executor.driver_worker.worker.model_runner
     for error, raised in ((RuntimeError("no"), EngineFailed), (MemoryError(), genrt.OutOfMemory)):
-        with monkeypatch.context() as patch:
-
-            def fail(*_: Any, error: Exception = error, **__: Any) -> None:
-                raise error
-
-            patch.setattr(type(runner), "execute_model", fail)
+        with failing(lm, "execute_model", error):
             with pytest.raises(raised):
                 lm.next_token_logprobs_sync([1, 2, 3])
             with pytest.raises(raised):
@@ -274,9 +224,7 @@ async def test_another_engine_keeps_it_once_a_question_has_computed_it(
     llama: Path, residency: bool
 ) -> None:
     """After ``restart``, and after one that died is replaced; without residents too."""
-    async with await genrt.aload(
-        str(llama), engine_options=OPTIONS, cache_bytes=0, restart="auto", residency=residency
-    ) as lm:
+    with load(llama, restart="auto", residency=residency) as lm:
         await lm.warm_up(PREFIX)
         await lm.warm_up(tokens(64, seed=5))
         lm.cool_down(tokens(64, seed=5))
@@ -293,15 +241,11 @@ async def test_another_engine_keeps_it_once_a_question_has_computed_it(
         await lm.next_token_logprobs([*PREFIX, 2])
         assert lm._thread.engine is not engine
         assert kept(lm) == KEPT
-        await aside(work, lm)
+        await asyncio.to_thread(work, lm)
         assert computed(lm, lambda: lm.next_token_logprobs_sync([*PREFIX, 3])) == 5
     assert lm.cool_down(PREFIX) is None  # type: ignore[func-returns-value]
     with pytest.raises(genrt.Closed):
         await lm.warm_up(PREFIX)
-
-
-async def aside(function: Callable[..., None], *args: Any) -> None:
-    await asyncio.to_thread(function, *args)
 
 
 def test_without_vllms_prefix_cache_rows_are_right_and_nothing_is_kept(
@@ -316,8 +260,7 @@ def test_without_vllms_prefix_cache_rows_are_right_and_nothing_is_kept(
 def test_adapters_have_prefixes_of_their_own_and_leave_the_base_its(
     llama: Path, loras: tuple[Path, Path], oracle: Oracle
 ) -> None:
-    options = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
-    with load(llama, engine_options=options) as lm:
+    with load(llama, engine_options=LORA) as lm:
         lm.warm_up_sync(PREFIX)
         lm.add_adapter_sync("a", loras[0])
         assert lm.warm_up_sync(PREFIX, adapter="a") == len(PREFIX)
@@ -351,12 +294,3 @@ def test_adapters_have_prefixes_of_their_own_and_leave_the_base_its(
         lm.next_token_logprobs_sync([*PREFIX, 5], adapter="b")
         lm.next_token_logprobs_sync([*PREFIX, 5])
         assert kept(lm) == KEPT
-
-
-def test_two_runtimes_keep_their_own(lm: AsyncLM, llama: Path) -> None:
-    lm.warm_up_sync(PREFIX)
-    with load(llama) as other:
-        other.warm_up_sync(tokens(64, seed=6))
-        assert (kept(lm), kept(other)) == (100, 64)
-        work(lm)
-    assert computed(lm, lambda: lm.next_token_logprobs_sync([*PREFIX, 1])) == 1

@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import genrt
 from genrt.errors import EngineDied, OutOfMemory
 from genrt.lm import AsyncLM
+from tests.engines.vllm import small
+from tests.engines.vllm.small import LORA, TOLERANCE, Oracle, expect_rows, failing, runner_of
 
 pytestmark = pytest.mark.vllm
 
-TOLERANCE = 5e-4
-Oracle = Callable[[Sequence[int]], torch.Tensor]
 
-
-def load(model: Path, **arguments: Any) -> AsyncLM:
-    options = {
-        "dtype": "float32",
-        "max_num_seqs": 16,
-        "max_num_batched_tokens": 256,
-        "kv_cache_memory_bytes": 2**27,
-        "enable_lora": True,
-        "max_lora_rank": 8,
-    }
-    return genrt.load(str(model), engine_options=options, cache_bytes=0, **arguments)
+def load(model: Path) -> AsyncLM:
+    return small.load(model, blocks=200, max_num_seqs=16, engine_options=LORA)
 
 
 @pytest.fixture(scope="module")
@@ -38,26 +28,19 @@ def shared(llama: Path) -> Iterator[AsyncLM]:
         yield lm
 
 
-def vllm_runner(lm: AsyncLM) -> Any:
-    engine: Any = lm._thread.engine
-    return engine._core.engine_core.model_executor.driver_worker.worker.model_runner
-
-
 async def ask(lm: AsyncLM, contexts: Sequence[Sequence[int]], oracle: Oracle) -> None:
     """Their rows, which must be the model's."""
-    rows = await asyncio.gather(*map(lm.next_token_logprobs, contexts))
-    for context, row in zip(contexts, rows, strict=True):
-        assert float((oracle(context) - row).abs().max()) < TOLERANCE
+    expect_rows(oracle, contexts, await asyncio.gather(*map(lm.next_token_logprobs, contexts)))
 
 
 @pytest.mark.promise(number=7)
-@pytest.mark.parametrize("capacity", [1, 2, 5, 8, 11])
+@pytest.mark.parametrize("capacity", [1, 5, 11])
 async def test_a_step_that_runs_out_of_memory_is_tried_in_halves(
     shared: AsyncLM, oracle: Oracle, monkeypatch: pytest.MonkeyPatch, capacity: int
 ) -> None:
     """New contexts, contexts that grow, and forks; every forward of more sequences than fit raises what
     torch raises."""
-    runner = vllm_runner(shared)
+    runner = runner_of(shared)
     forward = type(runner).execute_model
 
     def scarce(self: Any, output: Any, *more: Any) -> Any:
@@ -86,7 +69,7 @@ async def test_a_step_that_runs_out_of_memory_is_tried_in_halves(
 async def test_one_sequence_that_fits_nowhere_fails_alone(
     shared: AsyncLM, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = vllm_runner(shared)
+    runner = runner_of(shared)
     forward = type(runner).execute_model
 
     def scarce(self: Any, output: Any, *more: Any) -> Any:
@@ -102,34 +85,22 @@ async def test_one_sequence_that_fits_nowhere_fails_alone(
     await ask(shared, [[7, n, *range(20), 1] for n in range(6)], oracle)
 
 
-@pytest.mark.parametrize("restart", [None, "auto"])
-async def test_a_vllm_that_cannot_go_on_is_replaced(
-    llama: Path,
-    loras: tuple[Path, Path],
-    oracle: Oracle,
-    monkeypatch: pytest.MonkeyPatch,
-    restart: Any,
+async def test_a_vllm_that_cannot_go_on_is_dead_and_is_replaced_by_a_restart(
+    shared: AsyncLM, loras: tuple[Path, Path], oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A failed step after which vLLM's blocks can't be freed."""
-    with load(llama, restart=restart) as lm:
-        await lm.add_adapter("a", loras[0])
-        tuned = await lm.next_token_logprobs([1, 2, 3], adapter="a")
-        await ask(lm, [[1, 2], [3, 4]], oracle)
-        engine: Any = lm._thread.engine
-        runner = vllm_runner(lm)
-
-        def fails(*_: Any, **__: Any) -> None:
-            raise RuntimeError("scripted failure")
-
-        monkeypatch.setattr(runner, "execute_model", fails)
-        monkeypatch.setattr(engine._core, "reset_prefix_cache", lambda: False)
-        if restart is None:
-            for _ in range(2):
-                with pytest.raises(EngineDied, match="still holds blocks"):
-                    await lm.next_token_logprobs([5, 6])
-            await lm.arestart()
-        await ask(lm, [[5, 6], [1, 2, 3]], oracle)
-        assert lm._thread.engine is not engine
-        again = await lm.next_token_logprobs([1, 2, 3], adapter="a")
-        assert float((again - tuned).abs().max()) < TOLERANCE
-        assert lm.statistics().batcher.failed == 0
+    """A failed step after which vLLM's blocks can't be freed. Restarts by themselves: rollouts."""
+    lm = shared
+    await lm.add_adapter("a", loras[0])
+    tuned = await lm.next_token_logprobs([1, 2, 3], adapter="a")
+    await ask(lm, [[1, 2], [3, 4]], oracle)
+    engine: Any = lm._thread.engine
+    monkeypatch.setattr(engine._core, "reset_prefix_cache", lambda: False)
+    with failing(lm, "execute_model"):
+        for _ in range(2):
+            with pytest.raises(EngineDied, match="still holds blocks"):
+                await lm.next_token_logprobs([5, 6])
+    await lm.arestart()
+    await ask(lm, [[5, 6], [1, 2, 3]], oracle)
+    assert lm._thread.engine is not engine
+    again = await lm.next_token_logprobs([1, 2, 3], adapter="a")
+    assert float((again - tuned).abs().max()) < TOLERANCE

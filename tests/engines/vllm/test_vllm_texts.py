@@ -439,7 +439,7 @@ async def test_nothing_is_left_of_completions_however_they_end(lm: AsyncLM) -> N
     assert torch.equal(row, await lm.next_token_logprobs([3, 3]))
     engine: Any = lm._thread.engine
     assert not engine._in_progress
-    assert (engine._texts.running, len(engine._texts)) == (0, 0)
+    assert (engine._texts.running, engine._texts.waiting) == (0, {})
     assert not engine._llm_engine.output_processor.request_states
     assert lm.statistics().batcher.in_flight == 0
 
