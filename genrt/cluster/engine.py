@@ -20,7 +20,7 @@ import os
 import queue
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
@@ -40,7 +40,7 @@ from genrt.cluster.flushes import (
     unpacked_answers,
 )
 from genrt.cluster.options import ReplicaLimits
-from genrt.cluster.replica import Facts, Prefix, Settings, stored
+from genrt.cluster.replica import Facts, Settings, stored
 from genrt.cluster.routing import Router
 from genrt.engines.protocol import EngineStatistics, Finished, ReplicaStatistics
 from genrt.engines.remote.wire import unpacked_tokenizer
@@ -140,9 +140,10 @@ class ReplicaEngine:
         self._adapters: dict[Adapter, dict[str, bytes]] = {}
         self._refusals: list[GenrtError] = []
         self._facts: Facts | None = None
+        self._keeps_prefixes = False
         self._past = EngineStatistics()
         self._is_closed = False
-        self.prefixes = _Prefixes(self._tell)
+        self.prefixes = _Prefixes(self)
         self.weights = _Weights(self)
         try:
             self._open()
@@ -222,7 +223,7 @@ class ReplicaEngine:
 
     def forget_residents(self) -> None:
         """Have every replica forget what nothing in progress needs."""
-        self._tell("forget_residents")
+        self._tell("do", "forget_residents")
 
     def unsupported(self, decoding: Decoding) -> str | None:
         """Return ``None``: a replica whose engine cannot do it refuses the question itself."""
@@ -257,7 +258,7 @@ class ReplicaEngine:
         ask."""
         if self._facts is None or not self._facts.is_vllm:
             return None
-        return self._set.call(self._serving[0].number, "vllm_config").result()
+        return self._set.call(self._serving[0].number, "do", "full.vllm_config").result()
 
     @property
     def is_busy(self) -> bool:
@@ -354,12 +355,12 @@ class ReplicaEngine:
             self.weights.version,
             self.weights.tensors,
             tuple(self._adapters.items()),
-            tuple(map(_prefix, self.prefixes)),
+            tuple(self.prefixes) if self._keeps_prefixes else (),
         )
         self._call(replica, "prepare", wanted, then=self._prepared)
 
     def _prepared(self, replica: _Replica, facts: Facts) -> None:
-        self._facts = self._facts or facts
+        self._facts, self._keeps_prefixes = self._facts or facts, facts.keeps_prefixes
         if replica.heard != replica.life:
             replica.restarts += replica.heard >= 0
             replica.heard = replica.life
@@ -449,7 +450,7 @@ class ReplicaEngine:
                 self._give_up(replica, f"it did nothing for {self._stall_seconds:g} s")
         elif is_open and (replica.asked or replica.state == "restarting"):
             replica.pulse = self._clock()
-            self._call(replica, "pulse", then=_has_pulse)
+            self._call(replica, "do", "statistics", then=_has_pulse)
 
     def _until(self, is_over: Callable[[], bool]) -> None:
         """Handle what comes until something holds.
@@ -498,7 +499,7 @@ class ReplicaEngine:
             except GenrtError as error:
                 found[replica.number] = error
             except concurrent.futures.TimeoutError:
-                self._give_up(replica, f"{name} took over {self._stall_seconds:g} s")
+                self._give_up(replica, f"it did nothing for {self._stall_seconds:g} s")
         if found or self.weights.asleep:
             return found
         return self.everyone(name, *arguments)
@@ -528,10 +529,6 @@ def _has_pulse(replica: _Replica, _: object) -> None:
     replica.pulse = None
 
 
-def _prefix(row: LogprobsRequest) -> Prefix:
-    return row.packed, row.adapter
-
-
 def _is_the_engines(error: object) -> bool:
     """Return whether an error is the engine's, and not of the question alone."""
     return isinstance(error, EngineFailed) and not isinstance(error, OutOfMemory | NotFinite)
@@ -543,30 +540,23 @@ def _given_up(reason: str) -> EngineFailed:
     )
 
 
-class _Prefixes:
-    """The prefixes that every replica keeps; replicas that start later get all of them.
+class _Prefixes(dict[LogprobsRequest, None]):
+    """The prefixes that every replica keeps; replicas that start later get all of them."""
 
-    Args:
-        tell: has every open replica do something.
-    """
-
-    def __init__(self, tell: Callable[..., None]) -> None:
-        self._tell = tell
-        self._kept: dict[LogprobsRequest, None] = {}
-
-    def __contains__(self, prefix: LogprobsRequest) -> bool:
-        return prefix in self._kept
-
-    def __iter__(self) -> Iterator[LogprobsRequest]:
-        return iter(self._kept)
+    def __init__(self, engine: ReplicaEngine) -> None:
+        self._engine = engine
 
     def keep(self, prefix: LogprobsRequest) -> None:
-        self._kept[prefix] = None
-        self._tell("keep", _prefix(prefix))
+        self[prefix] = None
+        self._tell("keep", prefix)
 
     def release(self, prefix: LogprobsRequest) -> None:
-        if self._kept.pop(prefix, self) is None:
-            self._tell("release", _prefix(prefix))
+        if self.pop(prefix, self) is None:
+            self._tell("release", prefix)
+
+    def _tell(self, name: str, prefix: LogprobsRequest) -> None:
+        if self._engine._keeps_prefixes:
+            self._engine._tell("do", f"full.prefixes.{name}", prefix)
 
 
 class _Weights:
@@ -626,7 +616,8 @@ class _Weights:
         for each in self._engine._replicas:
             if each.state == "restarting":  # it is opened once the runtime is awake
                 self._engine._give_up(each, "the runtime went to sleep")
-        found = self._engine.everyone("sleep", level)
+        self._engine.everyone("do", "begin_update")
+        found = self._engine.everyone("do", "engine.weights.sleep", level)
         if refused := [each for each in found.values() if isinstance(each, Exception)]:
             self.wake_up(SLEEPING_PARTS)
             raise refused[0]
@@ -635,7 +626,8 @@ class _Weights:
     def wake_up(self, parts: frozenset[SleepingPart]) -> None:
         """Wake these parts of all of them. A replica that fails is killed, unless all fail: then this
         raises the first error, and all sleep on."""
-        found = self._engine.everyone("wake_up", parts)
+        parts &= self.asleep
+        found = self._engine.everyone("do", "engine.weights.wake_up", parts)
         refused = {n: each for n, each in found.items() if isinstance(each, Exception)}
         if refused and len(refused) == len(found):
             raise next(iter(refused.values()))
@@ -644,7 +636,7 @@ class _Weights:
             self._engine._give_up(self._engine._replicas[number], str(reason))
 
     def _first(self, name: str) -> Any:
-        result = next(iter(self._engine.everyone(name).values()))
+        result = next(iter(self._engine.everyone("do", f"engine.weights.{name}").values()))
         if isinstance(result, GenrtError):
             raise result
         return result

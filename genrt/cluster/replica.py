@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,7 +23,7 @@ from genrt.cluster.programs import ProgramLoop, ProgramRequest
 from genrt.engines.folders import Folder
 from genrt.engines.protocol import check_supported, survived
 from genrt.engines.remote.wire import packed_tokenizer
-from genrt.engines.weights import SleepingPart, weights_of
+from genrt.engines.weights import weights_of
 from genrt.errors import EngineDied, EngineUnsupported, GenrtError
 from genrt.questions.completions import CompletionRequest, NativeRequest, Told
 from genrt.questions.contexts import Adapter
@@ -35,15 +35,12 @@ from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.batcher import Waiter
 from genrt.runtime.streams import NativeFlow
 
-__all__ = ["Facts", "Prefix", "Replica", "Settings", "StoredTensors", "stored"]
+__all__ = ["Facts", "Replica", "Settings", "stored"]
 
 T = TypeVar("T")
 
 StoredTensors = Sequence[tuple[str, str, np.ndarray]]
 """Tensors for an object store: the name, torch's name of the type, and the numbers, maybe as bytes."""
-
-Prefix = tuple[bytes, Adapter | None]
-"""A kept context: packed token ids, and the adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +54,7 @@ class Facts:
     tokenizer: bytes
     sleep_refused: str | None
     scores: bool
+    keeps_prefixes: bool
     is_vllm: bool
 
 
@@ -73,7 +71,7 @@ class Settings:
     weights: int = 0
     tensors: tuple[Any, ...] = ()
     adapters: tuple[tuple[Adapter, Mapping[str, bytes]], ...] = ()
-    prefixes: tuple[Prefix, ...] = ()
+    prefixes: tuple[LogprobsRequest, ...] = ()
 
 
 class Replica:
@@ -83,7 +81,6 @@ class Replica:
         self._lm: Any = None
         self._weights = 0
         self._adapters: set[Adapter] = set()
-        self._prefixes: set[Prefix] = set()
         self._handles: dict[int, SequenceHandle] = {}
         self._withdraw: dict[int, Callable[[], object]] = {}
         self._last_ticket = 0
@@ -110,7 +107,7 @@ class Replica:
         for adapter, files in wanted.adapters:
             await self.add_adapter(adapter, files)
         for prefix in wanted.prefixes:
-            await self.keep(prefix)
+            await self.do("full.prefixes.keep", prefix)
         return await self._on_engine(_facts)
 
     def _load(
@@ -164,10 +161,6 @@ class Replica:
         known = [self._handles.pop(each) for each in numbers if each in self._handles]
         if self._lm is not None:
             self._lm._thread.give_back(known)
-
-    async def pulse(self) -> None:
-        """Return once the engine is between two steps."""
-        await self._on_engine(lambda _: None)
 
     def _ask(self, ticket: int, request: Request) -> None:
         lm, loop = self._lm, asyncio.get_running_loop()
@@ -229,7 +222,7 @@ class Replica:
         self._told.append((ticket, part))
         self._news.set()
 
-    # -- what all replicas do alike -----------------------------------------------------------
+    # -- changes ------------------------------------------------------------------------------
 
     async def add_adapter(self, adapter: Adapter, files: Mapping[str, bytes]) -> None:
         """Load an adapter from its files, unless it is loaded. Raises InvalidAdapter."""
@@ -251,53 +244,15 @@ class Replica:
                 del names[adapter.name]
             await self._on_engine(lambda answering: answering.remove_adapter(adapter))
 
-    async def keep(self, prefix: Prefix) -> None:
-        """Keep a context, if the engine can."""
-        if prefix not in self._prefixes:
-            self._prefixes.add(prefix)
-            await self._on_prefixes("keep", prefix)
+    async def do(self, name: str, *arguments: Any) -> Any:
+        """Return an attribute of the answering engine, dotted, or what it returns if it is a method."""
 
-    async def release(self, prefix: Prefix) -> None:
-        """Keep a context no more."""
-        if prefix in self._prefixes:
-            self._prefixes.discard(prefix)
-            await self._on_prefixes("release", prefix)
+        def call(answering: AnsweringEngine) -> Any:
+            found = attrgetter(name)(answering)
+            found = found(*arguments) if callable(found) else found
+            return dict(found) if isinstance(found, Mapping) else found
 
-    async def forget_residents(self) -> None:
-        """Forget what nothing in progress needs."""
-        await self._on_engine(lambda answering: answering.forget_residents())
-
-    async def layout(self) -> Any:
-        """Return the layout of the weights."""
-        return await self._on_engine(lambda each: dict(weights_of(each.engine).layout()))
-
-    async def checkpoint(self) -> list[Path]:
-        """Return the files that the model was opened with."""
-        return await self._on_engine(lambda each: weights_of(each.engine).checkpoint())
-
-    async def vllm_config(self) -> Any:
-        """Return vLLM's configuration of the model."""
-        return await self._on_engine(lambda answering: answering.full.vllm_config)
-
-    async def sleep(self, level: int) -> int:
-        """Give back the engine's memory; return how many bytes became free."""
-
-        def sleep(answering: AnsweringEngine) -> int:
-            answering.begin_update()
-            weights: Any = weights_of(answering.engine)
-            freed: int = weights.sleep(level)
-            return freed
-
-        return await self._on_engine(sleep)
-
-    async def wake_up(self, parts: Collection[SleepingPart]) -> None:
-        """Have these parts of the memory back."""
-
-        def wake_up(answering: AnsweringEngine) -> None:
-            weights: Any = weights_of(answering.engine)
-            weights.wake_up(weights.asleep & frozenset(parts))
-
-        await self._on_engine(wake_up)
+        return await self._on_engine(call)
 
     async def stop(self) -> None:
         """Close the runtime."""
@@ -320,16 +275,6 @@ class Replica:
         if isinstance(result, GenrtError):
             raise result
         return result
-
-    async def _on_prefixes(self, name: str, prefix: Prefix) -> None:
-        packed, adapter = prefix
-        row = LogprobsRequest(packed=packed, adapter=adapter)
-
-        def call(answering: AnsweringEngine) -> None:
-            if answering.capabilities.keeps_prefixes:
-                getattr(answering.full.prefixes, name)(row)
-
-        await self._on_engine(call)
 
 
 def stored(name: str, tensor: torch.Tensor) -> tuple[str, str, np.ndarray]:
@@ -360,5 +305,6 @@ def _facts(answering: AnsweringEngine) -> Facts:
         packed_tokenizer(engine.tokenizer),
         refused or None,
         answering.capabilities.scores,
+        answering.capabilities.keeps_prefixes,
         answering.capabilities.serves_vllm,
     )

@@ -25,7 +25,7 @@ from genrt.questions.contexts import Adapter, Limits
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
 
-FACTS = Facts(9, 100, 64, packed_tokenizer(None), None, False, False)
+FACTS = Facts(9, 100, 64, packed_tokenizer(None), None, False, False, False)
 LIMITS = ReplicaLimits(stall_seconds=0.4)
 
 
@@ -63,12 +63,12 @@ class ScriptedReplicas:
     def call(self, number: int, name: str, *arguments: Any) -> Future[Any]:
         found: Future[Any] = Future()
         life = self.lives[number]
-        if name not in ("answers", "pulse") and self.random.random() < self.dies:
+        if name not in ("answers", "do") and self.random.random() < self.dies:
             found.set_exception(Gone("of a call", is_final=False))
             self.die(number)
         elif name == "answers":
             life.listener = found
-        elif name == "pulse":
+        elif name == "do":  # the pulse
             life.pulses.append(found)
         else:
             given = pickle.loads(pickle.dumps(arguments))  # noqa: S301
