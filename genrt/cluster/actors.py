@@ -1,11 +1,11 @@
 """Replicas as actors of a Ray cluster, which starts them again when they die.
 
-The extra ``ray`` brings it. Nothing imports it before replicas are asked for.
+The extra ``ray`` brings it; replicas import it.
 
 Rules:
     A local Ray that genrt starts ends with its last runtime, or with the process, and leaves no files.
     It listens on 127.0.0.1 alone. Ray sets environment variables; they are restored.
-    An actor opens its engine only when it is told to, and ends with the raylet that started it.
+    An actor opens its engine only in ``prepare``, and ends with the raylet that started it.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class RayConnection:
 
     def _end(self, ray: Any) -> None:
         self._is_ours = self.is_local = False
-        ray.shutdown()  # also what of a local one has started
+        ray.shutdown()  # also after a failed start
         if self._folder is not None:
             shutil.rmtree(os.readlink(self._folder.path / "link"), ignore_errors=True)
             self._folder.close()
@@ -280,7 +280,7 @@ class Actors:
             self._ray.kill(self._handles[number], no_restart=False)
 
     def close(self) -> None:
-        """Have the actors close their engines, and kill them. Those of this host are gone then, and their
+        """Close the engines of the actors, and kill them. Processes of this host are gone then, and their
         GPUs' memory is free. Idempotent."""
         if self._is_closed:
             return

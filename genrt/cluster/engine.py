@@ -1,14 +1,14 @@
-"""An Engine made of replicas, each of which answers a share of the questions.
+"""An Engine made of replicas, which share the questions.
 
 The runtime above is the same as over any engine: cache, deduplication, waiters, holds. Reads, draws and
 populations are answered where the rows are.
 
 Rules:
-    One thread calls this. What replicas send arrives in a queue, and is handled in ``step`` and ``tend``.
-    A question is with one replica, or waits here, and ends once. It is asked at most twice: the replica
-    that it is asked of may die with it, or its engine may fail.
-    Settings are recorded before replicas get them: a replica that starts later gets all of them first.
-    A change that a replica refuses is undone in the others; a replica that dies of it starts again.
+    One thread calls this. Messages of replicas arrive in a queue; ``step`` and ``tend`` handle them.
+    A question is with one replica, or waits here, and ends once. If the replica dies or its engine fails,
+    one other replica gets the question.
+    Settings are recorded before replicas get them: a replica that starts later gets them all first.
+    A change that a replica refuses is undone in the others; a replica that it kills starts again.
     No replica opens an engine while the runtime sleeps: the memory belongs to others until all is awake.
 """
 
@@ -75,10 +75,10 @@ class _Replica:
     Attributes:
         state: ``"restarting"`` until it has all settings, ``"healthy"``, ``"dead"`` while the runtime
             sleeps, or ``"retired"`` for good.
-        life: counts deaths; what an earlier life sends is ignored.
+        life: counts deaths; messages of an earlier life are ignored.
         heard: the life in which it opened last.
-        settings: the number of the settings that it has, or is being given.
-        asked: the questions that it has not answered, by ticket.
+        settings: the number of its settings, or of those that it is receiving.
+        asked: its unanswered questions, by ticket.
         pulse: since when it owes a sign of life, if it does.
     """
 
@@ -105,7 +105,7 @@ class ReplicaEngine:
         clock: monotonic seconds.
 
     Raises:
-        GenrtError: a replica's engine does not open; EngineDied if a replica dies of it.
+        GenrtError: a replica's engine does not open; EngineDied if the replica dies meanwhile.
     """
 
     reads = frozenset({DrawToken, TopTokens, Candidates, PopulationDraw})
@@ -133,7 +133,7 @@ class ReplicaEngine:
         self._last_ticket = 0
         self._waiting: dict[Request, None] = {}
         self._at: dict[Request, tuple[_Replica, int]] = {}
-        self._moved: dict[Request, None] = {}  # asked once before
+        self._moved: dict[Request, None] = {}  # from a replica that failed
         self._ends: list[Finished] = []
         self._streams: dict[Request, deque[Told]] = {}
         self._settings = 0
@@ -171,8 +171,8 @@ class ReplicaEngine:
         self._send()
 
     def step(self) -> list[Finished]:
-        """Wait until a replica has answered something, or ``interrupt`` was called; return what ended.
-        Raises EngineDied once no replica is left."""
+        """Wait for an answer or for ``interrupt``; return the requests that ended. Raises EngineDied once
+        all replicas are dead."""
         if self.is_busy and not self._ends:
             self._pump(self._tick_seconds)
             self._check()
@@ -180,8 +180,8 @@ class ReplicaEngine:
         return ends
 
     def tend(self) -> float:
-        """Handle what replicas have sent; return the seconds until this is to be called again. Raises
-        EngineDied once no replica is left."""
+        """Handle the messages of replicas; return the seconds until the next call. Raises EngineDied once
+        all replicas are dead."""
         self._pump(0.0)
         self._check()
         return max(0.0, self._next_tick - self._clock())
@@ -203,7 +203,7 @@ class ReplicaEngine:
             self._set.call(number, "cancel", several)
 
     def add_adapter(self, adapter: Adapter, path: Path) -> None:
-        """Load an adapter in every replica, or in none."""
+        """Load an adapter in all replicas, or raise."""
         files = {each.name: each.read_bytes() for each in path.iterdir() if each.is_file()}
         results = self.everyone("add_adapter", adapter, files)
         if refused := [each for each in results.values() if isinstance(each, GenrtError)]:
@@ -222,7 +222,7 @@ class ReplicaEngine:
         self._tell("remove_adapter", adapter)
 
     def forget_residents(self) -> None:
-        """Have every replica forget what nothing in progress needs."""
+        """Forget unused sequences in every replica."""
         self._tell("do", "forget_residents")
 
     def unsupported(self, decoding: Decoding) -> str | None:
@@ -426,7 +426,7 @@ class ReplicaEngine:
                 self._moved[request] = self._waiting[request] = None
 
     def _pump(self, seconds: float) -> None:
-        """Handle what has come, after waiting for it at most so long."""
+        """Handle messages, after waiting for them at most so long."""
         seconds = min(seconds, self._next_tick - self._clock())
         with contextlib.suppress(queue.Empty):
             take = self._came.get(timeout=max(0.0, seconds))
@@ -453,11 +453,11 @@ class ReplicaEngine:
             self._call(replica, "do", "statistics", then=_has_pulse)
 
     def _until(self, is_over: Callable[[], bool]) -> None:
-        """Handle what comes until something holds.
+        """Handle messages until something holds.
 
         Raises:
-            EngineDied: no replica is left.
-            EngineFailed: none is until the runtime wakes up.
+            EngineDied: all replicas are dead.
+            EngineFailed: all are dead until the runtime wakes up.
         """
         while not is_over():
             if self._is_asleep_and_dead:
@@ -483,8 +483,8 @@ class ReplicaEngine:
     # -- all replicas -------------------------------------------------------------------------
 
     def everyone(self, name: str, *arguments: Any) -> dict[int, Any]:
-        """Have every replica that serves do something; return the results, errors among them, of those
-        that live: at least one, unless the runtime sleeps."""
+        """Call a method of every serving replica; return the results, errors included, by number: at
+        least one, unless the runtime sleeps."""
         if not self.weights.asleep:
             self._until(lambda: bool(self._serving))
         calls = {each: self._set.call(each.number, name, *arguments) for each in self._serving}
@@ -512,7 +512,7 @@ class ReplicaEngine:
 
     def renew(self) -> None:
         """Give every replica the present weights. Return once one has them, or all have died in their
-        sleep. Raises what the replicas raise, if all refuse them."""
+        sleep. Raises the first error if all replicas fail."""
         served = [(each, each.life) for each in self._serving]
         self._refusals.clear()
         self._settings += 1
@@ -541,7 +541,7 @@ def _given_up(reason: str) -> EngineFailed:
 
 
 class _Prefixes(dict[LogprobsRequest, None]):
-    """The prefixes that every replica keeps; replicas that start later get all of them."""
+    """The prefixes of every replica, also of replicas that start later."""
 
     def __init__(self, engine: ReplicaEngine) -> None:
         self._engine = engine
@@ -563,12 +563,12 @@ class _Weights:
     """The weights of an engine with replicas, which can sleep if their engines can.
 
     New weights are in the object store before any replica gets them, and stay there for replicas that
-    start later. A replica is asked again once it has all of them; one that fails starts again.
+    start later. A replica serves again once it has them all; a replica that fails starts again.
 
     Attributes:
         version: how often they were replaced.
-        tensors: references to the present ones; none for the model's own.
-        asleep: the parts of the replicas' memory that are given back.
+        tensors: references to the present ones; empty for the model's own.
+        asleep: the free parts of the replicas' memory.
     """
 
     def __init__(self, engine: ReplicaEngine) -> None:
@@ -610,8 +610,8 @@ class _Weights:
             raise EngineUnsupported(f"the engines of these replicas cannot sleep: {reason}")
 
     def sleep(self, level: int) -> int:
-        """Put all of them to sleep; return how many bytes became free together. A replica that dies from
-        now on starts again once all is awake."""
+        """Put all replicas to sleep; return how many bytes became free. A replica that dies from now on
+        starts again once all is awake."""
         self.asleep = SLEEPING_PARTS
         for each in self._engine._replicas:
             if each.state == "restarting":  # it is opened once the runtime is awake
@@ -624,8 +624,8 @@ class _Weights:
         return sum(found.values())
 
     def wake_up(self, parts: frozenset[SleepingPart]) -> None:
-        """Wake these parts of all of them. A replica that fails is killed, unless all fail: then this
-        raises the first error, and all sleep on."""
+        """Wake these parts of all replicas. A replica that fails is killed. If all fail, this raises the
+        first error, and they sleep on."""
         parts &= self.asleep
         found = self._engine.everyone("do", "engine.weights.wake_up", parts)
         refused = {n: each for n, each in found.items() if isinstance(each, Exception)}
@@ -643,7 +643,7 @@ class _Weights:
 
 
 def sum_counters(several: Sequence[EngineStatistics]) -> EngineStatistics:
-    """Return the counters of several engines as those of one."""
+    """Return the sums of the counters of several engines."""
     names = [each.name for each in fields(EngineStatistics)]
     return EngineStatistics(*(sum(getattr(each, name) for each in several) for name in names))
 

@@ -5,7 +5,7 @@ as objects, which the channel serializes.
 
 Rules:
     Every question has a ticket, by which its answer is known.
-    Handles of populations travel as numbers, and each end has a table of them.
+    Handles of populations travel as numbers, and each end has a table.
     Sequences that extend sequences of the other end travel as their last tokens: see ``FarSequences``.
 """
 
@@ -106,8 +106,8 @@ class HandleNumbers:
 
 
 class FarSequences:
-    """The handles whose sequences the other end of a connection holds until it is told to forget them:
-    those of populations that extended others, because they will probably do so again."""
+    """The handles of sequences that the other end of a connection holds. They belong to populations that
+    extended others, which will probably happen again."""
 
     def __init__(self, numbers: HandleNumbers) -> None:
         self.numbers = numbers
@@ -288,7 +288,7 @@ def _population(
         lengths, rows = next(arrays), next(arrays)
         contexts = Contexts(rows, np.arange(len(rows)), lengths)
     handle = known(entry["number"], len(contexts))
-    if entry["is_held"]:  # in memory of its own: the channel's is kept as long as any part of it is
+    if entry["is_held"]:  # a copy: the channel frees its memory as a whole
         handle.contexts = contexts = contexts.kept()
     draw = PopulationDraw(contexts, adapter, masks, entry["temperature"], seeds, origins)
     object.__setattr__(draw, "handle", handle)
@@ -351,9 +351,9 @@ def packed_answers(answers: Answers) -> Packed:
 
 
 def unpacked_answers(message: Packed, asked: Mapping[int, Request]) -> Answers:
-    """Return the answers of a message to these questions, by ticket; answers to others are left out."""
+    """Return the answers of a message to these questions, by ticket; other answers are ignored."""
     header = json.loads(message.header)
-    # Arrays of the channel may not be written to, and keep all of its memory.
+    # Arrays of the channel are read-only, and keep its memory.
     arrays = iter([torch.from_numpy(np.array(each)) for each in message.arrays])
     ends: list[tuple[int, Any]] = [(t, error_of(*each)) for t, *each in header["errors"]]
     for tickets in header["tensors"]:
@@ -385,7 +385,7 @@ def _text(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_version(result: Any, version: int) -> Any:
-    """Return a result with the version of the weights of its question."""
+    """Return a result with this version of the weights."""
     if isinstance(result, Completion):
         return replace(result, weights_version=version)
     if isinstance(result, Draw | BatchDraw):

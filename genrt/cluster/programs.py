@@ -67,7 +67,7 @@ class ProgramRequest(Request):
         return len(self.packed)
 
     def bound_to(self, adapter: object) -> ProgramRequest:
-        """Return the same program, which binds each of its questions itself."""
+        """Return the same program, which binds its own questions."""
         return self
 
     def __repr__(self) -> str:
@@ -92,7 +92,7 @@ class Outcome:
 
 
 async def run_program(lm: Any, work: object, seed: int, timeout: float | None) -> Any:
-    """Run a program for a runtime, and return what it returns; see ``AsyncLM.run``."""
+    """Run a program for a runtime, and return its result; see ``AsyncLM.run``."""
     if not callable(work) and not callable(getattr(work, "run", None)):
         raise InvalidRequest(
             f"work is {shown(work)}: give an inference, which has run(seed), or an async function of a "
@@ -121,7 +121,7 @@ async def run_program(lm: Any, work: object, seed: int, timeout: float | None) -
 
 
 class ProgramLoop:
-    """The event loop of a replica's programs, on a thread that starts with the first of them."""
+    """The event loop of a replica's programs, on a thread that starts with the first one."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -166,7 +166,7 @@ def _refuse(name: str, *_: Any, **__: Any) -> Any:
 
 
 async def program_outcome(work: Any, lm: Any, seed: int) -> Outcome:
-    """Run a program over this runtime. Cancelling it, or what ends a process, is raised."""
+    """Run a program over this runtime. Cancellation and exits are raised."""
     try:
         run = getattr(work, "run", None)
         running = run(seed) if callable(run) else work(lm)

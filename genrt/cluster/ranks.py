@@ -1,10 +1,10 @@
 """An Engine over the ranks of a tensor-parallel model: rank 0 here, each other rank in its own process.
 
 Only calls travel between the processes, over pipes: each rank schedules by itself, and all take the same
-steps. Every rank computes what an answer needs, so no rank waits for another's.
+steps. Every rank computes every answer, so no rank waits for another's.
 
 Rules:
-    A call is sent to the others before it is made here, because ranks wait for each other inside of it.
+    A call is sent to the others before it is made here, because ranks wait for each other inside.
     A rank lives no longer than rank 0's process, and that process dies with any rank: a rank that waits
     for a dead one waits forever, in native code. So rank 0 is in a replica.
     A step that fails ends all ranks, because it may have failed in one alone.
@@ -118,8 +118,7 @@ def with_ranks(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def open_ranked(model: str, options: dict[str, Any], *, residency: bool = True) -> RankedEngine:
-    """Open a model in ranks, each on a device of its own, the first in this process, which dies with any
-    of them.
+    """Open a model in ranks, one on each device. The first is in this process, which dies with any rank.
 
     Raises:
         GenrtError: as ``open_engine``; EngineUnsupported if sets of strings have another order in each
@@ -160,7 +159,7 @@ class Ranks:
 
     Args:
         count: of all ranks.
-        lost: called with the reason, on a thread of its own, when one of them ends by itself.
+        lost: called with the reason, on another thread, when a rank ends by itself.
     """
 
     def __init__(self, count: int, lost: Callable[[str], object] | None = None) -> None:
@@ -210,11 +209,10 @@ class Ranks:
             raise EngineDied(f"a rank is gone: {error}") from error
 
     def agreed(self, own: GenrtError | None = None) -> None:
-        """Wait until all have done what they have to agree on; raise the error with which it ended here,
-        if it did so everywhere.
+        """Wait until all have done the same; raise the error of rank 0 if all failed.
 
         Raises:
-            EngineDied: it ended otherwise in another rank.
+            EngineDied: only some failed.
         """
         for number in range(1, len(self._links) + 1):
             is_done, why = self._answer(number)
@@ -240,7 +238,7 @@ class Ranks:
                 self.tell("close")
 
     def close(self) -> None:
-        """Wait until they have ended; kill those that do not soon. Idempotent."""
+        """Wait until they have ended, or kill them. Idempotent."""
         self.part()
         for link, child in self._links:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -253,7 +251,7 @@ class Ranks:
 
 
 def _end_process(reason: str) -> None:
-    """End this process: its engine's thread may be in a forward, which nothing else ends."""
+    """End this process: its engine's thread may be in an endless forward."""
     sys.stderr.write(f"genrt: {reason}, and so do all others\n")
     sys.stderr.flush()
     os._exit(1)
@@ -265,7 +263,7 @@ def _passed(name: str) -> Any:
 
 
 class RankedEngine:
-    """The Engine protocol over rank 0's engine. What only rank 0 has to do passes through.
+    """The Engine protocol over rank 0's engine. Methods for rank 0 alone pass through.
 
     Args:
         engine: rank 0's, a ``VLLMEngine``.
@@ -336,13 +334,13 @@ class RankedEngine:
         _agreed(self._ranks, self._engine, "remove_adapter", adapter)
 
     def forget_residents(self) -> bool:
-        """Have all forget what nothing in progress needs; return whether rank 0 has."""
+        """Forget unused sequences in all ranks; return whether rank 0 has."""
         return bool(_agreed(self._ranks, self._engine, "forget_residents"))
 
     def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
-            self._ranks.part()  # they close with this one, which may wait for what they share
+            self._ranks.part()  # they close with this one, which may wait for them
             self._engine.close()
             leave_ranks()
             self._ranks.close()
@@ -398,7 +396,7 @@ class _RankedWeights:
                 saved.drop()
 
     def begin(self) -> None:
-        """Forget, in all ranks, what the old weights have computed."""
+        """Begin an update in all ranks."""
         self._agreed("begin")
 
     def finish(self) -> None:
@@ -418,7 +416,7 @@ class _RankedWeights:
 
 
 def _agreed(ranks: Ranks, here: Any, name: str, *arguments: Any, of: str = "") -> Any:
-    """Call a method in all ranks, and return what it returns here. Raises as ``Ranks.agreed``."""
+    """Call a method in all ranks, and return the result of rank 0. Raises as ``Ranks.agreed``."""
     ranks.tell("do", of + name, *arguments)
     result, refused = None, None
     try:
@@ -433,7 +431,7 @@ def _agreed(ranks: Ranks, here: Any, name: str, *arguments: Any, of: str = "") -
 
 
 class Follower:
-    """Repeats with one engine what rank 0 does.
+    """Repeats the calls of rank 0 with one engine.
 
     Args:
         engine: of the same model and options.
@@ -448,7 +446,7 @@ class Follower:
         self.handles: dict[int, SequenceHandle] = {}
 
     def take(self, name: str, *arguments: Any) -> None:
-        """Do what a message says. Raises RuntimeError if the ranks have parted."""
+        """Repeat a call. Raises RuntimeError if the ranks have parted."""
         getattr(self, f"_take_{name}")(*arguments)
 
     def _read(self, message: Packed) -> list[tuple[int, Any]]:
@@ -496,7 +494,7 @@ class Follower:
             self.handles.pop(each, None)
 
     def _take_do(self, name: str, *arguments: Any) -> None:
-        """Do what all ranks have to agree on: it succeeds in all, or fails in all."""
+        """Do something that has to succeed in all ranks, or to fail in all."""
         try:
             attrgetter(name)(self._engine)(*arguments)
         except GenrtError as error:
@@ -511,7 +509,7 @@ class Follower:
 
 
 def follow(port: int, parent: int) -> None:
-    """Be a rank: do what rank 0 says, over this file, until its other end is closed."""
+    """Be a rank: repeat the calls of rank 0, from this file, until its other end is closed."""
     die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's interrupt is the runtime's
     link = Connection(port)

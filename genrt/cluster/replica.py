@@ -1,8 +1,8 @@
-"""One engine of several: an ``AsyncLM`` whose questions come from another process.
+"""One engine of several: an ``AsyncLM`` with the questions of another process.
 
 Rules:
-    Questions are waiters of the runtime's batcher; what is no question runs on its engine's thread.
-    A replica whose engine died, or has a mixture of weights, says so; the other end replaces it.
+    Questions are waiters of the runtime's batcher; everything else runs on its engine's thread.
+    A replica with a dead engine, or a mixture of weights, raises EngineDied; the other end replaces it.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Everything that a replica needs before it is asked.
+    """Everything that a replica needs before its first question.
 
     Attributes:
         weights: the version of the weights; 0 stands for the model's own.
-        tensors: these weights in parts, each ``StoredTensors`` or an awaitable of them.
+        tensors: the weights in parts, each ``StoredTensors`` or an awaitable.
         adapters: with their files by name.
     """
 
@@ -127,7 +127,7 @@ class Replica:
 
     async def flush(self, message: Packed) -> None:
         """Take the questions of a message; ``answers`` returns their ends."""
-        if self._lm is None:  # they were for an earlier life, whose end was not known
+        if self._lm is None:  # they were for an earlier life
             return
         try:
             for ticket, request in unpacked_flush(message, self._handles, self._lm._limits):
@@ -245,7 +245,7 @@ class Replica:
             await self._on_engine(lambda answering: answering.remove_adapter(adapter))
 
     async def do(self, name: str, *arguments: Any) -> Any:
-        """Return an attribute of the answering engine, dotted, or what it returns if it is a method."""
+        """Return an attribute of the answering engine, by a dotted name, or call it if it is a method."""
 
         def call(answering: AnsweringEngine) -> Any:
             found = attrgetter(name)(answering)
@@ -261,7 +261,7 @@ class Replica:
             await self._lm.aclose()
 
     async def _on_engine(self, function: Callable[[AnsweringEngine], T]) -> T:
-        """Return what a function of the engine returns, on its thread; raise a GenrtError."""
+        """Call a function of the engine on its thread. Raises GenrtError."""
 
         def call(answering: AnsweringEngine) -> T | GenrtError:
             try:
@@ -284,7 +284,7 @@ def stored(name: str, tensor: torch.Tensor) -> tuple[str, str, np.ndarray]:
 
 
 def _tensors(several: StoredTensors) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of an object store, to whose memory nobody writes."""
+    """Yield the tensors of an object store, in its memory."""
     for name, dtype, data in several:
         yield name, torch.from_numpy(data).view(getattr(torch, dtype)).squeeze(-1)
 

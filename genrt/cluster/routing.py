@@ -103,7 +103,7 @@ class Router:
         self._work[replica] = max(0.0, self._work[replica] - work_of(request))
 
     def stays(self, population: int, replica: int, count: int) -> None:
-        """Record the replica of a population, by the number of its handle."""
+        """Record the replica of a population, by number."""
         self.left([population])
         self._homes[population] = replica, count
         self._kept[replica] += count
