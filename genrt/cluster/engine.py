@@ -69,7 +69,7 @@ MOST_ASKED = 2
 
 
 @dataclass(slots=True, eq=False)
-class _Replica:
+class _ReplicaRecord:
     """One replica.
 
     Attributes:
@@ -125,14 +125,14 @@ class ReplicaEngine:
         self._set, self._clock = replicas, clock
         self._stall_seconds = (limits or ReplicaLimits()).stall_seconds
         self._numbers = HandleNumbers()
-        self._replicas = [_Replica(n, FarSequences(self._numbers)) for n in range(count)]
+        self._replicas = [_ReplicaRecord(n, FarSequences(self._numbers)) for n in range(count)]
         self._router = Router(count, seed=seed)
         self._came: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._tick_seconds = min(1.0, self._stall_seconds / 4)
         self._next_tick = clock() + self._tick_seconds
         self._last_ticket = 0
         self._waiting: dict[Request, None] = {}
-        self._at: dict[Request, tuple[_Replica, int]] = {}
+        self._at: dict[Request, tuple[_ReplicaRecord, int]] = {}
         self._moved: dict[Request, None] = {}  # from a replica that failed
         self._ends: list[Finished] = []
         self._streams: dict[Request, deque[Told]] = {}
@@ -143,8 +143,8 @@ class ReplicaEngine:
         self._keeps_prefixes = False
         self._past = EngineStatistics()
         self._is_closed = False
-        self.prefixes = _Prefixes(self)
-        self.weights = _Weights(self)
+        self.prefixes = _ReplicaPrefixes(self)
+        self.weights = _ReplicaWeights(self)
         try:
             self._open()
             facts = cast("Facts", self._facts)
@@ -295,10 +295,10 @@ class ReplicaEngine:
             replica = self._replicas[number]
             self._call(replica, "flush", packed_flush(asked, replica.far))
 
-    def _listen(self, replica: _Replica) -> None:
+    def _listen(self, replica: _ReplicaRecord) -> None:
         self._call(replica, "answers", then=self._answered)
 
-    def _answered(self, replica: _Replica, message: Packed) -> None:
+    def _answered(self, replica: _ReplicaRecord, message: Packed) -> None:
         self._listen(replica)
         answers = unpacked_answers(message, replica.asked)
         replica.counted = answers.statistics
@@ -316,7 +316,7 @@ class ReplicaEngine:
                 continue
             self._end(request, result)
 
-    def _taken_off(self, request: Request) -> tuple[_Replica, int]:
+    def _taken_off(self, request: Request) -> tuple[_ReplicaRecord, int]:
         replica, ticket = self._at.pop(request)
         del replica.asked[ticket]
         self._router.done(replica.number, request)
@@ -335,7 +335,7 @@ class ReplicaEngine:
     # -- replicas -----------------------------------------------------------------------------
 
     @property
-    def _serving(self) -> list[_Replica]:
+    def _serving(self) -> list[_ReplicaRecord]:
         return [each for each in self._replicas if each.state == "healthy"]
 
     def _open(self) -> None:
@@ -348,7 +348,7 @@ class ReplicaEngine:
             if gone := [each for each in self._replicas if each.life]:
                 raise EngineDied(f"replica {gone[0].number} did not open: {gone[0].reason}")
 
-    def _prepare(self, replica: _Replica) -> None:
+    def _prepare(self, replica: _ReplicaRecord) -> None:
         """Give a replica all settings; it serves once it has them."""
         replica.state, replica.settings = "restarting", self._settings
         wanted = Settings(
@@ -359,7 +359,7 @@ class ReplicaEngine:
         )
         self._call(replica, "prepare", wanted, then=self._prepared)
 
-    def _prepared(self, replica: _Replica, facts: Facts) -> None:
+    def _prepared(self, replica: _ReplicaRecord, facts: Facts) -> None:
         self._facts, self._keeps_prefixes = self._facts or facts, facts.keeps_prefixes
         if replica.heard != replica.life:
             replica.restarts += replica.heard >= 0
@@ -372,10 +372,10 @@ class ReplicaEngine:
 
     def _call(
         self,
-        replica: _Replica,
+        replica: _ReplicaRecord,
         name: str,
         *arguments: Any,
-        then: Callable[[_Replica, Any], object] = lambda *_: None,
+        then: Callable[[_ReplicaRecord, Any], object] = lambda *_: None,
     ) -> None:
         """Call a replica. Its result goes to ``then``, on this thread; its death is handled."""
         life = replica.life
@@ -387,10 +387,10 @@ class ReplicaEngine:
 
     def _take(
         self,
-        replica: _Replica,
+        replica: _ReplicaRecord,
         life: int,
         calling: Future[Any],
-        then: Callable[[_Replica, Any], object],
+        then: Callable[[_ReplicaRecord, Any], object],
     ) -> None:
         if life != replica.life or self._is_closed:
             return
@@ -404,12 +404,12 @@ class ReplicaEngine:
         else:
             then(replica, result)
 
-    def _give_up(self, replica: _Replica, reason: str) -> None:
+    def _give_up(self, replica: _ReplicaRecord, reason: str) -> None:
         """Kill a replica, which starts again."""
         self._set.kill(replica.number)
         self._lost(replica, reason)
 
-    def _lost(self, replica: _Replica, reason: str, *, is_final: bool = False) -> None:
+    def _lost(self, replica: _ReplicaRecord, reason: str, *, is_final: bool = False) -> None:
         """Ask the questions of a dead replica again; the next tick prepares it, unless it is final."""
         replica.state, replica.reason = "retired" if is_final else "dead", reason
         replica.life += 1
@@ -440,7 +440,7 @@ class ReplicaEngine:
                 self._tick(each)
         self._send()
 
-    def _tick(self, replica: _Replica) -> None:
+    def _tick(self, replica: _ReplicaRecord) -> None:
         """Prepare a replica that is dead, and kill one that has been at one thing for too long."""
         is_open = replica.heard == replica.life
         if replica.state == "dead" and not self.weights.asleep:
@@ -525,7 +525,7 @@ class ReplicaEngine:
             self._check()
 
 
-def _has_pulse(replica: _Replica, _: object) -> None:
+def _has_pulse(replica: _ReplicaRecord, _: object) -> None:
     replica.pulse = None
 
 
@@ -540,7 +540,7 @@ def _given_up(reason: str) -> EngineFailed:
     )
 
 
-class _Prefixes(dict[LogprobsRequest, None]):
+class _ReplicaPrefixes(dict[LogprobsRequest, None]):
     """The prefixes of every replica, also of replicas that start later."""
 
     def __init__(self, engine: ReplicaEngine) -> None:
@@ -559,7 +559,7 @@ class _Prefixes(dict[LogprobsRequest, None]):
             self._engine._tell("do", f"full.prefixes.{name}", prefix)
 
 
-class _Weights:
+class _ReplicaWeights:
     """The weights of an engine with replicas, which can sleep if their engines can.
 
     New weights are in the object store before any replica gets them, and stay there for replicas that
