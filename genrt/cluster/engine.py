@@ -67,14 +67,16 @@ __all__ = ["ReplicaEngine", "joined_parts", "open_replicas", "sum_counters"]
 MOST_ASKED = 2
 """How many replicas a question is asked of at most."""
 
+MOST_FAILURES = 3
+"""A replica that fails so many questions in a row is killed."""
+
 
 @dataclass(slots=True, eq=False)
 class _ReplicaRecord:
     """One replica.
 
     Attributes:
-        state: ``"restarting"`` until it has all settings, ``"healthy"``, ``"dead"`` while the runtime
-            sleeps, or ``"retired"`` for good.
+        state: as ``ReplicaStatistics`` has it.
         life: counts deaths; messages of an earlier life are ignored.
         heard: the life in which it opened last.
         settings: the number of its settings, or of those that it is receiving.
@@ -91,6 +93,7 @@ class _ReplicaRecord:
     restarts: int = 0
     asked: dict[int, Request] = field(default_factory=dict)
     pulse: float | None = None
+    failures: int = 0
     reason: str = ""
     counted: EngineStatistics = field(default_factory=EngineStatistics)
 
@@ -133,7 +136,7 @@ class ReplicaEngine:
         self._last_ticket = 0
         self._waiting: dict[Request, None] = {}
         self._at: dict[Request, tuple[_ReplicaRecord, int]] = {}
-        self._moved: dict[Request, None] = {}  # from a replica that failed
+        self._moved: dict[Request, int] = {}  # from the replica of this number, which failed
         self._ends: list[Finished] = []
         self._streams: dict[Request, deque[Told]] = {}
         self._settings = 0
@@ -281,7 +284,8 @@ class ReplicaEngine:
             extends: list[int] = []
             if isinstance(request, PopulationDraw):
                 extends = [self._numbers.of(each) for each in request.came_from]
-            number = self._router.route(request, usable, extends)
+            others = [each for each in usable if each != self._moved.get(request)]
+            number = self._router.route(request, others or usable, extends)
             if isinstance(request, PopulationDraw):
                 self._router.stays(self._numbers.of(request.handle), number, len(request))
             if getattr(request, "streamed", False):
@@ -310,11 +314,15 @@ class ReplicaEngine:
                 self._give_up(replica, str(result))
                 return
             self._taken_off(request)
-            if _is_the_engines(result) and request not in self._moved and len(self._serving) > 1:
-                self._moved[request] = None
+            failed = _is_the_engines(result)
+            replica.failures = replica.failures + 1 if failed else 0
+            if failed and request not in self._moved and len(self._serving) > 1:
+                self._moved[request] = replica.number
                 self._waiting[request] = None
-                continue
-            self._end(request, result)
+            else:
+                self._end(request, result)
+        if replica.failures >= MOST_FAILURES:
+            self._give_up(replica, "its steps failed")
 
     def _taken_off(self, request: Request) -> tuple[_ReplicaRecord, int]:
         replica, ticket = self._at.pop(request)
@@ -413,7 +421,8 @@ class ReplicaEngine:
         """Ask the questions of a dead replica again; the next tick prepares it, unless it is final."""
         replica.state, replica.reason = "retired" if is_final else "dead", reason
         replica.life += 1
-        replica.pulse, replica.far = None, FarSequences(self._numbers)
+        replica.pulse, replica.failures = None, 0
+        replica.far = FarSequences(self._numbers)
         counted, replica.counted = replica.counted, EngineStatistics()
         self._past = sum_counters([self._past, replace(counted, resident=0, kept_tokens=0)])
         lost, replica.asked = replica.asked, {}
@@ -423,7 +432,7 @@ class ReplicaEngine:
             if request in self._moved:
                 self._end(request, _given_up(reason))
             else:
-                self._moved[request] = self._waiting[request] = None
+                self._moved[request], self._waiting[request] = replica.number, None
 
     def _pump(self, seconds: float) -> None:
         """Handle messages, after waiting for them at most so long."""
