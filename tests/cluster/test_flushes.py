@@ -1,4 +1,4 @@
-"""Sequences that go on from what the other end holds travel as their last tokens, and come out whole."""
+"""Flushes and answers come out as they went in; sequences that are held there travel as last tokens."""
 
 from __future__ import annotations
 
@@ -10,20 +10,141 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from genrt.cluster import flushes
-from genrt.cluster.flushes import FarSequences, HandleNumbers, packed_flush, unpacked_flush
+from genrt.cluster.flushes import (
+    Answers,
+    FarSequences,
+    HandleNumbers,
+    Packed,
+    packed_answers,
+    packed_flush,
+    unpacked_answers,
+    unpacked_flush,
+)
+from genrt.engines.protocol import EngineStatistics
+from genrt.errors import InvalidRequest
 from genrt.questions import sequences
-from genrt.questions.contexts import Limits
-from genrt.questions.draws import PopulationDraw
+from genrt.questions.completions import (
+    Completion,
+    CompletionRequest,
+    Decoding,
+    Delta,
+    SampleRequest,
+)
+from genrt.questions.contexts import Adapter, Limits
+from genrt.questions.draws import DrawToken, PopulationDraw
+from genrt.questions.reads import Candidates, ReadRequest, TopTokens
+from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
+from genrt.questions.scores import ScoreRequest
 from genrt.questions.sequences import Contexts, Origins, SequenceHandle, Sequences
+from genrt.tokens.sampling import BatchDraw, Draw, TopLogprobs
 from tests.questions.test_origins import AsLists
 
 Lists = list[list[int]]
+
+ADAPTER = Adapter("a b", 2)
+ROW = LogprobsRequest([1, 2, 3], ADAPTER, weights_version=5)
+DECODING = Decoding(
+    9,
+    0.5,
+    stop=("x", "y"),
+    logit_bias=((3, -1.5),),
+    structure=("choice", ("a", "b")),
+    template=(("tools", ("f",)),),
+)
+REQUESTS: list[Request] = [
+    ROW,
+    LogprobsRequest([7], weights_version=5),
+    ReadRequest(ROW, DrawToken(b"\x0f" * 16, 0.5, seed=3)),
+    ReadRequest(ROW, DrawToken(seed=8)),
+    ReadRequest(ROW, TopTokens(3)),
+    ReadRequest(ROW, Candidates((3, 1), 0.5)),
+    ScoreRequest(ROW.packed, 1, ADAPTER, 5, "greedy"),
+    ScoreRequest(ROW.packed, 2, None, 5, temperature=0.5),
+    ScoreRequest(ROW.packed, 1, ADAPTER, 5, "rows"),
+    SampleRequest((1, 2), 3, frozenset({5, 4}), seed=1, weights_version=5),
+    SampleRequest((1, 2), 3, nonce=2**62, adapter=ADAPTER, weights_version=5),
+    CompletionRequest((1, 2), DECODING, None, ADAPTER, 7, True, 5),
+]
+INFINITE = float("-inf")
+TEXT = Completion("ab", (1, 2), (0,), (-1.5, INFINITE), ({3: -2.0},), "stop", 5, 1.0, 0.5, "r", 4)
+RESULTS: list[tuple[Request, Any]] = [
+    (ROW, torch.arange(5.0)),
+    (REQUESTS[1], torch.arange(5.0) + 1),
+    (REQUESTS[2], Draw(3, -0.1, INFINITE)),
+    (REQUESTS[3], Draw(-1, INFINITE, INFINITE)),
+    (REQUESTS[4], TopLogprobs(torch.tensor([3, 1, 2]), torch.tensor([-1.0, -2.0, INFINITE]))),
+    (REQUESTS[5], torch.tensor([-1.0, -2.0])),
+    (REQUESTS[6], torch.zeros(2, 2)),
+    (REQUESTS[8], torch.ones(2, 5)),
+    (REQUESTS[9], (4, 5)),
+    (REQUESTS[10], ()),
+    (CompletionRequest((0,), DECODING, weights_version=4), TEXT),
+    (ROW, InvalidRequest("not this")),
+]
+
+
+def travelled(message: Packed) -> Packed:
+    found: Packed = pickle.loads(pickle.dumps(message))  # noqa: S301
+    return found
+
+
+def test_requests_come_out_equal_whatever_their_kind() -> None:
+    pairs = [*enumerate(REQUESTS)]
+    message = travelled(packed_flush(pairs, FarSequences(HandleNumbers())))
+    assert message.objects == []
+    found = dict(unpacked_flush(message, {}, Limits(128, 100)))
+    assert found == dict(pairs)
+    assert {each.weights_version for each in found.values()} == {5}  # type: ignore[union-attr]
+
+
+def test_a_wrong_question_is_an_error_of_its_own() -> None:
+    pairs: list[tuple[int, Request]] = [(1, LogprobsRequest([9])), (2, LogprobsRequest([1]))]
+    message = packed_flush(pairs, FarSequences(HandleNumbers()))
+    found = dict(unpacked_flush(message, {}, Limits(5, 100)))
+    assert isinstance(found[1], InvalidRequest)
+    assert found[2] == pairs[1][1]
+
+
+def test_answers_come_out_equal_whatever_their_kind() -> None:
+    asked = {n: request for n, (request, _) in enumerate(RESULTS)}
+    ends = [(n, result) for n, (_, result) in enumerate(RESULTS)]
+    delta = Delta("a", (1,), (INFINITE,), ({2: -1.0},), 3, 4, "r", 5)
+    counted = EngineStatistics(steps=3, seconds=0.5)
+    message = travelled(packed_answers(Answers([*ends, (99, TEXT)], [(10, delta)], counted)))
+    found = unpacked_answers(message, asked)
+    assert found.statistics == counted
+    assert found.told == [(10, delta)]
+    assert len(found.ends) == len(RESULTS)
+    results = dict(found.ends)
+    for number, (request, result) in enumerate(RESULTS):
+        mine = results[number]
+        assert type(mine) is type(result)
+        if isinstance(result, torch.Tensor):
+            assert torch.equal(mine, result)
+        elif isinstance(result, TopLogprobs):
+            assert all(map(torch.equal, mine, result))
+        elif isinstance(result, InvalidRequest):
+            assert str(mine) == "not this"
+        else:
+            assert mine == result
+        if isinstance(result, Draw | Completion):
+            assert mine.weights_version == request.weights_version
+
+
+def test_the_draws_of_a_population_come_out_with_their_weights() -> None:
+    draw = next(steps(3, 4))
+    drawn = BatchDraw(torch.tensor([1, -1, 2]), torch.zeros(3), torch.tensor([0.0, INFINITE, -1.0]))
+    message = packed_answers(Answers([(1, drawn)], [], EngineStatistics()))
+    [(_, found)] = unpacked_answers(travelled(message), {1: draw}).ends
+    assert all(map(torch.equal, found, drawn))
+    assert unpacked_answers(message, {}).ends == []
 
 
 class Hop:
@@ -37,8 +158,8 @@ class Hop:
     def carry(self, draw: PopulationDraw) -> PopulationDraw:
         """Return a question as it comes out at the other end."""
         self.forget()
-        data = pickle.dumps(packed_flush([(1, draw)], self.far))
-        self.sent, message = len(data), pickle.loads(data)  # noqa: S301
+        message = packed_flush([(1, draw)], self.far)
+        self.sent, message = len(pickle.dumps(message)), travelled(message)
         [(_, found)] = unpacked_flush(message, self.table, Limits(2**31, 2**31))
         assert isinstance(found, PopulationDraw)
         return found
