@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import queue
 import select
 import shutil
 import tempfile
@@ -20,7 +21,8 @@ import threading
 import time
 import warnings
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +67,10 @@ class RayConnection:
         self._users = 0
         self._is_ours = self.is_local = False
         self._folder: Folder | None = None
-        # Ray's processes die with the thread that started them.
-        self._starter = ThreadPoolExecutor(1, thread_name_prefix="genrt-ray")
+        self._starts: queue.SimpleQueue[tuple[Future[bool], Callable[[], bool]]] = (
+            queue.SimpleQueue()
+        )
+        self._starter: threading.Thread | None = None
 
     def join(self, cluster: str, *, replicas: int = 1, gpus: int = 0) -> Any:
         """Return Ray, connected to a cluster; a new one has so many GPUs, and workers ready for so many
@@ -86,8 +90,9 @@ class RayConnection:
             if not ray.is_initialized():
                 self._is_ours = True
                 try:
-                    start = self._starter.submit(self._connect, ray, cluster, replicas, gpus)
-                    self.is_local = start.result()
+                    self.is_local = self._started(
+                        partial(self._connect, ray, cluster, replicas, gpus)
+                    )
                 except Exception as error:
                     self._end(ray)
                     raise EngineUnsupported(f"no Ray cluster at {cluster!r}: {error}") from error
@@ -107,6 +112,24 @@ class RayConnection:
             self._users -= 1
             if not self._users and self._is_ours:
                 self._end(ray)
+
+    def _started(self, start: Callable[[], bool]) -> bool:
+        """Call a function on a thread that lives as long as this process: Ray's processes die with the
+        thread that started them."""
+        if self._starter is None:
+            self._starter = threading.Thread(target=self._start_all, daemon=True)
+            self._starter.start()
+        found: Future[bool] = Future()
+        self._starts.put((found, start))
+        return found.result()
+
+    def _start_all(self) -> None:
+        while True:
+            found, start = self._starts.get()
+            try:
+                found.set_result(start())
+            except Exception as error:
+                found.set_exception(error)
 
     def _end(self, ray: Any) -> None:
         self._is_ours = self.is_local = False
