@@ -405,18 +405,18 @@ class AsyncLM(EngineOwner):
         which is given the runtime. With replicas it is sent to one of them, which all its questions ask,
         and only the result comes back; else it runs here. Results are the same for a seed, up to the
         engine's numerics. Programs that run at once are spread over the replicas. One whose replica dies
-        is run again from its beginning on another, at most twice. New weights wait until it has ended.
+        is run again from its beginning on another, once. New weights wait until it has ended.
 
-        What it holds travels with it, but for the runtime, in whose place is the replica's: functions of
-        modules that can be imported there, and, where cloudpickle is installed (vLLM brings it), any. Its
-        side effects stay there. It runs code: of this process, in processes that this one has started.
+        What it holds travels with it, but for the runtime, in whose place is the replica's. Its side
+        effects stay there, and it cannot close, pause or update that runtime. It runs code: of this
+        process, in processes that this one has started.
 
         Args:
             seed: for the inference. What a function asks without seeds is drawn from it too.
 
         Raises:
             InvalidRequest: ``work`` is neither, cannot be sent, or its result cannot be sent back.
-            EngineFailed: three replicas died with it. TimedOut, Closed; else whatever it raises.
+            EngineFailed: two replicas died with it. TimedOut, Closed; else whatever it raises.
         """
         own = check_seed(seed)
         given = next(self._nonces) if own is None else own
