@@ -9,19 +9,19 @@
     │   └── UnknownColumn (LookupError)  a job's prompts need a column that a row lacks
     ├── InvalidAdapter (ValueError)      a directory that is not a safe LoRA adapter
     ├── InvalidWeights (ValueError)      new weights that do not fit the model; nothing has changed
-    ├── InvalidConstraint (ValueError)   a constraint that can't be made: what does not compile
+    ├── InvalidConstraint (ValueError)   a constraint that does not compile
     ├── ModelNotFound (FileNotFoundError)  no such checkpoint directory or model name
     ├── ExtraNotInstalled (ImportError)  a package of an optional extra is missing
     │   └── EngineNotInstalled           … without which this engine cannot run
     ├── EngineUnsupported (RuntimeError) this version or set-up of the engine is refused at start
     ├── EngineFailed (RuntimeError)      the engine raised; the requests of that step got this
     │   ├── EngineDied                   … and can't go on: restart it, or load again
-    │   ├── Paused                       … or its owner has it refuse questions: ask again later
-    │   ├── StreamCut                    … or it cannot go on with a text it has told in part: ask again
+    │   ├── Paused                       … or its owner paused it: ask again later
+    │   ├── StreamCut                    … or it cannot continue a partly delivered text: ask again
     │   ├── OutOfMemory                  … because the device's memory ran out, for this request alone
     │   └── NotFinite                    the model's logits were NaN, +inf or all -inf
     ├── JobRefused (RuntimeError)        a job's output is not its own, or was made from something else
-    ├── OutputFailed (OSError)           a job's output cannot be written; what was written stays
+    ├── OutputFailed (OSError)           a job's output cannot be written; written lines stay
     ├── TimedOut (TimeoutError)          the answer took longer than the caller would wait
     └── Closed (RuntimeError)            the runtime was closed before the answer came
 
@@ -57,7 +57,7 @@ __all__ = [
 ]
 
 WAS_CLOSED = "the runtime was closed: restart it, or load it again"
-"""The message for everyone who asks or still waits after the runtime's user has closed it."""
+"""The message for questions after the runtime was closed, or still waiting then."""
 
 
 class GenrtError(Exception):
@@ -78,7 +78,7 @@ class InvalidRequest(GenrtError, ValueError):
 
 
 class ContextTooLong(InvalidRequest):
-    """The token ids, with what is to be generated, exceed the engine's ``max_model_len``."""
+    """The token ids and the tokens to generate exceed the engine's ``max_model_len``."""
 
 
 class UnknownAdapter(InvalidRequest, LookupError):
@@ -127,12 +127,12 @@ class EngineDied(EngineFailed):
 
 
 class Paused(EngineFailed):
-    """The runtime is paused or asleep, and its owner has questions refused meanwhile: ask again later."""
+    """The runtime is paused or asleep, and refuses questions meanwhile: ask again later."""
 
 
 class StreamCut(EngineFailed):
-    """A stream was told a part of a text, and the rest would not fit it: the weights are other ones, or
-    another engine drew another text. Ask again."""
+    """A stream delivered a part of a text, and the weights or the engine changed, so that the rest would
+    not fit. Ask again."""
 
 
 class OutOfMemory(EngineFailed):
@@ -140,11 +140,11 @@ class OutOfMemory(EngineFailed):
 
 
 class NotFinite(EngineFailed):
-    """The model's logits hold NaN or +inf, or nothing but -inf: there is no row."""
+    """The model's logits hold NaN or +inf, or only -inf: there is no row."""
 
 
 class JobRefused(GenrtError, RuntimeError):
-    """A job's output belongs to something else, or what it was made from has changed since."""
+    """A job's output belongs to something else, or its inputs have changed since."""
 
 
 class OutputFailed(GenrtError, OSError):
@@ -156,4 +156,4 @@ class TimedOut(GenrtError, TimeoutError):
 
 
 class Closed(GenrtError, RuntimeError):
-    """The runtime was closed; nothing more is answered."""
+    """The runtime was closed; it answers no more questions."""

@@ -1,23 +1,35 @@
-"""AsyncLM: a language model that users ask. ``runtime/__init__.py`` has the way of a request."""
+"""AsyncLM: the language model of users. ``runtime/__init__.py`` has the way of a request."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+import operator
+import os
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from functools import cached_property
 from itertools import chain
-from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack, cast
+from pathlib import Path
+from typing import Any, Literal, NoReturn, Self, TypedDict, Unpack, cast
 
 import torch
 
 from genrt.cluster.programs import run_program
-from genrt.engines.protocol import Engine
+from genrt.engines.protocol import Engine, tokenizer_of
 from genrt.engines.remote.connection import ServerConnection
 from genrt.engines.remote.engine import RemoteEngine
+from genrt.engines.weights import SleepingPart
 from genrt.errors import EngineFailed, InvalidRequest
-from genrt.numbers import check_int, named
+from genrt.numbers import check_int, check_timeout, named
 from genrt.populations import Population, PopulationRuntime, Prompts, begin, draw_batch
 from genrt.questions.completions import Completion, GenerateOptions, SampleOptions, TurnOptions
-from genrt.questions.contexts import TokenIds, check_contexts, check_seed, id_words, nonces_of
+from genrt.questions.contexts import (
+    Limits,
+    TokenIds,
+    check_contexts,
+    check_seed,
+    id_words,
+    nonces_of,
+)
 from genrt.questions.draws import draw_request
 from genrt.questions.masks import Mask, Masks
 from genrt.questions.reads import (
@@ -35,40 +47,51 @@ from genrt.questions.scores import (
     row_chunks,
     score_requests,
 )
-from genrt.runtime.ask import Asker, blocking_chunks, blocking_question, blocking_stream
+from genrt.runtime.adapters import AdapterNames
+from genrt.runtime.ask import (
+    Asker,
+    asked_in_turn,
+    blocking_chunks,
+    blocking_question,
+    blocking_stream,
+)
 from genrt.runtime.cache import RowCache
-from genrt.runtime.concurrency import blocking_twin
-from genrt.runtime.owner import EngineOwner
+from genrt.runtime.concurrency import aside, blocking, blocking_twin, twin_of
+from genrt.runtime.lifecycle import PauseOptions
+from genrt.runtime.statistics import Statistics
 from genrt.runtime.streams import Stream
 from genrt.runtime.texts import Texts
 from genrt.runtime.thread import EngineThread
+from genrt.runtime.weights import UpdateOptions, WeightsSource, WeightUpdates
+from genrt.tokens import encoding, vocabulary
 from genrt.tokens.sampling import BatchDraw, Draw, TopLogprobs
 
 __all__ = ["AsyncLM", "ConnectOptions"]
 
 
-T = TypeVar("T")
+INTERRUPTED = (
+    "It runs in another thread; an interrupt cancels it, or undoes it if it was over already."
+)
 
 MAX_QUEUED, MAX_QUEUED_BYTES = 2**16, 2**30
-"""The bounds of the queue of a connected runtime, as ``genrt.load`` has them by default."""
+"""The bounds of a connected runtime's queue, as the defaults of ``genrt.load``."""
 
 
 class ConnectOptions(TypedDict, total=False):
-    """The options of ``AsyncLM.connect``, which returns a runtime over one that a genrt server serves.
+    """The options of ``AsyncLM.connect``, which returns a runtime over the runtime of a genrt server.
 
-    It answers as one that was loaded: what is asked concurrently is sent together, one HTTP call for a
-    flush, and rows are cached here. Draws, scores and populations are answered over there, and little
-    travels; rows travel whole. Samples and texts are drawn here, from a row for each token: for long ones
-    use the server's OpenAI routes. Its adapters are those of the server at this moment; others cannot be
-    added from here. The url is ``http://`` or ``https://``, with nothing or ``/v1`` at its end.
+    Concurrent questions travel in one HTTP call for a flush, and rows are cached here. Draws, scores and
+    populations are answered by the server; rows travel whole. Samples and texts are drawn here, from a
+    row for each token: for long texts use the server's OpenAI routes. Adapters are the server's present
+    ones; others cannot be added. The url is ``http://`` or ``https://``, with or without ``/v1``.
 
     Attributes:
         api_key: the server's key.
-        timeout: seconds without a byte from the server after which it counts as dead; by default 600.
-        cache_bytes: the bound of the row cache; by default 256 MiB, and 0 is no cache.
-        restart: ``"auto"`` connects once more to a server that was lost, and asks it the unanswered
-            questions; without it every later call raises the reason, until ``AsyncLM.restart``.
-        seed: as ``genrt.load`` has it.
+        timeout: the maximum seconds without a byte from the server; by default 600.
+        cache_bytes: the bound of the row cache; by default 256 MiB; 0 disables it.
+        restart: ``"auto"`` reconnects to a lost server and asks it the unanswered questions again;
+            otherwise every later call raises the reason, until ``AsyncLM.restart``.
+        seed: as in ``genrt.load``.
     """
 
     api_key: str | None
@@ -78,49 +101,136 @@ class ConnectOptions(TypedDict, total=False):
     seed: int | None
 
 
-class AsyncLM(EngineOwner):
+class AsyncLM:
     """A language model that answers many concurrent questions in few engine calls.
 
-    Made by ``load``, ``aload`` or ``connect``. Every ``await`` works on any event loop, in any thread,
-    and every method with a ``_sync`` twin works anywhere, inside a running loop (a notebook's) too. A
-    context manager both ways; leaving it closes the runtime.
+    ``load``, ``aload`` and ``connect`` make it. Every ``await`` works on any event loop in any thread,
+    and every ``_sync`` twin works anywhere, also inside a running loop such as a notebook's. A context
+    manager both ways; leaving it closes the runtime.
 
-    Cancelling an await withdraws that question alone: it did not happen, and nobody else notices. So
-    does ``timeout=``, which every question takes: seconds, after which it raises ``TimedOut``. While the
-    queue is full (``load``'s ``max_queued_requests``), a question waits for room.
-    Whatever is asked after ``close`` raises ``Closed``, a batch of nothing too, and so does what was
-    still waiting. Wrong arguments of a batch raise whether there is anything in it or not.
+    Cancelling an await withdraws only that question. So does ``timeout=``, which every question takes, in
+    seconds; it raises ``TimedOut``. A question waits while the queue is full (``load``'s
+    ``max_queued_requests``). After ``close`` every question raises ``Closed``, also waiting ones and
+    empty batches. Wrong arguments raise for empty batches too.
     """
 
     def __init__(
         self, thread: EngineThread, cache: RowCache, engine: Engine, *, seed: int | None = None
     ) -> None:
-        super().__init__(thread, cache, engine)
+        self._thread = thread
+        self._cache = cache
+        self._limits = Limits(engine.vocab_size, engine.max_model_len)
+        has_own = bool(thread.capabilities.reads)
+        self._adapters = AdapterNames(thread, thread.answering.full.adapters if has_own else {})
+        self._weights = WeightUpdates(thread, cache)
+        thread.belong_to(self)
         self._asker = asker = Asker(thread, self._adapters)
         self._ask, self._ask_sync = asker.ask, asker.ask_sync
         self._stream, self._stream_sync = asker.stream, asker.stream_sync
-        self._chunks, self._chunks_sync = asker.chunks, asker.chunks_sync
         self._draw_from(seed)
 
     @classmethod
     async def connect(cls, url: str, **options: Unpack[ConnectOptions]) -> Self:
-        """Return a runtime over the one that a genrt server serves at ``url``; see ``ConnectOptions``.
-        Raises EngineDied if it cannot be reached, EngineUnsupported if it is none; InvalidRequest."""
-        return await _connected(cls, url, options)
+        """Return a runtime over a genrt server's at ``url``; see ``ConnectOptions``. Cancelling abandons
+        the connection.
+
+        Raises:
+            TypeError: an option is unknown. InvalidRequest: an option is out of range.
+            EngineDied: the server cannot be reached, or refuses the key.
+            EngineUnsupported: it is not a genrt server of this version.
+        """
+        thread, cache = _connecting(url, **options)
+        try:
+            engine = await asyncio.wrap_future(thread.opened)
+            return cls(thread, cache, engine, seed=options.get("seed"))
+        except BaseException:
+            thread.close(wait=False)
+            raise
 
     def _draw_from(self, seed: int | None) -> None:
-        """Have what is asked without a seed be drawn from this one."""
+        """Draw questions without a seed from this one."""
         self._nonces = nonces_of(seed)
         own = self._limits, self._adapters, self._nonces
         self._texts = Texts(self._thread, *own)
         self._populations = PopulationRuntime(self._thread, self._asker, *own)
 
     def _of_seed(self, seed: int) -> Self:
-        """Return this runtime, equal to itself, with a seed of its own."""
+        """Return an equal runtime with its own seed."""
         own = object.__new__(type(self))
-        vars(own).update(vars(self), _whole=self)  # which closes when it is garbage
+        vars(own).update(vars(self), _whole=self)  # the whole closes when it is garbage
         own._draw_from(seed)
         return own
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AsyncLM) and other._thread is self._thread
+
+    def __hash__(self) -> int:
+        return hash(self._thread)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            "a runtime cannot be copied or pickled: hand it on as it is, and load another elsewhere"
+        )
+
+    # -- the model ----------------------------------------------------------------------------
+
+    @property
+    def runtime_id(self) -> str:
+        """An id that is unique among the runtimes of all processes."""
+        return self._thread.nonce
+
+    @property
+    def vocab_size(self) -> int:
+        """The length of a row; token ids are ``0 .. vocab_size - 1``."""
+        return self._limits.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        """The maximum length of a context in tokens."""
+        return self._limits.max_model_len
+
+    @property
+    def max_batch_size(self) -> int:
+        """The maximum requests in one step of the engine, however large a flush is."""
+        return self._thread.engine.max_batch_size
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which rows are computed, cached and returned."""
+        return self._thread.engine.device
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer (transformers' for checkpoints). Raises InvalidRequest without one."""
+        return tokenizer_of(self._thread.engine)
+
+    @cached_property
+    def byte_vocab(self) -> list[bytes]:
+        """The bytes that each of the ``vocab_size`` tokens adds to a text."""
+        return vocabulary.byte_vocab(self.tokenizer, self.vocab_size)
+
+    @cached_property
+    def str_vocab(self) -> list[str]:
+        """``byte_vocab`` as text; incomplete characters show as U+FFFD."""
+        return [token.decode(errors="replace") for token in self.byte_vocab]
+
+    def encode(self, text: str, *, lossy: bool = False) -> list[int]:
+        """Return the token ids of a text, without special tokens. Raises InvalidRequest if the tokenizer
+        would lose or change some of the text, unless ``lossy`` is true."""
+        return encoding.encode(self.tokenizer, text, lossy=lossy)
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], **options: Unpack[encoding.ChatOptions]
+    ) -> list[int]:
+        """Return the token ids of a conversation such as ``[{"role": "user", "content": "Hello!"}]``,
+        written by the tokenizer's chat template. By default they end with the start of the assistant's
+        turn; ``ChatOptions`` has the options. Raises InvalidRequest if there is no chat template, it
+        refuses the messages, or text would be lost."""
+        return encoding.encode_chat(self.tokenizer, messages, **options)
+
+    def decode(self, token_ids: TokenIds) -> str:
+        """Return the text of token ids, special tokens included; the inverse of ``encode``."""
+        return encoding.decode(self.tokenizer, self._limits.token_ids(token_ids, allow_empty=True))
 
     # -- rows ---------------------------------------------------------------------------------
 
@@ -134,14 +244,14 @@ class AsyncLM(EngineOwner):
     ) -> torch.Tensor:
         """Return the row after ``token_ids``: float32 ``[vocab_size]``, ``logsumexp == 0``.
 
-        It is on ``self.device``, or on the host with ``device="cpu"``: from a GPU, the rows of a step
-        are moved there together, through pinned memory. The tensor is the caller's own. Concurrent
-        questions are answered together, equal ones once.
+        It is on ``self.device``, or on the host with ``device="cpu"``; the rows of a GPU's step move
+        there together, through pinned memory. The caller owns the tensor. Concurrent questions are
+        answered together, equal ones once.
 
         Raises:
-            InvalidRequest: token ids that are no ints in range, or none; ContextTooLong, UnknownAdapter.
-            EngineFailed: the engine step failed (OutOfMemory: for this request alone), or this row is not
-                finite (NotFinite).
+            InvalidRequest: the token ids are empty or out of range; ContextTooLong, UnknownAdapter.
+            EngineFailed: the engine's step failed (OutOfMemory: for this request alone), or this row is
+                not finite (NotFinite).
             TimedOut: there was no answer within ``timeout`` seconds.
             Closed: the runtime is closed.
         """
@@ -161,8 +271,7 @@ class AsyncLM(EngineOwner):
     ) -> torch.Tensor:
         """Return the rows after ``contexts``, in order: float32 ``[len(contexts), vocab_size]``.
 
-        One question with one future, however many contexts; raises and cancels as
-        ``next_token_logprobs`` does, for the whole batch, and for one of no contexts too."""
+        One question for the whole batch; raises and cancels as ``next_token_logprobs``."""
         bound, moves = self._adapters.bound(adapter), must_move(device, self.device)
         rows = [row_request(self._limits, each, bound) for each in check_contexts(contexts)]
         requests = [ReadRequest(row, HostRow()) for row in rows] if moves else rows
@@ -171,7 +280,7 @@ class AsyncLM(EngineOwner):
             return cast("torch.Tensor", found[0])
         return torch.empty(0, self.vocab_size, device="cpu" if moves else self.device)
 
-    # -- what is read from rows, without moving or keeping them -------------------------------
+    # -- reads of rows, without moving or caching them ------------------------------------------
 
     async def draw(
         self,
@@ -185,22 +294,22 @@ class AsyncLM(EngineOwner):
     ) -> Draw:
         """Draw one token from the row after ``token_ids``, restricted to ``mask``, with its weight.
 
-        The result's ``logprob`` is the log-probability with which the token was drawn, and ``log_mass``
-        is ``logsumexp(row[mask])``, of the row itself whatever the temperature: at temperature 1 the
-        incremental log importance weight. At another, the weight is ``row[token_id] - logprob``. No mass
-        under the mask is a dead end and no error: token -1, ``log_mass`` -inf. Concurrent draws are
-        batched, on the engine's device; those after equal contexts share a row, which may be the cache's.
+        The result's ``logprob`` is the log-probability of the draw, and ``log_mass`` is
+        ``logsumexp(row[mask])`` of the row itself, at any temperature: at temperature 1 the incremental
+        log importance weight. At another temperature, the weight is ``row[token_id] - logprob``. A mask
+        without mass is a dead end, not an error: token -1, ``log_mass`` -inf. Concurrent draws are
+        batched on the engine's device; draws after equal contexts share a row, also of the cache.
 
         Args:
-            mask: what may be drawn: bool ``[vocab_size]``; token ids as a list, a set or int64; or a
-                packed bitmask, int32 ``[ceil(vocab_size / 32)]``, as ``constraints.bitmasks`` makes.
-                ``None`` is all, and integers of any other type are refused.
+            mask: the allowed tokens: bool ``[vocab_size]``; token ids as a list, a set or int64; or a
+                packed bitmask, int32 ``[ceil(vocab_size / 32)]``, as ``constraints.bitmasks`` makes. By
+                default all; other integer types are refused.
             temperature: 0 is greedy.
-            seed: makes the draw reproducible, whatever else is in the batch; draws of equal seeds share
-                their randomness, so give each one of its own. Without one, calls are independent.
+            seed: makes the draw reproducible, whatever the batch. Draws of equal seeds share their
+                randomness. Without seeds, draws are independent.
 
         Raises:
-            InvalidRequest: a mask or parameter that fits nothing; else as ``next_token_logprobs``.
+            InvalidRequest: a mask or parameter that does not fit; otherwise as ``next_token_logprobs``.
         """
         bound, nonce = self._adapters.bound(adapter), next(self._nonces)
         request = draw_request(self._limits, token_ids, bound, nonce, mask, temperature, seed)
@@ -219,8 +328,8 @@ class AsyncLM(EngineOwner):
         """Draw after each of ``contexts``, in order, as one question; return tensors on the host.
 
         ``masks`` has a mask, or ``None``, for each context: a sequence, or the rows of a bool or packed
-        tensor. With a ``seed``, context ``i`` is drawn with seed ``seed + i``. A sampler that grows
-        the same contexts step by step is faster as a ``population``."""
+        tensor. Context ``i`` is drawn with seed ``seed + i``. A ``population`` is faster for contexts
+        that grow step by step."""
         own = contexts, masks, temperature, seed, adapter, timeout
         return await draw_batch(self._populations, self._ask, *own)
 
@@ -257,8 +366,9 @@ class AsyncLM(EngineOwner):
         adapter: str | None = None,
         timeout: float | None = None,
     ) -> torch.Tensor:
-        """Return each token's log-probability in ``continuation``, given those before it: float32
-        ``[len(continuation)]`` on the host. vLLM computes the text once; others, a row for each token."""
+        """Return the log-probability of each token of ``continuation`` after the tokens before it:
+        float32 ``[len(continuation)]`` on the host. vLLM computes the text once; other engines, a row a
+        token."""
         own = self._limits, [token_ids], [continuation], self._adapters.bound(adapter)
         requests = score_requests(*own, in_one=self._thread.capabilities.scores)
         return joined_scores(await self._ask(requests[0], timeout=timeout), requests)[0]
@@ -271,7 +381,7 @@ class AsyncLM(EngineOwner):
         adapter: str | None = None,
         timeout: float | None = None,
     ) -> list[torch.Tensor]:
-        """Return what ``score`` does of each continuation after its context, all as one question."""
+        """Return the score of each continuation after its context, as one question."""
         own = self._limits, contexts, continuations, self._adapters.bound(adapter)
         requests = score_requests(*own, in_one=self._thread.capabilities.scores)
         return joined_scores(await self._ask([*chain(*requests)], timeout=timeout), requests)
@@ -279,7 +389,7 @@ class AsyncLM(EngineOwner):
     async def prompt_logprobs(
         self, token_ids: TokenIds, *, adapter: str | None = None, timeout: float | None = None
     ) -> torch.Tensor:
-        """Return the score of a text's tokens after its first: float32 ``[len(token_ids) - 1]``."""
+        """Return the score of a text after its first token: float32 ``[len(token_ids) - 1]``."""
         words = id_words(token_ids, self._limits.vocab_size)
         own = self._limits, [words[:1]], [words[1:]], self._adapters.bound(adapter)
         requests = score_requests(*own, in_one=self._thread.capabilities.scores)
@@ -294,25 +404,25 @@ class AsyncLM(EngineOwner):
         adapter: str | None = None,
         timeout: float | None = None,
     ) -> AsyncIterator[torch.Tensor]:
-        """Return the rows before a text's tokens from number ``start`` on, to be iterated, as a teacher
-        has them for a student: ``async for rows in …``, each float32 ``[at most chunk, vocab_size]`` on
-        ``self.device``, of 64 MiB by default. On vLLM one is computed in one forward, after those before.
+        """Iterate over the rows before a text's tokens from number ``start`` on, such as a teacher's rows
+        for a student: ``async for rows in …``, each float32 ``[at most chunk, vocab_size]`` on
+        ``self.device``, of 64 MiB by default. vLLM computes each tensor in one forward.
 
-        Each tensor is a question of its own, asked when it is wanted: ``timeout`` is for each, leaving
-        the loop leaves the rest unasked, and new weights answer those that follow. Wrong arguments raise
-        here, all else on the way.
+        Each tensor is its own question, asked when it is wanted: ``timeout`` is for each, leaving the
+        loop asks no more, and later tensors are of new weights. Wrong arguments raise here, other errors
+        in the loop.
         """
         own = self._limits, token_ids, start, chunk, self._adapters.bound(adapter)
-        return self._chunks(
-            row_chunks(*own, in_one=self._thread.capabilities.scores_rows), timeout=timeout
-        )
+        check_timeout(timeout)
+        chunks = row_chunks(*own, in_one=self._thread.capabilities.scores_rows)
+        return asked_in_turn(self._ask, chunks, timeout)
 
     def population(
         self, prompt: Prompts, n: int | None = None, *, adapter: str | None = None
     ) -> Population:
-        """Return ``n`` sequences that begin with a prompt, or one for each of several prompts, to go on
-        together as arrays; nothing is computed yet. Raises InvalidRequest if these are no prompts, or
-        ``n`` is missing for one or given for several; UnknownAdapter.
+        """Return ``n`` sequences that begin with a prompt, or one for each of several prompts, as arrays;
+        computes nothing yet. Raises InvalidRequest for wrong prompts, one prompt without ``n`` or several
+        with it; UnknownAdapter.
         """
         return begin(self._populations, prompt, n, adapter)
 
@@ -325,13 +435,13 @@ class AsyncLM(EngineOwner):
         timeout: float | None = None,
         **options: Unpack[SampleOptions],
     ) -> list[int]:
-        """Draw up to ``max_tokens`` tokens one after another, by the engine's own decode loop.
+        """Draw up to ``max_tokens`` tokens in the engine's own decode loop.
 
-        ``SampleOptions`` and ``DecodingOptions`` have the options; ``max_tokens`` must be given.
+        ``SampleOptions`` and ``DecodingOptions`` have the options; ``max_tokens`` is required.
 
         Raises:
-            InvalidRequest: a parameter is out of range; ContextTooLong when the context and
-                ``max_tokens`` exceed ``max_model_len`` together; else as ``next_token_logprobs``.
+            InvalidRequest: a parameter is out of range; ContextTooLong if the context and ``max_tokens``
+                together exceed ``max_model_len``; otherwise as ``next_token_logprobs``.
         """
         requests = self._texts.samples([token_ids], options, method="sample")
         return list((await self._ask(requests, timeout=timeout))[0])
@@ -343,21 +453,21 @@ class AsyncLM(EngineOwner):
         timeout: float | None = None,
         **options: Unpack[SampleOptions],
     ) -> list[list[int]]:
-        """Sample after each of ``contexts``, in order, as one question; options as ``sample``'s. With a
-        ``seed``, context ``i`` is drawn with seed ``seed + i``, as ``sample`` would with that seed."""
+        """Sample after each of ``contexts``, in order, as one question, with the options of ``sample``;
+        context ``i`` with seed ``seed + i``."""
         requests = self._texts.samples(check_contexts(contexts), options, method="batch_sample")
         return [list(each) for each in await self._ask(requests, timeout=timeout)]
 
     async def generate(
         self, prompt: str | TokenIds, **options: Unpack[GenerateOptions]
     ) -> Completion:
-        """Draw the text after a prompt, by the engine's own decode loop.
+        """Draw the text after a prompt in the engine's own decode loop.
 
-        The prompt is a text, tokenized with the special tokens that the tokenizer puts around it, or
-        token ids as they are. ``GenerateOptions`` has the options.
+        The prompt is a text, tokenized with the tokenizer's special tokens, or token ids as they are.
+        ``GenerateOptions`` has the options.
 
         Raises:
-            InvalidRequest: an option is out of range, or the engine cannot do it; else as ``sample``.
+            InvalidRequest: an option is out of range, or the engine lacks it; otherwise as ``sample``.
         """
         requests, timeout = self._texts.requests([prompt], options)
         return cast("Completion", (await self._ask(requests, timeout=timeout))[0])
@@ -365,26 +475,25 @@ class AsyncLM(EngineOwner):
     async def batch_generate(
         self, prompts: Sequence[str | TokenIds], **options: Unpack[GenerateOptions]
     ) -> list[Completion]:
-        """Draw the text after each of ``prompts``, in order, as one question; options as ``generate``'s.
-        With a ``seed``, prompt ``i`` is drawn with seed ``seed + i``: ``[prompt] * n`` gives ``n``
-        independent texts."""
+        """Draw the text after each of ``prompts``, in order, as one question, with the options of
+        ``generate``; prompt ``i`` with seed ``seed + i``, so ``[prompt] * n`` gives independent texts."""
         requests, timeout = self._texts.requests(prompts, options)
         return list(await self._ask(requests, timeout=timeout))
 
     async def chat(
         self, messages: Sequence[Mapping[str, Any]], **options: Unpack[TurnOptions]
     ) -> Completion:
-        """Draw the assistant's next message, or the rest of one that ends the conversation; see
-        ``encode_chat`` for that, ``TurnOptions`` for the options."""
+        """Draw the assistant's next message, or the rest of its message that ends the conversation, as in
+        ``encode_chat``. ``TurnOptions`` has the options."""
         requests, timeout = self._texts.turn(messages, options)
         return cast("Completion", (await self._ask(requests, timeout=timeout))[0])
 
     def stream(self, prompt: str | TokenIds, **options: Unpack[GenerateOptions]) -> Stream:
-        """Return the text after a prompt as it is drawn, to be iterated: ``async for delta in …``.
+        """Iterate over the text after a prompt as it is drawn: ``async for delta in …``.
 
-        With the last ``Delta``, the stream's ``completion`` is there, the same as ``generate``'s. Leaving
-        the loop, or cancelling, withdraws the question; ``timeout`` is for all of it. Wrong arguments
-        raise here, all else on the way.
+        After the last ``Delta``, the stream's ``completion`` is that of ``generate``. Leaving the loop,
+        or cancelling, withdraws the question; ``timeout`` is for the whole text. Wrong arguments raise
+        here, other errors in the loop.
         """
         request, timeout = self._texts.streamed(self._texts.requests([prompt], options))
         return self._stream(request, timeout=timeout)
@@ -392,31 +501,31 @@ class AsyncLM(EngineOwner):
     def stream_chat(
         self, messages: Sequence[Mapping[str, Any]], **options: Unpack[TurnOptions]
     ) -> Stream:
-        """Return the assistant's next message as it is drawn: ``chat``, as a ``stream``."""
+        """Iterate over the assistant's next message as it is drawn: ``chat`` as a ``stream``."""
         request, timeout = self._texts.streamed(self._texts.turn(messages, options))
         return self._stream(request, timeout=timeout)
 
     # -- programs -----------------------------------------------------------------------------
 
     async def run(self, work: Any, *, seed: int | None = None, timeout: float | None = None) -> Any:
-        """Run a whole inference, or a program of yours, where its rows are, and return what it returns.
+        """Run an inference or a program beside the engine, and return its result.
 
         ``work`` is an inference over this runtime, whose ``run(seed)`` is awaited, or an async function,
-        which is given the runtime. With replicas it is sent to one of them, which all its questions ask,
-        and only the result comes back; else it runs here. Results are the same for a seed, up to the
-        engine's numerics. Programs that run at once are spread over the replicas. One whose replica dies
-        is run again from its beginning on another, once. New weights wait until it has ended.
+        which gets the runtime. With replicas it runs in one of them, which answers all its questions, and
+        only the result comes back; otherwise here. Results are the same for a seed, up to the engine's
+        numerics. Concurrent programs are spread over the replicas. A program whose replica dies starts
+        again on another one, once. New weights wait for its end.
 
-        What it holds travels with it, but for the runtime, in whose place is the replica's. Its side
-        effects stay there, and it cannot close, pause or update that runtime. It runs code: of this
-        process, in processes that this one has started.
+        Its objects travel with it, with the replica's runtime in place of this one. Side effects stay
+        there; the program cannot close, pause or update that runtime. Only processes that this process
+        has started run its code.
 
         Args:
-            seed: for the inference. What a function asks without seeds is drawn from it too.
+            seed: for the inference, and for a function's questions without seeds.
 
         Raises:
-            InvalidRequest: ``work`` is neither, cannot be sent, or its result cannot be sent back.
-            EngineFailed: two replicas died with it. TimedOut, Closed; else whatever it raises.
+            InvalidRequest: ``work`` is of another kind, or it or its result cannot be sent.
+            EngineFailed: two replicas died with it. TimedOut, Closed; its own errors.
         """
         own = check_seed(seed)
         given = next(self._nonces) if own is None else own
@@ -427,26 +536,223 @@ class AsyncLM(EngineOwner):
     # -- prefixes -----------------------------------------------------------------------------
 
     async def warm_up(self, prefix: Prefix, **options: Unpack[WarmUpOptions]) -> int:
-        """Compute what many questions begin with, once, and keep it; return how many tokens that is.
+        """Compute a common prefix once and pin it; return its number of tokens.
 
-        It is a text or token ids, or the messages that begin a conversation: then what all such chats
-        share. With vLLM, rows and texts that begin with it start from there until ``cool_down``, whatever
-        else is asked. What is given up, because a question could not go on without its memory, or lost
-        with an engine, is kept again once a question that begins with it has computed it. The newest 64
-        prefixes are kept, in half of the KV cache. Other engines compute the row, and keep only that.
-        Cancelling before it is computed keeps nothing.
+        The prefix is a text, token ids, or the first messages of a conversation, of which the common part
+        of all such chats is pinned. On vLLM, rows and texts that begin with it start from there until
+        ``cool_down``. A prefix that loses its memory to a question, or with an engine, is pinned again by
+        the next question that computes it. The newest 64 prefixes are pinned, in half of the KV cache.
+        Other engines compute the row and cache it. Cancelling before the computation pins no prefix.
 
         Raises:
-            InvalidRequest: the prefix is empty, or chats share nothing; else as ``next_token_logprobs``.
+            InvalidRequest: the prefix is empty, or chats share no tokens; otherwise as
+                ``next_token_logprobs``.
         """
         request, timeout = self._texts.prefix(prefix, options)
         await self._ask((request,), timeout=timeout)
         return len(request.row)
 
     def cool_down(self, prefix: Prefix | None = None, **options: Unpack[PrefixOptions]) -> None:
-        """Keep a prefix no more that was given to ``warm_up`` with these options; without one, none at
-        all. Other prefixes are ignored. Returns at once."""
+        """Unpin a prefix of ``warm_up`` with these options, or all prefixes. Unknown ones are ignored.
+        Returns at once."""
         self._texts.release(prefix, options)
+
+    # -- adapters -----------------------------------------------------------------------------
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the loaded adapters, for ``adapter=``."""
+        return self._adapters.loaded()
+
+    async def add_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
+        """Load the LoRA adapter in directory ``path`` (safetensors) under ``name``, for later questions.
+
+        A loaded name is replaced; earlier questions still use the old weights. Cancelling removes the
+        adapter again; a replaced name stays loaded, with the old or the new weights. The files are copied
+        first, beside the engine's steps; every engine loads the copy, also after a restart.
+
+        Raises:
+            InvalidAdapter: the directory has no safetensors adapter that fits, or the engine refuses it.
+        """
+        await self._adapters.add(name, path)
+
+    @twin_of(add_adapter, interrupted=INTERRUPTED)
+    def add_adapter_sync(self, name: str, path: str | os.PathLike[str]) -> None:
+        """Load an adapter, blocking."""
+        blocking(self._adapters.add(name, path), undo=operator.call)
+
+    def adapter_files(self, name: str) -> Path | None:
+        """Return the directory of this runtime's copy of an adapter's files, or ``None`` if the engine
+        brings the adapter or the name is unknown. Loading the name again makes another copy."""
+        return self._adapters.files(name)
+
+    def remove_adapter(self, name: str) -> None:
+        """Unload an adapter: later questions raise UnknownAdapter. Earlier questions are answered before
+        its weights and cached rows go. Returns at once."""
+        self._adapters.remove(name)
+
+    # -- weights ------------------------------------------------------------------------------
+
+    @property
+    def weights_version(self) -> int:
+        """The version of the weights: 0 when the model is loaded, plus 1 for each update."""
+        return self._thread.batcher.weights_version
+
+    async def update_weights(self, source: WeightsSource, **options: Unpack[UpdateOptions]) -> int:
+        """Replace the model's weights in place; return their version. ``UpdateOptions`` has the options.
+
+        ``source`` has all tensors of the model's checkpoint by name: a mapping or pairs; the path of a
+        safetensors file or of a directory of them; or an iterable, asynchronous or not, of chunks, each a
+        mapping or pairs. Do not change the tensors until this returns.
+
+        Later questions wait for the new weights. Before these answer, cached rows, resident sequences and
+        the KV cache are dropped. Adapters stay. A population continues with the new weights; its draws
+        have their version.
+
+        Weights that do not fit change nothing if that can be checked first: all tensors by name, all
+        files, or the first chunk. A later error or a cancellation kills the engine; with
+        ``load(…, restart="auto")``, or after ``restart``, another engine has the last whole weights. No
+        answer ever mixes two versions. A restart ends an update with EngineFailed. An interrupt cannot
+        undo ``update_weights_sync``: check ``weights_version`` after it.
+
+        Raises:
+            InvalidWeights: a tensor is unknown, missing or repeated, or has a wrong shape or type.
+            EngineUnsupported: the engine cannot replace its weights, or does not know their names.
+            EngineFailed: the engine cannot forget the results of the old weights, and keeps these; as
+                EngineDied, it failed during the update. An iterator's own errors are raised as they are.
+            InvalidRequest: ``source`` or an option is wrong, or the engine sleeps; Closed.
+        """
+        return await self._weights.update(source, **options)
+
+    async def pause(self, **options: Unpack[PauseOptions]) -> None:
+        """Pause until ``resume``, ``restart`` or ``close``; return once the engine is idle. Weights may
+        be replaced in a pause. Cancelling resumes. ``PauseOptions`` has the options;
+        ``genrt/runtime/lifecycle.py`` has a table of pauses, sleeps, updates and restarts.
+
+        Raises:
+            InvalidRequest: the runtime is paused already, or resumed before the engine was idle, or an
+                option is wrong; Closed.
+        """
+        await self._thread.lifecycle.pause(**options)
+
+    def resume(self) -> None:
+        """End a pause, if there is one. Returns at once. Raises InvalidRequest while the engine
+        sleeps."""
+        self._thread.lifecycle.resume()
+
+    async def sleep(self, level: int = 1, **options: Unpack[PauseOptions]) -> int:
+        """Pause, unless paused, and free the engine's memory on its device until ``wake_up``; return the
+        number of freed bytes.
+
+        Level 1 moves the weights to the host; level 2 drops them, and ``wake_up`` reads them again. The
+        KV cache goes with every resident sequence; cached rows stay. Waits for a pause to begin, for an
+        update, and for an earlier ``sleep`` or ``wake_up``. Cancelling moves the memory back and ends the
+        pause of this call.
+
+        Raises:
+            EngineUnsupported: the engine cannot, as vLLM on a CPU or without ``enable_sleep_mode``.
+            InvalidRequest: it sleeps already, or an argument is wrong; EngineFailed, Closed.
+        """
+        freed, _ = await self._thread.lifecycle.sleep(level, **options)
+        return freed
+
+    async def wake_up(self, tags: Collection[SleepingPart] | None = None) -> bool:
+        """End a sleep; return whether the whole engine is awake. Tags ``["weights"]`` wake only the
+        weights, for an update while a trainer uses the rest of the memory; the other tag is
+        ``"kv_cache"``.
+
+        Raises:
+            InvalidRequest: there is no such tag.
+            EngineFailed: dropped weights cannot be read again. The engine stays asleep until they are
+                replaced and this is called again.
+        """
+        return await self._thread.lifecycle.wake_up(tags)
+
+    def reset_prefix_cache(self) -> None:
+        """Have the engine forget, between two steps, everything that no request in progress needs.
+        Prefixes of ``warm_up`` are pinned again once they are computed again. Returns at once."""
+        self._thread.call(lambda answering: answering.forget_residents())
+
+    update_weights_sync = blocking_twin(update_weights)
+    wake_up_sync = blocking_twin(wake_up)
+
+    @twin_of(pause, interrupted=INTERRUPTED)
+    def pause_sync(self, **options: Unpack[PauseOptions]) -> None:
+        """Pause, blocking."""
+        blocking(self._thread.lifecycle.pause(**options), undo=operator.call)
+
+    @twin_of(sleep, interrupted=INTERRUPTED)
+    def sleep_sync(self, level: int = 1, **options: Unpack[PauseOptions]) -> int:
+        """Sleep, blocking."""
+        return blocking(
+            self._thread.lifecycle.sleep(level, **options), undo=lambda done: done[1]()
+        )[0]
+
+    # -- the runtime --------------------------------------------------------------------------
+
+    def clear_cache(self) -> None:
+        """Drop every cached row."""
+        self._cache.clear()
+
+    def statistics(self) -> Statistics:
+        """Return the present counters, frozen; ``later.since(earlier)`` has the differences."""
+        batcher, cache = self._thread.batcher.statistics(), self._cache.statistics()
+        engine, replicas = self._thread.statistics(), self._thread.replicas()
+        return Statistics(batcher, cache, engine, replicas)
+
+    def close(self) -> None:
+        """End every question with ``Closed`` and free the engine. Returns when the step in progress has
+        ended, or after 5 seconds; the thread then frees the engine by itself. A step waits while another
+        vLLM opens in this process. Idempotent, from any thread."""
+        self._thread.close()
+
+    async def aclose(self) -> None:
+        """Close without blocking the event loop."""
+        await aside(self.close)
+
+    def restart(self) -> None:
+        """Close the engine, unless closed, and open another one with the same options and adapters.
+        Cached rows stay; the engine's statistics start again.
+
+        Waiting questions raise ``Closed``. With ``load(…, restart="auto")`` a dead engine is replaced
+        automatically, and no question fails.
+
+        Raises:
+            EngineFailed: a step takes longer than a minute: wait for it, then try again.
+            Closed: in a forked child. The errors of ``load`` and interrupts close the runtime.
+        """
+        try:
+            opened = self._thread.restart()
+            self._thread.belong_to(self)
+            opened.result()
+        except BaseException:
+            self._thread.close(wait=False)
+            raise
+
+    async def arestart(self) -> None:
+        """Restart without blocking the event loop."""
+        await aside(self.restart)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def __repr__(self) -> str:
+        engine = f"{type(self._thread.engine).__name__}, vocab_size={self.vocab_size}"
+        if not self._thread.alive:
+            return f"{type(self).__name__}(closed, {engine})"
+        return (
+            f"{type(self).__name__}(open, {engine}, max_model_len={self.max_model_len}, "
+            f"adapters={list(self._adapters.by_name)}, {self._thread.batcher!r}, {self._cache!r})"
+        )
 
     # -- the same, blocking a thread; an interrupt withdraws the question -----------------------
 
@@ -470,25 +776,7 @@ class AsyncLM(EngineOwner):
     stream_chat_sync = blocking_stream(stream_chat)
 
 
-async def _connected(make: Callable[..., T], url: str, options: ConnectOptions) -> T:
-    """Return the runtime that ``make`` makes of a thread, a cache, an engine and a seed. Cancelling
-    abandons the connecting.
-
-    Raises:
-        TypeError: an option is unknown. InvalidRequest: one is out of range.
-        EngineDied: the server cannot be reached, or does not take the key.
-        EngineUnsupported: it is no genrt server, or one of another version.
-    """
-    thread, cache = _started(url, **options)
-    try:
-        engine = await asyncio.wrap_future(thread.opened)
-        return make(thread, cache, engine, seed=options.get("seed"))
-    except BaseException:
-        thread.close(wait=False)
-        raise
-
-
-def _started(
+def _connecting(
     url: str,
     *,
     api_key: str | None = None,
@@ -509,10 +797,10 @@ def _started(
     def open_engine() -> RemoteEngine:
         lines.clear()
         engine = RemoteEngine(url, api_key, timeout=timeout, on_connection=lines.append)
-        if engines and engine.fingerprint != engines[0].fingerprint:  # whose rows are cached
+        if engines and engine.fingerprint != engines[0].fingerprint:  # its rows are cached
             engine.close()
             raise EngineFailed(f"{url} has another model by now, or new weights: connect again")
-        # The names that the runtime knows are those of the server now.
+        # The runtime's names follow the server's.
         names = engines[0].adapters if engines else engine.adapters
         for gone in names.keys() - engine.adapters.keys():
             del names[gone]

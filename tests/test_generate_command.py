@@ -15,19 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import save_file
 
 import genrt
 from genrt import loading
 from genrt.__main__ import main
 from genrt.cluster.options import ReplicaLimits
 from genrt.engines.adapters import least_lora_rank
-from genrt.engines.exact import NGram
 from genrt.errors import EngineFailed, InvalidRequest
 from genrt.generate import OPTIONS
 from genrt.generation.jobs import Job
 from genrt.lm import AsyncLM
-from tests.generation.job_cases import MODEL, job, lines_of, rows, write_rows
+from tests.generation.job_cases import MODEL, job, lines_of, rows, write_adapter, write_rows
 
 ROWS = rows(6)
 
@@ -234,15 +232,6 @@ def test_every_option_reaches_the_job(folder: Path, monkeypatch: pytest.MonkeyPa
     names = {words[0] for words in lines if words[1:] and words[1].strip("+*").isupper()}
     names |= {words[0] for words in lines if words[1:2] in (["flag"], ["switch"])}
     assert names == options | {"max-tokens", "model", "engine", "engine-options", "adapter"}
-
-
-def write_adapter(directory: Path, seed: int) -> Path:
-    """An adapter of the exact engine: another table."""
-    directory.mkdir()
-    table = NGram.random(MODEL.vocabulary, order=1, seed=seed).table
-    save_file({"table": table}, directory / "adapter_model.safetensors")
-    (directory / "adapter_config.json").write_text(json.dumps({"r": 9, "peft_type": "LORA"}))
-    return directory
 
 
 def test_texts_may_be_an_adapters(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

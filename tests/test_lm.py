@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Required, get_args, get_origin, get_type_hints
@@ -20,17 +21,14 @@ from genrt.engines.protocol import Engine
 from genrt.errors import (
     Closed,
     ContextTooLong,
-    GenrtError,
     InvalidAdapter,
     InvalidRequest,
     ModelNotFound,
-    NotFinite,
     UnknownAdapter,
 )
 from genrt.lm import AsyncLM
-from genrt.questions.request import Request
 from genrt.runtime.ask import MAX_UNAWAITED
-from tests.scripted import ScriptedEngine, logprobs, passes
+from tests.scripted import ScriptedEngine, passes
 
 VOCAB_SIZE, MAX_MODEL_LEN = 12, 20
 MODEL = NGram.random(VOCAB_SIZE, order=2, seed=1, eos_token_id=0)
@@ -160,155 +158,37 @@ async def test_rows_are_the_callers_own_and_the_cache_survives_what_is_done_to_t
     assert lm.statistics().engine.rows == 2
 
 
-@pytest.mark.promise(number=16)
-def test_a_cache_hit_is_bit_identical_and_clearing_asks_again(lm: AsyncLM) -> None:
-    row = lm.next_token_logprobs_sync([5])
-    assert torch.equal(lm.next_token_logprobs_sync([5]), row)
-    assert lm.statistics().cache.hits == 1
-    lm.clear_cache()
-    assert lm.statistics().cache.rows == 0
-    assert torch.equal(lm.next_token_logprobs_sync([5]), row)
-    assert lm.statistics().engine.rows == 2
-
-
-@pytest.mark.promise(number=15)
-@pytest.mark.parametrize("cache_bytes", [0, 1, 4 * VOCAB_SIZE, 10 * 4 * VOCAB_SIZE + 3])
-def test_the_cache_never_holds_more_than_its_bound(cache_bytes: int) -> None:
-    with genrt.load(MODEL, engine="exact", cache_bytes=cache_bytes) as lm:
-        for first in range(VOCAB_SIZE):
-            lm.batch_next_token_logprobs_sync([[first, second] for second in range(4)])
-            s = lm.statistics().cache
-            assert s.bytes <= s.max_bytes == cache_bytes
-        assert s.rows == cache_bytes // (4 * VOCAB_SIZE)
-        assert s.evictions == max(0, 4 * VOCAB_SIZE - s.rows) * (s.rows > 0)
-
-
-@pytest.mark.promise(number=1)
-async def test_cancelling_one_question_disturbs_no_other(lm: AsyncLM) -> None:
-    tasks = [asyncio.create_task(lm.next_token_logprobs([n % 4, 1])) for n in range(12)]
-    await passes(1)
-    for task in tasks[::3]:
-        task.cancel()
-    results = await asyncio.gather(*tasks, return_exceptions=True)
-    for number, result in enumerate(results):
-        if number % 3 == 0:
-            assert isinstance(result, asyncio.CancelledError)
-        else:
-            assert isinstance(result, torch.Tensor)
-            assert same(result, [number % 4, 1])
-
-
 # -- wrong arguments --------------------------------------------------------------------------
 
-WRONG_IDS: list[tuple[Any, type[Exception], str]] = [
-    ([], InvalidRequest, "at least one token id"),
-    ([-1], InvalidRequest, "from 0 to 11"),
-    ([VOCAB_SIZE], InvalidRequest, "from 0 to 11"),
-    ([1] * (MAX_MODEL_LEN + 1), ContextTooLong, "max_model_len"),
+WRONG_CALLS: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
+    (lambda lm: lm.next_token_logprobs([]), InvalidRequest, "at least one token id"),
+    (lambda lm: lm.next_token_logprobs_sync([1] * 21), ContextTooLong, "max_model_len"),
+    (lambda lm: lm.batch_next_token_logprobs([], device="nowhere"), InvalidRequest, "'nowhere'"),
+    (lambda lm: lm.batch_draw_sync([], adapter="x"), UnknownAdapter, "no adapter is named 'x'"),
+    (lambda lm: lm.batch_draw([[1]], masks=[None] * 3), InvalidRequest, "3 masks for"),
+    (lambda lm: lm.batch_sample([], max_tokens=1, timeout="1"), InvalidRequest, "timeout must be"),
+    (lambda lm: lm.sample([1], max_tokens=MAX_MODEL_LEN), ContextTooLong, "can be 19 here"),
+    (lambda lm: lm.sample_sync([1]), TypeError, r"^sample\(\) missing .* 'max_tokens'"),
+    (lambda lm: lm.batch_sample([], max_tokens=1, nonce=3), TypeError, r"^batch_sample\(\) got an"),
+    (lambda lm: lm.decode("text"), InvalidRequest, "sequence of int"),
+    (lambda lm: lm.remove_adapter("x"), UnknownAdapter, "no adapter is named 'x'"),
+    (lambda lm: lm.remove_adapter(None), InvalidRequest, "give the name of one"),
+    (lambda lm: lm.add_adapter("", "."), InvalidRequest, "non-empty str"),
+    (lambda lm: lm.add_adapter("x", "/no/such/place"), InvalidAdapter, "not a directory"),
+    (lambda lm: lm.add_adapter_sync("x", None), InvalidRequest, "path must be"),
 ]
-WRONG_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"max_tokens": MAX_MODEL_LEN}, ContextTooLong, f"max_tokens can be {MAX_MODEL_LEN - 1} here"),
-    ({"max_tokens": 2, "top_p": 0}, InvalidRequest, "top_p must be over 0"),
-    ({"max_tokens": 2, "seed": -1}, InvalidRequest, "seed must be from 0"),
-    ({"max_tokens": 2, "stop_token_ids": [99]}, InvalidRequest, "stop_token_ids must be"),
-    ({"max_tokens": 2, "adapter": "x"}, UnknownAdapter, "add_adapter"),
-    ({"max_tokens": 2, "unheard_of": 1}, TypeError, "unheard_of"),
-    ({}, TypeError, "max_tokens"),
-]
-Call = Callable[[Any], Any]
-"""Of an AsyncLM, which the type checker must not know: these calls are wrong."""
-
-
-OF_BATCHES: list[tuple[str, dict[str, Any], type[Exception], str]] = [
-    ("batch_next_token_logprobs", {"device": "nowhere"}, InvalidRequest, "device is 'nowhere'"),
-    ("batch_next_token_logprobs", {"device": "cuda:7"}, InvalidRequest, "rows are on cpu"),
-    ("batch_next_token_logprobs", {"device": 3.5}, InvalidRequest, "device is 3.5"),
-    ("batch_next_token_logprobs", {"adapter": "x"}, UnknownAdapter, "no adapter is named 'x'"),
-    ("batch_next_token_logprobs", {"timeout": -1}, InvalidRequest, "timeout must be"),
-    ("batch_draw", {"temperature": -1}, InvalidRequest, "temperature must be"),
-    ("batch_draw", {"seed": -1}, InvalidRequest, "seed must be"),
-    ("batch_draw", {"masks": [None] * 3}, InvalidRequest, "3 masks for"),
-    ("batch_draw", {"adapter": "x"}, UnknownAdapter, "no adapter is named 'x'"),
-    ("batch_draw", {"timeout": math.nan}, InvalidRequest, "timeout must be"),
-    ("batch_sample", {"max_tokens": 1, "timeout": "1"}, InvalidRequest, "timeout must be"),
-    *(
-        ("batch_sample", options, error, message)
-        for options, error, message in WRONG_OPTIONS
-        if error is not TypeError
-    ),
-    ("batch_sample", {}, TypeError, r"^batch_sample\(\) missing .* 'max_tokens'"),
-    (
-        "batch_sample",
-        {"max_tokens": 1, "nonce": 3},
-        TypeError,
-        r"^batch_sample\(\) got an unexpected keyword argument 'nonce'",
-    ),
-]
-"""What is wrong with a batch, whatever is in it."""
-
-
-def wrong_calls() -> Iterator[tuple[str, Call, type[Exception], str]]:
-    """Every method that takes something, with everything that is wrong to give it."""
-    for ids, error, message in WRONG_IDS:
-        of: dict[str, Call] = {
-            "next_token_logprobs": lambda lm, ids=ids: lm.next_token_logprobs(ids),  # type: ignore[misc]
-            "batch_next_token_logprobs": lambda lm, ids=ids: lm.batch_next_token_logprobs(
-                [[1], ids]
-            ),  # type: ignore[misc]
-            "sample": lambda lm, ids=ids: lm.sample(ids, max_tokens=1),  # type: ignore[misc]
-            "batch_sample": lambda lm, ids=ids: lm.batch_sample([[1], ids], max_tokens=1),  # type: ignore[misc]
-            "next_token_logprobs_sync": lambda lm, ids=ids: lm.next_token_logprobs_sync(ids),  # type: ignore[misc]
-            "batch_next_token_logprobs_sync": lambda lm, ids=ids: lm.batch_next_token_logprobs_sync(
-                [[1], ids]
-            ),  # type: ignore[misc]
-            "sample_sync": lambda lm, ids=ids: lm.sample_sync(ids, max_tokens=1),  # type: ignore[misc]
-            "batch_sample_sync": lambda lm, ids=ids: lm.batch_sample_sync([[1], ids], max_tokens=1),  # type: ignore[misc]
-        }
-        for name, call in of.items():
-            said = "shorten|max_model_len" if error is ContextTooLong else message
-            yield f"{name}({str(ids)[:20]})", call, error, said
-    for options, error, message in WRONG_OPTIONS:
-        for name in ("sample", "sample_sync"):
-            call = lambda lm, n=name, o=options: getattr(lm, n)([1], **o)  # type: ignore[misc]
-            yield f"{name}({options})", call, error, message
-        for name in ("batch_sample", "batch_sample_sync"):
-            call = lambda lm, n=name, o=options: getattr(lm, n)([[1], [2]], **o)  # type: ignore[misc]
-            yield f"{name}({options})", call, error, message
-    for name, options, error, message in OF_BATCHES:
-        for suffix in ("", "_sync"):
-            for batch in ([], [[1]], np.zeros((0, 3), int)):
-                call = lambda lm, n=name + suffix, b=batch, o=options: getattr(lm, n)(b, **o)  # type: ignore[misc]
-                yield f"{name}{suffix}({batch}, {options})", call, error, message
-    others: list[tuple[Call, type[Exception], str]] = [
-        (lambda lm: lm.encode(3), InvalidRequest, "takes a str"),
-        (lambda lm: lm.decode([99]), InvalidRequest, "from 0 to 11"),
-        (lambda lm: lm.decode("text"), InvalidRequest, "sequence of int"),
-        (lambda lm: lm.remove_adapter("x"), UnknownAdapter, "no adapter is named 'x'"),
-        (lambda lm: lm.remove_adapter(None), InvalidRequest, "give the name of one"),
-        (lambda lm: lm.add_adapter("", "."), InvalidRequest, "non-empty str"),
-        (lambda lm: lm.add_adapter(3, "."), InvalidRequest, "non-empty str"),
-        (lambda lm: lm.add_adapter("x", 3), InvalidRequest, "path must be a str or a Path"),
-        (lambda lm: lm.add_adapter("x", "/no/such/place"), InvalidAdapter, "not a directory"),
-        (lambda lm: lm.add_adapter_sync("x", "/no/such/place"), InvalidAdapter, "not a directory"),
-        (lambda lm: lm.add_adapter_sync("x", None), InvalidRequest, "path must be"),
-    ]
-    for number, (call, error, message) in enumerate(others):
-        yield f"other {number}", call, error, message
-
-
-WRONG_CALLS = list(wrong_calls())
+"""Some of each kind; ``test_every_argument.py`` has every parameter of every call."""
 
 
 @pytest.mark.promise(number=12)
 async def test_every_wrong_call_raises_at_the_call_and_disturbs_nothing(lm: AsyncLM) -> None:
     """The messages say what to do; the engine hears of none of them, nor does a neighbour."""
-    neighbour = asyncio.create_task(lm.next_token_logprobs([7]))
-    assert same(await neighbour, [7])
+    assert same(await lm.next_token_logprobs([7]), [7])
     before = lm.statistics()
-    for name, call, error, message in WRONG_CALLS:
+    for call, error, message in WRONG_CALLS:
         with pytest.raises(error, match=message) as caught:
             await answered(lambda call=call: call(lm))  # type: ignore[misc]
-        assert type(caught.value) is error, name
+        assert type(caught.value) is error
     assert lm.statistics() == before
     assert lm.adapters == ()
     assert same(await lm.next_token_logprobs([8]), [8])
@@ -411,7 +291,12 @@ def test_all_bits_of_a_seed_count(lm: AsyncLM) -> None:
     samples = [lm.sample_sync([1], max_tokens=19, seed=seed) for seed in seeds]
     assert len(set(map(tuple, samples))) == len(seeds)
     assert samples == [lm.sample_sync([1], max_tokens=19, seed=seed) for seed in seeds]
-    firsts = [lm.sample_sync([1], max_tokens=1, seed=5 + high * 2**32)[0] for high in range(2000)]
+
+    async def drawn() -> list[list[int]]:
+        calls = (lm.sample([1], max_tokens=1, seed=5 + high * 2**32) for high in range(2000))
+        return await asyncio.gather(*calls)
+
+    firsts = [token for [token] in asyncio.run(drawn())]
     expected = 2000 * MODEL.row([1]).double().exp()
     found = torch.bincount(torch.tensor(firsts), minlength=VOCAB_SIZE)
     likely = expected > 5
@@ -649,15 +534,6 @@ def test_a_saved_model_and_an_engine_of_ones_own_load(tmp_path: Path) -> None:
         assert same(own.next_token_logprobs_sync([1]), [1])
 
 
-def test_an_engines_error_reaches_the_caller_and_no_one_else() -> None:
-    errors: dict[Request, GenrtError] = {logprobs(1): NotFinite("the logits are NaN")}
-    with genrt.load(engine=lambda: ScriptedEngine(errors=errors)) as lm:
-        with pytest.raises(NotFinite):
-            lm.batch_next_token_logprobs_sync([[2], [1]])
-        assert lm.next_token_logprobs_sync([2]).shape == (8,)
-        assert lm.statistics().batcher.failed == 1
-
-
 # -- a runtime's life -------------------------------------------------------------------------
 
 
@@ -742,13 +618,6 @@ def test_statistics_are_frozen_and_add_up(lm: AsyncLM) -> None:
     assert s.cache.rows == s.engine.rows == 3
 
 
-def test_max_batch_size_bounds_the_flushes() -> None:
-    with genrt.load(MODEL, engine="exact", max_batch_size=3) as lm:
-        lm.batch_next_token_logprobs_sync([[n] for n in range(10)])
-        s = lm.statistics().batcher
-        assert (s.flushes, s.largest_flush) == (4, 3)
-
-
 @pytest.mark.promise(number=20)
 async def test_an_exception_inside_the_context_manager_passes_and_closes() -> None:
     with pytest.raises(KeyError):
@@ -756,6 +625,25 @@ async def test_an_exception_inside_the_context_manager_passes_and_closes() -> No
             raise KeyError
     with pytest.raises(Closed):
         lm.next_token_logprobs_sync([1])
+
+
+def test_a_runtime_says_of_every_member_what_it_does_wherever_it_is_written() -> None:
+    members = [name for name in dir(AsyncLM) if not name.startswith("_")]
+    assert {"draw", "draw_sync", "pause", "pause_sync", "close", "device"} <= {*members}
+    silent = [name for name in members if not inspect.getdoc(inspect.getattr_static(AsyncLM, name))]
+    assert silent == []
+
+
+def test_a_runtime_and_one_with_a_seed_of_its_own_have_one_engine() -> None:
+    with genrt.load(MODEL, engine="exact") as lm, genrt.load(MODEL, engine="exact") as other:
+        seeded = lm._of_seed(3)
+        assert seeded == lm != other
+        assert {seeded, lm, other} == {lm, other}
+        with pytest.raises(TypeError, match="cannot be copied or pickled"):
+            pickle.dumps(lm)
+        lm.close()
+        with pytest.raises(Closed):
+            seeded.draw_sync([1])
 
 
 # -- the public signatures --------------------------------------------------------------------

@@ -302,26 +302,17 @@ def test_what_is_missing_is_told(tiny: Path, monkeypatch: pytest.MonkeyPatch) ->
         models.resolve(None)
 
 
-def rewrite(change: Callable[[bytes], bytes], *, keep_time: bool = False) -> Callable[[Path], None]:
-    """Return a function that changes a file."""
-
-    def damage(path: Path) -> None:
-        status = path.stat()
-        path.write_bytes(change(path.read_bytes()))
-        if keep_time:  # as after a crash of a file system that had not written all data
-            os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-
-    return damage
+def rewrite(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    return lambda path: path.write_bytes(change(path.read_bytes()))
 
 
-HALF = rewrite(lambda data: data[: len(data) // 2])
 FLIPPED = rewrite(lambda data: data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
-CHANGES: list[tuple[str, Callable[[Path], None], int]] = [
+CHANGES: list[tuple[str, Callable[[Path], object], int]] = [
     # The changed file, its change, and how often the model is converted in all.
     *(
         (name, damage, 2)
         for name in ("model.safetensors", "tokenizer.json", "config.json")
-        for damage in (HALF, FLIPPED, rewrite(lambda data: data[:-9], keep_time=True), Path.unlink)
+        for damage in (rewrite(lambda data: data[:-9]), Path.unlink)
     ),
     *(
         ("genrt.json", rewrite(lambda _, text=text: text), 2)  # type: ignore[misc]
@@ -337,7 +328,7 @@ def test_damage_is_found_and_repaired(
     tiny: Path,
     conversions: list[Path],
     name: str,
-    change: Callable[[Path], None],
+    change: Callable[[Path], object],
     converted: int,
 ) -> None:
     directory = Path(models.resolve(None, progress=False))

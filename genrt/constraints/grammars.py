@@ -298,11 +298,9 @@ class GrammarState(PackedState):
     def advance(self, token_id: int) -> Self:
         rules, tokens = self._rules, self.vocabulary.tokens
         index = checked_token_id(token_id, self.vocab_size)
-        added = tokens.texts[index]
-        if added is None:
-            tokens.text(index)  # which says so of the end token
+        data = self._data + tokens.text(index)
+        if not tokens.is_open(index):
             raise tokens.refused(index)
-        data = self._data + added
         with self.vocabulary.lock:
             held = rules.states.get(data)
             if held is not None and (state := held()) is not None:

@@ -1,4 +1,4 @@
-"""A small LM whose probabilities are all known, for proofs and fast tests."""
+"""A small LM with known probabilities, for proofs and fast tests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["ExactEngine", "NGram"]
 
 
 class NGram:
-    """A Markov chain of order k over a vocabulary: the next token's law given the last k tokens.
+    """A Markov chain of order k over a vocabulary: the law of the next token after the last k tokens.
 
     Contexts shorter than k are padded on the left with token 0. The end token is a token like any other,
     and others may follow it.
@@ -36,7 +36,7 @@ class NGram:
         eos_token_id: the end token, if there is one.
 
     Raises:
-        InvalidRequest: shapes that don't fit, NaN, +inf, or a row of nothing but -inf.
+        InvalidRequest: shapes that don't fit, NaN, +inf, or a row that is all -inf.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class NGram:
         zeros: float = 0.0,
         eos_token_id: int | None = None,
     ) -> NGram:
-        """Make a model whose rows are the softmax of independent normal logits of standard deviation 2.
+        """Make a model of random rows: the softmax of independent normal logits of standard deviation 2.
 
         Args:
             vocabulary: the tokens' bytes, or their number: then they are ``a``, ``b``, …, all different,

@@ -25,8 +25,8 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 class Folder:
-    """A temporary folder. It is removed with its object or with the process; a forked child removes none
-    of its parent's. Raises OSError without room.
+    """A temporary folder. It is removed with its object or with the process; a forked child does not
+    remove it. Raises OSError without room.
 
     Args:
         kind: a word for its content, which becomes part of the name.

@@ -1,4 +1,4 @@
-"""The step-level Engine protocol: what an engine is, what it returns, and what its errors mean."""
+"""The step-level Engine protocol: its methods, results and errors."""
 
 from __future__ import annotations
 
@@ -48,24 +48,24 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatistics:
-    """Counters of an engine since it was opened; they only grow, except those of this moment.
+    """Counters of an engine since it was opened; they only grow, except the ones of this moment.
 
     Attributes:
         steps: forwards that were run.
         requests: submitted requests.
         rows: rows computed for logprobs requests.
         sampled_tokens: tokens drawn for sample requests.
-        scored_tokens: tokens whose log-probabilities were computed for score requests.
+        scored_tokens: tokens scored for score requests.
         computed_tokens: tokens put through the model.
         failed: requests that ended in an error.
         cancelled: requests that were withdrawn.
         reads: questions answered from rows that stayed on the device.
         bytes_to_host: bytes copied off the device.
         extended: rows of a resident sequence that grew by a token.
-        forked: new sequences that share the blocks of a resident one, some of them made ahead.
+        forked: new sequences that share the blocks of a resident one; some are made ahead.
         evicted: resident sequences dropped to make room.
         resident: sequences that are resident at this moment.
-        kept_tokens: tokens of prefixes whose KV blocks are held at this moment.
+        kept_tokens: tokens of the prefixes that have KV blocks at this moment.
         prepared: steps that were scheduled before their tokens were known.
         speculated: prepared steps that ran with tokens drawn on the device ahead of requests.
         seconds: how long the forwards took.
@@ -136,7 +136,7 @@ class Engine(Protocol):
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Take a flush of distinct requests for rows and samples; none of them is in progress. If it
-        raises, it has taken none. ``step`` returns an error that concerns one request alone."""
+        raises, it takes no request. ``step`` returns an error that concerns one request alone."""
 
     def step(self) -> list[Finished]:
         """Run one forward; return the requests that it finished, in any order. Nothing writes to a row
@@ -152,14 +152,14 @@ class Engine(Protocol):
         them; their memory is free after the next step.
 
         After any error but EngineDied the engine goes on. It is called again before it gets new
-        requests; if it raises again, a request of these that is submitted later fails."""
+        requests; if it raises again, a later submission of one of the requests fails."""
 
     def add_adapter(self, adapter: Adapter, path: Path) -> None:
         """Load the LoRA adapter in directory ``path`` (safetensors). Its files stay as they are until the
         adapter is removed.
 
         Raises:
-            InvalidAdapter: the directory holds no adapter that fits, or the engine takes none.
+            InvalidAdapter: the directory holds no adapter that fits, or the engine takes no adapters.
         """
 
     def remove_adapter(self, adapter: Adapter) -> None:
@@ -174,21 +174,21 @@ class Engine(Protocol):
 
 
 class Prefixes(Protocol):
-    """The contexts that an engine keeps. Contexts that begin with a kept one start from there."""
+    """The contexts that an engine keeps. Longer contexts start from them."""
 
     def __contains__(self, prefix: LogprobsRequest) -> bool:
-        """Return whether everything of this context that can be kept is kept."""
+        """Return whether the engine keeps as much of this context as it can."""
 
     def keep(self, prefix: LogprobsRequest) -> None:
-        """Keep everything computed of this context, now and whenever it is computed again. It is given up
+        """Keep everything computed of this context, now and whenever it is computed again. It is dropped
         before a request is refused or waits for ever. Do not raise."""
 
     def release(self, prefix: LogprobsRequest) -> None:
-        """Keep this context no more; ignore one that is not kept."""
+        """Stop keeping this context; ignore an unknown one."""
 
 
 class FullEngine(Engine, Protocol):
-    """Every method that an engine may have beside those of ``Engine``; see ``Capabilities``.
+    """The optional methods of an engine; see ``Capabilities``.
 
     Attributes:
         tell: may be called by ``step`` with the ends of populations, which it then does not return, once
@@ -225,20 +225,20 @@ class FullEngine(Engine, Protocol):
 
     def expect(self, rows: Sequence[LogprobsRequest], token_ids: torch.Tensor) -> None:
         """Expect questions about these distinct contexts, each with the token that was drawn from its
-        row: float64 ``[n]``, -1 for none. The tokens are on the engine's device, which may still be
+        row: float64 ``[n]``, -1 without one. The tokens are on the engine's device, which may still be
         drawing them: do not wait for it. Do not raise."""
 
     # Populations. The engine keeps their sequences, and finds them by number.
 
     def go_on(self, population: PopulationDraw) -> bool:
-        """Take a population whose sequences all go on from known ones. ``step`` returns it once, with a
+        """Take a population if all its sequences go on from known ones. ``step`` returns it once, with a
         ``Leaving`` of the result of ``PopulationDraw.drawn``; ``cancel`` forgets it. Rows that are not
         finite give a log mass that is NaN. Otherwise, or without room, change nothing and return False:
         its rows are requested then."""
 
     def settle(self, population: PopulationDraw) -> None:
-        """Remember the sequences of a population whose rows were requested one by one, so that others go
-        on from them. Do not raise."""
+        """Remember the sequences of a population, after requests for single rows, so that others go on
+        from them. Do not raise."""
 
     def release(self, asked: Sequence[SequenceHandle]) -> None:
         """Forget these sequences, and free the memory that only they hold. Do not raise."""
@@ -246,7 +246,7 @@ class FullEngine(Engine, Protocol):
     # Texts.
 
     def unsupported(self, decoding: Decoding) -> str | None:
-        """Return which option of these the engine cannot do, and why; ``None`` if it can do all. Safe
+        """Return an option that the engine cannot do, and the reason; ``None`` if it can do all. Safe
         from any thread.
 
         Raises:
@@ -255,7 +255,7 @@ class FullEngine(Engine, Protocol):
 
     def progress(self, streamed: Sequence[Streamed]) -> Sequence[Told | None]:
         """Return the deltas of each of these streamed requests since the last call: ``None`` without any,
-        or if it is not in progress. The completion has all of them too. Do not raise."""
+        or if it is not in progress. The completion has all deltas too. Do not raise."""
 
     # Engines that wait for others, elsewhere, in ``step``.
 
@@ -323,7 +323,7 @@ def check_supported(engine: Engine, decoding: Decoding) -> None:
 
 
 def tokenizer_of(engine: Engine) -> Any:
-    """Return the model's tokenizer. Raises InvalidRequest if it has none."""
+    """Return the model's tokenizer. Raises InvalidRequest without one."""
     if engine.tokenizer is None:
         raise InvalidRequest(
             "this model has no tokenizer: ask with token ids, or load a checkpoint that has one"

@@ -23,7 +23,6 @@ from genrt.engines.protocol import EngineStatistics, Finished, failure
 from genrt.engines.weights import Layout, NamedTensors
 from genrt.errors import (
     Closed,
-    ContextTooLong,
     EngineFailed,
     EngineUnsupported,
     GenrtError,
@@ -55,8 +54,8 @@ class SteppedModel:
     tokenizer: Any = None
 
     def logits(self, contexts: Sequence[Sequence[int]], adapter: Adapter | None) -> Tensor:
-        """Return the logits ``[n, vocab_size]`` after each of these contexts, none of them empty, with
-        the adapter that they share."""
+        """Return the logits ``[n, vocab_size]`` after each of these contexts, which are not empty and
+        share an adapter."""
         raise NotImplementedError
 
     def load_adapter(self, adapter: Adapter, path: Path) -> None:
@@ -94,7 +93,7 @@ class _Progress:
 
 
 class _Weights:
-    """A model's weights; the engine keeps nothing of them between two steps."""
+    """A model's weights. The engine stores no results of theirs between two steps."""
 
     def __init__(self, model: SteppedModel, in_progress: Mapping[Request, _Progress]) -> None:
         self._in_progress = in_progress
@@ -143,7 +142,7 @@ class SteppedEngine:
         self._spellings = Spellings(model.tokenizer, model.vocab_size)
         self._in_progress: dict[Request, _Progress] = {}
         self._refused: dict[Request, GenrtError] = {}
-        # Adapters that requests may bind; those that were removed while requests in progress need them.
+        # Adapters that requests may bind; removed adapters that requests in progress still need.
         self._adapters: set[Adapter] = set()
         self._removed: set[Adapter] = set()
         self._closed = False
@@ -159,7 +158,7 @@ class SteppedEngine:
         )
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Take a flush. Raises Closed after ``close``, and InvalidRequest if one of them is in progress
+        """Take a flush. Raises Closed after ``close``, and InvalidRequest if a request is in progress
         or twice in the flush."""
         if self._closed:
             raise Closed("the engine is closed: open another one")
@@ -202,7 +201,7 @@ class SteppedEngine:
         for end in finished:
             del self._in_progress[end.request]
             self._counted["failed"] += end.error is not None
-        if len(finished) < len(batch):  # unfinished ones go behind those that waited
+        if len(finished) < len(batch):  # unfinished ones go behind the waiting ones
             for progress in batch:
                 if self._in_progress.pop(progress.request, None) is not None:
                     self._in_progress[progress.request] = progress
@@ -279,44 +278,25 @@ class SteppedEngine:
         return progress
 
     def _check(self, request: Request) -> None:
-        """Raise the error of a request that cannot be computed."""
-        new = 0
-        if isinstance(request, SampleRequest | CompletionRequest):
-            decoding = request.decoding
-            new = check_int("max_tokens", decoding.max_tokens, 1)
-            truncate(  # an empty batch has its parameters checked
-                torch.empty(0, 1),
-                temperature=decoding.temperature,
-                top_k=decoding.top_k,
-                top_p=decoding.top_p,
-                min_p=decoding.min_p,
-            )
-            if (reason := self.unsupported(decoding)) is not None:
-                raise InvalidRequest(reason)
-        token_ids = request.token_ids  # unpacked every time
-        count = len(token_ids)
-        if count == 0:
-            raise InvalidRequest("the context is empty: give at least one token id")
-        if count + new > self.max_model_len:
-            raise ContextTooLong(
-                f"{count} token ids and {new} to sample exceed max_model_len "
-                f"{self.max_model_len}: shorten the context"
-            )
-        if not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
-            raise InvalidRequest(f"a token id is outside 0 .. {self.vocab_size - 1}")
+        """Raise the error of a request that cannot be computed: its numbers were checked before."""
+        if (
+            isinstance(request, SampleRequest | CompletionRequest)
+            and (reason := self.unsupported(request.decoding)) is not None
+        ):
+            raise InvalidRequest(reason)
         if request.adapter is not None and request.adapter not in self._adapters:
             raise UnknownAdapter(f"{request.adapter} is not loaded: add it first")
 
     def _generator(self, progress: _Progress) -> torch.Generator:
-        """Return what a sample's next token is drawn from."""
+        """Return the random generator of a sample's next token."""
         if progress.generator is None:
             progress.generator = torch.Generator(self._model.device).manual_seed(progress.seed)
-        if progress.seed >= 2**32:  # a CPU's generator takes 32 bits: seed anew for every token
+        if progress.seed >= 2**32:  # a CPU's generator takes 32 bits: seed again for every token
             progress.generator.manual_seed(mixed(progress.seed, len(progress.drawn)))
         return progress.generator
 
     def _advance(self, group: Sequence[_Progress], adapter: Adapter | None) -> list[Finished]:
-        """Run one forward over requests that share an adapter; return those that it ends."""
+        """Run one forward over requests that share an adapter; return the ones that end."""
         contexts = [progress.context for progress in group]
         logits = self._model.logits(contexts, adapter).float()
         self._counted["computed_tokens"] += sum(map(len, contexts))
@@ -346,7 +326,7 @@ class SteppedEngine:
         rows: Tensor,
         group: Sequence[_Progress],
     ) -> list[Finished]:
-        """Draw one token for each that has a law, by its index; return those that it ends."""
+        """Draw one token for each law, by its index; return the requests that end."""
         if len(laws) == len(rows) and all(law is None for law in laws.values()):
             drawn_from = rows  # copies would take longer than the draws
         else:

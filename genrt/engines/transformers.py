@@ -1,6 +1,6 @@
 """Hugging Face transformers as an engine: runs where vLLM cannot, and is the oracle in tests.
 
-Every step is one plain forward over whole contexts, padded on the right; nothing is kept between steps.
+Every step is one plain forward over whole contexts, padded on the right. No state remains between steps.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class _Network(SteppedModel):
         self._network = cast(Any, network.eval())
         self._keys: dict[Adapter, str] = {}
         self._new_keys = map("adapter{}".format, count())
-        # By the names of the checkpoint: layers of adapters change those of the network.
+        # By the names of the checkpoint: layers of adapters change the names in the network.
         self._parameters = dict(network.named_parameters(remove_duplicate=False))
         self._input_device = self._network.get_input_embeddings().weight.device
         probe = self._probe()
@@ -217,7 +217,7 @@ class _Network(SteppedModel):
 def _head_sees_only(network: Any, positions: Tensor) -> Iterator[None]:
     """Give the head one hidden state per context, so that no ``[n, T, V]`` tensor is ever made.
 
-    A hook before the head keeps what a model does to its logits, such as scaling and soft-capping.
+    With a hook, the model still scales or caps its logits.
     """
 
     def pick(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -313,7 +313,7 @@ def _refuse_more_than_lora(config: Any, path: Path) -> None:
 
 
 def _eject(network: Any, key: str) -> None:
-    """Take an adapter's layers out again, also if only some of them are in."""
+    """Remove an adapter's layers, also if only some are in."""
     from peft.functional import delete_adapter
 
     _activate(network, None)
@@ -323,7 +323,7 @@ def _eject(network: Any, key: str) -> None:
 
 
 def _activate(network: Any, key: str | None) -> None:
-    """Have the next forwards go through this adapter's layers, or through none."""
+    """Make the next forwards use this adapter's layers, or the base model alone."""
     from peft.functional import set_adapter
 
     set_adapter(network, [] if key is None else key, inference_mode=True)

@@ -57,7 +57,7 @@ class TensorForm:
 
     Attributes:
         dtypes: the accepted types, the checkpoint's first.
-        tied_to: another tensor with the same content; this one may be left out then.
+        tied_to: another tensor with the same content; this one is optional.
     """
 
     shape: tuple[int, ...]
@@ -257,7 +257,7 @@ def forms_in(files: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
 class TensorsIn:
     """The tensors of files, read one at a time; raises the errors of ``forms_in``.
 
-    An engine of several processes reads ``files`` in each of these.
+    Each process of an engine reads ``files``.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
@@ -397,7 +397,7 @@ class KeptWeights:
 
         Raises:
             EngineFailed: they were not saved, or their files have changed. EngineDied: the engine has
-                loaded a part of them.
+                loaded only a part.
         """
         if not self.version:
             return

@@ -36,17 +36,13 @@ def splice_turn(
     positions may differ, since templates drop the reasoning of earlier turns.
 
     A truncated last turn gets the end token of the template. Without ``model_ids`` the template's tokens
-    are returned.
+    are returned. InvalidRequest says that the prefix has no end token, or more of them than the template.
 
     Args:
         model_ids: the tokens of the last prompt and the model's last turn.
         template_prefix_ids: the template's tokens for the messages up to and including that turn.
         template_ids: the template's tokens for all messages.
         eos_token_id: the token at the end of the model's turns.
-
-    Raises:
-        InvalidRequest: the prefix has no end token, or the template has fewer than the prefix: they are
-            of different conversations.
     """
     end = check_int("eos_token_id", eos_token_id, 0, 2**32 - 1)
     model, prefix, template = (
@@ -162,11 +158,8 @@ class Conversation:
         self._messages += [dict(each) for each in messages]
 
     def prompt_ids(self) -> list[int]:
-        """Return the prompt of the model's next answer.
-
-        Raises:
-            InvalidRequest: the last message is an answer, the template refuses the messages, or the
-                model's turns end with another token than ``end_token_id``."""
+        """Return the prompt of the model's next answer. Raises InvalidRequest if the last message is an
+        answer, the template refuses the messages, or turns do not end with ``end_token_id``."""
         if self._messages[-1]["role"] == "assistant":
             raise InvalidRequest(
                 "the last message is the assistant's: add what comes after it first"
@@ -211,12 +204,8 @@ class Conversation:
 
     def answer(self, completion: Completion) -> None:
         """Add a completion of ``prompt_ids()``, drawn with ``logprobs``, as the model's answer. ``ask``
-        does this by itself.
-
-        Raises:
-            InvalidRequest: it has another prompt, or no log-probabilities. Errors of ``message_of``. The
-                conversation is then unchanged.
-        """
+        does this by itself. Raises InvalidRequest for another prompt, or without log-probabilities, and
+        the errors of ``message_of``; the conversation is then unchanged."""
         if not isinstance(completion, Completion):
             raise InvalidRequest(f"completion must be a Completion, got {shown(completion)}")
         prompt = list(completion.prompt_token_ids)

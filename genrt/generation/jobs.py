@@ -311,14 +311,9 @@ class Job:
     def begin(
         self, model: str | None = None, adapter: str | os.PathLike[str] | None = None
     ) -> JobRun:
-        """Prepare a run before the model is loaded: read and compare the input and the output, blocking.
-
-        Use it in a ``with`` statement, which closes the run. Raises as ``run``.
-
-        Args:
-            model: the directory or the name of the model.
-            adapter: the directory of the adapter.
-        """
+        """Prepare a run before the model (a directory or a name) and the adapter (a directory) are open:
+        read and compare the input and the output, blocking. Use it in a ``with`` statement, which closes
+        the run. Raises as ``run``."""
         running = JobRun(self)
         try:
             running._open(model, adapter=None if adapter is None else Path(adapter))
@@ -719,11 +714,7 @@ def _json_default(value: Any) -> Any:
 
 
 def _drawing_parts(options: Mapping[str, Any], seed: int | None) -> dict[str, Any]:
-    """Return the options that decide how texts are drawn, as JSON.
-
-    Raises:
-        InvalidRequest: an option is wrong.
-    """
+    """Return the options that decide how texts are drawn, as JSON. Raises InvalidRequest."""
     chat: dict[str, Any] = {
         name: options.get(name) for name in ("adapter", "tools", "chat_template_kwargs")
     }

@@ -62,7 +62,7 @@ class Item:
         options: override the options of the call, one by one. A structure replaces the call's structure.
             A ``seed`` is used as it is.
         tools: as for ``AsyncLM.chat``, with messages; by default the call's.
-        chat_template_kwargs: as for ``AsyncLM.chat``, with messages; by default the call's.
+        chat_template_kwargs: likewise.
     """
 
     prompt: str | TokenIds | None = None
@@ -111,8 +111,6 @@ class ManyOptions(AskOptions, total=False):
     Attributes:
         seed: item ``i`` is drawn with seed ``seed + i``, in any order of completion.
         in_order: whether results come in the order of the items, and not as they finish.
-        progress: whether to show a bar with the finished and failed items, the rate, and the remaining
-            time if ``items`` has a length.
     """
 
     in_order: bool
@@ -224,8 +222,7 @@ class ItemRunner:
         self._given = given
 
     async def check(self) -> None:
-        """Raise InvalidRequest if an option is wrong for every item, and Closed if the runtime is
-        closed."""
+        """Raise InvalidRequest for an option that is wrong for every item; Closed."""
         check_timeout(self._given.get("timeout"))
         await self._lm.batch_generate([], **cast("Any", self._given | {"timeout": None}))
 

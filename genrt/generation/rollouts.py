@@ -221,8 +221,8 @@ class PolicyGeneration:
             self._is_asleep = True
 
     def generate(self, data: Mapping[str, Any], *, greedy: bool = False) -> dict[str, Tensor]:
-        """Return the rollout of a batch, blocking, as ``rollout_sync``. ``greedy`` draws the likeliest
-        tokens. Raises InvalidRequest for missing or wrong fields; else as ``rollout``."""
+        """Return the rollout of a batch, blocking. ``greedy`` draws the likeliest tokens. Raises as
+        ``rollout``, and InvalidRequest for missing or wrong fields."""
         ids, lengths, options = self._unpack(data, greedy)
         return rollout_sync(self._lm, ids, lengths, **options).as_dict()
 
@@ -289,13 +289,8 @@ class _RolloutBatch:
                 f"row {long[0]} has {lengths[long[0]]} tokens, over max_model_len={lm.max_model_len}"
             )
         self._like = input_ids
-        self._prompts = [
-            row[:length].tolist() for row, length in zip(ids, lengths.tolist(), strict=True)
-        ]
-        for number, prompt in enumerate(self._prompts):
-            id_words(prompt, lm.vocab_size, name=f"token ids of row {number}")
-        count = len(self._prompts)
-        self._own: list[dict[str, Any]] = [
+        count = len(ids)
+        own: list[dict[str, Any]] = [
             {"seed": seed} for seed in _sample_seeds(given.pop("seed", None), count)
         ]
         for option, of_all in (("stop", "stop_strings"), ("stop_token_ids", "stop_token_ids")):
@@ -304,11 +299,11 @@ class _RolloutBatch:
                 given |= {} if stops is None else {option: stops}
                 continue
             _check_batch_count(of_all, len(stops), count)
-            for own_options, own_stops in zip(self._own, stops, strict=True):
+            for own_options, own_stops in zip(own, stops, strict=True):
                 own_options |= {} if own_stops is None else {option: own_stops}
         most = given.pop("max_new_tokens", None)
-        self._most = None if most is None else check_int("max_new_tokens", most, 1)
-        self._least = check_int("min_tokens", given.pop("min_tokens", 0), 0, self._most)
+        most = None if most is None else check_int("max_new_tokens", most, 1)
+        least = check_int("min_tokens", given.pop("min_tokens", 0), 0, most)
         on_timeout = given.pop("on_timeout", "raise")
         if not isinstance(on_timeout, str) or on_timeout not in get_args(OnTimeout):
             raise InvalidRequest(
@@ -316,32 +311,35 @@ class _RolloutBatch:
             )
         self._truncates = on_timeout == "truncate"
         self._given = given
-
-    def _item(self, number: int) -> Item:
-        """Return the item of a sample, within the rest of the context."""
-        prompt = self._prompts[number]
-        room = self._lm.max_model_len - len(prompt)
-        most = room if self._most is None else min(self._most, room)
-        limits = {"max_tokens": most, "min_tokens": min(self._least, most)}
-        return Item(prompt, options=cast("Any", limits | self._own[number]))
+        self._items: dict[int, Item] = {}  # of prompts that have room for a token
+        self._full: dict[int, tuple[int, ...]] = {}  # the others
+        for number, row in enumerate(ids):
+            prompt = row[: lengths[number]].tolist()
+            id_words(prompt, lm.vocab_size, name=f"token ids of row {number}")
+            if room := lm.max_model_len - len(prompt):
+                room = room if most is None else min(most, room)
+                limits = {"max_tokens": room, "min_tokens": min(least, room)}
+                self._items[number] = Item(prompt, options=cast("Any", limits | own[number]))
+            else:
+                self._full[number] = tuple(prompt)
 
     async def completions(self) -> AsyncGenerator[tuple[int, Completion], None]:
         """Yield the number of each sample and its completion, as they finish. Raise the first error."""
-        running = [n for n, each in enumerate(self._prompts) if len(each) < self._lm.max_model_len]
+        numbers = [*self._items]
         texts = generate_many(
-            self._lm, map(self._item, running), on_error="return", logprobs=0, **self._given
+            self._lm, self._items.values(), on_error="return", logprobs=0, **self._given
         )
         async with contextlib.aclosing(texts):
             async for place, text in texts:
                 if isinstance(text, Failed) and isinstance(text.error, TimedOut):
                     text = text.partial if self._truncates and text.partial else text
                 if isinstance(text, Failed):
-                    text.error.add_note(f"sample {running[place]} of rollout")
+                    text.error.add_note(f"sample {numbers[place]} of rollout")
                     raise text.error
-                yield running[place], text
-        for number in sorted({*range(len(self._prompts))} - {*running}):
-            prompt, version = tuple(self._prompts[number]), self._lm.weights_version
+                yield numbers[place], text
+        for number, prompt in self._full.items():
             none: Any = ("", (), prompt, (), (), "length", None, 0.0, 0.0)
+            version = self._lm.weights_version
             yield number, dataclasses.replace(Completion(*none), weights_version=version)
 
     async def samples(self) -> AsyncGenerator[tuple[int, Rollout], None]:
@@ -405,18 +403,12 @@ FIELDS = {"input_ids": "input_lengths", "output_ids": "unpadded_sequence_lengths
 def verify_right_padding(
     data: Mapping[str, Any], pad_value: int, *, raise_error: bool = True
 ) -> tuple[bool, str | None]:
-    """Return ``(True, None)`` for a batch with right padding, or ``(False, message)``: the message has
-    the wrong row, position and value.
+    """Return ``(True, None)`` for a batch with right padding. Otherwise raise InvalidRequest with the
+    wrong row, position and value, or without ``raise_error`` return ``(False, message)``.
 
     The batch is ``input_ids`` with ``input_lengths``, or ``output_ids`` with
     ``unpadded_sequence_lengths``: integers ``[batch, time]`` and ``[batch]``. Each row has only
     ``pad_value`` after its length. Before it, ``pad_value`` is a token like any other.
-
-    Args:
-        raise_error: whether to raise the message as InvalidRequest.
-
-    Raises:
-        InvalidRequest: ``pad_value`` is not an int, or ``data`` is not a mapping.
     """
     check_bool("raise_error", raise_error)
     pad_value = _check_pad_value(pad_value)

@@ -63,10 +63,9 @@ Reason: TypeAlias = Literal[
 """Why a run ended.
 
 ``complete``: it has ``target`` valid records. ``out_of_attempts``: ``max_attempts`` were made, or the
-prompts ended. ``threshold``: too many records were invalid for too long. ``no_valid``: too many
-attempts in a row had no valid record. ``all_truncated``: the same, or the first 50 attempts had none,
-and all their texts were truncated: raise ``max_tokens``. ``interrupted``: by an interrupt, a
-cancellation or an error; or the run goes on.
+prompts ended. ``threshold``: see ``invalid_threshold``. ``no_valid``: see ``max_dry_attempts``.
+``all_truncated``: the same, or the first 50 attempts had no valid record, and all their texts were
+truncated: raise ``max_tokens``. ``interrupted``: by an interrupt, a cancellation or an error.
 """
 
 
@@ -75,8 +74,6 @@ class ValidOptions(AskOptions, total=False):
 
     Attributes:
         seed: attempt ``i`` is drawn with seed ``seed + i``: the records are then reproducible.
-        progress: whether to show a bar with the number of valid records, their rate and the remaining
-            time.
         parse: returns or yields the records of a text; by default the text is the record.
         max_attempts: the maximum number of texts.
         max_dry_attempts: the run ends after this number of attempts in a row without a valid record; by
@@ -279,10 +276,7 @@ class UntilValid:
     async def run(self) -> Records:
         """Draw texts until the run ends, and return ``result()``. Cancelling interrupts the run.
 
-        Raises:
-            InvalidRequest: an argument or a prompt is wrong, or another ``run`` is awaited; else as
-                ``generate_valid``.
-        """
+        Raises as ``generate_valid``, and InvalidRequest while another ``run`` is awaited."""
         if self._is_running:
             raise InvalidRequest("this run is under way already: await it once at a time")
         self._is_running, started = True, time.monotonic()

@@ -164,14 +164,6 @@ class Decoding:
         return f"Decoding({', '.join(changed)})"
 
 
-HIGHEST_TEMPERATURE = 2.0**100
-"""A higher one has the same law in float32, in which vLLM computes: every token is as likely. One beyond
-float32 would make the logits of masked tokens NaN."""
-LEAST_TOP_P = 2.0**-126
-"""The least positive normal float32, in which vLLM computes. A smaller ``top_p`` has the same law: below
-the likeliest token's probability, which is at least 1 / vocab_size, any keeps that token alone."""
-
-
 @dataclass(frozen=True, slots=True, repr=False)
 class SampleRequest(Request):
     """Up to ``max_tokens`` tokens drawn after ``token_ids``; ``SampleOptions`` has the options. The
@@ -515,7 +507,8 @@ def _top_p(_: Limits, name: str, value: object) -> float:
     top_p = check_float(name, value, 0.0, 1.0)
     if top_p == 0.0:
         raise InvalidRequest("top_p must be over 0 (1.0 keeps everything), got 0")
-    return max(top_p, LEAST_TOP_P)
+    # The least normal float32, in which vLLM computes: any smaller number keeps the likeliest token too.
+    return max(top_p, 2.0**-126)
 
 
 def _top_k(limits: Limits, name: str, value: int) -> int:
@@ -630,7 +623,8 @@ def _logit_bias(limits: Limits, name: str, value: object) -> tuple[tuple[int, fl
 
 
 _CHECKS: dict[str, Check] = {
-    "temperature": lambda _, name, value: min(check_float(name, value, 0.0), HIGHEST_TEMPERATURE),
+    # A higher one has the same law in float32, or makes the logits of masked tokens NaN.
+    "temperature": lambda _, name, value: min(check_float(name, value, 0.0), 2.0**100),
     "top_p": _top_p,
     "top_k": _top_k,
     "min_p": _number(0.0, 1.0),

@@ -1,4 +1,4 @@
-"""The names of a runtime's adapters, and which loading of each name questions are bound to."""
+"""Binds adapter names to loaded adapters: loading a name again makes another adapter."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ __all__ = ["AdapterNames"]
 
 
 class AdapterNames:
-    """The adapter that each name stands for now. Safe from any thread.
+    """The present adapters by name. Safe from any thread.
 
     Attributes:
-        by_name: the adapters by their names, those too that a restart has lost.
+        by_name: the adapters, including adapters that a restart has lost.
     """
 
     def __init__(
         self, thread: EngineThread, given: Mapping[str, Adapter] = MappingProxyType({})
     ) -> None:
-        """Begin with those that the engine has by itself; a dict is the engine's, which changes it."""
+        """Start with the engine's own adapters; the engine may change a dict of them."""
         self.by_name: dict[str, Adapter] = given if isinstance(given, dict) else {**given}
         self._thread = thread
         self._lock = threading.Lock()
@@ -43,17 +43,14 @@ class AdapterNames:
         self._bound: dict[str, int] = {}  # the last version that each name was bound to
 
     def loaded(self) -> tuple[str, ...]:
-        """Return the names that questions may use."""
+        """Return the names of usable adapters."""
         lost = self._thread.adapters.lost
         found = ((name, self.by_name.get(name)) for name in list(self.by_name))
         return tuple(name for name, each in found if each is not None and each not in lost)
 
     def bound(self, name: str | None) -> Adapter | None:
-        """Return the adapter that a name stands for; ``None`` is the base model.
-
-        Raises:
-            UnknownAdapter: nothing is loaded under this name, or a restart has lost it.
-        """
+        """Return the adapter of a name; ``None`` stands for the base model. Raises UnknownAdapter if it
+        is not loaded, or a restart has lost it."""
         if name is None:
             return None
         adapter = self.by_name.get(name) if isinstance(name, str) else None
@@ -68,12 +65,8 @@ class AdapterNames:
         return adapter
 
     def rebound(self, requests: Sequence[Request], error: UnknownAdapter) -> list[Request]:
-        """Return requests whose adapter the engine does not know, bound to what its name stands for now:
-        another thread has loaded or removed it while they were made.
-
-        Raises:
-            UnknownAdapter: nothing is loaded under the name; ``error``, if it is the same adapter.
-        """
+        """Return requests for the adapter that has their adapter's name now: another thread has replaced
+        it meanwhile. Raises UnknownAdapter: ``error`` if it is the same adapter."""
         before = requests[0].adapter
         adapter = self.bound(before.name) if before is not None else None
         if adapter == before:
@@ -81,18 +74,13 @@ class AdapterNames:
         return [request.bound_to(adapter) for request in requests]
 
     def files(self, name: str) -> Path | None:
-        """Return the directory with the runtime's copy of an adapter's files, ``None`` if there is no
-        copy: the engine brings the adapter, or the name is not bound."""
+        """Return the directory of the copy of an adapter's files, if there is one."""
         adapter = self.by_name.get(name)
         return next((copy for each, copy in self._thread.adapters if each == adapter), None)
 
     async def add(self, name: str, path: str | os.PathLike[str]) -> Callable[[], None]:
-        """Load an adapter and bind its name on the engine's thread; return a function that removes it if
-        the name was free. The last call for a name wins. ``EngineOwner.add_adapter`` says the rest.
-
-        Raises:
-            InvalidRequest: the name or the path is none. InvalidAdapter: no adapter is there.
-        """
+        """Load an adapter as ``AsyncLM.add_adapter``; return a function that removes it if the name
+        was free. The last call for a name wins. Raises InvalidRequest, InvalidAdapter."""
         directory = _checked(name, path)
         adapter = Adapter(name, next(self._versions))
         copy = await self._copied(directory)
@@ -120,9 +108,7 @@ class AdapterNames:
         loading = self._thread.call(load_and_bind, COMPUTES)
         try:
             await asyncio.wrap_future(loading)
-        except (
-            GeneratorExit
-        ):  # collected with its loop, whatever is locked: nothing may take a lock
+        except GeneratorExit:  # collected with its loop: no lock may be taken
             loading.cancel()
             raise
         except BaseException:
@@ -132,7 +118,7 @@ class AdapterNames:
         return partial(undo, loading)
 
     async def _copied(self, directory: Path) -> Path:
-        """Copy an adapter's files; in a thread of its own unless they are small."""
+        """Copy an adapter's files, in another thread unless they are small."""
         adapters = self._thread.adapters
         if adapter_bytes(directory) <= AT_ONCE_BYTES:
             return adapters.copied(directory)
@@ -153,12 +139,8 @@ class AdapterNames:
             self._thread.batcher.retire(adapter)
 
     def remove(self, name: str) -> None:
-        """Unbind a name. Questions that are bound to its adapter are answered first.
-
-        Raises:
-            UnknownAdapter, InvalidRequest: it is no adapter's name, or ``None``.
-            Closed: the runtime is closed.
-        """
+        """Unbind a name; the adapter is removed after its last question. Raises UnknownAdapter,
+        InvalidRequest, Closed."""
         batcher = self._thread.batcher
         with self._lock:
             adapter = self.bound(name)
@@ -169,7 +151,7 @@ class AdapterNames:
 
 
 def _checked(name: object, path: object) -> Path:
-    """Return the directory of an adapter. Raises as ``AdapterNames.add``."""
+    """Return the directory of an adapter."""
     if not isinstance(name, str) or not name:
         raise InvalidRequest(f"an adapter's name must be a non-empty str, got {named(name)}")
     if not isinstance(path, str | os.PathLike):

@@ -1,27 +1,22 @@
-"""Reads and population draws, answered from rows. ``questions/`` knows how each kind is answered.
-
-Engines compute rows and samples. ``AnsweringEngine`` adds reads to any engine.
+"""Answers reads and population draws from rows that an engine computes.
 
 Rules:
-    All readers of one row share it: with each other, with callers that asked for the row itself, and with
-    the cache, whose rows answer without the engine.
-    A step's reads are answered together, kind by kind, with few copies to the host.
-    A read from a cached row is answered by ``submit``, beside the step.
-    An engine that raises in ``cancel`` may still hold the request. It is told again before it gets
-    anything new; if it raises again, an equal new request fails, alone.
-    A row that was only read from is not cached: that would copy it. One moved to the host is.
-    A read's answer depends on its row and itself alone, never on its batch.
-    A population that goes on by sequence numbers shares no rows, and the cache is not asked.
+    Readers of one row share it with each other, with callers of the row itself, and with the cache.
+    A read of a cached row is answered by ``submit``, beside the step. A step's reads are answered
+    together, kind by kind, with few copies to the host. An answer never depends on its batch.
+    Rows read on the device are not cached, because that would copy them. Rows on the host are.
+    An engine that raises in ``cancel`` may still hold the request. It is cancelled again before the next
+    request; if that raises too, only equal new requests fail.
+    A population that continues by sequence number shares no rows and skips the cache.
 """
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -44,64 +39,48 @@ from genrt.questions.draws import PopulationDraw
 from genrt.questions.reads import Read, ReadRequest
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest, not_finite
-from genrt.questions.sequences import SequenceHandle
+from genrt.questions.sequences import Origins, SequenceHandle
 from genrt.runtime.cache import RowCache
 from genrt.tokens.rows import Leaving
 from genrt.tokens.sampling import BatchDraw
 
-__all__ = ["MAX_PREFIXES", "AnsweringEngine", "FoundRows", "KeptPrefixes"]
+__all__ = ["MAX_PREFIXES", "AnsweringEngine"]
 
 MAX_PREFIXES = 64
-"""The most kept prefixes of a runtime: an engine may look at each of them after every step."""
+"""The maximum pinned prefixes of a runtime: an engine may look at each of them after every step."""
 
-
-class KeptPrefixes:
-    """The prefixes that every engine of a runtime keeps. Safe from any thread."""
-
-    def __init__(self) -> None:
-        self._rows: dict[LogprobsRequest, None] = {}
-        self._lock = threading.Lock()
-
-    def __iter__(self) -> Iterator[LogprobsRequest]:
-        """Yield them, the newest at the end."""
-        return iter(list(self._rows))
-
-    def add(self, prefix: LogprobsRequest) -> list[LogprobsRequest]:
-        """Add one, the newest now, and return the oldest of too many, now removed."""
-        with self._lock:
-            self._rows.pop(prefix, None)
-            self._rows[prefix] = None
-            over = list(self._rows)[:-MAX_PREFIXES]
-            for each in over:
-                del self._rows[each]
-        return over
-
-    def discard(self, prefix: LogprobsRequest) -> None:
-        """Remove one; ignore any other."""
-        with self._lock:
-            self._rows.pop(prefix, None)
-
-    def bound_to(self, adapter: Adapter) -> list[LogprobsRequest]:
-        """Return the prefixes of an adapter."""
-        return [each for each in self if each.adapter == adapter]
+Reader: TypeAlias = ReadRequest | PopulationDraw
 
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    """A row in progress with its readers; ``is_asked`` if a caller asked for the row itself."""
+    """A row in progress with its readers; ``is_asked`` if a caller wants the row itself."""
 
-    readers: dict[ReadRequest | PopulationDraw, None] = field(default_factory=dict)
+    readers: dict[Reader, None] = field(default_factory=dict)
     is_asked: bool = False
 
 
+class _FoundRows:
+    """The rows of a population that have been found so far."""
+
+    def __init__(self, rows: Sequence[LogprobsRequest]) -> None:
+        self.wanted = rows
+        self.distinct = dict.fromkeys(rows)
+        self.found: dict[LogprobsRequest, Tensor] = {}
+
+    @property
+    def are_whole(self) -> bool:
+        return len(self.found) == len(self.distinct)
+
+
 class AnsweringEngine:
-    """An engine that answers reads from the rows of another. What it takes otherwise passes through.
+    """An engine that answers reads from the rows of another engine, and passes other requests through.
 
     Args:
-        engine: computes rows and samples; owned by whoever made it, as ``close`` passes through too.
-        cache: rows that answer without the engine; rows on their way to the host are put there.
-        adapters: those that are loaded, with the copies of them that the engine is given.
-        prefixes: those that the engine is to keep, if it can.
+        engine: computes rows and samples. ``close`` closes it.
+        cache: rows that answer without the engine; rows on their way to the host are stored there.
+        adapters: the loaded adapters, with the copies of their files.
+        prefixes: the pinned prefixes, the newest last. Other threads may remove some.
     """
 
     def __init__(
@@ -109,65 +88,83 @@ class AnsweringEngine:
         engine: Engine,
         cache: RowCache,
         adapters: Adapters | None = None,
-        prefixes: KeptPrefixes | None = None,
+        prefixes: dict[LogprobsRequest, None] | None = None,
     ) -> None:
         self.engine = engine
         self.capabilities = has = capabilities_of(engine)
-        self.full = cast("FullEngine", engine)  # called only as the capabilities say
+        self.full = cast("FullEngine", engine)  # called only as the capabilities allow
         self._cache = cache
         self._adapters = Adapters() if adapters is None else adapters
-        self._prefixes = KeptPrefixes() if prefixes is None else prefixes
-        self._kept = self.full.prefixes if has.keeps_prefixes else None
-        # Every request in the engine, but for populations by number; a row that others read has a _Row.
+        self._prefixes = {} if prefixes is None else prefixes
+        self._pinned = self.full.prefixes if has.keeps_prefixes else None
+        # Every request in the engine, except populations by number; a row with readers has a _Row.
         self._in_progress: dict[Request, _Row | None] = {}
-        self._populations = _Populations(self.full, self.expect, by_number=has.populates)
+        self._found: dict[PopulationDraw, _FoundRows] = {}
+        self._by_number: dict[Request, None] = {}  # populations that continue by sequence number
+        self._not_finite: list[SequenceHandle] = []  # to be released after the step
         self._unforgotten: dict[Request, GenrtError] = {}
         self._reads = 0
         self._bytes_to_host = 0
-
-    @property
-    def tokenizer(self) -> Any:
-        return self.engine.tokenizer
 
     def __repr__(self) -> str:
         readers = sum(len(row.readers) for row in self._in_progress.values() if row is not None)
         return f"AnsweringEngine({self.engine!r}, {readers} reads in progress)"
 
+    # -- requests -----------------------------------------------------------------------------
+
     def submit(self, requests: Sequence[Request]) -> list[Finished]:
-        """Take a flush as an engine does, with reads. Return the requests that have ended without a
-        forward: reads from rows in the cache, and requests that the engine cannot take."""
+        """Take a flush with reads. Return the ends of requests that need no forward: reads of cached
+        rows, requests of lost adapters, and requests that the engine refuses."""
+        ends: list[Finished] = []
+        if lost := self._adapters.lost:
+            errors = ((each, lost.get(cast("Adapter", each.adapter))) for each in requests)
+            ends = [Finished(each, error=error) for each, error in errors if error is not None]
+            requests = [each for each in requests if each.adapter not in lost]
         populations = [each for each in requests if isinstance(each, PopulationDraw)]
-        # A request to be forgotten may be a sequence that they would go on from.
+        # An unforgotten request may be a sequence that they would continue.
         if not populations or self._unforgotten:
-            return self._submit(requests)
+            return ends + self._submit(requests)
         try:
-            going_on = self._populations.go_on(populations)
-            return self._submit([each for each in requests if each not in going_on])
+            continued = self._continue_by_number(populations)
+            return ends + self._submit([each for each in requests if each not in continued])
         except BaseException:
-            if given_up := self._populations.give_up(populations):
+            if given_up := [each for each in populations if self._by_number.pop(each, 0) is None]:
                 self._cancel(given_up)
             raise
 
+    def _continue_by_number(self, populations: Sequence[PopulationDraw]) -> dict[Request, None]:
+        """Have the engine continue known sequences; return the populations that it takes. Populations
+        that continue alike share their rows instead."""
+        continued: dict[Request, None] = {}
+        if self.capabilities.populates:
+            known = [each for each in populations if each.origins]
+            alike = Counter(map(_continuation, known)) if len(known) > 1 else None
+            for each in known:
+                is_alone = alike is None or alike[_continuation(each)] == 1
+                if is_alone and self.full.go_on(each):
+                    continued[each] = self._by_number[each] = None
+        return continued
+
     def _submit(self, requests: Sequence[Request]) -> list[Finished]:
         new: dict[Request, _Row | None] = {}
-        joined: list[tuple[Request, ReadRequest | PopulationDraw | None]] = []  # rows in progress
+        joined: list[tuple[Request, Reader | None]] = []  # rows in progress
         cached: list[Read] = []
-        found: dict[PopulationDraw, FoundRows] = {}
+        found: dict[PopulationDraw, _FoundRows] = {}
         for request in requests:
             if not isinstance(request, ReadRequest | PopulationDraw) or self._reads_there(request):
-                if request in self._in_progress:  # a row that only reads have asked for so far
+                if request in self._in_progress:  # a row with readers only
                     joined.append((request, None))
                 elif (row := new.setdefault(request, None)) is not None:
                     row.is_asked = True
             elif isinstance(request, PopulationDraw):
-                found[request] = rows = FoundRows(request.rows)
+                found[request] = rows = _FoundRows(request.rows)
                 for each in rows.distinct:
                     if (borrowed := self._row_for(each, request, new, joined)) is not None:
-                        rows.put(each, borrowed)
+                        rows.found[each] = borrowed
             else:
                 lacking = False
-                if request.wanted.computes and self._kept is not None:
-                    lacking = request.row.of_weights(0) not in self._kept
+                if request.wanted.computes and self._pinned is not None:
+                    lacking = request.row.of_weights(0) not in self._pinned
                 borrowed = self._row_for(request.row, request, new, joined, lacking=lacking)
                 if borrowed is not None:
                     cached.append(Read(request, borrowed))
@@ -184,13 +181,14 @@ class AnsweringEngine:
             else:
                 row.readers[reader] = None
         if found:
-            self._populations.found |= found
+            self._found |= found
             self.cancel([each.request for each in ends if each.request in found])
-            ends += self._populations.ready()
+            whole = [each for each, rows in self._found.items() if rows.are_whole]
+            ends += [self._drawn_from_rows(each) for each in whole]
         return ends + self._answered(cached) if cached else ends
 
-    def _reads_there(self, request: ReadRequest | PopulationDraw) -> bool:
-        """Return whether the engine answers this itself; from a cached row it is answered here."""
+    def _reads_there(self, request: Reader) -> bool:
+        """Return whether the engine answers this read itself."""
         if isinstance(request, PopulationDraw):
             return PopulationDraw in self.capabilities.reads
         there = type(request.wanted) in self.capabilities.reads
@@ -199,14 +197,14 @@ class AnsweringEngine:
     def _row_for(
         self,
         row: LogprobsRequest,
-        reader: ReadRequest | PopulationDraw,
+        reader: Reader,
         new: dict[Request, _Row | None],
-        joined: list[tuple[Request, ReadRequest | PopulationDraw | None]],
+        joined: list[tuple[Request, Reader | None]],
         *,
         lacking: bool = False,
     ) -> Tensor | None:
-        """Return a cached row, unless it is ``lacking`` in the engine; otherwise have the reader share
-        the row that is in progress, or a new one."""
+        """Return a cached row unless the engine is ``lacking`` it; otherwise have the reader share the
+        row in progress or a new one."""
         if row in new:
             if (sharing := new[row]) is None:
                 new[row] = sharing = _Row(is_asked=True)
@@ -220,8 +218,8 @@ class AnsweringEngine:
         return None
 
     def _refused(self, new: dict[Request, _Row | None]) -> list[Finished]:
-        """Remove from ``new`` the requests that the engine was told to forget and may still hold; return
-        their ends, and those of their readers."""
+        """Remove from ``new`` the cancelled requests that the engine may still hold; return their ends
+        and their readers' ends."""
         ends: dict[Request, Finished] = {}  # a population may read several of these rows
         for request, error in self._still_held(new).items():
             row = new.pop(request)
@@ -233,13 +231,13 @@ class AnsweringEngine:
         return [*ends.values()]
 
     def step(self, tell: Callable[[Sequence[Finished]], object] | None = None) -> list[Finished]:
-        """Step as the Engine protocol says, and answer the reads of the step's rows. Ends that ``tell``
-        gets while the step goes on are not returned."""
-        populations, going_on = self._populations, bool(self._populations.going_on)
+        """Step the engine and answer the reads of the step's rows. Ends that ``tell`` gets during the
+        step are not returned."""
         if self.capabilities.delivers_early:
-            self.full.tell = tell and (lambda ends: tell(populations.drawn(ends)))
+            self.full.tell = tell and (lambda ends: tell([self._with_draws(end) for end in ends]))
+        draws_by_number = bool(self._by_number)
         try:
-            ends = self.engine.step()
+            ends: Sequence[Finished] = self.engine.step()
         except EngineDied:
             raise
         except Exception:
@@ -247,7 +245,11 @@ class AnsweringEngine:
             raise
         for end in ends if self._unforgotten else ():
             self._unforgotten.pop(end.request, None)
-        ends = populations.ended(ends) if going_on else ends
+        if draws_by_number:
+            ends = [self._with_draws(end) for end in ends]
+            if wrong := self._not_finite:
+                self._not_finite = []
+                self.full.release(wrong)
         finished: list[Finished] = []
         reads: list[Read] = []
         whole: list[PopulationDraw] = []
@@ -264,24 +266,25 @@ class AnsweringEngine:
                         failed[reader] = None
                 elif isinstance(reader, ReadRequest):
                     reads.append(Read(reader, cast("Tensor", end.result)))
-                elif not populations.found[reader].put(
-                    cast("LogprobsRequest", end.request), cast("Tensor", end.result)
-                ):
-                    whole.append(reader)
+                else:
+                    rows, request = self._found[reader], cast("LogprobsRequest", end.request)
+                    rows.found[request] = cast("Tensor", end.result)
+                    if rows.are_whole:
+                        whole.append(reader)
         if failed:
             self.cancel([*failed])
-        finished += [populations.answered(each) for each in whole if each not in failed]
+        finished += [self._drawn_from_rows(each) for each in whole if each not in failed]
         return finished + self._answered(reads) if reads else finished
 
     def progress(self, streamed: Sequence[Streamed]) -> Sequence[Told | None]:
-        """Return the deltas of each of these since the last call, if there are any."""
+        """Return each text's new deltas, or ``None``."""
         if not self.capabilities.completes:
             return [None] * len(streamed)
         return self.full.progress(streamed)
 
     def cancel(self, requests: Sequence[Request]) -> None:
-        """Cancel as the Engine protocol says; a row goes with the last request for it. Raises EngineDied
-        alone: any other error of the engine concerns only equal requests that come later."""
+        """Cancel requests; a row goes with the last request for it. Raises only EngineDied: another error
+        of the engine affects only later requests that are equal."""
         unwanted: list[Request] = []
         for request in requests:
             is_read = isinstance(request, ReadRequest | PopulationDraw)
@@ -295,17 +298,16 @@ class AnsweringEngine:
             elif isinstance(request, ReadRequest):
                 unwanted += self._without(request.row, request)
             elif isinstance(request, PopulationDraw):
-                unwanted += self._populations.give_up([request])
-                if (found := self._populations.found.pop(request, None)) is not None:
+                if self._by_number.pop(request, 0) is None:
+                    unwanted.append(request)
+                if (found := self._found.pop(request, None)) is not None:
                     for source in found.distinct:
                         unwanted += self._without(source, request)
         if unwanted:
             self._cancel(unwanted)
 
-    def _without(
-        self, source: LogprobsRequest, reader: ReadRequest | PopulationDraw
-    ) -> list[LogprobsRequest]:
-        """Remove a reader from a row; return the row if it is not wanted any more."""
+    def _without(self, source: LogprobsRequest, reader: Reader) -> list[LogprobsRequest]:
+        """Remove a reader from a row; return the row if nobody else wants it."""
         row = self._in_progress.get(source)
         if row is None or reader not in row.readers:
             return []
@@ -319,7 +321,7 @@ class AnsweringEngine:
         return [source]
 
     def _cancel(self, unwanted: Sequence[Request]) -> None:
-        """Have the engine forget these, and all that it has not forgotten before."""
+        """Have the engine forget these requests, and all that it has not forgotten before."""
         unforgotten = [*self._unforgotten, *unwanted]
         try:
             self.engine.cancel(unforgotten)
@@ -329,139 +331,29 @@ class AnsweringEngine:
             self._unforgotten.clear()
 
     def _still_held(self, new: Collection[Request]) -> dict[Request, GenrtError]:
-        """Return those that the engine was told to forget and may still hold, with what it raised."""
+        """Return the cancelled requests that the engine may still hold, with its errors."""
         if self._unforgotten:
             self._cancel([])
         return {each: error for each, error in self._unforgotten.items() if each in new}
 
-    def add_adapter(self, adapter: Adapter, path: Path) -> None:
-        """Load an adapter, from a copy of its files. ``Adapters.copied`` makes it before where that must
-        not hold up the engine; it is kept if this succeeds."""
-        copy = self._adapters.copied(path)
-        try:
-            self.engine.add_adapter(adapter, copy)
-        except BaseException as error:
-            if copy != path:
-                drop_copy(copy)
-            if isinstance(error, InvalidAdapter):
-                raise InvalidAdapter(str(error).replace(str(copy), str(path))) from error
-            raise
-        self._adapters.keep(adapter, copy)
-
-    def remove_adapter(self, adapter: Adapter) -> None:
-        """Remove an adapter; one that is not loaded, as after a restart, is ignored. Its prefixes are
-        kept for the one that is loaded under its name now, if there is one. Raises EngineDied alone:
-        after any other error the weights may stay until the next restart."""
-        if adapter not in self._adapters:
-            return
-        self._adapters.forget(adapter)
-        named = [each for each, _ in self._adapters if each.name == adapter.name]
-        for prefix in self._prefixes.bound_to(adapter):
-            self.release(prefix)
-            if named:
-                self._keep(prefix.bound_to(named[-1]))
-        try:
-            self.engine.remove_adapter(adapter)
-        except Exception as error:  # nobody waits for this, and no question can name the adapter
-            survived(error)
-
-    def forget_residents(self) -> None:
-        """Have the engine forget what nothing in progress needs, if it keeps anything."""
-        if self.capabilities.forgets_residents:
-            self.full.forget_residents()
-
-    def begin_update(self) -> None:
-        """Have the engine forget what its weights have computed. Raises EngineFailed if it cannot."""
-        if self._still_held(self._unforgotten):
-            raise EngineFailed("the engine cannot forget what was cancelled: restart it")
-        weights_of(self.engine).begin()
-
-    def reload_adapters(self) -> dict[Adapter, GenrtError]:
-        """Load the adapters of the engine before into this one, and have it keep the same prefixes. An
-        adapter that it does not take is lost, with its rows and prefixes; return those, each with what
-        who asks for it is told."""
-        lost: dict[Adapter, GenrtError] = {}
-        for adapter, copy in self._adapters:
-            try:
-                self.engine.add_adapter(adapter, copy)
-            except EngineDied:
-                raise
-            except Exception as error:
-                lost[adapter] = self._adapters.lose(adapter, error)
-                self._cache.forget(adapter)
-        for prefix in self._prefixes:
-            if prefix.adapter in lost:
-                self._prefixes.discard(prefix)
-            elif self._kept is not None:
-                self._kept.keep(prefix)
-        return lost
-
-    def statistics(self) -> EngineStatistics:
-        """Return the engine's, with the reads and the bytes they moved; its ``rows`` and ``requests``
-        count those computed for reads too."""
-        counted = self.engine.statistics()
-        return replace(
-            counted,
-            reads=counted.reads + self._reads + self._populations.reads,
-            bytes_to_host=counted.bytes_to_host
-            + self._bytes_to_host
-            + self._populations.bytes_to_host,
-        )
-
-    def close(self) -> None:
-        self._in_progress.clear()
-        self._populations.clear()
-        self._unforgotten.clear()
-        self.engine.close()
-
     def _forget(self) -> None:
-        """Forget everything after a failed step, and have the engine forget rows that only reads asked
-        for."""
+        """Forget everything after a failed step, and have the engine forget rows with readers only."""
         unasked = [
             r for r, row in self._in_progress.items() if row is not None and not row.is_asked
         ]
-        self._in_progress.clear()
-        self._populations.clear()
-        self._unforgotten.clear()
+        self._clear()
         if unasked:
             self._cancel(unasked)
 
-    def expect(self, rows: Sequence[LogprobsRequest], token_ids: Tensor) -> None:
-        """Tell the engine which tokens were drawn from these rows, if no two draws share one."""
-        if self.capabilities.speculates:
-            different = dict.fromkeys(rows)
-            if len(different) == len(rows):
-                self.full.expect(list(different), token_ids)
+    def _clear(self) -> None:
+        for each in (self._in_progress, self._found, self._by_number, self._unforgotten):
+            each.clear()
+        self._not_finite.clear()
 
-    def keep(self, read: Read) -> None:
-        """Keep a copy of a read's row in the cache."""
-        if read.request.row not in self._cache:
-            self._cache.put(read.request.row, read.row)
-
-    def keep_context(self, read: Read) -> None:
-        """Have the engine keep what it has computed of a read's context, and every later one too."""
-        self._keep(read.request.row.of_weights(0))  # whatever the weights
-
-    def _keep(self, prefix: LogprobsRequest) -> None:
-        if self._kept is None:
-            return
-        for over in self._prefixes.add(prefix):
-            self._kept.release(over)
-        self._kept.keep(prefix)
-
-    def release(self, prefix: LogprobsRequest) -> None:
-        """Have the engine keep a prefix no more; ignore one that it does not keep."""
-        self._prefixes.discard(prefix)
-        if self._kept is not None:
-            self._kept.release(prefix)
-
-    def give_back(self, asked: Sequence[SequenceHandle]) -> None:
-        """Have the engine forget sequences that no population goes on from."""
-        self._populations.release(asked)
+    # -- answers ------------------------------------------------------------------------------
 
     def _answered(self, reads: Sequence[Read]) -> list[Finished]:
-        """Return the ends of reads whose rows are there. A group that fails, as when it runs out of
-        memory, fails alone."""
+        """Return the ends of reads whose rows are there. A failing group affects no other group."""
         groups: dict[Hashable, list[Read]] = {}
         for read in reads:
             groups.setdefault(read.request.wanted.group, []).append(read)
@@ -481,129 +373,26 @@ class AnsweringEngine:
                 self._bytes_to_host += sum(map(_bytes, results))
         return finished
 
-
-def _bytes(result: object) -> int:
-    """Return how much of a result came from the device: its tensors, and 8 bytes for each number."""
-    if isinstance(result, Tensor):
-        return int(result.nbytes)
-    parts = result if isinstance(result, tuple) else (result,)
-    return sum(int(part.nbytes) if isinstance(part, Tensor) else 8 for part in parts)
-
-
-class FoundRows:
-    """The rows that a population asks for, those that are found, and how many are missing."""
-
-    def __init__(self, asked: Sequence[LogprobsRequest]) -> None:
-        self.asked = asked
-        self.distinct = dict.fromkeys(asked)
-        self.missing = len(self.distinct)
-        self._rows: dict[LogprobsRequest, Tensor] = {}
-
-    def put(self, row: LogprobsRequest, found: Tensor) -> int:
-        """Add a row; return how many are missing still."""
-        self._rows[row] = found
-        self.missing -= 1
-        return self.missing
-
-    def of_sequences(self) -> list[Tensor]:
-        """Return the row of each sequence, in order."""
-        return [self._rows[row] for row in self.asked]
-
-
-class _Populations:
-    """The populations in progress of one engine.
-
-    Attributes:
-        found: the populations whose rows are asked for one by one; ``AnsweringEngine`` puts them there.
-        going_on: the others, which go on by number.
-        reads, bytes_to_host: count draws, as ``EngineStatistics`` does.
-
-    Args:
-        engine: asked for populations by number if ``by_number``.
-        expect: called with tokens drawn from rows that were asked for one by one.
-    """
-
-    def __init__(
-        self,
-        engine: FullEngine,
-        expect: Callable[[Sequence[LogprobsRequest], Tensor], None],
-        *,
-        by_number: bool,
-    ) -> None:
-        self.found: dict[PopulationDraw, FoundRows] = {}
-        self.going_on: dict[Request, None] = {}
-        self.reads = 0
-        self.bytes_to_host = 0
-        self._engine = engine
-        self._by_number = by_number
-        self._expect = expect
-        self._wrong: list[SequenceHandle] = []  # with rows that are not finite, to be released
-
-    def go_on(self, populations: Sequence[PopulationDraw]) -> dict[Request, None]:
-        """Have the engine take those of the populations that go on by number; return these."""
-        if not self._by_number:
-            return {}
-        going_on = [each for each in populations if each.origins]
-        taken: dict[Request, None] = {}
-        # Of two that go on alike, each would have its rows computed for itself: they share them.
-        for each, alike in zip(going_on, _times(going_on), strict=True):
-            if alike == 1 and self._engine.go_on(each):
-                taken[each] = self.going_on[each] = None
-        return taken
-
-    def give_up(self, requests: Iterable[Request]) -> list[Request]:
-        """Forget these; return those that the engine has to forget."""
-        return [each for each in requests if self.going_on.pop(each, self) is None]
-
-    def clear(self) -> None:
-        """Forget everything that is in progress."""
-        self.found.clear()
-        self.going_on.clear()
-        self._wrong.clear()
-
-    def release(self, asked: Sequence[SequenceHandle]) -> None:
-        """Have the engine forget sequences that it knows by number."""
-        if self._by_number:
-            self._engine.release(asked)
-
-    def ready(self) -> list[Finished]:
-        """Return the ends of populations that lack no row."""
-        whole = [each for each, found in self.found.items() if not found.missing]
-        return [self.answered(each) for each in whole]
-
-    def answered(self, population: PopulationDraw) -> Finished:
-        """Return the end of a population whose rows were asked for one by one, and are there."""
-        found = self.found.pop(population)
+    def _drawn_from_rows(self, population: PopulationDraw) -> Finished:
+        """Return the draws of a population whose rows are all found."""
+        rows = self._found.pop(population)
         try:
-            rows = found.of_sequences()
-            whole = population.draw(rows)
+            whole = population.draw([rows.found[row] for row in rows.wanted])
             on_host = Leaving(whole)
-            # Before anything waits for the tokens.
-            self._expect(population.rows, whole[:, 0])
+            self.expect(population.rows, whole[:, 0])  # before anything waits for the tokens
             draws = self._arrived(population, on_host)
         except Exception as error:
             return Finished(population, error=survived(error))
-        if self._by_number:
-            self._engine.settle(population)
+        if self.capabilities.populates:
+            self.full.settle(population)
         return Finished(population, draws)
 
-    def ended(self, ends: Sequence[Finished]) -> list[Finished]:
-        """Return a step's ends, with draws in place of the rows of populations."""
-        drawn = self.drawn(ends)
-        wrong, self._wrong = self._wrong, []
-        if wrong:
-            self.release(wrong)
-        return drawn
-
-    def drawn(self, ends: Sequence[Finished]) -> list[Finished]:
-        """Return some of the ends of a step that goes on; ``ended`` still has to be called after it."""
-        return [self._drawn(end) for end in ends]
-
-    def _drawn(self, end: Finished) -> Finished:
+    def _with_draws(self, end: Finished) -> Finished:
+        """Return the end of a population by number with its draws; any other end as it is."""
         population = end.request
-        if not self._by_number or not isinstance(population, PopulationDraw):
+        if not self.capabilities.populates or not isinstance(population, PopulationDraw):
             return end
-        self.going_on.pop(population, None)
+        self._by_number.pop(population, None)
         if end.error is not None:
             return end
         try:
@@ -611,29 +400,141 @@ class _Populations:
         except Exception as error:
             return Finished(population, error=survived(error))
         if np.isnan(draws.log_mass.numpy()).any():
-            self._wrong.append(population.handle)
+            self._not_finite.append(population.handle)
             return Finished(population, error=not_finite())
         return Finished(population, draws)
 
     def _arrived(self, population: PopulationDraw, on_host: Leaving) -> BatchDraw:
-        """Return draws, once they are on the host."""
+        """Wait for draws on their way to the host and return them."""
         found = on_host.arrived().numpy()
-        self.reads += len(population)
-        if self._engine.device.type != "cpu":
-            self.bytes_to_host += found.nbytes
+        self._reads += len(population)
+        if self.engine.device.type != "cpu":
+            self._bytes_to_host += found.nbytes
         token_ids = torch.from_numpy(found[:, 0].astype(np.int64))
         numbers = torch.from_numpy(found[:, 1:].T.astype(np.float32))
         return BatchDraw.of((token_ids, *numbers), population.weights_version)
 
+    # -- called by reads ----------------------------------------------------------------------
 
-def _times(populations: Sequence[PopulationDraw]) -> list[int]:
-    """Return how many of these go on from the same sequences by the same tokens as each of them."""
-    if len(populations) == 1:
-        return [1]
-    ways = [
-        (origins.handles, origins.numbers.tobytes(), each.contexts.last_tokens.tobytes())
-        for each in populations
-        if (origins := each.origins) is not None
-    ]
-    times = Counter(ways)
-    return [times[way] for way in ways]
+    def expect(self, rows: Sequence[LogprobsRequest], token_ids: Tensor) -> None:
+        """Announce the tokens drawn from these rows to the engine, if no two draws share a row."""
+        if self.capabilities.speculates:
+            different = dict.fromkeys(rows)
+            if len(different) == len(rows):
+                self.full.expect(list(different), token_ids)
+
+    def keep(self, read: Read) -> None:
+        """Store a copy of a read's row in the cache."""
+        if read.request.row not in self._cache:
+            self._cache.put(read.request.row, read.row)
+
+    def keep_context(self, read: Read) -> None:
+        """Pin a read's context in this engine and every later one."""
+        self._pin(read.request.row.of_weights(0))  # whatever the weights
+
+    def _pin(self, prefix: LogprobsRequest) -> None:
+        if self._pinned is None:
+            return
+        self._prefixes.pop(prefix, None)
+        self._prefixes[prefix] = None
+        for oldest in [*self._prefixes][:-MAX_PREFIXES]:
+            self.release(oldest)
+        self._pinned.keep(prefix)
+
+    def release(self, prefix: LogprobsRequest) -> None:
+        """Unpin a prefix; ignore one that is not pinned."""
+        self._prefixes.pop(prefix, None)
+        if self._pinned is not None:
+            self._pinned.release(prefix)
+
+    def give_back(self, asked: Sequence[SequenceHandle]) -> None:
+        """Have the engine forget sequences that no population continues."""
+        if self.capabilities.populates:
+            self.full.release(asked)
+
+    # -- adapters and weights -----------------------------------------------------------------
+
+    def add_adapter(self, adapter: Adapter, path: Path) -> None:
+        """Load an adapter from a copy of its files. ``Adapters.copied`` makes it before where that must
+        not delay the engine."""
+        copy = self._adapters.copied(path)
+        try:
+            self.engine.add_adapter(adapter, copy)
+        except BaseException as error:
+            if copy != path:
+                drop_copy(copy)
+            if isinstance(error, InvalidAdapter):
+                raise InvalidAdapter(str(error).replace(str(copy), str(path))) from error
+            raise
+        self._adapters.keep(adapter, copy)
+
+    def remove_adapter(self, adapter: Adapter) -> None:
+        """Remove an adapter; ignore one that is not loaded. Its prefixes move to the adapter of the same
+        name, if there is one. Raises only EngineDied: after another error the weights may stay until the
+        next restart."""
+        if adapter not in self._adapters:
+            return
+        self._adapters.forget(adapter)
+        named = [each for each, _ in self._adapters if each.name == adapter.name]
+        for prefix in [each for each in [*self._prefixes] if each.adapter == adapter]:
+            self.release(prefix)
+            if named:
+                self._pin(prefix.bound_to(named[-1]))
+        try:
+            self.engine.remove_adapter(adapter)
+        except Exception as error:  # no caller waits for this, and no question can name the adapter
+            survived(error)
+
+    def reload_adapters(self) -> None:
+        """Load the adapters of the engine before into this one, and pin the same prefixes. An adapter
+        that it does not take is lost, with its rows and prefixes."""
+        for adapter, copy in self._adapters:
+            try:
+                self.engine.add_adapter(adapter, copy)
+            except EngineDied:
+                raise
+            except Exception as error:
+                self._adapters.lose(adapter, error)
+                self._cache.forget(adapter)
+        for prefix in [*self._prefixes]:
+            if prefix.adapter in self._adapters.lost:
+                self._prefixes.pop(prefix, None)
+            elif self._pinned is not None:
+                self._pinned.keep(prefix)
+
+    def forget_residents(self) -> None:
+        """Have the engine forget everything that no request in progress needs."""
+        if self.capabilities.forgets_residents:
+            self.full.forget_residents()
+
+    def begin_update(self) -> None:
+        """Have the engine forget all results of its weights. Raises EngineFailed if it cannot."""
+        if self._still_held(self._unforgotten):
+            raise EngineFailed("the engine cannot forget what was cancelled: restart it")
+        weights_of(self.engine).begin()
+
+    def statistics(self) -> EngineStatistics:
+        """Return the engine's counters, with the reads answered here and the bytes that they moved."""
+        counted = self.engine.statistics()
+        return replace(
+            counted,
+            reads=counted.reads + self._reads,
+            bytes_to_host=counted.bytes_to_host + self._bytes_to_host,
+        )
+
+    def close(self) -> None:
+        self._clear()
+        self.engine.close()
+
+
+def _bytes(result: object) -> int:
+    """Return the bytes of a result's tensors, and 8 for each number."""
+    parts: Any = result if isinstance(result, tuple) else (result,)
+    return sum(int(part.nbytes) if isinstance(part, Tensor) else 8 for part in parts)
+
+
+def _continuation(population: PopulationDraw) -> Hashable:
+    """Return the sequences and tokens that a population continues."""
+    origins = cast("Origins", population.origins)
+    last_tokens = population.contexts.last_tokens.tobytes()
+    return origins.handles, origins.numbers.tobytes(), last_tokens

@@ -1,9 +1,10 @@
-"""How callers ask: awaiting or blocking, of an adapter that another thread may load anew meanwhile."""
+"""Awaits questions, or blocks for them, and rebinds them when another thread reloads their adapter."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import threading
 import time
 from collections.abc import (
@@ -34,6 +35,7 @@ from genrt.runtime.streams import Flow, NativeFlow, Stream, StreamBuffer, SyncSt
 __all__ = [
     "MAX_UNAWAITED",
     "Asker",
+    "asked_in_turn",
     "blocking_chunks",
     "blocking_question",
     "blocking_stream",
@@ -41,7 +43,7 @@ __all__ = [
 ]
 
 MAX_UNAWAITED = 64
-"""After so many requests in a row without waiting, a task lets others run."""
+"""The maximum requests in a row without waiting; after these a task lets others run."""
 
 S = TypeVar("S")
 P = ParamSpec("P")
@@ -49,11 +51,11 @@ T = TypeVar("T")
 
 
 class HasBatcher(Protocol):
-    """Has a batcher, as ``EngineThread`` does."""
+    """The part of an ``EngineThread`` that an ``Asker`` uses."""
 
     @property
     def batcher(self) -> Batcher:
-        """The batcher. Raises Closed if there is none."""
+        """The batcher. Raises Closed if there is no thread."""
 
 
 class Asker:
@@ -61,7 +63,7 @@ class Asker:
 
     Args:
         source: has the batcher.
-        adapters: the present adapters by name, for questions bound to one that was loaded over.
+        adapters: the present adapters by name, for questions whose adapter was replaced meanwhile.
     """
 
     def __init__(self, source: HasBatcher, adapters: AdapterNames | None = None) -> None:
@@ -72,17 +74,14 @@ class Asker:
     async def ask(
         self, requests: Sequence[Request], *, stacked: bool = False, timeout: float | None = None
     ) -> list[Result]:
-        """Return the results in order, each in storage of its own; requests may appear more than once.
-        With ``stacked``, the only result is the stack of the rows, of which there is at least one.
-
-        Cancelling the await withdraws this caller alone. Questions that the cache answers let other tasks
-        run from time to time.
+        """Return the results in order, each in its own storage; requests may repeat. With ``stacked``,
+        the only result is the stack of at least one row. Cancelling the await withdraws only this caller.
 
         Raises:
             InvalidRequest: the timeout is out of range.
-            EngineFailed: the step of one of the requests failed; the question's others are withdrawn.
+            EngineFailed: the step of one request failed; the question's other requests are withdrawn.
             TimedOut: there was no answer within ``timeout`` seconds; the question is withdrawn.
-            Closed: the batcher is closed, or was while this waited.
+            Closed: the batcher is closed, also while this waits.
         """
         seconds = None if timeout is None else check_timeout(timeout)
         until = None if seconds is None else time.monotonic() + seconds
@@ -107,13 +106,13 @@ class Asker:
                 await unawaited.let_others_run()
                 raise
             else:
-                if unawaited.count >= MAX_UNAWAITED:  # after ``join``: its adapter could go
+                if unawaited.count >= MAX_UNAWAITED:  # not before ``join``: the adapter could go
                     await unawaited.let_others_run()
                 return results
 
     def _rebound(self, requests: Sequence[Request], error: UnknownAdapter) -> Sequence[Request]:
-        """Return the requests for the adapter that was loaded under the name meanwhile; raise the error
-        if there is none."""
+        """Return the requests for the adapter that has their adapter's name now; raise the error if there
+        is no such adapter."""
         if self._adapters is None:
             raise error
         return self._adapters.rebound(requests, error)
@@ -146,48 +145,24 @@ class Asker:
             if waiter.missing:
                 batcher.leave(waiter)
 
-    def chunks(
-        self, questions: Iterable[Sequence[Request]], *, timeout: float | None = None
-    ) -> AsyncGenerator[Tensor, None]:
-        """Return the rows of questions, one after the other, each asked when it is wanted: rows that are
-        stacked, or one request for all of them. The timeout is for each."""
-        check_timeout(timeout)
-        return self._asked_in_turn(questions, timeout)
-
-    async def _asked_in_turn(
-        self, questions: Iterable[Sequence[Request]], timeout: float | None
-    ) -> AsyncGenerator[Tensor, None]:
-        for requests in questions:
-            yield (await self.ask(requests, stacked=_are_rows(requests), timeout=timeout))[0]
-
-    def chunks_sync(
-        self, questions: Iterable[Sequence[Request]], *, timeout: float | None = None
-    ) -> Iterator[Tensor]:
-        """Return the rows as ``chunks`` does, for a thread that blocks."""
-        check_timeout(timeout)
-        return (
-            self.ask_sync(requests, stacked=_are_rows(requests), timeout=timeout)[0]
-            for requests in questions
-        )
-
     def stream(self, request: CompletionRequest, *, timeout: float | None = None) -> Stream:
-        """Return the deltas of a completion that is streamed, to be asked with the first of them; raises
-        then, and withdraws, as ``ask``. The timeout is for all of it."""
+        """Return the deltas of a completion, which is asked with the first of them; raises then, and
+        withdraws, as ``ask``. The timeout is for the whole text."""
         flow = Flow(seconds=check_timeout(timeout))
         return Stream(self._deltas(request, flow), flow, request)
 
     def stream_sync(
         self, request: CompletionRequest, *, timeout: float | None = None
     ) -> SyncStream:
-        """Return the deltas as ``stream`` does, for a thread that blocks."""
+        """Return the deltas as ``stream`` does, blocking the thread."""
         flow = Flow(seconds=check_timeout(timeout))
         return SyncStream(self._deltas_sync(request, flow), flow, request)
 
     def native(
         self, request: NativeRequest, flow: NativeFlow
     ) -> AsyncGenerator[tuple[Any, ...], None]:
-        """Yield the outputs of a native text, several where they came faster than they were read; asks,
-        raises and withdraws as ``stream``. It also ends, without the rest, when the flow is left."""
+        """Yield the outputs of a native text, several at once to a slow reader; asks, raises and cancels
+        as ``stream``. Ends early once ``flow.leave`` is called."""
         return self._deltas(request, flow)
 
     async def _deltas(self, request: Request, flow: StreamBuffer[T]) -> AsyncGenerator[T, None]:
@@ -216,8 +191,7 @@ class Asker:
                 finally:
                     if waiter.missing and not loop.is_closed():
                         batcher.leave(waiter)
-                    # An answer may be on its way to a reader that has left: as an error that nobody
-                    # reads, asyncio would complain of it.
+                    # An error may be on its way to a reader that has left: asyncio would log it.
                     future.remove_done_callback(flow.wake)
                     if not future.cancel() and not future.cancelled():
                         future.exception()
@@ -252,8 +226,8 @@ class Asker:
     def _restarted(
         self, requests: Sequence[Request], flow: StreamBuffer[Any], error: UnknownAdapter
     ) -> Sequence[Request]:
-        """Return the request for the adapter that was loaded anew meanwhile. Raise the error if there is
-        none, or if the text has been begun with the old one's weights."""
+        """Return the request for the adapter that has the name now. Raise the error if there is no such
+        adapter, or if a part of the text by the old one has been read."""
         if flow.is_begun:
             raise error
         flow.restart()
@@ -261,26 +235,22 @@ class Asker:
 
 
 class Unawaited(threading.local):
-    """How many requests in a row this thread has asked without waiting: a task that the cache always
-    answers would never let its loop run, not even to cancel it. One count serves all tasks of a thread:
-    another task runs only once the loop has gone on."""
+    """The number of requests in a row that this thread has asked without waiting. A task that the cache
+    always answers would never let its loop run, not even to cancel it. One count serves all tasks of a
+    thread, because another task runs only when the loop does."""
 
     count = 0
 
     async def let_others_run(self) -> None:
-        """Let the loop run other tasks, if it is time."""
+        """Let the loop run other tasks after ``MAX_UNAWAITED`` requests."""
         if self.count >= MAX_UNAWAITED:
             self.count = 0
             await asyncio.sleep(0)
 
 
 async def within(seconds: float | None, answer: Awaitable[T], *, until: float | None = None) -> T:
-    """Return the answer if it comes in time, and cancel it otherwise. Seconds that have begun already end
-    at ``until``, by ``time.monotonic``.
-
-    Raises:
-        TimedOut: it did not.
-    """
+    """Return the answer, or cancel it and raise TimedOut after so many seconds. If they run already, they
+    end at ``until``, by ``time.monotonic``."""
     scope = asyncio.timeout(seconds if until is None else seconds_left(until))
     try:
         async with scope:
@@ -291,42 +261,53 @@ async def within(seconds: float | None, answer: Awaitable[T], *, until: float | 
         raise
 
 
-def _are_rows(requests: Sequence[Request]) -> bool:
-    return isinstance(requests[0], LogprobsRequest)
+async def asked_in_turn(
+    ask: Callable[..., Awaitable[list[Result]]],
+    questions: Iterable[Sequence[Request]],
+    timeout: float | None,
+) -> AsyncGenerator[Tensor, None]:
+    """Yield the rows of each question, asked when they are wanted: stacked rows, or the only result. The
+    timeout is for each question."""
+    for requests in questions:
+        are_rows = isinstance(requests[0], LogprobsRequest)
+        yield cast("Tensor", (await ask(requests, stacked=are_rows, timeout=timeout))[0])
 
 
 def _timed_out(seconds: float) -> TimedOut:
-    """Return the error that says that no answer came within these seconds."""
     return TimedOut(f"no answer within {seconds:g} s; the question was withdrawn")
 
 
 def seconds_left(until: float | None) -> float | None:
-    """Return how many seconds are left, if there is an end to them."""
+    """Return the seconds until a moment of ``time.monotonic``."""
     return None if until is None else max(0.0, until - time.monotonic())
 
 
 def blocking_question(
     question: Callable[Concatenate[S, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[S, P], T]:
-    """Return the twin of a question that blocks its thread. The question's method awaits ``self._ask(…)``
-    and nothing else; its object has that, and ``_ask_sync``."""
+    """Return the blocking twin of a method that awaits only ``self._ask(…)``. The object also has
+    ``_ask_sync``."""
 
     @twin_of(question, interrupted="An interrupt withdraws it.")
     def twin(lm: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        asked = question(cast("S", _Blocking(lm)), *args, **kwargs)
-        try:
-            asked.send(None)
-        except StopIteration as end:
-            return cast("T", end.value)
-        raise RuntimeError(f"{question.__name__} awaits something besides its answer")
+        return cast("T", _sent(question(cast("S", _Blocking(lm)), *args, **kwargs)))
 
     return twin
+
+
+def _sent(coroutine: Any) -> Any:
+    """Return the result of a coroutine that never waits."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        return end.value
+    raise RuntimeError(f"{coroutine!r} awaits something besides its answer")
 
 
 def blocking_stream(
     stream: Callable[Concatenate[S, P], Stream],
 ) -> Callable[Concatenate[S, P], SyncStream]:
-    """Return the twin of a method that returns ``self._stream(…)``: its stream blocks its thread."""
+    """Return the blocking twin of a method that returns ``self._stream(…)``."""
 
     @twin_of(stream, interrupted="An interrupt withdraws it.")
     def twin(lm: S, /, *args: P.args, **kwargs: P.kwargs) -> SyncStream:
@@ -338,18 +319,23 @@ def blocking_stream(
 def blocking_chunks(
     chunks: Callable[Concatenate[S, P], AsyncIterator[T]],
 ) -> Callable[Concatenate[S, P], Iterator[T]]:
-    """Return the twin of a method that returns ``self._chunks(…)``: its iterator blocks its thread."""
+    """Return the blocking twin of a method whose iterator awaits only ``self._ask(…)``."""
 
-    @twin_of(chunks, interrupted="An interrupt withdraws the question that is asked.")
+    def taken(values: AsyncIterator[T]) -> Iterator[T]:
+        with contextlib.suppress(StopAsyncIteration):
+            while True:
+                yield _sent(anext(values))
+
+    @twin_of(chunks, interrupted="An interrupt withdraws the present question.")
     def twin(lm: S, /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
-        return cast("Iterator[T]", chunks(cast("S", _Blocking(lm)), *args, **kwargs))
+        return taken(chunks(cast("S", _Blocking(lm)), *args, **kwargs))
 
     return twin
 
 
 class _Blocking:
-    """An AsyncLM, or a population, as its ``_sync`` twins see it: what they await is answered already, so
-    no event loop is needed, and a running one is not entered."""
+    """An AsyncLM or a population as its ``_sync`` twins see it. Its questions block instead of waiting:
+    coroutines over it run without an event loop, also inside a running one."""
 
     is_blocking = True
     _lm: Any
@@ -366,10 +352,6 @@ class _Blocking:
     async def _ask(self, *args: Any, **kwargs: Any) -> list[Result]:
         answer: list[Result] = self._lm._ask_sync(*args, **kwargs)
         return answer
-
-    def _chunks(self, *args: Any, **kwargs: Any) -> Iterator[Tensor]:
-        chunks: Iterator[Tensor] = self._lm._chunks_sync(*args, **kwargs)
-        return chunks
 
     def _stream(self, *args: Any, **kwargs: Any) -> SyncStream:
         stream: SyncStream = self._lm._stream_sync(*args, **kwargs)

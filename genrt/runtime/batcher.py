@@ -1,25 +1,25 @@
-"""The batcher: many awaits become few engine calls. It deduplicates, queues, flushes, cancels, delivers.
+"""The batcher turns many awaits into few engine calls.
 
 States of a request, each an ``Entry`` from the question that queued it to its end:
-    gathered   its event loop may still ask more in this pass.
-    ready      the next flush takes it, if there is room.
+    gathered   its event loop may still add requests in this pass.
+    ready      the next flush takes it if there is room.
     in flight  the engine has it.
-    withdrawn  in flight without a waiter. The next turn cancels it, unless it is asked again first.
-A question *waits in line* without an entry while the queue has no room, or while a ``Hold`` is up.
+    withdrawn  in flight without a waiter. The next turn cancels it unless another question joins it.
+A question *waits in line* without an entry while the queue is full or a ``Hold`` is up.
 
 Rules:
-    State changes under one lock, held for dictionary work on what changed; only a close, a hold or a
-    restart touches everything. Only ``turn`` talks to the engine.
-    A turn with something in flight always steps. Answers that need no forward are delivered before.
-    A request ends once. Requests that ran out of memory together are sent again, fewer at a time.
-    A waiter that leaves is seen by nobody else. A request whose last waiter left is withdrawn.
-    A row is in the cache before its entry ends; a question looks at both under the lock.
-    A question enters the queue whole or waits whole. Clients enter by turns, one question each. A
-    question larger than the queue enters an empty queue.
-    Every waiter gets storage, or an exception object, of its own. Each event loop is called once a turn.
-    References are dropped after the lock is released: finalizers may run any code.
-    The garbage collector and signal handlers may run code while this thread holds the lock, which is
-    reentrant. Such code only reads here: ``close`` refuses, ``leave_soon`` defers.
+    State changes under one lock, held for dictionary work on changed entries. Only a close, a hold and a
+    restart touch everything. Only ``turn`` calls the engine.
+    A turn with requests in flight always steps. Answers without a forward are delivered before the step.
+    A request ends once. Requests that ran out of memory together are sent again in smaller flushes.
+    A waiter that leaves affects no other waiter. A request is withdrawn with its last waiter.
+    A row is cached before its entry ends. A question checks the cache and the entries under the lock.
+    A question enters the queue whole. Clients take turns, one question each. A question larger than the
+    queue enters an empty queue.
+    Every waiter gets its own storage or exception object. A turn calls each event loop once.
+    References are dropped after the lock is released: finalizers may run arbitrary code.
+    The lock is reentrant because finalizers and signal handlers may interrupt its holder. They only read:
+    ``close`` refuses, ``leave_soon`` defers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import sys
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -81,40 +81,42 @@ __all__ = [
 T = TypeVar("T")
 
 MAX_PASSES = 100
-"""The most passes of a loop that a gathering lasts, if every pass brings a question."""
+"""The maximum passes of a loop that gather requests, if every pass brings a question."""
 
 WAITERS_A_PASS = 256
-"""The most waiters of a loop that are resolved in one pass: their tasks take time, too."""
+"""The maximum waiters of a loop resolved in one pass, because their tasks take time too."""
 
 RETURN_SHARE = 0.1
-"""The longest wait for a loop's next question, as a share of the time of a step. Everything else in
-flight loses that time; a sampler asks again within about half a millisecond."""
+"""The maximum wait for a loop's next question, as a share of the average step. Other requests in flight
+lose that time; a sampler asks again within about half a millisecond."""
 
 OLD_STEPS = 0.75
-"""The weight of earlier steps in the average time of a step."""
+"""The weight of earlier steps in the average duration of a step."""
 
 GOOD_STEPS = 8
-"""After running out of memory, the number of good steps before more is sent: a failed step is costly."""
+"""The number of good steps after which more is sent again. A step out of memory is costly."""
 
 ONE_STEP = LogprobsRequest | ReadRequest | PopulationDraw
-"""Requests of one step, whose callers go on from the answer. A text has many steps."""
+"""Requests that one step answers. A text takes many."""
 
 DROPPED = "the engine was restarted, replaced or closed in the middle of this: begin again"
 
 Outcome: TypeAlias = list[Result] | GenrtError
-"""The value, or the error, of a waiter's future."""
+"""The value or the error of a waiter's future."""
 
 Pending: TypeAlias = Literal["finish", "restart"]
-"""Whether questions asked before a hold are answered first, or asked again later."""
+"""Whether questions asked before a hold are answered first, or restarted after it."""
 
 
 @dataclass(slots=True, eq=False)
 class Waiter:
     """One awaiting caller of one or more requests, on an event loop or (``loop is None``) a thread.
 
-    ``results`` has the results in the order of the requests; ``missing`` counts the distinct requests
-    without one. ``flow`` gets the deltas of a stream, whose only request is streamed. ``client`` is set
-    while the question waits in line.
+    Attributes:
+        flow: the buffer of a stream, whose only request is streamed.
+        results: the results in the order of the requests.
+        missing: the number of distinct requests without a result.
+        client: the loop or thread while the question waits in line.
     """
 
     requests: Sequence[Request]
@@ -129,7 +131,7 @@ class Waiter:
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One request on its way, with its waiters and the places of the request in each one's question."""
+    """One request on its way, with its waiters and the places of the request in each question."""
 
     request: Request
     waiters: dict[Waiter, list[int]]
@@ -138,16 +140,16 @@ class Entry:
 
 
 class Hold:
-    """Makes questions asked after it wait, until it is down.
+    """Makes later questions wait until it is taken down.
 
     Args:
-        pending: whether questions asked before are answered first, or asked again later.
-        refusal: the error for questions that come after it; ``None`` makes them wait.
+        pending: whether earlier questions are answered first or restarted after the hold.
+        refusal: the error that later questions raise instead of waiting.
 
     Attributes:
-        passed: resolves once every question asked before it has ended, or to the error that prevents it.
+        passed: resolves once every earlier question has ended, or to the error that prevents it.
         dropped: resolves to an error if a restart or a close drops the hold.
-        is_down: true once it has ended; it is never put up again. Set under the batcher's lock.
+        is_down: true once the hold has ended; it is never put up again. Set under the batcher's lock.
     """
 
     def __init__(self, pending: Pending, refusal: GenrtError | None = None) -> None:
@@ -158,12 +160,11 @@ class Hold:
         self.is_down = False
 
     async def wait(self) -> None:
-        """Wait until it is passed. Cancelling concerns this caller alone."""
+        """Wait until it is passed. Cancelling affects only this caller."""
         await asyncio.wrap_future(follow(self.passed))
 
     async def unless_dropped(self, work: Awaitable[T]) -> T:
-        """Return the result of the work. Raises EngineFailed once the hold is dropped, and cancels the
-        work."""
+        """Return the result of the work; once the hold is dropped, cancel it and raise EngineFailed."""
         task = asyncio.ensure_future(work)
         dropped = asyncio.wrap_future(follow(self.dropped))
         try:
@@ -175,13 +176,11 @@ class Hold:
         finally:
             dropped.cancel()
             task.cancel()
-            if task.done():  # maybe with an error, while the hold was dropped
-                _ = task.cancelled() or task.exception()
-            else:
-                task.add_done_callback(lambda task: task.cancelled() or task.exception())
+            # Retrieve an error of the work: asyncio would log it.
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     def drop(self, reason: GenrtError) -> None:
-        """End the hold with errors: everything that waits for it, or works behind it, fails."""
+        """End the hold with errors for everything that waits for it or works behind it."""
         resolve(self.passed, reason.fresh())
         resolve(self.dropped, EngineFailed(DROPPED))
 
@@ -191,25 +190,22 @@ class Observer(Protocol):
 
     def registering(self, waiter: Waiter) -> None:
         """Called under the lock before the requests of a question are found, joined or queued."""
-        ...
 
     def leaving(self, waiter: Waiter) -> None:
-        """Called before a waiter that leaves by itself is removed."""
-        ...
+        """Called before a waiter that leaves early is removed."""
 
     def taken(self, flush: Sequence[Request], withdrawn: Sequence[Request]) -> None:
         """Called before a turn submits a flush and cancels withdrawn requests."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
 class _Loop:
-    """The waiters of one event loop, its gathering, and whether it asks again at once.
+    """The waiters and the gathered requests of one event loop, and whether it asks again at once.
 
     Attributes:
-        gathered: the entries asked since the loop was last quiet; ``None`` while no pass is awaited.
-        told_at: when it was last answered, if it has not asked since.
-        returns: whether its last answer was followed by a question in time.
+        gathered: the entries added since the loop was last quiet; ``None`` while no pass is awaited.
+        answered_at: the time of its last answer, unless it has asked since.
+        returns: whether a question followed its last answer in time.
     """
 
     waiters: dict[Waiter, None] = field(default_factory=dict)
@@ -217,24 +213,24 @@ class _Loop:
     weight: int = 0
     questions: int = 0
     passes: int = 0
-    told_at: float | None = None
+    answered_at: float | None = None
     returns: bool = False
 
 
 class Batcher:
-    """The questions of all callers, as flushes for one engine.
+    """Collects the questions of all callers into flushes for one engine.
 
     Args:
-        cache: answers before the engine does, and keeps the rows that come back.
-        max_batch_size: the most requests in one flush, by their weight. So many ready requests do not
-            wait for more. ``None`` is no bound.
-        max_wait_seconds: how long ready requests wait for more; 0 is never.
+        cache: answers before the engine does, and stores computed rows.
+        max_batch_size: the maximum weight of a flush, by default unbounded. Ready requests of this weight
+            do not wait for more.
+        max_wait_seconds: how long ready requests wait for more.
         max_queued_requests, max_queued_bytes: the bounds of the queue; later questions wait in line.
-        wake: called, from any thread, when ``turn`` may have something to do.
-        clock: monotonic seconds. For simulations, as all that follows.
+        wake: called from any thread when ``turn`` may have something to do.
+        clock, lock, observer: for simulations.
 
     Attributes:
-        weights_version: the version of the weights that new questions are bound to.
+        weights_version: the version of the weights for new questions.
         holds: the holds that are up. Read without the lock.
         keeps_adapters: whether retired adapters stay in the engine for now.
     """
@@ -255,13 +251,13 @@ class Batcher:
         self._cache, self._wake, self._observer, self._clock = cache, wake, observer, clock
         self.lock = lock or threading.RLock()
         self._closed: GenrtError | None = None
-        self._undelivered: list[tuple[Waiter, Outcome]] = []  # of a close that was interrupted
+        self._undelivered: list[tuple[Waiter, Outcome]] = []  # after an interrupted close
         self._counted: Counter[str] = Counter()  # by names of BatcherStatistics
         self._entries: dict[Request, Entry] = {}
         self._loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _Loop] = WeakKeyDictionary()
-        self._gathering: dict[_Loop, None] = {}  # the loops that have gathered something
+        self._gathering: dict[_Loop, None] = {}  # the loops with gathered entries
         self._leaving: deque[Waiter] = deque()
-        # The queue: its bounds, its size, and the waiters in line, by client.
+        # The queue: its bounds, its size, and the waiters in line by client.
         self._max_queued = max_queued_requests, max_queued_bytes
         self._queued = self._queued_bytes = 0
         self._line: OrderedDict[Hashable, OrderedDict[Waiter, None]] = OrderedDict()
@@ -270,26 +266,26 @@ class Batcher:
         self._max_wait_seconds = float(max_wait_seconds)
         self._ready: OrderedDict[Entry, int] = OrderedDict()
         self._ready_weight, self._due = 0, 0.0
-        # Entries in flight, with their weights; the bound after running out of memory.
+        # Entries in flight, with their weights; their bound after running out of memory.
         self._flight: dict[Entry, int] = {}
         self._flight_weight, self.most_in_flight, self._good_steps = 0, sys.maxsize, 0
         self._withdrawn: dict[Entry, None] = {}
         self._step_seconds = 0.0
         self._returning: dict[_Loop, None] = {}
         self.streams = Streams(self.lock, clock)
-        # How many requests name each adapter; the adapters to be removed once none does.
+        # The number of requests of each adapter; the adapters to remove at zero.
         self._bound: Counter[Adapter] = Counter()
         self._retired: list[Adapter] = []
         self.weights_version = 0
         self.holds: dict[Hold, None] = {}
-        self._is_watched = False  # whether a hold is not known to be passed
+        self._is_watched = False  # a hold is up whose ``passed`` is unresolved
         self.keeps_adapters = False
 
     # -- asking and leaving: event loops and threads --------------------------------------------
 
     def join(self, waiter: Waiter) -> list[Result] | None:
-        """Register the waiter for requests that the cache lacks; return the results if there are none.
-        Raises Closed if the batcher is, or the refusal of a hold."""
+        """Register the waiter, or return its results if the cache has all of them. Raises Closed, or the
+        refusal of a hold."""
         requests = waiter.requests
         with self.lock:
             if self._closed is not None:
@@ -307,7 +303,7 @@ class Batcher:
                     wake = bool(self._ready)
                 else:
                     wake = self._gather(waiter.loop, self._register(waiter))
-                lacks_something = waiter.missing  # later, it may have failed and miss nothing more
+                lacks_something = waiter.missing  # a failure sets it to 0 later
             except BaseException:  # an interrupt, at any line
                 self._recount()
                 raise
@@ -321,8 +317,8 @@ class Batcher:
         return outcome
 
     def _must_wait(self, waiter: Waiter) -> bool:
-        """Return whether a question has to wait in line: it takes room, and there is none, or others
-        have waited longer. Binds it to the present weights. Under the lock."""
+        """Bind a question to the present weights; return whether it needs room and there is no room, or
+        others wait already."""
         self._bind_to_weights(waiter)
         requests = waiter.requests
         if not self._line and (not self._queued or self._fits(requests)):
@@ -330,7 +326,6 @@ class Batcher:
         return not all(each in self._entries or each in self._cache for each in requests)
 
     def _bind_to_weights(self, waiter: Waiter) -> None:
-        """Have a question, and its stream, be about the present weights. Under the lock."""
         version = self.weights_version
         if waiter.requests and waiter.requests[0].weights_version != version:
             waiter.requests = [each.of_weights(version) for each in waiter.requests]
@@ -343,7 +338,7 @@ class Batcher:
         return self._queued + weight <= max_requests and self._queued_bytes + nbytes <= max_bytes
 
     def _register(self, waiter: Waiter) -> list[Entry]:
-        """Find or join each request, under the lock; return the entries that have to be sent."""
+        """Find or join each request, under the lock; return the entries to send."""
         if self._observer is not None:
             self._observer.registering(waiter)
         results: list[Result | None] = [None] * len(waiter.requests)
@@ -386,8 +381,8 @@ class Batcher:
         return found
 
     def _gather(self, loop: asyncio.AbstractEventLoop | None, entries: list[Entry]) -> bool:
-        """Gather entries until their running loop is quiet; send those of a thread, and a full flush.
-        Return whether the engine's thread must look. Under the lock."""
+        """Gather entries until their running loop is quiet; send the entries of a thread, and a full
+        flush, at once. Return whether to wake the engine's thread."""
         if loop is None or not entries:
             return self._make_ready(entries)
         asking = self._loop(loop)
@@ -403,9 +398,8 @@ class Batcher:
         return asking.weight >= self._max_batch_size and self._send_gathered(asking)
 
     def _look_for_more(self, loop: asyncio.AbstractEventLoop, asking: _Loop, seen: int) -> None:
-        """Look for new questions once a pass of the loop, until it is quiet: a pass brought none. The
-        pass of the first question counts as one that brought some, so the tasks that it started are
-        waited for, too."""
+        """Run once a pass of the loop until a pass brings no question. ``seen`` is 0 in the first pass,
+        which therefore waits for the tasks that it started."""
         try:
             with self.lock:
                 asking.passes += 1
@@ -415,19 +409,20 @@ class Batcher:
                 wake = self._end_gathering(asking)
             if wake:
                 self._wake()
-        except BaseException:  # an interrupt: nothing else would end the gathering
+        except BaseException:  # an interrupt: no other call would end the gathering
             with self.lock:
                 self._end_gathering(asking)
             self._wake()
             raise
 
     def _end_gathering(self, asking: _Loop) -> bool:
-        """Send what was gathered, under the lock: the loop is quiet."""
+        """Send the gathered entries of a quiet loop, under the lock."""
         wake = self._send_gathered(asking)
         asking.gathered = None
-        if asking.told_at is not None:
-            asking.returns = self._clock() - asking.told_at <= RETURN_SHARE * self._step_seconds
-            asking.told_at = None
+        if asking.answered_at is not None:
+            elapsed = self._clock() - asking.answered_at
+            asking.returns = elapsed <= RETURN_SHARE * self._step_seconds
+            asking.answered_at = None
             self._returning.pop(asking, None)
         return wake
 
@@ -445,12 +440,11 @@ class Batcher:
         return added
 
     def _make_ready(self, entries: Iterable[Entry]) -> bool:
-        """Have entries sent, but those without waiters or sent already; return whether there are any.
-        Under the lock."""
+        """Make entries ready that have waiters and are not in flight; return whether there are any."""
         ready, added = self._ready, False
         if not ready:
             self._due = self._clock() + self._max_wait_seconds
-            self._ready_weight = 0  # an interrupt may have left some
+            self._ready_weight = 0  # an interrupt may have corrupted it
         for entry in entries:
             if entry.waiters and not entry.in_flight:
                 added = True
@@ -460,26 +454,25 @@ class Batcher:
         return added
 
     def leave(self, waiter: Waiter) -> None:
-        """Withdraw the question of a waiter that is still missing something."""
+        """Withdraw the question of a waiter with missing results."""
         if self._observer is not None:
             self._observer.leaving(waiter)
         with self.lock:
             self._cancel(waiter)
-        self._wake()  # to cancel requests, to remove an adapter, or to let in the next in line
+        self._wake()  # to cancel requests, to remove an adapter, or to admit the next in line
 
     def leave_soon(self, waiter: Waiter) -> None:
-        """Withdraw it at the next turn. This takes no lock: finalizers call it, whatever is locked."""
+        """Withdraw the question at the next turn. Finalizers call this, so it takes no lock."""
         self._leaving.append(waiter)
         self._wake()
 
     def _cancel(self, waiter: Waiter) -> None:
-        """Count and drop a waiter that leaves by itself, under the lock, if it has not ended."""
         if waiter.missing:
             self._counted["cancelled"] += 1
             self._drop(waiter)
 
     def _drop(self, waiter: Waiter) -> None:
-        """Remove a waiter from every request that it waits for, under the lock."""
+        """Remove a waiter from all of its requests, under the lock."""
         waiter.missing = 0
         self._forget_waiter(waiter)
         if waiter.client is not None:
@@ -497,7 +490,7 @@ class Batcher:
                 self._leave_queue([entry])
 
     def _end(self, entry: Entry) -> None:
-        """Forget an entry that has ended, under the lock."""
+        """Remove an entry that has ended, under the lock."""
         request = entry.request
         del self._entries[request]
         self._land(entry)
@@ -505,7 +498,7 @@ class Batcher:
             self._unbind(adapter)
 
     def _land(self, entry: Entry) -> None:
-        """Have an entry in flight no more, if it is, under the lock."""
+        """Remove an entry from the flight, if it is there, under the lock."""
         self._flight_weight -= self._flight.pop(entry, 0)
         self._withdrawn.pop(entry, None)
         if entry.flow is not None:
@@ -517,13 +510,12 @@ class Batcher:
             del self._bound[adapter]
 
     def _leave_queue(self, entries: Iterable[Entry]) -> None:
-        """Count entries that have left the queue, for the engine or for good, under the lock."""
         for entry in entries:
             self._queued -= entry.request.weight
             self._queued_bytes -= entry.request.nbytes
 
     def _recount(self) -> None:
-        """Count everything queued and bound from the start, under the lock, after an interrupt."""
+        """Recount queued requests and bound adapters after an interrupt, under the lock."""
         queued = [request for request, entry in self._entries.items() if not entry.in_flight]
         self._queued, self._queued_bytes = _size(queued)
         in_line = (request for waiter in self._in_line() for request in waiter.requests)
@@ -536,7 +528,7 @@ class Batcher:
         return (waiter for waiters in self._line.values() for waiter in waiters)
 
     def _wait_in_line(self, waiter: Waiter) -> None:
-        """Have a question wait behind the others of its client: its loop, or the thread that asks."""
+        """Put a question behind the others of its client: its loop or thread."""
         waiter.missing, waiter.results = len(waiter.requests), []
         waiter.client = client = waiter.loop or threading.get_ident()
         try:
@@ -561,23 +553,22 @@ class Batcher:
                 self._unbind(request.adapter)
 
     def _first_in_line(self) -> Waiter | None:
-        """Return the next waiter in line, if there is room for its question and no hold is up."""
+        """Return the next waiter in line if its question may enter the queue."""
         if not self._line or self.holds:
             return None
         waiter = next(iter(next(iter(self._line.values()))))
         return waiter if not self._queued or self._fits(waiter.requests) else None
 
     def _admit(self) -> list[Waiter]:
-        """Register waiters in line while there is room, under the lock; return those that the cache
-        answers."""
+        """Register waiters in line while there is room; return waiters that the cache answers."""
         answered: list[Waiter] = []
         while (waiter := self._first_in_line()) is not None:
             self._enter(waiter, answered)
         return answered
 
     def _enter(self, waiter: Waiter, answered: list[Waiter]) -> None:
-        """Register a waiter in line, under the lock; its client goes behind the others. Append it to
-        ``answered`` if the cache answers it."""
+        """Register a waiter in line; its client goes behind the others. Append it to ``answered`` if the
+        cache answers it."""
         self._line.move_to_end(waiter.client)
         self._leave_line(waiter)
         waiter.missing = 0
@@ -594,17 +585,17 @@ class Batcher:
     # -- turning: the engine's thread ---------------------------------------------------------
 
     def serve(self, engine: AnsweringEngine) -> float:
-        """Take a turn if one is due. Return the seconds until the next, unless the batcher wakes its
-        thread before: 0.0 after a turn, infinity with nothing to do."""
+        """Take a turn if one is due. Return the seconds until the next one, unless ``wake`` is called
+        before: 0.0 after a turn, infinity with nothing to do."""
         seconds = self.seconds_until_due()
         if seconds == 0.0:
             self.turn(engine)
         return math.inf if seconds is None else seconds
 
     def seconds_until_due(self) -> float | None:
-        """Return the seconds until ``turn`` has something to do; ``None``: not before ``wake``."""
+        """Return the seconds until ``turn`` has something to do; ``None`` means after ``wake``."""
         with self.lock:
-            if self._leaving or (self._is_watched and self._is_passed_unseen):
+            if self._leaving or self._is_passed_unseen:
                 return 0.0
             if self._line and self._first_in_line() is not None:
                 return 0.0
@@ -612,9 +603,7 @@ class Batcher:
                 return 0.0
             if self._flight:  # behind a hold, a new question would not be in the next step
                 return self._return_seconds() if self._returning and not self.holds else 0.0
-            if not self._ready:
-                return None
-            return self._ready_seconds()
+            return self._ready_seconds() if self._ready else None
 
     @property
     def _is_passed_unseen(self) -> bool:
@@ -626,16 +615,16 @@ class Batcher:
         return max(0.0, self._due - self._clock())
 
     def _return_seconds(self) -> float:
-        """Return how long the next step waits for loops that were just answered, and ask again at once.
-        Without that wait, a sampler beside texts would be in every other step only."""
-        last = max(asking.told_at or 0.0 for asking in self._returning)
+        """Return how long the next step waits for loops that ask again at once after an answer. Without
+        this wait, a sampler beside texts would join only every other step."""
+        last = max(asking.answered_at or 0.0 for asking in self._returning)
         left = last + RETURN_SHARE * self._step_seconds - self._clock()
         if left <= 0.0:
             self._returning.clear()
         return max(0.0, left)
 
     def turn(self, engine: AnsweringEngine) -> None:
-        """Move everything one step on: cancel, submit, deliver answers without a forward, step, deliver.
+        """Cancel, submit, deliver answers without a forward, step, deliver.
 
         Raises:
             EngineDied: the engine cannot go on. Requests in flight stay in flight.
@@ -643,8 +632,7 @@ class Batcher:
         flush, withdrawn, retired, answered = self._take()
         if self._observer is not None:
             self._observer.taken(flush, withdrawn)
-        if answered:
-            deliver(zip(answered, outcomes(answered), strict=True))
+        _deliver_results(answered)
         if withdrawn:
             engine.cancel(withdrawn)
         for adapter in retired:
@@ -653,7 +641,12 @@ class Batcher:
             with self.lock:
                 self._retired.remove(adapter)
         if flush:
-            self._settle(self._submit(engine, flush))
+            try:
+                ends: Sequence[Finished] = engine.submit(flush)
+            except Exception as error:
+                failed = survived(error)
+                ends = [Finished(request, error=failed) for request in flush]
+            self._settle(ends)
         if self._flight:
             began = self._clock()
             finished = self._step(engine)
@@ -662,23 +655,15 @@ class Batcher:
             self._step_seconds = old * self._step_seconds + (1.0 - old) * seconds
             self._settle(finished, stepped=True)
             if self.streams.by_loop:
-                self.streams.tell(engine.progress)
+                self.streams.deliver(engine.progress)
         if self._is_passed_unseen:
             with self.lock:
                 self._is_watched, passed = False, [*self.holds]
             for hold in passed:
                 resolve(hold.passed, None)
 
-    def _submit(self, engine: AnsweringEngine, flush: Sequence[Request]) -> Sequence[Finished]:
-        """Submit a flush; return the requests that have ended already."""
-        try:
-            return engine.submit(flush)
-        except Exception as error:
-            failed = survived(error)
-            return [Finished(request, error=failed) for request in flush]
-
     def _step(self, engine: AnsweringEngine) -> Sequence[Finished]:
-        """Step; return the requests that have ended."""
+        """Step; return the finished requests."""
         try:
             return engine.step(lambda ends: self._settle(ends, stepped=True))
         except Exception as error:
@@ -689,8 +674,8 @@ class Batcher:
             return [Finished(request, error=failed) for request in lost]
 
     def _take(self) -> tuple[list[Request], list[Request], list[Adapter], list[Waiter]]:
-        """Return the flush, the withdrawn requests, the adapters to be removed, and waiters that the
-        cache answers."""
+        """Return the flush, the withdrawn requests, the adapters to remove, and waiters that the cache
+        answers."""
         with self.lock:
             released: list[object] = []
             for loop in [each for each in self._loops if each.is_closed()]:
@@ -718,8 +703,8 @@ class Batcher:
         return [e.request for e in sent], [e.request for e in withdrawn], retired, answered
 
     def _take_ready(self) -> list[Entry]:
-        """Remove and return the ready entries that are due and that there is room for. An entry larger
-        than a flush is a flush by itself; one larger than the room is sent once the engine is idle."""
+        """Remove and return the ready entries that are due and fit. An entry larger than a flush is its
+        own flush; one larger than the room in flight waits until the engine is idle."""
         if self._ready_seconds() > 0.0:
             return []
         ready, is_idle = self._ready, not self._flight
@@ -746,7 +731,6 @@ class Batcher:
         self._ready.move_to_end(entry, last=False)
 
     def _launch(self, entries: Iterable[Entry]) -> None:
-        """Have entries in flight, under the lock."""
         for entry in entries:
             entry.in_flight = True
             self._flight[entry] = weight = entry.request.weight
@@ -755,7 +739,7 @@ class Batcher:
                 self.streams.add(cast("Streamed", entry.request), entry.flow)
 
     def _removable(self) -> list[Adapter]:
-        """Return the retired adapters that no request names, under the lock."""
+        """Return the retired adapters without requests, under the lock."""
         if self.keeps_adapters:
             return []
         return [adapter for adapter in self._retired if adapter not in self._bound]
@@ -799,35 +783,33 @@ class Batcher:
                         answered.append(waiter)
             self._note_answers(answered, stepped=stepped)
             if self._line:
-                answered += self._admit()  # a failed question may have left room in the queue
+                answered += self._admit()  # a failed question may have made room in the queue
         if failed:
             deliver(failed)
-        if answered:
-            deliver(zip(answered, outcomes(answered), strict=True))
+        _deliver_results(answered)
 
     def _note_answers(self, answered: Sequence[Waiter], *, stepped: bool) -> None:
-        """Note that these waiters have all of their results, and which of their loops may ask again at
-        once. Under the lock."""
-        told: set[_Loop] = set()
+        """Forget answered waiters, and note the loops that may ask again at once. Under the lock."""
+        noted: set[_Loop] = set()
         for waiter in answered:
             if waiter.loop is None or (asking := self._loops.get(waiter.loop)) is None:
                 continue
             asking.waiters.pop(waiter, None)
-            if not stepped or asking in told or not isinstance(waiter.requests[0], ONE_STEP):
+            if not stepped or asking in noted or not isinstance(waiter.requests[0], ONE_STEP):
                 continue
-            told.add(asking)
-            if asking.told_at is not None:  # it did not ask since an earlier answer
+            noted.add(asking)
+            if asking.answered_at is not None:  # it did not ask since an earlier answer
                 asking.returns = False
-            asking.told_at = self._clock()
+            asking.answered_at = self._clock()
             if asking.returns:
                 self._returning[asking] = None
 
     def _send_less(self, finished: Sequence[Finished]) -> list[Finished]:
-        """Halve the bound of what is in flight, and queue the requests that ran out of memory again, as
-        the first of all; return the other ends. A request that ran out of memory alone fails."""
+        """Halve the bound in flight and queue the requests that ran out of memory again, before all
+        others; return the other ends. A request that ran out of memory alone fails."""
         if self._flight_weight > 1:
             self.most_in_flight = max(1, self._flight_weight // 2)
-            self._good_steps = 0  # one alone may be a population, whose parts are asked next
+            self._good_steps = 0  # the caller of a failed population asks for its parts next
         if len(self._flight) <= 1:
             return [*finished]
         short = [end.request for end in finished if isinstance(end.error, OutOfMemory)]
@@ -858,9 +840,9 @@ class Batcher:
     # -- holds --------------------------------------------------------------------------------
 
     def put_up(self, hold: Hold) -> None:
-        """Make every later question wait until the hold is down; do nothing if it is. Questions asked
-        before are sent, whatever the bounds of the queue, or wait in line too, as ``hold.pending`` says.
-        For the engine's thread."""
+        """Make every later question wait until the hold is down; ignore one that is. Earlier questions
+        are sent whatever the bounds of the queue, or wait in line too, as ``hold.pending`` says. For the
+        engine's thread."""
         answered: list[Waiter] = []
         with self.lock:
             if hold.is_down:
@@ -877,19 +859,18 @@ class Batcher:
                     self._enter(waiter, answered)
             self.holds[hold] = None
             self._is_watched = True
-        if answered:
-            deliver(zip(answered, outcomes(answered), strict=True))
+        _deliver_results(answered)
         self._wake()
 
     def take_down(self, hold: Hold, weights_version: int | None = None) -> None:
-        """Let questions go on, unless another hold is up; idempotent. With a version, all are bound to
-        it from now on, and partly delivered texts of another version fail."""
+        """Let questions go on unless another hold is up; idempotent. With a version, all questions are
+        bound to it, and partly delivered texts of another version fail."""
         cut: list[tuple[Waiter, Outcome]] = []
         with self.lock:
             if weights_version is not None:
                 self.weights_version = weights_version
-                begun = [w for w in self._in_line() if w.flow is not None and w.flow.is_told]
-                cut = [(waiter, _stream_cut()) for waiter in begun]
+                begun = [w for w in self._in_line() if w.flow is not None and w.flow.is_delivered]
+                cut = [(waiter, StreamCut(CUT)) for waiter in begun]
                 for waiter in begun:
                     self._drop(waiter)
             hold.is_down = True
@@ -897,41 +878,21 @@ class Batcher:
             answered = self._admit()
         resolve(hold.passed, InvalidRequest("the runtime was resumed before it stood still"))
         deliver(cut)
-        deliver(zip(answered, outcomes(answered), strict=True))
+        _deliver_results(answered)
         self._wake()
 
     @property
     def is_passed(self) -> bool:
-        """True if no question asked before the holds is left."""
+        """True if every question from before the holds has ended."""
         return not self._entries
 
-    # -- the rest of a life -------------------------------------------------------------------
+    # -- adapters, close, restart -------------------------------------------------------------
 
     def retire(self, adapter: Adapter) -> None:
-        """Have ``turn`` remove the adapter from the engine once no request names it."""
+        """Have ``turn`` remove the adapter from the engine after its last request."""
         with self.lock:
             self._retired.append(adapter)
         self._wake()
-
-    def fail(self, lost: Mapping[Adapter, GenrtError]) -> None:
-        """End every request of these adapters with the adapter's error."""
-        if not lost:
-            return
-        answered: list[Waiter] = []
-        with self.lock:
-            for waiter in [*self._in_line()]:
-                if any(request.adapter in lost for request in waiter.requests):
-                    self._enter(waiter, answered)  # whatever the bounds: it fails below, unsent
-            named = [each for each in self._entries.values() if each.request.adapter in lost]
-            queued = [entry for entry in named if not entry.in_flight]
-            for entry in queued:
-                self._ready_weight -= self._ready.pop(entry, 0)
-            self._leave_queue(queued)
-            self._launch(queued)
-        errors = [lost[cast("Adapter", entry.request.adapter)] for entry in named]
-        ends = zip(named, errors, strict=True)
-        self._settle([Finished(entry.request, error=error) for entry, error in ends])
-        deliver(zip(answered, outcomes(answered), strict=True))
 
     @property
     def is_closed(self) -> bool:
@@ -939,13 +900,13 @@ class Batcher:
         return self._closed is not None
 
     def close(self, reason: GenrtError | None = None) -> bool:
-        """End every waiter with ``reason`` (``Closed`` by default), and every later question too, and
-        drop the holds. Idempotent; returns at once, whatever the engine is doing.
+        """End every waiter and every later question with ``reason`` (``Closed`` by default), and drop the
+        holds. Idempotent; never waits for the engine.
 
-        Returns ``False``, and does nothing, if the calling thread is in the middle of something under the
-        lock, as where a finalizer or a signal handler interrupts it: another thread must close then.
+        Returns ``False`` and does nothing if the calling thread holds the lock, as in a finalizer or a
+        signal handler: another thread must close then.
         """
-        # As threading.Condition asks a lock. Taking it would go on in a state that is half changed.
+        # As threading.Condition asks a lock. Taking it again would change a half-changed state.
         if self.lock._is_owned():  # type: ignore[attr-defined]
             return False
         with self.lock:
@@ -974,7 +935,7 @@ class Batcher:
         del released
         for hold in holds:
             hold.drop(reason)
-        deliver(undelivered)  # also the rest of an earlier call that an interrupt ended
+        deliver(undelivered)  # including the rest of an earlier call that an interrupt ended
         self._undelivered = []
         return True
 
@@ -984,7 +945,7 @@ class Batcher:
             self._closed = None
 
     def resume(self) -> None:
-        """Send everything that was in flight again: another engine has replaced the one before."""
+        """Queue everything in flight again: another engine replaces the one before."""
         with self.lock:
             self._requeue(self._flight)
 
@@ -999,8 +960,14 @@ class Batcher:
         return f"Batcher({state}, {s.queued} queued, {s.in_flight} in flight, {s.flushes} flushes)"
 
 
+CUT = (
+    "the weights were replaced while this text was drawn, and a part of it was delivered: ask again, "
+    'or replace them with pending="finish"'
+)
+
+
 def _size(requests: Iterable[Request]) -> tuple[int, int]:
-    """Return the weight of requests, and the bytes of their contexts and masks."""
+    """Return the total weight and bytes of requests."""
     weight = nbytes = 0
     for request in requests:
         weight += request.weight
@@ -1008,19 +975,17 @@ def _size(requests: Iterable[Request]) -> tuple[int, int]:
     return weight, nbytes
 
 
-def _stream_cut() -> StreamCut:
-    return StreamCut(
-        "the weights were replaced while this text was drawn, and a part of it was delivered: ask again, "
-        'or replace them with pending="finish"'
-    )
-
-
 # -- delivery -------------------------------------------------------------------------------------
 
 
+def _deliver_results(waiters: Sequence[Waiter]) -> None:
+    if waiters:
+        deliver(zip(waiters, outcomes(waiters), strict=True))
+
+
 def outcomes(waiters: Sequence[Waiter]) -> list[Outcome]:
-    """Return the outcome of each waiter: results in storage of its own, or an error if there is no
-    memory for that. All are copied at once; if that fails, one by one."""
+    """Return each waiter's results in its own storage, or an error if there is no memory for it. All are
+    copied together; if that fails, one by one."""
     try:
         return list(_own(waiters))
     except Exception as error:
@@ -1030,8 +995,8 @@ def outcomes(waiters: Sequence[Waiter]) -> list[Outcome]:
 
 
 def _own(waiters: Sequence[Waiter]) -> Iterator[list[Result]]:
-    """Yield the results of each waiter in storage of its own, or one stack of its rows. All tensors are
-    copied at once; a request knows what to copy of any other result."""
+    """Yield the results of each waiter in its own storage, or one stack of its rows. Tensors are copied
+    here, other results by their requests."""
     shared = [
         result
         for waiter in waiters
@@ -1067,18 +1032,17 @@ def deliver(done: Iterable[tuple[Waiter, Outcome]]) -> None:
 
 
 def _resolve_all(loop: asyncio.AbstractEventLoop | None, done: deque[tuple[Any, Outcome]]) -> None:
-    """Resolve futures of threads; or of one loop, with a pass of the loop after ``WAITERS_A_PASS`` of
-    them, or after an interrupt."""
+    """Resolve futures; those of a loop go on in its next pass after ``WAITERS_A_PASS`` futures or an
+    interrupt."""
     try:
         for _ in range(len(done) if loop is None else min(len(done), WAITERS_A_PASS)):
             future, outcome = done[0]
             failed = isinstance(outcome, GenrtError)
-            with (
-                _IS_DONE
-            ):  # cancelled, at any moment by a signal handler; or resolved by another thread
+            # Cancelled at any moment by a signal handler, or resolved by another thread.
+            with _IS_DONE:
                 (future.set_exception if failed else future.set_result)(outcome)
             done.popleft()
-    except Exception:  # of a future that raised by itself, and would do so for ever
+    except Exception:  # a future that raises would do so for ever
         done.popleft()
         raise
     finally:

@@ -1,9 +1,7 @@
-"""The row cache: least recently used rows out first, bounded in bytes.
+"""The row cache drops the least recently used rows, and is bounded in bytes of storage.
 
-Rules:
-    A stored row is a copy that is never written to. A borrower copies it before a caller sees it.
-    The bound counts the storage held, not the tensor's own length.
-    The lock is held for dictionary work only, never while a row is copied.
+A stored row is a copy that is never written to; a borrower copies it before a caller sees it. The lock is
+held for dictionary work only, never while rows are copied.
 """
 
 from __future__ import annotations
@@ -27,15 +25,15 @@ __all__ = ["CacheStatistics", "RowCache"]
 
 @dataclass(frozen=True, slots=True)
 class CacheStatistics:
-    """Counters of the row cache, and its size.
+    """The counters of the row cache.
 
     Attributes:
         hits: look-ups that found their row.
-        misses: look-ups that did not.
+        misses: look-ups without a row.
         evictions: rows dropped to make room.
-        rows: rows held at this moment.
-        bytes: their size.
-        max_bytes: the bound of that.
+        rows: the present number of rows.
+        bytes: the present size of the rows.
+        max_bytes: the maximum size.
     """
 
     hits: int = 0
@@ -47,13 +45,13 @@ class CacheStatistics:
 
 
 class RowCache:
-    """Rows by request. Safe from any thread; ``max_bytes=0`` keeps nothing."""
+    """Rows by request. Safe from any thread; ``max_bytes=0`` stores no rows."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self._rows: OrderedDict[LogprobsRequest, Tensor] = OrderedDict()  # the newest use last
         self._bytes = 0
-        # Signal handlers and finalizers read statistics, and may interrupt a thread that holds it.
+        # Signal handlers and finalizers read statistics, and may interrupt its holder.
         self._lock = threading.RLock()
         self._hits = 0
         self._misses = 0
@@ -75,12 +73,12 @@ class RowCache:
             return row
 
     def put(self, request: LogprobsRequest, row: Tensor) -> None:
-        """Keep a copy of the row; one that is larger than the whole cache is not kept."""
+        """Store a copy of the row, unless it is larger than the cache."""
         for error in self.put_all({request: row}).values():
             raise error
 
     def keep(self, finished: Sequence[Finished]) -> dict[Request, GenrtError]:
-        """Put the rows among these ends; return the errors of rows that there is no memory for."""
+        """Store the rows among these results; return the errors of rows without memory for a copy."""
         rows = {}
         for end in finished if self.max_bytes else ():
             if isinstance(end.request, LogprobsRequest) and isinstance(end.result, Tensor):
@@ -89,8 +87,7 @@ class RowCache:
         return {each: failure(error) for each, error in errors.items()} if errors else {}
 
     def put_all(self, rows: dict[LogprobsRequest, Tensor]) -> dict[LogprobsRequest, Exception]:
-        """Put each in turn, all copied at once. Rows that later ones would evict are not copied. Return
-        the errors of rows whose copies there is no memory for."""
+        """Store all rows, copied together; return the errors of rows without memory for a copy."""
         try:
             self._put(rows)
         except Exception as error:
@@ -105,7 +102,9 @@ class RowCache:
 
     def _put(self, rows: dict[LogprobsRequest, Tensor]) -> None:
         kept, room, passing, is_full = [], self.max_bytes, 0, False
-        for request, row in reversed(rows.items()):  # the last ones, as many as fit at once
+        for request, row in reversed(
+            rows.items()
+        ):  # a row that later ones would evict is not copied
             if row.nbytes > self.max_bytes:
                 continue
             is_full = is_full or row.nbytes > room
@@ -134,10 +133,10 @@ class RowCache:
                 dropped.append(row)
 
     def forget(self, adapter: Adapter) -> None:
-        """Drop the rows of an adapter that no later request can name."""
+        """Drop the rows of an adapter."""
         with self._lock:
             requests = [*self._rows]
-        for request in requests:  # a look at all of them takes too long for others to wait
+        for request in requests:  # the lock is not held for the whole look
             if request.adapter == adapter:
                 with self._lock:
                     row = self._rows.pop(request, None)

@@ -1,4 +1,4 @@
-"""Coroutines: run at once, in turns, or to their end from a thread that blocks."""
+"""Runs coroutines concurrently, in turns, or from a blocking thread."""
 
 from __future__ import annotations
 
@@ -49,33 +49,32 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 AT_ONCE_BYTES = 2**20
-"""How much is read, or copied, on the event loop; more is in a thread of its own."""
+"""The maximum bytes that are read or copied on the event loop; more is done in another thread."""
 
 SIGNAL_SECONDS = 0.05
-"""How often to look whether the calling task was cancelled."""
+"""The interval of checks whether the calling task was cancelled."""
 
 INTERRUPT_SECONDS = 0.5
-"""How often the main thread looks whether there was an interrupt. One that comes after Python has looked,
-and before the thread waits, wakes nobody."""
+"""The interval of the main thread's checks for an interrupt, which may come after Python has checked and
+before the thread waits."""
 
 MOST_HANDED = 64
-"""How many values of an asynchronous generator may wait for the thread that takes them."""
+"""The maximum values of an asynchronous generator that wait for the thread that takes them."""
 
 
 # -- at once ---------------------------------------------------------------------------------------
 
 
 async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run all coroutines at once and return their results in order. The first error is raised; by then,
-    or once cancelled, none goes on."""
+    """Run all coroutines concurrently and return their results in order. After the first error, which is
+    raised, or a cancellation, all have ended."""
     tasks = [asyncio.ensure_future(part) for part in work]
     async with Ending(tasks):
         return await asyncio.gather(*tasks)
 
 
 class Ending:
-    """A context manager by which tasks end with what awaits them: after an error, or a cancellation, none
-    goes on."""
+    """A context manager that cancels tasks and waits for their end after an error or a cancellation."""
 
     def __init__(self, tasks: Sequence[asyncio.Future[Any]]) -> None:
         self._tasks = tasks
@@ -84,9 +83,7 @@ class Ending:
         pass
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if (
-            kind is None or kind is GeneratorExit
-        ):  # dropped with its loop, which runs nothing any more
+        if kind is None or kind is GeneratorExit:  # collected with its loop, which runs no more
             return
         for task in self._tasks:
             task.cancel()
@@ -94,17 +91,16 @@ class Ending:
 
 
 Keep: TypeAlias = Callable[[int, Any], None]
-"""Takes the number of a text and the answer about it."""
+"""Takes the number of an argument and its result."""
 
 _Calls: TypeAlias = Iterator[tuple[int, Callable[[], Any]]]
 
 
 class ConcurrentCalls:
-    """A user's function of one argument, asked about many at once.
+    """Calls a user's function for many arguments.
 
-    A plain function is called in a thread, for one argument after the other; a coroutine function, or one
-    that turns out to return what has to be awaited, on the running loop. On each loop no more than
-    ``max_concurrent`` calls or threads are under way.
+    A plain function is called in a thread, argument by argument; a coroutine function, or a function that
+    returns an awaitable, on the running loop. Each loop runs at most ``max_concurrent`` calls or threads.
     """
 
     def __init__(self, function: Callable[[Any], Any], max_concurrent: int) -> None:
@@ -120,11 +116,9 @@ class ConcurrentCalls:
         self._lock = threading.Lock()
 
     async def about(self, arguments: dict[int, Any], keep: Keep) -> None:
-        """Ask about arguments, and give ``keep`` each answer with its argument's number as it arrives.
-
-        The first error of the function or of ``keep`` is raised. After an error or a cancellation no call
-        goes on, except a plain one under way, which ends by itself.
-        """
+        """Call the function for each argument, and pass ``keep`` its number and result at once. Raises
+        the first error of the function or of ``keep``. After an error or a cancellation no call goes on,
+        except the present one of a plain function."""
         loop = asyncio.get_running_loop()
         with self._lock:
             limit = self._limits.get(loop)
@@ -150,11 +144,11 @@ class ConcurrentCalls:
     def _call(
         self, calls: _Calls, keep: Keep, stop: threading.Event
     ) -> BaseException | tuple[int, Any] | None:
-        """Make the calls one by one, up to one whose answer has to be awaited, which is returned."""
+        """Make the calls one by one; return the first result that has to be awaited."""
         for number, call in calls:
             if stop.is_set():
                 break
-            # An exception is handed over as a value: a future can't hold StopIteration.
+            # An exception is returned as a value: a future cannot hold StopIteration.
             try:
                 answer = call()
                 if inspect.isawaitable(answer):
@@ -166,7 +160,7 @@ class ConcurrentCalls:
         return None
 
     async def _await(self, calls: _Calls, keep: Keep, limit: asyncio.Semaphore) -> None:
-        """Take calls from the shared ones and await their answers, until none is left."""
+        """Take calls from the shared iterator and await their results."""
         for number, call in calls:
             async with limit:
                 try:
@@ -178,15 +172,15 @@ class ConcurrentCalls:
 
 
 def _noted(error: BaseException, call: Callable[[], Any]) -> BaseException:
-    """Return an error of the function with what it was asked about in a note."""
+    """Return an error of the function with its argument in a note."""
     if isinstance(call, partial):
         error.add_note(f"the function was asked about {call.args[-1]!r:.300}")
     return error
 
 
 def in_background(function: Callable[[], T]) -> Future[T]:
-    """Return what the function returns, called in a thread of its own: all those of a loop's executor may
-    wait for this runtime."""
+    """Call a function in its own thread, because every thread of a loop's executor may wait for this
+    runtime."""
     pool = ThreadPoolExecutor(1, "genrt-aside")
     try:
         return pool.submit(function)
@@ -195,7 +189,7 @@ def in_background(function: Callable[[], T]) -> Future[T]:
 
 
 async def aside(function: Callable[[], T]) -> T:
-    """Return what the function returns, called ``in_background``."""
+    """Return the result of a function called ``in_background``."""
     return await asyncio.wrap_future(in_background(function))
 
 
@@ -211,8 +205,8 @@ class Turns:
         self._last.set_result(None)
 
     async def take(self) -> Callable[..., None]:
-        """Wait for every earlier turn to end; return a function that ends this one. It is idempotent,
-        safe from any thread, and ignores its arguments."""
+        """Wait for every earlier turn; return a function that ends this one. It is idempotent, safe from
+        any thread, and ignores its arguments."""
         turn: Future[None] = Future()
         with self._lock:
             before, self._last = self._last, turn
@@ -226,7 +220,7 @@ class Turns:
 
 
 def follow(future: Future[Any]) -> Future[None]:
-    """Return a future that ends as this one does. Cancelling it cancels nothing else."""
+    """Return a future that ends as this one. Cancelling it does not cancel this one."""
     own: Future[None] = Future()
 
     def end(_: object) -> None:
@@ -238,7 +232,7 @@ def follow(future: Future[Any]) -> Future[None]:
 
 
 def resolve(future: Future[None], error: BaseException | None) -> None:
-    """Resolve a future, with an error if one is given, unless it is done already."""
+    """Resolve a future, unless it is done."""
     with contextlib.suppress(InvalidStateError):  # cancelled, or resolved before
         if error is None:
             future.set_result(None)
@@ -250,8 +244,8 @@ def resolve(future: Future[None], error: BaseException | None) -> None:
 
 
 def twin_of(method: Callable[..., Any], *, interrupted: str) -> Callable[[F], F]:
-    """Return a decorator that names a function as the ``_sync`` twin of this method; its docstring is the
-    method's, after what an interrupt does."""
+    """Return a decorator that gives a function the name and the docstring of the ``_sync`` twin of this
+    method."""
 
     def named(twin: F) -> F:
         functools.update_wrapper(twin, method)
@@ -263,14 +257,13 @@ def twin_of(method: Callable[..., Any], *, interrupted: str) -> Callable[[F], F]
 
 
 def blocking(coroutine: Coroutine[Any, Any, T], *, undo: Callable[[T], object] | None = None) -> T:
-    """Return what the coroutine returns, or raise what it raises.
+    """Return the result of a coroutine.
 
-    It runs on an event loop of its own, in a thread of its own, in a copy of the caller's context. So
-    this may be called from a script, from any thread, and where an event loop is running, which stands
-    still meanwhile. An interrupt cancels the coroutine and is raised once that has ended. Where a loop is
-    running, an interrupt may arrive as the cancellation of the calling task, as with ``asyncio.run``: the
-    effect is the same. One that comes when the coroutine has returned already calls ``undo`` with its
-    result, so that no caller is left with a lasting effect that it was not told of.
+    It runs on its own event loop and thread, in a copy of the caller's context. So this works in a
+    script, in any thread, and inside a running event loop, which is blocked meanwhile. An interrupt
+    cancels the coroutine and is raised once it has ended; inside a running loop, so does a cancellation
+    of the calling task, as ``asyncio.run`` makes of an interrupt. If the coroutine has returned by then,
+    ``undo`` is called with its result.
     """
     run = _Run(coroutine)
     try:
@@ -285,17 +278,14 @@ def blocking(coroutine: Coroutine[Any, Any, T], *, undo: Callable[[T], object] |
 
 
 def blocking_generator(asynchronous: AsyncGenerator[T, None]) -> Generator[T, None, None]:
-    """Yield what an asynchronous generator yields, or raise what it raises.
-
-    It runs as ``blocking`` says, and goes on while the caller does something else, up to ``MOST_HANDED``
-    values ahead. An interrupt closes it, and so does closing or dropping this generator; both wait until
-    it has ended.
-    """
+    """Yield the values of an asynchronous generator, which runs as in ``blocking`` and up to
+    ``MOST_HANDED`` values ahead. An interrupt, closing or dropping this generator closes it and waits for
+    its end."""
     handing = _Handing(asynchronous)
     run = _Run(handing.hand(), daemon=True)
-    unregister = atexit.unregister  # which this frame may outlive
+    unregister = atexit.unregister  # this frame may outlive the module
     try:
-        atexit.register(run.cancel)  # an interpreter that exits stops daemons anywhere
+        atexit.register(run.cancel)  # an exiting interpreter stops daemon threads anywhere
         run.thread.start()
         while (value := handing.take()) is not _END:
             yield value[0]
@@ -311,7 +301,7 @@ def blocking_generator(asynchronous: AsyncGenerator[T, None]) -> Generator[T, No
 def blocking_twin(
     method: Callable[Concatenate[S, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[S, P], T]:
-    """Return a method that blocks until this one has ended, as ``blocking`` does."""
+    """Return the twin of a method that blocks as ``blocking``."""
 
     @twin_of(method, interrupted="It runs in another thread; an interrupt cancels it.")
     def twin(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -321,11 +311,11 @@ def blocking_twin(
 
 
 _END: tuple[Any, ...] = ("the end",)
-"""What is handed over after the last value."""
+"""Comes after the last value."""
 
 
 class _Handing(Generic[T]):
-    """The values of an asynchronous generator, on their way from its thread to another."""
+    """The values of an asynchronous generator on their way between threads."""
 
     def __init__(self, asynchronous: AsyncGenerator[T, None]) -> None:
         self._asynchronous = asynchronous
@@ -333,7 +323,7 @@ class _Handing(Generic[T]):
         self._make_room: Callable[[], object] = lambda: None
 
     async def hand(self) -> None:
-        """Put down every value, as there is room, and then the end."""
+        """Hand over every value as there is room, and then the end."""
         loop, room = asyncio.get_running_loop(), asyncio.Event()
         self._make_room = lambda: loop.call_soon_threadsafe(room.set)
         try:
@@ -349,7 +339,7 @@ class _Handing(Generic[T]):
     def take(self) -> tuple[T]:
         """Wait for the next value and return it in a tuple, or ``_END``."""
         value = _wait(self._get)
-        if self._handed.qsize() == MOST_HANDED // 2:  # so the thread wakes once for many values
+        if self._handed.qsize() == MOST_HANDED // 2:  # the other thread wakes once for many values
             with contextlib.suppress(RuntimeError):  # its loop is closed
                 self._make_room()
         return value
@@ -361,11 +351,11 @@ class _Handing(Generic[T]):
 
 
 class _Run(Generic[T]):
-    """A coroutine, to be run by one thread and cancelled by another, in any order.
+    """A coroutine that one thread runs and another may cancel, in any order.
 
-    ``claimed`` is taken by whichever comes first: the thread that runs it, or a cancellation after which
-    none will. The running thread sets ``stop`` before it looks at ``cancelled``; the other one sets
-    ``cancelled`` before it looks at ``stop``. So at least one of them sees the other.
+    The first of the two takes ``claimed``. The running thread sets ``stop`` before it reads
+    ``cancelled``; the other thread sets ``cancelled`` before it reads ``stop``. So at least one sees the
+    other.
     """
 
     def __init__(self, coroutine: Coroutine[Any, Any, T], daemon: bool = False) -> None:
@@ -392,7 +382,7 @@ class _Run(Generic[T]):
 
     @property
     def has_returned(self) -> bool:
-        """True once the coroutine has returned; not if it was cancelled or has raised."""
+        """True once the coroutine has returned a result."""
         return self.outcome.done() and self.outcome.exception() is None
 
     async def _main(self) -> T:
@@ -418,15 +408,15 @@ class _Run(Generic[T]):
     def join(self) -> None:
         """Wait until the run has ended and its thread is gone."""
         if threading.current_thread() is self.thread:
-            return  # whoever waited for this run was collected by it, as garbage
+            return  # this run has collected its caller as garbage
         self.ended.wait()
         with contextlib.suppress(RuntimeError):  # it was never started
             self.thread.join()
 
 
 def _wait(waited: Callable[[float | None], T | None]) -> T:
-    """Call this with seconds to wait until it returns something, and return that. Raises CancelledError
-    if the task that waits is cancelled meanwhile."""
+    """Call a function that waits so many seconds until it returns a value; return it. Raises
+    CancelledError if the calling task is cancelled meanwhile."""
     try:
         waiting = asyncio.current_task()
     except RuntimeError:
@@ -434,7 +424,7 @@ def _wait(waited: Callable[[float | None], T | None]) -> T:
     before = waiting.cancelling() if waiting else 0
     is_main = threading.current_thread() is threading.main_thread()
     seconds = SIGNAL_SECONDS if waiting else INTERRUPT_SECONDS if is_main else None
-    # A signal handler cancels the task, but that wakes nobody while its loop stands still.
+    # A signal handler may cancel the task, which wakes no thread while its loop is blocked.
     while not (found := waited(seconds)):
         if waiting and waiting.cancelling() > before:
             raise asyncio.CancelledError

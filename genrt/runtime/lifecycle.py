@@ -1,15 +1,14 @@
-"""The states of a runtime: one state machine for pause, sleep, update, restart and close.
+"""The lifecycle of a runtime: one state machine for pause, sleep, update, restart and close.
 
 A *hold* makes later questions wait. A pause is a hold, and so is an update. A sleep needs a pause and
-makes one if there is none.
+makes one if there is none. States, of one batcher and its engine:
 
-States, of one batcher and the engine that it feeds:
     running    questions are sent and answered.
-    draining   a hold is up. Questions asked before it are answered, or asked again after it.
-    still      every hold is passed: nothing asked before is queued or in flight.
-    updating   the calls of one update alone run on the engine's thread. Its weights may be mixed.
+    draining   a hold is up. Earlier questions are answered, or restarted after it.
+    still      every hold is passed: no earlier question is queued or in flight.
+    updating   only the calls of one update run on the engine's thread. Its weights may be mixed.
     moving     a sleep or a wake_up moves the engine's memory.
-    asleep     a part of the memory is given back, or the weights are dropped and not read again yet.
+    asleep     a part of the memory is freed, or the weights are dropped and not read again yet.
 
 Only ``running`` answers new questions. Only ``running`` and ``draining`` step the engine. Events:
 
@@ -37,66 +36,110 @@ Only ``running`` answers new questions. Only ``running`` and ``draining`` step t
     2. Once no other hold is up.
     3. The memory is moved back, and then the sleep's own pause ends.
     4. ``asleep`` again if only a part wakes, or if it fails; otherwise ``running``.
-    5. While the weights sleep. With the KV cache asleep alone, as in ``still``.
-    6. Once a tensor was loaded; before that, as at its end. Another engine has the last whole weights.
-    7. The update's hold falls. Its next call raises EngineFailed.
-    A restart and a close drop every hold, and tell each pause, sleep and update that is under way.
+    5. While the weights sleep. With only the KV cache asleep, as in ``still``.
+    6. Once a tensor was loaded; before that, as at its end. The next engine has the last whole weights.
+    7. The update's hold ends. Its next call raises EngineFailed.
 
 Rules:
-    State changes under the batcher's lock. The engine's thread alone puts holds up and moves memory.
-    ``batcher.py`` makes questions wait. When the last hold is down, they are asked of the new weights.
-    A partly delivered stream is asked again too; delivered tokens are skipped. It fails if the weights
-    are replaced meanwhile: the rest of the text would come from other weights.
-    An engine that replaces one that slept sleeps as that one did, before anything else.
+    State changes under the batcher's lock. Only the engine's thread puts holds up and moves memory.
+    A restart and a close drop every hold, and end each pause, sleep and update in progress.
+    An engine's prefixes and sequences are forgotten before it sleeps. Sleeps and wake_ups take turns; a
+    cancelled one has no effect. An engine that replaces a sleeping one sleeps too, before anything else.
 """
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+import asyncio
+import concurrent.futures
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Literal, Protocol, TypeAlias, TypedDict, TypeVar
 
-from genrt.engines.weights import SLEEPING_PARTS, SleepingPart
-from genrt.errors import EngineFailed, GenrtError, InvalidRequest
-from genrt.numbers import named
-from genrt.runtime.batcher import DROPPED, Batcher, Hold
+from genrt.engines.protocol import Engine
+from genrt.engines.weights import (
+    SLEEPING_PARTS,
+    KeptWeights,
+    Sleeping,
+    SleepingPart,
+    weights_of,
+)
+from genrt.errors import EngineFailed, EngineUnsupported, GenrtError, InvalidRequest, Paused
+from genrt.numbers import check_int, named, shown
+from genrt.runtime.answers import AnsweringEngine
+from genrt.runtime.batcher import DROPPED, Batcher, Hold, Pending
+from genrt.runtime.concurrency import Turns
 
-__all__ = ["ASLEEP", "Lifecycle", "Memory", "State", "check_pending"]
+__all__ = ["Lifecycle", "PauseOptions", "State", "check_pending"]
 
-Memory: TypeAlias = Literal["awake", "moving", "asleep"]
-"""The engine's memory on its device."""
+T = TypeVar("T")
 
 State: TypeAlias = Literal["running", "draining", "still", "updating", "moving", "asleep"]
 
+Asked: TypeAlias = Literal["wait", "raise"]
+"""Whether questions asked in a pause wait or raise."""
+
 ASLEEP = "the engine sleeps: wake it up first"
 
+PAUSED = "the runtime is paused: it answers again after AsyncLM.resume, or wake_up if it sleeps"
 
-def check_pending(pending: object) -> None:
-    """Raise InvalidRequest unless it is a ``Pending``."""
-    if pending not in ("finish", "restart"):
-        raise InvalidRequest(f'pending must be "finish" or "restart", got {named(pending)}')
+
+class PauseOptions(TypedDict, total=False):
+    """The options of ``AsyncLM.pause`` and ``AsyncLM.sleep``.
+
+    Attributes:
+        pending: with ``"finish"``, the default, earlier questions are answered first. With ``"restart"``
+            they wait too and start again later: streams continue at their position, or raise StreamCut if
+            the weights were replaced meanwhile.
+        asked: later questions wait (``"wait"``, the default), or raise Paused (``"raise"``).
+    """
+
+    pending: Pending
+    asked: Asked
+
+
+class Calls(Protocol):
+    """The part of an ``EngineThread`` that its lifecycle uses."""
+
+    weights: KeptWeights
+
+    @property
+    def engine(self) -> Engine: ...
+
+    def call(
+        self, function: Callable[[AnsweringEngine], T], owner: object = None
+    ) -> concurrent.futures.Future[T]: ...
+
+    def call_soon(
+        self, function: Callable[[AnsweringEngine], object], owner: object = None
+    ) -> None: ...
+
+    def run_exclusively(self, owner: object | None) -> None: ...
 
 
 class Lifecycle:
-    """The state of one runtime.
+    """The state of one runtime, and the events that change it. Safe from any thread.
 
     Attributes:
-        owner: the object whose calls alone run on the engine's thread; ``None`` is all.
-        pause: the hold of the present pause, also one that a sleep has made.
-        is_sleeps_own: whether that pause ends with the sleep if the sleep is cancelled.
-        asleep: the parts of the memory that are given back, or are on their way.
+        owner: the object whose calls alone run on the engine's thread; ``None`` is no such object.
+        pause_hold: the hold of the present pause, also one that a sleep has made.
+        memory: the engine's memory on its device.
+        asleep: the parts of the memory that are freed, or are being moved.
         level: the level of the last sleep.
-        are_weights_lost: whether a sleep dropped the weights, and nothing has loaded them since.
+        are_weights_lost: whether a sleep dropped the weights, and no weights were loaded since.
     """
 
-    def __init__(self, batcher: Batcher) -> None:
+    def __init__(self, batcher: Batcher, thread: Calls) -> None:
         self._batcher = batcher
         self._lock = batcher.lock
+        self._thread = thread
+        self._turns = Turns()
         self.owner: object | None = None
         self._owners_hold: Hold | None = None
-        self.pause: Hold | None = None
-        self.memory: Memory = "awake"
+        self.pause_hold: Hold | None = None
+        self._is_sleeps_own = False  # the pause ends with a cancelled sleep
+        self.memory: Literal["awake", "moving", "asleep"] = "awake"
         self.asleep: frozenset[SleepingPart] = frozenset()
         self.level = 1
-        self.is_sleeps_own = False
         self.are_weights_lost = False
 
     @property
@@ -111,63 +154,183 @@ class Lifecycle:
                 return "running"
             return "still" if self._batcher.is_passed else "draining"
 
-    # -- pauses and sleep ---------------------------------------------------------------------
+    # -- pauses -------------------------------------------------------------------------------
 
-    def begin_pause(self, hold: Hold) -> Hold:
-        """Have a pause with this hold, unless there is one; return the hold of the pause."""
-        with self._lock:
-            if self.pause is None:
-                self.pause, self.is_sleeps_own = hold, False
-            return self.pause
+    async def pause(
+        self, *, pending: Pending = "finish", asked: Asked = "wait"
+    ) -> Callable[[], None]:
+        """Pause as ``AsyncLM.pause``; return a function that ends this pause."""
+        hold = _hold(pending, asked)
+        if self._begin_pause(hold) is not hold:
+            raise InvalidRequest("the runtime is paused already: resume it first")
+        await self._stand_still(hold, is_own=True)
+        return partial(self._end_pause, hold)
 
-    def end_pause(self, hold: Hold | None) -> None:
-        """End this pause, if it is the present one. In a sleep, it ends with that."""
+    def _begin_pause(self, hold: Hold) -> Hold:
+        """Begin a pause with this hold, unless there is a pause; return the hold of the pause."""
         with self._lock:
-            if hold is None or hold is not self.pause:
+            if self.pause_hold is None:
+                self.pause_hold, self._is_sleeps_own = hold, False
+            return self.pause_hold
+
+    def _end_pause(self, hold: Hold | None) -> None:
+        """End this pause if it is the present one; during a sleep, at the end of the sleep."""
+        with self._lock:
+            if hold is None or hold is not self.pause_hold:
                 return
             if self.memory != "awake":
-                self.is_sleeps_own = True
+                self._is_sleeps_own = True
                 return
-            self.pause = None
+            self.pause_hold = None
         self._batcher.take_down(hold)
+
+    async def _stand_still(self, hold: Hold, *, is_own: bool) -> None:
+        """Return once nothing runs; end a pause of this call if that fails."""
+        try:
+            if is_own:
+                await self._called(lambda _: self._batcher.put_up(hold))
+            await hold.wait()
+        except GeneratorExit:  # collected with its loop, whatever is locked
+            if is_own:
+                self._thread.call_soon(lambda _: self._end_pause(hold))
+            raise
+        except BaseException:
+            if is_own:
+                self._end_pause(hold)
+            raise
 
     def resume(self) -> None:
         """End the pause, if there is one. Raises InvalidRequest in a sleep."""
         with self._lock:
-            if self.memory != "awake":
-                raise InvalidRequest(ASLEEP)
-            hold = self.pause
-        self.end_pause(hold)
+            self.check_awake()
+            hold = self.pause_hold
+        self._end_pause(hold)
 
-    def begin_sleep(self, hold: Hold, *, is_own: bool, level: int) -> None:
-        """Begin to move the memory, in a pause that nothing runs in. For the engine's thread.
+    # -- sleep --------------------------------------------------------------------------------
 
-        Raises:
-            InvalidRequest: the pause has ended, or the engine sleeps.
-        """
+    def check_awake(self, part: SleepingPart | None = None) -> None:
+        """Raise InvalidRequest if this part of the engine sleeps; by default, if anything sleeps or
+        moves."""
+        if part is None:
+            is_asleep = self.memory != "awake"
+        else:
+            is_asleep = self.memory == "asleep" and part in _sleeping(self._thread.engine).asleep
+        if is_asleep:
+            raise InvalidRequest(ASLEEP)
+
+    async def sleep(
+        self, level: int, *, pending: Pending = "finish", asked: Asked = "wait"
+    ) -> tuple[int, Callable[[], object]]:
+        """Sleep as ``AsyncLM.sleep``; return the freed bytes, and a function that undoes the sleep."""
+        check_int("level", level, 1, 2)
+        own = _hold(pending, asked)
+        _sleeping(self._thread.engine).check_sleep()
+        self._check_not_asleep()
+        end_turn = await self._turns.take()
+        try:
+            self._check_not_asleep()
+            hold = self._begin_pause(own)
+            is_own = hold is own
+            await self._stand_still(hold, is_own=is_own)
+            fall = partial(self._fall_asleep, hold=hold, is_own=is_own, level=level)
+            falling = self._thread.call(fall)
+            undo = partial(self._thread.call, partial(self._undo_sleep, hold, is_own), self)
+            try:
+                freed = await asyncio.wrap_future(falling)
+            except GeneratorExit:  # as above: the engine wakes whether it slept or not
+                self._thread.call_soon(partial(self._undo_sleep, hold, is_own), self)
+                raise
+            except BaseException:
+                if falling.cancel():  # it has not begun
+                    if is_own:
+                        self._end_pause(hold)
+                else:  # the next turn begins after that
+                    undo().add_done_callback(end_turn)
+                    end_turn = _nothing
+                raise
+            return freed, undo
+        finally:
+            end_turn()
+
+    def _check_not_asleep(self) -> None:
+        if self.memory == "asleep":
+            raise InvalidRequest(ASLEEP)
+
+    def _fall_asleep(
+        self, answering: AnsweringEngine, *, hold: Hold, is_own: bool, level: int
+    ) -> int:
+        sleeping = _sleeping(answering.engine)
         with self._lock:
-            if self.memory != "awake":
-                raise InvalidRequest(ASLEEP)
-            is_up = hold is self.pause and hold in self._batcher.holds
+            self.check_awake()
+            is_up = hold is self.pause_hold and hold in self._batcher.holds
             if not is_up or not self._batcher.is_passed:
                 raise InvalidRequest("the runtime was resumed before its engine slept")
-            self.memory, self.is_sleeps_own, self.level = "moving", is_own, level
+            self.memory, self._is_sleeps_own, self.level = "moving", is_own, level
             self.asleep, self.are_weights_lost = SLEEPING_PARTS, level == 2
+        self._thread.run_exclusively(self)  # calls that would use the memory wait
+        try:
+            answering.begin_update()  # forgets all results
+            return sleeping.sleep(level)
+        finally:
+            self._moved(sleeping)
 
-    def moved(self, asleep: frozenset[SleepingPart]) -> bool:
-        """Note which parts of the memory are given back; return whether all is there, with its
-        weights."""
+    def _undo_sleep(self, hold: Hold, is_own: bool, answering: AnsweringEngine) -> None:
+        """Wake the engine after a failed or cancelled sleep, and end the pause of that sleep."""
+        if hold is not self.pause_hold:  # it has ended, by a restart
+            return
+        if self.memory == "asleep":
+            self._move_back(answering, SLEEPING_PARTS)
+        if is_own or self._is_sleeps_own:
+            self._end_pause(hold)
+
+    async def wake_up(self, tags: Collection[SleepingPart] | None = None) -> bool:
+        """Wake up as ``AsyncLM.wake_up``."""
+        parts = _checked_parts(tags)
+        end_turn = await self._turns.take()
+        try:
+            if self.memory == "awake":
+                return True
+            return await self._called(partial(self._wake, parts=parts), self)
+        finally:
+            end_turn()
+
+    def _wake(self, answering: AnsweringEngine, *, parts: frozenset[SleepingPart]) -> bool:
+        if self.memory == "awake":  # it was restarted meanwhile
+            return True
+        if is_awake := self._move_back(answering, parts):
+            self._end_pause(self.pause_hold)
+        return is_awake
+
+    def _move_back(self, answering: AnsweringEngine, parts: frozenset[SleepingPart]) -> bool:
+        """Move parts of the memory back, and read dropped weights again with the last part."""
+        sleeping = _sleeping(answering.engine)
+        self.memory = "moving"
+        try:
+            sleeping.wake_up(sleeping.asleep & parts)
+            if not sleeping.asleep and self.are_weights_lost:
+                self._thread.weights.restore(answering.engine)
+                self.are_weights_lost = False
+        finally:
+            is_awake = self._moved(sleeping)
+        return is_awake
+
+    def _moved(self, sleeping: Sleeping) -> bool:
+        """Note which parts are freed; return whether everything is there, with its weights."""
+        asleep = sleeping.asleep
+        self._thread.run_exclusively(self if "weights" in asleep else None)
         with self._lock:
             self.asleep = asleep
             is_whole = not asleep and not self.are_weights_lost
             self.memory = "awake" if is_whole else "asleep"
             return is_whole
 
+    async def _called(self, function: Callable[[AnsweringEngine], T], owner: object = None) -> T:
+        return await asyncio.wrap_future(self._thread.call(function, owner))
+
     # -- engines ------------------------------------------------------------------------------
 
     def run_exclusively(self, owner: object | None, hold: Hold | None = None) -> None:
-        """Have only this owner's calls run on the engine's thread; see ``EngineThread``. Its hold falls
-        if the engine is replaced."""
+        """Note the owner for ``EngineThread.run_exclusively``. Its hold ends with the engine."""
         with self._lock:
             self.owner, self._owners_hold = owner, hold
             self._batcher.keeps_adapters = owner is not None
@@ -184,16 +347,24 @@ class Lifecycle:
             self._batcher.take_down(hold)
             hold.drop(EngineFailed(DROPPED))
 
-    def slept_again(self) -> None:
-        """Note that an engine that replaced one that slept sleeps, too."""
-        if "weights" in self.asleep:
+    def sleep_again(self, answering: AnsweringEngine) -> None:
+        """Put an engine to sleep that replaces a sleeping one: others use its device's memory."""
+        if not self.asleep:
+            return
+        weights = _sleeping(answering.engine)
+        is_whole = "weights" in self.asleep
+        answering.begin_update()
+        weights.sleep(self.level if is_whole else 1)
+        if is_whole:
             self.are_weights_lost = self.level == 2
             self.run_exclusively(self)
+        else:
+            weights.wake_up(frozenset({"weights"}))
 
     def closed(self, reason: GenrtError) -> None:
         """Note that the batcher was closed, which dropped every hold that was up."""
         with self._lock:
-            hold, self.pause = self.pause, None
+            hold, self.pause_hold = self.pause_hold, None
             if hold is not None:
                 hold.is_down = True
         if hold is not None:
@@ -203,3 +374,40 @@ class Lifecycle:
         """Begin again, for another engine; the one before is closed."""
         with self._lock:
             self.memory, self.asleep, self.are_weights_lost = "awake", frozenset(), False
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
+def check_pending(pending: object) -> None:
+    """Raise InvalidRequest unless it is a ``Pending``."""
+    if pending not in ("finish", "restart"):
+        raise InvalidRequest(f'pending must be "finish" or "restart", got {named(pending)}')
+
+
+def _hold(pending: Pending, asked: Asked) -> Hold:
+    check_pending(pending)
+    if asked not in ("wait", "raise"):
+        raise InvalidRequest(f'asked must be "wait" or "raise", got {named(asked)}')
+    return Hold(pending, Paused(PAUSED) if asked == "raise" else None)
+
+
+def _checked_parts(tags: Collection[SleepingPart] | None) -> frozenset[SleepingPart]:
+    if tags is None:
+        return SLEEPING_PARTS
+    parts = sorted(SLEEPING_PARTS)
+    is_several = isinstance(tags, Collection) and not isinstance(tags, str)
+    if not is_several or any(each not in parts for each in tags):
+        raise InvalidRequest(f"tags must be some of {parts}, or None, got {shown(tags)}")
+    return frozenset(tags)
+
+
+def _sleeping(engine: Engine) -> Sleeping:
+    """Return the weights of an engine that can sleep. Raises EngineUnsupported if it cannot."""
+    weights = weights_of(engine)
+    if isinstance(weights, Sleeping):
+        return weights
+    raise EngineUnsupported(
+        f"{type(engine).__name__} has no memory of a device to give back: close it, or pause it"
+    )

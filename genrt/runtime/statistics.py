@@ -1,4 +1,4 @@
-"""Counters of a runtime as frozen values, and the difference of two of them."""
+"""Counters of a runtime as frozen values, and their differences."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ NO_COUNTERS = {
     "cache": {"rows", "bytes", "max_bytes"},
     "engine": {"resident", "kept_tokens"},
 }
-"""The values of each part that may go down, and so are not subtracted."""
+"""The values of each part that may fall, which ``Statistics.since`` does not subtract."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatcherStatistics:
-    """The questions asked of a runtime, and what became of them. Counters only grow. A population's draw
-    is as many questions and requests as it has sequences, but one waiter.
+    """The questions of a runtime. A draw of a population counts as one question and request for each
+    sequence, and as one waiter.
 
     Attributes:
-        questions: how many were asked.
-        deduplicated: questions that joined an equal request, queued or in flight.
-        cached: questions that were answered from the cache.
-        flushes: how often requests entered the engine.
-        largest_flush: the most requests that entered it together.
-        retried: requests that were sent again, after running out of memory or after a restart.
-        answered: requests that ended in a result.
-        failed: requests that ended in an error.
+        questions: all questions.
+        deduplicated: questions that joined an equal request.
+        cached: questions that the cache answered.
+        flushes: the number of flushes.
+        largest_flush: the maximum requests in a flush.
+        retried: requests sent again after running out of memory or after a restart.
+        answered: requests with a result.
+        failed: requests with an error.
         cancelled: waiters that left before their answer.
-        queued: requests that wait for the engine at this moment.
-        in_flight: requests that are in the engine at this moment.
-        waiting: waiters that wait for room in the queue at this moment.
+        queued: requests that wait for the engine now.
+        in_flight: requests in the engine now.
+        waiting: waiters that wait for room in the queue now.
     """
 
     questions: int = 0
@@ -59,10 +59,10 @@ class Statistics:
     """The counters of a runtime since it was loaded.
 
     Attributes:
-        batcher: the questions asked, and what became of them.
+        batcher: the questions and their requests.
         cache: the row cache.
-        engine: what the engine computed since it was opened; of replicas, all of them together.
-        replicas: what each replica is at this moment and has done, with ``load(…, replicas=…)``.
+        engine: the engine since it was opened; the sum over replicas.
+        replicas: the present state and the counters of each replica, with ``load(…, replicas=…)``.
     """
 
     batcher: BatcherStatistics
@@ -71,35 +71,33 @@ class Statistics:
     replicas: tuple[ReplicaStatistics, ...] = ()
 
     def since(self, earlier: Statistics) -> Statistics:
-        """Return what was done since ``earlier``, of the same runtime: the differences of the counters.
+        """Return the differences to earlier counters of the same runtime.
 
-        Values that are no counters stay as they are here: ``largest_flush``, ``queued``, ``in_flight``,
+        Values that may fall stay as they are here: ``largest_flush``, ``queued``, ``in_flight``,
         ``waiting``, the cache's ``rows``, ``bytes`` and ``max_bytes``, the engine's ``resident`` and
-        ``kept_tokens``, and the ``replicas``. The counters of an engine that a restart has opened since
-        ``earlier`` are taken as they are.
+        ``kept_tokens``, and the ``replicas``. So do the counters of an engine that a restart has opened
+        since ``earlier``.
         """
-        engine, but = self.engine, NO_COUNTERS
-        if not _is_less(engine, earlier.engine, but=but["engine"]):
-            engine = _difference(engine, earlier.engine, but=but["engine"])
+        engine, is_another = self.engine, False
+        for name in _counters("engine", engine):  # a counter never falls in one engine's life
+            is_another = is_another or getattr(engine, name) < getattr(earlier.engine, name)
+        if not is_another:
+            engine = _difference("engine", engine, earlier.engine)
         return Statistics(
-            batcher=_difference(self.batcher, earlier.batcher, but=but["batcher"]),
-            cache=_difference(self.cache, earlier.cache, but=but["cache"]),
+            batcher=_difference("batcher", self.batcher, earlier.batcher),
+            cache=_difference("cache", self.cache, earlier.cache),
             engine=engine,
             replicas=self.replicas,
         )
 
 
-def _counters(part: Any, *, but: set[str]) -> list[str]:
-    return [field.name for field in fields(part) if field.name not in but]
+def _counters(name: str, part: Any) -> list[str]:
+    return [field.name for field in fields(part) if field.name not in NO_COUNTERS[name]]
 
 
-def _difference(later: Part, earlier: Part, *, but: set[str]) -> Part:
-    names = _counters(later, but=but)
-    differences = {name: getattr(later, name) - getattr(earlier, name) for name in names}
-    changed: Part = replace(later, **differences)
+def _difference(name: str, later: Part, earlier: Part) -> Part:
+    counters = _counters(name, later)
+    changed: Part = replace(
+        later, **{each: getattr(later, each) - getattr(earlier, each) for each in counters}
+    )
     return changed
-
-
-def _is_less(later: Any, earlier: Any, *, but: set[str]) -> bool:
-    """Tell whether a counter went down, which it never does in one engine's life."""
-    return any(getattr(later, name) < getattr(earlier, name) for name in _counters(later, but=but))

@@ -1,15 +1,15 @@
-"""Streams: the deltas of texts, from the engine's thread to their readers while the texts are drawn.
+"""Streams carry the deltas of texts from the engine's thread to their readers while the texts are drawn.
 
-After a step the engine's thread asks the engine for deltas, and hands those of one event loop over in one
-call. A loop with n readers gets deltas every n times ``READER_SECONDS`` at most, several tokens at once,
+After a step the engine's thread asks the engine for deltas and hands those of one event loop over in one
+call. A loop with n readers gets deltas at most every n times ``READER_SECONDS``, several tokens at once,
 and only after it has taken the last ones: the engine never waits for a reader.
 
 Rules:
     The last delta comes with the answer to the question, which a stream awaits as any other caller.
     After a restart, or running out of memory, an engine draws the same text again from its beginning.
     Tokens already read are skipped; a text that differs from them fails.
-    A stream that is left withdraws its question. If the garbage collector ends it, that may happen in any
-    thread, so ``Batcher.leave_soon`` takes no lock.
+    A closed stream withdraws its question. The garbage collector may close it in any thread, so
+    ``Batcher.leave_soon`` takes no lock.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Any, Generic, Self, TypeAlias, TypeVar, cast
 
 from genrt.errors import GenrtError, InvalidRequest, StreamCut
@@ -44,20 +43,27 @@ T = TypeVar("T")
 Outputs: TypeAlias = tuple[Any, ...]
 
 READER_SECONDS = 2.5e-4
-"""The interval between two deliveries to a loop, for each reader that gets something. Among many readers,
-a delivery takes a loop 10 us of CPU time each, 4 % of this; meanwhile the engine's thread waits for
-Python's lock."""
+"""The interval between two deliveries to a loop, for each reader with a delta. A delivery takes the loop
+10 us of CPU time for each of many readers, 4 % of this, while the engine's thread waits for the GIL."""
+
+DIFFERS = (
+    "the engine drew another text than the stream had delivered before it began again: ask again"
+)
 
 
 class StreamBuffer(ABC, Generic[T]):
-    """One stream on its way from the engine thread to its reader, part by part.
+    """The parts of one text on their way from the engine's thread to the reader.
 
     Args:
-        loop: the reader's event loop; ``None`` for one that blocks a thread.
-        seconds: how long the text may take, if there is an end to that.
+        loop: the reader's event loop; ``None`` for a blocking reader.
+        seconds: the timeout of the whole text.
 
     Attributes:
-        error: why the text was not read to its end, unless its reader left.
+        error: the error that ended the reading early.
+        weights_version: the weights of the text.
+        is_delivered: whether the engine's thread has delivered a part.
+        is_begun, is_over: whether a part, or everything, has been read.
+        is_left, is_late: whether the reader has closed the stream, or its timeout is over.
     """
 
     def __init__(
@@ -66,37 +72,23 @@ class StreamBuffer(ABC, Generic[T]):
         self.loop = loop
         self.seconds = seconds
         self.error: GenrtError | None = None
-        self.weights_version = 0  # of the text, since it was asked for
-        self.is_told = False  # written by the engine thread, once it gives the reader anything
-        self.is_left = self.is_late = False
+        self.weights_version = 0
+        self.is_delivered = self.is_begun = self.is_over = self.is_left = self.is_late = False
         self._came: deque[T] = deque()  # put by one thread, taken by another
         self._woken: asyncio.Future[None] | None = None
         self._signals: queue.SimpleQueue[None] = queue.SimpleQueue()
 
-    @property
-    @abstractmethod
-    def is_begun(self) -> bool:
-        """True once something of the text has been read."""
-
-    @property
-    @abstractmethod
-    def is_over(self) -> bool:
-        """True once all of it has."""
-
     @abstractmethod
     def take(self) -> T | None:
-        """Return all that has come since the last call, if anything has.
-
-        Raises:
-            StreamCut: the text was begun anew, and differs from what was read.
-        """
+        """Return everything that came since the last call, if anything did. Raises StreamCut if the text
+        was begun again and differs from the parts already read."""
 
     @abstractmethod
     def end(self, result: Any) -> T:
-        """Return what of the result has not been read; raises as ``take``."""
+        """Return the unread rest of the result; raises as ``take``."""
 
     def put(self, part: T) -> None:
-        """Have the reader take this; called on its loop, or by the engine thread for one without."""
+        """Add a part; called on the reader's loop, or by the engine's thread if it blocks."""
         self._came.append(part)
         self.wake()
 
@@ -108,19 +100,18 @@ class StreamBuffer(ABC, Generic[T]):
             self._woken.set_result(None)
 
     def leave(self) -> None:
-        """Have the reader's present wait be its last."""
+        """Close the stream: the reader's present wait is its last."""
         self.is_left = True
         if self.loop is None or not self.loop.is_closed():
             self.wake()
 
     def time_out(self) -> None:
-        """Tell the reader that its time is over. Called on its loop, which need not agree: uvloop's
-        timers are early by up to a millisecond."""
+        """End the reading by its timeout; called on the reader's loop, whose timers may be early."""
         self.is_late = True
         self.wake()
 
     async def wait(self) -> None:
-        """Wait until something has come, or the question has ended."""
+        """Wait for a part, or for the end of the question."""
         if not self._came and self.loop is not None:
             self._woken = self.loop.create_future()
             await self._woken
@@ -133,7 +124,7 @@ class StreamBuffer(ABC, Generic[T]):
 
     @contextlib.contextmanager
     def under_way(self, loop: asyncio.AbstractEventLoop | None = None) -> Iterator[None]:
-        """Read on this loop, or blocking, in the time there is; note an error that ends the reading."""
+        """Read on this loop, or blocking, until the timeout; record an error that ends the reading."""
         self.loop = loop
         timer = None
         if loop is not None and self.seconds is not None:
@@ -150,45 +141,32 @@ class StreamBuffer(ABC, Generic[T]):
                 timer.cancel()
 
     def check(self) -> None:
-        """Raise the error that ended the reading, if one did."""
+        """Raise the error that ended the reading, if there is one."""
         if self.error is not None:
             raise self.error.fresh() from None
 
     def restart(self) -> None:
-        """Forget what has come and was not read: it is of another text, by other weights."""
+        """Drop unread parts: they are of another text, by other weights."""
         self._came.clear()
 
 
 class NativeFlow(StreamBuffer[Outputs]):
-    """The outputs of a native text, on their way to its reader. The engine leaves out what it has told
-    before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._is_begun = self._is_over = False
-
-    @property
-    def is_begun(self) -> bool:
-        return self._is_begun
-
-    @property
-    def is_over(self) -> bool:
-        return self._is_over
+    """The outputs of a native text. The engine leaves out delivered outputs by itself."""
 
     def take(self) -> Outputs | None:
         outputs: list[Any] = []
         while self._came:
             outputs += self._came.popleft()
-        self._is_begun = self._is_begun or bool(outputs)
+        self.is_begun = self.is_begun or bool(outputs)
         return tuple(outputs) or None
 
     def end(self, result: Outputs) -> Outputs:
-        self._is_over = True
+        self.is_over = True
         return (*(self.take() or ()), *result)
 
 
 class Flow(StreamBuffer[Delta]):
-    """The deltas of a completion, on their way to its reader, and what they amount to."""
+    """The deltas of a completion, and the text that they add up to."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop | None = None, *, seconds: float | None = None
@@ -200,27 +178,16 @@ class Flow(StreamBuffer[Delta]):
         self.top_logprobs: list[dict[int, float]] = []
         self.completion: Completion | None = None
 
-    @property
-    def is_begun(self) -> bool:
-        return bool(self.token_ids)
-
-    @property
-    def is_over(self) -> bool:
-        return self.completion is not None
-
     def take(self) -> Delta | None:
-        """Return all that has come since the last call, if anything has, as one delta; raises as
-        ``StreamBuffer.take``."""
         before = self._so_far()
         while self._came:
             self._add(self._came.popleft())
         return None if before == self._so_far() else self._since(*before)
 
     def end(self, result: Any) -> Delta:
-        """Return what of the completion has not been read, as the last delta; raises as ``take``."""
         before, completion = self._so_far(), cast("Completion", result)
         if not completion.text.startswith(self.text):
-            raise _differs()
+            raise StreamCut(DIFFERS)
         self._add(
             Delta(
                 completion.text,
@@ -230,7 +197,7 @@ class Flow(StreamBuffer[Delta]):
                 reasoning=completion.reasoning,
             )
         )
-        self.completion = completion
+        self.completion, self.is_over = completion, True
         return replace(
             self._since(*before),
             finish_reason=completion.finish_reason,
@@ -238,18 +205,18 @@ class Flow(StreamBuffer[Delta]):
         )
 
     def _add(self, delta: Delta) -> None:
-        """Add what is not known yet: of a text that was begun anew, the beginning is."""
+        """Add the unknown part of a delta: a text that was begun again starts with known tokens."""
         known = len(self.token_ids) - delta.start
         if [*delta.token_ids[:known]] != self.token_ids[delta.start :][: len(delta.token_ids)]:
-            raise _differs()
+            raise StreamCut(DIFFERS)
         self.token_ids += delta.token_ids[known:]
         self.logprobs += delta.logprobs[known:]
         self.top_logprobs += delta.top_logprobs[known:]
         self.text += delta.text[max(0, len(self.text) - delta.text_start) :]
         self.reasoning += delta.reasoning[max(0, len(self.reasoning) - delta.reasoning_start) :]
+        self.is_begun = bool(self.token_ids)
 
     def _so_far(self) -> tuple[int, int, int]:
-        """Return how many tokens, and characters of text and reasoning, are there."""
         return len(self.token_ids), len(self.text), len(self.reasoning)
 
     def _since(self, start: int, text_start: int, reasoning_start: int) -> Delta:
@@ -265,17 +232,11 @@ class Flow(StreamBuffer[Delta]):
         )
 
 
-def _differs() -> GenrtError:
-    return StreamCut(
-        "the engine began this text anew, and drew another one than the stream had brought so far: ask "
-        "again"
-    )
-
-
 class _Reading:
-    """A text that is being read, with what has come of it."""
+    """A text that is being read."""
 
-    def __init__(self, flow: Flow, request: CompletionRequest) -> None:
+    def __init__(self, deltas: Any, flow: Flow, request: CompletionRequest) -> None:
+        self._deltas = deltas
         self._flow = flow
         self._request = request
         self._began = time.perf_counter()
@@ -306,26 +267,22 @@ class _Reading:
         )
 
     def __repr__(self) -> str:
-        state = "ended" if self._flow.completion is not None else "open"
+        state = "ended" if self._flow.is_over else "open"
         return f"{type(self).__name__}({state}, {len(self._flow.token_ids)} tokens read)"
 
 
 class Stream(_Reading):
-    """The deltas of one completion, as they are drawn: an asynchronous iterator, and a context manager.
+    """The deltas of one completion as they are drawn: an asynchronous iterator and context manager.
 
-    The question is asked with the first ``anext``. Leaving the context, or cancelling the await,
-    withdraws it: the engine's slot is free at its next step. Leaving a loop over it does too, unless the
-    stream has a name: it can be read on, until it is closed or nothing refers to it any more.
+    The question is asked with the first ``anext``. Closing the stream, leaving its context or cancelling
+    the await withdraws it: the engine's slot is free at its next step. Leaving a loop over the stream
+    withdraws it too, unless the stream has a name: then it can be read on until it is closed or garbage.
 
-    A stream that an error has ended raises it again when it is read on; one that was cancelled raises
-    InvalidRequest then. It never looks as if the text had come to its end.
+    Reading on after an error raises it again; after a cancellation, InvalidRequest. A text that was cut
+    never looks complete.
     """
 
-    def __init__(
-        self, deltas: AsyncGenerator[Delta, None], flow: Flow, request: CompletionRequest
-    ) -> None:
-        super().__init__(flow, request)
-        self._deltas = deltas
+    _deltas: AsyncGenerator[Delta, None]
 
     def __aiter__(self) -> Self:
         return self
@@ -338,9 +295,9 @@ class Stream(_Reading):
             raise
 
     async def aclose(self) -> None:
-        """Withdraw the question if it has not ended; whoever waits for a delta in another task has read
-        the last one. Idempotent."""
-        if getattr(self._deltas, "ag_running", False):  # a generator cannot be closed while it is
+        """Withdraw the question if it has not ended; a task that waits for a delta gets no more.
+        Idempotent."""
+        if getattr(self._deltas, "ag_running", False):  # a running generator cannot be closed
             self._flow.leave()
         else:
             await self._deltas.aclose()
@@ -348,28 +305,18 @@ class Stream(_Reading):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
 
 class SyncStream(_Reading):
-    """The deltas of one completion, as they are drawn: an iterator that blocks, and a context manager.
+    """The deltas of one completion as they are drawn: a blocking iterator and context manager.
 
-    The question is asked with the first ``next``. Leaving the context, or an interrupt, withdraws it.
-    Leaving a loop over it does too, unless the stream has a name, as of a ``Stream``. Read on after an
-    error or an interrupt, it raises as a ``Stream``.
+    The question is asked with the first ``next``. An interrupt withdraws it; the rest is as in a
+    ``Stream``.
     """
 
-    def __init__(
-        self, deltas: Generator[Delta, None, None], flow: Flow, request: CompletionRequest
-    ) -> None:
-        super().__init__(flow, request)
-        self._deltas = deltas
+    _deltas: Generator[Delta, None, None]
 
     def __iter__(self) -> Self:
         return self
@@ -382,22 +329,17 @@ class SyncStream(_Reading):
             raise
 
     def close(self) -> None:
-        """Withdraw the question if it has not ended; a thread that waits for a delta has read the last
-        one. Idempotent, from any thread."""
+        """Withdraw the question if it has not ended; a thread that waits for a delta gets no more.
+        Idempotent, from any thread."""
         try:
             self._deltas.close()
-        except ValueError:  # it is running: another thread reads, or a signal handler is in the way
+        except ValueError:  # it is running, in another thread or below a signal handler
             self._flow.leave()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -411,10 +353,10 @@ class _Readers:
 
 
 class Streams:
-    """The streams in flight, by the event loop that reads them; ``by_loop`` is empty if there are none.
+    """The streams in flight by the event loop that reads them.
 
     Args:
-        lock: the batcher's, which every caller of anything but ``tell`` holds.
+        lock: the batcher's. Callers of ``add`` and ``discard`` hold it.
         clock: monotonic seconds.
     """
 
@@ -428,14 +370,14 @@ class Streams:
         self.by_loop.setdefault(buffer.loop, _Readers()).buffers[request] = buffer
 
     def discard(self, request: Streamed, buffer: StreamBuffer[Any]) -> None:
-        """Deliver this stream's deltas no more."""
+        """Stop delivering this stream's deltas."""
         readers = self.by_loop.get(buffer.loop)
         if readers is not None:
             readers.buffers.pop(request, None)
             if not readers.buffers:
                 del self.by_loop[buffer.loop]
 
-    def tell(self, progress: Callable[[Sequence[Streamed]], Sequence[Told | None]]) -> None:
+    def deliver(self, progress: Callable[[Sequence[Streamed]], Sequence[Told | None]]) -> None:
         """Deliver new deltas to each loop that is due and has taken its last ones."""
         now = self._clock()
         with self._lock:
@@ -454,7 +396,7 @@ class Streams:
             if not news:
                 continue
             for buffer, _ in news:
-                buffer.is_told = True
+                buffer.is_delivered = True
             if loop is None:
                 _put(news)
                 continue
@@ -472,7 +414,7 @@ def _deliver(
     """Put deltas into the buffers of one loop, on that loop."""
     try:
         _put(news)
-    except BaseException:  # an interrupt: all are put again, and a buffer skips tokens it has
+    except BaseException:  # an interrupt: all are put again, and a buffer skips known tokens
         loop.call_soon(_deliver, loop, readers, news)
         raise
     readers.is_busy = False

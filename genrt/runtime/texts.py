@@ -1,4 +1,4 @@
-"""Prompts and conversations of callers, as requests for completions that the engine can do."""
+"""Makes requests for samples and completions from prompts and conversations."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from genrt.tokens import encoding
 
 __all__ = ["Texts"]
 
-Asked: TypeAlias = tuple[list[CompletionRequest], float | None]
-"""Requests, and the seconds that they may take."""
+TimedRequests: TypeAlias = tuple[list[CompletionRequest], float | None]
+"""Requests with their timeout in seconds."""
 
 
 class Texts:
@@ -44,12 +44,8 @@ class Texts:
     def samples(
         self, contexts: Sequence[TokenIds], options: SampleOptions, *, method: str
     ) -> list[SampleRequest]:
-        """Return a request for each context, for ``method`` of the runtime.
-
-        Raises:
-            TypeError: an option is unknown, or ``max_tokens`` is missing.
-            InvalidRequest: a context or an option is wrong; ContextTooLong, UnknownAdapter.
-        """
+        """Return a request for each context of a call of ``method``. Raises TypeError for an unknown
+        option or without ``max_tokens``; InvalidRequest, ContextTooLong, UnknownAdapter."""
         given: dict[str, Any] = {**options}
         bound = self._adapters.bound(given.pop("adapter", None))
         return sample_requests(self._limits, contexts, bound, self._nonces, method, given)
@@ -59,12 +55,9 @@ class Texts:
         prompts: Sequence[str | TokenIds],
         options: Mapping[str, Any],
         template: Mapping[str, Any] | None = None,
-    ) -> Asked:
-        """Return a request for each prompt, and the timeout. A chat's has a ``template``, with options.
-
-        Raises:
-            InvalidRequest: a prompt or an option is none, or the engine cannot do it; ContextTooLong,
-                UnknownAdapter.
+    ) -> TimedRequests:
+        """Return a request for each prompt, and the timeout. A chat has the options of its ``template``.
+        Raises InvalidRequest, also for an option that the engine lacks; ContextTooLong, UnknownAdapter.
         """
         if isinstance(prompts, str):
             raise InvalidRequest("prompts must be a list of texts, got one of them: give [prompt]")
@@ -86,34 +79,25 @@ class Texts:
             check_supported(self._thread.engine, decoding)
         return requests, timeout
 
-    def turn(self, messages: Sequence[Mapping[str, Any]], options: TurnOptions) -> Asked:
-        """Return a request for the next message of a conversation, and the timeout.
-
-        Raises:
-            InvalidRequest: there is no tokenizer or template, or it refuses the messages; else as
-                ``requests``.
-        """
+    def turn(self, messages: Sequence[Mapping[str, Any]], options: TurnOptions) -> TimedRequests:
+        """Return a request for the next message of a conversation, and the timeout. Raises as
+        ``requests``; InvalidRequest without a tokenizer or a template that takes the messages."""
         given: dict[str, Any] = {**options}
         tools, kwargs = given.pop("tools", None), given.pop("chat_template_kwargs", None)
         ids = encoding.encode_turn(tokenizer_of(self._thread.engine), messages, tools, kwargs)
         return self.requests([ids], given, kwargs or {})
 
     def prefix(self, prefix: Prefix, options: WarmUpOptions) -> tuple[ReadRequest, float | None]:
-        """Return the request to compute and keep a prefix, and the timeout.
-
-        Raises:
-            TypeError: an option is unknown.
-            InvalidRequest: the prefix is empty or none, or an option is wrong; ContextTooLong,
-                UnknownAdapter.
-        """
+        """Return the request to compute and pin a prefix, and the timeout. Raises TypeError for an
+        unknown option; InvalidRequest, ContextTooLong, UnknownAdapter."""
         given: dict[str, Any] = {**options}
         timeout = given.pop("timeout", None)
-        return self._kept(prefix, **given), timeout
+        return self._pinned(prefix, **given), timeout
 
     def release(self, prefix: Prefix | None, options: PrefixOptions) -> None:
-        """Keep a prefix no more, or with ``None`` any; raises as ``prefix``."""
+        """Unpin a prefix, or all of them; raises as ``prefix``."""
         if prefix is not None:
-            self._thread.release(self._kept(prefix, **options).row)
+            self._thread.release(self._pinned(prefix, **options).row)
         elif options:
             raise InvalidRequest(
                 f"{', '.join(options)} belong to a prefix: name the one to give up"
@@ -121,7 +105,7 @@ class Texts:
         else:
             self._thread.release(None)
 
-    def _kept(
+    def _pinned(
         self,
         prefix: Prefix,
         *,
@@ -142,7 +126,7 @@ class Texts:
             given = encoding.encode_shared(self._thread.engine.tokenizer, given)
         return ReadRequest(row_request(self._limits, given, bound), KeptContext())
 
-    def streamed(self, asked: Asked) -> tuple[CompletionRequest, float | None]:
-        """Return a request that is asked for as one whose deltas are told, and the timeout."""
+    def streamed(self, asked: TimedRequests) -> tuple[CompletionRequest, float | None]:
+        """Return the request of a stream, and the timeout."""
         [request], timeout = asked
         return replace(request, streamed=True, nonce=next(self._nonces)), timeout

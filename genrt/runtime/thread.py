@@ -1,13 +1,13 @@
-"""The engine's thread: opens an engine, runs calls and the batcher's turns, replaces it, closes it.
+"""The engine's thread opens an engine, runs calls and the batcher's turns, and replaces or closes it.
 
-``EngineThread.round`` does one round. A thread calls it, or a simulation; rounds never wait.
+A thread, or a simulation, calls ``EngineThread.round`` again and again; rounds never wait.
 
 Rules:
-    The caller of ``round`` is the engine's thread. The engine is opened, used and closed there alone.
+    The engine is opened, used and closed on this thread only.
     When the last round is over, for any reason, every waiter has been resolved.
-    The thread sleeps until it is woken; it never polls. A thread whose batcher is closed ends.
-    A runtime may be collected by any thread at any moment, even one that holds a lock of ours:
-    ``abandon``, which is called then, takes no lock and does not wait.
+    The thread sleeps until it is woken; it never polls. It ends when its batcher is closed.
+    Any thread may collect a runtime at any moment, even while it holds a lock of ours: ``abandon``, which
+    is called then, takes no lock and does not wait.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from genrt.engines.adapters import Adapters
 from genrt.engines.protocol import Capabilities, Engine, EngineStatistics, ReplicaStatistics
-from genrt.engines.weights import KeptWeights, Sleeping, weights_of
+from genrt.engines.weights import KeptWeights
 from genrt.errors import WAS_CLOSED, Closed, EngineDied, EngineFailed, GenrtError
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.sequences import SequenceHandle
-from genrt.runtime.answers import AnsweringEngine, KeptPrefixes
+from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.batcher import Batcher, Hold
 from genrt.runtime.cache import RowCache
 from genrt.runtime.lifecycle import Lifecycle
@@ -41,22 +41,20 @@ __all__ = ["COMPUTES", "EngineThread", "LoopThread"]
 T = TypeVar("T")
 
 COMPUTES = object()
-"""The owner of calls that may run a forward."""
+"""The owner of calls that may run a forward, and therefore wait while the engine sleeps."""
 
 CLOSE_SECONDS = 5.0
-"""How long ``close`` waits for the step in progress before it leaves the thread to end by itself."""
+"""The maximum wait of ``close`` for the step in progress; the thread then ends by itself."""
 
 RESTART_SECONDS = 60.0
-"""How long ``restart`` waits for the engine before: closing one takes seconds on a busy machine, and what
-waits here would only ask again."""
+"""The maximum wait of ``restart`` for the old engine: closing takes seconds on a busy machine."""
 
 EXIT_SECONDS = 60.0
-"""How long an interpreter that exits waits for the thread, which opens an engine, steps or closes
-it: a process may crash if its interpreter goes while a thread is anywhere in native code."""
+"""The maximum wait of an exiting interpreter: a process may crash if a thread is still in native code."""
 
 
 class LoopThread(threading.Thread):
-    """Calls ``round`` again and again. An interpreter that exits closes it, and waits for it a while.
+    """Calls ``round`` again and again. An exiting interpreter closes it and waits for its end.
 
     Args:
         round: one round; returns the seconds to sleep, or ``None`` after the last round.
@@ -71,7 +69,7 @@ class LoopThread(threading.Thread):
         self._signals: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def run(self) -> None:
-        """Go round until the last round is over."""
+        """Run rounds until the last one is over."""
         try:
             while (seconds := self._round()) is not None:
                 if seconds > 0.0:
@@ -82,17 +80,17 @@ class LoopThread(threading.Thread):
 
     def wake(self) -> None:
         """End the present sleep, or the next."""
-        if self._signals.empty():  # one that is still there will be seen, and after it this state
+        if self._signals.empty():  # an unseen signal will be seen after this change of state
             self._signals.put(None)
 
     def open(self, open_engine: Callable[[], Engine]) -> Engine:
-        """Return a new engine. Should the interpreter exit meanwhile, it waits for that."""
+        """Return a new engine. An interpreter that exits meanwhile waits for it."""
         atexit.register(self._close_at_exit)
         try:
             engine = open_engine()
         finally:
             atexit.unregister(self._close_at_exit)
-        atexit.register(self._close_at_exit)  # to be called before what the engine has registered
+        atexit.register(self._close_at_exit)  # to run before the engine's own functions
         return engine
 
     def _close_at_exit(self) -> None:
@@ -101,20 +99,20 @@ class LoopThread(threading.Thread):
 
 
 class EngineThread:
-    """An engine on a thread of its own, and the batcher that feeds it.
+    """An engine on its own thread, and the batcher that feeds it.
 
     Args:
         open_engine: makes the engine; called on the thread.
         cache, max_batch_size, max_wait_seconds, max_queued_requests, max_queued_bytes: see ``Batcher``.
-        restarts: whether another engine, with the same adapters, replaces one that died and gets its
-            requests; once more only if something was answered since.
-        hang_up: ends a step that waits for an engine elsewhere; takes no lock.
-        make_batcher, make_thread: make these two; for simulations.
+        restarts: whether another engine replaces a dead one and gets its requests. The next replacement
+            needs an answer since the last one.
+        hang_up: ends a step that waits for a remote engine; takes no lock.
+        make_batcher, make_thread: for simulations.
 
     Attributes:
-        opened: resolves in the first round: to the engine, or to the error that opening it raised.
-        adapters, weights, prefixes: every engine gets these.
-        nonce: no other runtime has it, in any process.
+        opened: resolves in the first round, to the engine or to the error of opening it.
+        adapters, weights, prefixes: the state that every engine gets.
+        nonce: an id that is unique among the runtimes of all processes.
     """
 
     def __init__(
@@ -133,18 +131,17 @@ class EngineThread:
     ) -> None:
         self.adapters = Adapters()
         self.weights = KeptWeights()
-        self.prefixes = KeptPrefixes()
+        self.prefixes: dict[LogprobsRequest, None] = {}
         self.restarts = restarts
         self.nonce = secrets.token_hex(8)
         self._process = os.getpid()
         self._max_batch_size = max_batch_size or sys.maxsize
         self._restart_lock = threading.Lock()
         self._open_engine, self._hang_up, self._cache = open_engine, hang_up, cache
-        # Written by rounds, and kept when they are over.
         self._answering: AnsweringEngine | None = None
         self._calls: deque[_Call] = deque()
         self._deferred: deque[_Call] = deque()  # while another owner's calls run exclusively
-        self._calls_lock = threading.Lock()  # so that no call is added once the last has ended
+        self._calls_lock = threading.Lock()  # no call is added after the last has ended
         self._given_back: deque[Sequence[SequenceHandle]] = deque()
         self._begin()
         self._batcher = make_batcher(
@@ -155,16 +152,16 @@ class EngineThread:
             max_queued_bytes=max_queued_bytes,
             wake=self._wake,
         )
-        self._lifecycle = Lifecycle(self._batcher)
+        self._lifecycle = Lifecycle(self._batcher, self)
         self._finalizer: weakref.finalize[..., object] | None = None
         self._make_thread = make_thread
         self._thread = make_thread(self.round, self.close)
         self._thread.start()
 
     def _begin(self) -> None:
-        """Make the next round a first one. The round before it, if there was one, was the last."""
+        """Make the next round a first one."""
         self.opened: concurrent.futures.Future[Engine] = concurrent.futures.Future()
-        self.opened.set_running_or_notify_cancel()  # so that no caller that waits for it can cancel it
+        self.opened.set_running_or_notify_cancel()  # a waiting caller cannot cancel it
         self._is_closing = False
         self._answered = -1  # less than any count: the first engine that dies may be replaced
         with self._calls_lock:
@@ -174,11 +171,7 @@ class EngineThread:
 
     @property
     def batcher(self) -> Batcher:
-        """The batcher, through which the engine is asked.
-
-        Raises:
-            Closed: in a forked child, where there is no such thread.
-        """
+        """The batcher. Raises Closed in a forked child, which has no such thread."""
         if os.getpid() != self._process:
             raise Closed(
                 "this runtime belongs to the process that loaded it; a forked child must load its own"
@@ -193,11 +186,7 @@ class EngineThread:
 
     @property
     def answering(self) -> AnsweringEngine:
-        """The engine with its reads, once ``opened`` has resolved to one; after a restart another one.
-
-        Raises:
-            Closed: there was none yet.
-        """
+        """The present engine with its reads. Raises Closed before the first one is open."""
         if self._answering is None:
             raise Closed("the engine is not open")
         return self._answering
@@ -209,17 +198,17 @@ class EngineThread:
 
     @property
     def capabilities(self) -> Capabilities:
-        """The optional parts of the engine; raises as ``answering``."""
+        """The engine's capabilities; raises as ``answering``."""
         return self.answering.capabilities
 
     @property
     def max_weight(self) -> int:
-        """How much one request may weigh: it fits a flush, the engine's memory and a step."""
+        """The maximum weight of one request: it fits a flush, the engine's memory and a step."""
         fits = min(self._max_batch_size, self._batcher.most_in_flight)
         return min(fits, self.engine.max_batch_size)
 
     def statistics(self) -> EngineStatistics:
-        """Return the counters of the engine and of its reads."""
+        """Return the counters of the engine, with reads."""
         return self.answering.statistics()
 
     def replicas(self) -> tuple[ReplicaStatistics, ...]:
@@ -235,15 +224,11 @@ class EngineThread:
     def call(
         self, function: Callable[[AnsweringEngine], T], owner: object = None
     ) -> concurrent.futures.Future[T]:
-        """Have ``function(engine)`` run on the thread between two turns; from any thread. While calls of
-        an owner run exclusively, all others wait. The owner ``COMPUTES`` never is exclusive, and its
-        calls also wait while a part of the engine's memory sleeps.
+        """Run ``function(engine)`` on the thread between two turns; from any thread. While an owner's
+        calls run exclusively, other calls wait. Calls of ``COMPUTES`` also wait while the engine sleeps.
 
-        The future can be cancelled until the function starts; it gets ``Closed``, or the engine's error,
-        when the thread ends before that.
-
-        Raises:
-            Closed: in a forked child, where there is no such thread.
+        The future can be cancelled until the function starts. It gets ``Closed``, or the engine's error,
+        if the thread ends before that. Raises Closed in a forked child.
         """
         _ = self.batcher
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
@@ -258,36 +243,28 @@ class EngineThread:
     def call_soon(
         self, function: Callable[[AnsweringEngine], object], owner: object = None
     ) -> None:
-        """Have a function run as ``call`` does, unless the thread ends first. Takes no lock, so that
-        coroutines may call it while they are collected. Does nothing in a forked child."""
+        """Run a function as ``call`` does, unless the thread ends first. Takes no lock, because
+        coroutines call it while they are collected. Does nothing in a forked child."""
         if os.getpid() == self._process:
             self._calls.append((concurrent.futures.Future(), function, owner))
             self._wake()
 
     def release(self, prefix: LogprobsRequest | None) -> None:
-        """Keep a prefix no more, or with ``None`` any: this engine soon, and later ones.
-
-        Raises:
-            Closed: in a forked child.
-        """
+        """Unpin a prefix, or all of them, in this engine soon and in later ones. Raises Closed in a
+        forked child."""
         for each in list(self.prefixes) if prefix is None else [prefix]:
-            self.prefixes.discard(each)
+            self.prefixes.pop(each, None)
             self.call(lambda answering, each=each: answering.release(each))  # type: ignore[misc]
 
     def give_back(self, asked: Sequence[SequenceHandle]) -> None:
-        """Have the engine forget soon the sequences of these questions of populations; takes no lock, so
-        finalizers may call it.
-
-        Raises:
-            Closed: in a forked child.
-        """
+        """Have the engine forget these sequences soon. Takes no lock, because finalizers call it. Raises
+        Closed in a forked child."""
         _ = self.batcher
         self._given_back.append(asked)
         self._wake()
 
     def belong_to(self, owner: object) -> None:
-        """Have the thread end when its owner is garbage, unless it is closed before. At exit, the thread
-        sees to itself."""
+        """Close the thread when its owner is garbage; at exit, ``LoopThread`` closes it."""
         self._finalizer = weakref.finalize(owner, self.abandon)
         self._finalizer.atexit = False
 
@@ -295,9 +272,8 @@ class EngineThread:
         """End every waiter with ``Closed`` at once, and the thread after the step in progress.
 
         Idempotent, from any thread. With ``wait``, returns when the engine is closed, or after
-        ``CLOSE_SECONDS`` when a step takes longer; the thread then closes it when the step ends. Called
-        by a finalizer or a signal handler in the middle of a question, it leaves all of that to the
-        thread, and returns at once."""
+        ``CLOSE_SECONDS``; the thread then closes it after the step. In a finalizer or a signal handler
+        that interrupts a question, the thread does all of this, and the call returns at once."""
         if self._finalizer is not None:
             self._finalizer.detach()
         if os.getpid() != self._process:
@@ -305,7 +281,7 @@ class EngineThread:
         thread = self._thread  # a restart may put another one in its place meanwhile
         self._is_closing = True
         if threading.current_thread() is thread:
-            return  # to the turn in progress, after which it closes the batcher and ends
+            return  # to the present turn; the thread then closes the batcher and ends
         is_closed = self._close_batcher(None)
         self._hang_up()  # not before: waiters get Closed, not the loss of a server
         self._wake()
@@ -320,20 +296,16 @@ class EngineThread:
         return is_closed
 
     def abandon(self) -> None:
-        """Have the thread close itself after the step in progress, and return at once."""
+        """Close the thread after the step in progress; return at once."""
         if os.getpid() == self._process:
             self._is_closing = True
             self._hang_up()
             self._wake()
 
     def restart(self) -> concurrent.futures.Future[Engine]:
-        """Close the engine, if that has not happened, and open another one with the same adapters;
-        waiters get ``Closed``. Returns ``opened``, which the caller waits for.
-
-        Raises:
-            EngineFailed: the engine did not end its step within ``RESTART_SECONDS``.
-            Closed: in a forked child.
-        """
+        """Close the engine, unless closed, and open another one with the same adapters; waiters get
+        ``Closed``. Returns ``opened``, which the caller waits for. Raises Closed in a forked child;
+        EngineFailed if the engine's step takes longer than ``RESTART_SECONDS``."""
         _ = self.batcher
         with self._restart_lock:
             before = self._thread
@@ -352,7 +324,7 @@ class EngineThread:
             return self.opened
 
     def _wake(self) -> None:
-        """Have a round begin soon; from any thread, taking no lock."""
+        """Start a round soon; from any thread, without a lock."""
         self._thread.wake()
         answering = self._answering
         if answering is not None and answering.capabilities.has_replicas:
@@ -361,11 +333,11 @@ class EngineThread:
     # -- rounds: the engine's thread ----------------------------------------------------------
 
     def round(self) -> float | None:
-        """Open the engine, the first time; then run the calls that wait and a turn that is due; replace
-        an engine that died; or end.
+        """Open the engine in the first round; then run waiting calls and a due turn, replace a dead
+        engine, or end.
 
-        Returns the seconds without anything to do, unless the batcher wakes or a call comes: from 0.0 to
-        infinity. ``None`` says that this round was the last.
+        Returns the seconds until the next round, unless it is woken before: from 0.0 to infinity.
+        ``None`` means that this round was the last.
         """
         if not self.opened.done():
             return self._first_round()
@@ -395,41 +367,28 @@ class EngineThread:
         return 0.0
 
     def _open(self) -> AnsweringEngine:
-        """Open an engine, with the weights of the one before, the adapters of it that this one takes, and
-        its prefixes. It sleeps if that one did."""
+        """Open an engine with the weights, the adapters and the prefixes of the one before, asleep if
+        that one was."""
         engine = self._thread.open(self._open_engine)
         answering = AnsweringEngine(engine, self._cache, self.adapters, self.prefixes)
         self._lifecycle.replaced()
         self._call_deferred()
         try:
             self.weights.reload(engine)
-            self._batcher.fail(answering.reload_adapters())
-            self._sleep_again(answering)
+            answering.reload_adapters()
+            self._lifecycle.sleep_again(answering)
         except BaseException:
             answering.close()
             raise
         self._answering = answering
         return answering
 
-    def _sleep_again(self, answering: AnsweringEngine) -> None:
-        """Put an engine to sleep that replaces one that slept: others use its device's memory."""
-        lifecycle = self._lifecycle
-        if not lifecycle.asleep:
-            return
-        weights = cast("Sleeping", weights_of(answering.engine))
-        is_whole = "weights" in lifecycle.asleep
-        answering.begin_update()
-        weights.sleep(lifecycle.level if is_whole else 1)
-        if not is_whole:
-            weights.wake_up(frozenset({"weights"}))
-        lifecycle.slept_again()
-
     def _serve(self, answering: AnsweringEngine) -> float:
-        """Run the calls that wait, and a turn if one is due; return the seconds without work."""
+        """Run waiting calls, and a turn if one is due; return the seconds until the next round."""
         lifecycle = self._lifecycle
         while self._given_back and lifecycle.owner is None:
             answering.give_back(self._given_back.popleft())
-        for _ in range(len(self._calls)):  # and not those that come meanwhile: others wait
+        for _ in range(len(self._calls)):  # calls that come meanwhile wait for the next round
             call = self._calls.popleft()
             owner = call[2]
             is_others = lifecycle.owner is not None and owner is not lifecycle.owner
@@ -439,7 +398,7 @@ class EngineThread:
                 self._run(answering, call)
         seconds = self._batcher.serve(answering)
         if seconds and (self._is_closing or self._batcher.is_closed or self._calls):
-            return 0.0  # a call closed this, or lets others run: it could not wake its own thread
+            return 0.0  # a call that closed this, or admits others, cannot wake its own thread
         if answering.capabilities.has_replicas:
             return min(seconds, answering.full.tend())
         return seconds
@@ -458,11 +417,11 @@ class EngineThread:
             future.set_result(result)
 
     def run_exclusively(self, owner: object | None, hold: Hold | None = None) -> None:
-        """Run only this owner's calls from now on; with ``None``, all that wait. The owner's hold falls
-        if the engine is replaced. For the engine's thread."""
+        """Run only this owner's calls from now on; with ``None``, all calls. The owner's hold ends if the
+        engine is replaced. For the engine's thread."""
         self._lifecycle.run_exclusively(owner, hold)
         if owner is not None:
-            self._answered = -1  # if the engine dies of that, no question killed it
+            self._answered = -1  # if the engine dies of these calls, no question killed it
         else:
             self._call_deferred()
 
@@ -471,14 +430,14 @@ class EngineThread:
         self._deferred.clear()
 
     def _may_restart(self) -> bool:
-        """Return whether another engine may be opened: something was answered since this one was, or a
-        question that kills engines would have them opened for ever."""
+        """Return whether another engine may be opened: only after an answer of this one, or a deadly
+        question would open engines for ever."""
         before, self._answered = self._answered, self._batcher.statistics().answered
         is_over = self._is_closing or self._batcher.is_closed
         return self.restarts and not is_over and self._answered != before
 
     def _restart(self, dead: AnsweringEngine) -> float | None:
-        """Open another engine, and send it the requests of the dead one."""
+        """Open another engine for the requests of the dead one."""
         with contextlib.suppress(Exception):  # it died already
             dead.close()
         try:
@@ -490,7 +449,7 @@ class EngineThread:
         return 0.0
 
     def _end(self, reason: GenrtError) -> None:
-        """End every waiter and call with this error, the later ones too."""
+        """End every waiter and call with this error, also later ones."""
         self._close_batcher(reason)
         with self._calls_lock:
             self._ended = reason
@@ -502,7 +461,7 @@ class EngineThread:
 
 
 _Call = tuple[concurrent.futures.Future[Any], Callable[[AnsweringEngine], Any], object]
-"""A call: its future, its function and its owner."""
+"""The future, the function and the owner of a call."""
 
 
 def _died(error: BaseException) -> EngineDied:

@@ -1,11 +1,10 @@
-"""New weights for a runtime: checked, copied for later engines, loaded while questions wait.
+"""Updates of a runtime's weights: checked, copied for later engines, and loaded while questions wait.
 
 Rules:
-    Until the first tensor is loaded nothing has changed. After that all of it succeeds, or the engine is
-    dead, and the one that replaces it has the last whole weights.
-    Other calls that load something, as adapters, wait meanwhile: no step runs by half of the weights.
-    Updates take turns. Each belongs to the engine that it began on: if that is restarted or replaced, the
-    update ends with EngineFailed, and loads nothing into another.
+    Nothing changes before the first tensor is loaded. Then the whole update succeeds or the engine dies,
+    and the next engine has the last whole weights.
+    Other calls that load something, such as adapters, wait: no step runs with mixed weights.
+    Updates take turns. An update ends with EngineFailed if its engine is restarted or replaced.
 """
 
 from __future__ import annotations
@@ -55,7 +54,6 @@ from genrt.runtime.batcher import DROPPED, Hold, Pending
 from genrt.runtime.cache import RowCache
 from genrt.runtime.concurrency import AT_ONCE_BYTES, Turns, aside, follow
 from genrt.runtime.lifecycle import check_pending
-from genrt.runtime.pauses import Pauses
 from genrt.runtime.thread import EngineThread
 
 __all__ = ["Transfers", "Update", "UpdateOptions", "WeightUpdates", "WeightsSource"]
@@ -63,25 +61,23 @@ __all__ = ["Transfers", "Update", "UpdateOptions", "WeightUpdates", "WeightsSour
 T = TypeVar("T")
 
 Chunk: TypeAlias = Mapping[str, Tensor] | NamedTensors
-"""Some tensors with their names."""
+"""Some tensors by name."""
 
 WeightsSource: TypeAlias = Chunk | str | os.PathLike[str] | Iterable[Chunk] | AsyncIterable[Chunk]
-"""Named tensors; the path of a safetensors file, or of a directory of them; or chunks of named
-tensors."""
+"""Tensors by name; the path of a safetensors file or of a directory of them; or chunks of tensors."""
 
 
 class UpdateOptions(TypedDict, total=False):
     """The options of ``AsyncLM.update_weights``.
 
     Attributes:
-        pending: ``"finish"``, the default, has questions asked before answered first, by the old weights;
-            ``"restart"`` asks them again, by the new ones. A partly delivered stream then raises
-            StreamCut.
-        check_finite: refuse NaN and infinity too, which reads every number; by default not.
-        keep: whether a copy is written to the temporary folder, for an engine after this one and for
-            ``wake_up`` after ``sleep(2)``. ``None``, the default, copies tensors;
-            files at a path are copied only with ``load(restart="auto")``, and otherwise read again where
-            they are, unless they have changed. ``False`` copies nothing: the runtime cannot be restarted.
+        pending: with ``"finish"``, the default, the old weights answer earlier questions; with
+            ``"restart"`` the new weights do. A partly delivered stream then raises StreamCut.
+        check_finite: refuse NaN and infinity, which reads every number; by default false.
+        keep: whether to copy the weights to the temporary folder, for ``wake_up`` after ``sleep(2)`` and
+            for the next engine. ``None``, the default, copies tensors; files are copied only with
+            ``load(restart="auto")``, and otherwise read again where they are unless they have changed.
+            ``False`` copies nothing: the runtime cannot be restarted.
     """
 
     pending: Pending
@@ -92,11 +88,10 @@ class UpdateOptions(TypedDict, total=False):
 class WeightUpdates:
     """Replaces the weights of one runtime, whatever engine it has. Safe from any thread."""
 
-    def __init__(self, thread: EngineThread, cache: RowCache, pauses: Pauses) -> None:
+    def __init__(self, thread: EngineThread, cache: RowCache) -> None:
         self.thread = thread
         self.cache = cache
         self.turns = Turns()
-        self._pauses = pauses
 
     async def update(
         self,
@@ -106,51 +101,52 @@ class WeightUpdates:
         check_finite: bool = False,
         keep: bool | None = None,
     ) -> int:
-        """Replace the weights; return the new version. ``AsyncLM.update_weights`` says the rest."""
+        """Replace the weights as ``AsyncLM.update_weights``; return the new version."""
         check_pending(pending)
         check_bool("check_finite", check_finite)
         if keep is not None:
             check_bool("keep", keep)
         self.check_awake()
-        chunks = _Chunks(source)
-        original = SavedWeights(chunks.files) if keep is None and chunks.files else None
+        given = _checked(source)
+        chunks = _chunks(given)
         layout = await self.called(lambda answering: weights_of(answering.engine).layout())
         update = Update(self, pending, layout, finite=check_finite)
-        known = [each async for each in chunks.known()]
+        known, are_all = [], True  # the chunks that can be checked before anything changes
+        async for chunk, is_last in chunks:
+            known.append(chunk)
+            if not isinstance(given, list | tuple):
+                are_all = is_last
+                break
         for chunk in known:
-            await _looked_at(chunk, update.check)
-        if chunks.are_known:
+            await _run(update.check, chunk)
+        if are_all:
             check_complete(layout, update.names)
-        elif not known:
-            raise InvalidWeights("there are no weights: give all tensors of the model's checkpoint")
         try:
-            if original is not None and not self.thread.restarts:
-                update.kept = original
+            if keep is None and isinstance(given, TensorsIn) and not self.thread.restarts:
+                update.saved = SavedWeights(given.files)
             elif keep is not False:
-                update.kept, update.is_copied = self.thread.weights.begin(), True
+                update.saved, update.is_copied = self.thread.weights.begin(), True
                 for chunk in known:
-                    await _looked_at(chunk, update.keep)
+                    await _run(update.copy, chunk)
             end_turn = await self.turns.take()
-            update.hold.dropped.add_done_callback(end_turn)
-            try:
-                return await self._replace(update, known, chunks)
-            finally:
-                end_turn()
         except BaseException:
-            if not update.is_under_way:
-                update.release()
+            update.release()
             raise
+        update.hold.dropped.add_done_callback(end_turn)
+        try:
+            return await self._replace(update, known, chunks)
+        finally:
+            end_turn()
 
     async def _replace(self, update: Update, known: Sequence[NamedTensors], chunks: _Chunks) -> int:
         try:
-            update.is_under_way = True
             await self.begin(update)
             for chunk in known:
                 await self.called(partial(update.load, give=update.giving(chunk)), owner=update)
-            while (more := await update.hold.unless_dropped(chunks.take())) is not None:
-                await _looked_at(more, update.check)
-                await _looked_at(more, update.keep)
-                await self.called(partial(update.load, give=update.giving(more)), owner=update)
+            while more := await update.hold.unless_dropped(anext(chunks, None)):
+                await _run(update.check, more[0])
+                await _run(update.copy, more[0])
+                await self.called(partial(update.load, give=update.giving(more[0])), owner=update)
             check_complete(update.layout, update.names)
             return await self.called(update.finish, owner=update)
         except GeneratorExit:  # collected with its loop, whatever is locked
@@ -160,19 +156,19 @@ class WeightUpdates:
             with contextlib.suppress(GenrtError):  # Closed in a forked child
                 ending = self.thread.call(update.end, update)
                 ending.add_done_callback(lambda _: update.release())
-                if isinstance(error, Exception):  # the caller then finds the runtime as it stays
+                if isinstance(error, Exception):  # the caller then finds the runtime's last state
                     await asyncio.wrap_future(follow(ending))
             raise
 
     async def begin(self, update: Update) -> None:
-        """Begin an update: return once questions wait, and everything computed is forgotten."""
+        """Begin an update: return once questions wait, and all results are forgotten."""
         await self.called(lambda _: self.thread.batcher.put_up(update.hold))
         await update.hold.wait()
         await self.called(update.begin, owner=update)
 
     def check_awake(self) -> None:
         """Raise InvalidRequest if the weights sleep."""
-        self._pauses.check_awake("weights")
+        self.thread.lifecycle.check_awake("weights")
 
     async def called(self, function: Callable[[AnsweringEngine], T], *, owner: object = None) -> T:
         """Return the result of a call on the engine's thread, exclusively if it is the owner's."""
@@ -180,15 +176,13 @@ class WeightUpdates:
 
 
 class Update:
-    """One update. The engine's thread calls ``begin``, ``load``, ``finish`` and ``end``.
-
-    It begins on one engine, and ends with EngineFailed once that has been restarted or replaced.
+    """One update. The engine's thread calls ``begin``, ``load``, ``finish`` and ``end``, which raise
+    EngineFailed if the engine was restarted or replaced.
 
     Attributes:
         hold: makes questions wait until the end.
         names: the tensors that have been checked.
-        kept: the copy (``is_copied``), or the files to be read again, for another engine.
-        is_under_way: whether the engine's thread may use this.
+        saved: the copy (``is_copied``) or the files for the next engine.
     """
 
     def __init__(
@@ -197,30 +191,28 @@ class Update:
         self.hold = Hold(pending)
         self.layout = layout
         self.names: set[str] = set()
-        self.kept: SavedWeights | None = None
+        self.saved: SavedWeights | None = None
         self.is_copied = False
-        self.is_under_way = False
         self._finite = finite
         self._cache = updates.cache
         self._thread = updates.thread
         self._engine: AnsweringEngine | None = None  # on which it began
-        self._has_loaded = False
-        self._is_over = False
-        self._is_kept = False
+        self._has_loaded = self._is_over = self._is_finished = False
 
     def check(self, tensors: NamedTensors) -> None:
         """Note tensors that fit; raises as ``check_tensors``."""
-        is_files = isinstance(tensors, TensorsIn)
-        forms = forms_in(tensors.files) if isinstance(tensors, TensorsIn) else tensors
-        found = check_tensors(self.layout, forms, self.names, finite=self._finite)
-        if self._finite and is_files:
-            check_tensors(self.layout, tensors, self.names, finite=True)
+        if isinstance(tensors, TensorsIn):
+            found = check_tensors(self.layout, forms_in(tensors.files), self.names)
+            if self._finite:
+                check_tensors(self.layout, tensors, self.names, finite=True)
+        else:
+            found = check_tensors(self.layout, tensors, self.names, finite=self._finite)
         self.names |= {*found}
 
-    def keep(self, tensors: NamedTensors) -> None:
-        """Copy tensors, if copies are kept. Raises InvalidWeights if there is no room."""
-        if self.kept is not None and self.is_copied:
-            self.kept.add(self._untied(tensors))
+    def copy(self, tensors: NamedTensors) -> None:
+        """Copy tensors for the next engine, if wanted. Raises InvalidWeights if there is no room."""
+        if self.saved is not None and self.is_copied:
+            self.saved.add(self._untied(tensors))
 
     def giving(self, tensors: NamedTensors) -> Callable[[Weights], None]:
         """Return the function that gives tensors to an engine."""
@@ -230,7 +222,7 @@ class Update:
         return ((name, each) for name, each in tensors if self.layout[name].tied_to is None)
 
     def begin(self, answering: AnsweringEngine) -> None:
-        """Forget everything that the old weights have computed."""
+        """Forget all results of the old weights."""
         self._engine = answering
         self._check(answering)
         self._thread.run_exclusively(self, self.hold)
@@ -246,8 +238,8 @@ class Update:
             self._die(error)
 
     def finish(self, answering: AnsweringEngine) -> int:
-        """Let questions go on, by the new weights; return their version. Raises EngineDied if the engine
-        cannot."""
+        """Let questions go on with the new weights; return their version. Raises EngineDied on
+        failure."""
         self._check(answering)
         version = self._thread.batcher.weights_version + 1
         try:
@@ -256,16 +248,16 @@ class Update:
             self._die(error)
         self._is_over = True
         self._cache.clear()
-        self._thread.weights.replace(version, self.kept)
-        self._is_kept = True
+        self._thread.weights.replace(version, self.saved)
+        self._is_finished = True
         self._thread.run_exclusively(None)
         self._thread.lifecycle.are_weights_lost = False
         self._thread.batcher.take_down(self.hold, version)
         return version
 
     def end(self, answering: AnsweringEngine) -> None:
-        """Let questions go on by the old weights, unless this is over. Raises EngineDied if the engine
-        has some of the new ones."""
+        """Let questions go on with the old weights, unless the update is over. Raises EngineDied if the
+        engine has some of the new weights."""
         if not self._is_over:
             is_mixed = self._has_loaded and self._engine is answering
             self._give_up()
@@ -275,10 +267,9 @@ class Update:
                 )
 
     def release(self) -> None:
-        """Remove the copy, unless the runtime keeps it. Nothing of this runs on the engine's thread
-        afterwards."""
-        if self.kept is not None and not self._is_kept:
-            self.kept.drop()
+        """Remove the copy, unless the update is finished."""
+        if self.saved is not None and not self._is_finished:
+            self.saved.drop()
 
     def _die(self, error: BaseException) -> Any:
         self._give_up()
@@ -296,81 +287,68 @@ class Update:
             raise EngineFailed(DROPPED)
 
 
-async def _looked_at(tensors: NamedTensors, function: Callable[[NamedTensors], T]) -> T:
-    """Return the function's result for tensors, in a thread of its own where that takes long."""
+async def _run(function: Callable[[NamedTensors], None], tensors: NamedTensors) -> None:
+    """Call a function with tensors, in another thread if that takes long."""
     is_slow = (
         isinstance(tensors, TensorsIn)
         or sum(each.numel() * each.itemsize for _, each in tensors if isinstance(each, Tensor))
         > AT_ONCE_BYTES
     )
-    return await aside(partial(function, tensors)) if is_slow else function(tensors)
+    if is_slow:
+        await aside(partial(function, tensors))
+    else:
+        function(tensors)
 
 
-class _Chunks:
-    """The chunks that a caller gives, each as tensors with their names.
-
-    Attributes:
-        files: the safetensors files of a path.
-        are_known: whether ``known`` has yielded all of them.
-    """
-
-    def __init__(self, source: WeightsSource) -> None:
-        given: Any = source
-        self.are_known = False
-        self.files: Sequence[Path] = ()
-        self._chunks: Any = None
-        self._first: list[NamedTensors] = []
-        self._is_at_hand = isinstance(given, list | tuple)
-        if isinstance(given, str | os.PathLike):
-            self.files = weight_files(Path(given).expanduser())
-            self._first = [TensorsIn(self.files)]
-        elif isinstance(given, Mapping):
-            self._first = [_named(given)]
-        elif isinstance(given, AsyncIterable | Iterable) and not isinstance(given, Tensor | bytes):
-            self._chunks = aiter(given) if isinstance(given, AsyncIterable) else iter(given)
-        else:
-            raise InvalidRequest(
-                "weights must be tensors by name, a path to safetensors, or chunks of named tensors, "
-                f"got {shown(given)}"
-            )
-
-    async def known(self) -> AsyncIterator[NamedTensors]:
-        """Yield the chunks that can be checked before anything changes: all in a path or a list, or the
-        first; raises as the caller's iterator does."""
-        for chunk in self._first:
-            yield chunk
-        while (found := await self.take()) is not None:
-            yield found
-            if not self._is_at_hand:
-                break
-        self.are_known = self._chunks is None
-
-    async def take(self) -> NamedTensors | None:
-        """Return the next chunk, if there is another; raises as the caller's iterator does."""
-        if self._chunks is None or (found := await self._next()) is _END:
-            self._chunks = None
-            return None
-        if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], str)):
-            return _named(found)
-        pairs = [found]  # and not chunks: the first one tells
-        while (found := await self._next()) is not _END:
-            pairs.append(found)
-        self._chunks = None
-        return _named(pairs)
-
-    async def _next(self) -> Any:
-        if isinstance(self._chunks, AsyncIterator):
-            return await anext(self._chunks, _END)
-        take: Callable[[], Any] = partial(next, self._chunks, _END)
-        return take() if self._is_at_hand else await aside(take)
-
+_Chunks: TypeAlias = AsyncIterator[tuple[NamedTensors, bool]]
 
 _END: Any = object()
-"""Comes after the last chunk."""
+"""Comes after the last item."""
+
+
+def _checked(source: Any) -> Any:
+    """Return an iterable source, or the files of a path. Raises InvalidRequest for anything else."""
+    if isinstance(source, str | os.PathLike):
+        return TensorsIn(weight_files(Path(source).expanduser()))
+    if isinstance(source, AsyncIterable | Iterable) and not isinstance(source, Tensor | bytes):
+        return source
+    raise InvalidRequest(
+        "weights must be tensors by name, a path to safetensors, or chunks of named tensors, got "
+        f"{shown(source)}"
+    )
+
+
+async def _chunks(given: Any) -> _Chunks:
+    """Yield the chunks of a source, each with whether it is known as the last one. Raises InvalidWeights
+    and the source's errors."""
+    if isinstance(given, TensorsIn | Mapping):
+        yield given if isinstance(given, TensorsIn) else _named(given), True
+        return
+    pairs: list[Any] = []
+    async for found in _items(given):
+        if pairs or (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], str)):
+            pairs.append(found)  # no chunks: the first one tells
+        else:
+            yield _named(found), False
+    if pairs:
+        yield _named(pairs), True
+
+
+async def _items(given: Any) -> AsyncIterator[Any]:
+    if isinstance(given, AsyncIterable):
+        async for each in given:
+            yield each
+    elif isinstance(given, list | tuple):
+        for each in given:
+            yield each
+    else:
+        take: Callable[[], Any] = partial(next, iter(given), _END)
+        while (each := await aside(take)) is not _END:
+            yield each
 
 
 def _named(given: Any) -> list[tuple[str, Tensor]]:
-    """Return a chunk as pairs. Raises InvalidWeights if it is not tensors with their names."""
+    """Return a chunk as pairs. Raises InvalidWeights if it has other items than named tensors."""
     pairs = list(given.items()) if isinstance(given, Mapping) else given
     if isinstance(pairs, Iterator):
         pairs = list(pairs)
@@ -385,11 +363,10 @@ def _named(given: Any) -> list[tuple[str, Tensor]]:
 
 
 class Transfers:
-    """The updates that one trainer sends to the engine's workers by itself, as vLLM's trainers do.
+    """The updates that a trainer sends directly to the engine's workers, as vLLM's trainers do.
 
-    Each runs exclusively from its start to its end, and questions wait as in ``WeightUpdates``. No copy
-    is kept. An error in one is the engine's death. The workers that a trainer has met end with their
-    engine: it must connect again after a restart.
+    Questions wait from the start of an update to its end, as in ``WeightUpdates``. No copy is made. An
+    error kills the engine. After a restart the trainer must connect again, to the new engine's workers.
     """
 
     def __init__(self, updates: WeightUpdates) -> None:
@@ -405,11 +382,11 @@ class Transfers:
         return self._update is not None
 
     async def check(self) -> None:
-        """Raise EngineUnsupported unless the engine receives what trainers send."""
+        """Raise EngineUnsupported unless the engine takes updates from trainers."""
         await self._updates.called(_receiving)
 
     async def connect(self, init_info: Mapping[str, Any]) -> None:
-        """Have the engine's workers meet the trainer."""
+        """Connect the engine's workers to the trainer."""
 
         def connect(answering: AnsweringEngine) -> None:
             _receiving(answering).connect(init_info)
@@ -418,7 +395,7 @@ class Transfers:
         await self._updates.called(connect)
 
     async def disconnect(self) -> None:
-        """Have them leave it. Does nothing if their engine is gone."""
+        """Disconnect them, unless their engine is gone."""
         if self._update is not None:
             raise InvalidRequest("an update is under way: finish it first")
 
@@ -431,7 +408,7 @@ class Transfers:
         await self._updates.called(disconnect)
 
     async def start(self, pending: Pending) -> None:
-        """Begin an update: return once questions wait, and what was computed is forgotten."""
+        """Begin an update: return once questions wait, and all results are forgotten."""
         check_pending(pending)
         if self._update is not None:
             raise InvalidRequest("an update is under way already: finish it first")
@@ -456,10 +433,10 @@ class Transfers:
             )
 
     async def take(self, update_info: Any) -> None:
-        """Have the engine take some of what the trainer sends."""
+        """Have the engine receive a part of the update."""
 
         def receive(weights: Weights) -> None:
-            _checked(weights).receive(update_info)
+            _receiver(weights).receive(update_info)
 
         update = self._under_way()
         self._is_given = True
@@ -476,8 +453,7 @@ class Transfers:
         return version
 
     async def give_up(self) -> None:
-        """End the update without its end, if one is under way: the engine is dead if it has a part of
-        it."""
+        """Abort the update, if there is one; this kills an engine with a part of it."""
         update, self._update = self._update, None
         if update is not None:
             self._updates.thread.call_soon(update.end, update)
@@ -486,7 +462,7 @@ class Transfers:
     async def _through(self, function: Callable[[AnsweringEngine], Any], update: Update) -> Any:
         try:
             return await self._updates.called(function, owner=update)
-        except BaseException:  # cancelled too: without this part, the weights would be a mixture
+        except BaseException:  # also cancelled: without this part, the weights would be mixed
             await self.give_up()
             raise
 
@@ -503,12 +479,12 @@ def _receiving(answering: AnsweringEngine) -> Receiving:
             "one engine's workers, and no copy is kept for a replica that is started later. Give all of "
             "them the new weights with lm.update_weights, as tensors or safetensors"
         )
-    weights = _checked(weights_of(answering.engine))
+    weights = _receiver(weights_of(answering.engine))
     weights.check_receives()
     return weights
 
 
-def _checked(weights: Weights) -> Receiving:
+def _receiver(weights: Weights) -> Receiving:
     if not isinstance(weights, Receiving):
         raise EngineUnsupported(
             "this engine receives nothing from trainers, as vLLM does: use lm.update_weights"

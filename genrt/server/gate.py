@@ -23,6 +23,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from genrt.errors import (
@@ -57,6 +58,8 @@ EVENTS = b"text/event-stream"
 
 CLOSING = "the server is closing: ask again later"
 """The message for requests that outlast a server's shutdown."""
+
+BUSY = "the server is busy: ask again a second later"
 
 PIECE = 2**16
 """How many bytes of an answer are passed on at once."""
@@ -132,6 +135,11 @@ class HTTPError(Exception):
         kind = KINDS.get(self.status, "APIError")
         error = {"message": str(self), "type": kind, "param": None, "code": self.status}
         return json.dumps({"error": error}).encode()
+
+    @property
+    def response(self) -> Response:
+        """The whole answer."""
+        return Response(self.body, self.status, self.headers, "application/json")
 
 
 def http_error(error: GenrtError) -> HTTPError:
@@ -231,11 +239,11 @@ class Gate:
         error: HTTPError
         try:
             if scope["path"] == "/health" and scope["method"] in ("GET", "HEAD"):
-                await _send(send, 200 if self._is_healthy() else 503, b"", {})
+                await Response(b"", 200 if self._is_healthy() else 503)(scope, receive, send)
                 return
             self._check(scope)
             if self.serving >= self._limits.requests:
-                raise _busy("requests")
+                raise HTTPError(429, BUSY, retry_after="1")
             self._answers.add(answer)
             try:
                 async with answer.time:
@@ -258,15 +266,14 @@ class Gate:
                 found = HTTPError(500, "the server failed; its log says why")
             error = found
         if not answer.is_begun:
-            headers = {"content-type": "application/json"} | error.headers
-            await _send(send, error.status, error.body, headers)
+            await error.response(scope, receive, send)
         elif answer.has_events:
             await send({"type": "http.response.body", "body": error_event(error)})
 
     def _hold(self, count: int) -> None:
         """Add to the bytes held; less than 0 frees some. Raises HTTPError for too many."""
         if count > 0 and self.held_bytes + count > self._limits.held_bytes:
-            raise _busy("bytes")
+            raise HTTPError(429, BUSY, retry_after="1")
         self.held_bytes += count
 
     def _check(self, scope: Scope) -> None:
@@ -396,18 +403,6 @@ class _AnswerStream:
         except TimeoutError:
             self.is_left = True
             raise ClientLeft from None
-
-
-async def _send(send: Send, status: int, body: bytes, headers: dict[str, str]) -> None:
-    """Send a whole answer."""
-    full = {"content-length": str(len(body))} | headers
-    encoded = [(name.encode(), value.encode()) for name, value in full.items()]
-    await send({"type": "http.response.start", "status": status, "headers": encoded})
-    await send({"type": "http.response.body", "body": body})
-
-
-def _busy(of: str) -> HTTPError:
-    return HTTPError(429, f"the server is busy: too many {of} at once", retry_after="1")
 
 
 def _error_in(failed: BaseException) -> HTTPError | None:

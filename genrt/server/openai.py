@@ -197,8 +197,9 @@ def _keep_failures(application: Any) -> None:
     writes its last event."""
 
     async def answer(_: Request, error: Exception) -> Response:
-        told = error.answer if isinstance(error, TextFailed) else HTTPError(500, str(error))
-        return Response(told.body, status_code=told.status, media_type=JSON)
+        return (
+            error.answer if isinstance(error, TextFailed) else HTTPError(500, str(error))
+        ).response
 
     def fail(error: GenerationError) -> NoReturn:
         raise error

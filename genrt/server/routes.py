@@ -443,21 +443,16 @@ class OwnRoutes:
 
 def _constraint(lm: AsyncLM, body: InferBody) -> MaskedConstraint | None:
     """Return the form that the texts are to have, if any."""
-    forms = {
-        "regex": (body.regex, regex),
-        "json_schema": (body.json_schema, json_schema),
-        "grammar": (body.grammar, grammar),
-    }
-    made = [(make, form) for form, make in forms.values() if form is not None]
-    if len(made) > 1:
-        raise InvalidRequest(f"give one of {', '.join(forms)}: a text has one form")
-    if not made:
-        return None
-    [(make, form)] = made
-    if isinstance(form, str) and len(form) > 2**18:
-        raise InvalidRequest("the form has over 262,144 characters: make it smaller")
-    constraint: MaskedConstraint = make(form, lm)  # type: ignore[operator]
-    return constraint
+    makers: dict[str, Any] = {"regex": regex, "json_schema": json_schema, "grammar": grammar}
+    given = {name: form for name in makers if (form := getattr(body, name)) is not None}
+    if len(given) > 1:
+        raise InvalidRequest(f"give one of {', '.join(makers)}: a text has one form")
+    made: MaskedConstraint | None = None
+    for name, form in given.items():
+        if isinstance(form, str) and len(form) > 2**18:
+            raise InvalidRequest("the form has over 262,144 characters: make it smaller")
+        made = makers[name](form, lm)
+    return made
 
 
 def _step(info: Info) -> dict[str, Any]:

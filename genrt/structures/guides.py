@@ -1,9 +1,7 @@
 """Structures compiled for a vocabulary: the tokens that continue a text, and the tokens that end it.
 
-The forms are those of vLLM (``v1/structured_output/``): a JSON text has any white space between its
-parts, and objects only the properties that the schema names, unless it says more about them. A grammar
-is EBNF if a line has ``::=``, else Lark. The end tokens are admitted where a text is complete, and only
-there. Any token may follow an end token.
+The forms are those of vLLM (``v1/structured_output/``). End tokens are admitted where a text is complete,
+and only there. Any token may follow an end token.
 """
 
 from __future__ import annotations
@@ -59,14 +57,13 @@ def lark_of_regex(pattern: str) -> str:
         InvalidConstraint: the pattern is no str, or not in genrt's dialect.
     """
     given: object = pattern
-    if isinstance(given, re.Pattern):
-        raise InvalidConstraint(
-            f"the pattern is {displayed(pattern)}; give its text, pattern.pattern"
-        )
     if not isinstance(given, str):
-        raise InvalidConstraint(
-            f"the pattern is {displayed(pattern)}; give a regular expression as str"
+        advice = (
+            "its text, pattern.pattern"
+            if isinstance(given, re.Pattern)
+            else "a regular expression as str"
         )
+        raise InvalidConstraint(f"the pattern is {displayed(given)}; give {advice}")
     return f"start: /{regex_text(parsed(pattern, name_of_regex(pattern)))}/"
 
 
@@ -203,24 +200,26 @@ class _Tags:
                 *(self._form(each, is_last=is_last) for each in form["elements"])
             ),
             "tag": lambda: self._tag(form, ""),
-            "optional": lambda: f"({self._form(form['content'])})?",
-            "plus": lambda: f"({self._form(form['content'])})+",
-            "star": lambda: f"({self._form(form['content'])})*",
-            "repeat": lambda: (
-                f"({self._form(form['content'])}){_repetition(form['min'], form['max'])}"
+            "optional": lambda: self._repeated(form, "?"),
+            "plus": lambda: self._repeated(form, "+"),
+            "star": lambda: self._repeated(form, "*"),
+            "repeat": lambda: self._repeated(
+                form, f"{{{form['min']},{form['max']}}}".replace("-1", "")
             ),
             "tags_with_separator": lambda: self._separated(form),
             "triggered_tags": lambda: self._triggered(form, is_last),
             "any_text": lambda: self._any_text(form, is_last),
         }
         if form["type"] not in made:
-            raise InvalidConstraint(
-                f"the structural tag has the format {form['type']!r}, which genrt cannot "
-                "compile: give one of "
+            raise _wrong_tag(
+                f"has the format {form['type']!r}, which genrt cannot compile: give one of "
                 f"{', '.join(made)}; vLLM's tool parsers ask for it unless "
                 "VLLM_ENFORCE_STRICT_TOOL_CALLING=0"
             )
         return made[form["type"]]()
+
+    def _repeated(self, form: Any, sign: str) -> str:
+        return f"({self._form(form['content'])}){sign}"
 
     def _rule(self, *options: str) -> str:
         name = f"g{len(self._lines)}"
@@ -229,10 +228,9 @@ class _Tags:
 
     def _schema(self, form: Any) -> str:
         if form.get("style", "json") != "json" or form.get("excludes"):
-            raise InvalidConstraint(
-                f"the structural tag has a schema in the style {form.get('style')!r}, or "
-                "that excludes texts: "
-                "genrt compiles JSON alone; unset by VLLM_ENFORCE_STRICT_TOOL_CALLING=0"
+            raise _wrong_tag(
+                f"has a schema in the style {form.get('style')!r}, or that excludes texts: genrt "
+                "compiles JSON alone; unset by VLLM_ENFORCE_STRICT_TOOL_CALLING=0"
             )
         prefix = f"s{len(self._lines)}"
         rules = schema_rules(form["json_schema"], "flexible", closed=True, prefix=prefix)
@@ -251,9 +249,7 @@ class _Tags:
 
     def _any_text(self, form: Any, is_last: bool) -> str:
         if not is_last or form.get("max_chars") or form.get("max_tokens"):
-            raise InvalidConstraint(
-                "the structural tag has any_text that something follows: give it an end"
-            )
+            raise _wrong_tag("has any_text that something follows: give it an end")
         return self._text(form.get("excludes", ()))
 
     def _text(self, excluded: Any) -> str:
@@ -273,9 +269,7 @@ class _Tags:
             options = []
             for end in ends:
                 if not end:
-                    raise InvalidConstraint(
-                        "the structural tag has any_text without an end: give it one"
-                    )
+                    raise _wrong_tag("has any_text without an end: give it one")
                 text = self._text(content.get("excludes", ()))
                 name = f"g{len(self._lines)}"
                 self._lines.append(f"{name}[lazy]: {text} {_text_terminal(end)}")
@@ -293,19 +287,14 @@ class _Tags:
 
     def _triggered(self, form: Any, is_last: bool) -> str:
         if not is_last:
-            raise InvalidConstraint(
-                "the structural tag has triggered_tags that something follows: make it last"
-            )
+            raise _wrong_tag("has triggered_tags that something follows: make it last")
         text = self._text(form.get("excludes", ()))
         later, first = [], []
         for tag in form["tags"]:
-            trigger = next(
-                (each for each in form["triggers"] if tag["begin"].startswith(each)), None
-            )
-            if not trigger:
-                raise InvalidConstraint(
-                    f"the structural tag {tag['begin']!r} begins with none of the triggers"
-                )
+            triggers = [each for each in form["triggers"] if tag["begin"].startswith(each)]
+            trigger = next(filter(None, triggers), None)
+            if trigger is None:
+                raise _wrong_tag(f"{tag['begin']!r} begins with none of the triggers")
             name = f"g{len(self._lines)}"
             self._lines.append(f"{name}[lazy]: {text} {_text_terminal(trigger)}")
             later.append(f"{name} {self._tag(tag, trigger)}")
@@ -318,8 +307,8 @@ class _Tags:
         return self._rule(f"{some}* {end}") if end else self._rule(some, text)
 
 
-def _repetition(low: int, high: int) -> str:
-    return f"{{{low},{'' if high < 0 else high}}}"
+def _wrong_tag(what: str) -> InvalidConstraint:
+    return InvalidConstraint(f"the structural tag {what}")
 
 
 def _codes(text: str) -> str:

@@ -525,19 +525,10 @@ class _Compiler:
                 raise undone("patternProperties that overlap in too many ways")
         pairs = []
         for nodes, matched in classes:
-            place = self._of_class(objects, matched)
+            place = objects.place(matched, matched)
             if not place >= NOTHING:
                 pairs.append(self._pair(_intersection(nodes), place, colon))
         return pairs
-
-    def _of_class(self, objects: Objects, matched: frozenset[str]) -> Place:
-        place = ANYTHING
-        for names in objects.names:
-            found = [inside for pattern, inside in names.patterns if pattern in matched]
-            place = place.union(*found)
-            if not found and names.others is not None:
-                place |= names.others
-        return place
 
 
 def _intersection(nodes: tuple[Node, ...]) -> Node:

@@ -64,15 +64,9 @@ class Tokens:
     @cached_property
     def spelt(self) -> tuple[NDArray[np.int64], list[bytes]]:
         """The tokens that stand for text, in the order of their bytes, and these bytes."""
-        token_ids = [i for i, text in enumerate(self.texts) if text is not None]
+        token_ids = [i for i in range(len(self)) if self.is_open(i) and i != self.eos_token_id]
         token_ids.sort(key=self.byte_vocab.__getitem__)
         return np.array(token_ids, np.int64), [self.byte_vocab[i] for i in token_ids]
-
-    @cached_property
-    def texts(self) -> list[bytes | None]:
-        """The bytes that each token adds to a text, or no bytes object for tokens without text."""
-        texts = [token if self.is_open(i) else None for i, token in enumerate(self.byte_vocab)]
-        return [*texts[: self.eos_token_id], None, *texts[self.eos_token_id + 1 :]]
 
     def is_open(self, token_id: int) -> bool:
         """Tell whether a token is in ``open``: it stands for text, or is the end token."""

@@ -1,15 +1,9 @@
 r"""Regular expressions in genrt's dialect: parsed, and written again in the form that llguidance reads.
 
-The dialect is a part of Python's ``re``, with a few forms of the Rust crate ``regex``.
-docs/guide/structures.md lists it. The parser refuses everything else by name, so that no pattern
-has two readings.
-
-Rules:
-    A pattern becomes a tree of ``Node``. Trees are also intersected (``Both``) and complemented
-    (``Not``). ``^`` and ``$`` vanish from the tree: ``parsed`` matches a whole text, ``searched`` a
-    part of it. Validators of several languages read ``\d \w \s .`` in schemas differently.
-    ``searched`` takes the narrow reading: all validators match it. ``wide=True`` takes the wide
-    reading: no validator matches other texts.
+docs/guide/structures.md lists the dialect. Everything else is refused by name, so that no pattern has two
+readings. ``^`` and ``$`` vanish from a tree: ``parsed`` matches a whole text, ``searched`` a part of it.
+Validators of several languages read ``\d \w \s .`` in schemas differently: all of them match the narrow
+reading, and none matches more than the wide one.
 """
 
 from __future__ import annotations

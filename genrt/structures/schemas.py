@@ -1,15 +1,11 @@
 """JSON schemas: read and checked, then turned into facts for each type of value.
 
-Drafts 4 to 2020-12 are read together. Older keywords keep the meaning of their draft under any
-``$schema``: ``items`` as a list, ``additionalItems``, ``dependencies``, ``exclusiveMinimum: true``.
-A ``$ref`` replaces the keywords beside it only in a schema of draft 7 or older.
+Older keywords keep the meaning of their draft under any ``$schema``. A ``$ref`` replaces the keywords
+beside it only in a schema of draft 7 or older.
 
-Rules:
-    A ``Claim`` states that a schema holds, or that it does not. A value's place is a set of claims.
-    ``Claims.cases`` returns the values of one type that meet some claims, as alternatives. Each
-    alternative is one object of facts. A value may be in several.
-    Facts never admit an invalid value. They admit all valid values, except for the cases that
-    docs/guide/structures.md lists. Keywords that cannot be compiled raise an error.
+A ``Claim`` states that a schema holds, or that it does not. A value's place is a set of claims.
+``Claims.cases`` returns the values of one type that meet them, as alternatives of facts. Facts never
+admit an invalid value, and admit all valid ones but those that docs/guide/structures.md lists.
 """
 
 from __future__ import annotations
@@ -17,7 +13,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
@@ -714,6 +710,18 @@ class Objects:
         least = max(found.low, len(found.required))
         return None if found.high is not None and least > found.high else found
 
+    def place(self, matched: Set[str], surely: Set[str], name: str | None = None) -> Place:
+        """Return the place of the properties whose names match these patterns, in the wide reading and
+        in the narrow one; ``name`` is that of a single property."""
+        place = ANYTHING
+        for names in self.names:
+            given = dict(names.properties).get(name) if name is not None else None
+            place = place.union(given or (), *(p for each, p in names.patterns if each in matched))
+            is_other = given is None and not any(each in surely for each, _ in names.patterns)
+            if is_other and names.others is not None:
+                place |= names.others
+        return place
+
 
 Facts: TypeAlias = Literals | Numbers | Strings | Arrays | Objects
 Cases: TypeAlias = list[Any]  # of Facts of one type
@@ -820,18 +828,10 @@ class Claims:
 
     def of_name(self, objects: Objects, name: str) -> Place:
         """Return the place of a property."""
-        place = ANYTHING
-        for names in objects.names:
-            given = dict(names.properties).get(name)
-            place |= given or ANYTHING
-            is_surely = given is not None
-            for pattern, inside in names.patterns:
-                narrow, wide = self.pattern(pattern)
-                if _matches(wide, name):
-                    place |= inside
-                    is_surely |= _matches(narrow, name)
-            if not is_surely and names.others is not None:
-                place |= names.others
+        patterns = {pattern for names in objects.names for pattern, _ in names.patterns}
+        matched = {each for each in patterns if _matches(self.pattern(each)[1], name)}
+        surely = {each for each in matched if _matches(self.pattern(each)[0], name)}
+        place = objects.place(matched, surely, name)
         for allowed in objects.allowed:
             strings = self.cases(allowed, "string")
             if all(is_nothing(Both((each.node(), literal(name)))) for each in strings):

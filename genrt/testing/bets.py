@@ -1,9 +1,8 @@
 r"""Tests hypotheses about samples by betting against them: the capital won is the evidence.
 
-A bet starts with a capital of 1. If the hypothesis is true, the bet is fair or worse, so its final
-capital E has a mean of at most 1. By Markov's inequality P(E >= 1 / level) <= level. This holds for any
-number of samples and any distribution that the hypothesis allows, without a central limit theorem.
-Capital may be spread over several bets, and their final capitals are averaged.
+A bet starts with a capital of 1. If the hypothesis is true, its final capital E has a mean of at most 1,
+and P(E >= 1 / level) <= level by Markov's inequality, for any number of samples and any distribution that
+the hypothesis allows. Capital may be spread over several bets; their final capitals are averaged.
 
 *Means.* If X >= 0 has mean m, a share lambda in [0, 1] of the capital is bet on every X_i / m,
 

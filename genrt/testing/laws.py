@@ -1,15 +1,7 @@
 """Laws of the samples and weights of correct samplers, as assertions with a guaranteed error level.
 
-The level is the probability that a correct sampler fails. It holds for any number of runs and any
-distribution within the stated bounds, because the assertions are bets (``genrt.testing.bets``) and not
-approximations. They need a little more evidence for it: a z-test at the level 1e-6 needs 4.9 standard
-errors, these about 6. If a test makes many assertions, the chance of one false alarm is at most the sum
-of their levels.
-
-Without a bound, no test can distinguish too small a mean from a correct one with a rare and heavy part
-that did not occur. Then only too large a mean fails, and an apparently too small one is a ``CannotTell``
-warning. A bound of the variance, from a simpler sampler whose
-variance is known, closes this gap.
+A correct sampler fails with probability at most the level, for any number of runs and any distribution
+within the stated bounds: the assertions are bets (``genrt.testing.bets``), not approximations.
 """
 
 from __future__ import annotations
@@ -67,12 +59,9 @@ def assert_unbiased(
     """Raise AssertionError if the distribution of these estimates has another mean than ``exact``.
 
     The estimates come from independent runs: the evidence of each run of SMC, or the weight of each
-    particle of an importance sampler, in which particles never interact. A correct sampler fails with
-    probability at most ``level``, for any distribution between ``lowest`` and ``highest``.
-
-    A wrong sampler is detected if its bias is more than about 6 standard errors (at the default level).
-    For too small a mean, n times the bias must also be more than some 30 times ``highest - exact``. So an
-    evidence that is small relative to ``highest`` takes many runs.
+    particle of an importance sampler, in which particles never interact. A wrong sampler is detected if
+    its bias is more than about 6 standard errors (at the default level). For too small a mean, n times
+    the bias must also be more than some 30 times ``highest - exact``.
 
     Args:
         estimates: the estimates themselves, not their logarithms. All may be equal.
@@ -128,10 +117,9 @@ def assert_variance_bounded(
     """Raise AssertionError if these estimates have another mean than ``exact``, or a larger variance than
     ``relative_variance * exact**2``.
 
-    A sampler may be unbiased and useless: nearly all runs give a small part of the evidence, and the rest
-    is in runs so rare that a test never sees them. This law finds that from the runs that are seen. No
-    estimate of bounded variance stays below its mean in every run. Take the bound from a reference, a
-    simple sampler whose variance is known by enumeration, divided by the number of particles.
+    It finds a sampler whose runs nearly all give a small part of the evidence, and the rest in runs so
+    rare that a test never sees them. Take the bound from a simple sampler whose variance is known by
+    enumeration, divided by the number of particles.
 
     Args:
         estimates: of independent runs, at least 0, themselves and not their logarithms.
@@ -180,9 +168,7 @@ def assert_samples_from(
 ) -> None:
     """Raise AssertionError if independent samples do not have these probabilities.
 
-    Correct samples fail with probability at most ``level``, however many there are and however rare some
-    of them are. A sample of probability 0 fails at once. For weighted samples, use
-    ``assert_weighted_samples_from``.
+    A sample of probability 0 fails at once. For weighted samples, use ``assert_weighted_samples_from``.
 
     Args:
         samples: one hashable value for each independent draw.
@@ -241,9 +227,8 @@ def assert_weighted_samples_from(
         E[(1/N) sum_i w_i] = Z    and    E[(1/N) sum_i w_i 1(x_i = x)] = Z probability(x) for each x.
 
     Importance sampling and SMC guarantee this for any N, while normalized weights have a bias that
-    depends on N (Liu & Chen 1998, *Sequential Monte Carlo methods for dynamic systems*). A correct
-    sampler fails with probability at most ``level``; wrong ones are detected as in ``assert_unbiased``. A
-    positive weight on a sample of probability 0 fails at once.
+    depends on N (Liu & Chen 1998, *Sequential Monte Carlo methods for dynamic systems*). A positive
+    weight on a sample of probability 0 fails at once.
 
     Args:
         runs: for each independent run, its samples and their unnormalized log-weights. Dead samples have
@@ -343,11 +328,7 @@ def _most_off(
 
 
 def _supposed(values: Floats, mean: float, lowest: float) -> float:
-    """Return a guess of the largest possible value, in place of a bound.
-
-    It is twice as far above ``lowest`` as the largest value seen or expected. It depends on the values,
-    so bets with it justify only a warning.
-    """
+    """Return a guess of the largest value. It depends on the values, so it justifies only a warning."""
     return 2 * max(float(values.max()), mean) - lowest
 
 

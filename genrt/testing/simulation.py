@@ -62,10 +62,9 @@ def run_simulated(
 ) -> T:
     """Return the result of your own sampler on a simulated runtime.
 
-    The sampler gets a real ``AsyncLM``. Its engine answers in any order and in as many steps as the seed
-    decides. Time on its event loop is virtual: ``asyncio.sleep`` takes no time. The seed fixes the whole
-    run, including torch's global generator, if the sampler has no other source of randomness. The runtime
-    is closed when the sampler has ended.
+    The sampler gets a real ``AsyncLM``, which is closed when it ends. The engine answers in any order and
+    in as many steps as the seed decides. Time on its event loop is virtual: ``asyncio.sleep`` takes no
+    time. The seed fixes the whole run, including torch's global generator.
 
     Args:
         sampler: an async function of the runtime. It may not call methods that block (``…_sync``).
@@ -167,17 +166,16 @@ class _RefuseBlocking:
     """An observer that refuses questions of callers that block the only thread."""
 
     def registering(self, waiter: Waiter) -> None:
-        """Refuse a question without an event loop."""
         if waiter.loop is None:
             raise InvalidRequest(
                 "a simulation has one thread: await the question, not its _sync twin"
             )
 
     def leaving(self, waiter: Waiter) -> None:
-        """Ignore the event."""
+        pass
 
     def taken(self, flush: Sequence[Request], withdrawn: Sequence[Request]) -> None:
-        """Ignore the event."""
+        pass
 
 
 class _FaultyEngine:

@@ -2,7 +2,7 @@
 
 Rules:
     The text is a tokenizer's own, after the prompt: a token's text may depend on the tokens before.
-    Text that ends inside a character waits for the rest of it.
+    Text that ends inside a character waits for the rest.
     A character that the prompt begins and a drawn token completes belongs to the prompt, not to the text.
 """
 
@@ -19,9 +19,6 @@ Decode: TypeAlias = Callable[[list[int]], str]
 
 TAIL = 8
 """A token's text may depend on the tokens before it: at least so many are decoded with it."""
-
-LONGEST_RUN = 512
-"""How many tokens in a row may be parts of characters, or without text, at the end of a prompt."""
 
 BROKEN = "\ufffd"
 
@@ -122,7 +119,7 @@ def _decoder(tokenizer: Any, skip_special_tokens: bool) -> Decode:
 def _tail(decode: Decode, prompt: Sequence[int]) -> list[int]:
     """Return the prompt's last tokens, from the beginning of a character on: some decoders make U+FFFD of
     every byte beside an incomplete character."""
-    start, least = len(prompt), max(0, len(prompt) - LONGEST_RUN)
+    start, least = len(prompt), max(0, len(prompt) - 512)
     while start > least and (not (text := decode([prompt[start - 1]])) or BROKEN in text):
         start -= 1
     start = max(0, start - TAIL)

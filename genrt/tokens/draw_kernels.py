@@ -1,17 +1,14 @@
 """Draws tokens with two fused Triton kernels: a pass over the rows, then a pass over the block sums.
 
-``sampling.draw_chunk`` uses this module where it can, for the same result in fewer launches. Importing
-it needs Triton. The first kernel reduces every block of tokens to its maximum entry and the sum of its
-weights relative to that maximum. The second kernel, with one program per draw, chooses a block, loads it
-again and chooses one of its tokens. A program reads one row in tiles of one size, so no draw depends on
-the number of draws.
+``sampling.draw_chunk`` uses this module where it can. Importing it needs Triton. The first kernel reduces
+every block of tokens to its maximum entry and the sum of its weights relative to that maximum. The second
+kernel, with one program per draw, chooses a block and one of its tokens. A program reads one row in tiles
+of one size, so no draw depends on the number of draws.
 
 Sums over a block are float32; sums over blocks and cumulative sums are float64. A maximum may or may not
-propagate NaN, so NaN is excluded from maxima and detected in the sums.
-
-Some versions of Triton treat literals in comparisons as float32, so ``tl.full`` makes float64 ones.
-Kernel annotations are evaluated and may name only ``tl``. A kernel's ``tl.tensor`` is a tensor's address,
-an int, or None.
+propagate NaN, so NaN is excluded from maxima and detected in the sums. Some versions of Triton treat
+literals in comparisons as float32, so ``tl.full`` makes float64 ones. Kernel annotations are
+evaluated and may name only ``tl``. A kernel's ``tl.tensor`` is a tensor's address, an int, or None.
 """
 
 from __future__ import annotations
@@ -53,25 +50,22 @@ def draw_fused(
     ``batch`` is float32 ``[m, V]`` with contiguous rows; ``mask`` is packed. The last three arguments are
     constants of ``sampling``. There must be at least one draw.
     """
-    count, width = len(numbers), batch.shape[-1]
-    blocks = triton.cdiv(width, block)
     numbers = numbers.contiguous()
-    heat = None if heat is None else heat.contiguous()
-    places = None if places is None else places.contiguous()
+    heat, places = [None if x is None else x.contiguous() for x in (heat, places)]
     if mask is not None and mask.stride(-1) != 1:
         mask = mask.contiguous()
-    mask_stride = 0 if mask is None else mask.stride(0)
-    reduced = batch.new_empty(count, 2 if heat is None else 3, blocks)
-    found = numbers.new_empty(count, 3)
-    rows = batch, batch.stride(0), width, mask, mask_stride, heat, places
+    planes, width = 2 if heat is None else 3, batch.shape[-1]
+    reduced = batch.new_empty(len(numbers), planes, triton.cdiv(width, block))
+    found = numbers.new_empty(len(numbers), 3)
     # Triton launches on the current device.
     is_elsewhere = batch.is_cuda and batch.device.index != torch.cuda.current_device()
     with torch.cuda.device(batch.device) if is_elsewhere else nullcontext():
-        tiles = triton.cdiv(blocks, TILE)
-        _reduce[(count, tiles)](*rows, reduced, blocks, greedy_below, TILE, block)
-        padded = max(16, triton.next_power_of_2(blocks))
-        _choose[(count,)](
-            *rows, reduced, blocks, numbers, found, greedy_below, largest, padded, block
+        launch(
+            *(batch, batch.stride(0), width, numbers, places, mask, reduced, found),
+            heat=heat,
+            block=block,
+            largest=largest,
+            greedy_below=greedy_below,
         )
     return found
 
@@ -80,29 +74,29 @@ def launch(
     address: Tensor,
     stride: int,
     width: int,
-    seeds: Tensor,
-    places: Tensor,
+    numbers: Tensor,
+    places: Tensor | None,
     mask: Tensor | None,
     reduced: Tensor,
     found: Tensor,
     *,
+    heat: Tensor | None = None,
     block: int,
     largest: float,
     greedy_below: float,
 ) -> None:
-    """Write the result of ``draw_fused``, without temperatures, to ``found``; it can be launched
-    repeatedly.
+    """Write the result of ``draw_fused`` to ``found``; it can be launched repeatedly.
 
     Args:
-        address: int64 ``[2]``; its first entry is the current address of the rows, a multiple of 16.
-        seeds: int64 ``[n]``, the bits of the seeds of ``seeded_uniforms``.
+        address: the rows, or int64 ``[2]`` whose first entry is their address, a multiple of 16.
+        numbers: float64 ``[n, 2]``, or int64 ``[n]``, the bits of the seeds of ``seeded_uniforms``.
     """
-    count, blocks = len(seeds), triton.cdiv(width, block)
+    count, blocks = len(numbers), triton.cdiv(width, block)
     mask_stride = 0 if mask is None else mask.stride(0)
-    rows = address, stride, width, mask, mask_stride, None, places
+    rows = address, stride, width, mask, mask_stride, heat, places
     tiles, padded = triton.cdiv(blocks, TILE), max(16, triton.next_power_of_2(blocks))
     _reduce[(count, tiles)](*rows, reduced, blocks, greedy_below, TILE, block)
-    _choose[(count,)](*rows, reduced, blocks, seeds, found, greedy_below, largest, padded, block)
+    _choose[(count,)](*rows, reduced, blocks, numbers, found, greedy_below, largest, padded, block)
 
 
 # A missing mask, temperature or place is None, which the compiler knows. No variant depends on the number

@@ -1,7 +1,7 @@
 """Normalizes, gathers and copies a step's rows with few kernels.
 
 The rows of a step are usually views of one tensor, in the order of the requests. Here one launch handles
-all of them.
+them.
 """
 
 from __future__ import annotations
@@ -14,12 +14,6 @@ from typing import cast
 import numpy as np
 import torch
 from torch import Tensor
-
-STACKED = 2**25
-"""The most entries of rows that are stacked at a time."""
-
-AT_ONCE = 16
-"""The number of rows to correct at once; they stay in a processor's cache."""
 
 
 def normalised(logits: Tensor) -> Tensor:
@@ -34,7 +28,7 @@ def corrected(rows: Tensor) -> Tensor:
     them. On a CPU it adds entries one by one, with an error of 1.3e-5 at 128,256 entries. A GPU's rows
     stay unchanged."""
     if rows.device.type == "cpu":
-        for part in torch.split(rows.view(-1, rows.shape[-1]), AT_ONCE):
+        for part in torch.split(rows.view(-1, rows.shape[-1]), 16):  # for a cache
             part -= part.exp().sum(-1, keepdim=True).log_()
     return rows
 
@@ -71,7 +65,7 @@ def entries_of(rows: Sequence[Tensor], token_ids: Sequence[Sequence[int]]) -> Te
         read = [row.numpy()[at] for row, at in zip(rows, places, strict=True)]
         return torch.from_numpy(np.concatenate(read))
     if offsets is None:
-        size = max(1, STACKED // first.numel())
+        size = max(1, 2**25 // first.numel())
         parts = [slice(start, start + size) for start in range(0, len(rows), size)]
         return torch.cat(
             [entries_of(torch.stack([*rows[part]]).unbind(), token_ids[part]) for part in parts]
@@ -90,7 +84,7 @@ def moved(numbers: Tensor, device: torch.device) -> Tensor:
 
 
 def stacked(rows: Sequence[Tensor]) -> Tensor:
-    """Return ``gather_rows`` in a storage of its own."""
+    """Return ``gather_rows``, copied if it is a view."""
     whole = gather_rows(rows)
     if whole.untyped_storage().data_ptr() == rows[0].untyped_storage().data_ptr():
         return whole.clone(memory_format=torch.contiguous_format)
@@ -98,7 +92,7 @@ def stacked(rows: Sequence[Tensor]) -> Tensor:
 
 
 def separate_copies(rows: Sequence[Tensor]) -> list[Tensor]:
-    """Copy each row into a storage of its own. Raises if there is no memory for all copies."""
+    """Copy each row into a new storage. Raises if there is no memory for all copies."""
     if not rows:
         return []
     copies = list(map(torch.empty_like, rows))

@@ -39,9 +39,6 @@ LARGEST = 1.0 - 2.0**-52
 CPU_CHUNK, CHUNK = 2**20, 2**25
 """The entries of rows to process at a time: what a CPU's caches hold, or a GPU's memory has room for."""
 
-LEAST_MASS = 1e-15
-"""The least mass of an ordinary row: its weights that underflow in float32 are less than 2^-53 of it."""
-
 ADDING = ("cpu",)
 """Devices where numpy draws, and where adding to a row is faster than selecting its entries."""
 
@@ -144,7 +141,7 @@ def _numbers_of(name: str, value: float | Tensor) -> Tensor:
 
 
 def _scalar(value: object, dtype: torch.dtype) -> Tensor | None:
-    """Return a number as a tensor, clamped to the range of the type; ``None`` if it is no number."""
+    """Return a number as a tensor, clamped to the range of the type; ``None`` for other types."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         return None
     if dtype.is_floating_point:
@@ -257,7 +254,7 @@ def draw(
     size = rows_at_once(batch)
     given = (batch, numbers, masks, heat)
     split = [itertools.repeat(None) if x is None else torch.split(x, size) for x in given]
-    chunks = zip(*split, strict=False)  # missing arguments repeat None forever
+    chunks = zip(*split, strict=False)  # a missing argument repeats without end
     parts = [draw_chunk(rows, pairs, mask=mask, heat=heat) for rows, pairs, mask, heat in chunks]
     token_ids, logprobs, log_mass = torch.cat(parts).unbind(dim=-1)
     return BatchDraw(token_ids.long(), logprobs.float(), log_mass.float())
@@ -276,8 +273,8 @@ def draw_chunk(
     Args:
         batch: float32 or float64 ``[n, V]``; not changed.
         numbers: float64 ``[n, 2]`` in [0, 1).
-        mask: bool ``[n, V]`` or packed, as in ``draw``; ``None`` allows every token.
-        heat: the temperatures, float64 ``[n, 1]``; ``None`` is 1 for all.
+        mask: bool ``[n, V]`` or packed, as in ``draw``; by default every token is allowed.
+        heat: the temperatures, float64 ``[n, 1]``; by default 1.
         places: int64 ``[n]``; draw ``i`` is then from ``batch[places[i]]``, of any number of rows.
 
     Returns:
@@ -343,7 +340,8 @@ def _draw_on_host(rows: Tensor, numbers: Tensor) -> Tensor:
         token_ids, log_mass = chosen * BLOCK + within, np.log(mass)
         logprobs = np.minimum(logarithms[places, token_ids] - log_mass, 0.0)
     found = torch.from_numpy(np.stack([token_ids, logprobs, log_mass], axis=1))
-    others = np.flatnonzero(~((mass > LEAST_MASS) & (mass < np.inf)))
+    # In a row of this mass, the weights that underflow in float32 are less than 2^-53 of it.
+    others = np.flatnonzero(~((mass > 1e-15) & (mass < np.inf)))
     if len(others):
         heat = numbers.new_ones(len(others), 1)
         found[others] = draw_chunk(rows[others], numbers[others], heat=heat)
@@ -520,23 +518,13 @@ def _divisor(heat: Tensor, dtype: torch.dtype) -> Tensor:
     return heat.clamp(max=torch.finfo(dtype).max).to(dtype)
 
 
-MOST_KINDS = 4
-"""The most kinds of draws, by number and mask size, with allocated memory."""
-
-MOST_DRAWS = 4096
-"""The most draws in one launch; the memory for their masks stays allocated."""
-
-MANY_BYTES = 2**18
-"""Masks with more bytes are copied by all of torch's threads."""
-
-
 class DrawInputs(NamedTuple):
     """Some of the draws of a launch; either all draws have masks or no draw has one.
 
     Attributes:
         seeds: uint64 ``[n]``.
         masks: packed, uint8 ``[n, size]``.
-        places: int64 ``[n]``: draw ``i`` is from row ``places[i]``; ``None``: from row ``i``.
+        places: int64 ``[n]``: draw ``i`` is from row ``places[i]``; by default from row ``i``.
     """
 
     seeds: np.ndarray
@@ -561,7 +549,7 @@ class DrawGraphs:
     """
 
     def __init__(self) -> None:
-        self._kinds: LRUCache[_Kind, _Graph] = LRUCache(MOST_KINDS)
+        self._kinds: LRUCache[_Kind, _Graph] = LRUCache(4)
 
     def launch(self, rows: Tensor, several: Sequence[DrawInputs]) -> tuple[Tensor, Leaving] | None:
         """Return the result of ``draw_chunk`` for several groups of draws, and its copy to the host, both
@@ -569,7 +557,7 @@ class DrawGraphs:
         or if only some of the draws have masks."""
         count = sum(len(each.seeds) for each in several)
         first, *others = [0 if each.masks is None else each.masks.shape[1] for each in several]
-        if not has_kernels(rows) or count > MOST_DRAWS or rows.data_ptr() % 16:
+        if not has_kernels(rows) or count > 4096 or rows.data_ptr() % 16:
             return None
         if any(mask_bytes != first for mask_bytes in others):
             return None
@@ -632,7 +620,7 @@ class _Graph:
 
 def copy_masks(target: Tensor, masks: np.ndarray) -> None:
     """Copy packed masks on the host; large ones use several cores."""
-    if masks.flags.writeable and masks.nbytes > MANY_BYTES:
+    if masks.flags.writeable and masks.nbytes > 2**18:
         target.copy_(torch.from_numpy(masks))
     else:
         target.numpy()[:] = masks

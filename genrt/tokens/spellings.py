@@ -13,9 +13,6 @@ from genrt.tokens.vocabulary import BytesTokenizer, all_tokens
 
 __all__ = ["Spellings"]
 
-MOST_KEPT = 1024
-"""The number of most recent words whose spellings stay in memory."""
-
 
 class Spellings:
     """The spellings of words by one tokenizer; for any thread.
@@ -28,7 +25,7 @@ class Spellings:
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._known: LRUCache[str, tuple[tuple[int, ...], ...]] = LRUCache(MOST_KEPT)
+        self._known: LRUCache[str, tuple[tuple[int, ...], ...]] = LRUCache(1024)
         self._tokens: list[bytes] | None = None
         self._ids: dict[bytes, list[int]] = {}
         self._lock = threading.Lock()

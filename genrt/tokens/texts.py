@@ -70,21 +70,14 @@ class Text(str):
         return self.token_ids, self.bytes, self.finished
 
 
-UNDECODABLE = re.compile("[\udc80-\udcff]")
-"""An invalid byte as Python's "surrogateescape" decodes it."""
-
-LOOKS_ESCAPED = re.compile(r"\ufffd(?=\\x)")
-"""A U+FFFD of the text itself that would read as the escape of a byte."""
-
-
 def decoded(data: bytes) -> str:
     r"""Return the bytes as UTF-8, with U+FFFD and its number for every invalid byte: ``�\xff``. Different
-    bytes make different strings, because a U+FFFD of the text itself before ``\x`` is written byte by
-    byte too."""
+    bytes make different strings: a U+FFFD of the text before ``\x`` is written byte by byte too."""
     text = data.decode(errors="surrogateescape")
     if "\ufffd\\x" in text:
-        text = LOOKS_ESCAPED.sub(lambda _: "".join(map(_escape, "\ufffd".encode())), text)
-    return UNDECODABLE.sub(lambda found: _escape(ord(found[0]) - 0xDC00), text)
+        own = "".join(map(_escape, "\ufffd".encode()))
+        text = re.sub(r"\ufffd(?=\\x)", lambda _: own, text)
+    return re.sub("[\udc80-\udcff]", lambda found: _escape(ord(found[0]) - 0xDC00), text)
 
 
 def _escape(byte: int) -> str:

@@ -92,7 +92,7 @@ class BytesTokenizer:
     """The simplest tokenizer: a list of byte strings indexed by token id.
 
     Any bytes may be a token: parts of a UTF-8 character, repeated bytes, and no bytes at all. The end
-    token never stands for text, whatever its bytes are.
+    token never stands for text.
     """
 
     def __init__(self, vocabulary: Sequence[bytes], *, eos_token_id: int | None = None) -> None:
@@ -114,7 +114,7 @@ class BytesTokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
-        """The token that ends a text, or ``None``."""
+        """The token that ends a text, if there is one."""
         return self._eos_token_id
 
     def __len__(self) -> int:
@@ -153,7 +153,7 @@ class BytesTokenizer:
         return token_ids
 
     def decode(self, token_ids: Iterable[SupportsIndex]) -> str:
-        """Join the tokens' bytes, with U+FFFD for invalid UTF-8; the end token adds nothing.
+        """Join the tokens' bytes, with U+FFFD for invalid UTF-8; the end token adds no text.
 
         Raises:
             InvalidRequest: a token id is not an integer in ``0 .. len(self) - 1``.
@@ -346,22 +346,18 @@ def _contradicted(tokenizer: Any, vocabulary: list[bytes]) -> dict[int, str]:
     if fast.decoder is None:
         return {}
     spell = partial(fast.decode, skip_special_tokens=False)  # decode_batch would start threads
-    known = ((letter, fast.token_to_id(letter)) for letter in _LETTERS)
+    known = ((letter, fast.token_to_id(letter)) for letter in "aeionrst")
     anchors = [(x, i) for x, i in known if i is not None and spell([i, i]) == 2 * x]
     if not anchors:
         return {}
-    letter, anchor = anchors[0]
+    (letter, anchor), broken = anchors[0], re.compile("\ufffd+")
     contradicted = {}
     for token_id, token in enumerate(vocabulary):
         wanted = f"{letter}{token.decode(errors='replace')}{letter}"
         decoded = spell([anchor, token_id, anchor]) if token else wanted
-        if decoded != wanted and _BROKEN.sub("?", decoded) != _BROKEN.sub("?", wanted):
+        if decoded != wanted and broken.sub("?", decoded) != broken.sub("?", wanted):
             contradicted[token_id] = decoded.removeprefix(letter).removesuffix(letter)
     return contradicted
-
-
-_LETTERS = "aeionrst"
-_BROKEN = re.compile("\ufffd+")
 
 
 def _unknown_kind(tokenizer: Any, reason: str) -> EngineUnsupported:

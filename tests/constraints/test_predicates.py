@@ -181,21 +181,6 @@ async def test_a_cancelled_check_leaves_those_who_wait_for_the_same() -> None:
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_a_cancelled_waiter_leaves_the_one_who_asks() -> None:
-    gate = Gate()
-    state: Any = predicate(gate, lm_over(b"a", b"b")).start()
-    first = asyncio.create_task(state.check([1]))
-    await gate.entered.wait()
-    second = asyncio.create_task(state.check([1]))
-    await asyncio.sleep(0)
-    second.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await second
-    gate.open.set()
-    assert await first == [True]
-    assert len(gate.texts) == 1
-
-
 async def test_cancelled_masks_ask_nothing_more() -> None:
     gate = Gate()
     start = predicate(gate, lm_over(*[b"a"] * 30), max_concurrent=2).start()
@@ -333,9 +318,3 @@ def test_loops_in_several_threads_share_the_answers(max_concurrent: int, loops: 
         thread.join()
     assert answers == [[True] * 9] * loops
     assert set(Counter(recorded.texts).values()) == {1}
-
-
-def test_says_what_it_is() -> None:
-    lm = lm_over(b"a")
-    assert repr(predicate(judge, lm)) == "<constraint: predicate judge>"
-    assert repr(predicate(judge, lm, name="fair")) == "<constraint: predicate fair>"

@@ -108,7 +108,7 @@ CASES = [
 cases = st.sampled_from(CASES)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(st.lists(cases, min_size=1, max_size=3), vocabularies)
 def test_a_product_is_the_intersection(factors: list[Case], lm: AsyncLM) -> None:
     async def check() -> None:

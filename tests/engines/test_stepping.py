@@ -16,7 +16,6 @@ from genrt.engines.protocol import Finished
 from genrt.engines.stepping import SteppedEngine, SteppedModel
 from genrt.errors import (
     Closed,
-    ContextTooLong,
     EngineFailed,
     InvalidAdapter,
     InvalidRequest,
@@ -24,7 +23,7 @@ from genrt.errors import (
     OutOfMemory,
     UnknownAdapter,
 )
-from genrt.questions.completions import SampleRequest
+from genrt.questions.completions import CompletionRequest, Decoding, SampleRequest
 from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
@@ -214,21 +213,13 @@ def test_a_context_is_packed_and_unpacked() -> None:
         LogprobsRequest((1, -1))
 
 
-def test_impossible_requests_get_their_own_error_and_disturb_nobody() -> None:
+def test_a_request_that_cannot_be_computed_gets_its_own_error_and_disturbs_nobody() -> None:
     script = Script()
     script.failures[1] = ValueError("boom")
     engine = stepper(script)
     faults: dict[Request, type[Exception]] = {
-        LogprobsRequest(()): InvalidRequest,
-        LogprobsRequest((1, V)): InvalidRequest,
-        SampleRequest((-1,), max_tokens=1): InvalidRequest,
-        LogprobsRequest((1,) * 33): ContextTooLong,
-        SampleRequest((1,) * 30, max_tokens=3): ContextTooLong,
-        SampleRequest((1,), max_tokens=0): InvalidRequest,
-        SampleRequest((1,), max_tokens=1, temperature=-1.0): InvalidRequest,
-        SampleRequest((1,), max_tokens=1, top_p=0.0): InvalidRequest,
-        SampleRequest((1,), max_tokens=1, top_k=-2): InvalidRequest,
         LogprobsRequest((1,), Adapter("unknown", 1)): UnknownAdapter,
+        CompletionRequest((1,), Decoding(4, split_reasoning=True)): InvalidRequest,
     }
     fitting = LogprobsRequest((1,) * 32)
     engine.submit([*faults, fitting])
@@ -249,8 +240,8 @@ def test_a_flush_with_a_request_in_progress_is_refused_whole() -> None:
             engine.submit(flush)
     assert [end.request for end in engine.step()] == [first]
     assert engine.statistics().requests == 1
-    engine.submit([LogprobsRequest(())])
-    engine.cancel([LogprobsRequest(())])  # a refused one
+    engine.submit([LogprobsRequest((1,), Adapter("unknown", 1))])
+    engine.cancel([LogprobsRequest((1,), Adapter("unknown", 1))])  # a refused one
     assert (engine.step(), engine.statistics().cancelled) == ([], 1)
 
 

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save_file
+
 from genrt.engines.exact import NGram
 from genrt.generation.jobs import Job
 
@@ -43,3 +45,12 @@ def lines_of(directory: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in text.splitlines()]
     assert len({line["index"] for line in lines}) == len(lines)
     return sorted(lines, key=lambda line: int(line["index"]))
+
+
+def write_adapter(directory: Path, seed: int) -> Path:
+    """An adapter of the exact engine: another table."""
+    directory.mkdir()
+    table = NGram.random(MODEL.vocabulary, order=1, seed=seed).table
+    save_file({"table": table}, directory / "adapter_model.safetensors")
+    (directory / "adapter_config.json").write_text(json.dumps({"r": 9, "peft_type": "LORA"}))
+    return directory

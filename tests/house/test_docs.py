@@ -1,15 +1,19 @@
-"""docs/: its examples run and print what they say; its pages, links and names are all there.
+"""The documents: their examples run and print what they say; pages, links and names are all there.
 
 MkDocs is not needed for any of it: `make docs`, which takes no warning, checks the rest."""
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import importlib
 import importlib.util
 import inspect
+import io
 import json
 import pkgutil
 import re
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -19,13 +23,14 @@ import pytest
 import torch
 
 import genrt
-from genrt import errors
+from genrt import demo, errors
 from genrt.engines.exact import NGram
 from genrt.lm import AsyncLM
-from tests.house.test_readme import blocks, promised_output, run_block
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCS, README = ROOT / "docs", ROOT / "README.md"
+DOCS = ROOT / "docs"
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "PROMISES.md", "SECURITY.md"]
+DOCUMENTS.append("tests/README.md")
 PAGES = sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
 GENERATED = {"promises.md", "security.md"} | {
     f"notebooks/{path.stem}.md" for path in (ROOT / "notebooks").glob("*.ipynb")
@@ -33,6 +38,28 @@ GENERATED = {"promises.md", "security.md"} | {
 PUBLIC = ["genrt", "genrt.constraints", "genrt.generation", "genrt.inference", "genrt.testing"]
 PUBLIC += ["genrt.tokens.texts"]
 """The modules that users import from: each of their names is in the reference."""
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """The fenced blocks of a language, each on the line that it has in the document."""
+    fences = re.finditer(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    return ["\n" * text.count("\n", 0, fence.start(1)) + fence[1] for fence in fences]
+
+
+def promised_output(block: str) -> list[str]:
+    """What the ``#>`` lines of a block say that it prints."""
+    return re.findall(r"^ *#> (.*)$", block, re.MULTILINE)
+
+
+async def run_block(block: str, document: str, namespace: dict[str, Any]) -> list[str]:
+    """Run a block in a namespace, awaits at its top level included; the lines that it printed."""
+    code = compile(block, document, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        outcome = types.FunctionType(code, namespace)()
+        if inspect.iscoroutine(outcome):
+            await outcome
+    return printed.getvalue().splitlines()
+
 
 SIMPLE = ["guide/testing.md"]
 """Pages whose examples open no model but the exact one."""
@@ -43,7 +70,11 @@ WITH_A_MODEL = [page for page in WITH_A_MODEL if page not in (*SIMPLE, *SPECIAL)
 
 
 def text_of(page: str) -> str:
-    return (DOCS / page).read_text(encoding="utf-8")
+    """The text of a page of docs/, or of a document."""
+    return ((ROOT if page in DOCUMENTS else DOCS) / page).read_text(encoding="utf-8")
+
+
+EVERYTHING = "\n".join(map(text_of, [*DOCUMENTS, *PAGES]))
 
 
 async def examples_of(page: str, namespace: dict[str, Any]) -> None:
@@ -88,7 +119,7 @@ async def test_the_examples_in_the_readme_run(
     embedded: AsyncLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(genrt, "load", lambda: embedded)
-    examples = blocks(README.read_text("utf-8"), "python")
+    examples = blocks(text_of("README.md"), "python")
     namespace: dict[str, Any] = {"__name__": "readme"}
     printed = [await run_block(block, "README.md", namespace) for block in examples]
     assert printed == [promised_output(block) for block in examples]
@@ -115,6 +146,45 @@ async def test_the_examples_with_adapters_run(
     namespace: dict[str, Any] = {"__name__": "docs"}
     await examples_of("guide/adapters.md", namespace)
     assert not torch.allclose(namespace["base"], namespace["formal"], atol=0.1)
+
+
+async def test_the_examples_in_contributing_run() -> None:
+    examples = blocks(text_of("CONTRIBUTING.md"), "python")
+    assert examples
+    for block in examples:
+        assert await run_block(block, "CONTRIBUTING.md", {}) == promised_output(block)
+
+
+async def test_an_example_that_fails_is_told_with_its_line() -> None:
+    text = "# Title\n\n```python\nprint('a')\n#> a\n```\n\n```python\nraise LookupError\n```\n"
+    first, second = blocks(text, "python")
+    assert await run_block(first, "doc.md", {}) == promised_output(first) == ["a"]
+    with pytest.raises(LookupError) as raised:
+        await run_block(second, "doc.md", {})
+    assert raised.traceback[-1].lineno == text[: text.index("raise")].count("\n")
+
+
+def test_the_readme_is_short_and_shows_code_and_the_demos_result_early() -> None:
+    text = text_of("README.md")
+    assert text[: text.index("```python")].count("\n") < 10
+    assert text.count("\n") <= 185
+    assert f"\nprompt   {demo.PROMPT}\npattern  {demo.PATTERN}\n" in text
+    lines = text.splitlines()
+    (weights,) = (
+        number for number, line in enumerate(lines, 1) if line.split() == ["weight", "text"]
+    )
+    assert weights < 35
+    shares = [float(line.split()[0]) for line in lines[weights:] if re.match(r" +0\.\d+ ", line)]
+    assert shares == sorted(shares, reverse=True)
+    assert sum(shares) <= 1.0
+
+
+def test_nobody_is_told_to_install_what_no_index_has() -> None:
+    """Before a release, pip finds genrt in a checkout alone."""
+    pages = [*map(ROOT.joinpath, DOCUMENTS), *(ROOT / "docs").rglob("*.md")]
+    pages += (ROOT / "notebooks").glob("*.ipynb")
+    for page in pages:
+        assert not re.search(r"pip install \W*genrt", page.read_text(encoding="utf-8")), page.name
 
 
 WIDEST = 104
@@ -144,6 +214,13 @@ def test_every_page_is_in_the_navigation_once() -> None:
     assert sorted(nav) == sorted({*PAGES, *GENERATED})
 
 
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_lead_to_files(document: str) -> None:
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", text_of(document))
+    here = (ROOT / document).parent
+    assert [link for link in links if "://" not in link and not (here / link).exists()] == []
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_to_pages(page: str) -> None:
     for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text_of(page)):
@@ -162,12 +239,12 @@ def test_the_links_of_notebooks_lead_to_notebooks() -> None:
         assert set(re.findall(r"\b\w+\.ipynb", text)) <= names
 
 
-def test_the_names_in_the_docs_are_there() -> None:
-    text = "\n".join(map(text_of, PAGES))
-    for name in set(re.findall(r"\bgenrt(?:\.[A-Za-z_]\w*)+", text)):
+def test_the_names_in_the_documents_are_there() -> None:
+    for name in set(re.findall(r"\bgenrt(?:\.[A-Za-z_]\w*)+", EVERYTHING)):
         if not name.startswith("genrt.interop"):  # its modules import what may not be installed
             assert pkgutil.resolve_name(name) is not None, name
-    methods = set(re.findall(r"\blm\.([a-z_]+)\b", text)) - {"py"}
+    methods = set(re.findall(r"\blm\.([a-z_]+)\b", EVERYTHING)) - {"py"}
+    assert {"next_token_logprobs", "sample", "draw"} <= methods
     with genrt.load(NGram.random(3), engine="exact") as lm:
         assert {name for name in methods if not hasattr(lm, name)} == set()
 
@@ -387,13 +464,13 @@ def test_a_warning_ends_the_build_of_the_docs() -> None:
     assert "--quiet" not in build
 
 
-def test_the_commands_and_extras_in_the_docs_are_there() -> None:
-    text = "\n".join(map(text_of, PAGES))
+def test_the_commands_and_extras_in_the_documents_are_there() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for target in re.findall(r"(?:`|\$ )make ([a-z]+)", text):
+    for target in re.findall(r"(?:`|\$ )make ([a-z]+)", EVERYTHING):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"no target {target}"
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    extras = re.findall(r"\.\[([a-z,]+)\]", text) + re.findall(r"[Ee]xtras? `(\w+)`", text)
+    extras = re.findall(r"\.\[([a-z,]+)\]", EVERYTHING)
+    extras += re.findall(r"[Ee]xtras? `(\w+)`", EVERYTHING)
     assert extras
     for extra in ",".join(extras).split(","):
         assert re.search(rf"^{extra} = \[", project, re.MULTILINE), f"no extra {extra}"

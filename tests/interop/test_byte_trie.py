@@ -15,7 +15,6 @@ from genrt.errors import InvalidRequest
 from genrt.interop import byte_trie as trie_module
 from genrt.interop.byte_trie import ByteTrie
 from genrt.interop.foreign import importing
-from genrt.tokens.vocabulary import byte_vocab
 
 TOKENS = st.lists(st.sampled_from(list(b"ab\xff")), max_size=5).map(bytes)
 VOCABULARIES = st.lists(TOKENS, max_size=24)
@@ -182,26 +181,3 @@ def test_numbers_that_are_no_nodes_are_refused(node: Any) -> None:
     for ask in (trie.prefix, trie.children, trie.tokens):
         with pytest.raises(InvalidRequest, match="not a node"):
             ask(node)
-
-
-@pytest.mark.embedded
-def test_masses_over_smollm2s_vocabulary() -> None:
-    from transformers import AutoTokenizer
-
-    from genrt.models import EMBEDDED, resolve
-
-    tokens = byte_vocab(AutoTokenizer.from_pretrained(resolve(EMBEDDED, progress=False)), 49152)
-    trie = ByteTrie(tokens)
-    generator = torch.Generator().manual_seed(0)
-    row = torch.log_softmax(8 * torch.randn(49152, generator=generator, dtype=torch.float64), -1)
-    for prefix in (b"", b" ", b" the", b"\xe6", b" internationall"):
-        node = trie.node(prefix)
-        assert node is not None
-        begins = torch.tensor([bool(t) and t.startswith(prefix) for t in tokens])
-        for sums in (trie.mass(row.float()), trie.log_mass(row.float()).exp()):
-            torch.testing.assert_close(
-                float(sums[node]),
-                float(row.float().double().exp()[begins].sum()),
-                rtol=2e-5,
-                atol=0.0,
-            )

@@ -92,14 +92,6 @@ def test_token_ids_of_any_form_are_one_tuple_of_int(form: Callable[[list[int]], 
 
 
 @pytest.mark.promise(number=12)
-@given(st.lists(st.sampled_from([False, True, 0, 1, 2, 9, np.int8(1), np.uint64(3)]), min_size=1))
-def test_bools_and_numpy_ints_become_int_wherever_they_are(token_ids: list[Any]) -> None:
-    ids = LIMITS.token_ids(token_ids)
-    assert ids == tuple(map(int, token_ids))
-    assert {type(token_id) for token_id in ids} == {int}
-
-
-@pytest.mark.promise(number=12)
 @pytest.mark.parametrize(("token_ids", "message"), BAD_IDS)
 def test_bad_token_ids_are_refused_with_what_is_wrong(token_ids: Any, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message) as caught:

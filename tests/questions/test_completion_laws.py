@@ -284,31 +284,6 @@ def next_law(writing: CompletionState, decoding: Any, row: torch.Tensor) -> dict
     return {token: share for token, share in enumerate(shares) if share > 0}
 
 
-@pytest.mark.parametrize(
-    ("options", "changes"),
-    [
-        ({}, False),
-        ({"temperature": 0.5, "top_p": 0.5, "top_k": 2, "min_p": 0.1, "logprobs": 1}, False),
-        ({"stop": "a", "stop_token_ids": [1], "ignore_eos": True, "min_tokens": 0}, False),
-        ({"min_tokens": 1}, True),
-        ({"logit_bias": {0: 1.0}}, True),
-        ({"bad_words": ["ab"]}, True),
-        ({"repetition_penalty": 1.1}, True),
-        ({"presence_penalty": 0.1}, True),
-        ({"frequency_penalty": -0.1}, True),
-        ({"regex": "a+"}, True),
-    ],
-)
-def test_the_models_law_is_not_copied_where_no_option_changes_it(
-    options: dict[str, Any], changes: bool
-) -> None:
-    logits = torch.zeros(MODEL.vocab_size)
-    writing, _ = begun(MODEL, [0], options)
-    assert (writing.law(logits) is not None) == changes
-    writing.add(0, logits.log_softmax(-1), logits.log_softmax(-1))
-    assert (writing.law(logits) is not None) == (changes and "min_tokens" not in options)
-
-
 @settings(deadline=None, max_examples=400)
 @given(
     options=options_of_laws,

@@ -67,7 +67,7 @@ def test_greedy_completions_are_the_likeliest_tokens_and_equal(lm: AsyncLM) -> N
     assert lm.statistics().batcher.deduplicated >= 1
 
 
-@settings(deadline=None, max_examples=25)  # each opens a runtime
+@settings(deadline=None, max_examples=10)  # each opens a runtime
 @given(seed=st.integers(0, 2**63 - 1), prompt=st.lists(st.integers(0, 3), min_size=1, max_size=4))
 def test_a_seeded_completion_does_not_depend_on_its_company(seed: int, prompt: list[int]) -> None:
     async def asked() -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -19,7 +17,6 @@ from genrt.engines.exact import ExactEngine, NGram
 from genrt.engines.protocol import Finished
 from genrt.errors import EngineDied, EngineFailed, GenrtError, NotFinite, OutOfMemory
 from genrt.questions import draws
-from genrt.questions.contexts import Adapter
 from genrt.questions.draws import DrawToken
 from genrt.questions.reads import Candidates, HostRow, ReadRequest, TopTokens
 from genrt.questions.request import Request, Result
@@ -136,17 +133,6 @@ def test_a_cached_row_is_read_without_the_engine() -> None:
     assert scripted.submitted == scripted.stepped == []
 
 
-def test_cached_reads_do_not_wait_for_the_engines_step() -> None:
-    scripted, cache = ScriptedEngine(), RowCache(2**20)
-    cache.put(A, expected_row(A))
-    engine = Answers(scripted, cache)
-    engine.submit([draw(A), draw(B)])
-    assert [end.request for end in engine.ready()] == [draw(A)]
-    assert engine.ready() == []
-    assert scripted.stepped == []
-    assert [end.request for end in engine.step()] == [draw(B)]
-
-
 def test_rows_moved_to_the_host_are_cached_and_rows_only_read_from_are_not() -> None:
     cache = RowCache(2**20)
     engine = Answers(ScriptedEngine(), cache)
@@ -222,17 +208,6 @@ def test_a_dead_engine_is_asked_nothing_more() -> None:
     engine.submit([draw(A)])
     with pytest.raises(EngineDied, match="dead"):
         engine.step()
-
-
-def test_a_failed_submit_takes_nothing() -> None:
-    cache = RowCache(2**20)
-    cache.put(B, expected_row(B))
-    scripted = ScriptedEngine(fail_submit={1: RuntimeError("no")})
-    engine = Answers(scripted, cache)
-    with pytest.raises(RuntimeError, match="no"):
-        engine.submit([draw(A), draw(B), A])
-    assert engine.ready() == engine.step() == []
-    assert len(ask(engine, draw(A), draw(B), A)) == 3
 
 
 class Forgetful(ScriptedEngine):
@@ -313,28 +288,6 @@ def test_an_engine_that_dies_of_forgetting_has_died() -> None:
     engine.submit([A])
     with pytest.raises(EngineDied, match="dead"):
         engine.cancel([A])
-
-
-@pytest.mark.parametrize("error", [RuntimeError("no"), EngineDied("dead")])
-def test_an_adapter_that_the_engine_can_not_unload_is_told_once(
-    error: Exception, tmp_path: Path
-) -> None:
-    adapter, told = Adapter("a", 1), []
-
-    class Keeps(ScriptedEngine):
-        def remove_adapter(self, adapter: Adapter) -> None:
-            told.append(adapter)
-            raise error
-
-    engine = answering(Keeps())
-    (tmp_path / "adapter_config.json").write_text("{}")
-    (tmp_path / "adapter_model.safetensors").touch()
-    engine.add_adapter(adapter, tmp_path)
-    with pytest.raises(EngineDied) if isinstance(error, EngineDied) else contextlib.nullcontext():
-        engine.remove_adapter(adapter)
-    engine.remove_adapter(adapter)
-    assert told == [adapter]
-    assert adapter not in engine._adapters
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from genrt.engines.protocol import Finished
-from genrt.errors import Closed, EngineDied, EngineFailed, NotFinite, OutOfMemory
+from genrt.errors import Closed, EngineDied, EngineFailed, NotFinite, OutOfMemory, UnknownAdapter
 from genrt.questions.contexts import Adapter
 from genrt.questions.draws import DrawToken
 from genrt.questions.reads import ReadRequest
@@ -32,6 +32,7 @@ from tests.scripted import (
     expected_row,
     logprobs,
     passes,
+    population_of,
     right,
     sample,
 )
@@ -67,59 +68,6 @@ def by_tokens(steps: dict[Request, int]) -> ScriptedEngine:
 
 
 # -- deduplication and the flush --------------------------------------------------------------
-
-
-async def test_equal_questions_of_one_tick_are_one_request_and_each_gets_its_own_row(
-    by_hand: Make,
-) -> None:
-    hand = by_hand()
-    tasks = [hand.ask(A) for _ in range(5)]
-    await hand.finish()
-    rows = [(await task)[0] for task in tasks]
-    assert hand.engine.submitted == [[A]]
-    assert len({row.data_ptr() for row in rows if isinstance(row, torch.Tensor)}) == 5
-    for position, row in enumerate(rows):
-        assert right([A], [row])
-        assert isinstance(row, torch.Tensor)
-        row.fill_(position)
-    assert hand.batcher.statistics().deduplicated == 4
-
-
-async def test_a_thousand_questions_about_ten_prompts_are_ten_requests(by_hand: Make) -> None:
-    hand = by_hand()
-    prompts = [logprobs(5, number) for number in range(10)]
-    tasks = [hand.ask(prompts[number % 10]) for number in range(1000)]
-    await hand.finish()
-    assert hand.engine.submitted == [prompts]
-    for number, task in enumerate(tasks):
-        assert right([prompts[number % 10]], await task)
-    assert hand.batcher.statistics().deduplicated == 990
-
-
-async def test_equal_samples_join_only_if_they_are_decided_by_their_seed(by_hand: Make) -> None:
-    hand = by_hand()
-    tasks = [hand.ask(sample(1, seed=3)) for _ in range(2)]
-    await hand.finish()
-    assert hand.engine.submitted == [[sample(1, seed=3)]]
-    assert [await task for task in tasks] == [[(await tasks[0])[0]]] * 2
-    again = hand.ask(sample(1, seed=3))
-    await hand.finish()
-    assert right([sample(1, seed=3)], await again)
-    assert len(hand.engine.submitted) == 2, "samples are not cached"
-
-
-async def test_a_question_equal_to_one_in_flight_joins_it(by_hand: Make) -> None:
-    hand = by_hand(by_tokens({A: 3}))
-    first = await hand.queued(A)
-    hand.turn()
-    second = await hand.queued(A)
-    hand.turn()
-    third = await hand.queued(A, B)
-    await hand.finish()
-    assert hand.engine.submitted == [[A], [B]]
-    assert right([A], await first)
-    assert right([A], await second)
-    assert right([A, B], await third)
 
 
 async def test_a_flush_joins_work_in_progress_between_two_steps(by_hand: Make) -> None:
@@ -367,40 +315,7 @@ async def test_questions_that_wait_cost_no_pass_of_the_loop(by_hand: Make) -> No
     await asyncio.gather(*tasks)
 
 
-# -- batch questions --------------------------------------------------------------------------
-
-
-async def test_a_batch_question_keeps_its_order_and_its_duplicates(by_hand: Make) -> None:
-    hand = by_hand(by_tokens({A: 3, C: 2}))
-    asked: list[Request] = [C, A, B, A, sample(7), C, A]
-    task = await hand.queued(*asked)
-    await hand.finish()
-    assert hand.engine.submitted == [[C, A, B, sample(7)]]
-    results = await task
-    assert right(asked, results)
-    rows = [row for row in results if isinstance(row, torch.Tensor)]
-    assert len({row.data_ptr() for row in rows}) == len(rows), "duplicates share no storage"
-    s = hand.batcher.statistics()
-    assert (s.questions, s.deduplicated) == (7, 3)
-
-
-async def test_a_batch_question_asks_only_for_what_the_cache_lacks(by_hand: Make) -> None:
-    hand = by_hand()
-    await hand.queued(A, C)
-    await hand.finish()
-    task = await hand.queued(A, B, C, B)
-    await hand.finish()
-    assert hand.engine.submitted == [[A, C], [B]]
-    assert right([A, B, C, B], await task)
-    s = hand.batcher.statistics()
-    assert (s.questions, s.cached, s.deduplicated) == (6, 2, 1)
-
-
-async def test_an_empty_batch_is_answered_at_once(by_hand: Make) -> None:
-    hand = by_hand()
-    assert await hand.asker.ask([]) == []
-    assert hand.asker.ask_sync([]) == []
-    assert hand.wakes == 0
+# -- errors of a batch question ---------------------------------------------------------------
 
 
 async def test_an_error_withdraws_the_other_requests_of_its_batch_question(by_hand: Make) -> None:
@@ -447,150 +362,74 @@ async def test_an_engine_that_fails_in_a_step_is_told_to_forget_it(by_hand: Make
 
 # -- cancellation -----------------------------------------------------------------------------
 
-
-@pytest.mark.promise(number=2)
-@pytest.mark.parametrize("ready", [False, True])
-async def test_a_question_cancelled_while_it_is_queued_is_not_sent(
-    by_hand: Make, ready: bool
-) -> None:
-    hand = by_hand()
-    task = hand.ask(A, B)
-    await passes(5 if ready else 1)
-    other = hand.ask(B)
-    await passes(1)
-    task.cancel()
-    await passes(2)
-    assert hand.batcher.statistics().queued == 1, "withdrawn from the queue at once"
-    hand.dropped = 1
-    await hand.finish()
-    assert hand.engine.submitted == [[B]]
-    assert task.cancelled()
-    assert right([B], await other)
-    assert hand.batcher.statistics().cancelled == 1
+KINDS: dict[str, Request] = {
+    "row": A,
+    "sample": sample(1),
+    "draw": ReadRequest(A, DrawToken(seed=1)),
+    "population": population_of(A, C),
+}
+TURNS = {"gathered": 0, "ready": 0, "in flight": 1, "a step later": 2, "computed": 3}
+"""How many turns have been taken when a caller leaves; its request takes three steps."""
 
 
 @pytest.mark.promise(number=1)
-@pytest.mark.parametrize("turns", [0, 1, 2])
-@pytest.mark.parametrize("leaver", range(3))
-async def test_a_waiter_that_leaves_is_seen_by_no_other(
-    by_hand: Make, turns: int, leaver: int
-) -> None:
-    hand = by_hand(by_tokens({A: 3}))
-    tasks = [hand.ask(A) for _ in range(3)]
-    await passes()
-    for _ in range(turns):
-        hand.turn()
-    tasks[leaver].cancel()
-    await hand.finish()
-    assert tasks[leaver].cancelled()
-    for number, task in enumerate(tasks):
-        if number != leaver:
-            assert right([A], await task)
-    assert hand.engine.submitted == [[A]]
-    assert hand.engine.cancelled == []
-
-
 @pytest.mark.promise(number=2)
-async def test_a_request_in_flight_dies_with_its_last_waiter_at_the_next_turn(
-    by_hand: Make,
+@pytest.mark.parametrize("company", ["alone", "shared", "rescued"])
+@pytest.mark.parametrize("when", TURNS)
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_caller_that_leaves_takes_its_request_along_and_disturbs_nobody(
+    by_hand: Make, kind: str, when: str, company: str
 ) -> None:
-    hand = by_hand(by_tokens({A: 5, B: 2}))
-    tasks = [await hand.queued(A), await hand.queued(A), await hand.queued(B)]
+    """Unless another caller waits, or asks before the next turn. An equal question is answered after."""
+    request, reports = KINDS[kind], list[Any]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, report: reports.append(report))
+    hand = by_hand(ScriptedEngine(steps=lambda each: 9 if each == B else 3))
+    asked = [hand.ask(B), hand.ask(request)]
+    if company == "shared":
+        asked.append(hand.ask(request))
+    await passes(1 if when == "gathered" else 5)
+    for _ in range(TURNS[when]):
+        hand.turn()
+    wakes = hand.wakes
+    asked[1].cancel()
+    await passes(2)
+    assert asked[1].cancelled()
+    is_unsent, is_computed = when in ("gathered", "ready"), when == "computed"
+    if is_unsent and company != "shared":
+        hand.dropped = request.weight
+        assert hand.batcher.statistics().queued == 1, "withdrawn from the queue at once"
+    if company == "rescued":
+        asked.append(await hand.queued(request))
+    assert is_computed or is_unsent or hand.wakes > wakes
     hand.turn()
-    tasks[0].cancel()
-    await passes()
-    hand.turn()
-    assert hand.engine.cancelled == []
-    third = await hand.queued(A)
-    third.cancel()
-    tasks[1].cancel()
-    await passes()
-    assert hand.batcher.seconds_until_due() == 0.0
-    hand.turn()
-    assert hand.engine.cancelled == [[A]]
-    assert A not in hand.engine.in_progress
+    rows = [A, C] if kind == "population" else [getattr(request, "row", request)]
+    is_withdrawn = company == "alone" and not is_unsent and not is_computed
+    assert hand.engine.cancelled == ([rows] if is_withdrawn else [])
+    asked.append(hand.ask(request))
     await hand.finish()
-    assert right([B], await tasks[2])
-    assert hand.batcher.statistics().cancelled == 3
+    fresh = ByHand()
+    alone = fresh.ask(request)
+    await fresh.finish()
+    for task in asked[2:]:
+        assert repr(await task) == repr(await alone)
+    assert right([B], await asked[0])
+    assert reports == []
+    s = hand.batcher.statistics()
+    assert (s.cancelled, s.queued, s.in_flight) == (not is_computed, 0, 0)
+    if is_computed and kind == "row":
+        assert sum(A in flush for flush in hand.engine.submitted) == 1, "the row was cached"
 
 
-async def test_the_last_waiter_of_all_wakes_the_engine_thread(by_hand: Make) -> None:
+async def test_the_last_waiter_of_all_leaves_no_step_to_be_made(by_hand: Make) -> None:
     hand = by_hand(by_tokens({A: 5}))
     task = await hand.queued(A)
     hand.turn()
-    before = hand.wakes
     task.cancel()
     await passes()
-    assert hand.wakes == before + 1
     hand.turn()
     assert hand.engine.cancelled == [[A]]
-    assert hand.engine.stepped == [[A]], "no step is made for nobody"
+    assert hand.engine.stepped == [[A]]
     assert hand.batcher.seconds_until_due() is None
-
-
-@pytest.mark.promise(number=2)
-async def test_an_equal_question_before_the_turn_rescues_a_withdrawn_request(
-    by_hand: Make,
-) -> None:
-    hand = by_hand(by_tokens({A: 3}))
-    task = await hand.queued(A)
-    hand.turn()
-    task.cancel()
-    await passes()
-    rescuer = await hand.queued(A)
-    await hand.finish()
-    assert hand.engine.cancelled == []
-    assert hand.engine.submitted == [[A]]
-    assert right([A], await rescuer)
-
-
-async def test_a_request_asked_again_after_its_withdrawal_is_sent_again(by_hand: Make) -> None:
-    hand = by_hand(by_tokens({A: 3}))
-    task = await hand.queued(A)
-    hand.turn()
-    task.cancel()
-    await passes()
-    hand.turn()
-    again = await hand.queued(A)
-    await hand.finish()
-    assert hand.engine.submitted == [[A], [A]]
-    assert hand.engine.cancelled == [[A]]
-    assert right([A], await again)
-
-
-@pytest.mark.promise(number=1)
-async def test_cancelled_between_the_result_and_its_delivery_only_the_canceller_notices(
-    by_hand: Make,
-) -> None:
-    hand = by_hand()
-    reports: list[dict[str, Any]] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, report: reports.append(report))
-    tasks = [hand.ask(A), hand.ask(A), hand.ask(A)]
-    await passes()
-    hand.turn()
-    tasks[0].cancel()
-    await passes(1)
-    tasks[1].cancel()
-    await passes()
-    assert [task.cancelled() for task in tasks] == [True, tasks[1].cancelled(), False]
-    assert reports == []
-    assert tasks[2].done()
-    assert right([A], await tasks[2])
-    assert hand.batcher.statistics().in_flight == 0
-
-
-async def test_a_result_that_arrives_with_the_cancellation_is_kept_in_the_cache(
-    by_hand: Make,
-) -> None:
-    hand = by_hand()
-    task = await hand.queued(A)
-    hand.turn()
-    task.cancel()
-    await passes()
-    assert task.cancelled()
-    again = await hand.queued(A)
-    assert right([A], await again)
-    assert hand.engine.submitted == [[A]]
 
 
 # -- failures ---------------------------------------------------------------------------------
@@ -694,7 +533,12 @@ async def test_a_request_with_an_error_of_its_own_fails_alone_and_is_not_cached(
     assert hand.batcher.statistics().failed == 1
 
 
-async def test_no_memory_for_a_copy_fails_that_waiter_alone(by_hand: Make) -> None:
+@pytest.mark.parametrize("cache_bytes", [0, 2**20])
+async def test_no_memory_for_a_copy_fails_that_waiter_alone(
+    by_hand: Make, cache_bytes: int
+) -> None:
+    """Neither the copy of a waiter nor that of the cache."""
+
     class Row(torch.Tensor):
         @classmethod
         def __torch_function__(cls, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
@@ -706,7 +550,7 @@ async def test_no_memory_for_a_copy_fails_that_waiter_alone(by_hand: Make) -> No
         row = expected_row(request)
         return row.as_subclass(Row) if request == A else row
 
-    hand = by_hand(ScriptedEngine(row=scarce), cache_bytes=0)
+    hand = by_hand(ScriptedEngine(row=scarce), cache_bytes=cache_bytes)
     first, second = await hand.queued(C), await hand.queued(B, A, C)
     await hand.finish()
     assert right([C], await first)
@@ -787,33 +631,16 @@ async def test_what_a_waiter_gets_is_no_part_of_a_steps_rows(
     assert torch.equal((await again)[0], step[[0, 0]])
 
 
-async def test_no_memory_to_cache_a_row_fails_that_request_alone(by_hand: Make) -> None:
-    class Row(torch.Tensor):
-        @classmethod
-        def __torch_function__(cls, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            if function is torch.empty_like:
-                raise MemoryError
-            return super().__torch_function__(function, types, args, kwargs)  # type: ignore[no-untyped-call]
-
-    def scarce(request: LogprobsRequest) -> torch.Tensor:
-        row = expected_row(request)
-        return row.as_subclass(Row) if request == A else row
-
-    hand = by_hand(ScriptedEngine(row=scarce))
-    tasks = [await hand.queued(A), await hand.queued(B)]
-    await hand.finish()
-    with pytest.raises(OutOfMemory):
-        await tasks[0]
-    assert right([B], await tasks[1])
-
-
 # -- closing ----------------------------------------------------------------------------------
 
 
 @pytest.mark.promise(number=20)
-@pytest.mark.parametrize("state", ["gathering", "ready", "in flight", "between steps"])
+@pytest.mark.parametrize(
+    "state", ["gathering", "ready", "in flight", "between steps", "waiting for room"]
+)
 async def test_close_ends_every_waiter_in_every_state(by_hand: Make, state: str) -> None:
-    hand = by_hand(by_tokens({A: 3, B: 3}))
+    room = 1 if state == "waiting for room" else 9
+    hand = by_hand(by_tokens({A: 3, B: 3}), max_queued_requests=room)
     tasks = [hand.ask(A), hand.ask(A, B), hand.ask(B)]
     await passes(1 if state == "gathering" else 5)
     if state in ("in flight", "between steps"):
@@ -835,7 +662,7 @@ async def test_close_ends_every_waiter_in_every_state(by_hand: Make, state: str)
         hand.asker.ask_sync([A])
     assert hand.batcher.seconds_until_due() is None
     s = hand.batcher.statistics()
-    assert (s.queued, s.in_flight, s.cancelled) == (0, 0, 0)
+    assert (s.queued, s.in_flight, s.cancelled, s.waiting) == (0, 0, 0, 0)
     assert "closed" in repr(hand.batcher)
 
 
@@ -1053,18 +880,6 @@ def test_a_closed_loop_is_no_obstacle_to_delivery(by_hand: Make, computed: bool)
     abandon(lost)
 
 
-async def test_an_adapter_that_was_retired_before_a_restart_goes_after_it(by_hand: Make) -> None:
-    hand = by_hand()
-    adapter = Adapter("a", 1)
-    hand.load(adapter)
-    hand.batcher.retire(adapter)
-    hand.batcher.close()
-    hand.batcher.reopen()
-    assert hand.batcher.seconds_until_due() == 0.0
-    hand.turn()
-    assert hand.engine.removed == [adapter]
-
-
 async def test_an_adapter_goes_though_the_engine_died_in_the_turn_that_should_remove_it(
     by_hand: Make,
 ) -> None:
@@ -1180,22 +995,6 @@ def test_what_a_closed_loop_left_in_flight_is_withdrawn(request_: Request) -> No
     assert hand.batcher.seconds_until_due() is None
     assert hand.batcher.statistics().cancelled == 3
     other.close()
-    abandon(lost)
-
-
-@pytest.mark.promise(number=9)
-def test_what_a_closed_loop_left_in_flight_is_not_sent_to_another_engine() -> None:
-    hand = ByHand(by_tokens({sample(1): 10}))
-    ended = asyncio.new_event_loop()
-    lost = [ended.create_task(hand.asker.ask([sample(1)]))]
-    spin(ended)
-    hand.turn()
-    ended.close()
-    hand.engine.in_progress.clear()
-    hand.batcher.resume()
-    hand.turn()
-    assert hand.engine.submitted == [[sample(1)]]
-    assert hand.batcher.statistics().queued == 0
     abandon(lost)
 
 
@@ -1381,45 +1180,22 @@ async def test_a_retired_adapter_that_is_still_bound_keeps_no_thread_busy(by_han
     hand.dropped = 1
 
 
-async def test_a_withdrawn_request_no_longer_holds_its_adapter(by_hand: Make) -> None:
-    bound = logprobs(1, adapter=OLD)
-    hand = by_hand(by_tokens({bound: 5}))
-    hand.load(OLD)
-    task = await hand.queued(bound)
-    hand.turn()
-    hand.batcher.retire(OLD)
-    task.cancel()
-    await passes()
-    hand.turn()
-    assert hand.engine.cancelled == [[bound]]
-    assert hand.engine.removed == [OLD]
-
-
 @pytest.mark.promise(number=30)
-@pytest.mark.parametrize("where", ["in flight", "ready", "gathering", "waiting for room"])
-async def test_whatever_is_bound_to_a_lost_adapter_fails_wherever_it_is(
-    by_hand: Make, where: str
-) -> None:
+@pytest.mark.parametrize("where", ["ready", "gathering", "waiting for room"])
+async def test_a_question_for_a_lost_adapter_fails_wherever_it_waits(where: str) -> None:
     bound = logprobs(1, adapter=OLD)
     room = 1 if where == "waiting for room" else 10
-    hand = by_hand(by_tokens({bound: 3, A: 3}), max_queued_requests=room)
+    hand = ByHand(by_tokens({bound: 3, A: 3}), max_queued_requests=room)
     hand.load(OLD)
     kept, lost = hand.ask(A), hand.ask(bound)
     await passes(1 if where == "gathering" else 5)
-    if where == "in flight":
-        hand.turn()
-        hand.engine.in_progress.pop(bound)
-    hand.batcher.fail({OLD: EngineFailed("lost")})
-    await passes()
-    with pytest.raises(EngineFailed, match="lost"):
-        await lost
+    hand.answering._adapters.lose(OLD, LookupError("a rank"))
     await hand.finish()
+    with pytest.raises(UnknownAdapter, match="lost"):
+        await lost
     assert right([A], await kept)
     assert hand.batcher.statistics().failed == 1
-    hand.dropped = where != "in flight"
-    hand.batcher.retire(OLD)
-    hand.turn()
-    assert hand.engine.removed == [OLD], "nothing is bound to it any more"
+    assert not hand.batcher._bound, "nothing is bound to it any more"
 
 
 # -- what it says of itself -------------------------------------------------------------------

@@ -304,7 +304,7 @@ def test_an_interrupt_out_of_a_twin_with_a_lasting_effect_leaves_none(
 async def test_an_interrupt_in_a_pause_of_anothers_leaves_that_pause() -> None:
     async with genrt.load(engine=Trained) as lm:
         await lm.pause()
-        _, undo = await lm._pauses.sleep(1)  # as the twin calls it
+        _, undo = await lm._thread.lifecycle.sleep(1)  # as the twin calls it
         undo()
         assert await lm.wake_up()
         assert lm._thread.lifecycle.state == "still"

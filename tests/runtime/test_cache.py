@@ -1,4 +1,8 @@
-"""cache.py: against a plain dictionary with a list of uses, in bytes."""
+"""cache.py against a dictionary with a list of uses, under any order of puts, look-ups and removals.
+
+What is put is a view of a larger tensor that is overwritten at once, as an engine's rows may be; so a row
+that was stored and not copied is seen.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from genrt.questions.contexts import Adapter
 from genrt.questions.rows import LogprobsRequest
@@ -24,76 +29,115 @@ def row(entries: int, value: float = 0.0) -> torch.Tensor:
     return torch.full((entries,), float(value))
 
 
-class Model:
-    """What a cache bounded in bytes, least recently used out, should hold."""
+ADAPTERS = [None, Adapter("a", 1), Adapter("a", 2), Adapter("b", 1)]
+REQUESTS = [logprobs(token, adapter=adapter) for token in range(3) for adapter in ADAPTERS]
 
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self.rows: dict[LogprobsRequest, torch.Tensor] = {}  # the least recently used first
+
+class CacheMachine(RuleBasedStateMachine):
+    """Rows of one width, as one model's are. ``rows`` has the values, the least recently used first."""
+
+    @initialize(room=st.integers(0, 5), spare=st.integers(0, 11), width=st.sampled_from([1, 3]))
+    def start(self, room: int, spare: int, width: int) -> None:
+        self.width = width
+        self.max_bytes = room * 4 * width + min(spare, 4 * width - 1)
+        self.cache = RowCache(self.max_bytes)
+        self.rows: dict[LogprobsRequest, float] = {}
         self.hits = self.misses = self.evictions = 0
+        self.count = 0.0
 
-    @property
-    def bytes(self) -> int:
-        return sum(4 * len(row) for row in self.rows.values())
+    # -- the events ---------------------------------------------------------------------------
 
-    def borrow(self, request: LogprobsRequest) -> torch.Tensor | None:
-        if request not in self.rows:
-            self.misses += 1
-            return None
-        self.hits += 1
-        self.rows[request] = found = self.rows.pop(request)
-        return found
+    @rule(request=st.sampled_from(REQUESTS))
+    def put(self, request: LogprobsRequest) -> None:
+        block = torch.full((2, self.width), self.value())
+        self.cache.put(request, block[1])
+        block.fill_(-1.0)
+        self.evictions += self.keep(request, self.count)
 
-    def put(self, request: LogprobsRequest, row: torch.Tensor) -> None:
-        if 4 * len(row) > self.max_bytes:
-            return
+    @rule(requests=st.lists(st.sampled_from(REQUESTS), max_size=8, unique=True))
+    def put_all(self, requests: list[LogprobsRequest]) -> None:
+        """As good as put in turn; but one that would only drive out another of them is not put first."""
+        before = self.cache.statistics().evictions
+        values = [self.value() for _ in requests]
+        block = torch.tensor(values).repeat(self.width, 1).t().contiguous()
+        assert self.cache.put_all(dict(zip(requests, block, strict=True))) == {}
+        block.fill_(-1.0)
+        in_turn = sum(
+            self.keep(request, value) for request, value in zip(requests, values, strict=True)
+        )
+        evicted = self.cache.statistics().evictions - before
+        assert evicted <= in_turn
+        self.evictions += evicted
+
+    @rule(request=st.sampled_from(REQUESTS))
+    def borrow(self, request: LogprobsRequest) -> None:
+        found = self.cache.borrow(request)
+        wanted = self.rows.pop(request, None)
+        self.hits += wanted is not None
+        self.misses += wanted is None
+        assert (found is None) == (wanted is None)
+        if found is not None and wanted is not None:
+            assert found.tolist() == [wanted] * self.width
+            self.rows[request] = wanted
+
+    @rule(adapter=st.sampled_from(ADAPTERS[1:]))
+    def forget(self, adapter: Adapter) -> None:
+        self.cache.forget(adapter)
+        self.rows = {
+            request: value for request, value in self.rows.items() if request.adapter != adapter
+        }
+
+    @rule()
+    def clear(self) -> None:
+        self.cache.clear()
+        self.rows.clear()
+
+    # -- what must hold after each ------------------------------------------------------------
+
+    @invariant()
+    def it_holds_what_the_dictionary_holds(self) -> None:
+        assert [request for request in REQUESTS if request in self.cache] == [
+            request for request in REQUESTS if request in self.rows
+        ]
+
+    @invariant()
+    def its_counters_are_right(self) -> None:
+        s = self.cache.statistics()
+        assert (s.hits, s.misses, s.evictions) == (self.hits, self.misses, self.evictions)
+        assert (s.rows, s.max_bytes) == (len(self.rows), self.max_bytes)
+        assert s.bytes == 4 * self.width * len(self.rows) <= self.max_bytes
+
+    def teardown(self) -> None:
+        """Every row is still its own, whatever was done with the tensors it came from."""
+        for request, value in getattr(self, "rows", {}).items():
+            found = self.cache.borrow(request)
+            assert found is not None
+            assert found.tolist() == [value] * self.width
+            assert found.untyped_storage().nbytes() == found.nbytes
+
+    # -- the model ----------------------------------------------------------------------------
+
+    def value(self) -> float:
+        self.count += 1.0
+        return self.count
+
+    def keep(self, request: LogprobsRequest, value: float) -> int:
+        """Put one row, and how many went for it."""
+        room = self.max_bytes // (4 * self.width)
+        if not room:
+            return 0
         self.rows.pop(request, None)
-        while self.bytes + 4 * len(row) > self.max_bytes:
-            del self.rows[next(iter(self.rows))]
-            self.evictions += 1
-        self.rows[request] = row
+        self.rows[request] = value
+        evicted = len(self.rows) - room
+        for oldest in list(self.rows)[: max(0, evicted)]:
+            del self.rows[oldest]
+        return max(0, evicted)
 
 
-requests = st.builds(
-    logprobs, st.integers(0, 6), adapter=st.sampled_from([None, Adapter("a", 1), Adapter("a", 2)])
-)
-operations = st.lists(
-    st.one_of(
-        st.tuples(st.just("put"), requests),
-        st.tuples(st.just("borrow"), requests),
-        st.tuples(st.just("clear"), st.none()),
-        st.tuples(st.just("forget"), st.sampled_from([Adapter("a", 1), Adapter("a", 2)])),
-    ),
-    max_size=60,
-)
-
-
-@settings(max_examples=150, deadline=None)
-@given(operations, st.integers(0, 120), st.integers(1, 12))
-def test_it_holds_what_a_plain_model_holds(
-    script: list[tuple[str, object]], max_bytes: int, entries: int
-) -> None:
-    """All rows of one size, as one model's rows are; a run never holds more than its bound."""
-    cache, model = RowCache(max_bytes), Model(max_bytes)
-    for number, (operation, subject) in enumerate(script):
-        if isinstance(subject, LogprobsRequest) and operation == "put":
-            cache.put(subject, row(entries, number))
-            model.put(subject, row(entries, number))
-        elif isinstance(subject, LogprobsRequest):
-            found, wanted = cache.borrow(subject), model.borrow(subject)
-            assert (found is None) == (wanted is None)
-            assert found is None or wanted is None or torch.equal(found, wanted)
-        elif isinstance(subject, Adapter):
-            cache.forget(subject)
-            model.rows = {r: kept for r, kept in model.rows.items() if r.adapter != subject}
-        else:
-            cache.clear()
-            model.rows.clear()
-        s = cache.statistics()
-        assert s.bytes <= s.max_bytes == max_bytes
-        assert (s.rows, s.bytes) == (len(model.rows), model.bytes)
-        assert (s.hits, s.misses, s.evictions) == (model.hits, model.misses, model.evictions)
-        assert all(request in cache for request in model.rows)
+@pytest.mark.promise(number=14)  # adapters and their versions never share a row
+@pytest.mark.promise(number=15)
+class TestCacheMachine(CacheMachine.TestCase):  # type: ignore[valid-type,misc]
+    settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.promise(number=15)
@@ -109,33 +153,6 @@ def test_rows_of_any_size_stay_within_the_bound(
         s = cache.statistics()
         assert s.bytes == sum(kept.untyped_storage().nbytes() for kept in held) <= max_bytes
         assert (logprobs(name) in cache) or 4 * entries > max_bytes or s.rows > 0
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    st.lists(st.lists(requests, max_size=6, unique=True), max_size=6),
-    st.integers(0, 120),
-    st.integers(1, 12),
-)
-def test_rows_put_together_are_as_good_as_put_in_turn(
-    steps: list[list[LogprobsRequest]], max_bytes: int, entries: int
-) -> None:
-    together, in_turn = RowCache(max_bytes), RowCache(max_bytes)
-    for number, asked in enumerate(steps):
-        step = torch.arange(number, number + len(asked)).repeat(entries, 1).t().float()
-        together.put_all(dict(zip(asked, step, strict=True)))
-        for request, given_row in zip(asked, step, strict=True):
-            in_turn.put(request, given_row)
-        one_by_one, at_once = in_turn.statistics(), together.statistics()
-        assert at_once.bytes == one_by_one.bytes <= max_bytes
-        assert at_once.evictions <= one_by_one.evictions, (
-            "what is put again is not driven out first"
-        )
-    held = {request for asked in steps for request in asked}
-    for request in held:
-        one, other = together.borrow(request), in_turn.borrow(request)
-        assert (one is None) == (other is None)
-        assert one is None or other is None or torch.equal(one, other)
 
 
 def test_of_more_rows_than_there_is_room_for_the_last_are_copied_and_no_others(
@@ -154,21 +171,6 @@ def test_of_more_rows_than_there_is_room_for_the_last_are_copied_and_no_others(
     assert copied == [2]
     RowCache(0).put_all({A: row(4)})
     assert copied == [2]
-
-
-def test_a_row_larger_than_the_cache_keeps_none_of_its_step_out() -> None:
-    cache = RowCache(32)
-    cache.put_all({A: row(4), B: row(9), C: row(4)})
-    assert [request in cache for request in (A, B, C)] == [True, False, True]
-
-
-def test_a_stored_row_is_a_copy() -> None:
-    cache, given_row = RowCache(1000), row(4, 1.0)
-    cache.put(A, given_row)
-    given_row.fill_(9.0)
-    kept = cache.borrow(A)
-    assert kept is not None
-    assert torch.equal(kept, row(4, 1.0))
 
 
 @pytest.mark.promise(number=15)
@@ -200,41 +202,6 @@ def test_a_row_larger_than_the_cache_is_not_kept_and_drives_nothing_out() -> Non
     assert B not in cache
     assert A in cache
     assert cache.statistics().evictions == 0
-
-
-def test_no_bytes_are_no_cache() -> None:
-    cache = RowCache(0)
-    cache.put(A, row(1))
-    assert cache.borrow(A) is None
-    assert cache.statistics().rows == 0
-
-
-@pytest.mark.promise(number=14)
-def test_adapters_and_their_versions_never_share_a_row() -> None:
-    bound = [None, Adapter("a", 1), Adapter("a", 2), Adapter("b", 1)]
-    cache = RowCache(1000)
-    for number, adapter in enumerate(bound):
-        cache.put(logprobs(1, 2, adapter=adapter), row(3, number))
-    for number, adapter in enumerate(bound):
-        kept = cache.borrow(logprobs(1, 2, adapter=adapter))
-        assert kept is not None
-        assert torch.equal(kept, row(3, number))
-    cache.forget(Adapter("a", 1))
-    assert [logprobs(1, 2, adapter=adapter) in cache for adapter in bound] == [
-        True,
-        False,
-        True,
-        True,
-    ]
-
-
-def test_a_look_up_makes_a_row_recent() -> None:
-    cache = RowCache(32)
-    cache.put(A, row(4))
-    cache.put(B, row(4))
-    cache.borrow(A)
-    cache.put(C, row(4))
-    assert [request in cache for request in (A, B, C)] == [True, False, True]
 
 
 def test_threads_at_once_lose_no_count() -> None:

@@ -104,14 +104,6 @@ def test_what_opening_raises_reaches_who_waits_for_it(start: Start, error: BaseE
         asking(thread.batcher).ask_sync([A], timeout=PATIENCE_SECONDS)
 
 
-def test_load_raises_what_opening_raised() -> None:
-    def fail() -> Engine:
-        raise EngineUnsupported("not this one")
-
-    with pytest.raises(EngineUnsupported, match="not this one"):
-        genrt.load(engine=fail)
-
-
 @pytest.mark.promise(number=20)
 def test_close_during_opening_closes_the_engine_once_it_is_open(start: Start) -> None:
     gate, engine = Gate(), ScriptedEngine()
@@ -630,48 +622,6 @@ def test_a_second_run_works_after_the_first_was_cancelled_in_flight() -> None:
         assert lm.statistics().batcher.in_flight == 0
 
 
-@pytest.mark.promise(number=9)
-def test_a_second_run_works_after_the_first_left_tasks_behind() -> None:
-    gate = Gate()
-    engine = ScriptedEngine(gate=gate, steps=lambda r: 1000 if r == A else 1)
-    with genrt.load(engine=lambda: engine) as lm:
-
-        async def leaves_tasks() -> list[asyncio.Task[Any]]:
-            tasks = [asyncio.create_task(lm.next_token_logprobs([1])) for _ in range(3)]
-            await asyncio.to_thread(gate.wait_until_held)
-            return tasks
-
-        assert all(task.cancelled() for task in asyncio.run(leaves_tasks()))
-        gate.open()
-        assert right([B], [asyncio.run(lm.next_token_logprobs([2]))])
-
-
-@pytest.mark.promise(number=22)
-def test_four_threads_with_loops_of_their_own_share_requests() -> None:
-    engine, start = ScriptedEngine(), threading.Barrier(4)
-
-    async def program(lm: AsyncLM) -> None:
-        for length in range(1, 30):
-            asked: list[Request] = [logprobs(number, *[1] * length) for number in range(5)]
-            rows = await asyncio.gather(*(lm.next_token_logprobs(r.token_ids) for r in asked))
-            assert right(asked, rows)
-            rows[0].fill_(0.0)
-
-    def thread(lm: AsyncLM) -> None:
-        start.wait(PATIENCE_SECONDS)
-        asyncio.run(program(lm))
-
-    with genrt.load(engine=lambda: engine) as lm, concurrent.futures.ThreadPoolExecutor(4) as pool:
-        for done in [pool.submit(thread, lm) for _ in range(4)]:
-            done.result(PATIENCE_SECONDS)
-        s = lm.statistics()
-    sent = [request for flush in engine.submitted for request in flush]
-    assert len(sent) == len(set(sent)) == 29 * 5, "no row is computed twice"
-    assert (
-        s.batcher.questions == 4 * 29 * 5 == s.batcher.cached + s.batcher.deduplicated + len(sent)
-    )
-
-
 @pytest.mark.promise(number=22)
 def test_eight_threads_of_sync_calls_get_their_own_answers() -> None:
     engine, start = ScriptedEngine(), threading.Barrier(8)
@@ -698,24 +648,6 @@ async def test_a_sync_call_works_inside_a_running_loop() -> None:
         assert right([A], [lm.next_token_logprobs_sync([1])]), "though its equal waits for the loop"
         assert right([sample(2, seed=5)], [tuple(lm.sample_sync([2], max_tokens=3, seed=5))])
         assert right([A], [await waiting])
-
-
-async def test_cancelled_waiters_leave_no_ghosts_behind(start: Start) -> None:
-    gate = Gate()
-    engine = ScriptedEngine(gate=gate, steps=lambda r: 10**9)
-    thread = start(lambda: engine)
-    opened(thread)
-    tasks = [asyncio.create_task(asking(thread.batcher).ask([logprobs(n % 4)])) for n in range(20)]
-    await asyncio.to_thread(gate.wait_until_held)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    gate.open()
-    for _ in range(3):  # a call runs before a turn: after the second, a whole turn has passed
-        left = thread.call(lambda _: len(engine.in_progress)).result(PATIENCE_SECONDS)
-    assert left == 0
-    assert all(task.cancelled() for task in tasks)
-    assert thread.batcher.statistics().cancelled == 20
 
 
 # -- the end of the process -------------------------------------------------------------------

@@ -100,11 +100,6 @@ async def test_new_weights_answer_and_nothing_of_the_old(
     await asyncio.to_thread(assert_answers, lm, NEW)
 
 
-def test_the_twin_that_blocks(lm: AsyncLM) -> None:
-    assert lm.update_weights_sync({"table": TABLE}) == 1
-    assert_answers(lm, NEW)
-
-
 BAD: dict[str, Any] = {
     "unknown": {"tabel": TABLE},
     "one too many": {"table": TABLE, "other": TABLE},
@@ -160,15 +155,6 @@ def test_numbers_that_are_not_finite_are_refused_by_choice(
             lm.update_weights_sync(source, check_finite=True)
     assert_answers(lm, OLD)
     assert lm.weights_version == 0
-
-
-def test_errors_name_the_tensor_and_what_was_expected(lm: AsyncLM) -> None:
-    with pytest.raises(InvalidWeights, match=r"'table' is \[6, 7, 7\] of float32, .* \[7, 7, 7\]"):
-        lm.update_weights_sync({"table": TABLE[1:]})
-    with pytest.raises(InvalidWeights, match=r"no tensor 'tabel'.*'table'"):
-        lm.update_weights_sync({"tabel": TABLE})
-    with pytest.raises(InvalidWeights, match="'table' is missing"):
-        lm.update_weights_sync({})
 
 
 @pytest.mark.parametrize(
@@ -345,29 +331,6 @@ async def test_an_engine_that_fails_while_it_loads_is_replaced(broken_at: int) -
         await asyncio.to_thread(assert_answers, lm, NEW)
 
 
-async def test_updates_that_fail_one_after_the_other_wear_nothing_out() -> None:
-    async with genrt.load(engine=InParts, restart="auto") as lm:
-        for k in (1, 3, 5):
-            with pytest.raises(OSError, match="gone"):
-                await lm.update_weights(slowly(*PARTS[:k], then=OSError("gone")))
-        assert torch.allclose(await lm.next_token_logprobs([1]), OLD.row([1]), atol=1e-6)
-
-
-@pytest.mark.parametrize("passes", range(0, 40, 3))
-async def test_leaving_at_any_moment_leaves_whole_weights(passes: int) -> None:
-    async with genrt.load(engine=InParts, restart="auto") as lm:
-        update = asyncio.ensure_future(lm.update_weights(slowly(*PARTS)))
-        for _ in range(passes):
-            await asyncio.sleep(0)
-        update.cancel()
-        await asyncio.wait([update])
-        row = await lm.next_token_logprobs([3, 4])
-        model = NEW if lm.weights_version else OLD
-        assert torch.allclose(row, model.row([3, 4]), atol=1e-6)
-        assert await lm.update_weights(PARTS) == lm.weights_version
-        await asyncio.to_thread(assert_answers, lm, NEW)
-
-
 # -- restarts ---------------------------------------------------------------------------------
 
 
@@ -516,14 +479,6 @@ async def test_a_stream_goes_on_where_it_was_if_the_weights_stay(lm: AsyncLM) ->
     assert tuple(tokens) == expected.token_ids
 
 
-async def test_updates_follow_each_other(lm: AsyncLM) -> None:
-    tables = [NGram.random(7, order=2, seed=seed).table for seed in range(5)]
-    versions = await asyncio.gather(*[lm.update_weights({"table": each}) for each in tables])
-    assert sorted(versions) == [1, 2, 3, 4, 5]
-    last = OLD.with_table(tables[versions.index(5)])
-    await asyncio.to_thread(assert_answers, lm, last)
-
-
 async def test_closing_in_the_middle_ends_the_update_and_who_waits(lm: AsyncLM) -> None:
     reached, asked = asyncio.Event(), []
 
@@ -544,34 +499,6 @@ async def test_closing_in_the_middle_ends_the_update_and_who_waits(lm: AsyncLM) 
     await asyncio.wait([update])
     await lm.arestart()
     await asyncio.to_thread(assert_answers, lm, OLD)
-
-
-async def test_an_adapter_that_is_loaded_meanwhile_waits_for_whole_weights(tmp_path: Path) -> None:
-    third = NGram.random(7, order=2, seed=9)
-    (tmp_path / "adapter_config.json").write_text("{}", encoding="utf-8")
-    save_file({"table": third.table}, tmp_path / "adapter_model.safetensors")
-    seen: list[int] = []
-
-    class Watching(InParts):
-        def add_adapter(self, adapter: Any, path: Path) -> None:
-            seen.append(len(self.loaded))
-            super().add_adapter(adapter, path)
-
-    async with genrt.load(engine=Watching) as lm:
-
-        async def chunks() -> AsyncIterator[Any]:
-            yield PARTS[0]
-            adding.append(asyncio.ensure_future(lm.add_adapter("third", tmp_path)))
-            for part in PARTS[1:]:
-                await asyncio.sleep(0)
-                yield part
-
-        adding: list[asyncio.Future[None]] = []
-        assert await lm.update_weights(chunks()) == 1
-        await adding[0]
-        assert seen == [0]
-        row = await lm.next_token_logprobs([2], adapter="third")
-        assert torch.allclose(row, third.row([2]), atol=1e-6)
 
 
 # -- laws -------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 import genrt
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.engines.weights import SLEEPING_PARTS, Layout, NamedTensors, SleepingPart
-from genrt.errors import Closed, EngineFailed, EngineUnsupported, InvalidRequest, StreamCut
+from genrt.errors import EngineFailed, EngineUnsupported, InvalidRequest
 from genrt.lm import AsyncLM
 from tests.scripted import Gate, ScriptedEngine
 
@@ -131,7 +131,7 @@ async def test_a_pause_that_is_resumed_before_it_begins_says_so_and_holds_nobody
     lm: AsyncLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever comes first to the engine's thread."""
-    pauses = lm._pauses
+    pauses = lm._thread.lifecycle
     original = pauses._called
 
     async def late(function: Any) -> Any:
@@ -217,56 +217,6 @@ async def test_a_stream_goes_on_after_a_pause_from_where_it_was(lm: AsyncLM, ask
     assert tuple(tokens) == expected.token_ids
 
 
-async def test_a_stream_ends_with_the_weights_that_it_was_begun_with(lm: AsyncLM) -> None:
-    async with lm.stream([1], max_tokens=900, seed=1, ignore_eos=True) as stream:
-        await anext(stream)
-        other = asyncio.ensure_future(lm.generate([1], max_tokens=900, seed=1, ignore_eos=True))
-        await turns()
-        await lm.pause(pending="restart")
-        await lm.update_weights({"table": OTHER.table})
-        with pytest.raises(StreamCut, match="weights were replaced"):
-            [_ async for _ in stream]
-        lm.resume()
-        assert (await other).weights_version == 1
-
-
-async def test_a_pause_that_is_cancelled_is_none() -> None:
-    gate = Gate()
-    async with genrt.load(engine=lambda: ScriptedEngine(gate=gate)) as lm:
-        asked = asyncio.ensure_future(lm.next_token_logprobs([1]))
-        await asyncio.to_thread(gate.wait_until_held)
-        pause = asyncio.ensure_future(lm.pause())
-        await turns()
-        pause.cancel()
-        await asyncio.wait([pause])
-        gate.open()
-        await asked
-        await lm.next_token_logprobs([2])
-        await lm.pause()
-
-
-async def test_weights_may_be_replaced_in_a_pause(lm: AsyncLM) -> None:
-    await lm.pause()
-    asked = asyncio.ensure_future(lm.next_token_logprobs([1]))
-    assert await lm.update_weights({"table": OTHER.table}) == 1
-    await turns()
-    assert not asked.done()
-    lm.resume()
-    assert torch.allclose(await asked, OTHER.row([1]), atol=1e-6)
-
-
-async def test_a_restart_ends_a_pause_and_closing_tells_who_waits(lm: AsyncLM) -> None:
-    await lm.pause()
-    await lm.arestart()
-    await lm.next_token_logprobs([1])
-    await lm.pause()
-    asked = asyncio.ensure_future(lm.next_token_logprobs([2]))
-    await turns()
-    await lm.aclose()
-    with pytest.raises(Closed):
-        await asked
-
-
 async def test_calls_that_make_no_sense_are_refused(lm: AsyncLM) -> None:
     lm.resume()  # nothing is paused
     await lm.wake_up()  # nothing sleeps
@@ -350,15 +300,6 @@ async def test_the_cache_may_wake_first_and_weights_wait_for_theirs(lm: AsyncLM)
     await lm.next_token_logprobs([1])
 
 
-async def test_a_restart_between_two_parts_wakes(lm: AsyncLM) -> None:
-    await lm.sleep(2)
-    await lm.wake_up(["weights"])
-    await lm.arestart()
-    await lm.next_token_logprobs([1])
-    assert await lm.wake_up(["kv_cache"])
-    await lm.next_token_logprobs([2])
-
-
 async def test_a_sleep_in_a_pause_keeps_to_what_the_pause_says(lm: AsyncLM) -> None:
     await lm.pause(asked="raise")
     await lm.sleep()
@@ -368,14 +309,6 @@ async def test_a_sleep_in_a_pause_keeps_to_what_the_pause_says(lm: AsyncLM) -> N
     await lm.next_token_logprobs([1])
 
 
-async def test_a_restart_wakes(lm: AsyncLM) -> None:
-    await lm.sleep()
-    await lm.arestart()
-    assert torch.allclose(await lm.next_token_logprobs([1]), MODEL.row([1]), atol=1e-6)
-    await lm.wake_up()
-    await lm.sleep()
-
-
 async def test_an_engine_without_memory_to_give_back_says_so() -> None:
     with genrt.load(MODEL, engine="exact") as lm:
         with pytest.raises(EngineUnsupported, match="ExactEngine"):
@@ -383,11 +316,3 @@ async def test_an_engine_without_memory_to_give_back_says_so() -> None:
         await lm.next_token_logprobs([1])
         lm.reset_prefix_cache()
         await lm.next_token_logprobs([2])
-
-
-def test_the_twins_that_block(lm: AsyncLM) -> None:
-    lm.pause_sync()
-    lm.resume()
-    assert lm.sleep_sync() == 1000
-    lm.wake_up_sync()
-    lm.next_token_logprobs_sync([1])

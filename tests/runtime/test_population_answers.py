@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,11 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from genrt.engines.protocol import Finished
-from genrt.errors import EngineFailed, GenrtError, NotFinite
+from genrt.errors import EngineFailed, NotFinite
 from genrt.questions.contexts import nonces_of
 from genrt.questions.draws import DrawToken, PopulationDraw, population_draw
 from genrt.questions.reads import ReadRequest
@@ -26,7 +23,6 @@ from genrt.runtime.cache import RowCache
 from genrt.tokens.rows import Leaving
 from genrt.tokens.sampling import BatchDraw, Draw
 from tests.scripted import Answers, ScriptedEngine, contexts_of, expected_row, logprobs
-from tests.simulation.engine import is_right
 
 A, B, C = logprobs(1), logprobs(2), logprobs(3)
 VOCAB_SIZE = ScriptedEngine.vocab_size
@@ -128,18 +124,6 @@ def test_a_cancelled_population_gives_up_the_rows_that_nobody_else_wants() -> No
     assert ended(engine).keys() == {read(B), other}
 
 
-def test_a_failed_step_forgets_populations_too() -> None:
-    scripted = ScriptedEngine(fail_at={1: RuntimeError("broken")})
-    engine = answering(scripted)
-    engine.submit([population(A, B)])
-    with pytest.raises(RuntimeError, match="broken"):
-        engine.step()
-    assert ended(engine) == {}
-    request = population(A, B)
-    engine.submit([request])
-    assert ended(engine).keys() == {request}
-
-
 def test_a_population_that_no_memory_is_left_for_fails_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -155,67 +139,6 @@ def test_a_population_that_no_memory_is_left_for_fails_alone(
         ends = ended(engine)
     assert isinstance(ends[request].error, EngineFailed)
     assert ends[read(A)].error is None
-
-
-@pytest.mark.promise(number=36)
-@settings(deadline=None)
-@given(st.randoms(use_true_random=False))
-def test_whatever_is_asked_and_cancelled_ends_once_and_right(chance: random.Random) -> None:
-    contexts = [logprobs(n) for n in range(6)]
-    errors: dict[Request, GenrtError] = {
-        row: NotFinite("no") for row in contexts if chance.random() < 0.1
-    }
-    slow = {row: chance.randint(1, 4) for row in contexts}
-
-    def steps(request: Request) -> int:
-        return slow[request] if isinstance(request, LogprobsRequest) else 1
-
-    model: Any = _Model()
-    scripted = ScriptedEngine(steps=steps, errors=errors)
-    cache = RowCache(2**20)
-    for row in contexts:
-        if chance.random() < 0.2 and row not in errors:
-            cache.put(row, expected_row(row))
-    engine = answering(scripted, cache)
-    open_: dict[Request, None] = {}
-
-    def take(ends: Sequence[Finished]) -> None:
-        for end in ends:
-            assert end.request in open_
-            del open_[end.request]
-            rows = end.request.rows if isinstance(end.request, PopulationDraw) else ()
-            if end.error is not None:
-                assert errors.keys() & {*rows, end.request, getattr(end.request, "row", None)}
-            else:
-                assert not errors.keys() & {*rows}
-                assert is_right(model, end.request, end.result)
-
-    for _ in range(12):
-        flush: dict[Request, None] = {}
-        for _ in range(chance.randint(0, 3)):
-            row = chance.choice(contexts)
-            several = [chance.choice(contexts) for _ in range(chance.randint(1, 5))]
-            kinds: list[Request] = [row, read(row, chance.randrange(3)), population(*several)]
-            flush[chance.choice(kinds)] = None
-        for request in open_:
-            flush.pop(request, None)
-        open_ |= flush
-        engine.submit([*flush])
-        take(engine.ready())
-        gone = [request for request in open_ if chance.random() < 0.15]
-        engine.cancel(gone)
-        for request in gone:
-            del open_[request]
-        take(engine.step())
-    for _ in range(6):
-        take(engine.step())
-    assert not open_
-    assert "0 reads in progress" in repr(engine)
-
-
-class _Model:
-    def answer(self, request: Any, weights: int = 0) -> Any:
-        return expected_row(request)
 
 
 def test_parts_are_what_they_are_parts_of() -> None:

@@ -14,13 +14,9 @@ import genrt
 from genrt.engines.exact import NGram
 from genrt.engines.protocol import Finished, Prefixes, capabilities_of
 from genrt.errors import (
-    Closed,
     ContextTooLong,
     EngineDied,
-    EngineFailed,
     InvalidRequest,
-    OutOfMemory,
-    TimedOut,
     UnknownAdapter,
 )
 from genrt.lm import AsyncLM
@@ -129,13 +125,6 @@ def test_a_row_in_the_cache_does_not_stand_for_its_context() -> None:
             engine.kept.lose()
 
 
-def test_without_room_for_rows_it_works_as_well() -> None:
-    engines = Engines()
-    with load(engines, cache_bytes=0) as lm:
-        assert lm.warm_up_sync([1, 2]) == lm.warm_up_sync([1, 2]) == 2
-        assert engines.made[0].held() == [logprobs(1, 2)]
-
-
 def test_one_is_given_up_or_all_and_others_are_ignored() -> None:
     engines = Engines()
     with load(engines) as lm:
@@ -187,60 +176,6 @@ async def test_who_leaves_has_nothing_kept_and_disturbs_nobody() -> None:
         assert lm.statistics().batcher.in_flight == 0
 
 
-async def test_a_timeout_withdraws_it() -> None:
-    engine = KeepingEngine(steps=lambda request: 1 if request.token_ids == (1,) else 10**9)
-    async with load(Engines(engine)) as lm:
-        with pytest.raises(TimedOut):
-            await lm.warm_up([2], timeout=0.01)
-        with pytest.raises(TimedOut):
-            await asyncio.to_thread(lm.warm_up_sync, [2], timeout=0.01)
-        assert await lm.warm_up([1], timeout=PATIENCE_SECONDS) == 1
-        assert engine.held() == [logprobs(1)]
-
-
-def test_a_loop_that_is_closed_takes_its_prefix_along() -> None:
-    gate = Gate()
-    engine = KeepingEngine(gate=gate, steps=lambda _: 2)
-    with load(Engines(engine)) as lm:
-        loop = asyncio.new_event_loop()
-        task = loop.create_task(lm.warm_up([1]))
-        loop.run_until_complete(passes())
-        gate.wait_until_held()
-        loop.close()
-        task._log_destroy_pending = False  # type: ignore[attr-defined]
-        gate.open()
-        lm.next_token_logprobs_sync([2])
-        lm.next_token_logprobs_sync([3])
-        assert engine.held() == []
-
-
-@pytest.mark.parametrize(
-    ("error", "raised"), [(RuntimeError("no"), EngineFailed), (MemoryError(), OutOfMemory)]
-)
-def test_a_step_that_fails_keeps_nothing(error: Exception, raised: type[Exception]) -> None:
-    engine = KeepingEngine(fail_at={1: error})
-    with load(Engines(engine)) as lm:
-        with pytest.raises(raised):
-            lm.warm_up_sync([1])
-        assert engine.held() == []
-        assert lm.warm_up_sync([1]) == 1
-        assert engine.held() == [logprobs(1)]
-
-
-async def test_out_of_memory_with_others_it_is_tried_again() -> None:
-    gate = Gate()
-    engine = KeepingEngine(gate=gate, fail_at={2: MemoryError()})
-    async with load(Engines(engine)) as lm:
-        first = asyncio.create_task(lm.next_token_logprobs([5]))
-        await asyncio.to_thread(gate.wait_until_held)
-        others = [asyncio.create_task(lm.warm_up([n])) for n in range(4)]
-        await passes()
-        gate.open()
-        await first
-        assert await asyncio.gather(*others) == [1] * 4
-        assert {*engine.held()} == {logprobs(n) for n in range(4)}
-
-
 # -- engines and adapters that come and go ---------------------------------------------------------
 
 
@@ -266,17 +201,6 @@ async def test_one_that_takes_the_place_of_a_dead_one_too_and_who_waits_is_answe
         await lm.warm_up([1])
         assert await lm.warm_up([2]) == 1
         assert engines.made[1].held() == [logprobs(1), logprobs(2)]
-
-
-async def test_after_close_it_raises_as_every_question() -> None:
-    lm = load(Engines())
-    lm.close()
-    for prefix in ([1], [9, 9, 9, 9]):
-        with pytest.raises((Closed, InvalidRequest)):
-            await lm.warm_up(prefix)
-    with pytest.raises(Closed):
-        lm.warm_up_sync([1])
-    lm.cool_down()
 
 
 def test_an_adapters_prefix_is_kept_for_what_its_name_stands_for(tmp_path: Path) -> None:

@@ -14,11 +14,9 @@ from hypothesis import strategies as st
 
 import genrt
 from genrt.engines.protocol import Finished
-from genrt.errors import Closed, EngineFailed, InvalidRequest, NotFinite, TimedOut
+from genrt.errors import EngineFailed, InvalidRequest, NotFinite, TimedOut
 from genrt.questions.contexts import Adapter
-from genrt.questions.reads import ReadRequest, TopTokens
 from genrt.questions.request import Request
-from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.batcher import GOOD_STEPS, Waiter
 from tests.scripted import (
     PATIENCE_SECONDS,
@@ -28,7 +26,6 @@ from tests.scripted import (
     logprobs,
     passes,
     right,
-    sample,
 )
 
 A, B, C, D, E = (logprobs(number) for number in range(1, 6))
@@ -87,34 +84,6 @@ async def test_the_queue_is_bounded_in_bytes_too(by_hand: Make) -> None:
     assert hand.engine.submitted == [[A, long], [B, C]]
     for request, task in zip((A, long, B, C), tasks, strict=True):
         assert right([request], await task)
-
-
-async def test_a_question_larger_than_the_queue_waits_for_an_empty_one(by_hand: Make) -> None:
-    hand = by_hand(max_queued_requests=2)
-    small, large = hand.ask(A), hand.ask(B, C, D)
-    await hand.finish()
-    assert hand.engine.submitted == [[A], [B, C, D]]
-    assert right([A], await small)
-    assert right([B, C, D], await large)
-
-
-def test_a_loop_closed_before_it_went_quiet_does_not_fill_the_queue_for_ever(by_hand: Make) -> None:
-    hand = by_hand(max_queued_requests=1)
-    ended, other = asyncio.new_event_loop(), asyncio.new_event_loop()
-    lost = ended.create_task(hand.asker.ask([A]))
-    ended.call_soon(ended.stop)
-    ended.run_forever()
-    ended.close()
-    task = other.create_task(hand.asker.ask([B]))
-    other.run_until_complete(passes())
-    while hand.batcher.seconds_until_due() == 0.0:
-        hand.turn()
-    other.run_until_complete(passes())
-    assert right([B], task.result())
-    assert hand.engine.submitted == [[B]]
-    hand.dropped = 1
-    other.close()
-    lost._log_destroy_pending = False  # type: ignore[attr-defined]
 
 
 async def test_an_adapter_stays_while_a_question_bound_to_it_waits_for_room(by_hand: Make) -> None:
@@ -232,40 +201,6 @@ async def test_newcomers_there_is_room_for_wait_behind_those_there_is_none_for(
     await asyncio.gather(*tasks)
 
 
-async def test_who_gives_up_the_only_turn_leaves_the_next_one_to_others(by_hand: Make) -> None:
-    hand = by_hand(max_queued_requests=1)
-    queued, left = await hand.queued(A), await hand.queued(B)
-    left.cancel()
-    await passes()
-    assert hand.batcher.statistics().waiting == 0
-    hand.turn()
-    later = await hand.queued(C)
-    await hand.finish()
-    assert hand.engine.submitted == [[A], [C]]
-    assert right([A, C], [*await queued, *await later])
-
-
-@pytest.mark.parametrize("way", ["close", "cancel"])
-async def test_who_waits_for_room_is_told_when_the_runtime_closes(by_hand: Make, way: str) -> None:
-    hand = by_hand(max_queued_requests=1)
-    tasks = [await hand.queued(A), await hand.queued(B)]
-    hand.dropped += 1
-    if way == "cancel":
-        for task in tasks:
-            task.cancel()
-        await passes()
-        assert all(task.cancelled() for task in tasks)
-    else:
-        hand.batcher.close()
-        await passes()
-        assert all(task.done() for task in tasks)
-        for task in tasks:
-            with pytest.raises(Closed):
-                await task
-    statistics = hand.batcher.statistics()
-    assert (statistics.queued, statistics.waiting) == (0, 0)
-
-
 def test_a_waiting_thread_is_answered_and_can_time_out() -> None:
     gate = Gate()
     engine = ScriptedEngine(gate=gate)
@@ -323,13 +258,6 @@ def test_a_timeout_is_a_number_of_seconds(timeout: Any) -> None:
         lm.next_token_logprobs_sync([1], timeout=timeout)
 
 
-@pytest.mark.parametrize("name", ["max_queued_requests", "max_queued_bytes"])
-@pytest.mark.parametrize("value", [0, -1, 1.5, None])
-def test_bounds_of_the_queue_are_positive_ints(name: str, value: Any) -> None:
-    with pytest.raises(InvalidRequest, match=name):
-        genrt.load(engine=ScriptedEngine, **{name: value})
-
-
 # -- the bookkeeping itself -------------------------------------------------------------------
 
 
@@ -353,12 +281,6 @@ def test_who_is_interrupted_on_its_way_to_wait_does_not(monkeypatch: pytest.Monk
     hand.turn()
     assert hand.batcher.statistics().queued == 0
     assert hand.batcher.seconds_until_due() is None
-
-
-def test_what_a_request_weighs() -> None:
-    assert LogprobsRequest([1, 2, 3]).nbytes == 12
-    assert sample(1, 2, 3).nbytes == 12
-    assert ReadRequest(LogprobsRequest([1, 2]), TopTokens(1)).nbytes == 8
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 4)), max_size=30))

@@ -149,43 +149,6 @@ async def test_what_is_sent_again_goes_before_what_there_was_no_place_for() -> N
     await asyncio.gather(*tasks)
 
 
-async def test_cancelled_between_two_tries_it_is_not_sent_again() -> None:
-    engine = Small(1)
-    hand = ByHand(engine)
-    kept, left = await hand.queued(A), await hand.queued(B)
-    hand.turn()
-    left.cancel()
-    await passes()
-    await hand.finish()
-    assert right([A], await kept)
-    assert engine.submitted == [[A, B], [A]]
-    assert hand.batcher.statistics().queued == 0
-
-
-async def test_withdrawn_in_the_step_that_ran_out_of_memory_it_is_forgotten() -> None:
-    gate = Gate()
-
-    class Held(Small):
-        def step(self) -> list[Finished]:
-            gate.go_through()
-            return super().step()
-
-    engine = Held(1)
-    hand = ByHand(engine)
-    kept, left = await hand.queued(A), await hand.queued(B)
-    turn = asyncio.create_task(asyncio.to_thread(hand.turn))
-    await asyncio.to_thread(gate.wait_until_held)
-    left.cancel()
-    await passes()
-    gate.open()
-    await turn
-    await hand.finish()
-    assert right([A], await kept)
-    assert engine.submitted == [[A, B], [A]]
-    statistics = hand.batcher.statistics()
-    assert (statistics.queued, statistics.in_flight, statistics.retried) == (0, 0, 1)
-
-
 # -- an engine that dies ----------------------------------------------------------------------
 
 
@@ -213,18 +176,6 @@ def death(request: pytest.FixtureRequest) -> BaseException:
 
 def row(*token_ids: int) -> Result:
     return expected(logprobs(*token_ids))
-
-
-def test_a_dead_engine_is_closed_and_every_later_call_gets_the_reason(death: BaseException) -> None:
-    engines = Engines({"fail_at": {2: death}})
-    with genrt.load(engine=engines) as lm:
-        lm.next_token_logprobs_sync([1])
-        for _ in range(3):
-            with pytest.raises(EngineDied, match="dead"):
-                lm.next_token_logprobs_sync([2])
-        assert engines.opened[0].closed == 1
-        assert len(engines.opened) == 1
-        assert "closed" in repr(lm)
 
 
 def test_restart_opens_another_engine_with_the_same_adapters(tmp_path: Path) -> None:

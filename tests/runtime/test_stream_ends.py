@@ -270,13 +270,13 @@ def test_an_interrupt_while_readers_are_told_loses_nothing() -> None:
     flows = [Flow(loop), InterruptedFlow(loop), Flow(loop)]
     for nonce, flow in enumerate(flows):
         streams.add(CompletionRequest((1,), Decoding(9), nonce=nonce, streamed=True), flow)
-    streams.tell(lambda requests: [FIRST] * len(requests))
+    streams.deliver(lambda requests: [FIRST] * len(requests))
     with pytest.raises(KeyboardInterrupt):
         loop.go_round()
     assert flows[0].take() == FIRST
     for _ in range(3):
         loop.go_round()
     assert [flow.take() for flow in flows] == [None, FIRST, FIRST]
-    streams.tell(lambda requests: [SECOND] * len(requests))
+    streams.deliver(lambda requests: [SECOND] * len(requests))
     loop.go_round()
     assert [flow.take() for flow in flows] == [SECOND] * 3

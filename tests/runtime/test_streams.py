@@ -322,7 +322,7 @@ def test_a_text_that_is_begun_anew_and_differs_fails() -> None:
     flow.put(Delta("bb", (1, 1), start=1, text_start=1))
     assert flow.take() == Delta("b", (1,), start=2, text_start=2)
     flow.put(Delta("ad", (0, 3)))
-    with pytest.raises(EngineFailed, match="another one"):
+    with pytest.raises(EngineFailed, match="another text"):
         flow.take()
 
 
@@ -371,17 +371,17 @@ def test_a_loop_gets_deltas_at_intervals_and_after_it_took_the_last_ones(count: 
         asked += 1
         return [Delta("a", (0,))] * len(requests)
 
-    streams.tell(progress)
+    streams.deliver(progress)
     now = 9.0
-    streams.tell(progress)
+    streams.deliver(progress)
     assert asked == 1, "the loop has not taken the first ones"
     loop.go_round()
-    streams.tell(progress)
+    streams.deliver(progress)
     assert asked == 2
     loop.go_round()
     for part, expected in ((0.99, 2), (0.02, 3)):
         now += part * count * READER_SECONDS
-        streams.tell(progress)
+        streams.deliver(progress)
         assert asked == expected
     for request, buffer in buffers.items():
         streams.discard(request, buffer)

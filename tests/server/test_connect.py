@@ -87,7 +87,7 @@ def test_the_engine_of_a_server_keeps_the_protocol(scoring: Server) -> None:
     check_engine(lambda: engine_of(scoring))
 
 
-async def test_scores_are_sent_as_such(lm: AsyncLM, scoring: Server) -> None:
+async def test_scores_are_sent_as_such(lm: AsyncLM, scoring: Server, server: Server) -> None:
     """One question each, computed over there; whole rows travel one by one."""
     async with await AsyncLM.connect(str(scoring.url), api_key=KEY, cache_bytes=0) as remote:
         text = [1, 2, 3, 4, 5, 6]
@@ -107,11 +107,7 @@ async def test_scores_are_sent_as_such(lm: AsyncLM, scoring: Server) -> None:
         with pytest.raises(genrt.ContextTooLong):
             await remote.score([1] * 48, [2, 3])
         assert len(await remote.score([1], [2] * 48)) == 48
-
-
-async def test_scores_that_nobody_takes_say_so(lm: AsyncLM, server: Server) -> None:
-    """As of a client that has met another server at this place."""
-    engine = engine_of(server)
+    engine = engine_of(server)  # as of a client that has met another server at this place
     engine.submit([request := ScoreRequest(LogprobsRequest([1, 2, 3]).packed, 1)])
     [end] = engine.step()
     assert end.request is request
@@ -328,19 +324,14 @@ async def test_what_is_no_url_is_refused(url: Any) -> None:
     assert "sesame" not in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        *({"timeout": 0}, {"timeout": "1"}, {"cache_bytes": -1}, {"restart": "no"}, {"seed": -1}),
-        *({"api_key": 3}, {"api_key": "new\nline"}),
-    ],
-)
-async def test_wrong_options_are_refused(server: Server, options: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequest):
-        await AsyncLM.connect(str(server.url), **options)
-
-
-async def test_a_wrong_key_and_a_closed_port_say_what_is_wrong(server: Server) -> None:
+async def test_wrong_options_a_wrong_key_and_a_closed_port_say_what_is_wrong(
+    server: Server,
+) -> None:
+    wrong: list[dict[str, Any]] = [{"timeout": 0}, {"timeout": "1"}, {"cache_bytes": -1}]
+    wrong += [{"restart": "no"}, {"seed": -1}, {"api_key": 3}, {"api_key": "new\nline"}]
+    for options in wrong:
+        with pytest.raises(InvalidRequest):
+            await AsyncLM.connect(str(server.url), **options)
     with pytest.raises(genrt.EngineDied, match="key is missing or wrong"):
         await AsyncLM.connect(str(server.url), api_key="another-key")
     with pytest.raises(genrt.EngineDied, match="cannot be reached"):
@@ -595,39 +586,22 @@ def test_a_flush_arrives_as_it_was_sent(asked: list[Any]) -> None:
     assert found == asked
 
 
-def results_of(asked: list[Any]) -> list[Any]:
-    results: list[Any] = []
-    for each in asked:
-        row = torch.randn(40).log_softmax(0)
-        wanted = each.wanted if isinstance(each, ReadRequest) else None
-        if isinstance(each, ScoreRequest):
-            scores = -torch.rand(len(each))
-            is_greedy = each.wanted == "greedy"
-            results.append(torch.stack([scores, scores.round().abs()]) if is_greedy else scores)
-        elif wanted is None:
-            results.append(row)
-        elif isinstance(wanted, DrawToken):
-            results.append(draw_of(wanted))
-        elif isinstance(wanted, Candidates):
-            results.append(row[list(wanted.token_ids)])
-        elif isinstance(wanted, TopTokens):
-            results.append(TopLogprobs(*reversed(row.topk(wanted.k))))
-    return results
-
-
-def draw_of(wanted: DrawToken) -> Draw:
-    """The draw of the first token that may be drawn."""
-    logprob = -1.5 if wanted.temperature else 0.0
-    if wanted.mask is None:
-        return Draw(3, logprob, 0.0)
-    allowed = [n for n in range(40) if wanted.mask[n // 8] >> n % 8 & 1]
-    return Draw(allowed[0], logprob, -0.5) if allowed else Draw(-1, -math.inf, -math.inf)
+def result_of(asked: Any) -> Any:
+    """A result of the right form."""
+    wanted, row = getattr(asked, "wanted", None), torch.randn(40)
+    if isinstance(asked, ScoreRequest):
+        return torch.rand(2, len(asked)) if wanted == "greedy" else torch.rand(len(asked))
+    if isinstance(wanted, DrawToken):
+        return Draw(3, -1.5, -0.5)
+    if isinstance(wanted, TopTokens):
+        return TopLogprobs(*reversed(row.topk(wanted.k)))
+    return row[list(wanted.token_ids)] if isinstance(wanted, Candidates) else row
 
 
 @settings(deadline=None)
 @given(asked=flushes(), cut=st.integers(1, 8))
 def test_answers_arrive_as_they_were_sent_or_not_at_all(asked: list[Any], cut: int) -> None:
-    results = results_of(asked)
+    results = [*map(result_of, asked)]
     if results:
         results[0] = NotFinite("poison")
     data = answers_of(results, {"style": 3})

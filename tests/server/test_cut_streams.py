@@ -137,8 +137,13 @@ async def nothing() -> None:
     pass
 
 
-@pytest.mark.parametrize(("cut", "message"), [(replaced, "ask again"), (restarted, "closed")])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "cut", "message"),
+    [
+        *((kind, replaced, "ask again") for kind in KINDS),
+        *((kind, restarted, "closed") for kind in ("two", "response")),
+    ],
+)
 async def test_new_weights_and_a_restart_cut_a_stream_with_an_error(
     lm: AsyncLM,
     llama: Path,
@@ -163,7 +168,7 @@ async def test_new_weights_and_a_restart_cut_a_stream_with_an_error(
     assert not any("error" in each for each in again.events)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["two", "chat", "message"])
 async def test_a_pause_and_an_engines_death_are_seen_on_no_stream(
     lm: AsyncLM, http: httpx.AsyncClient, kind: str, logged: list[Any]
 ) -> None:

@@ -48,7 +48,7 @@ BODIES: dict[str, dict[str, Any]] = {
 something is wrong at the first look."""
 
 SETTINGS = settings(
-    max_examples=25,
+    max_examples=12,
     deadline=None,
     derandomize=True,
     database=None,

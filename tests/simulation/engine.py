@@ -460,13 +460,8 @@ class SimulatedEngine:
             progress.preempted += 1
             progress.left = progress.chunks
             return False
-        if progress.left == progress.chunks and isinstance(request, LogprobsRequest):
-            self._begin(request)
         progress.left -= 1
         return progress.left == 0
-
-    def _begin(self, request: LogprobsRequest) -> None:
-        """Compute the first chunk of a request."""
 
     def _block(self, rows: int) -> Tensor:
         """Return a tensor for the rows of a step."""

@@ -18,7 +18,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -43,32 +43,13 @@ from tests.simulation.engine import (
 )
 
 
-class Simulated(Protocol):
-    """The part of a simulated runtime that its streams need.
-
-    Attributes:
-        model: has the correct completions.
-        unanswered: the numbers of callers that still wait.
-    """
-
-    model: HashedModel
-    record: Record
-    numbers: Iterator[int]
-    weights: dict[int, int]
-    unanswered: dict[int, asyncio.AbstractEventLoop]
-
-    def is_right(self, request: Request, result: Result, version: int) -> bool:
-        """Return whether this is the answer for the weights of this version."""
-        ...
-
-
 class WatchedStream(Stream):
     """A stream that compares each delta with the expected completion.
 
     A simulation that observes more overrides ``began``, ``whole`` and ``left``.
     """
 
-    def __init__(self, stream: Stream, runtime: Simulated, timeout: float | None) -> None:
+    def __init__(self, stream: Stream, runtime: SimulatedRuntime, timeout: float | None) -> None:
         super().__init__(stream._deltas, stream._flow, stream._request)
         self.runtime = runtime
         self.timeout = timeout

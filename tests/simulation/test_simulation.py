@@ -130,7 +130,7 @@ def test_the_runs_come_to_every_corner() -> None:
     others |= {"streamed", "whole", "left", "dropped"}
     assert ends | asked | others <= set(events)
     of_other_engines = {"sampled_tokens", "computed_tokens", "bytes_to_host", "seconds"}
-    of_other_engines |= {"prepared", "speculated", "kept_tokens"}
+    of_other_engines |= {"prepared", "speculated", "kept_tokens", "extended", "forked", "evicted"}
     of_this_moment = {"queued", "in_flight", "waiting", "resident"}
     never = {name for name, count in counted.items() if not count}
     assert never <= of_other_engines | of_this_moment

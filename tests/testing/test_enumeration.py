@@ -6,6 +6,7 @@ import asyncio
 import math
 import re
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -52,25 +53,56 @@ def expect(posterior: ExactPosterior, evidence: float, texts: dict[bytes, float]
     assert dict(by_tokens) == pytest.approx(dict(posterior.texts))
 
 
-@pytest.mark.parametrize("max_tokens", [1, 2, 5])
-def test_the_models_own_law_counts_texts_that_are_cut(max_tokens: int) -> None:
-    posterior = exact_posterior(MODEL, PROMPT, max_tokens=max_tokens)
-    expect(posterior, *by_hand(max_tokens, lambda text: 1, unfinished=True))
-    assert posterior.log_evidence == pytest.approx(0, abs=1e-12)
-    assert any(len(ids) == max_tokens for ids in posterior.token_ids)
+def even(text: Text) -> bool:
+    return not text.finished or len(text.bytes) % 2 == 0
 
 
-@pytest.mark.parametrize("pattern", ["(a|b){3,5}b", "a?", "(ab|ba)*"])
-@pytest.mark.parametrize("max_tokens", [3, 5])
-def test_a_constrained_text_ends_in_time(pattern: str, max_tokens: int) -> None:
+def matches(pattern: str) -> Callable[[str], bool]:
+    return lambda text: bool(re.fullmatch(pattern, text))
+
+
+async def slowly(text: Text) -> float:
+    await asyncio.sleep(0)
+    return float(len(text.bytes))
+
+
+def tempered(temperature: float) -> NGram:
+    rows = sampling.truncate(MODEL.table.view(-1, 5), temperature=temperature)
+    return MODEL.with_table(rows.view(5, 5, 5))
+
+
+@pytest.mark.parametrize("max_tokens", [1, 3, 5])
+async def test_a_posterior_is_the_sum_over_all_texts(max_tokens: int) -> None:
+    """Without a constraint, texts that are cut count; with one, a text has to end in time."""
     with genrt.load(MODEL, engine="exact") as lm:
-        constraint = regex(pattern, lm)
-        found = exact_posterior(MODEL, PROMPT, max_tokens=max_tokens, constraint=constraint)
-    evidence, texts = by_hand(max_tokens, lambda text: bool(re.fullmatch(pattern, text)))
-    expect(found, evidence, texts)
+        product = all_of(regex("(ab?)*", lm), predicate(even, lm))
+        of_product = lambda text: matches("(ab?)*")(text) and len(text) % 2 == 0
+        cases: list[tuple[dict[str, Any], Callable[[str], float]]] = [
+            *(
+                ({"constraint": regex(pattern, lm)}, matches(pattern))
+                for pattern in ("(a|b){3,5}b", "a?", "(ab|ba)*")
+            ),
+            ({"constraint": product}, of_product),
+            (
+                {"constraint": regex("a+", lm), "potential": slowly},
+                lambda text: math.exp(len(text)) * matches("a+")(text),
+            ),
+        ]
+        for options, weigh in cases:
+            evidence, texts = by_hand(max_tokens, weigh)
+            found = exact_posterior(MODEL, PROMPT, max_tokens=max_tokens, **options)
+            if evidence:
+                expect(found, evidence, texts)
+            else:
+                assert (found.evidence, dict(found.texts)) == (0.0, {})
+    for temperature in (1.0, 0.5, 3.0, 1e-6):
+        found = exact_posterior(MODEL, PROMPT, max_tokens=max_tokens, temperature=temperature)
+        own = by_hand(max_tokens, lambda text: 1, unfinished=True, model=tempered(temperature))
+        expect(found, *own)
+        assert any(len(ids) == max_tokens for ids in found.token_ids)
 
 
-def test_a_potential_weighs_finished_texts() -> None:
+def test_a_potential_weighs_finished_texts_once() -> None:
     seen: list[Text] = []
 
     def potential(text: Text) -> float:
@@ -85,47 +117,12 @@ def test_a_potential_weighs_finished_texts() -> None:
     assert b"a" not in found.texts
 
 
-async def test_an_asynchronous_potential_is_awaited_where_a_loop_runs() -> None:
-    async def potential(text: Text) -> float:
-        await asyncio.sleep(0)
-        return float(len(text.bytes))
-
-    with genrt.load(MODEL, engine="exact") as lm:
-        found = exact_posterior(
-            MODEL, PROMPT, max_tokens=4, constraint=regex("a+", lm), potential=potential
-        )
-    expect(found, *by_hand(4, lambda text: math.exp(len(text)) * bool(re.fullmatch("a+", text))))
-
-
-@pytest.mark.parametrize("temperature", [0.5, 3.0, 1e-6])
-def test_a_tempered_model_is_normalised_row_by_row(temperature: float) -> None:
-    rows = sampling.truncate(MODEL.table.view(-1, 5), temperature=temperature)
-    tempered = MODEL.with_table(rows.view(5, 5, 5))
-    found = exact_posterior(MODEL, PROMPT, max_tokens=4, temperature=temperature)
-    expect(found, *by_hand(4, lambda text: 1, unfinished=True, model=tempered))
-
-
 @pytest.mark.parametrize("pattern", ["x", "(ab){9,}", r"[^\d\D]"])
 def test_where_nothing_is_possible_there_is_no_posterior(pattern: str) -> None:
     with genrt.load(MODEL, engine="exact") as lm:
         found = exact_posterior(MODEL, PROMPT, max_tokens=4, constraint=regex(pattern, lm))
     assert (found.log_evidence, found.evidence) == (-math.inf, 0.0)
     assert (dict(found.token_ids), dict(found.texts)) == ({}, {})
-
-
-def test_predicates_and_products_are_asked() -> None:
-    texts: list[Text] = []
-
-    def even(text: Text) -> bool:
-        texts.append(text)
-        return not text.finished or len(text.bytes) % 2 == 0
-
-    with genrt.load(MODEL, engine="exact") as lm:
-        both = all_of(regex("(ab?)*", lm), predicate(even, lm))
-        found = exact_posterior(MODEL, PROMPT, max_tokens=4, constraint=both)
-    weigh = lambda text: bool(re.fullmatch("(ab?)*", text)) and len(text) % 2 == 0
-    expect(found, *by_hand(4, weigh))
-    assert len(texts) == len(set(texts))
 
 
 def test_a_prompt_may_be_text() -> None:

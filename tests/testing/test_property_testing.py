@@ -1,4 +1,4 @@
-"""``genrt.testing`` in users' hands: property tests of samplers, their own and the library's.
+"""``genrt.testing`` in users' hands: property tests of a sampler of their own.
 
 Each property is tried on models, constraints and seeds that Hypothesis draws, the same ones every time,
 at the level 1e-6 an example. A sampler that is broken on purpose must be found so as well.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,18 +19,14 @@ from hypothesis import strategies as st
 import genrt
 from genrt.constraints import Constraint
 from genrt.engines.exact import NGram
-from genrt.inference import SMC, Resampler, Result, TextModel, multinomial, partial, systematic
 from genrt.lm import AsyncLM
 from genrt.testing import (
-    assert_samples_from,
     assert_weighted_samples_from,
     constraints,
     exact_posterior,
-    potentials,
     seeds,
     small_lms,
 )
-from genrt.tokens.texts import Potential
 
 PROMPT = [0]
 MAX_TOKENS = 4
@@ -147,71 +142,3 @@ def test_a_wrong_smc_of_ones_own_is_found(bug: str) -> None:
 
     with pytest.raises(AssertionError, match=r"properly weighted|its probability is 0"):
         check()
-
-
-# -- the library's own ------------------------------------------------------------------------
-
-
-def results(make: Callable[[AsyncLM], SMC], lm: AsyncLM, seed: int, runs: int) -> list[Result]:
-    async def all_runs() -> list[Result]:
-        smc = make(lm)
-        return await asyncio.gather(*(smc.run(seed + run) for run in range(runs)))
-
-    return asyncio.run(all_runs())
-
-
-@property_test()
-@given(
-    model=small_lms(duplicates=True, max_vocab_size=4),
-    seed=seeds(),
-    potential=st.none() | potentials(),
-    temperature=st.sampled_from([1.0, 0.5, 2.0]),
-    resample=st.sampled_from([systematic, multinomial, partial]),
-    data=st.data(),
-)
-def test_smc_is_properly_weighted(
-    model: NGram,
-    seed: int,
-    potential: Potential | None,
-    temperature: float,
-    resample: Resampler,
-    data: st.DataObject,
-) -> None:
-    with genrt.load(model, engine="exact") as lm:
-        target: dict[str, Any] = {
-            "max_tokens": MAX_TOKENS,
-            "constraint": data.draw(st.none() | constraints(lm)),
-            "potential": potential,
-            "temperature": temperature,
-        }
-        exact = exact_posterior(model, PROMPT, **target)
-        found = results(
-            lambda lm: SMC(TextModel(lm, PROMPT, **target), num_particles=3, resample=resample),
-            lm,
-            seed,
-            100,
-        )
-    assert_weighted_samples_from(
-        [(result.token_ids, result.log_weights) for result in found],
-        exact.token_ids,
-        log_evidence=exact.log_evidence,
-    )
-
-
-@property_test()
-@given(model=small_lms(split_characters=True, max_vocab_size=5), seed=seeds())
-def test_plain_samples_have_the_models_law(model: NGram, seed: int) -> None:
-    async def samples(lm: AsyncLM) -> list[list[int]]:
-        end = [model.vocab_size - 1]
-        return await asyncio.gather(
-            *(
-                lm.sample(PROMPT, max_tokens=3, stop_token_ids=end, seed=seed + run)
-                for run in range(RUNS)
-            )
-        )
-
-    with genrt.load(model, engine="exact") as lm:
-        drawn = asyncio.run(samples(lm))
-    texts = [tuple(token for token in ids if token != model.eos_token_id) for ids in drawn]
-    exact = exact_posterior(model, PROMPT, max_tokens=3)
-    assert_samples_from(texts, exact.token_ids)

@@ -210,10 +210,6 @@ def test_the_space_in_front_is_in_the_bytes_of_the_first_token(name: str) -> Non
     assert spelled(name, "cat") == b" cat"
 
 
-def test_some_tokenizers_put_a_space_after_each_added_token_too() -> None:
-    assert spelled("llama-2", "a<töol>b") == " a<töol> b".encode()
-
-
 @pytest.mark.parametrize("name", EXACT | SPACE_IN_FRONT)
 def test_text_without_utf8_is_refused(name: str) -> None:
     with pytest.raises(InvalidRequest, match="surrogate"):
@@ -366,12 +362,6 @@ def test_str_vocab_shows_parts_of_characters_as_replacement_characters() -> None
     assert str_vocab(tokenizer, 262)[1 + 0xC3] == "\ufffd"
 
 
-@pytest.mark.parametrize("size", [-1, 2.0, True, None])
-def test_a_vocab_size_that_is_none_is_refused(size: Any) -> None:
-    with pytest.raises(InvalidRequest, match="vocab_size"):
-        byte_vocab(table(), size)
-
-
 def test_special_token_ids() -> None:
     assert special_token_ids(BytesTokenizer([b"a"])) == frozenset()
     assert special_token_ids(table()) == {0}
@@ -492,12 +482,6 @@ def test_decode_joins_bytes_across_tokens_and_leaves_out_the_end() -> None:
     assert (len(tokenizer), tokenizer.eos_token_id) == (3, 2)
 
 
-@pytest.mark.parametrize("token_id", [-1, 3, 1.0, "a", None])
-def test_decode_refuses_what_is_no_token_id(token_id: Any) -> None:
-    with pytest.raises(InvalidRequest, match="token id"):
-        BytesTokenizer([b"a", b"b", b"c"]).decode([0, token_id])
-
-
 # -- the embedded model's tokenizer ----------------------------------------------------------------
 
 
@@ -521,10 +505,3 @@ def test_the_bytes_of_smollm2s_tokens_are_the_text(
     # Its vocabulary lacks the tokens of these bytes.
     assume(not set(text.encode()) & {0x04, 0x06, 0x13, 0x14, 0x16, 0x1D, 0xF1, 0xF2})
     assert b"".join(tokens[i] for i in encode(tokenizer, text)) == text.encode()
-
-
-@pytest.mark.embedded
-def test_smollm2s_special_tokens_are_its_first_17(smollm2: tuple[Any, list[bytes]]) -> None:
-    tokenizer, tokens = smollm2
-    assert special_token_ids(tokenizer) == set(range(17))
-    assert tokens[2] == b"<|im_end|>"

@@ -38,7 +38,6 @@ from genrt.errors import (
     EngineUnsupported,
     GenrtError,
     InvalidAdapter,
-    InvalidRequest,
     UnknownAdapter,
 )
 from genrt.numbers import check_int
@@ -116,8 +115,6 @@ class RemoteEngine(SteppedEngine):
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Take a flush as ``SteppedEngine.submit`` does; the next step sends it."""
-        if any(each in self._direct for each in requests):
-            raise InvalidRequest("a request is in progress already: join it, don't submit it again")
         super().submit(requests)
         for request in requests:  # except refused ones, samples and completions
             if request in self._in_progress and isinstance(
@@ -242,11 +239,6 @@ class RemoteEngine(SteppedEngine):
         if isinstance(error, EngineUnsupported):
             error = EngineDied(str(error))
         super()._fail(error, started)
-
-    def _check(self, request: Request) -> None:
-        if isinstance(request, PopulationDraw | ScoreRequest):
-            return  # checked when the request was made
-        super()._check(request)
 
 
 class _RemoteRows(SteppedModel):

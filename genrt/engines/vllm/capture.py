@@ -1,16 +1,8 @@
 """Captures vLLM's rows by request, with a global logits processor for its runners V1 and V2.
 
-Rules:
-    A row is matched to its request by the ticket in ``SamplingParams.extra_args``, never by its position
-    in the batch. V1 reports where a request's row is by ``update_state``, V2 by slot.
-    A prompt that is prefilled in several steps yields a row in each; the last row is the right one.
-    Steps without a logprobs request compute no rows here.
-
-On a CPU, the V1 runner's samples are drawn here too: each token from ``(seed, tokens before it)``. vLLM's
-own CPU sampler draws from the process's generator, whether or not a request has a seed. A seeded
-request's generator would also advance with the discarded draws of a chunked prompt.
-
-``docs/new_vllm.md`` lists the parts of vLLM that this file uses.
+A row is matched to its request by the ticket in ``SamplingParams.extra_args``, never by its position in
+the batch. On a CPU, the V1 runner's samples are drawn here too, each from ``(seed, tokens before it)``:
+vLLM's CPU sampler draws from the process's generator, whether or not a request has a seed.
 """
 
 from __future__ import annotations
@@ -81,7 +73,7 @@ class RowStore:
 
     def put(self, tickets: Sequence[int], logits: torch.Tensor) -> None:
         """Store the rows of ``logits`` ``[len(tickets), vocab_size]``. A later row of a ticket replaces
-        the earlier one."""
+        the earlier one, which was of a prompt's first part."""
         rows = log_probabilities(logits)
         for position, ticket in enumerate(tickets):
             self._rows[ticket] = (rows, position)
@@ -208,8 +200,8 @@ class CaptureV1(V1LogitsProcessor):  # type: ignore[misc]
                 if entry.ticket is not None
             }
             indices = sorted(tickets)
-            every = indices == list(range(len(logits)))
-            chosen = None if every else torch.tensor(indices, device=logits.device)
+            is_all = not indices or indices == list(range(len(logits)))
+            chosen = None if is_all else torch.tensor(indices, device=logits.device)
             self._layout = [tickets[index] for index in indices], chosen
         in_order, rows = self._layout
         if in_order:
@@ -259,15 +251,8 @@ OTHER_SAMPLER = "this vLLM's sampler gathers log-probabilities otherwise"
 
 
 class LawsV1:
-    """Wraps runner V1's sampler: computes the law when it draws, and reads it when it gathers.
-
-    Args:
-        sampler: vLLM's.
-        rows: returns the rows of the current step that want the law's log-probabilities.
-
-    Raises:
-        EngineUnsupported: this vLLM's sampler works differently.
-    """
+    """Wraps runner V1's sampler: computes the law when it draws, and reads it when it gathers. ``rows``
+    returns the current step's rows that want it. Raises EngineUnsupported for another sampler."""
 
     def __init__(self, sampler: Any, rows: Callable[[], list[int]]) -> None:
         if not hasattr(sampler, "topk_topp_sampler") or not hasattr(sampler, "gather_logprobs"):
@@ -305,8 +290,8 @@ class LawsV1:
 
 
 class LawsV2:
-    """Wraps runner V2's sampler, which takes log-probabilities from the logits that ``sample`` returns if
-    its ``logprobs_mode`` says so. Arguments and errors as in ``LawsV1``; ``rows`` gets the slots."""
+    """``LawsV1`` for runner V2, whose sampler takes log-probabilities from the logits that ``sample``
+    returns if its ``logprobs_mode`` says so; ``rows`` gets the step's slots."""
 
     def __init__(self, sampler: Any, rows: Callable[[np.ndarray], np.ndarray]) -> None:
         if not hasattr(sampler, "sample") or not hasattr(sampler, "logprobs_mode"):
@@ -336,10 +321,8 @@ class LawsV2:
 
 
 def install_capture(model_runner: Any, own_processors: bool) -> RowStore:
-    """Return the row store of a runner's capture.
-
-    On a CPU, the capture also draws the V1 runner's samples. On both runners, the sampler then returns
-    log-probabilities of the law to requests that want them.
+    """Return the row store of a runner's capture, and change its sampler: it returns log-probabilities of
+    the law to requests that want them.
 
     Args:
         own_processors: whether the user has logits processors too. If not, the V1 runner need not list

@@ -1,7 +1,6 @@
 """One rank of a tensor-parallel model: a vLLM engine in its own process, with a share of each layer.
 
-Each rank schedules by itself and receives the same requests in the same order. So all ranks run the same
-forwards, exchange their results in them, and have every row at the end.
+Each rank schedules the same requests in the same order, runs the same forwards, and has every row.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LAUNCHED", "Rank", "Share", "broadcast_from_rank0", "keep_local", "leave_ranks"]
 
-LAUNCHED = "external_launcher"
-"""vLLM's name of its executor for ranks that vLLM does not launch."""
+LAUNCHED = "external_launcher"  # vLLM's name of its executor for ranks that it does not launch
 
 
 @dataclass(frozen=True, slots=True)

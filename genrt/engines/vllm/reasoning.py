@@ -35,8 +35,6 @@ class ReasoningParsers:
         self._made: type[Parser] | None = None
         if not named.reasoning_parser:
             return
-        if self._config.skip_tokenizer_init:
-            raise InvalidRequest(NO_TOKENIZER)
         # Imported here, as it brings vLLM's server along.
         from vllm.parser import ParserManager
         from vllm.reasoning import ReasoningParserManager

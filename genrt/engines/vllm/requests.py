@@ -30,27 +30,16 @@ __all__ = [
     "row_params",
 ]
 
-TICKET = "genrt_ticket"
-"""The number by which the capture knows a request for a row."""
-
-OPEN = "genrt_open"
-"""Marks a request as one to keep open after its row."""
-
-FIRST = "genrt_first"
-"""The first position, counted from 0, of a score: the first one with a wanted hidden state."""
-
-LAW = "genrt_law"
-"""Marks a request that wants the log-probabilities of its law."""
-
+TICKET = "genrt_ticket"  # the number by which the capture knows a request for a row
+OPEN = "genrt_open"  # of a request to keep open after its row
+FIRST = "genrt_first"  # the first wanted position, counted from 0, of a score
+LAW = "genrt_law"  # of a request that wants the log-probabilities of its law
+# The seed of a text that draws its tokens in the capture. vLLM gets no seed then: for a prompt that is
+# computed in parts, its runner V1 rewinds the request's generator, which a CPU generator cannot do.
 SEED = "genrt_seed"
-"""The seed of a text that draws its tokens in the capture.
-
-vLLM gets no seed then. For a prompt that is computed in parts, its runner V1 rewinds the request's
-generator; a CPU generator cannot do that, and the whole step would fail."""
 
 NOT_COMPUTED = re.compile(r"head.?size|attention backend|architectures .* not supported", re.I)
 """The errors by which vLLM refuses a model whose layers it has no kernels for."""
-
 
 _ROW = SamplingParams(  # one greedy token, which is not read
     max_tokens=1,
@@ -63,12 +52,8 @@ _ROW = SamplingParams(  # one greedy token, which is not read
 
 
 def row_params(ticket: int, *, open_for: int | None, first: int | None = None) -> SamplingParams:
-    """Return the sampling parameters of a request for the row with this ticket.
-
-    Args:
-        open_for: the most tokens for which the request stays open; ``None`` if it ends with the row.
-        first: the first wanted position of a score.
-    """
+    """Return the sampling parameters of a request for the row with this ticket, or for a score from
+    ``first`` on. It ends with the row, or stays open for at most ``open_for`` tokens."""
     params = copy(_ROW)
     params.extra_args = {TICKET: ticket}
     if first is not None:

@@ -1,13 +1,8 @@
 """Drives vLLM's model runners V1 and V2 for open requests: tokens and seats in, rows out.
 
-A step can be *prepared* while the device still computes the previous step. ``execute_model`` then sets up
-everything except the tokens and is stopped right before the forward. When the tokens are known, they are
-written to the input buffer and the forward runs. It runs again if the first tokens were wrong. When the
-tokens are certain, the step is *confirmed*.
-
-On a GPU, writing the tokens is one launch, and so is making rows from hidden states.
-
-``docs/new_vllm.md`` lists the parts of vLLM that this file uses.
+A step is *prepared* while the device computes the previous one: ``execute_model`` sets up everything
+except the tokens and is stopped right before the forward. With the tokens in the input buffer the forward
+*runs*, and again if they were wrong. When they are certain, the step is *confirmed*.
 """
 
 from __future__ import annotations
@@ -47,8 +42,8 @@ __all__ = [
 
 @dataclass(slots=True)
 class NextTokens:
-    """The next input tokens of different requests, as columns. Each token follows ``positions`` others;
-    vLLM counts the first ``prompts`` of these as the request's prompt."""
+    """The next input tokens of different requests, as columns. Each token follows ``positions`` others,
+    of which vLLM counts the first ``prompts`` as the prompt."""
 
     request_ids: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -201,11 +196,8 @@ class RunnerV1:
         self._repeats = runner.device.type == "cpu" and not differs
 
     def prepare(self, output: SchedulerOutput, before: Prepared | None = None) -> Prepared | None:
-        """Prepare a step of one token for each request.
-
-        Return ``None`` where the forward cannot run apart from its preparation. ``before`` is the
-        prepared step that ran last, if no other step has run since.
-        """
+        """Prepare a step of one token for each request; ``None`` if its forward cannot run by itself.
+        ``before`` is the prepared step that ran last, if no other step has run since."""
 
         def stop(**inputs: Any) -> NoReturn:
             raise _Stopped(get_forward_context(), inputs)
@@ -235,12 +227,9 @@ class RunnerV1:
     def run(
         self, step: Prepared, token_ids: torch.Tensor, order: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """Run a prepared step and return its rows in the order of its requests, valid until a step runs
-        again.
-
-        Request ``i`` gets token ``i``, or ``order[i]``, of ``token_ids`` ``[n]``, which are on the device
-        or in pinned memory; a negative number is token 0. The step can run again with other tokens.
-        """
+        """Run a prepared step, perhaps again, and return its rows in the order of its requests, valid
+        until a step runs. Request ``i`` gets token ``i``, or ``order[i]``, of ``token_ids`` ``[n]``, on
+        the device or in pinned memory; a negative number is token 0."""
         runner = self._runner
         context, inputs = step.launch
         self._inputs.put(token_ids, order)

@@ -1,26 +1,15 @@
 """Computes scores: log-probabilities or rows at many positions of a text, from the forwards that run it.
 
-A score is one vLLM request; its prompt is the text without its last token. Both runners
-look for vLLM's prompt logprobs after each forward, when they have the hidden states of all computed
-positions. There this file computes the wanted rows, a bounded number at a time, and keeps one entry of
-each row, or the row.
-
-Rules:
-    A score's cached prefix ends before its first wanted position, because no hidden states are computed
-    for cached tokens. The score's own blocks serve later requests.
-    Positions are taken once and in order, over as many steps as the text needs. After a preemption they
-    come again and are skipped. A request that ends without some is an error.
-    A position is NaN if its row is not finite, and only its request fails.
-    In a step of scores alone runner V2 draws no tokens, because their tokens and last rows are not read.
-
-``docs/new_vllm.md`` lists the parts of vLLM that this file uses.
+A score is one vLLM request; its prompt is the text without its last token. Both runners look for vLLM's
+prompt logprobs after each forward, when they have the hidden states of all computed positions. There this
+file computes the wanted rows, a bounded number at a time, and keeps one entry of each row, or the row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple
 
 import torch
 from vllm.config import VllmConfig
@@ -35,10 +24,6 @@ from genrt.questions.scores import ScoreRequest, Wanted, score_entries
 from genrt.tokens.rows import Leaving, moved
 
 __all__ = ["Positions", "attach", "positions_of"]
-
-
-Logits: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
-"""Returns the logits ``[n, vocab_size]`` of hidden states ``[n, width]``."""
 
 
 class Span(NamedTuple):
@@ -78,39 +63,26 @@ class _ScorePart(NamedTuple):
 
 
 class Positions:
-    """The scores in progress of one engine, by the ids of their vLLM requests.
+    """The scores in progress of one engine, by the ids of their vLLM requests; without a model
+    ``runner``, scores are not supported."""
 
-    Args:
-        compute_logits: ``None`` where hidden states are not accessible and scores are not supported.
-        activate: sets the LoRA adapter of each hidden state for the next logits; ``None`` without
-            adapters.
-    """
-
-    def __init__(
-        self,
-        compute_logits: Logits | None = None,
-        activate: Callable[[Sequence[LoRARequest | None]], None] | None = None,
-        *,
-        vocab_size: int = 1,
-        device: torch.device | None = None,
-    ) -> None:
-        self._compute_logits = compute_logits
-        self._activate = activate
+    def __init__(self, runner: Any = None, vocab_size: int = 1) -> None:
+        self._runner = runner
         # 2**25 logits, 256 MiB at most with their float32 copy, are enough positions for a matrix product
         # that is not bound by reading the weights.
         self._at_once = max(1, 2**25 // vocab_size)
-        self._device = device or torch.device("cpu")
+        self._device = torch.device("cpu" if runner is None else runner.device)
         self._scores: dict[str, _Score] = {}
         self.scored_tokens = 0
 
     @property
     def are_taken(self) -> bool:
         """True if the engine supports scores; otherwise callers ask for rows."""
-        return self._compute_logits is not None
+        return self._runner is not None
 
     def stop(self) -> None:
         """Support no scores from now on, and drop the references to the model."""
-        self._compute_logits = self._activate = None
+        self._runner = None
         self._scores.clear()
 
     @property
@@ -119,11 +91,7 @@ class Positions:
         return 0 if self._device.type == "cpu" else 4 * self.scored_tokens
 
     def begin(self, request_id: str, request: ScoreRequest, lora: LoRARequest | None) -> None:
-        """Start the score of a request that is sent to vLLM next.
-
-        Raises:
-            EngineFailed: this engine does not support scores.
-        """
+        """Start the score of a request that is sent to vLLM next."""
         if not self.are_taken:
             raise EngineFailed("this engine takes a row for every token of a score")
         targets = moved(
@@ -147,7 +115,7 @@ class Positions:
             score = self._scores.get(span.request_id)
             if score is None or span.computed > score.next:  # ``take`` reports the gap
                 continue
-            end = min(span.computed + span.length, score.end)
+            end = min(span.computed + span.length, score.end)  # after a preemption they come again
             if end > score.next:
                 start = span.offset - span.computed
                 found = hidden_states[start + score.next : start + end]
@@ -187,13 +155,18 @@ class Positions:
         """Yield rows for some positions at a time, with the slice of positions."""
         hidden_states = _cat([each.hidden_states for each in group])
         loras = [each.score.lora for each in group for _ in range(each.begin, each.end)]
-        compute_logits = cast("Logits", self._compute_logits)  # not None, since there are scores
         for start in range(0, len(hidden_states), self._at_once):
             part = slice(start, start + self._at_once)
-            if self._activate is not None:
-                self._activate(loras[part])
-            logits = compute_logits(hidden_states[part])
+            if self._runner.lora_config is not None:
+                # Each hidden state has its own adapter here; the next step sets one per row again.
+                ids = tuple(0 if lora is None else lora.lora_int_id for lora in loras[part])
+                self._runner._set_active_loras(ids, ids, {*loras[part]} - {None})
+            logits = self._compute_logits(hidden_states[part])
             yield part, log_probabilities(logits, may_overwrite=True)
+
+    def _compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self._runner.model.compute_logits(hidden_states)
+        return logits
 
     def take(self, request_ids: Iterable[str]) -> dict[str, torch.Tensor | None]:
         """Remove the scores among these requests and return them; ``None`` where a row was not finite.
@@ -253,16 +226,12 @@ def positions_of(
     ):
         return Positions()
     limit_hits(scheduler)
-    return attach(runner, vocab_size=int(config.model_config.get_vocab_size()))
+    return attach(runner, int(config.model_config.get_vocab_size()))
 
 
-def attach(runner: Any, *, vocab_size: int) -> Positions:
+def attach(runner: Any, vocab_size: int) -> Positions:
     """Return ``Positions`` that see every step of a runner."""
-    compute_logits = lambda hidden_states: runner.model.compute_logits(hidden_states)
-    activate = None if runner.lora_config is None else lambda loras: _set_adapters(runner, loras)
-    positions = Positions(
-        compute_logits, activate, vocab_size=vocab_size, device=torch.device(runner.device)
-    )
+    positions = Positions(runner, vocab_size)
     # Set on the instance, so that it hides the class's method.
     if hasattr(runner, "input_batch"):
         look = runner._get_prompt_logprobs_dict
@@ -292,7 +261,8 @@ def attach(runner: Any, *, vocab_size: int) -> Positions:
 
 
 def _undrawn(runner: Any, batch: Any) -> Any:
-    """Return the outputs of the V2 runner's ``sample``, with token 0 in place of each draw."""
+    """Return the outputs of the V2 runner's ``sample``, with token 0 in place of each draw, because the
+    tokens and last rows of scores are not read."""
     ones, lengths = batch.seq_lens.new_ones(batch.num_reqs), runner.req_states.prefill_len.gpu
     counts = get_num_sampled_and_rejected(
         ones, batch.seq_lens, batch.cu_num_logits, batch.idx_mapping, lengths
@@ -316,14 +286,9 @@ def _spans_v2(batch: Any) -> Iterator[Span]:
         yield Span(request_id, *map(int, numbers))
 
 
-def _set_adapters(runner: Any, loras: Sequence[LoRARequest | None]) -> None:
-    """Make each hidden state's own adapter compute its logits, until the next step sets one per row."""
-    ids = tuple(0 if lora is None else lora.lora_int_id for lora in loras)
-    runner._set_active_loras(ids, ids, {lora for lora in loras if lora is not None})
-
-
 def limit_hits(scheduler: Any) -> None:
-    """Limit the cached prefixes of a scheduler's scores to tokens before the first wanted position."""
+    """Limit the cached prefixes of a scheduler's scores to tokens before the first wanted position:
+    cached tokens have no hidden states."""
     find = scheduler._get_local_prefix_cache_hit
 
     def found(request: Any, *limit: Any) -> Any:

@@ -1,14 +1,8 @@
 """Seats: vLLM requests that continue as other sequences, with the tokens and KV blocks of their donors.
 
 A fork takes over a request that is no longer needed. It shares the full blocks of its donor and owns its
-last block. Blocks that the request and its donor had in common stay in place. Where sequences part late,
-most blocks are common, so the cost of a fork does not grow with their length.
-
-``Seats`` changes the scheduler's requests, ``SeatTables`` the device tables of model runner V2, and
-``BlockCopies`` the KV caches. vLLM copies layer by layer, with two kernels each, and writes table by
-table. Here all layers, and all tables, take one launch each on a GPU.
-
-``docs/new_vllm.md`` lists the parts of vLLM that this file uses.
+last block. Blocks that both had in common stay in place, so the cost of a fork does not grow with the
+length of sequences that part late. On a GPU all layers, and all tables, take one launch each.
 """
 
 from __future__ import annotations

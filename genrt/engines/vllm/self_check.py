@@ -18,12 +18,8 @@ from genrt.questions.scores import ScoreRequest
 
 __all__ = ["run_self_check"]
 
-LIKELY = -15.0
-"""Rows are compared where a log-probability is above this value."""
-
-TF32 = 2.0**-10
-"""The rounding with which kernels may multiply in float32. A row that was computed in another way may
-differ by 64 times the rounding: by half a nat in bfloat16, by 1/16 in float16 and float32."""
+LIKELY = -15.0  # rows are compared where a log-probability is above this value
+TF32 = 2.0**-10  # the rounding with which kernels may multiply in float32
 
 
 def run_self_check(engine: VLLMEngine, *, rounding: float, block_size: int) -> None:
@@ -40,7 +36,7 @@ def run_self_check(engine: VLLMEngine, *, rounding: float, block_size: int) -> N
     Raises:
         EngineUnsupported: the results are not rows, or a row depends on its place in the batch.
     """
-    noise = 64 * max(rounding, TF32)
+    noise = 64 * max(rounding, TF32)  # half a nat in bfloat16, 1/16 in float16 and float32
     try:
         _check_rows(engine, noise)
         if engine.keeps_residents:

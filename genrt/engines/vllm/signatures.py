@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeAlias
 
@@ -45,20 +45,20 @@ def check_signatures(version: str) -> None:
         )
 
 
-def differences(recorded: Mapping[str, str | None], found: Mapping[str, str | None]) -> list[str]:
+def differences(recorded: Signatures, found: Signatures) -> list[str]:
     """Return a sentence for each method whose parameters differ from the recorded ones."""
+
+    def said(parameters: str | None) -> str:
+        return "no definition" if parameters is None else f"the parameters ({parameters})"
+
     return [
-        f"{name} has {_described(parameters)}, and {_described(recorded[name])} was expected"
+        f"{name} has {said(parameters)}, and {said(recorded[name])} was expected"
         for name, parameters in found.items()
         if parameters != recorded[name]
     ]
 
 
-def _described(parameters: str | None) -> str:
-    return "no definition" if parameters is None else f"the parameters ({parameters})"
-
-
-def installed(names: Mapping[str, object]) -> Signatures:
+def installed(names: Iterable[str]) -> Signatures:
     """Return the signatures of these methods, without methods of modules that are not imported."""
     found: Signatures = {}
     for name in names:

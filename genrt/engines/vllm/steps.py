@@ -1,23 +1,8 @@
 """Runs steps: vLLM's own, and decode steps of open requests, which are prepared and speculated.
 
-A *decode step* gives one token to sequences that were extended or forked, and does no other work.
-``OpenScheduler`` schedules it, vLLM's runner runs it, and genrt takes its logits in place of sampling.
-While the same sequences continue step after step, the next step is *prepared* while the device computes:
-it lacks only its tokens. If the tokens were drawn on the device, the step is *speculated*: it runs with
-them before a caller asks for it.
-
-vLLM runs every other step. The next token of a text is drawn on the device, so steps of texts alone are
-scheduled while the previous step computes, by vLLM's asynchronous scheduling.
-
-Rules:
-    Tokens are written where the runner reads them before the step that needs them.
-    A speculated step answers only for the tokens that it ran with; for others the prepared step runs.
-    After ``MISSES`` unused prepared steps in a row, only every ``RETRY``-th step prepares the next one.
-    The same holds for speculated steps.
-    A request for a row waits for the end of a step that was scheduled ahead. After a row, the next
-    ``PATIENCE`` steps are not scheduled ahead, because more rows are likely.
-
-``docs/new_vllm.md`` lists the parts of vLLM that this file uses.
+A *decode step* gives one token to sequences that were extended or forked, and does no other work. While
+the same sequences continue, the next step is *prepared* while the device computes: it lacks only its
+tokens. If these were drawn on the device, it is *speculated*: it runs before a caller asks for it.
 """
 
 from __future__ import annotations
@@ -39,6 +24,8 @@ __all__ = ["CoreSteps", "DecodeSteps", "DecodedStep", "shut_down"]
 
 
 MISSES, RETRY, PATIENCE = 3, 16, 4
+"""After ``MISSES`` prepared, or speculated, steps in a row that nobody used, only every ``RETRY``-th step
+tries again. After a row, ``PATIENCE`` steps of texts are not scheduled ahead: more rows are likely."""
 
 
 class DecodedStep(NamedTuple):
@@ -80,15 +67,12 @@ class _Speculated(NamedTuple):
 
 
 class DecodeSteps:
-    """Runs the decode steps of an engine in this process.
-
-    ``extend`` and ``reseat`` set up the next step; ``run`` launches it; ``prepare_next`` ends it while
-    the device computes.
+    """Runs the decode steps of an engine in this process: ``extend`` and ``reseat`` set up the next one,
+    ``run`` launches it, ``prepare_next`` ends it while the device computes.
 
     Args:
         enabled: whether decode steps are correct for this engine: a row depends on the forward alone.
         ahead: whether steps are prepared and speculated.
-        device: the runner's device.
     """
 
     def __init__(
@@ -100,11 +84,8 @@ class DecodeSteps:
         ahead: bool,
         device: torch.device,
     ) -> None:
-        self._scheduler = scheduler
-        self._runner = runner
-        self._enabled = enabled
-        self.ahead = ahead
-        self._device = device
+        self._scheduler, self._runner, self._device = scheduler, runner, device
+        self._enabled, self.ahead = enabled, ahead
         # Changes that ``run`` has still to pass to the runner.
         self._seats: list[Seat] = []
         self._tokens = NextTokens()
@@ -150,10 +131,7 @@ class DecodeSteps:
 
     @torch.inference_mode()
     def run(self) -> DecodedStep | None:
-        """Launch the next step if it is a decode step.
-
-        Return ``None`` if vLLM must run its own step; the runner has then received all changes.
-        """
+        """Launch the next step. Return ``None`` if vLLM must run its own step, with all changes."""
         prepared, speculated = self._prepared, self._speculated
         self.discard()
         self._steps += 1
@@ -181,7 +159,6 @@ class DecodeSteps:
         return DecodedStep(request_ids, rows)
 
     def _reseat_runner(self) -> bool:
-        """Pass the changes of seats to the runner; return whether there were any."""
         changed = bool(self._seats)
         if changed:
             self._runner.reseat(self._seats)
@@ -311,20 +288,14 @@ def shut_down(llm_engine: Any) -> None:
 
 
 class CoreSteps:
-    """The steps of one engine's core.
-
-    Args:
-        client: vLLM's client of the core.
-        scheduler: the core's if it is genrt's; only that one can be switched to scheduling ahead.
-        runner: the model runner, if it is in this process.
-    """
+    """The steps of one engine's core. Steps of texts alone are scheduled while the previous step
+    computes, if the core's ``scheduler`` is genrt's; ``runner`` is vLLM's, if it is in this process."""
 
     def __init__(
         self, client: EngineCoreClient, scheduler: OpenScheduler | None, runner: Any = None
     ) -> None:
         self._client: Any = client
-        self._runner = runner
-        self._scheduler = scheduler
+        self._runner, self._scheduler = runner, scheduler
         self._core: Any = self._client.engine_core if scheduler is not None else None
         self._can_be_ahead = getattr(self._core, "batch_queue", None) is not None
         self._without_rows = 0
@@ -361,7 +332,7 @@ class CoreSteps:
             self._runner.execute_model_state = None
 
     def _ahead(self, scheduler: OpenScheduler) -> Any:
-        """Schedule a step and return the outputs of the previous one, which the first of many lacks."""
+        """Schedule a step and return the outputs of the previous one, if there is one."""
         scheduler.ahead = True
         try:
             outputs, _ = self._core.step_with_batch_queue()

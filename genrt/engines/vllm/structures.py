@@ -24,8 +24,7 @@ from genrt.structures.guides import Guide, Guides, Structure, compact_schema, te
 
 __all__ = ["NAME", "GuidedStructures", "check_structures_config"]
 
-NAME = "guidance"
-"""vLLM's name of the backend on llguidance."""
+NAME = "guidance"  # vLLM's name of the backend on llguidance
 
 _OPTIONS = {
     StructuredOutputOptions.JSON: "json_schema",

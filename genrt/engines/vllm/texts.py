@@ -1,17 +1,8 @@
 """Draws samples, completions and the texts of vLLM's own front ends, all by one path.
 
 vLLM checks the options; its output processor detokenizes, finds stop strings and collects
-log-probabilities.
-
-Rules:
-    At most ``max_num_seqs`` texts run at once. vLLM has more slots than that, an eighth more and at least
-    one, so that a logprobs request never waits for a long text to end.
-    The output processor reads ``READ_EVERY`` tokens of a text at once, because it costs more than all
-    other work for a token. It reads each token at once if a stop string may end the text, if vLLM
-    returns log-probabilities, or if a parser needs single tokens. The tokens of a stream are read before
-    they are delivered.
-    A restarted stream skips the tokens that its reader has, also on another engine. It fails if the new
-    text differs from them.
+log-probabilities. A restarted stream skips the tokens that its reader has, also on another engine, and
+fails if the new text differs from them.
 """
 
 from __future__ import annotations
@@ -60,10 +51,15 @@ __all__ = ["NativeText", "TextRequest", "VLLMTexts", "computed_token_count", "ne
 TextRequest: TypeAlias = SampleRequest | CompletionRequest | NativeRequest
 """A request that takes a slot of vLLM for many steps."""
 
-TextEnd: TypeAlias = tuple[str, Result | GenrtError]
-"""The id of a request with its result or its error."""
-
 READ_EVERY = 16
+"""How many tokens of a text the output processor reads at once: it costs more than all other work."""
+
+SAME = (
+    *("max_tokens", "min_tokens", "top_p", "top_k", "min_p", "ignore_eos", "logprobs"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("include_stop_str_in_output", "skip_special_tokens"),
+)
+"""The options that have the same name and meaning in vLLM."""
 
 
 @dataclass(slots=True, eq=False)
@@ -142,12 +138,6 @@ class _TextState:
             weights_version=self.request.weights_version,
         )
 
-    def parse(self, token_ids: Sequence[int]) -> None:
-        """Separate the reasoning of a stream's new tokens from its text."""
-        if self.reasoning is not None and self.request.streamed:
-            detokenizer = self.state.detokenizer
-            self.reasoning.add(token_ids, detokenizer.output_text, detokenizer.stop_buffer_length)
-
     def progress(self) -> Delta | None:
         """Return the part that was drawn since the last call, if any."""
         detokenizer, start, text_start = self.state.detokenizer, self.delivered, self.delivered_text
@@ -172,13 +162,19 @@ class _TextState:
     ) -> tuple[tuple[float, ...], tuple[dict[int, float], ...]]:
         """Return the log-probabilities of drawn tokens, and the likeliest tokens of each place."""
         decoding = self.request.decoding
-        count = decoding.logprobs
-        own = tuple(place[token].logprob for place, token in zip(places, drawn, strict=False))
-        top = tuple(_likeliest(place, count) for place in places) if count else ()
-        if decoding.tells_law and decoding.temperature < GREEDY_BELOW:  # one token is certain
-            own = (0.0,) * len(own)
-            top = tuple(_certain(token, each) for token, each in zip(drawn, top, strict=False))
-        return own, top
+        is_certain = decoding.tells_law and decoding.temperature < GREEDY_BELOW
+        own: list[float] = []
+        top: list[dict[int, float]] = []
+        for place, token in zip(places, drawn, strict=False):
+            own.append(0.0 if is_certain else place[token].logprob)
+            if count := decoding.logprobs:  # vLLM adds the drawn token
+                ranked = sorted(place.items(), key=lambda entry: entry[1].rank)
+                likeliest = {token: each.logprob for token, each in ranked if each.rank <= count}
+                if is_certain:
+                    others = [each for each in likeliest if each != token][: len(likeliest) - 1]
+                    likeliest = {token: 0.0, **dict.fromkeys(others, -math.inf)}
+                top.append(likeliest)
+        return tuple(own), tuple(top)
 
 
 @dataclass(slots=True)
@@ -252,7 +248,7 @@ class VLLMTexts:
     def __init__(self, llm_engine: LLMEngine, slots: int, *, drawn_here: bool) -> None:
         config = llm_engine.vllm_config
         self._drawn_here = drawn_here
-        self._most = slots - max(1, slots // 9)
+        self._most = slots - max(1, slots // 9)  # a row never waits for a long text to end
         self._inputs = llm_engine.input_processor
         self._outputs = llm_engine.output_processor
         self._tasks = llm_engine.get_supported_tasks()
@@ -376,26 +372,15 @@ class VLLMTexts:
         decoding = request.decoding
         greedy = decoding.temperature < GREEDY_BELOW
         return _OwnParams(
-            max_tokens=decoding.max_tokens,
-            min_tokens=decoding.min_tokens,
             # vLLM's checks admit these; its runners take any that is not greedy.
             temperature=0.0 if greedy else min(max(decoding.temperature, 0.01), 2.0),
-            top_p=decoding.top_p,
-            top_k=decoding.top_k,
-            min_p=decoding.min_p,
             seed=None if greedy else deciding_seed(request),
             stop=list(decoding.stop),
             stop_token_ids=list(decoding.stop_token_ids),
-            include_stop_str_in_output=decoding.include_stop_str_in_output,
-            skip_special_tokens=decoding.skip_special_tokens,
-            presence_penalty=decoding.presence_penalty,
-            frequency_penalty=decoding.frequency_penalty,
-            repetition_penalty=decoding.repetition_penalty,
             logit_bias=dict(decoding.logit_bias) or None,
-            ignore_eos=decoding.ignore_eos,
-            logprobs=decoding.logprobs,
             detokenize=self._has_tokenizer and isinstance(request, CompletionRequest),
             output_kind=RequestOutputKind.FINAL_ONLY,
+            **{name: getattr(decoding, name) for name in SAME},
         )
 
     def _of_front_end(
@@ -457,14 +442,14 @@ class VLLMTexts:
 
     def take(
         self, outputs: Sequence[EngineCoreOutput]
-    ) -> tuple[list[TextEnd], list[str], list[EngineCoreOutput]]:
+    ) -> tuple[list[tuple[str, Result | GenrtError]], list[str], list[EngineCoreOutput]]:
         """Take a step's outputs.
 
-        Return the texts that end; the ids of requests that vLLM must abort, because it does not see stop
-        strings; and the outputs of other requests.
+        Return the request ids of texts that end with their results or errors; the ids of requests that
+        vLLM must abort, because it does not see stop strings; and the outputs of other requests.
         """
         now, in_progress = time.perf_counter(), self._in_progress
-        ended: list[TextEnd] = []
+        ended: list[tuple[str, Result | GenrtError]] = []
         due: list[EngineCoreOutput] = []
         others: list[EngineCoreOutput] = []
         for output in outputs:  # one for each text and step: keep this loop short
@@ -488,7 +473,10 @@ class VLLMTexts:
         return ended, over, others
 
     def _read(
-        self, outputs: Sequence[EngineCoreOutput], ended: list[TextEnd], now: float
+        self,
+        outputs: Sequence[EngineCoreOutput],
+        ended: list[tuple[str, Result | GenrtError]],
+        now: float,
     ) -> list[str]:
         """Let vLLM's output processor read these outputs; add the texts that end to ``ended``, and return
         the ids of requests that vLLM must abort."""
@@ -503,13 +491,16 @@ class VLLMTexts:
             if made.finished:
                 ended.append((request_id, result))
         for output in outputs:
-            text = self._in_progress[output.request_id]
-            if text.reasoning is not None and output.request_id in self._outputs.request_states:
+            text, request_id = self._in_progress[output.request_id], output.request_id
+            is_parsed = text.reasoning is not None and text.request.streamed
+            if is_parsed and request_id in self._outputs.request_states:
+                detokenizer, reasoning = text.state.detokenizer, cast("Reasoning", text.reasoning)
+                written, held_back = detokenizer.output_text, detokenizer.stop_buffer_length
                 try:
-                    text.parse(output.new_token_ids)
+                    reasoning.add(output.new_token_ids, written, held_back)
                 except GenrtError as error:
-                    ended.append((output.request_id, error))
-                    over.append(output.request_id)
+                    ended.append((request_id, error))
+                    over.append(request_id)
         return over
 
     def progress(self, streamed: Sequence[Streamed]) -> list[Told | None]:
@@ -559,18 +550,6 @@ def _check_v2(params: SamplingParams) -> None:
     ):
         if count > most:
             raise InvalidRequest(f"{what}: vLLM's runner V2 takes {most} at most, got {count}")
-
-
-def _certain(token: int, likeliest: dict[int, float]) -> dict[int, float]:
-    """Return as many tokens as these with their log-probabilities where one token is certain."""
-    others = [each for each in likeliest if each != token]
-    return {token: 0.0, **dict.fromkeys(others[: len(likeliest) - 1], -math.inf)}
-
-
-def _likeliest(place: dict[int, Any], count: int) -> dict[int, float]:
-    """Return the ``count`` likeliest tokens of a place, likeliest first. vLLM adds the drawn token."""
-    ranked = sorted(place.items(), key=lambda entry: entry[1].rank)
-    return {token: entry.logprob for token, entry in ranked if entry.rank <= count}
 
 
 def new_token_count(outputs: Sequence[EngineCoreOutput]) -> int:

@@ -3,6 +3,7 @@ where there is none."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,13 +34,23 @@ TEMPLATE = (
 )
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
-    "max_num_seqs": 8,
+    "max_num_seqs": 32,
     "max_model_len": 256,
     "kv_cache_memory_bytes": 2**26,
 }
 ASKED = [{"role": "user", "content": "Is it so?"}]
 ENDS_SOON: dict[str, Any] = {"logit_bias": {END: 6.0}, "ignore_eos": True, "max_tokens": 24}
+ENDS_LATER: dict[str, Any] = ENDS_SOON | {"logit_bias": {END: 4.0}}
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"]}
+
+PLUGIN = """
+from vllm.reasoning import ReasoningParserManager
+from vllm.reasoning.deepseek_r1_reasoning_parser import DeepSeekR1ReasoningParser
+
+@ReasoningParserManager.register_module("of_ones_own")
+class OfOnesOwn(DeepSeekR1ReasoningParser):
+    pass
+"""
 
 
 @pytest.fixture(scope="module")
@@ -53,47 +64,40 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module", params=["deepseek_r1", "qwen3"])
-def lm(thinker: Path, request: pytest.FixtureRequest) -> Iterator[AsyncLM]:
-    options = OPTIONS | {"reasoning_parser": request.param}
-    with genrt.load(str(thinker), engine_options=options) as opened:
-        yield opened
-
-
 @pytest.fixture(scope="module")
-def plain(thinker: Path) -> Iterator[AsyncLM]:
-    with genrt.load(str(thinker), engine_options=OPTIONS) as opened:
+def lm(thinker: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncLM]:
+    """With a parser that is a plugin in a file: DeepSeek's."""
+    plugin = tmp_path_factory.mktemp("plugin") / "plugin.py"
+    plugin.write_text(PLUGIN)
+    named = {"reasoning_parser": "of_ones_own", "reasoning_parser_plugin": str(plugin)}
+    with genrt.load(str(thinker), engine_options=OPTIONS | named) as opened:
         yield opened
 
 
-def test_a_chat_tells_its_reasoning_apart(lm: AsyncLM, plain: AsyncLM) -> None:
-    ended = 0
-    for seed in range(12):
-        options: dict[str, Any] = ENDS_SOON | {"logit_bias": {END: 4.0}, "seed": seed}
-        written = plain.chat_sync(ASKED, skip_special_tokens=False, **options)
-        completion = lm.chat_sync(ASKED, **options)
+async def test_a_chat_tells_its_reasoning_apart(lm: AsyncLM) -> None:
+    async def check(seed: int) -> bool:
+        written, completion = await asyncio.gather(
+            lm.chat(
+                ASKED, seed=seed, split_reasoning=False, skip_special_tokens=False, **ENDS_LATER
+            ),
+            lm.chat(ASKED, seed=seed, **ENDS_LATER),
+        )
+        assert written.reasoning == ""
         assert completion.token_ids == written.token_ids
         if completion.token_ids.count(END) > 1 or BEGIN in completion.token_ids:
-            continue
+            return False
         reasoning, _, text = written.text.partition("</think>")
         assert (completion.reasoning, completion.text) == (reasoning, text)
-        ended += END in completion.token_ids
         assert END in completion.token_ids or completion.truncated
-    assert ended > 2
+        return END in completion.token_ids
+
+    assert sum(await asyncio.gather(*map(check, range(12)))) > 2
 
 
 @pytest.mark.parametrize("stop", [[], ["e"], ["a", "er"]], ids=str)
-async def test_a_stream_brings_what_a_chat_tells_apart(
-    lm: AsyncLM, plain: AsyncLM, stop: list[str]
-) -> None:
-    compared = 0
-    for seed in range(16):
-        options: dict[str, Any] = ENDS_SOON | {
-            "logit_bias": {END: 4.0},
-            "seed": seed,
-            "stop": stop,
-            "logprobs": 1,
-        }
+async def test_a_stream_brings_what_a_chat_tells_apart(lm: AsyncLM, stop: list[str]) -> None:
+    async def check(seed: int) -> bool:
+        options: dict[str, Any] = ENDS_LATER | {"seed": seed, "stop": stop, "logprobs": 1}
         async with lm.stream_chat(ASKED, **options) as stream:
             deltas = [delta async for delta in stream]
         completion = stream.completion
@@ -104,40 +108,42 @@ async def test_a_stream_brings_what_a_chat_tells_apart(
         starts = [(delta.text_start, delta.reasoning_start) for delta in deltas]
         assert starts == sorted(starts)
         assert stream.partial == completion
-        written = (await plain.chat(ASKED, **options)).text
+        written = (await lm.chat(ASKED, split_reasoning=False, **options)).text
         # vLLM's two ways differ on stranger texts, such as half a character before the marker.
-        if "<think>" not in written and written.count("think>") < 2 and "�</think>" not in written:
-            whole = await lm.chat(ASKED, **options)
-            assert (completion.reasoning, completion.text) == (whole.reasoning, whole.text)
-            compared += bool(whole.reasoning)
-    assert compared > 3
+        if "<think>" in written or written.count("think>") > 1 or "�</think>" in written:
+            return False
+        whole = await lm.chat(ASKED, **options)
+        assert (completion.reasoning, completion.text) == (whole.reasoning, whole.text)
+        return bool(whole.reasoning)
+
+    assert sum(await asyncio.gather(*map(check, range(16)))) > 3
 
 
-def test_nothing_is_told_apart_where_the_prompt_has_ended_the_thinking(
-    lm: AsyncLM, plain: AsyncLM
-) -> None:
-    options: dict[str, Any] = {"seed": 1, "chat_template_kwargs": {"thinking": False}}
-    expected = plain.chat_sync(ASKED, **options | ENDS_SOON)
-    found = lm.chat_sync(ASKED, **options | ENDS_SOON)
+def test_nothing_is_told_apart_where_the_prompt_has_ended_the_thinking(lm: AsyncLM) -> None:
+    options: dict[str, Any] = {"seed": 1, "chat_template_kwargs": {"thinking": False}, **ENDS_SOON}
+    expected = lm.chat_sync(ASKED, split_reasoning=False, **options)
+    found = lm.chat_sync(ASKED, **options)
     assert (found.reasoning, found.text) == ("", expected.text)
-    with lm.stream_chat_sync(ASKED, **options | ENDS_SOON) as stream:
+    with lm.stream_chat_sync(ASKED, **options) as stream:
         assert "".join(delta.text for delta in stream) == expected.text
 
 
-def test_only_chats_are_split_unless_it_is_said_otherwise(lm: AsyncLM, plain: AsyncLM) -> None:
+def test_only_chats_are_split_unless_it_is_said_otherwise(lm: AsyncLM) -> None:
     options: dict[str, Any] = {"seed": 3, **ENDS_SOON}
-    ids = lm.encode_chat(ASKED)
-    whole, split = plain.generate_sync(ids, **options), lm.chat_sync(ASKED, **options)
+    ids, split = lm.encode_chat(ASKED), lm.chat_sync(ASKED, **options)
+    whole = lm.generate_sync(ids, **options)
     assert whole.reasoning == ""
     assert split.reasoning
-    assert lm.generate_sync(ids, **options).text == whole.text
     assert lm.chat_sync(ASKED, split_reasoning=False, **options).text == whole.text
     again = lm.generate_sync(ids, split_reasoning=True, **options)
     assert (again.reasoning, again.text) == (split.reasoning, split.text)
+    [(_, completion)] = generate_many_sync(lm, [ASKED], **options)
+    assert isinstance(completion, Completion)
+    assert (completion.reasoning, completion.text) == (split.reasoning, split.text)
 
 
 @pytest.mark.parametrize("structure", [{"json_schema": SCHEMA}, {"choice": ["yes", "no"]}], ids=str)
-def test_a_structure_is_that_of_the_text_after_the_reasoning(
+async def test_a_structure_is_that_of_the_text_after_the_reasoning(
     lm: AsyncLM, structure: dict[str, Any]
 ) -> None:
     options: dict[str, Any] = {"max_tokens": 60, "logit_bias": {END: 6.0}, **structure}
@@ -149,22 +155,15 @@ def test_a_structure_is_that_of_the_text_after_the_reasoning(
             assert json.loads(text)["a"] in (1, 22)
 
     thought = 0
-    for seed in range(6):
-        completion = lm.chat_sync(ASKED, seed=seed, **options)
+    for completion in await asyncio.gather(
+        *[lm.chat(ASKED, seed=seed, **options) for seed in range(6)]
+    ):
         if not completion.truncated and END in completion.token_ids:
             check(completion.text)
             thought += bool(completion.reasoning)
     assert thought > 1
-    check(lm.chat_sync(ASKED, seed=1, split_reasoning=False, **options).text)
-    check(lm.generate_sync([1, 2, 3], seed=1, **options).text)
-
-
-def test_conversations_of_many_are_split_too(lm: AsyncLM) -> None:
-    options: dict[str, Any] = {"seed": 3, **ENDS_SOON}
-    alone = lm.chat_sync(ASKED, **options)
-    [(_, completion)] = generate_many_sync(lm, [ASKED], **options)
-    assert isinstance(completion, Completion)
-    assert (completion.reasoning, completion.text) == (alone.reasoning, alone.text)
+    check((await lm.chat(ASKED, seed=1, split_reasoning=False, **options)).text)
+    check((await lm.generate([1, 2, 3], seed=1, **options)).text)
 
 
 @pytest.mark.parametrize("method", ["split", "_parse"])
@@ -197,9 +196,7 @@ async def test_a_parser_that_fails_fails_its_own_text(
     assert (texts.running, texts._streamed) == (0, {})
 
 
-def test_who_has_no_parser_says_how_to_name_one(plain: AsyncLM) -> None:
-    with pytest.raises(InvalidRequest, match=r"split_reasoning .*reasoning_parser"):
-        plain.chat_sync(ASKED, split_reasoning=True, max_tokens=2)
+def test_another_engine_has_no_parser() -> None:
     with (
         genrt.load(NGram.random(5), engine="exact") as exact,
         pytest.raises(InvalidRequest, match="split_reasoning needs vLLM"),
@@ -208,44 +205,25 @@ def test_who_has_no_parser_says_how_to_name_one(plain: AsyncLM) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("options", "message"),
     [
-        ("r1", "Reasoning parser 'r1' not found. Available parsers: .*deepseek_r1"),
-        ("deepseek_r1", "could not locate think start/end tokens"),
-        ("hf", "The hf parser requires `response_template`"),
+        (
+            {"reasoning_parser": "r1"},
+            "Reasoning parser 'r1' not found. Available parsers: .*deepseek_r1",
+        ),
+        ({"reasoning_parser": "deepseek_r1"}, "could not locate think start/end tokens"),
+        ({"reasoning_parser": "hf"}, "The hf parser requires `response_template`"),
+        ({"reasoning_parser": "qwen3", "skip_tokenizer_init": True}, "needs a tokenizer"),
     ],
 )
 def test_a_parser_that_does_not_fit_is_refused_before_the_model_is_loaded(
-    llama: Path, name: str, message: str, monkeypatch: pytest.MonkeyPatch
+    llama: Path, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from genrt.engines.vllm import opening
 
     monkeypatch.setattr(opening, "LLMEngine", None)
     with pytest.raises(InvalidRequest, match=message):
-        genrt.load(str(llama), engine_options=OPTIONS | {"reasoning_parser": name})
-    options = OPTIONS | {"reasoning_parser": "qwen3", "skip_tokenizer_init": True}
-    with pytest.raises(InvalidRequest, match="needs a tokenizer"):
-        genrt.load(str(llama), engine_options=options)
-
-
-PLUGIN = """
-from vllm.reasoning import ReasoningParserManager
-from vllm.reasoning.deepseek_r1_reasoning_parser import DeepSeekR1ReasoningParser
-
-@ReasoningParserManager.register_module("of_ones_own")
-class OfOnesOwn(DeepSeekR1ReasoningParser):
-    pass
-"""
-
-
-def test_a_parser_may_be_a_plugin_in_a_file(thinker: Path, tmp_path: Path) -> None:
-    (tmp_path / "plugin.py").write_text(PLUGIN)
-    named = {
-        "reasoning_parser": "of_ones_own",
-        "reasoning_parser_plugin": str(tmp_path / "plugin.py"),
-    }
-    with genrt.load(str(thinker), engine_options=OPTIONS | named) as lm:
-        assert lm.chat_sync(ASKED, seed=1, **ENDS_SOON).reasoning
+        genrt.load(str(llama), engine_options=OPTIONS | options)
 
 
 TEXTS = (

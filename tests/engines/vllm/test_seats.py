@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from genrt.engines.vllm.seats import Fork, Seat, Seats, copies, in_common, last_seats
+from genrt.engines.vllm.seats import (
+    Fork,
+    Seat,
+    Seats,
+    _alike,
+    _independent,
+    copies,
+    in_common,
+    last_seats,
+)
 
 pytestmark = pytest.mark.vllm
 
@@ -199,27 +208,29 @@ def test_a_fork_takes_the_seat_of_the_most_similar_sequence(shared: int) -> None
     assert sum(alike) == 5, "the third of one family finds none of its own"
     assert all(each in requests for each in found)
     assert all_of.seats.paired(requests, []) == []
+    short = [all_of.add([n] * 9) for n in range(4)]
+    assert all_of.seats.paired(short, short[3:]) == short[:1], "among short ones any seat will do"
 
 
-def test_among_short_sequences_any_seat_will_do() -> None:
-    all_of = Sequences()
-    requests = [all_of.add([n] * 9) for n in range(4)]
-    donor = all_of.add([3] * 9, like=requests[3], shared=2)
-    assert all_of.seats.paired(requests, [donor]) == requests[:1]
+@pytest.mark.parametrize(
+    ("these", "those", "most", "found"),
+    [
+        ("abc", "abc", 3, 3),
+        ("abc", "abc", 2, 2),
+        ("ab", "abc", 3, 2),
+        ("abd", "abc", 3, 2),
+        ("ab", "cd", 2, 0),
+        ("abd", "cbd", 3, 3),  # of the same tokens, if not the same blocks
+        ("", "a", 0, 0),
+    ],
+)
+def test_how_many_blocks_two_sequences_have_in_common(
+    these: str, those: str, most: int, found: int
+) -> None:
+    assert in_common(these, those, most) == found
 
 
-def test_how_many_blocks_two_sequences_have_in_common() -> None:
-    a, b, c, d = (object() for _ in range(4))
-    assert in_common([a, b, c], [a, b, c], 3) == 3
-    assert in_common([a, b, c], [a, b, c], 2) == 2
-    assert in_common([a, b], [a, b, c], 3) == 2
-    assert in_common([a, b, d], [a, b, c], 3) == 2
-    assert in_common([a, b], [c, d], 2) == 0
-    assert in_common([a, b, d], [c, b, d], 3) == 3, "of the same tokens, if not the same blocks"
-    assert in_common([], [a], 0) == 0
-
-
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("hashed", [SIZE, 2])
 def test_many_generations_leave_every_block_with_whom_it_belongs(seed: int, hashed: int) -> None:
     """Half are replaced in every step, of sequences that begin alike or not; then all grow."""
@@ -267,8 +278,6 @@ def caches_in(order: str) -> list[torch.Tensor]:
     [("LBNHC", True), ("LBHNC", True), ("BLHNC", True), ("BLNHC", True), ("BHLNC", False)],
 )
 def test_a_block_is_found_where_it_is_one_stretch(order: str, is_one_stretch: bool) -> None:
-    from genrt.engines.vllm.seats import _alike
-
     caches = caches_in(order)
     found = _alike(caches, BLOCKS)
     assert (found is not None) == is_one_stretch
@@ -280,20 +289,13 @@ def test_a_block_is_found_where_it_is_one_stretch(order: str, is_one_stretch: bo
 
 
 def test_blocks_in_parts_are_one_stretch_if_the_parts_follow_each_other() -> None:
-    from genrt.engines.vllm.seats import _alike
-
     count = BLOCKS * HEADS * TOKENS * WIDTH
     assert _alike([torch.arange(count).view(2 * BLOCKS, -1)], BLOCKS) == (48, 48)
     apart = torch.arange(2 * count).view(2 * BLOCKS, 2, -1)[:, 0]
     assert _alike([apart], BLOCKS) is None
     assert _alike([torch.arange(count).view(BLOCKS, -1)], 3) is None
     assert _alike([torch.zeros(BLOCKS, 3, dtype=torch.float32)], BLOCKS) is None  # 12 bytes
-
-
-def test_caches_that_differ_are_copied_one_by_one() -> None:
-    from genrt.engines.vllm.seats import _alike
-
-    assert _alike([torch.zeros(BLOCKS, 8), torch.zeros(BLOCKS, 16)], BLOCKS) is None
+    assert _alike([torch.zeros(BLOCKS, 8), torch.zeros(BLOCKS, 16)], BLOCKS) is None  # they differ
 
 
 @pytest.mark.parametrize(
@@ -309,6 +311,4 @@ def test_caches_that_differ_are_copied_one_by_one() -> None:
 def test_what_is_copied_at_once_is_as_one_after_the_other(
     pairs: list[tuple[int, int]], groups: list[list[tuple[int, int]]]
 ) -> None:
-    from genrt.engines.vllm.seats import _independent
-
     assert _independent(pairs) == groups

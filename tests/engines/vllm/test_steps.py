@@ -50,9 +50,12 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def of_the_other(other: Path) -> Iterator[Runtimes]:
-    with two_runtimes(other) as both:
-        yield both
+def quiet_other(other: Path) -> Iterator[AsyncLM]:
+    options = {"dtype": "float32"}
+    with genrt.load(
+        str(other), engine="transformers", engine_options=options, cache_bytes=0
+    ) as quiet:
+        yield quiet
 
 
 @pytest.fixture
@@ -67,6 +70,12 @@ def begun(lm: AsyncLM, *sizes: int) -> list[Population]:
 def closed(populations: list[Population], lm: AsyncLM) -> None:
     for each in populations:
         each.close()
+    assert held(lm) == (0, 0)
+
+
+def forgotten(lm: AsyncLM) -> None:
+    engine: Any = lm._thread.engine
+    lm._thread.call(lambda _: engine.forget_residents()).result()
     assert held(lm) == (0, 0)
 
 
@@ -105,21 +114,6 @@ async def test_every_step_has_run_before_it_is_asked_for(runtimes: Runtimes, nam
     if name != "seldom resampled":
         assert after.steps - before.steps == steps - first, "one forward a step for all"
     closed(populations, lm)
-
-
-async def test_equal_sequences_under_narrow_masks_run_ahead_from_the_third_step_on(
-    runtimes: Runtimes,
-) -> None:
-    lm, quiet = runtimes
-    rng, masks = random.Random(6), torch.zeros(COUNT, lm.vocab_size, dtype=torch.bool)
-    masks[:, [3, 4]] = True
-    before = lm.statistics().engine.speculated
-    population = lm.population([9, 8, 7], COUNT)
-    for step in range(12):
-        await same(population, quiet, seed=step, masks=masks)
-        population.resample(halved(rng))
-    assert lm.statistics().engine.speculated - before >= 9
-    closed([population], lm)
 
 
 async def test_sequences_that_end_stop_no_step_ahead(runtimes: Runtimes) -> None:
@@ -230,11 +224,9 @@ async def test_forks_are_evicted_and_forgotten_as_all_residents(runtimes: Runtim
         if step % 4 == 3:
             crowd = [[rng.randrange(300) for _ in range(40)] for _ in range(60)]
             await lm.batch_next_token_logprobs(crowd)
-    engine: Any = lm._thread.engine
-    lm._thread.call(lambda _: engine.forget_residents()).result()
-    assert held(lm) == (0, 0)
+    forgotten(lm)
     await same(population, quiet, seed=5)
-    population.close()
+    closed([population], lm)
 
 
 @pytest.mark.usefixtures("always")
@@ -246,7 +238,6 @@ async def test_adapters_keep_their_steps_ahead_apart(llama: Path, loras: tuple[P
             for name, path in zip("ab", loras, strict=True):
                 await each.add_adapter(name, path)
         names: list[str | None] = [None, "a", "b"]
-        at_first = held(lm)  # of the rows by which adapters are tested
         populations = {name: lm.population([4, 5, 6], COUNT, adapter=name) for name in names}
         for step in range(24):
             if step == 12:
@@ -260,7 +251,7 @@ async def test_adapters_keep_their_steps_ahead_apart(llama: Path, loras: tuple[P
         assert lm.statistics().engine.speculated > 0
         for population in populations.values():
             population.close()
-        assert held(lm) == at_first
+        forgotten(lm)  # the rows by which adapters are tested
 
 
 async def test_a_device_that_waits_has_its_draws_delivered_before_the_next_step_is_prepared(
@@ -302,17 +293,17 @@ async def equal(draws: BatchDraw, population: Population, quiet: AsyncLM, seed: 
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("pending", [None, "finish", "restart"])
 async def test_no_step_ahead_is_answered_by_other_weights_than_its_own(
-    runtimes: Runtimes, of_the_other: Runtimes, llama: Path, other: Path, pending: Any
+    runtimes: Runtimes, quiet_other: AsyncLM, llama: Path, other: Path, pending: Any
 ) -> None:
     """New weights come between questions, or while all populations are asked about."""
     lm, populations = runtimes[0], begun(runtimes[0], 6, 3, 8)
     by: dict[int, AsyncLM] = {lm.weights_version: runtimes[1]}
-    for turn in range(6):
+    for turn in range(4):
         before = lm.statistics().engine.speculated
         for step in range(3):
             await all_the_same(populations, by[lm.weights_version], seed=1000 * step)
         assert lm.statistics().engine.speculated > before
-        path, quiet = [(other, of_the_other[1]), (llama, runtimes[1])][turn % 2]
+        path, quiet = [(other, quiet_other), (llama, runtimes[1])][turn % 2]
         by[lm.weights_version + 1] = quiet
         asked = [asyncio.ensure_future(each.draw(seed=turn)) for each in populations if pending]
         for _ in range(turn):
@@ -329,62 +320,28 @@ async def test_no_step_ahead_is_answered_by_other_weights_than_its_own(
 
 @pytest.mark.usefixtures("always")
 async def test_two_runtimes_that_both_run_ahead_do_not_see_each_other(
-    runtimes: Runtimes, of_the_other: Runtimes
-) -> None:
-    both = [(lm, quiet, begun(lm, 6, 3, 8)) for lm, quiet in (runtimes, of_the_other)]
-    for step in range(12):
-        if step == 4:
-            before = [lm.statistics().engine.speculated for lm, _, _ in both]
-        await asyncio.gather(*(all_the_same(each, quiet, step) for _, quiet, each in both))
-        if step == 7:
-            middle = [lm.statistics().engine.speculated for lm, _, _ in both]
-            assert [now - then for now, then in zip(middle, before, strict=True)] == [4, 4]
-            with running_ahead():
-                await of_the_other[0].arestart()
-    after = [lm.statistics().engine.speculated for lm, _, _ in both]
-    assert after[0] - middle[0] == 4
-    assert after[1] >= 2, "of an engine that is new"
-    for lm, _, populations in both:
-        closed(populations, lm)
-
-
-@pytest.mark.usefixtures("always")
-async def test_pauses_and_loops_of_other_threads_lose_no_draw(runtimes: Runtimes) -> None:
-    """Each population is asked about by another thread's loop, which ends then."""
-    lm, quiet = runtimes
-    populations = begun(lm, 6, 3, 8)
-    for step in range(8):
-        if step % 3 == 2:
-            await lm.pause()
-        asked = [asyncio.to_thread(each.draw_sync, seed=step) for each in populations]
-        found = asyncio.gather(*asked)
-        if step % 3 == 2:
-            lm.resume()
-        for population, draws in zip(populations, await found, strict=True):
-            assert await equal(draws, population, quiet, seed=step)
-            population.append(draws.token_ids)
-    closed(populations, lm)
-
-
-@pytest.mark.usefixtures("always")
-async def test_a_runtime_that_is_closed_in_the_middle_leaves_the_other_as_it_was(
     llama: Path, runtimes: Runtimes
 ) -> None:
+    """The second one is restarted in the middle, and closed while it is asked."""
     lm, quiet = runtimes
-    mine = begun(lm, 6, 3, 8)
-    for turn in range(2):
-        with ExitStack() as opened:
-            with running_ahead():
-                second = genrt.load(str(llama), engine_options=OPTIONS, cache_bytes=0)
-            opened.callback(second.close)
-            theirs = begun(second, 6, 3, 8)
-            for step in range(3):
-                await asyncio.gather(
-                    all_the_same(mine, quiet, seed=100 * turn + step),
-                    all_the_same(theirs, quiet, seed=step),
-                )
-            left = [asyncio.ensure_future(each.draw()) for each in theirs]
-            await asyncio.sleep(0)
-        await asyncio.gather(*left, return_exceptions=True)
-        await all_the_same(mine, quiet, seed=turn)
-    closed(mine, lm)
+    with ExitStack() as opened:
+        with running_ahead():
+            second = genrt.load(str(llama), engine_options=OPTIONS, cache_bytes=0)
+        opened.callback(second.close)
+        both = [(each, begun(each, 6, 3, 8)) for each in (lm, second)]
+        for step in range(12):
+            if step == 4:
+                before = [each.statistics().engine.speculated for each, _ in both]
+            await asyncio.gather(*(all_the_same(each, quiet, step) for _, each in both))
+            if step == 7:
+                middle = [each.statistics().engine.speculated for each, _ in both]
+                assert [now - then for now, then in zip(middle, before, strict=True)] == [4, 4]
+                with running_ahead():
+                    await second.arestart()
+        assert lm.statistics().engine.speculated - middle[0] == 4
+        assert second.statistics().engine.speculated >= 2, "of an engine that is new"
+        left = [asyncio.ensure_future(each.draw()) for each in both[1][1]]
+        await asyncio.sleep(0)
+    await asyncio.gather(*left, return_exceptions=True)
+    await all_the_same(both[0][1], quiet, seed=100)
+    closed(both[0][1], lm)

@@ -79,14 +79,14 @@ class Turns:
         self.home = PopulationRuntime(
             thread, asker, Limits(320, LONGEST - 1), names, itertools.count()
         )
-        take = self.answering._populations.go_on
+        take = self.answering._continue_by_number
 
         def go_on(populations: Sequence[PopulationDraw]) -> dict[Request, None]:
             taken = take(populations)
             self.went_on += len(taken)
             return taken
 
-        self.answering._populations.go_on = go_on  # type: ignore[method-assign]
+        self.answering._continue_by_number = go_on  # type: ignore[method-assign]
 
     def begin(self, count: int, length: int, seed: int, adapter: str | None = None) -> Population:
         contexts = [tokens(length, seed=100 * seed + n) for n in range(count)]
@@ -166,9 +166,8 @@ def turns(engine: VLLMEngine, oracle: Oracle) -> Iterator[Turns]:
     engine.forget_residents()
     turns = Turns(engine, oracle)
     yield turns
-    answers = turns.answering._populations
-    assert not answers.found
-    assert not answers.going_on
+    assert not turns.answering._found
+    assert not turns.answering._by_number
     assert not engine._in_progress
     assert not engine._populations
     assert not engine._adapters._users

@@ -1,12 +1,10 @@
-"""Rollouts on vLLM itself: log-probabilities against scores and against transformers, beside adapters and
-rows, under preemption, through restarts; what leaving leaves."""
+"""Rollouts on vLLM itself: log-probabilities against scores, beside adapters and rows."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +13,9 @@ import torch
 from torch import Tensor
 
 import genrt
-from genrt.generation import Conversation, Rollout, rollout, rollout_samples
+from genrt.generation import Conversation, Rollout, rollout
 from genrt.lm import AsyncLM
-from genrt.tokens.sampling import truncate
 from tests.generation.test_conversations import TEMPLATE
-from tests.scripted import passes
 
 pytestmark = pytest.mark.vllm
 
@@ -37,12 +33,11 @@ OPTIONS: dict[str, Any] = {
 } | ({"enable_lora": True, "max_loras": 2} if HAS_LORA else {})
 needs_lora = pytest.mark.skipif(not HAS_LORA, reason="vLLM's LoRA on CUDA has no float32")
 TOLERANCE = 5e-4
-Oracle = Callable[[Sequence[int]], Tensor]
 
 
 @pytest.fixture(scope="module")
 def lm(llama: Path, loras: tuple[Path, Path]) -> Iterator[AsyncLM]:
-    with genrt.load(str(llama), engine_options=OPTIONS, restart="auto") as opened:
+    with genrt.load(str(llama), engine_options=OPTIONS) as opened:
         if HAS_LORA:
             opened.add_adapter_sync("a", loras[0])
         yield opened
@@ -90,76 +85,6 @@ async def test_raw_log_probabilities_are_the_scores_beside_adapters_and_rows(lm:
     assert torch.equal(again.output_ids, base.output_ids)
 
 
-async def test_log_probabilities_of_the_law_stay_right_under_preemption(
-    lm: AsyncLM, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine: Any = lm._thread.engine
-    scheduler = engine._core.engine_core.scheduler
-    preempt, preempted = scheduler._preempt_request, []
-
-    def counted(request: Any, *rest: Any, **named: Any) -> None:
-        preempted.append(request.request_id)
-        preempt(request, *rest, **named)
-
-    monkeypatch.setattr(scheduler, "_preempt_request", counted)
-    ids, lengths = batch_of(8, 60, seed=2)
-    law: dict[str, Any] = {"temperature": 0.7, "top_k": 40, "min_p": 0.01}
-    options: dict[str, Any] = {"pad_value": 7, "seed": 3, "ignore_eos": True, **law}
-    processed: dict[str, Any] = {"logprobs_mode": "processed_logprobs", "max_new_tokens": 120}
-    found = await rollout(lm, ids, lengths, **options, **processed)
-    assert preempted
-    for row, completion in enumerate(found.completions):
-        context = ids[row, : lengths[row]].tolist()
-        for place in (0, 1, 40, 119):
-            expected = truncate(oracle([*context, *completion.token_ids[:place]]), **law)
-            own = completion.logprobs[place]
-            assert own == pytest.approx(float(expected[completion.token_ids[place]]), abs=TOLERANCE)
-
-
-async def test_stops_of_samples_are_their_own_and_contexts_are_filled(lm: AsyncLM) -> None:
-    ids = torch.full((5, 256), 9)
-    lengths = torch.tensor([3, 3, 3, 250, 256])
-    stops = [None, ["e", "a"], ["q"], None, ["e"]]
-    options: dict[str, Any] = {"pad_value": 9, "seed": [4] * 5, "ignore_eos": True}
-    found = await rollout(lm, ids, lengths, stop_strings=stops, max_new_tokens=60, **options)
-    for row in range(3):
-        alone: dict[str, Any] = {} if stops[row] is None else {"stop": stops[row]}
-        expected = await lm.generate([9] * 3, seed=4, max_tokens=60, ignore_eos=True, **alone)
-        assert found.completions[row].token_ids == expected.token_ids
-        assert found.completions[row].text == expected.text
-    assert found.truncated.tolist()[:2] == [True, False]
-    assert found.generation_lengths.tolist()[3:] == [6, 0]
-    assert found.truncated.tolist()[3:] == [True, True]
-
-
-async def left_over(lm: AsyncLM) -> list[int]:
-    """What the engine still holds of texts, after a turn in which it forgets what was withdrawn."""
-    await passes(10)
-    await lm.next_token_logprobs([1, 2, random.randrange(300)])
-    engine: Any = lm._thread.engine
-    counters = lm.statistics().batcher
-    outputs = engine._llm_engine.output_processor
-    return [
-        counters.queued,
-        counters.in_flight,
-        len(outputs.request_states),
-        engine._texts.running,
-    ]
-
-
-@pytest.mark.parametrize("taken", [0, 1, 5])
-async def test_leaving_frees_every_slot(lm: AsyncLM, taken: int) -> None:
-    ids, lengths = batch_of(20, 30, seed=taken)
-    most = [[*range(320)]] * 6 + [[]] * 14  # some end at once, the others go on
-    samples = rollout_samples(lm, ids, lengths, pad_value=7, stop_token_ids=most, ignore_eos=True)
-    async with contextlib.aclosing(samples):
-        for _ in range(taken):
-            _, sample = await anext(samples)
-            assert int(sample.generation_lengths[0]) == 1
-    assert await left_over(lm) == [0, 0, 0, 0]
-    assert asyncio.all_tasks() == {asyncio.current_task()}
-
-
 async def test_every_turn_of_a_conversation_has_the_scores_of_its_tokens(lm: AsyncLM) -> None:
     template = {"chat_template": TEMPLATE}
     talk = Conversation(lm, [{"role": "user", "content": "ab"}], chat_template_kwargs=template)
@@ -180,45 +105,3 @@ async def test_every_turn_of_a_conversation_has_the_scores_of_its_tokens(lm: Asy
     assert not found.logprobs[~mask].any()
     ends = (found.token_ids == lm.tokenizer.eos_token_id).sum()
     assert int(ends) >= 4  # of two answers and two tools, whether they were cut off or not
-
-
-async def test_two_runtimes_in_a_process_tell_each_its_own_law(lm: AsyncLM, llama: Path) -> None:
-    ids, lengths = batch_of(6, 20, seed=4)
-    options: dict[str, Any] = {"pad_value": 7, "seed": 2, "max_new_tokens": 8, "temperature": 0.5}
-    law: dict[str, Any] = {"logprobs_mode": "processed_logprobs"}
-    own = await rollout(lm, ids, lengths, **options, **law)
-    async with await genrt.aload(str(llama), engine_options=OPTIONS) as other:
-        first, second = await asyncio.gather(
-            rollout(lm, ids, lengths, **options, **law), rollout(other, ids, lengths, **options)
-        )
-        assert await scored(other, second, lengths) < TOLERANCE
-    assert torch.equal(first.output_ids, second.output_ids)
-    assert torch.equal(first.logprobs, own.logprobs)
-    assert float((first.logprobs - second.logprobs).abs().max()) > 0.1
-    again = await rollout(lm, ids, lengths, **options, **law)  # the other one is closed
-    assert torch.equal(again.logprobs, own.logprobs)
-
-
-async def test_a_rollout_outlives_its_vllm(lm: AsyncLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    ids, lengths = batch_of(6, 30, seed=9)
-    options: dict[str, Any] = {"pad_value": 7, "seed": 5, "max_new_tokens": 20, "ignore_eos": True}
-    adapter = "a" if HAS_LORA else None
-    told: dict[str, Any] = {"adapter": adapter, "logprobs_mode": "processed_logprobs"}
-    expected = await rollout(lm, ids, lengths, **options, **told)
-    engine: Any = lm._thread.engine
-    runner = engine._core.engine_core.model_executor.driver_worker.worker.model_runner
-    execute, steps = runner.execute_model, []
-
-    def fails(*arguments: Any, **named: Any) -> Any:
-        steps.append(1)
-        if len(steps) == 8:
-            raise RuntimeError("scripted failure")
-        return execute(*arguments, **named)
-
-    monkeypatch.setattr(runner, "execute_model", fails)
-    monkeypatch.setattr(engine._core, "reset_prefix_cache", lambda: False)
-    found = await rollout(lm, ids, lengths, **options, **told)
-    assert lm._thread.engine is not engine
-    assert torch.equal(found.output_ids, expected.output_ids)
-    torch.testing.assert_close(found.logprobs, expected.logprobs, atol=TOLERANCE, rtol=0)
-    assert await left_over(lm) == [0, 0, 0, 0]

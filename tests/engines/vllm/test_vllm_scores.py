@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import genrt
-from genrt.errors import ContextTooLong, EngineFailed, NotFinite
+from genrt.errors import EngineFailed, NotFinite
 from genrt.lm import AsyncLM
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest
@@ -35,8 +35,15 @@ TIGHT: dict[str, Any] = {
     "num_gpu_blocks_override": 20,
 }
 """Room for 640 tokens, and for 48 in a step: texts come in chunks, sequences are evicted."""
+WIDE: dict[str, Any] = {
+    "max_num_seqs": 64,
+    "max_num_batched_tokens": 512,
+    "max_model_len": 400,
+    "num_gpu_blocks_override": 100,
+}
 
 TOLERANCE = 5e-4
+Rows = Callable[[Sequence[int]], torch.Tensor]
 Oracle = Callable[[Sequence[int], Sequence[int]], torch.Tensor]
 
 
@@ -53,12 +60,18 @@ def lm(llama: Path) -> Iterator[AsyncLM]:
 
 
 @pytest.fixture(scope="module")
-def score_of(oracle: Callable[[Sequence[int]], torch.Tensor]) -> Oracle:
+def wide(llama: Path) -> Iterator[AsyncLM]:
+    with load(llama, **WIDE) as lm:
+        yield lm
+
+
+@pytest.fixture(scope="module")
+def score_of(oracle_rows: Rows) -> Oracle:
     """The score by transformers' rows."""
 
     def score(before: Sequence[int], after: Sequence[int]) -> torch.Tensor:
-        rows = [oracle([*before, *after[:count]]) for count in range(len(after))]
-        return torch.stack([row[token] for row, token in zip(rows, after, strict=True)])
+        rows = oracle_rows([*before, *after])[len(before) - 1 : -1]
+        return rows[torch.arange(len(after)), torch.tensor(after, dtype=torch.int64)]
 
     return score
 
@@ -79,8 +92,8 @@ def scheduler_of(lm: AsyncLM) -> Any:
 def left_over(lm: AsyncLM) -> list[int]:
     """How much is still held of requests that have ended."""
     engine = engine_of(lm)
-    held = engine._positions._scores, engine._store, engine._in_progress
-    return [*map(len, held), len(getattr(scheduler_of(lm), "_unscored", ()))]
+    unscored = getattr(scheduler_of(lm), "_unscored", ())
+    return [*map(len, (engine._positions._scores, engine._store, engine._in_progress, unscored))]
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
@@ -90,7 +103,7 @@ def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 @pytest.mark.promise(number=38)
 @pytest.mark.parametrize("residency", [True, False])
 def test_scores_are_what_the_rows_say_in_every_company(
-    residency: bool, llama: Path, score_of: Oracle
+    residency: bool, llama: Path, lm: AsyncLM, score_of: Oracle, oracle_rows: Rows
 ) -> None:
     """Texts of every length, some with shared prefixes, most of them longer than a step; among rows,
     draws and samples, more than there are slots or blocks for."""
@@ -103,33 +116,36 @@ def test_scores_are_what_the_rows_say_in_every_company(
     # A last chunk of one token, where an open request could be taken for a decode step.
     texts += [(tokens(1, 7), tokens(49, 8)), (tokens(48, 9), tokens(2, 10))]
 
+    async def rows(lm: AsyncLM, text: list[int]) -> None:
+        found = [each.clone() async for each in lm.prompt_rows(text, chunk=60)]
+        assert close(torch.cat(found), oracle_rows(text)[:-1])
+
     async def ask(lm: AsyncLM) -> list[torch.Tensor]:
         others: list[Any] = [lm.sample(tokens(20, seed), max_tokens=9) for seed in range(4)]
+        others += [rows(lm, tokens(5 + 40 * n, n)) for n in (0, 1, 3)]
         others += [lm.draw(tokens(30, seed), seed=seed) for seed in range(4)]
         others += [lm.next_token_logprobs([*shared[:50], seed]) for seed in range(4)]
         scores = asyncio.gather(*(lm.score(before, after) for before, after in texts))
         await asyncio.gather(*others)
         return await scores
 
-    with load(llama, residency=residency) as lm:
-        for _ in range(3):  # the second time most is in the cache, or was evicted
-            before = lm.statistics().engine
-            for (context, after), found in zip(texts, asyncio.run(ask(lm)), strict=True):
+    with contextlib.nullcontext(lm) if residency else load(llama, residency=False) as own:
+        for _ in range(2):  # the second time most is in the cache, or was evicted
+            before = own.statistics().engine
+            for (context, after), found in zip(texts, asyncio.run(ask(own)), strict=True):
                 assert close(found, score_of(context, after)), len(after)
-            since = lm.statistics().engine
-            assert since.scored_tokens - before.scored_tokens == sum(len(b) for _, b in texts)
-        assert left_over(lm) == [0, 0, 0, 0]
-
-
-def rows_of(lm: AsyncLM, text: Sequence[int], start: int = 1) -> torch.Tensor:
-    return lm.batch_next_token_logprobs_sync([text[:n] for n in range(start, len(text))])
+            since = own.statistics().engine
+            in_rows = 4 + 44 + 124
+            wanted = in_rows + sum(len(after) for _, after in texts)
+            assert since.scored_tokens - before.scored_tokens == wanted
+        assert left_over(own) == [0, 0, 0, 0]
 
 
 def test_a_texts_rows_are_computed_in_as_many_requests_as_there_are_chunks(
-    lm: AsyncLM, oracle: Callable[[Sequence[int]], torch.Tensor]
+    lm: AsyncLM, oracle_rows: Rows
 ) -> None:
     text = tokens(130, 61)
-    wanted = torch.stack([oracle(text[:n]) for n in range(1, 130)])
+    wanted = oracle_rows(text)[:-1]
     for start, chunk in ((1, None), (1, 50), (60, 7), (129, 5)):
         before = lm.statistics().engine
         found = [*lm.prompt_rows_sync(text, start, chunk=chunk)]
@@ -146,123 +162,93 @@ def test_a_texts_rows_are_computed_in_as_many_requests_as_there_are_chunks(
     assert left_over(lm) == [0, 0, 0, 0]
 
 
-def test_rows_of_many_texts_at_once_beside_scores_are_each_ones(lm: AsyncLM) -> None:
-    """In steps of 48 tokens, with more texts than slots; equal questions each get rows of their own."""
-    texts = [tokens(5 + 13 * n, n) for n in range(9)]
-
-    async def rows(text: list[int]) -> torch.Tensor:
-        return torch.cat([each.clone() async for each in lm.prompt_rows(text, chunk=60)])
-
-    async def ask() -> list[Any]:
-        left = asyncio.ensure_future(rows(tokens(200, 99)))
-        found = asyncio.gather(*map(rows, [*texts, texts[3]]), *map(lm.prompt_logprobs, texts))
-        await lm.next_token_logprobs([1])
-        left.cancel()
-        return list(await found)
-
-    found = asyncio.run(ask())
-    assert torch.equal(found[3], found[9])
-    for text, whole, scores in zip(texts, found, found[10:], strict=False):
-        assert close(whole, rows_of(lm, text))
-        entries = whole[torch.arange(len(text) - 1), torch.tensor(text[1:])]
-        assert close(scores, entries)
-    assert left_over(lm) == [0, 0, 0, 0]
-
-
-def test_scores_of_a_population_are_those_of_its_sequences(llama: Path, score_of: Oracle) -> None:
+def test_scores_of_a_population_are_those_of_its_sequences(
+    wide: AsyncLM, lm: AsyncLM, score_of: Oracle
+) -> None:
     """Step after step, as an algorithm asks that looks ahead; its sequences go on as if nothing was
     asked."""
-    with load(llama, num_gpu_blocks_override=60, max_num_seqs=12) as lm, load(llama) as other:
-        population, alone = lm.population(tokens(40, 1), 5), other.population(tokens(40, 1), 5)
-        for step in range(6):
-            continuations = [tokens((step + n) % 5, 10 * step + n) for n in range(5)]
-            for context, after, found in zip(
-                population, continuations, population.score_sync(continuations), strict=True
-            ):
-                assert close(found, score_of(context, after) if after else torch.empty(0))
-            draws = population.draw_sync(seed=10 * step)
-            assert torch.equal(draws.token_ids, alone.draw_sync(seed=10 * step).token_ids)
-            for each in (population, alone):
-                each.append(draws.token_ids)
-                each.resample([0, 0, 2, 3, 4])
-        assert left_over(lm) == [0, 0, 0, 0]
+    population, alone = wide.population(tokens(40, 1), 5), lm.population(tokens(40, 1), 5)
+    for step in range(6):
+        continuations = [tokens((step + n) % 5, 10 * step + n) for n in range(5)]
+        found = population.score_sync(continuations)
+        for context, after, scores in zip(population, continuations, found, strict=True):
+            assert close(scores, score_of(context, after))
+        draws = population.draw_sync(seed=10 * step)
+        assert torch.equal(draws.token_ids, alone.draw_sync(seed=10 * step).token_ids)
+        for each in (population, alone):
+            each.append(draws.token_ids)
+            each.resample([0, 0, 2, 3, 4])
+    assert left_over(wide) == [0, 0, 0, 0]
+    population.close()
+    alone.close()
 
 
-def test_a_score_is_one_request_in_one_step(llama: Path, score_of: Oracle) -> None:
-    with load(llama, max_num_batched_tokens=512, max_model_len=400) as lm:
-        context, after = tokens(128, 1), tokens(256, 2)
-        before = lm.statistics()
-        found = lm.score_sync(context, after)
-        since = lm.statistics().since(before)
-        assert close(found, score_of(context, after))
-        assert (since.engine.requests, since.engine.steps, since.engine.rows) == (1, 1, 0)
-        assert (since.engine.scored_tokens, since.engine.computed_tokens) == (256, 383)
-        assert since.batcher.questions == 1
-        # What was computed serves whoever goes on from there: a row of one more token.
-        row = lm.next_token_logprobs_sync([*context, *after])
-        assert lm.statistics().since(before).engine.computed_tokens == 384
-        assert lm.statistics().since(before).engine.extended == 1
-        assert abs(float(row.double().logsumexp(-1))) < 1e-5
-        again = lm.prompt_logprobs_sync([*context, *after])
-        assert close(again[127:], found)
-        assert close(again, score_of(context[:1], [*context[1:], *after]))
+def test_a_score_is_one_request_in_one_step(wide: AsyncLM, score_of: Oracle) -> None:
+    context, after = tokens(128, 101), tokens(256, 102)
+    before = wide.statistics()
+    found = wide.score_sync(context, after)
+    since = wide.statistics().since(before)
+    assert close(found, score_of(context, after))
+    assert (since.engine.requests, since.engine.steps, since.engine.rows) == (1, 1, 0)
+    assert (since.engine.scored_tokens, since.engine.computed_tokens) == (256, 383)
+    assert since.batcher.questions == 1
+    # What was computed serves whoever goes on from there: a row of one more token.
+    row = wide.next_token_logprobs_sync([*context, *after])
+    assert wide.statistics().since(before).engine.computed_tokens == 384
+    assert wide.statistics().since(before).engine.extended == 1
+    assert abs(float(row.double().logsumexp(-1))) < 1e-5
+    again = wide.prompt_logprobs_sync([*context, *after])
+    assert close(again[127:], found)
+    assert close(again, score_of(context[:1], [*context[1:], *after]))
 
 
 def test_a_long_prefix_is_computed_once_for_all_that_follow_it(
-    llama: Path, score_of: Oracle
+    wide: AsyncLM, score_of: Oracle
 ) -> None:
     """Also where all are asked at once: the blocks of the first are there when the second begins. Nothing
     beyond the first wanted position may be found, wherever that lies in a block."""
-    with load(
-        llama, max_num_batched_tokens=512, max_num_seqs=64, num_gpu_blocks_override=100
-    ) as lm:
-        prefix = tokens(165, 1)
-        options = [tokens(4, seed) for seed in range(16)]
-        before = lm.statistics().engine
-        found = lm.batch_score_sync([prefix] * 16, options)
-        computed = lm.statistics().engine.computed_tokens - before.computed_tokens
-        assert computed == 168 + 15 * (168 - 160)
-        for option, score in zip(options, found, strict=True):
-            assert close(score, score_of(prefix, option))
-        # By now the prefix is resident, and the tokens in its last block are shared too.
-        before = lm.statistics().engine
-        assert close(lm.score_sync(prefix, [9, 9, 9]), score_of(prefix, [9, 9, 9]))
-        assert lm.statistics().engine.computed_tokens - before.computed_tokens == 3
-        # All of these are in the cache, and are computed again, as their positions are wanted.
-        for start in (1, 31, 32, 33, 100, 160):
-            after = prefix[start:]
-            assert close(lm.score_sync(prefix[:start], after), score_of(prefix[:start], after))
-        lm.warm_up_sync(prefix)
-        for start in (1, 161, 163):
-            after = prefix[start:]
-            assert close(lm.score_sync(prefix[:start], after), score_of(prefix[:start], after))
+    prefix, options = tokens(165, 103), [tokens(4, seed) for seed in range(16)]
+    before = wide.statistics().engine
+    found = wide.batch_score_sync([prefix] * 16, options)
+    computed = wide.statistics().engine.computed_tokens - before.computed_tokens
+    assert computed == 168 + 15 * (168 - 160)
+    for option, score in zip(options, found, strict=True):
+        assert close(score, score_of(prefix, option))
+    # By now the prefix is resident, and the tokens in its last block are shared too.
+    before = wide.statistics().engine
+    assert close(wide.score_sync(prefix, [9, 9, 9]), score_of(prefix, [9, 9, 9]))
+    assert wide.statistics().engine.computed_tokens - before.computed_tokens == 3
+    # All of these are in the cache, and are computed again, as their positions are wanted.
+    for start in (1, 31, 32, 33, 100, 160, 161, 163):
+        if start == 161:
+            wide.warm_up_sync(prefix)
+        after = prefix[start:]
+        assert close(wide.score_sync(prefix[:start], after), score_of(prefix[:start], after))
 
 
 def test_a_preempted_score_has_all_its_positions_once(
-    llama: Path, score_of: Oracle, monkeypatch: pytest.MonkeyPatch
+    lm: AsyncLM, score_of: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    texts = [(tokens(3, seed), tokens(150, seed + 20)) for seed in range(5)]
-    preempted: list[str] = []
-    with load(llama, num_gpu_blocks_override=12, max_num_batched_tokens=64) as lm:
-        scheduler = scheduler_of(lm)
-        preempt = scheduler._preempt_request
+    texts = [(tokens(3, seed), tokens(150, seed + 20)) for seed in range(6)]
+    scheduler, preempted = scheduler_of(lm), list[str]()
+    preempt = scheduler._preempt_request
 
-        def counted(request: Any, *rest: Any, **named: Any) -> None:
-            preempted.append(request.request_id)
-            preempt(request, *rest, **named)
+    def counted(request: Any, *rest: Any, **named: Any) -> None:
+        preempted.append(request.request_id)
+        preempt(request, *rest, **named)
 
-        monkeypatch.setattr(scheduler, "_preempt_request", counted)
+    monkeypatch.setattr(scheduler, "_preempt_request", counted)
 
-        async def ask() -> list[torch.Tensor]:
-            samples = [lm.sample(tokens(40, seed), max_tokens=60) for seed in range(4)]
-            scores = asyncio.gather(*(lm.score(before, after) for before, after in texts))
-            await asyncio.gather(*samples)
-            return await scores
+    async def ask() -> list[torch.Tensor]:
+        samples = [lm.sample(tokens(150, seed), max_tokens=90) for seed in range(4)]
+        scores = asyncio.gather(*(lm.score(before, after) for before, after in texts))
+        await asyncio.gather(*samples)
+        return await scores
 
-        for (before, after), found in zip(texts, asyncio.run(ask()), strict=True):
-            assert close(found, score_of(before, after))
-        assert preempted
-        assert left_over(lm) == [0, 0, 0, 0]
+    for (before, after), found in zip(texts, asyncio.run(ask()), strict=True):
+        assert close(found, score_of(before, after))
+    assert preempted
+    assert left_over(lm) == [0, 0, 0, 0]
 
 
 def test_a_score_that_is_cancelled_at_any_step_leaves_nothing_and_disturbs_nobody(
@@ -291,32 +277,6 @@ def test_a_score_that_is_cancelled_at_any_step_leaves_nothing_and_disturbs_nobod
         for mate in mates:
             assert close(found[request(*mate)], score_of(*mate))
         assert left_over(lm) == [0, 0, 0, 0]
-
-
-async def test_a_caller_that_leaves_is_not_missed(lm: AsyncLM, score_of: Oracle) -> None:
-    context, after = tokens(30, 1), tokens(150, 2)
-    before = lm.statistics()
-    left = asyncio.create_task(lm.score(context, after))
-    stays = asyncio.create_task(lm.score(context, after))
-    await asyncio.sleep(0)
-    left.cancel()
-    assert close(await stays, score_of(context, after))
-    since = lm.statistics().since(before)
-    assert (since.batcher.deduplicated, since.engine.requests) == (1, 1)
-    with contextlib.suppress(asyncio.CancelledError):
-        await left
-    with pytest.raises(genrt.TimedOut):
-        await lm.score(context, tokens(150, 3), timeout=0)
-
-
-def test_limits_are_those_of_rows(lm: AsyncLM, score_of: Oracle) -> None:
-    longest = lm.max_model_len
-    context, after = tokens(longest - 9, 1), tokens(10, 2)
-    assert close(lm.score_sync(context, after), score_of(context, after))
-    with pytest.raises(ContextTooLong):
-        lm.score_sync(context, [*after, 1])
-    assert lm.score_sync([1], []).shape == (0,)
-    assert lm.score_sync([1], [2]).shape == (1,)
 
 
 def test_a_row_that_is_not_finite_fails_its_score_alone(
@@ -421,31 +381,6 @@ def test_a_prompt_whose_last_token_comes_alone_leaves_no_row(lm: AsyncLM, score_
         assert left_over(lm) == [0, 0, 0, 0]
 
 
-def test_a_closed_engine_lets_go_of_the_model(llama: Path) -> None:
-    with load(llama) as lm:
-        engine = engine_of(lm)
-        runner = engine._core.engine_core.model_executor.driver_worker.worker.model_runner
-        model = weakref.ref(runner.model)
-        lm.score_sync(tokens(5, 1), tokens(5, 2))
-        del runner
-    gc.collect()
-    assert model() is None
-    assert not engine.scores
-
-
-def test_it_is_the_same_after_a_restart_and_beside_another_runtime(
-    llama: Path, lm: AsyncLM, score_of: Oracle
-) -> None:
-    text = tokens(30, 1), tokens(60, 2)
-    with load(llama) as other:
-        before = lm.score_sync(*text)
-        assert close(other.score_sync(*text), before)
-        other.restart()
-        assert close(other.score_sync(*text), before)
-        assert other.statistics().engine.scored_tokens == 60
-    assert close(lm.score_sync(*text), score_of(*text))
-
-
 def test_a_score_is_its_adapters(llama: Path, loras: tuple[Path, Path]) -> None:
     options: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
     text = tokens(20, 1), tokens(70, 2)
@@ -471,6 +406,13 @@ def test_a_score_is_its_adapters(llama: Path, loras: tuple[Path, Path]) -> None:
         assert float((found[1] - found[2]).abs().max()) > 0.1
         lm.add_adapter_sync("a", loras[1])  # other weights under the same name
         assert close(lm.score_sync(*text, adapter="a"), found[2])
+        engine = engine_of(lm)
+        runner = engine._core.engine_core.model_executor.driver_worker.worker.model_runner
+        model = weakref.ref(runner.model)
+        del runner
+    gc.collect()
+    assert model() is None, "a closed engine lets go of the model"
+    assert not engine.scores
 
 
 def test_own_logits_processors_make_the_rows_that_are_scored(llama: Path) -> None:
@@ -502,41 +444,33 @@ def test_own_logits_processors_make_the_rows_that_are_scored(llama: Path) -> Non
 # -- runner V2 ------------------------------------------------------------------------------------
 
 
-class Worker:
-    """As the V2 runner's ``PromptLogprobsWorker``."""
+def v2(**more: Any) -> tuple[Any, Any, list[Any]]:
+    """A scripted runner V2, its scores, and the calls that went on to vLLM's own functions."""
+    from genrt.engines.vllm.scores import attach
 
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
+    calls: list[Any] = []
 
-    def compute_prompt_logprobs(self, *args: Any) -> str:
-        self.calls.append(args)
+    def own(*args: Any) -> str:
+        calls.append(args)
         return "vLLM's own"
 
-
-def batch_of(computed: dict[str, int], counts: Sequence[int]) -> Any:
-    return SimpleNamespace(
-        req_ids=list(computed),
-        num_computed_prefill_tokens_np=np.array([*computed.values()], np.int32),
-        num_scheduled_tokens=np.array(counts, np.int32),
-        query_start_loc_np=np.cumsum([0, *counts]).astype(np.int32),
+    worker = SimpleNamespace(compute_prompt_logprobs=own)
+    runner = SimpleNamespace(
+        device=torch.device("cpu"),
+        lora_config=None,
+        prompt_logprobs_worker=worker,
+        sample=own,
+        **more,
     )
+    return runner, attach(runner, 11), calls
 
 
 def test_runner_v2_shows_every_step_by_request() -> None:
     """Rows are sorted anew in every step; texts come in chunks, and again after a preemption."""
-    from genrt.engines.vllm.scores import attach
-
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(5, 11, generator=generator)
-    worker = Worker()
-    runner = SimpleNamespace(
-        device=torch.device("cpu"),
-        lora_config=None,
-        model=SimpleNamespace(compute_logits=lambda hidden: hidden @ weights),
-        prompt_logprobs_worker=worker,
-        sample=None,
-    )
-    positions = attach(runner, vocab_size=11)
+    model = SimpleNamespace(compute_logits=lambda hidden: hidden @ weights)
+    runner, positions, calls = v2(model=model)
     texts = {"a": [1, 2, 3, 4, 5, 6, 7], "b": [9, 8, 7, 6, 5], "c": [1, 1, 1]}
     states = {name: torch.randn(len(ids), 5, generator=generator) for name, ids in texts.items()}
 
@@ -545,28 +479,31 @@ def test_runner_v2_shows_every_step_by_request() -> None:
             states[name][begin : begin + count]
             for (name, begin), count in zip(computed.items(), counts, strict=True)
         ]
-        result = worker.compute_prompt_logprobs(
-            None, torch.cat([*parts, torch.zeros(3, 5)]), batch_of(computed, counts), "more"
+        batch = SimpleNamespace(
+            req_ids=list(computed),
+            num_computed_prefill_tokens_np=np.array([*computed.values()], np.int32),
+            num_scheduled_tokens=np.array(counts, np.int32),
+            query_start_loc_np=np.cumsum([0, *counts]).astype(np.int32),
         )
-        assert result == "vLLM's own"
+        hidden_states = torch.cat([*parts, torch.zeros(3, 5)])
+        compute = runner.prompt_logprobs_worker.compute_prompt_logprobs
+        assert compute(None, hidden_states, batch, "more") == "vLLM's own"
 
     step({"c": 0}, [3])  # with nothing to score
-    for name, start in (("a", 3), ("b", 1)):
-        packed = LogprobsRequest(texts[name]).packed
-        positions.begin(name, ScoreRequest(packed, start), None)
+    wanted = {"a": 3, "b": 1}
+    for name, start in wanted.items():
+        positions.begin(name, ScoreRequest(LogprobsRequest(texts[name]).packed, start), None)
     step({"a": 0, "c": 0}, [4, 2])
     step({"c": 2, "b": 0, "a": 4}, [1, 3, 1])
     step({"a": 2, "b": 3}, [2, 1])  # "a" was preempted, and begins from a hit
     step({"a": 4}, [2])
-    assert len(worker.calls) == 5
-    assert all(call[3:] == ("more",) for call in worker.calls)
+    assert [call[3:] for call in calls] == [("more",)] * 5
     found = positions.take(["b", "c", "a"])
     assert found.keys() == {"a", "b"}
-    for name, start in (("a", 3), ("b", 1)):
-        rows = (states[name] @ weights).log_softmax(-1)
-        wanted = torch.tensor([float(rows[n - 1, texts[name][n]]) for n in range(start, len(rows))])
-        assert found[name] is not None
-        assert torch.allclose(found[name], wanted, atol=1e-6)  # type: ignore[arg-type]
+    for name, start in wanted.items():
+        rows, after = (states[name] @ weights).log_softmax(-1), texts[name][start:]
+        entries = rows[torch.arange(start - 1, len(rows) - 1), torch.tensor(after)]
+        assert torch.allclose(found[name], entries, atol=1e-6)
     assert not positions
 
 
@@ -581,23 +518,9 @@ def test_runner_v2_draws_no_tokens_where_nobody_reads_them(monkeypatch: pytest.M
         is_whole = seq_lens[: len(slots)] >= prefill_lens[slots]
         return drawn * is_whole, torch.zeros_like(drawn)
 
-    asked: list[tuple[Any, ...]] = []
-
-    def sample(*args: Any) -> str:
-        asked.append(args)
-        return "vLLM's own"
-
     monkeypatch.setattr(module, "get_num_sampled_and_rejected", counted)
-    runner = SimpleNamespace(
-        device=torch.device("cpu"),
-        lora_config=None,
-        prompt_logprobs_worker=Worker(),
-        req_states=SimpleNamespace(
-            prefill_len=SimpleNamespace(gpu=torch.tensor([7, 5, 9], dtype=torch.int32))
-        ),
-        sample=sample,
-    )
-    positions = module.attach(runner, vocab_size=11)
+    lengths = SimpleNamespace(gpu=torch.tensor([7, 5, 9], dtype=torch.int32))
+    runner, positions, calls = v2(req_states=SimpleNamespace(prefill_len=lengths))
 
     def step(slots: dict[str, int], seq_lens: Sequence[int]) -> Any:
         batch = SimpleNamespace(
@@ -616,9 +539,8 @@ def test_runner_v2_draws_no_tokens_where_nobody_reads_them(monkeypatch: pytest.M
     begin("a")
     assert step({"a": 2, "c": 1}, [9, 5]) == "vLLM's own"
     begin("b")
-    output, drawn, rejected = step(
-        {"b": 0, "a": 2}, [4, 9, 0]
-    )  # one more, by which it is filled up
+    # With one more length, by which the batch is filled up.
+    output, drawn, rejected = step({"b": 0, "a": 2}, [4, 9, 0])
     assert output.sampled_token_ids.tolist() == [[0], [0]]
     assert output.sampled_token_ids.dtype == torch.int64
     assert (output.num_sampled is drawn, output.num_rejected is rejected) == (True, True)
@@ -626,4 +548,4 @@ def test_runner_v2_draws_no_tokens_where_nobody_reads_them(monkeypatch: pytest.M
     assert (output.logprobs_tensors, output.num_nans) == (None, None)
     positions.forget(["a", "b"])
     assert step({"a": 2}, [9]) == "vLLM's own"  # it goes on, as a row
-    assert len(asked) == 3
+    assert len(calls) == 3
