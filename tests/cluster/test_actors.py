@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import warnings
 from functools import partial
 from pathlib import Path
@@ -32,11 +33,19 @@ PROGRAM = [sys.executable, "-W", "ignore", "-m", "tests.cluster.ray_program"]
 @pytest.mark.promise(number=39)
 @pytest.mark.promise(number=40)
 def test_a_runtime_over_a_local_ray() -> None:
-    done = subprocess.run(PROGRAM, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    with tempfile.TemporaryDirectory(dir="/tmp") as own:  # Ray's sockets need a short path
+        done = subprocess.run(
+            PROGRAM,
+            cwd=ROOT,
+            env=os.environ | {"TMPDIR": own},
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
     assert done.returncode == 0, done.stderr[-4000:]
     seen = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     assert [name for name, found in seen if found is not True] == []
-    assert len(seen) == 19
+    assert len(seen) == 18
 
 
 @pytest.mark.promise(number=40)
