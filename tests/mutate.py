@@ -1,10 +1,10 @@
 """Break genrt on purpose, one way at a time, and show which test catches it: ``python -m tests.mutate``.
 
-The breaks are in ``mutants.py``. Each worker has a copy of the checkout in a temporary folder, applies
-one there, runs the tests that are named for it until one fails, and puts the source back.
+The breaks are in ``mutants.py``. Each is applied in a copy of the checkout, in which the tests that are
+named for it run until one fails.
 
-A mutant is *killed* if a test fails, or if the tests do not end: then it says so. It has *survived* if
-all pass: a test is missing. It is *broken* if pytest ends in any other way: it shows nothing.
+A mutant is *killed* if a test fails, or if the tests do not end. It has *survived* if all pass: a test is
+missing. It is *broken* if pytest ends in any other way: it shows nothing.
 """
 
 from __future__ import annotations
@@ -12,18 +12,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import queue
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -38,16 +35,7 @@ CLEAN_SECONDS = 900.0
 """How long tests of unbroken source may take."""
 
 FAILED = re.compile(r"^(?:FAILED|ERROR) (?:tests/)?(.+?)(?: - .*)?$", re.MULTILINE)
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """How a run of pytest ended: its exit status, ``None`` if it was ended for want of time, how many
-    seconds it took, and what it printed."""
-
-    status: int | None
-    seconds: float
-    output: str
+PYTEST = "-m pytest -x -q --tb=no -rfE -p no:cacheprovider -p no:randomly"
 
 
 class Verdict(NamedTuple):
@@ -59,35 +47,21 @@ class Verdict(NamedTuple):
 
 
 def run_tests(
-    folder: Path, tests: Sequence[str], only: str, limit: float, stop: threading.Event
-) -> Run:
-    """Run these test files of a copy until one test fails. Hypothesis takes the same examples every time,
-    and looks for no smaller ones. Bytecode is not kept: two breaks of one file may have its size and its
-    time. What runs when ``stop`` is set is ended."""
-    environment = os.environ | {
-        "HYPOTHESIS_PROFILE": "mutants",
-        "PYTHONPATH": str(folder),
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-q",
-        "--tb=no",
-        "-rfE",
-        "-p",
-        "no:cacheprovider",
-    ]
-    command += ["-p", "no:randomly", *tests, *(["-k", only] if only else [])]
+    folder: Path, tests: Sequence[str], only: str, limit: float
+) -> tuple[int | None, float, str]:
+    """Run these test files of a copy until one fails; return pytest's exit status, ``None`` if it was
+    ended after ``limit`` seconds, how long it took, and its output.
+
+    Bytecode is not kept: two breaks of one file may have its size and its time.
+    """
+    own = {"HYPOTHESIS_PROFILE": "mutants", "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, *PYTEST.split(), *tests, *(["-k", only] if only else [])]
     started = time.monotonic()
     with tempfile.TemporaryFile() as printed:
         process = subprocess.Popen(
             command,
             cwd=folder,
-            env=environment,
+            env=os.environ | own | {"PYTHONPATH": str(folder)},
             stdin=subprocess.DEVNULL,
             stdout=printed,
             stderr=subprocess.STDOUT,
@@ -95,104 +69,58 @@ def run_tests(
         )
         status: int | None = None
         try:
-            while status is None and time.monotonic() - started < limit and not stop.is_set():
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    status = process.wait(1.0)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = process.wait(limit)
         finally:  # with whatever the tests started and left behind
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         printed.seek(0)
         output = printed.read().decode(errors="replace")
-    return Run(status, time.monotonic() - started, output)
+    return status, time.monotonic() - started, output
 
 
-def verdict(run: Run) -> Verdict:
-    """What a run of the tests says of the mutant that they ran on."""
-    if run.status is None:
-        return Verdict("killed", run.seconds, "the tests did not end")
-    if run.status == 0:
-        return Verdict("survived", run.seconds, "every test passed")
-    failed = FAILED.search(run.output)
-    if run.status == 1 and failed:
-        return Verdict("killed", run.seconds, failed[1])
-    last = run.output.strip().rpartition("\n")[2]
-    return Verdict("broken", run.seconds, f"pytest exited with {run.status}: {last}")
-
-
-def judge(mutant: Mutant, folder: Path, limit: float, stop: threading.Event) -> Verdict:
+def judge(mutant: Mutant, folder: Path, limit: float) -> Verdict:
     """Apply a mutant to a copy, run its tests, and put the source back."""
     path = folder / mutant.file
     source = path.read_text(encoding="utf-8")
     path.write_text(mutant.applied(source), encoding="utf-8")
     try:
-        return verdict(run_tests(folder, mutant.tests, mutant.only, limit, stop))
+        status, seconds, output = run_tests(folder, mutant.tests, mutant.only, limit)
     finally:
         path.write_text(source, encoding="utf-8")
+    if status is None:
+        return Verdict("killed", seconds, "the tests did not end")
+    if status == 0:
+        return Verdict("survived", seconds, "every test passed")
+    failed = FAILED.search(output)
+    if status == 1 and failed:
+        return Verdict("killed", seconds, failed[1])
+    last = output.strip().rpartition("\n")[2]
+    return Verdict("broken", seconds, f"pytest exited with {status}: {last}")
 
 
-@contextlib.contextmanager
-def stopping(pool: ThreadPoolExecutor, stop: threading.Event) -> Iterator[None]:
-    """An exception, an interrupt included, also ends what the pool runs and what waits for it."""
-    try:
-        yield
-    except BaseException:
-        stop.set()
-        pool.shutdown(cancel_futures=True)
-        raise
-
-
-def mutate(
-    root: Path,
-    mutants: Sequence[Mutant],
-    *,
-    jobs: int = 2,
-    report: Callable[[str], None] = print,
-) -> int:
-    """Judge these, several at a time, and report a line for each. The exit status: 0 if all were killed,
+def mutate(root: Path, mutants: Sequence[Mutant], report: Callable[[str], None] = print) -> int:
+    """Judge these one after the other, and report a line for each. The exit status: 0 if all were killed,
     1 if one was not, 2 if the tests fail as it is."""
     with tempfile.TemporaryDirectory(prefix="genrt-mutants-") as parent:
-        folders: queue.SimpleQueue[Path] = queue.SimpleQueue()
-        stop = threading.Event()
-        for number in range(jobs):
-            folder = Path(parent, str(number))
-            shutil.copytree(root, folder, ignore=LEFT_OUT)
-            folders.put(folder)
-
-        def clean(tests: str, only: str) -> Run:
-            folder = folders.get()
-            try:
-                return run_tests(folder, [tests], only, CLEAN_SECONDS, stop)
-            finally:
-                folders.put(folder)
-
-        def judged(mutant: Mutant) -> Verdict:
-            usual = sum(seconds[tests, mutant.only] for tests in mutant.tests)
-            folder = folders.get()
-            try:
-                return judge(mutant, folder, 60 + 5 * usual, stop)
-            finally:
-                folders.put(folder)
-
-        with ThreadPoolExecutor(jobs) as pool, stopping(pool, stop):
-            named = dict.fromkeys((tests, m.only) for m in mutants for tests in m.tests)
-            runs = dict(zip(named, pool.map(lambda key: clean(*key), named), strict=True))
-            wrong = {key: run for key, run in runs.items() if run.status != 0}
-            for (tests, only), run in wrong.items():
-                report(f"{tests} {only} does not pass on unbroken source:\n{run.output}")
-            if wrong:
+        folder = Path(shutil.copytree(root, Path(parent, "copy"), ignore=LEFT_OUT))
+        usual: dict[tuple[str, str], float] = {}
+        for tests, only in dict.fromkeys((tests, m.only) for m in mutants for tests in m.tests):
+            status, usual[tests, only], output = run_tests(folder, [tests], only, CLEAN_SECONDS)
+            if status != 0:
+                report(f"{tests} {only} does not pass on unbroken source:\n{output}")
                 return 2
-            seconds = {key: run.seconds for key, run in runs.items()}
-            report(f"selections of tests that pass on unbroken source: {len(runs)}")
-            judging = {pool.submit(judged, mutant): mutant for mutant in mutants}
-            kinds = []
-            for future in as_completed(judging):
-                mutant, (kind, took, why) = judging[future], future.result()
-                kinds.append(kind)
-                shown = kind if kind == "killed" else kind.upper()
-                report(f"{shown:8} {took:5.1f} s  {mutant.file}: {mutant.name}: {why}")
-    report(", ".join(f"{kinds.count(k)} {k}" for k in ("killed", "survived", "broken")))
-    return 0 if kinds.count("killed") == len(mutants) else 1
+        report(f"selections of tests that pass on unbroken source: {len(usual)}")
+        kinds: Counter[str] = Counter()
+        for mutant in mutants:
+            limit = 60 + 5 * sum(usual[tests, mutant.only] for tests in mutant.tests)
+            kind, took, why = judge(mutant, folder, limit)
+            kinds[kind] += 1
+            shown = kind if kind == "killed" else kind.upper()
+            report(f"{shown:8} {took:5.1f} s  {mutant.file}: {mutant.name}: {why}")
+    report(", ".join(f"{kinds[kind]} {kind}" for kind in ("killed", "survived", "broken")))
+    return 0 if kinds["killed"] == len(mutants) else 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -201,7 +129,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "words", nargs="*", help="only mutants whose file or name holds one of these words"
     )
-    parser.add_argument("--jobs", type=int, default=2, help="how many at a time (default 2)")
     parser.add_argument("--list", action="store_true", help="list them, and run nothing")
     options = parser.parse_args(arguments)
     words = options.words or [""]
@@ -212,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for mutant in chosen:
             print(f"{mutant.file}: {mutant.name}")
         return 0
-    return mutate(ROOT, chosen, jobs=options.jobs)
+    return mutate(ROOT, chosen)
 
 
 if __name__ == "__main__":

@@ -312,7 +312,7 @@ CHANGES: list[tuple[str, Callable[[Path], object], int]] = [
     *(
         (name, damage, 2)
         for name in ("model.safetensors", "tokenizer.json", "config.json")
-        for damage in (rewrite(lambda data: data[:-9]), Path.unlink)
+        for damage in (rewrite(lambda data: data[:-9]), FLIPPED, Path.unlink)
     ),
     *(
         ("genrt.json", rewrite(lambda _, text=text: text), 2)  # type: ignore[misc]

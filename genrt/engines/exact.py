@@ -51,7 +51,7 @@ class NGram:
             raise InvalidRequest(
                 f"the table is {list(table.shape)} for {size} tokens: every dimension must be {size}"
             )
-        self._table = _normalised(table)
+        self._table = _normalised_table(table)
 
     @classmethod
     def random(
@@ -199,7 +199,7 @@ class NGram:
 
 
 class ExactEngine(SteppedEngine):
-    """The Engine protocol over an NGram, on the CPU.
+    """An engine over an NGram, on the CPU. ``SteppedEngine`` runs it; ``_Tables.logits`` is its forward.
 
     An adapter is a directory with ``adapter_config.json`` and ``adapter_model.safetensors``: its tensor
     ``table`` replaces the model's. New weights are a ``table`` too. Raises InvalidRequest for a size
@@ -256,7 +256,7 @@ def _name(token: int) -> bytes:
     return bytes([(97 + token) % 256]) if token < 256 else token.to_bytes(4, "big")
 
 
-def _normalised(table: Tensor) -> Tensor:
+def _normalised_table(table: Tensor) -> Tensor:
     """Return rows in float32, normalised in float64 so that they sum to 1 to a bit or two."""
     wide = table.detach().double()
     total = wide.logsumexp(-1, keepdim=True)

@@ -151,8 +151,8 @@ class Engine(Protocol):
         """Forget these requests, and ignore requests that are not in progress. ``step`` does not return
         them; their memory is free after the next step.
 
-        After any error but EngineDied the engine goes on. It is called again before it gets new
-        requests; if it raises again, a later submission of one of the requests fails."""
+        After any error but EngineDied the engine goes on. ``cancel`` is called again with these
+        requests before the next ``submit``; if it raises again, they fail when submitted later."""
 
     def add_adapter(self, adapter: Adapter, path: Path) -> None:
         """Load the LoRA adapter in directory ``path`` (safetensors). Its files stay as they are until the
@@ -164,7 +164,7 @@ class Engine(Protocol):
 
     def remove_adapter(self, adapter: Adapter) -> None:
         """Forget an adapter. Requests in progress that are bound to it finish first. After any error but
-        EngineDied the engine goes on; it is not called again."""
+        EngineDied the engine goes on; the call is not repeated."""
 
     def statistics(self) -> EngineStatistics:
         """Return the counters at this moment. Safe from any thread."""
@@ -180,8 +180,8 @@ class Prefixes(Protocol):
         """Return whether the engine keeps as much of this context as it can."""
 
     def keep(self, prefix: LogprobsRequest) -> None:
-        """Keep everything computed of this context, now and whenever it is computed again. It is dropped
-        before a request is refused or waits for ever. Do not raise."""
+        """Keep everything computed of this context, now and whenever it is computed again, unless a
+        request lacks the memory. Do not raise."""
 
     def release(self, prefix: LogprobsRequest) -> None:
         """Stop keeping this context; ignore an unknown one."""
@@ -191,11 +191,11 @@ class FullEngine(Engine, Protocol):
     """The optional methods of an engine; see ``Capabilities``.
 
     Attributes:
-        tell: may be called by ``step`` with the ends of populations, which it then does not return, once
-            only the next step depends on the rest of the work. Set before each step.
+        tell: set before each step. ``step`` may call it with finished populations before it returns,
+            while work for the next step is left; it does not return these again.
         scores: whether ``submit`` takes score requests, and computes each text once; otherwise rows are
             requested. Safe from any thread.
-        scores_rows: whether these may ask for whole rows; true by default.
+        scores_rows: whether score requests may ask for whole rows; true by default.
         reads: the kinds of reads that the engine answers itself: classes of a ``ReadRequest``'s
             ``wanted``, and ``PopulationDraw``.
         adapters: the adapters, by name, that an engine with ``reads`` has from the beginning.
@@ -225,8 +225,8 @@ class FullEngine(Engine, Protocol):
 
     def expect(self, rows: Sequence[LogprobsRequest], token_ids: torch.Tensor) -> None:
         """Expect questions about these distinct contexts, each with the token that was drawn from its
-        row: float64 ``[n]``, -1 without one. The tokens are on the engine's device, which may still be
-        drawing them: do not wait for it. Do not raise."""
+        row: float64 ``[n]``, as draws are, -1 without one. The tokens are on the engine's device, which
+        may still be drawing them: do not wait for it. Do not raise."""
 
     # Populations. The engine keeps their sequences, and finds them by number.
 
@@ -293,7 +293,7 @@ class Capabilities:
 
 
 def capabilities_of(engine: Engine) -> Capabilities:
-    """Return the optional parts of an engine, by the methods that it has. It takes time."""
+    """Return the optional parts of an engine, by the methods that it has. Slow: call it once."""
 
     def has(*names: str) -> bool:
         return all(hasattr(engine, name) for name in names)

@@ -23,6 +23,7 @@ from genrt.engines.protocol import EngineStatistics, Finished, failure
 from genrt.engines.weights import Layout, NamedTensors
 from genrt.errors import (
     Closed,
+    ContextTooLong,
     EngineFailed,
     EngineUnsupported,
     GenrtError,
@@ -35,6 +36,7 @@ from genrt.numbers import check_int
 from genrt.questions.completions import CompletionRequest, Decoding, Delta, SampleRequest, Streamed
 from genrt.questions.contexts import Adapter, deciding_seed
 from genrt.questions.request import Request
+from genrt.questions.rows import LogprobsRequest
 from genrt.structures.guides import Guides
 from genrt.tokens.rows import normalised
 from genrt.tokens.sampling import draw, mixed, truncate
@@ -284,6 +286,10 @@ class SteppedEngine:
             and (reason := self.unsupported(request.decoding)) is not None
         ):
             raise InvalidRequest(reason)
+        if isinstance(request, LogprobsRequest) and len(request) > self.max_model_len:
+            raise ContextTooLong(
+                f"the context is over max_model_len {self.max_model_len}: shorten it"
+            )
         if request.adapter is not None and request.adapter not in self._adapters:
             raise UnknownAdapter(f"{request.adapter} is not loaded: add it first")
 

@@ -1,7 +1,8 @@
 """Texts until enough of their records are valid.
 
-The records of a complete run are those of its first attempts, by number. So long texts are not lost to
-short ones, and with a seed the records depend neither on timing nor on ``concurrency``.
+The records of a complete run are those of its first attempts, by number. So a run does not prefer
+short texts, which finish early, and with a seed the records depend neither on timing nor on
+``concurrency``.
 """
 
 from __future__ import annotations
@@ -176,8 +177,9 @@ async def generate_valid(
 ) -> Records:
     """Draw texts until ``target`` of their records are valid. Return the records, with statistics.
 
-    Ten texts run first. Then as many run at once as the missing records need at the rate of valid records
-    so far. Running texts are cancelled when there are enough records.
+    At first at most ten texts run, or ``target`` if that is fewer. Then as many run at once as the
+    missing records need at the rate of valid records so far. Running texts are cancelled when there are
+    enough records.
 
     ``validate`` gets the records in the order of the attempts, so it may refuse repeated records. Its
     errors are not raised: they are in ``Records.faults``, and ``Records.reason`` says why the run

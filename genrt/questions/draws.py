@@ -72,7 +72,7 @@ class DrawToken(Wanted):
 
     @property
     def group(self) -> tuple[type, bool]:
-        """Draws at temperature 1 need fewer kernels."""
+        """The kind of reads that are answered together: draws at temperature 1 need fewer kernels."""
         return type(self), self.temperature == 1.0
 
     @staticmethod
@@ -137,8 +137,8 @@ class PopulationDraw(Request):
         masks: uint8 ``[n, size]``, each as in ``DrawToken``; ``None`` allows every token.
         temperature: of all draws.
         seeds: uint64 ``[n]``, one for each draw.
-        origins: the sequences that these extend, if each extends one by a single token.
-        came_from: the handles of all sequences that these extend, also by several tokens.
+        origins: where to find the sequences that these extend, if each extends one by a single token.
+        came_from: the handles of all sequences that these extend, which stay known until then.
         handle: stands for these sequences in later origins.
     """
 
@@ -226,9 +226,9 @@ def population_draw(
     origins: Origins | None = None,
     came_from: tuple[SequenceHandle, ...] = (),
 ) -> PopulationDraw | None:
-    """Return the request for draws after these contexts, the sequences at ``places`` of ``count``, or
-    ``None`` if there are no contexts. ``masks`` has one for each of the ``count``. Raises InvalidRequest
-    for bad masks or a bad parameter."""
+    """Return the request for draws after these contexts, or ``None`` if there are none. They are the
+    sequences at ``places`` of a caller with ``count`` sequences; ``masks`` has one for each of these.
+    Raises InvalidRequest for bad masks or a bad parameter."""
     temperature = check_float("temperature", temperature, 0.0)
     seed, packed = check_seed(seed), packed_masks(masks, count, vocab_size)
     if not len(contexts):

@@ -87,8 +87,8 @@ class Answering(Protocol):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ReadRequest(Request):
-    """A read of a row that stays on the device. Engines do not see it: ``answers.py`` requests the row
-    once for all reads of it."""
+    """A read of a row that stays on the device. An engine that lists the kind in ``reads`` answers it;
+    for other engines, ``answers.py`` requests the row once for all reads of it."""
 
     row: LogprobsRequest
     wanted: Wanted

@@ -19,7 +19,8 @@ Result: TypeAlias = Any
 
 class Request:
     """A frozen dataclass derives from this class and adds the parameters of its kind. An engine computes
-    rows, samples and texts, and scores if it is ``Scoring``. Reads are answered from rows beside it."""
+    rows, samples and texts, and scores if its ``scores`` is true. ``answers.py`` answers reads from rows,
+    for engines that do not list them in ``reads``."""
 
     __slots__ = ()
 
@@ -60,5 +61,5 @@ class Request:
         return cast("Self", replace(cast("Any", self), weights_version=version))
 
     def owned(self, result: Result) -> Result:
-        """Return a result that one caller may change. ``waiters.py`` has copied tensors already."""
+        """Return a result that one caller may change. ``batcher.py`` has copied tensors already."""
         return result

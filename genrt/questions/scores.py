@@ -51,9 +51,9 @@ ENTRIES = 2**24
 class ScoreRequest(Request):
     """The log-probabilities of a text's tokens from position ``start`` on, at least one token.
 
-    Rows are divided by ``temperature`` and normalized again. Only a ``Scoring`` engine takes this
-    request; it computes the text once. The answer is a float32 tensor for ``n = len(token_ids) - start``
-    tokens:
+    Rows are divided by ``temperature`` and normalized again. Only an engine whose ``scores`` is true
+    takes this request; it computes the text once. The answer is a float32 tensor for
+    ``n = len(token_ids) - start`` tokens:
 
     - ``wanted="logprobs"``: ``[n]`` on the host.
     - ``wanted="greedy"``: ``[2, n]`` on the host; the second row is 1 where the token is the likeliest.

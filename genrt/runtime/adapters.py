@@ -35,7 +35,7 @@ class AdapterNames:
     def __init__(
         self, thread: EngineThread, given: Mapping[str, Adapter] = MappingProxyType({})
     ) -> None:
-        """Start with the engine's own adapters; the engine may change a dict of them."""
+        """Start with the engine's own adapters; the engine may change the dict."""
         self.by_name: dict[str, Adapter] = given if isinstance(given, dict) else {**given}
         self._thread = thread
         self._lock = threading.Lock()
@@ -81,7 +81,7 @@ class AdapterNames:
     async def add(self, name: str, path: str | os.PathLike[str]) -> Callable[[], None]:
         """Load an adapter as ``AsyncLM.add_adapter``; return a function that removes it if the name
         was free. The last call for a name wins. Raises InvalidRequest, InvalidAdapter."""
-        directory = _checked(name, path)
+        directory = _adapter_directory(name, path)
         adapter = Adapter(name, next(self._versions))
         copy = await self._copied(directory)
 
@@ -150,7 +150,7 @@ class AdapterNames:
         batcher.retire(adapter)
 
 
-def _checked(name: object, path: object) -> Path:
+def _adapter_directory(name: object, path: object) -> Path:
     """Return the directory of an adapter."""
     if not isinstance(name, str) or not name:
         raise InvalidRequest(f"an adapter's name must be a non-empty str, got {named(name)}")

@@ -5,9 +5,10 @@ Rules:
     A read of a cached row is answered by ``submit``, beside the step. A step's reads are answered
     together, kind by kind, with few copies to the host. An answer never depends on its batch.
     Rows read on the device are not cached, because that would copy them. Rows on the host are.
-    An engine that raises in ``cancel`` may still hold the request. It is cancelled again before the next
-    request; if that raises too, only equal new requests fail.
-    A population that continues by sequence number shares no rows and skips the cache.
+    An engine that raises in ``cancel`` may still hold the requests. They are cancelled again before the
+    next flush; if that raises too, only new requests equal to them fail.
+    A population that continues by the engine's numbers of its sequences (``Origins``) shares no rows and
+    skips the cache.
 """
 
 from __future__ import annotations
@@ -307,7 +308,7 @@ class AnsweringEngine:
             self._cancel(unwanted)
 
     def _without(self, source: LogprobsRequest, reader: Reader) -> list[LogprobsRequest]:
-        """Remove a reader from a row; return the row if nobody else wants it."""
+        """Remove a reader from a row; return the row if it has no other use."""
         row = self._in_progress.get(source)
         if row is None or reader not in row.readers:
             return []
@@ -374,7 +375,7 @@ class AnsweringEngine:
         return finished
 
     def _drawn_from_rows(self, population: PopulationDraw) -> Finished:
-        """Return the draws of a population whose rows are all found."""
+        """Return the draws of a population with all of its rows found."""
         rows = self._found.pop(population)
         try:
             whole = population.draw([rows.found[row] for row in rows.wanted])
@@ -508,7 +509,7 @@ class AnsweringEngine:
             self.full.forget_residents()
 
     def begin_update(self) -> None:
-        """Have the engine forget all results of its weights. Raises EngineFailed if it cannot."""
+        """Have the engine forget all results of the present weights. Raises EngineFailed if it cannot."""
         if self._still_held(self._unforgotten):
             raise EngineFailed("the engine cannot forget what was cancelled: restart it")
         weights_of(self.engine).begin()

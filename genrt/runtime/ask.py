@@ -1,4 +1,4 @@
-"""Awaits questions, or blocks for them, and rebinds them when another thread reloads their adapter."""
+"""Awaits questions, or blocks for them. Asks again with the new adapter if another thread replaced it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Asker:
 
     Args:
         source: has the batcher.
-        adapters: the present adapters by name, for questions whose adapter was replaced meanwhile.
+        adapters: the present adapters by name, for questions with an adapter that was replaced meanwhile.
     """
 
     def __init__(self, source: HasBatcher, adapters: AdapterNames | None = None) -> None:
@@ -319,7 +319,7 @@ def blocking_stream(
 def blocking_chunks(
     chunks: Callable[Concatenate[S, P], AsyncIterator[T]],
 ) -> Callable[Concatenate[S, P], Iterator[T]]:
-    """Return the blocking twin of a method whose iterator awaits only ``self._ask(…)``."""
+    """Return the blocking twin of a method with an iterator that awaits only ``self._ask(…)``."""
 
     def taken(values: AsyncIterator[T]) -> Iterator[T]:
         with contextlib.suppress(StopAsyncIteration):

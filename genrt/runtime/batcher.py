@@ -18,8 +18,10 @@ Rules:
     queue enters an empty queue.
     Every waiter gets its own storage or exception object. A turn calls each event loop once.
     References are dropped after the lock is released: finalizers may run arbitrary code.
-    The lock is reentrant because finalizers and signal handlers may interrupt its holder. They only read:
-    ``close`` refuses, ``leave_soon`` defers.
+    The lock is reentrant because finalizers and signal handlers may interrupt its holder. They change no
+    state: in one, ``close`` returns False and ``leave_soon`` only notes the waiter.
+
+The *weight* of a request is the number of questions that it counts as.
 """
 
 from __future__ import annotations
@@ -113,9 +115,9 @@ class Waiter:
     """One awaiting caller of one or more requests, on an event loop or (``loop is None``) a thread.
 
     Attributes:
-        flow: the buffer of a stream, whose only request is streamed.
+        flow: the buffer of a stream, which has one request.
         results: the results in the order of the requests.
-        missing: the number of distinct requests without a result.
+        missing: the number of distinct requests without a result; of all requests while it waits in line.
         client: the loop or thread while the question waits in line.
     """
 
@@ -160,7 +162,7 @@ class Hold:
         self.is_down = False
 
     async def wait(self) -> None:
-        """Wait until it is passed. Cancelling affects only this caller."""
+        """Wait until no question from before the hold is left. Cancelling affects only this caller."""
         await asyncio.wrap_future(follow(self.passed))
 
     async def unless_dropped(self, work: Awaitable[T]) -> T:
@@ -203,8 +205,8 @@ class _Loop:
     """The waiters and the gathered requests of one event loop, and whether it asks again at once.
 
     Attributes:
-        gathered: the entries added since the loop was last quiet; ``None`` while no pass is awaited.
-        answered_at: the time of its last answer, unless it has asked since.
+        gathered: the entries added since the loop was last quiet; ``None`` without a scheduled pass.
+        answered_at: the time of the last answer, unless the loop has asked since.
         returns: whether a question followed its last answer in time.
     """
 
@@ -284,7 +286,7 @@ class Batcher:
     # -- asking and leaving: event loops and threads --------------------------------------------
 
     def join(self, waiter: Waiter) -> list[Result] | None:
-        """Register the waiter, or return its results if the cache has all of them. Raises Closed, or the
+        """Register the waiter, or return its results if the cache has them all. Raises Closed, or the
         refusal of a hold."""
         requests = waiter.requests
         with self.lock:
@@ -398,8 +400,8 @@ class Batcher:
         return asking.weight >= self._max_batch_size and self._send_gathered(asking)
 
     def _look_for_more(self, loop: asyncio.AbstractEventLoop, asking: _Loop, seen: int) -> None:
-        """Run once a pass of the loop until a pass brings no question. ``seen`` is 0 in the first pass,
-        which therefore waits for the tasks that it started."""
+        """Run once a pass of the loop until a pass brings no question. ``seen`` is 0 in the first pass: a
+        second one always follows, after the tasks that woke together with the asking one."""
         try:
             with self.lock:
                 asking.passes += 1
@@ -416,7 +418,8 @@ class Batcher:
             raise
 
     def _end_gathering(self, asking: _Loop) -> bool:
-        """Send the gathered entries of a quiet loop, under the lock."""
+        """Send the gathered entries of a quiet loop, and note whether it asks again right after answers.
+        Under the lock."""
         wake = self._send_gathered(asking)
         asking.gathered = None
         if asking.answered_at is not None:
@@ -467,12 +470,13 @@ class Batcher:
         self._wake()
 
     def _cancel(self, waiter: Waiter) -> None:
+        """Withdraw and count the question of a waiter that still lacks results."""
         if waiter.missing:
             self._counted["cancelled"] += 1
             self._drop(waiter)
 
     def _drop(self, waiter: Waiter) -> None:
-        """Remove a waiter from all of its requests, under the lock."""
+        """Remove a waiter from all its requests, under the lock."""
         waiter.missing = 0
         self._forget_waiter(waiter)
         if waiter.client is not None:
@@ -528,7 +532,7 @@ class Batcher:
         return (waiter for waiters in self._line.values() for waiter in waiters)
 
     def _wait_in_line(self, waiter: Waiter) -> None:
-        """Put a question behind the others of its client: its loop or thread."""
+        """Put a question behind the others of the same client: a loop or thread."""
         waiter.missing, waiter.results = len(waiter.requests), []
         waiter.client = client = waiter.loop or threading.get_ident()
         try:
@@ -586,7 +590,7 @@ class Batcher:
 
     def serve(self, engine: AnsweringEngine) -> float:
         """Take a turn if one is due. Return the seconds until the next one, unless ``wake`` is called
-        before: 0.0 after a turn, infinity with nothing to do."""
+        before: 0.0 after a turn, infinity without work."""
         seconds = self.seconds_until_due()
         if seconds == 0.0:
             self.turn(engine)
@@ -624,7 +628,7 @@ class Batcher:
         return max(0.0, left)
 
     def turn(self, engine: AnsweringEngine) -> None:
-        """Cancel, submit, deliver answers without a forward, step, deliver.
+        """Cancel, remove adapters, submit, deliver answers without a forward, step, deliver.
 
         Raises:
             EngineDied: the engine cannot go on. Requests in flight stay in flight.
@@ -674,8 +678,8 @@ class Batcher:
             return [Finished(request, error=failed) for request in lost]
 
     def _take(self) -> tuple[list[Request], list[Request], list[Adapter], list[Waiter]]:
-        """Return the flush, the withdrawn requests, the adapters to remove, and waiters that the cache
-        answers."""
+        """Move ready entries into flight, end withdrawn ones and admit waiters in line. Return the flush,
+        the withdrawn requests, the adapters to remove, and waiters that the cache answers."""
         with self.lock:
             released: list[object] = []
             for loop in [each for each in self._loops if each.is_closed()]:
@@ -840,8 +844,8 @@ class Batcher:
     # -- holds --------------------------------------------------------------------------------
 
     def put_up(self, hold: Hold) -> None:
-        """Make every later question wait until the hold is down; ignore one that is. Earlier questions
-        are sent whatever the bounds of the queue, or wait in line too, as ``hold.pending`` says. For the
+        """Make every later question wait until the hold is down, if it is not. Earlier questions are sent
+        beyond the bounds of the queue, or wait in line too, as ``hold.pending`` says. Called on the
         engine's thread."""
         answered: list[Waiter] = []
         with self.lock:
@@ -903,7 +907,7 @@ class Batcher:
         """End every waiter and every later question with ``reason`` (``Closed`` by default), and drop the
         holds. Idempotent; never waits for the engine.
 
-        Returns ``False`` and does nothing if the calling thread holds the lock, as in a finalizer or a
+        Returns ``False`` without effect if the calling thread holds the lock, as in a finalizer or a
         signal handler: another thread must close then.
         """
         # As threading.Condition asks a lock. Taking it again would change a half-changed state.
@@ -995,7 +999,7 @@ def outcomes(waiters: Sequence[Waiter]) -> list[Outcome]:
 
 
 def _own(waiters: Sequence[Waiter]) -> Iterator[list[Result]]:
-    """Yield the results of each waiter in its own storage, or one stack of its rows. Tensors are copied
+    """Yield the results of each waiter in its own storage, or one stack of the rows. Tensors are copied
     here, other results by their requests."""
     shared = [
         result

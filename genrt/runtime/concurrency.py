@@ -18,7 +18,6 @@ from collections.abc import (
     Generator,
     Iterable,
     Iterator,
-    Sequence,
 )
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from functools import partial
@@ -30,7 +29,6 @@ from genrt.errors import GenrtError
 __all__ = [
     "AT_ONCE_BYTES",
     "ConcurrentCalls",
-    "Ending",
     "Turns",
     "aside",
     "blocking",
@@ -69,29 +67,16 @@ async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Run all coroutines concurrently and return their results in order. After the first error, which is
     raised, or a cancellation, all have ended."""
     tasks = [asyncio.ensure_future(part) for part in work]
-    async with Ending(tasks):
+    try:
         return await asyncio.gather(*tasks)
-
-
-class Ending:
-    """A context manager that cancels tasks and waits for their end after an error or a cancellation."""
-
-    def __init__(self, tasks: Sequence[asyncio.Future[Any]]) -> None:
-        self._tasks = tasks
-
-    async def __aenter__(self) -> None:
-        pass
-
-    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None or kind is GeneratorExit:  # collected with its loop, which runs no more
-            return
-        for task in self._tasks:
+    except GeneratorExit:  # collected with its loop, which runs no more
+        raise
+    except BaseException:
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
 
-
-Keep: TypeAlias = Callable[[int, Any], None]
-"""Takes the number of an argument and its result."""
 
 _Calls: TypeAlias = Iterator[tuple[int, Callable[[], Any]]]
 
@@ -115,7 +100,7 @@ class ConcurrentCalls:
         )
         self._lock = threading.Lock()
 
-    async def about(self, arguments: dict[int, Any], keep: Keep) -> None:
+    async def about(self, arguments: dict[int, Any], keep: Callable[[int, Any], None]) -> None:
         """Call the function for each argument, and pass ``keep`` its number and result at once. Raises
         the first error of the function or of ``keep``. After an error or a cancellation no call goes on,
         except the present one of a plain function."""
@@ -142,7 +127,7 @@ class ConcurrentCalls:
         await together([self._await(calls, keep, limit) for _ in range(workers)])
 
     def _call(
-        self, calls: _Calls, keep: Keep, stop: threading.Event
+        self, calls: _Calls, keep: Callable[[int, Any], None], stop: threading.Event
     ) -> BaseException | tuple[int, Any] | None:
         """Make the calls one by one; return the first result that has to be awaited."""
         for number, call in calls:
@@ -159,7 +144,9 @@ class ConcurrentCalls:
                 return _noted(error, call)
         return None
 
-    async def _await(self, calls: _Calls, keep: Keep, limit: asyncio.Semaphore) -> None:
+    async def _await(
+        self, calls: _Calls, keep: Callable[[int, Any], None], limit: asyncio.Semaphore
+    ) -> None:
         """Take calls from the shared iterator and await their results."""
         for number, call in calls:
             async with limit:

@@ -1,7 +1,7 @@
 """The lifecycle of a runtime: one state machine for pause, sleep, update, restart and close.
 
 A *hold* makes later questions wait. A pause is a hold, and so is an update. A sleep needs a pause and
-makes one if there is none. States, of one batcher and its engine:
+makes one if necessary. States, of one batcher and its engine:
 
     running    questions are sent and answered.
     draining   a hold is up. Earlier questions are answered, or restarted after it.
@@ -185,7 +185,7 @@ class Lifecycle:
         self._batcher.take_down(hold)
 
     async def _stand_still(self, hold: Hold, *, is_own: bool) -> None:
-        """Return once nothing runs; end a pause of this call if that fails."""
+        """Return once the engine is idle; end a pause of this call if that fails."""
         try:
             if is_own:
                 await self._called(lambda _: self._batcher.put_up(hold))
@@ -336,7 +336,7 @@ class Lifecycle:
             self._batcher.keeps_adapters = owner is not None
 
     def replaced(self) -> None:
-        """Note that another engine is open, with whole weights and all of its memory."""
+        """Note that another engine is open, with whole weights and all memory."""
         with self._lock:
             hold, self.are_weights_lost = self._owners_hold, False
             self.owner = self._owners_hold = None
@@ -377,7 +377,7 @@ class Lifecycle:
 
 
 def _nothing() -> None:
-    """Do nothing."""
+    """Have no effect."""
 
 
 def check_pending(pending: object) -> None:

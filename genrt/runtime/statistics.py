@@ -17,7 +17,7 @@ NO_COUNTERS = {
     "cache": {"rows", "bytes", "max_bytes"},
     "engine": {"resident", "kept_tokens"},
 }
-"""The values of each part that may fall, which ``Statistics.since`` does not subtract."""
+"""The values of each part that are not sums: ``Statistics.since`` does not subtract them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Statistics:
     def since(self, earlier: Statistics) -> Statistics:
         """Return the differences to earlier counters of the same runtime.
 
-        Values that may fall stay as they are here: ``largest_flush``, ``queued``, ``in_flight``,
+        Values that are not sums stay as they are here: ``largest_flush``, ``queued``, ``in_flight``,
         ``waiting``, the cache's ``rows``, ``bytes`` and ``max_bytes``, the engine's ``resident`` and
         ``kept_tokens``, and the ``replicas``. So do the counters of an engine that a restart has opened
         since ``earlier``.

@@ -1,8 +1,8 @@
 """Streams carry the deltas of texts from the engine's thread to their readers while the texts are drawn.
 
-After a step the engine's thread asks the engine for deltas and hands those of one event loop over in one
-call. A loop with n readers gets deltas at most every n times ``READER_SECONDS``, several tokens at once,
-and only after it has taken the last ones: the engine never waits for a reader.
+After a step the engine's thread asks the engine for deltas and hands the deltas of one event loop over in
+one call. A loop with n readers gets deltas at most every n times ``READER_SECONDS``, several tokens at
+once, and only after it has taken the last ones: the engine never waits for a reader.
 
 Rules:
     The last delta comes with the answer to the question, which a stream awaits as any other caller.

@@ -56,7 +56,7 @@ class Texts:
         options: Mapping[str, Any],
         template: Mapping[str, Any] | None = None,
     ) -> TimedRequests:
-        """Return a request for each prompt, and the timeout. A chat has the options of its ``template``.
+        """Return a request for each prompt, and the timeout. A chat has options for the ``template``.
         Raises InvalidRequest, also for an option that the engine lacks; ContextTooLong, UnknownAdapter.
         """
         if isinstance(prompts, str):
@@ -95,7 +95,7 @@ class Texts:
         return self._pinned(prefix, **given), timeout
 
     def release(self, prefix: Prefix | None, options: PrefixOptions) -> None:
-        """Unpin a prefix, or all of them; raises as ``prefix``."""
+        """Unpin a prefix, or all; raises as ``prefix``."""
         if prefix is not None:
             self._thread.release(self._pinned(prefix, **options).row)
         elif options:

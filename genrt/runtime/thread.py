@@ -244,13 +244,13 @@ class EngineThread:
         self, function: Callable[[AnsweringEngine], object], owner: object = None
     ) -> None:
         """Run a function as ``call`` does, unless the thread ends first. Takes no lock, because
-        coroutines call it while they are collected. Does nothing in a forked child."""
+        coroutines call it while they are collected. Has no effect in a forked child."""
         if os.getpid() == self._process:
             self._calls.append((concurrent.futures.Future(), function, owner))
             self._wake()
 
     def release(self, prefix: LogprobsRequest | None) -> None:
-        """Unpin a prefix, or all of them, in this engine soon and in later ones. Raises Closed in a
+        """Unpin a prefix, or all, in this engine soon and in later ones. Raises Closed in a
         forked child."""
         for each in list(self.prefixes) if prefix is None else [prefix]:
             self.prefixes.pop(each, None)
@@ -339,9 +339,8 @@ class EngineThread:
         Returns the seconds until the next round, unless it is woken before: from 0.0 to infinity.
         ``None`` means that this round was the last.
         """
-        if not self.opened.done():
+        if (answering := self._answering) is None or not self.opened.done():
             return self._first_round()
-        answering = self.answering
         try:
             if not (self._is_closing or self._batcher.is_closed):
                 return self._serve(answering)

@@ -1,10 +1,10 @@
 """Updates of a runtime's weights: checked, copied for later engines, and loaded while questions wait.
 
 Rules:
-    Nothing changes before the first tensor is loaded. Then the whole update succeeds or the engine dies,
-    and the next engine has the last whole weights.
-    Other calls that load something, such as adapters, wait: no step runs with mixed weights.
-    Updates take turns. An update ends with EngineFailed if its engine is restarted or replaced.
+    There is no change before the first tensor is loaded. Then the whole update succeeds or the engine
+    dies, and the next engine has the last whole weights. Other calls that load something, such as
+    adapters, wait: no step runs with mixed weights. Updates take turns. An update ends with EngineFailed
+    if its engine is restarted or replaced.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class UpdateOptions(TypedDict, total=False):
         keep: whether to copy the weights to the temporary folder, for ``wake_up`` after ``sleep(2)`` and
             for the next engine. ``None``, the default, copies tensors; files are copied only with
             ``load(restart="auto")``, and otherwise read again where they are unless they have changed.
-            ``False`` copies nothing: the runtime cannot be restarted.
+            Without a copy (``False``) the runtime cannot be restarted.
     """
 
     pending: Pending
@@ -86,7 +86,7 @@ class UpdateOptions(TypedDict, total=False):
 
 
 class WeightUpdates:
-    """Replaces the weights of one runtime, whatever engine it has. Safe from any thread."""
+    """Replaces the weights of one runtime, also across restarts. Safe from any thread."""
 
     def __init__(self, thread: EngineThread, cache: RowCache) -> None:
         self.thread = thread
@@ -107,7 +107,7 @@ class WeightUpdates:
         if keep is not None:
             check_bool("keep", keep)
         self.check_awake()
-        given = _checked(source)
+        given = _weights_source(source)
         chunks = _chunks(given)
         layout = await self.called(lambda answering: weights_of(answering.engine).layout())
         update = Update(self, pending, layout, finite=check_finite)
@@ -306,7 +306,7 @@ _END: Any = object()
 """Comes after the last item."""
 
 
-def _checked(source: Any) -> Any:
+def _weights_source(source: Any) -> Any:
     """Return an iterable source, or the files of a path. Raises InvalidRequest for anything else."""
     if isinstance(source, str | os.PathLike):
         return TensorsIn(weight_files(Path(source).expanduser()))
@@ -322,16 +322,16 @@ async def _chunks(given: Any) -> _Chunks:
     """Yield the chunks of a source, each with whether it is known as the last one. Raises InvalidWeights
     and the source's errors."""
     if isinstance(given, TensorsIn | Mapping):
-        yield given if isinstance(given, TensorsIn) else _named(given), True
+        yield given if isinstance(given, TensorsIn) else _tensor_pairs(given), True
         return
     pairs: list[Any] = []
     async for found in _items(given):
         if pairs or (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], str)):
             pairs.append(found)  # no chunks: the first one tells
         else:
-            yield _named(found), False
+            yield _tensor_pairs(found), False
     if pairs:
-        yield _named(pairs), True
+        yield _tensor_pairs(pairs), True
 
 
 async def _items(given: Any) -> AsyncIterator[Any]:
@@ -347,7 +347,7 @@ async def _items(given: Any) -> AsyncIterator[Any]:
             yield each
 
 
-def _named(given: Any) -> list[tuple[str, Tensor]]:
+def _tensor_pairs(given: Any) -> list[tuple[str, Tensor]]:
     """Return a chunk as pairs. Raises InvalidWeights if it has other items than named tensors."""
     pairs = list(given.items()) if isinstance(given, Mapping) else given
     if isinstance(pairs, Iterator):

@@ -55,7 +55,7 @@ def checked_lark(lark: str, rules_of: Callable[[Any, str], list[str]]) -> str:
         InvalidConstraint: it names special tokens, is nested too deeply or too large, or has a regular
             expression, a schema or a quote that is not in the dialect.
     """
-    tokens = _tokens(lark)
+    tokens = _lark_tokens(lark)
     if tokens is None:
         return lark
     if len(tokens) > _MOST_PARTS:
@@ -88,7 +88,7 @@ def checked_lark(lark: str, rules_of: Callable[[Any, str], list[str]]) -> str:
     )
 
 
-def _tokens(lark: str) -> list[_Token] | None:
+def _lark_tokens(lark: str) -> list[_Token] | None:
     """Return the tokens of a text, without spaces and comments, or ``None`` if a place fits no token."""
     decoder, position, found = json.JSONDecoder(), 0, [_Token("newline", "", 0, 0)]
     while position < len(lark):

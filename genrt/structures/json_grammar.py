@@ -8,7 +8,6 @@ so that masks lead only to prefixes of valid texts.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -25,9 +24,7 @@ from genrt.structures.regexes import (
     Seq,
     Terminals,
     in_json,
-    is_regex,
     literal,
-    regex_text,
 )
 from genrt.structures.schemas import (
     ANYTHING,
@@ -203,8 +200,7 @@ class _Compiler:
     def _checked(self, node: Node) -> str:
         """Return the terminal of a node, and note whether it has no match."""
         name = self._terminal(node)
-        is_plain = is_regex(node) and not re.search(r"\[\^|--", regex_text(node))
-        if not is_plain and is_nothing(node):
+        if self._terminals.may_be_empty(name) and is_nothing(node):
             self._never.add(name)
         return name
 

@@ -30,7 +30,6 @@ __all__ = [
     "Times",
     "character_code",
     "in_json",
-    "is_regex",
     "literal",
     "parsed",
     "regex_text",
@@ -587,7 +586,8 @@ class Terminals:
 
     def __init__(self, prefix: str = "T") -> None:
         self._prefix = prefix
-        self._names: dict[str, str] = {}
+        self._names: dict[str, str] = {}  # by their bodies
+        self._bodies: dict[str, str] = {}
         self._parts: dict[str, list[str]] = {}
 
     def name(self, node: Node) -> str:
@@ -597,15 +597,19 @@ class Terminals:
             case Not(part):
                 parts = [self.name(part)]
                 body = f"~{parts[0]}"
-            case Both(inside) | Seq(inside) | OneOf(inside) if not is_regex(node):
+            case Both(inside) | Seq(inside) | OneOf(inside) if not _is_plain(node):
                 parts = [*map(self.name, inside)]
                 sign = {Both: " & ", Seq: " ", OneOf: " | "}[type(node)]
                 body = sign.join(parts)
             case _:
                 body = f"/{regex_text(node)}/"
         name = self._names.setdefault(body, f"{self._prefix}{len(self._names)}")
-        self._parts[name] = parts
+        self._bodies[name], self._parts[name] = body, parts
         return name
+
+    def may_be_empty(self, name: str) -> bool:
+        """Return whether a terminal may match no text, as far as its form tells."""
+        return bool(self._parts[name]) or "[^" in self._bodies[name] or "--" in self._bodies[name]
 
     def lines(self, used: Iterable[str] | None = None) -> list[str]:
         """Return the lines that define these terminals, or only the used ones and their parts."""
@@ -616,17 +620,16 @@ class Terminals:
             if name in self._parts and name not in needed:
                 needed.add(name)
                 left += self._parts[name]
-        return [f"{name}: {body}" for body, name in self._names.items() if name in needed]
+        return [f"{name}: {body}" for name, body in self._bodies.items() if name in needed]
 
 
 @cache
-def is_regex(node: Node) -> bool:
-    """Return whether a tree is one regular expression, without ``Both`` and ``Not``."""
+def _is_plain(node: Node) -> bool:
     match node:
         case Both() | Not():
             return False
         case Seq(parts) | OneOf(parts):
-            return all(map(is_regex, parts))
+            return all(map(_is_plain, parts))
         case Times(part, _, _):
-            return is_regex(part)
+            return _is_plain(part)
     return True

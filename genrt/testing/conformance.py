@@ -86,12 +86,9 @@ def identity(witness: Witness) -> None:
         "tells contexts apart",
     )
     order = torch.randperm(len(asked), generator=witness.random).tolist()
-    shuffled = [asked[index] for index in order]
-    for request, row in zip(shuffled, witness.rows_of(shuffled), strict=True):
-        witness.expect_equal(row, together[request], f"{request} in a shuffled flush")
+    witness.expect_rows([asked[index] for index in order], together, "in a shuffled flush")
     for request in asked[:12]:
-        [alone] = witness.rows_of([request])
-        witness.expect_equal(together[request], alone, f"{request} in a flush and alone")
+        witness.expect_rows([request], together, "in a flush and alone")
 
 
 def joining(witness: Witness) -> None:
@@ -313,20 +310,16 @@ def prefixes(witness: Witness) -> None:
     kept = witness.full.prefixes
     prefix = LogprobsRequest(witness.context(witness.longest_prompt))
     asked = [LogprobsRequest((*prefix.token_ids, token)) for token in (0, 1)]
-    before = witness.rows_of([prefix, *asked])
+    before = dict(zip([prefix, *asked], witness.rows_of([prefix, *asked]), strict=True))
     expect(prefix not in kept, f"{prefix} is said to be kept before it is to be")
     for again in (False, True):
         kept.keep(prefix)
         expect(prefix in kept, f"{prefix}, computed and to be kept, is not (again: {again})")
-        for request, row, other in zip(
-            [prefix, *asked], witness.rows_of([prefix, *asked]), before, strict=True
-        ):
-            witness.expect_equal(row, other, f"{request}, which begins with a kept context")
+        witness.expect_rows([*before], before, "after a context that it begins with was kept")
     for _ in range(2):
         kept.release(prefix)
         expect(prefix not in kept, f"{prefix} was released, and is said to be kept")
-    for request, row in zip(asked, witness.rows_of(asked), strict=True):
-        witness.expect_equal(row, before[1 + asked.index(request)], f"{request} after a release")
+    witness.expect_rows(asked, before, "after a release")
 
 
 def adapter_rows(witness: Witness, paths: Sequence[Path]) -> None:
@@ -354,8 +347,7 @@ def adapter_rows(witness: Witness, paths: Sequence[Path]) -> None:
         alone |= dict(zip(asked, found, strict=True))
         bound.append(adapter)
     mixed = [LogprobsRequest(context, adapter) for context in contexts for adapter in bound]
-    for request, row in zip(mixed, witness.rows_of(mixed), strict=True):
-        witness.expect_equal(row, alone[request], f"{request} among those of other adapters")
+    witness.expect_rows(mixed, alone, "among those of other adapters")
     adapter_scores(witness, contexts[0], bound)
     greedy = [
         SampleRequest(contexts[0], max_tokens=4, temperature=0.0, adapter=adapter)
@@ -382,21 +374,16 @@ def _adapter_removal(
     witness.engine.remove_adapter(old)
     results = witness.drain()
     for request in asked:
-        witness.expect_equal(
-            row_in(results[request]),
-            alone[request],
-            f"{request}, whose adapter was removed meanwhile",
-        )
+        what = f"{request}, whose adapter was removed meanwhile"
+        witness.expect_equal(row_in(results[request]), alone[request], what)
     new = Adapter(old.name, old.version + 1)
     witness.engine.add_adapter(new, path)
-    same_weights = bound_to(contexts, newest)
-    for request, row in zip(same_weights, witness.rows_of(bound_to(contexts, new)), strict=True):
-        witness.expect_equal(row, alone[request], f"{request} against {new}, the same weights")
+    same = zip(bound_to(contexts, new), bound_to(contexts, newest), strict=True)
+    known = {request: alone[other] for request, other in same}
+    witness.expect_rows([*known], known, f"against {newest}, the same weights")
     for adapter in [*loaded[1:], new]:
         witness.engine.remove_adapter(adapter)
-    base = bound_to(contexts, None)
-    for request, row in zip(base, witness.rows_of(base), strict=True):
-        witness.expect_equal(row, alone[request], f"{request} after all adapters were removed")
+    witness.expect_rows(bound_to(contexts, None), alone, "after all adapters were removed")
 
 
 # -- scores -----------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import cast
 
@@ -154,6 +154,13 @@ class Witness:
         expect(
             apart <= self.tolerance, f"{what}: rows are {apart:.2g} apart, not ≤ {self.tolerance}"
         )
+
+    def expect_rows(
+        self, asked: Sequence[LogprobsRequest], known: Mapping[LogprobsRequest, Tensor], what: str
+    ) -> None:
+        """Expect the rows of one flush to be those that are known, but for rounding."""
+        for request, row in zip(asked, self.rows_of(asked), strict=True):
+            self.expect_equal(row, known[request], f"{request} {what}")
 
     def expect_likeliest(
         self,

@@ -345,7 +345,7 @@ JUDGED: list[tuple[Any, Any, str, list[Any], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("validate", "parse", "text", "values", "faults"), JUDGED, ids=str)
+@pytest.mark.parametrize(("validate", "parse", "text", "values", "faults"), JUDGED)
 async def test_records_are_valid_or_have_faults(
     validate: Any, parse: Any, text: str, values: list[Any], faults: list[str]
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import threading
 from collections import Counter
 from pathlib import Path
 
@@ -127,7 +126,7 @@ def test_killed_survived_and_broken_are_told_apart(small: Path) -> None:
 def test_all_killed_is_success_and_tests_that_fail_as_it_is_show_nothing(small: Path) -> None:
     lines: list[str] = []
     endless = of_sums("never ends", "while True:\n        pass")
-    verdict = judge(endless, small, 0.5, threading.Event())
+    verdict = judge(endless, small, 0.5)
     assert (verdict.kind, verdict.why) == ("killed", "the tests did not end")
     assert (small / "sums.py").read_text() == SOURCE
     assert mutate(small, [of_sums("subtracts", "return a - b")], report=lines.append) == 0

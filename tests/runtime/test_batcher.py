@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from genrt.engines.protocol import Finished
-from genrt.errors import Closed, EngineDied, EngineFailed, NotFinite, OutOfMemory, UnknownAdapter
+from genrt.errors import Closed, EngineFailed, NotFinite, OutOfMemory, UnknownAdapter
 from genrt.questions.contexts import Adapter
 from genrt.questions.draws import DrawToken
 from genrt.questions.reads import ReadRequest
@@ -787,25 +787,6 @@ def spin(loop: asyncio.AbstractEventLoop) -> None:
     loop.run_until_complete(passes())
 
 
-@pytest.mark.promise(number=22)
-def test_two_loops_share_a_request_and_each_gets_its_own_row(by_hand: Make) -> None:
-    hand = by_hand(by_tokens({A: 2}))
-    loops = [asyncio.new_event_loop() for _ in range(2)]
-    tasks = [loop.create_task(hand.asker.ask([A, B])) for loop in loops]
-    for loop in loops:
-        spin(loop)
-    hand.turn()
-    tasks += [loops[0].create_task(hand.asker.ask([A]))]
-    spin(loops[0])
-    hand.turn()
-    for loop in loops:
-        spin(loop)
-        loop.close()
-    assert hand.engine.submitted == [[A, B]]
-    assert all(right([A, B], task.result()) for task in tasks[:2])
-    assert right([A], tasks[2].result())
-
-
 def test_a_request_that_two_loops_queue_is_sent_when_the_first_is_quiet(by_hand: Make) -> None:
     hand = by_hand()
     busy, quiet = asyncio.new_event_loop(), asyncio.new_event_loop()
@@ -880,56 +861,6 @@ def test_a_closed_loop_is_no_obstacle_to_delivery(by_hand: Make, computed: bool)
     abandon(lost)
 
 
-async def test_an_adapter_goes_though_the_engine_died_in_the_turn_that_should_remove_it(
-    by_hand: Make,
-) -> None:
-    hand = by_hand(ScriptedEngine(steps=lambda request: 2, fail_cancel=EngineDied("dead")))
-    adapter = Adapter("a", 1)
-    hand.load(adapter)
-    task = await hand.queued(A)
-    hand.turn()
-    task.cancel()
-    await passes()
-    hand.batcher.retire(adapter)
-    with pytest.raises(EngineDied, match="dead"):
-        hand.turn()
-    hand.engine.in_progress.clear()
-    hand.batcher.resume()
-    assert hand.batcher.seconds_until_due() == 0.0
-    hand.turn()
-    assert hand.engine.removed == [adapter]
-
-
-def test_what_a_loop_asks_after_a_restart_is_swept_when_it_is_closed(by_hand: Make) -> None:
-    """The loop has two gatherings then; the end of the one is not that of the other."""
-    hand = by_hand()
-    ended, other = asyncio.new_event_loop(), asyncio.new_event_loop()
-    lost = [ended.create_task(hand.asker.ask([A]))]
-    one_pass(ended)
-    hand.batcher.close()
-    hand.batcher.reopen()
-    lost.append(ended.create_task(hand.asker.ask([B])))
-    one_pass(ended)
-    one_pass(ended)
-    assert hand.batcher.statistics().queued == 1
-    ended.close()
-    asked = other.create_task(hand.asker.ask([C]))
-    spin(other)
-    hand.turn()
-    spin(other)
-    assert right([C], asked.result())
-    assert hand.batcher.statistics().queued == 0
-    hand.dropped = 2
-    other.close()
-    assert isinstance(lost[0].exception(), Closed)
-    abandon(lost)
-
-
-def one_pass(loop: asyncio.AbstractEventLoop) -> None:
-    loop.call_soon(loop.stop)
-    loop.run_forever()
-
-
 @pytest.mark.promise(number=20)
 @pytest.mark.parametrize("cancelled", [False, True])
 def test_a_collection_inside_the_batchers_own_lock_does_not_deadlock(cancelled: bool) -> None:
@@ -998,32 +929,6 @@ def test_what_a_closed_loop_left_in_flight_is_withdrawn(request_: Request) -> No
     abandon(lost)
 
 
-@pytest.mark.promise(number=9)
-def test_who_waits_for_room_on_a_closed_loop_makes_place(by_hand: Make) -> None:
-    hand = by_hand(by_tokens({A: 3}), max_queued_requests=1)
-    ended, other = asyncio.new_event_loop(), asyncio.new_event_loop()
-    first = other.create_task(hand.asker.ask([A]))
-    spin(other)
-    hand.turn()
-    lost = [ended.create_task(hand.asker.ask([request])) for request in (B, C)]
-    spin(ended)
-    last = other.create_task(hand.asker.ask([D]))
-    spin(other)
-    assert hand.batcher.statistics().waiting == 2
-    ended.close()
-    hand.turn()
-    hand.turn()
-    spin(other)
-    assert right([A], first.result())
-    hand.turn()
-    spin(other)
-    assert hand.engine.submitted == [[A], [D]]
-    assert right([D], last.result())
-    hand.dropped = 1
-    other.close()
-    abandon(lost)
-
-
 def test_a_closed_loops_tasks_end_where_nothing_is_locked(by_hand: Make) -> None:
     """Nobody but the batcher holds them; what they do in their end may be anything."""
     hand = by_hand(by_tokens({A: 10}))
@@ -1045,29 +950,6 @@ def test_a_closed_loops_tasks_end_where_nothing_is_locked(by_hand: Make) -> None
     gc.collect()
     assert locked == [False]
     assert hand.engine.cancelled == [[A]]
-
-
-def test_ask_sync_blocks_a_thread_until_its_answer(by_hand: Make) -> None:
-    hand = by_hand(ScriptedEngine(errors={B: NotFinite("NaN")}))
-    woken = threading.Semaphore(0)
-    answers: list[list[Result]] = []
-    errors: list[NotFinite] = []
-    hand.batcher._wake = woken.release
-
-    def ask(request: Request) -> None:
-        try:
-            answers.append(hand.asker.ask_sync([request, request]))
-        except NotFinite as error:
-            errors.append(error)
-
-    for request in (A, B):
-        thread = threading.Thread(target=ask, args=[request])
-        thread.start()
-        assert woken.acquire(timeout=PATIENCE_SECONDS)
-        hand.turn()
-        thread.join(PATIENCE_SECONDS)
-    assert right([A, A], answers[0])
-    assert [str(error) for error in errors] == ["NaN"]
 
 
 @pytest.mark.promise(number=10)

@@ -139,16 +139,6 @@ async def test_what_is_sent_again_goes_before_what_came_later() -> None:
     await asyncio.gather(*first, later)
 
 
-async def test_what_is_sent_again_goes_before_what_there_was_no_place_for() -> None:
-    engine = Small(2)
-    hand = ByHand(engine, max_batch_size=3)
-    tasks = [hand.ask(request) for request in (A, B, C, logprobs(4))]
-    await hand.finish()
-    order = [request for flush in engine.submitted for request in flush]
-    assert order == [A, B, C, A, B, C, logprobs(4)]
-    await asyncio.gather(*tasks)
-
-
 # -- an engine that dies ----------------------------------------------------------------------
 
 
@@ -290,14 +280,6 @@ async def test_an_engine_that_dies_of_a_question_is_not_opened_for_ever(
     await lm.aclose()  # when the thread has ended
     assert len(engines.opened) == 2
     assert [engine.closed for engine in engines.opened] == [1, 1]
-
-
-async def test_one_that_answers_between_its_deaths_is_opened_again(automatic: Automatic) -> None:
-    dies_second = {"fail_at": {2: EngineDied("dead")}}
-    lm, engines = automatic(*[dies_second] * 5)
-    for number in range(1, 6):
-        assert right([logprobs(number)], [await lm.next_token_logprobs([number])])
-    assert len(engines.opened) == 5
 
 
 async def test_where_no_other_engine_opens_everyone_is_told(automatic: Automatic) -> None:

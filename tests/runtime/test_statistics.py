@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import genrt
-from genrt.engines.exact import NGram
 from genrt.engines.protocol import EngineStatistics
 from genrt.runtime.cache import CacheStatistics
 from genrt.runtime.statistics import BatcherStatistics, Statistics
@@ -83,17 +79,3 @@ def test_fewer_of_what_is_held_are_no_restart(name: str) -> None:
     parts = (BatcherStatistics(), CacheStatistics())
     done = Statistics(*parts, later).since(Statistics(*parts, earlier))
     assert done.engine == replace(EngineStatistics(steps=1), **{name: 4})
-
-
-def test_a_runtime_counts_what_was_asked_in_between(tmp_path: Path) -> None:
-    NGram.random([b"a", b"b"], seed=0).save(tmp_path / "model")
-    with genrt.load(str(tmp_path / "model"), engine="exact") as lm:
-        asyncio.run(lm.batch_next_token_logprobs([[0], [1]]))
-        before = lm.statistics()
-        asyncio.run(lm.batch_next_token_logprobs([[0], [0, 1], [0, 1], [1, 1]]))
-        done = lm.statistics().since(before)
-    assert done.batcher.questions == 4
-    assert done.batcher.cached == 1
-    assert done.batcher.deduplicated == 1
-    assert done.engine.rows == 2
-    assert done.cache.rows == 4

@@ -30,6 +30,7 @@ from genrt.errors import (
 from genrt.lm import AsyncLM
 from genrt.questions.completions import Completion, CompletionRequest, Decoding, Delta
 from genrt.runtime.streams import READER_SECONDS, Flow, Stream, Streams, SyncStream
+from tests.runtime.test_stream_ends import Loop
 from tests.scripted import passes
 
 EOS = 4
@@ -143,13 +144,6 @@ async def test_tokens_come_while_the_rest_is_drawn(lm: AsyncLM) -> None:
     assert joined([first, *rest])[1] == stream.completion.token_ids
     with pytest.raises(StopAsyncIteration):
         await anext(stream)
-
-
-async def test_a_slow_reader_gets_more_at_once_and_holds_nobody_up(lm: AsyncLM) -> None:
-    stream = lm.stream([0], max_tokens=50, ignore_eos=True, seed=5)
-    first = await anext(stream)
-    completion = await lm.generate([0], max_tokens=50, ignore_eos=True, seed=5)
-    assert joined([first, *await read(stream)])[1] == completion.token_ids
 
 
 async def test_equal_streams_are_two(lm: AsyncLM) -> None:
@@ -290,14 +284,6 @@ async def test_a_runtime_that_closes_ends_its_streams() -> None:
         await anext(lm.stream([0]))
 
 
-async def test_a_step_that_fails_ends_the_streams_in_it() -> None:
-    with loaded(step_5=RuntimeError("scripted")) as lm:
-        with pytest.raises(EngineFailed, match="scripted"):
-            await read(lm.stream([0], max_tokens=50, ignore_eos=True))
-        assert len(await read(lm.stream([0], max_tokens=5, ignore_eos=True))) >= 1
-        await nothing_left(lm)
-
-
 @pytest.mark.parametrize("fault", [OutOfMemory("scripted"), EngineDied("scripted")])
 async def test_a_text_that_is_begun_anew_goes_on_where_its_reader_was(fault: Exception) -> None:
     options: dict[str, Any] = {"max_tokens": 30, "ignore_eos": True, "logprobs": 0}
@@ -335,23 +321,6 @@ def test_what_was_not_read_of_other_weights_is_forgotten() -> None:
 
 
 # -- how often -----------------------------------------------------------------------------------
-
-
-class Loop:
-    """An event loop that keeps what is to be called."""
-
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-
-    def call_soon(self, function: Any, *arguments: Any) -> None:
-        self.calls.append((function, arguments))
-
-    call_soon_threadsafe = call_soon
-
-    def go_round(self) -> None:
-        calls, self.calls = self.calls, []
-        for function, arguments in calls:
-            function(*arguments)
 
 
 @pytest.mark.parametrize("count", [1, 100])

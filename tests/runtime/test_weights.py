@@ -113,16 +113,6 @@ async def test_a_population_fails_as_its_sequences_and_is_cancelled_as_one_waite
 # -- flushes ----------------------------------------------------------------------------------
 
 
-async def test_a_flush_weighs_no_more_than_max_batch_size() -> None:
-    hand = ByHand(max_batch_size=3)
-    for request in (population(2), A, population(2), population(2), B, population(5), C):
-        hand.ask(request)
-    await hand.finish()
-    assert flushes(hand) == [3, 2, 3, 5, 1], "the oldest first, what is larger by itself"
-    assert hand.batcher.statistics().largest_flush == 5
-    hand.check()
-
-
 async def test_a_population_that_fills_a_flush_waits_for_no_company() -> None:
     now = [0.0]
     hand = ByHand(max_batch_size=4, max_wait_seconds=9.0, clock=lambda: now[0])

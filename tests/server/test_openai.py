@@ -378,6 +378,7 @@ WRONG: list[dict[str, Any]] = [
     *({"prompt": [10**9]}, {"prompt": [-1]}, {"prompt": []}, {"prompt": "a " * 5000}, {"top_p": 0}),
     *({"prompt": None}, {"prompt": {"a": 1}}, {"logprobs": 10**6}, {"stop": 3}, {"seed": "x"}),
     *({"vllm_xargs": {"genrt_ticket": 1}}, {"vllm_xargs": {"genrt_text_seed": 1}}),
+    {"repetition_penalty": 1e300},
     *({"structured_outputs": {"regex": "("}}, {"structured_outputs": {"json": "{"}}),
     *({"structured_outputs": {"json": {"type": "integer", "minimum": 2, "maximum": 1}}},),
     *({"structured_outputs": {"regex": r"\AParis\Z"}},),

@@ -52,47 +52,27 @@ def simplest(strategy: Any, wanted: Callable[[Any], bool]) -> Any:
 # -- models -----------------------------------------------------------------------------------
 
 
+OPTIONS = ["eos", "zeros", "near_zeros", "duplicates", "split_characters"]
+
+
 @SETTINGS
-@given(
-    st.data(),
-    st.booleans(),
-    st.booleans(),
-    st.booleans(),
-    st.booleans(),
-    st.booleans(),
-)
-def test_models_are_what_was_asked_for(
-    data: st.DataObject,
-    eos: bool,
-    zeros: bool,
-    near_zeros: bool,
-    duplicates: bool,
-    split_characters: bool,
-) -> None:
-    model = data.draw(
-        small_lms(
-            max_vocab_size=5,
-            max_order=1,
-            eos=eos,
-            zeros=zeros,
-            near_zeros=near_zeros,
-            duplicates=duplicates,
-            split_characters=split_characters,
-        )
-    )
+@given(st.data(), st.fixed_dictionaries(dict.fromkeys(OPTIONS, st.booleans())))
+def test_models_are_what_was_asked_for(data: st.DataObject, options: dict[str, bool]) -> None:
+    eos, zeros = options["eos"], options["zeros"]
+    model = data.draw(small_lms(max_vocab_size=5, max_order=1, **options))
     assert 2 <= model.vocab_size <= 5
     assert model.order in (0, 1)
     assert model.eos_token_id == (model.vocab_size - 1 if eos else None)
     table = model.table
     assert torch.allclose(table.exp().sum(-1), torch.ones(()), atol=1e-5)
     assert zeros or bool(table.isfinite().all())
-    assert near_zeros or zeros or float(table.min()) > -12
+    assert options["near_zeros"] or zeros or float(table.min()) > -12
     tokens = model.vocabulary[: model.vocab_size - eos]
     assert all(tokens)
-    assert (len(set(tokens)) < len(tokens)) == duplicates
+    assert (len(set(tokens)) < len(tokens)) == options["duplicates"]
     invalid = [token for token in tokens if token.decode(errors="replace").count("\ufffd")]
-    assert bool(invalid) == split_characters
-    if split_characters:
+    assert bool(invalid) == options["split_characters"]
+    if invalid:
         assert (tokens[0] + tokens[1]).decode()
 
 

@@ -26,6 +26,7 @@ from genrt.engines.remote.connection import ServerBusy, ServerConnection
 from genrt.engines.remote.wire import (
     KINDS,
     Question,
+    answer_bytes,
     answers_to,
     flush_of,
     unpacked_tokenizer,
@@ -53,8 +54,8 @@ __all__ = ["RemoteEngine"]
 MOST_IN_BODY = 2**24
 """The approximate bound on the contexts and masks of one call, in bytes; more take several steps."""
 
-ANSWER_BYTES = 2**22
-"""The most bytes of an answer beside its numbers: adapters and errors."""
+HEADER_BYTES = 2**22
+"""The most bytes of an answer's header, apart from its errors."""
 
 
 class RemoteEngine(SteppedEngine):
@@ -214,8 +215,8 @@ class RemoteEngine(SteppedEngine):
     def _asked(self, asked: Sequence[Question]) -> list[Any]:
         """Return the server's results, errors among them."""
         body = flush_of(asked, self.fingerprint)
-        most = 12 * self.vocab_size * len(asked) + 2 * len(body) + ANSWER_BYTES
-        data = self._connection.post("/v1/flush", body, most=most)
+        most = sum(answer_bytes(each, self.vocab_size) for each in asked)
+        data = self._connection.post("/v1/flush", body, most=most + HEADER_BYTES)
         results, versions = answers_to(data, asked, self.vocab_size)
         for place, each in enumerate(asked):
             adapter = each.adapter

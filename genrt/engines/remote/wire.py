@@ -14,6 +14,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import math
 import zipfile
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -46,6 +47,7 @@ __all__ = [
     "KINDS",
     "AnotherModel",
     "Question",
+    "answer_bytes",
     "answers_of",
     "answers_to",
     "error_of",
@@ -57,6 +59,9 @@ __all__ = [
 
 Question: TypeAlias = LogprobsRequest | ReadRequest | ScoreRequest
 """The requests that a connection carries."""
+
+ROUNDING = 1e-3
+"""The largest error of log-probabilities from those of a distribution."""
 
 KINDS = frozenset({DrawToken, Candidates, TopTokens})
 """The kinds of reads that a connection carries."""
@@ -241,7 +246,7 @@ def answers_to(
         results: list[Any] = [
             error_of(*failed[str(place)])
             if str(place) in failed
-            else _read_result(request, reader, vocab_size)
+            else _verified_answer(request, _read_result(request, reader, vocab_size), vocab_size)
             for place, request in enumerate(asked)
         ]
         reader.end()
@@ -249,6 +254,18 @@ def answers_to(
     except (InvalidRequest, KeyError, TypeError, ValueError, AttributeError) as error:
         raise EngineFailed(f"the server's answer is malformed: {error}") from error
     return results, versions
+
+
+def answer_bytes(request: Question, vocab_size: int) -> int:
+    """Return how many bytes the answer to a question has at most; one that fails has a message."""
+    wanted = request.wanted if isinstance(request, ReadRequest) else None
+    if isinstance(wanted, TopTokens):
+        count = 3 * wanted.k
+    elif isinstance(request, ScoreRequest):
+        count = 2 * len(request)
+    else:
+        count = vocab_size if wanted is None else len(getattr(wanted, "token_ids", (0,) * 6))
+    return F4.itemsize * count + 2**12
 
 
 def _read_result(request: Question, reader: _Reader, vocab_size: int) -> Any:
@@ -259,15 +276,64 @@ def _read_result(request: Question, reader: _Reader, vocab_size: int) -> Any:
             raise InvalidRequest("a draw's token is outside the vocabulary")
         return Draw(int(token_id), logprob, log_mass)
     if isinstance(wanted, TopTokens):
-        token_ids, logprobs = reader.take(I8, wanted.k), reader.take(F4, wanted.k)
-        if wanted.k and not 0 <= token_ids.min() <= token_ids.max() < vocab_size:
-            raise InvalidRequest("a top token is outside the vocabulary")
-        return TopLogprobs(_to_tensor(token_ids), _to_tensor(logprobs))
+        return TopLogprobs(
+            _to_tensor(reader.take(I8, wanted.k)), _to_tensor(reader.take(F4, wanted.k))
+        )
     if isinstance(request, ScoreRequest):
         found = _to_tensor(reader.take(F4, len(request) * (1 + (request.wanted == "greedy"))))
         return found.view(2, -1) if request.wanted == "greedy" else found
     count = vocab_size if wanted is None else len(wanted.token_ids)  # type: ignore[attr-defined]
     return _to_tensor(reader.take(F4, count))
+
+
+def _verified_answer(request: Question, result: Any, vocab_size: int) -> Any:
+    """Return a result, or an error if it cannot be a model's."""
+    wanted = request.wanted if isinstance(request, ReadRequest) else None
+    is_sound = True
+    if isinstance(wanted, DrawToken):
+        is_sound = _is_valid_draw(wanted, result)
+    elif isinstance(wanted, TopTokens):
+        ids, logprobs = result
+        is_sound = (
+            bool(((ids >= 0) & (ids < vocab_size)).all())
+            and len(ids.unique()) == len(ids)
+            and _are_entries(logprobs)
+            and bool((logprobs[:-1] >= logprobs[1:]).all())
+        )
+    elif isinstance(wanted, Candidates):
+        entries = dict(zip(wanted.token_ids, result.tolist(), strict=True))
+        is_sound = _are_entries(torch.tensor([*entries.values()]))
+        is_sound = is_sound and [*map(entries.get, wanted.token_ids)] == result.tolist()
+    elif isinstance(request, ScoreRequest):
+        rows = result.view(-1, len(request))
+        is_sound = bool((rows[0] <= ROUNDING).all()) and bool(
+            ((rows[1:] == 0) | (rows[1:] == 1)).all()
+        )
+    else:
+        is_sound = abs(float(result.logsumexp(-1))) <= ROUNDING  # false for NaN
+    return (
+        result
+        if is_sound
+        else EngineFailed(f"the server's answer to {request} cannot be a model's")
+    )
+
+
+def _are_entries(logprobs: Tensor) -> bool:
+    """Return whether these are log-probabilities of distinct tokens; false for NaN."""
+    return bool((logprobs <= ROUNDING).all()) and float(logprobs.exp().sum()) <= 1.0 + ROUNDING
+
+
+def _is_valid_draw(wanted: DrawToken, draw: Draw) -> bool:
+    token_id, logprob, log_mass = draw
+    if token_id == -1:
+        return wanted.mask is not None and logprob == log_mass == -math.inf
+    if wanted.mask is not None and not wanted.mask[token_id // 8] >> token_id % 8 & 1:
+        return False
+    if not (logprob <= ROUNDING and -math.inf < log_mass <= ROUNDING):
+        return False
+    if wanted.mask is None and log_mass < -ROUNDING:
+        return False
+    return logprob == 0.0 if wanted.temperature == 0.0 else logprob > -math.inf
 
 
 def _to_tensor(numbers: np.ndarray) -> Tensor:

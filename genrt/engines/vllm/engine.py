@@ -31,7 +31,7 @@ from genrt.engines.protocol import EngineStatistics, Finished
 from genrt.engines.vllm.capture import FiniteCheck, RemoteStore, RowStore, install_capture
 from genrt.engines.vllm.lora import VLLMAdapters
 from genrt.engines.vllm.populations import SeatedPopulations
-from genrt.engines.vllm.prefixes import KeptPrefixes
+from genrt.engines.vllm.prefixes import PrefixBlocks
 from genrt.engines.vllm.process import Globals, heap_kept
 from genrt.engines.vllm.rank import Share, keep_local
 from genrt.engines.vllm.requests import as_genrt_error, core_request, row_params
@@ -96,7 +96,7 @@ class VLLMEngine:
         self._adapters = VLLMAdapters(self._core, enabled=has_loras, base_needs_zero=on_cpu)
         renew = self._adapters.load_zero
         self.weights = VLLMWeights(llm_engine, own, self.forget_residents, renew)
-        self.prefixes = KeptPrefixes(core, self._adapters.request)
+        self.prefixes = PrefixBlocks(core, self._adapters.request)
         self._open: OpenRequests | None = None
         is_open = config.scheduler_config.scheduler_cls is OpenScheduler
         self._steps = CoreSteps(self._core, core.scheduler if is_open else None, model_runner)

@@ -29,7 +29,7 @@ from genrt.errors import UnknownAdapter
 from genrt.questions.contexts import Adapter
 from genrt.questions.rows import LogprobsRequest
 
-__all__ = ["KeptPrefixes"]
+__all__ = ["PrefixBlocks"]
 
 SHARE = 0.5
 """The part of the KV cache that prefixes may hold; the rest is for running requests."""
@@ -51,7 +51,7 @@ class _HeldPrefix:
         return self.hashes is not None and len(self.blocks) == len(self.hashes)
 
 
-class KeptPrefixes:
+class PrefixBlocks:
     """The prefixes that one engine holds. ``lora_of`` raises UnknownAdapter. The engine sets
     ``residents``, its open requests' contexts, if it has any."""
 

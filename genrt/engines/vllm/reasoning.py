@@ -111,7 +111,7 @@ class Reasoning:
 
     def split(self, token_ids: Sequence[int], decoded: str) -> tuple[str, str]:
         """Return the reasoning and the text of a decoded text with these tokens."""
-        with _translated():
+        with _parser_errors():
             self._parser.set_prompt_token_ids(self._prompt)
             reasoning, text, _ = self._parser.parse(
                 decoded, self._asked, model_output_token_ids=token_ids
@@ -139,7 +139,7 @@ class Reasoning:
         token_id, end = self._waiting.popleft()
         start, self._read = self._read, max(self._read, min(end, len(decoded)))
         new = decoded[start : self._read]
-        with _translated():
+        with _parser_errors():
             found = self._parser.parse_delta(
                 new, [token_id], self._asked, self._prompt, finished=finished
             )
@@ -149,7 +149,7 @@ class Reasoning:
 
 
 @contextmanager
-def _translated() -> Iterator[None]:
+def _parser_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:

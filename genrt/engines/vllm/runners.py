@@ -24,6 +24,7 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from genrt.engines.vllm.capture import log_probabilities
 from genrt.engines.vllm.seats import BlockCopies, Seat, SeatTables, copies, last_seats
 from genrt.launches import Graphs, Repeated, Staged
+from genrt.tokens.rows import moved
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -555,9 +556,8 @@ class RunnerV2:
             states.apply_staged_writes()
             self._overcounted -= over
         pairs = torch.tensor([[slots[each] for each in tokens.request_ids], tokens.token_ids])
-        if last.is_cuda:
-            pairs = pairs.pin_memory().to(last.device, non_blocking=True)
-        last[pairs[0], 0] = pairs[1]
+        at, token_ids = moved(pairs, last.device)
+        last[at, 0] = token_ids
 
     def take_rows(self) -> tuple[list[str], torch.Tensor]:
         state, self._runner.execute_model_state = self._runner.execute_model_state, None

@@ -30,7 +30,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from genrt.engines.vllm.prefixes import KeptPrefixes
+from genrt.engines.vllm.prefixes import PrefixBlocks
 from genrt.engines.vllm.requests import FIRST, OPEN
 from genrt.engines.vllm.runners import NextTokens
 from genrt.engines.vllm.seats import Fork, Seat, Seats
@@ -54,7 +54,7 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         self.finished_req_ids: set[str]
         self.reset_preempted_req_ids: set[str]
         self.ahead = False
-        self.prefixes: KeptPrefixes | None = None
+        self.prefixes: PrefixBlocks | None = None
         self.parked: dict[str, Request] = {}
         self.computed_tokens = self.forked = self.reseated = 0
         self._stalled = False  # no waiting request ran: the next step assumes the blocks they need

@@ -18,7 +18,7 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from genrt.engines.vllm.runners import NextTokens, Prepared, Runner, read_elsewhere
 from genrt.engines.vllm.scheduler import OpenScheduler
 from genrt.engines.vllm.seats import Seat
-from genrt.tokens.rows import Leaving
+from genrt.tokens.rows import Leaving, moved
 
 __all__ = ["CoreSteps", "DecodeSteps", "DecodedStep", "shut_down"]
 
@@ -47,8 +47,7 @@ class DecodedStep(NamedTuple):
         if self.places is None:
             rows = self.rows.clone()
         else:
-            at = _pinned(self.places, torch.int64, self.rows.device)
-            rows = self.rows.index_select(0, at.to(self.rows.device, non_blocking=True))
+            rows = self.rows.index_select(0, moved(torch.tensor(self.places), self.rows.device))
         return DecodedStep(self.request_ids, read_elsewhere(rows))
 
 
@@ -187,7 +186,10 @@ class DecodeSteps:
             self._mistaken += speculated is not None
             if self._reseat_runner():
                 self._runner.refresh(step)
-            rows = self._runner.run(step, _pinned(tokens.token_ids, torch.float64, self._device))
+            # In pinned memory, from which a CUDA device copies without blocking the host.
+            is_cuda = self._device.type == "cuda"
+            chosen = torch.tensor(tokens.token_ids, dtype=torch.float64, pin_memory=is_cuda)
+            rows = self._runner.run(step, chosen)
         self._confirmed(step, tokens)
         return DecodedStep(step.request_ids, rows, is_lent=True)
 
@@ -269,11 +271,6 @@ class DecodeSteps:
 
     def _is_worth_it(self, mistakes: int) -> bool:
         return mistakes < MISSES or self._steps % RETRY == 0
-
-
-def _pinned(numbers: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return numbers in host memory that a CUDA device can copy without blocking the host."""
-    return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
 
 
 def shut_down(llm_engine: Any) -> None:

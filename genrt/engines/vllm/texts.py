@@ -29,6 +29,7 @@ from genrt.engines.vllm.reasoning import NO_PARSER, Reasoning, ReasoningParsers
 from genrt.engines.vllm.requests import LAW, SEED, core_request
 from genrt.engines.vllm.structures import GuidedStructures
 from genrt.errors import EngineFailed, GenrtError, InvalidRequest, StreamCut
+from genrt.numbers import check_float
 from genrt.questions.completions import (
     Completion,
     CompletionRequest,
@@ -403,6 +404,8 @@ class VLLMTexts:
             raise InvalidRequest(
                 "logprob_token_ids: vLLM's runner V1 writes them over rows of other requests"
             )
+        # As for completions: vLLM takes numbers that float32 has not.
+        check_float("repetition_penalty", params.repetition_penalty, 0.01, 100.0)
         seed = request.nonce if params.seed is None else params.seed % (LAST_SEED + 1)
         self._draw(params, seed, extra)
         wanted = params.structured_outputs

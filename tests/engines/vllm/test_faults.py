@@ -1,13 +1,10 @@
-"""Crowds on vLLM itself: hardly any memory, eight threads at once, a second runtime in the process. Every
-row is held against transformers'."""
+"""Crowds on vLLM itself: hardly any memory, a second runtime in the process."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
 import gc
-import random
-import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -76,41 +73,6 @@ async def test_rows_are_right_where_a_fraction_of_the_sequences_fit(
     assert after.engine.evicted > before.engine.evicted
     assert (after.batcher.queued, after.batcher.in_flight) == (0, 0)
     assert after.batcher.failed == before.batcher.failed
-
-
-# -- threads --------------------------------------------------------------------------------------
-
-
-@pytest.mark.promise(number=22)
-def test_eight_threads_with_loops_of_their_own_or_blocking_are_right_at_once(
-    tight: AsyncLM, oracle: Oracle
-) -> None:
-    """Half of what each asks is asked by all."""
-    start = threading.Barrier(8)
-    shared = contexts_of(15, 120, seed=2)
-
-    def thread(number: int) -> tuple[list[list[int]], list[torch.Tensor]]:
-        asked = shared + contexts_of(15, 120, seed=100 + number)
-        random.Random(number).shuffle(asked)
-        start.wait(PATIENCE_SECONDS)
-        if number % 2:
-            return asked, [tight.next_token_logprobs_sync(context) for context in asked]
-
-        async def ask() -> list[torch.Tensor]:
-            return await asyncio.gather(*map(tight.next_token_logprobs, asked))
-
-        return asked, asyncio.run(ask())
-
-    before = tight.statistics()
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        ends = [each.result(120) for each in [pool.submit(thread, n) for n in range(8)]]
-    after = tight.statistics()
-    for asked, rows in ends:
-        expect_rows(oracle, asked, rows)
-    assert after.batcher.questions - before.batcher.questions == 8 * 30
-    assert after.engine.rows - before.engine.rows + after.batcher.deduplicated == (
-        8 * 30 + before.batcher.deduplicated
-    )
 
 
 # -- two runtimes ---------------------------------------------------------------------------------

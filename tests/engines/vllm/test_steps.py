@@ -31,6 +31,7 @@ from tests.engines.vllm.ahead import (
     same,
     two_runtimes,
 )
+from tests.engines.vllm.small import forget
 
 pytestmark = pytest.mark.vllm
 
@@ -70,12 +71,6 @@ def begun(lm: AsyncLM, *sizes: int) -> list[Population]:
 def closed(populations: list[Population], lm: AsyncLM) -> None:
     for each in populations:
         each.close()
-    assert held(lm) == (0, 0)
-
-
-def forgotten(lm: AsyncLM) -> None:
-    engine: Any = lm._thread.engine
-    lm._thread.call(lambda _: engine.forget_residents()).result()
     assert held(lm) == (0, 0)
 
 
@@ -132,6 +127,7 @@ async def test_sequences_that_end_stop_no_step_ahead(runtimes: Runtimes) -> None
     closed(populations, lm)
 
 
+@pytest.mark.usefixtures("always")
 async def test_closing_others_stops_no_step_ahead(runtimes: Runtimes) -> None:
     """They are asked about again, with what was kept of them."""
     lm, quiet = runtimes
@@ -152,6 +148,7 @@ async def test_closing_others_stops_no_step_ahead(runtimes: Runtimes) -> None:
     closed([again, *populations], lm)
 
 
+@pytest.mark.usefixtures("always")
 async def test_the_rest_of_a_step_is_answered_from_the_step_of_all(runtimes: Runtimes) -> None:
     lm, quiet = runtimes
     populations = begun(lm, *[6] * 4)
@@ -224,7 +221,8 @@ async def test_forks_are_evicted_and_forgotten_as_all_residents(runtimes: Runtim
         if step % 4 == 3:
             crowd = [[rng.randrange(300) for _ in range(40)] for _ in range(60)]
             await lm.batch_next_token_logprobs(crowd)
-    forgotten(lm)
+    forget(lm)
+    assert held(lm) == (0, 0)
     await same(population, quiet, seed=5)
     closed([population], lm)
 
@@ -251,7 +249,8 @@ async def test_adapters_keep_their_steps_ahead_apart(llama: Path, loras: tuple[P
         assert lm.statistics().engine.speculated > 0
         for population in populations.values():
             population.close()
-        forgotten(lm)  # the rows by which adapters are tested
+        forget(lm)  # the rows by which adapters are tested
+        assert held(lm) == (0, 0)
 
 
 async def test_a_device_that_waits_has_its_draws_delivered_before_the_next_step_is_prepared(

@@ -88,7 +88,7 @@ async def test_one_sequence_that_fits_nowhere_fails_alone(
 async def test_a_vllm_that_cannot_go_on_is_dead_and_is_replaced_by_a_restart(
     shared: AsyncLM, loras: tuple[Path, Path], oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A failed step after which vLLM's blocks can't be freed. Restarts by themselves: rollouts."""
+    """A failed step after which vLLM's blocks can't be freed."""
     lm = shared
     await lm.add_adapter("a", loras[0])
     tuned = await lm.next_token_logprobs([1, 2, 3], adapter="a")

@@ -23,6 +23,7 @@ from genrt.errors import EngineFailed, NotFinite
 from genrt.lm import AsyncLM
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest
+from tests.engines.vllm.small import TOLERANCE, core_of, preemptions, runner_of, tokens
 
 pytestmark = pytest.mark.vllm
 
@@ -42,7 +43,6 @@ WIDE: dict[str, Any] = {
     "num_gpu_blocks_override": 100,
 }
 
-TOLERANCE = 5e-4
 Rows = Callable[[Sequence[int]], torch.Tensor]
 Oracle = Callable[[Sequence[int], Sequence[int]], torch.Tensor]
 
@@ -76,23 +76,14 @@ def score_of(oracle_rows: Rows) -> Oracle:
     return score
 
 
-def tokens(count: int, seed: int) -> list[int]:
-    drawn = random.Random(seed)
-    return [drawn.randrange(320) for _ in range(count)]
-
-
 def engine_of(lm: AsyncLM) -> Any:
     return lm._thread.engine
-
-
-def scheduler_of(lm: AsyncLM) -> Any:
-    return engine_of(lm)._core.engine_core.scheduler
 
 
 def left_over(lm: AsyncLM) -> list[int]:
     """How much is still held of requests that have ended."""
     engine = engine_of(lm)
-    unscored = getattr(scheduler_of(lm), "_unscored", ())
+    unscored = getattr(core_of(lm).scheduler, "_unscored", ())
     return [*map(len, (engine._positions._scores, engine._store, engine._in_progress, unscored))]
 
 
@@ -226,18 +217,8 @@ def test_a_long_prefix_is_computed_once_for_all_that_follow_it(
         assert close(wide.score_sync(prefix[:start], after), score_of(prefix[:start], after))
 
 
-def test_a_preempted_score_has_all_its_positions_once(
-    lm: AsyncLM, score_of: Oracle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_preempted_score_has_all_its_positions_once(lm: AsyncLM, score_of: Oracle) -> None:
     texts = [(tokens(3, seed), tokens(150, seed + 20)) for seed in range(6)]
-    scheduler, preempted = scheduler_of(lm), list[str]()
-    preempt = scheduler._preempt_request
-
-    def counted(request: Any, *rest: Any, **named: Any) -> None:
-        preempted.append(request.request_id)
-        preempt(request, *rest, **named)
-
-    monkeypatch.setattr(scheduler, "_preempt_request", counted)
 
     async def ask() -> list[torch.Tensor]:
         samples = [lm.sample(tokens(150, seed), max_tokens=90) for seed in range(4)]
@@ -245,7 +226,9 @@ def test_a_preempted_score_has_all_its_positions_once(
         await asyncio.gather(*samples)
         return await scores
 
-    for (before, after), found in zip(texts, asyncio.run(ask()), strict=True):
+    with preemptions(lm) as preempted:
+        scores = asyncio.run(ask())
+    for (before, after), found in zip(texts, scores, strict=True):
         assert close(found, score_of(before, after))
     assert preempted
     assert left_over(lm) == [0, 0, 0, 0]
@@ -284,8 +267,8 @@ def test_a_row_that_is_not_finite_fails_its_score_alone(
 ) -> None:
     poison = 7
     texts = [([1, 2], [3, 4, 5]), ([1, 2], [3, poison, 5]), ([9, 8], [7, 6])]
-    runner = engine_of(lm)._core.engine_core.model_executor.driver_worker.worker.model_runner
-    compute = runner.model.compute_logits
+    model = runner_of(lm).model
+    compute = model.compute_logits
 
     def poisoned(hidden_states: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = compute(hidden_states).clone()
@@ -300,7 +283,7 @@ def test_a_row_that_is_not_finite_fails_its_score_alone(
 
     failed = lm.statistics().engine.failed
     with monkeypatch.context() as patch:
-        patch.setattr(runner.model, "compute_logits", poisoned)
+        patch.setattr(model, "compute_logits", poisoned)
         found = asyncio.run(ask())
     assert isinstance(found[1], NotFinite)
     assert lm.statistics().engine.failed - failed == sum(
@@ -406,10 +389,7 @@ def test_a_score_is_its_adapters(llama: Path, loras: tuple[Path, Path]) -> None:
         assert float((found[1] - found[2]).abs().max()) > 0.1
         lm.add_adapter_sync("a", loras[1])  # other weights under the same name
         assert close(lm.score_sync(*text, adapter="a"), found[2])
-        engine = engine_of(lm)
-        runner = engine._core.engine_core.model_executor.driver_worker.worker.model_runner
-        model = weakref.ref(runner.model)
-        del runner
+        engine, model = engine_of(lm), weakref.ref(runner_of(lm).model)
     gc.collect()
     assert model() is None, "a closed engine lets go of the model"
     assert not engine.scores
