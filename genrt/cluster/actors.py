@@ -28,7 +28,7 @@ from typing import Any
 
 from genrt.cluster.ranks import die_with
 from genrt.cluster.replica import Replica
-from genrt.engines.folders import Folder
+from genrt.engines.folders import Folder, sweep
 from genrt.errors import EngineNotInstalled, EngineUnsupported, GenrtError, InvalidRequest
 
 __all__ = ["Actors", "Gone", "RayConnection", "connection"]
@@ -303,8 +303,8 @@ class Actors:
             self._ray.kill(self._handles[number], no_restart=False)
 
     def close(self) -> None:
-        """Close the engines of the actors, and kill them. Processes of this host are gone then, and their
-        GPUs' memory is free. Idempotent."""
+        """Close the engines of the actors, and kill them. Processes of this host are gone then, with their
+        files, and their GPUs' memory is free. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -322,6 +322,7 @@ class Actors:
         self._handles = []
         connection.leave()
         _wait_for(each for each in ends if each is not None)
+        sweep()  # the folders of killed replicas
 
     def _translated(self, error: Exception) -> Exception:
         """Return the error of a call as one of genrt's, or as ``Gone``."""
