@@ -303,8 +303,8 @@ class Actors:
             self._ray.kill(self._handles[number], no_restart=False)
 
     def close(self) -> None:
-        """Close the engines of the actors, and kill them. Processes of this host are gone then, with their
-        files, and their GPUs' memory is free. Idempotent."""
+        """Close the engines of the actors, and kill them. Processes of this host, their files and their
+        GPUs' memory are gone then. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
