@@ -1,7 +1,7 @@
 """Flushes and their answers as JSON and arrays, between a runtime and its replicas, or the ranks of one.
 
-Rows, reads and scores travel in the wire format of ``AsyncLM.connect``. Native texts and programs travel
-as objects, which the channel serializes.
+Rows, reads and scores travel in the wire format of ``AsyncLM.connect``, populations as arrays. Texts and
+programs travel as objects, which the channel serializes.
 
 Rules:
     Every question has a ticket, by which its answer is known.
@@ -15,7 +15,7 @@ import json
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import astuple, replace
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
@@ -24,21 +24,9 @@ import torch
 from torch import Tensor
 
 from genrt.engines.protocol import EngineStatistics
-from genrt.engines.remote.wire import (
-    KINDS,
-    error_of,
-    flush_of,
-    flush_to,
-)
+from genrt.engines.remote.wire import KINDS, error_of, flush_of, flush_to
 from genrt.errors import GenrtError
-from genrt.questions.completions import (
-    Completion,
-    CompletionRequest,
-    Decoding,
-    Delta,
-    SampleRequest,
-    Told,
-)
+from genrt.questions.completions import Completion, Told
 from genrt.questions.contexts import Adapter, Limits
 from genrt.questions.draws import PopulationDraw
 from genrt.questions.reads import ReadRequest
@@ -132,30 +120,19 @@ def packed_flush(asked: Sequence[tuple[int, Request]], far: FarSequences) -> Pac
     """Return tickets and questions as a message. Messages with populations have to be read in the order
     in which they were made."""
     plain: list[tuple[int, Any]] = []
-    others: list[dict[str, Any]] = []
+    populations: list[dict[str, Any]] = []
     arrays: list[np.ndarray] = []
     objects: list[tuple[int, Request]] = []
-    for ticket, request in sorted(asked, key=lambda each: place_of(each[1])):
-        name = _name(request.adapter)
-        if _is_plain(request):
-            plain.append((ticket, request))
-        elif isinstance(request, PopulationDraw):
+    for ticket, request in asked:
+        if isinstance(request, PopulationDraw):
             entry = _packed_population(request, far, arrays)
-            others.append({"ticket": ticket, "adapter": name, **entry})
-        elif (kind := type(request)) in _FIELDS:
-            entry = {each: getattr(request, each) for each in _FIELDS[kind]}
-            if isinstance(request, CompletionRequest):
-                entry["decoding"] = _fields_of(request.decoding)
-            elif isinstance(request, SampleRequest):
-                entry["stop_token_ids"] = sorted(request.stop_token_ids)
-            others.append({"kind": kind.__name__, "ticket": ticket, "adapter": name, **entry})
-            arrays.append(np.array(request.token_ids, np.uint32))
+            populations.append({"ticket": ticket, "adapter": _name(request.adapter), **entry})
         else:
-            objects.append((ticket, request))
+            (plain if _is_plain(request) else objects).append((ticket, request))
     wire = flush_of([request for _, request in plain], "", name_of=_name)
     header = {
         "tickets": [ticket for ticket, _ in plain],
-        "others": others,
+        "populations": populations,
         "version": asked[0][1].weights_version if asked else 0,
     }
     arrays.append(np.frombuffer(wire, np.uint8))
@@ -169,21 +146,9 @@ def unpacked_flush(
     the known handles of populations, and gets the new ones."""
     header = json.loads(message.header)
     version, arrays = header["version"], iter(message.arrays)
-    for entry in header["others"]:
-        ticket, adapter = entry.pop("ticket"), _adapter(entry.pop("adapter"))
-        kind = entry.pop("kind")
-        request: Request
-        if kind == PopulationDraw.__name__:
-            request = _population(entry, adapter, arrays, table)
-        elif kind == ScoreRequest.__name__:
-            request = ScoreRequest(next(arrays).tobytes(), adapter=adapter, **entry)
-        elif kind == SampleRequest.__name__:
-            entry["stop_token_ids"] = frozenset(entry["stop_token_ids"])
-            request = SampleRequest(tuple(next(arrays).tolist()), adapter=adapter, **entry)
-        else:
-            entry["decoding"] = Decoding(**{n: _tuples(v) for n, v in entry["decoding"].items()})
-            request = CompletionRequest(tuple(next(arrays).tolist()), adapter=adapter, **entry)
-        yield ticket, request.of_weights(version)
+    for entry in header["populations"]:
+        ticket, adapter = entry["ticket"], _adapter(entry["adapter"])
+        yield ticket, _population(entry, adapter, arrays, table).of_weights(version)
     wire = next(arrays).tobytes()
     found = flush_to(wire, limits, _adapter, model="", most=MOST_QUESTIONS)
     for ticket, plain in zip(header["tickets"], found, strict=True):
@@ -191,19 +156,9 @@ def unpacked_flush(
     yield from message.objects
 
 
-_FIELDS: dict[type, tuple[str, ...]] = {
-    SampleRequest: ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "nonce"),
-    CompletionRequest: ("seed", "nonce", "streamed"),
-    ScoreRequest: ("start", "wanted", "temperature"),
-}
-"""The fields of JSON values, beside the token ids, of requests that the wire format does not have."""
-
-
 def place_of(request: Request) -> int:
     """Return the place of a question's kind in a message."""
-    if isinstance(request, PopulationDraw) or (type(request) in _FIELDS and not _is_plain(request)):
-        return 0
-    return 1 if _is_plain(request) else 2
+    return 0 if isinstance(request, PopulationDraw) else 1 if _is_plain(request) else 2
 
 
 def _is_plain(request: Request) -> bool:
@@ -226,15 +181,6 @@ def _adapter(name: str | None) -> Adapter | None:
     return Adapter(own, int(version))
 
 
-def _fields_of(value: Any, without: str = "") -> dict[str, Any]:
-    return {n.name: getattr(value, n.name) for n in fields(value) if n.name != without}
-
-
-def _tuples(value: Any) -> Any:
-    """Return a value of JSON with tuples in place of lists."""
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
-
-
 def _packed_population(
     draw: PopulationDraw, far: FarSequences, arrays: list[np.ndarray]
 ) -> dict[str, Any]:
@@ -254,7 +200,6 @@ def _packed_population(
         arrays += [lengths, rows]
     handles = () if origins is None else origins.handles
     return {
-        "kind": PopulationDraw.__name__,
         "number": far.numbers.of(draw.handle),
         "temperature": draw.temperature,
         "has_masks": masks is not None,
@@ -314,8 +259,7 @@ class Answers(NamedTuple):
 
 def packed_answers(answers: Answers) -> Packed:
     """Return answers as a message. Tensors of one shape, such as rows, are one array."""
-    names = "errors", "draws", "columns", "samples", "texts", "deltas"
-    header: dict[str, Any] = {name: [] for name in names}
+    header: dict[str, Any] = {"errors": [], "draws": [], "columns": []}
     tensors: dict[tuple[Any, ...], list[tuple[int, Tensor]]] = {}  # by shape and device
     draws: list[Draw] = []
     columns: list[Tensor] = []
@@ -332,19 +276,13 @@ def packed_answers(answers: Answers) -> Packed:
             kind = "populations" if isinstance(result, BatchDraw) else "tops"
             header["columns"].append((kind, ticket))
             columns += result
-        elif isinstance(result, tuple) and all(type(each) is int for each in result):
-            header["samples"].append((ticket, result))
-        elif isinstance(result, Completion):
-            header["texts"].append((ticket, _fields_of(result, "prompt_token_ids")))
         else:
+            if isinstance(result, Completion):  # the other end has the prompt
+                result = replace(result, prompt_token_ids=())
             objects.append((True, ticket, result))
-    for ticket, part in answers.told:
-        if isinstance(part, Delta):
-            header["deltas"].append((ticket, _fields_of(part)))
-        else:
-            objects.append((False, ticket, part))
+    objects += [(False, *each) for each in answers.told]
     header["tensors"] = [[ticket for ticket, _ in each] for each in tensors.values()]
-    header["statistics"] = [*_fields_of(answers.statistics).values()]
+    header["statistics"] = astuple(answers.statistics)
     arrays = [torch.stack([t for _, t in each]).cpu().numpy() for each in tensors.values()]
     arrays += [np.array(draws, np.float64), *(each.numpy() for each in columns)]
     return Packed(json.dumps(header).encode(), arrays, objects)
@@ -363,31 +301,21 @@ def unpacked_answers(message: Packed, asked: Mapping[int, Request]) -> Answers:
     for kind, ticket in header["columns"]:
         found: Any = BatchDraw if kind == "populations" else TopLogprobs
         ends.append((ticket, found(*(next(arrays) for _ in found._fields))))
-    ends += [(ticket, tuple(ids)) for ticket, ids in header["samples"]]
     told: list[tuple[int, Told]] = []
-    for ticket, value in header["texts"]:
-        if (request := asked.get(ticket)) is not None:
-            ends.append((ticket, Completion(prompt_token_ids=request.token_ids, **_text(value))))
-    told += [(ticket, Delta(**_text(value))) for ticket, value in header["deltas"]]
     for is_end, ticket, value in message.objects:
         (ends if is_end else told).append((ticket, value))
     return Answers(
-        [(t, _of_version(each, asked[t].weights_version)) for t, each in ends if t in asked],
+        [(t, _of(each, asked[t])) for t, each in ends if t in asked],
         [(t, each) for t, each in told if t in asked],
         EngineStatistics(*header["statistics"]),
     )
 
 
-def _text(value: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a text from its JSON value."""
-    tops = tuple({int(k): v for k, v in each.items()} for each in value["top_logprobs"])
-    return {name: _tuples(each) for name, each in value.items()} | {"top_logprobs": tops}
-
-
-def _of_version(result: Any, version: int) -> Any:
-    """Return a result with this version of the weights."""
+def _of(result: Any, request: Request) -> Any:
+    """Return a result with the version of a question's weights, and with its prompt."""
     if isinstance(result, Completion):
-        return replace(result, weights_version=version)
+        prompt, version = request.token_ids, request.weights_version
+        return replace(result, prompt_token_ids=prompt, weights_version=version)
     if isinstance(result, Draw | BatchDraw):
-        result.weights_version = version
+        result.weights_version = request.weights_version
     return result
