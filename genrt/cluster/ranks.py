@@ -214,20 +214,16 @@ class Ranks:
         Raises:
             EngineDied: only some failed.
         """
-        for number in range(1, len(self._links) + 1):
-            is_done, why = self._answer(number)
+        for number, (link, _) in enumerate(self._links, 1):
+            try:
+                is_done, why = link.recv()
+            except (OSError, EOFError):
+                raise EngineDied(f"rank {number} is gone") from None
             if is_done != (own is None):
                 how = f"rank {number}: {why or 'done'}; rank 0: {own or 'done'}"
                 raise EngineDied(f"the ranks do not agree: {how}")
         if own is not None:
             raise own
-
-    def _answer(self, number: int) -> tuple[bool, str]:
-        try:
-            found: tuple[bool, str] = self._links[number - 1][0].recv()
-        except (OSError, EOFError):
-            raise EngineDied(f"rank {number} is gone") from None
-        return found
 
     def part(self) -> None:
         """Have them close their engines, as this process does next. From now on they may end.
@@ -362,14 +358,10 @@ class _RankedPrefixes:
         return prefix in self._prefixes
 
     def keep(self, prefix: LogprobsRequest) -> None:
-        self._tell("keep", prefix)
+        _agreed(self._ranks, self._prefixes, "keep", prefix, of="prefixes.")
 
     def release(self, prefix: LogprobsRequest) -> None:
-        self._tell("release", prefix)
-
-    def _tell(self, name: str, prefix: LogprobsRequest) -> None:
-        self._ranks.tell("prefix", name, packed_flush([(0, prefix)], self._ranks.far))
-        getattr(self._prefixes, name)(prefix)
+        _agreed(self._ranks, self._prefixes, "release", prefix, of="prefixes.")
 
 
 class _RankedWeights:
@@ -477,9 +469,6 @@ class Follower:
 
     def _take_settle(self, message: Packed) -> None:
         self._engine.settle(self._read(message)[0][1])
-
-    def _take_prefix(self, name: str, message: Packed) -> None:
-        getattr(self._engine.prefixes, name)(self._read(message)[0][1])
 
     def _take_speculate(self, request_ids: list[str]) -> None:
         """Run a step with the tokens that rank 0 has drawn, on its device."""

@@ -125,11 +125,15 @@ class Recorded:
 class _Link:
     """A pipe to a rank, which does at once what it reads."""
 
-    def __init__(self, follower: Follower) -> None:
-        self._follower = follower
+    def __init__(self, engine: Any) -> None:
+        self.answers: list[tuple[bool, str]] = []
+        self.follower = Follower(engine, lambda *answer: self.answers.append(answer))
 
     def send(self, message: Any) -> None:
-        self._follower.take(*pickle.loads(pickle.dumps(message)))  # noqa: S301
+        self.follower.take(*pickle.loads(pickle.dumps(message)))  # noqa: S301
+
+    def recv(self) -> tuple[bool, str]:
+        return self.answers.pop(0)
 
 
 class Here(Ranks):
@@ -137,16 +141,10 @@ class Here(Ranks):
 
     def __init__(self, *engines: Any) -> None:
         self.far, self._is_closed = FarSequences(HandleNumbers()), False
-        self.answers: list[list[tuple[bool, str]]] = [[] for _ in engines]
-        self.followers = [
-            Follower(engine, lambda *answer, n=n: self.answers[n].append(answer))
-            for n, engine in enumerate(engines)
-        ]
-        links: Any = [_Link(each) for each in self.followers]
+        links: Any = [_Link(each) for each in engines]
         self._links = [(each, each) for each in links]
-
-    def _answer(self, number: int) -> tuple[bool, str]:
-        return self.answers[number - 1].pop(0)
+        self.answers = [each.answers for each in links]
+        self.followers = [each.follower for each in links]
 
     def part(self) -> None:
         self._is_closed = True
