@@ -19,6 +19,7 @@ import shutil
 import tempfile
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
@@ -163,7 +164,8 @@ class RayConnection:
             try:
                 with _on_loopback(ray):
                     ray.init("local", _temp_dir=target, **own, **quiet)
-            except Exception:
+            except Exception as error:
+                _kill_failed_node(error)
                 if attempt == MOST_ATTEMPTS:
                     raise
                 ray.shutdown()
@@ -173,6 +175,14 @@ class RayConnection:
 
 
 connection = RayConnection()
+
+
+def _kill_failed_node(error: Exception) -> None:
+    """Kill the processes of a node whose start raised this error: Ray forgets them."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        kill = getattr(frame.f_locals.get("self"), "kill_all_processes", None)
+        if kill is not None:
+            kill(check_alive=False, wait=True)
 
 
 @contextlib.contextmanager

@@ -100,6 +100,21 @@ def test_what_is_no_cluster_is_refused() -> None:
         genrt.load(MODEL, engine="exact", cluster="auto")
 
 
+class FakeNode:
+    """The processes of a local Ray, of which one does not come up."""
+
+    def __init__(self, calls: list[Any]) -> None:
+        self._calls = calls
+
+    def start(self) -> None:
+        raise RuntimeError("the raylet did not come up")
+
+    def kill_all_processes(self, *, check_alive: bool, wait: bool) -> None:
+        assert wait
+        assert not check_alive
+        self._calls.append("killed")
+
+
 class FakeRay(SimpleNamespace):
     """Ray's connection alone. ``fails`` is how many local clusters do not come up."""
 
@@ -120,7 +135,7 @@ class FakeRay(SimpleNamespace):
         if address == "local":
             self.fails -= 1
             if self.fails >= 0:
-                raise RuntimeError("the raylet did not come up")
+                FakeNode(self.calls).start()
         elif not self.running:
             raise ConnectionError("nobody is there")
         self.connected = True
@@ -168,7 +183,7 @@ def test_a_local_cluster_is_begun_again_and_listens_on_loopback_alone(
 ) -> None:
     found = joined(monkeypatch, ray := FakeRay(fails=2))
     found.join("auto")
-    begun = [("local", False), "shutdown"]
+    begun = [("local", False), "killed", "shutdown"]
     assert ray.calls == [("auto", None), *begun, *begun, ("local", False)]
     assert ray.on_hosts == [True, False, False, False]
     assert ray._private.ray_constants.ENABLE_RAY_CLUSTER is True
