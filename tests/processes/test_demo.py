@@ -85,6 +85,7 @@ def test_equal_seeds_print_equal_tables(model: str, capsys: pytest.CaptureFixtur
     assert tables[0] == tables[1] != tables[2]
 
 
+@pytest.mark.usefixtures("here")
 def test_two_replicas_print_the_table_of_one(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
