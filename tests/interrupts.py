@@ -26,6 +26,7 @@ from typing import Any
 import genrt
 from genrt.lm import AsyncLM
 from genrt.runtime.batcher import Waiter
+from tests.inside import engine_of, in_progress, thread_of
 
 NO_MOMENTS = ("with ", "async with ", "try:")
 PACKAGE = str(Path(genrt.__file__).parent)
@@ -210,9 +211,9 @@ class Examination:
                 return "the next row is wrong"
         s = self.lm.statistics().batcher
         if (s.queued, s.in_flight) != (0, 0):
-            return f"ghosts: {self.lm._thread.batcher}"
-        engine: Any = self.lm._thread.engine
-        left = self.lm._thread.call(lambda _: [*engine._in_progress]).result(30)
+            return f"ghosts: {thread_of(self.lm).batcher}"
+        engine = engine_of(self.lm)
+        left = thread_of(self.lm).call(lambda _: [*in_progress(engine)]).result(30)
         if left:
             return f"the engine still works on {left}"
         gc.collect()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import math
 import pickle
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Required, get_args, get_origin, get_type_hints
@@ -16,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 import genrt
+from genrt import loading
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.engines.protocol import Engine
 from genrt.errors import (
@@ -28,7 +31,8 @@ from genrt.errors import (
 )
 from genrt.lm import AsyncLM
 from genrt.runtime.ask import MAX_UNAWAITED
-from tests.scripted import ScriptedEngine, passes
+from tests.inside import adapters_of, thread_of
+from tests.scripted import Gate, ScriptedEngine, passes
 
 VOCAB_SIZE, MAX_MODEL_LEN = 12, 20
 MODEL = NGram.random(VOCAB_SIZE, order=2, seed=1, eos_token_id=0)
@@ -236,6 +240,33 @@ async def test_wrong_loads_are_refused(
         await genrt.aload(**arguments)
 
 
+@pytest.mark.parametrize("is_blocking", [True, False])
+async def test_a_loading_that_takes_its_time_is_told_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_blocking: bool
+) -> None:
+    gate, told = Gate(), list[str]()
+
+    class Told(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told.append(record.getMessage())
+            gate.open()
+
+    def slow() -> ScriptedEngine:
+        gate.go_through()
+        return ScriptedEngine()
+
+    log, handler = logging.getLogger("genrt.loading"), Told()
+    monkeypatch.setattr(loading, "PROGRESS_SECONDS", 0.001)
+    caplog.set_level(logging.INFO, log.name)
+    log.addHandler(handler)
+    try:
+        lm = genrt.load(engine=slow) if is_blocking else await genrt.aload(engine=slow)
+    finally:
+        log.removeHandler(handler)
+    await lm.aclose()
+    assert all(re.match(r"loading the embedded model on engine .*: \d+ s$", each) for each in told)
+
+
 # -- samples ----------------------------------------------------------------------------------
 
 
@@ -425,7 +456,7 @@ def test_an_adapter_that_another_thread_loads_while_a_question_is_made_answers_i
     def settle() -> None:
         """Return when the engine has let go of what it is to let go of."""
         for _ in range(2):
-            lm._thread.call(lambda _: None).result()
+            thread_of(lm).call(lambda _: None).result()
 
     def load_again() -> None:
         lm.add_adapter_sync("x", adapters["b"])
@@ -464,7 +495,7 @@ async def test_an_adapter_whose_loading_was_cancelled_is_bound_or_not_loaded(
             await passes(count)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-        held = lm._thread.call(lambda _: [adapter.name for adapter in engine.adapters])
+        held = thread_of(lm).call(lambda _: [adapter.name for adapter in engine.adapters])
         assert await asyncio.wrap_future(held) == list(lm.adapters)
 
 
@@ -711,7 +742,7 @@ def test_requests_are_bound_to_versions_not_names(lm: AsyncLM, adapters: dict[st
     bound = []
     for _ in range(2):
         lm.add_adapter_sync("x", adapters["a"])
-        bound.append(lm._adapters.bound("x"))
+        bound.append(adapters_of(lm).bound("x"))
     assert len(set(bound)) == 2
     assert [adapter.name for adapter in bound if adapter] == ["x", "x"]
 

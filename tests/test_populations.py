@@ -22,6 +22,7 @@ from genrt.lm import AsyncLM
 from genrt.populations import Population
 from tests.apart import drawn_apart_sync
 from tests.engines.test_exact import adapter_directory
+from tests.inside import engine_of, thread_of
 from tests.keeping_engine import KeepingEngine, Seen
 from tests.population_walk import EVENTS, Runtime, walk
 from tests.scoring_engine import ScoringEngine
@@ -45,7 +46,7 @@ class Broken:
 
     @contextlib.contextmanager
     def __call__(self, how: str) -> Iterator[None]:
-        engine: Any = self.lm._thread.engine
+        engine = engine_of(self.lm)
         with pytest.MonkeyPatch.context() as patch:
             logits = engine._model.logits
 
@@ -171,13 +172,13 @@ class GivenBack:
 
     def __init__(self, lm: AsyncLM, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: list[Any] = []
-        give_back = lm._thread.give_back
+        give_back = thread_of(lm).give_back
 
         def recorded(asked: Any) -> None:
             self.asked += asked
             give_back(asked)
 
-        monkeypatch.setattr(lm._thread, "give_back", recorded)
+        monkeypatch.setattr(thread_of(lm), "give_back", recorded)
 
     def number(self) -> int:
         gc.collect()

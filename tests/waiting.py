@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from genrt.lm import AsyncLM
+from tests.inside import thread_of
 
 
 async def until(happened: Callable[[], object], lm: AsyncLM | None = None) -> None:
@@ -19,4 +20,4 @@ async def until(happened: Callable[[], object], lm: AsyncLM | None = None) -> No
         if lm is None:
             await asyncio.sleep(0)
         else:
-            await asyncio.wrap_future(lm._thread.call(lambda _: None))
+            await asyncio.wrap_future(thread_of(lm).call(lambda _: None))

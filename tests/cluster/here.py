@@ -19,6 +19,7 @@ from ray import cloudpickle
 from genrt.cluster.actors import Gone
 from genrt.cluster.replica import Replica
 from genrt.lm import AsyncLM
+from tests.inside import engine_of
 
 __all__ = ["ReplicasHere", "replicas_of"]
 
@@ -140,6 +141,5 @@ def _travelled(value: Any) -> Any:
 
 def replicas_of(lm: AsyncLM) -> ReplicasHere:
     """Return the replicas of a runtime."""
-    engine: Any = lm._thread.engine
-    found: ReplicasHere = engine._set
+    found: ReplicasHere = engine_of(lm)._set
     return found

@@ -26,6 +26,7 @@ from genrt.generation import Failed, Item, generate_many, generate_many_sync
 from genrt.lm import AsyncLM
 from genrt.questions.completions import Completion
 from tests import interrupts
+from tests.inside import thread_of
 from tests.scripted import Gate, passes
 
 EOS = 4
@@ -331,7 +332,7 @@ async def test_a_closed_runtime_ends_everything(on_error: Any) -> None:
     walk = generate_many(lm, items(), on_error=on_error, max_tokens=2)
     first = asyncio.create_task(anext(walk))
     await asyncio.to_thread(engine.gate.wait_until_held)
-    lm._thread.close(wait=False)
+    thread_of(lm).close(wait=False)
     with pytest.raises(Closed):
         await first
     engine.gate.open()

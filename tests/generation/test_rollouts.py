@@ -30,6 +30,7 @@ from genrt.generation import (
 )
 from genrt.lm import AsyncLM
 from tests.generation.test_many import EOS, MODEL, ROOM, Engine, nothing_left
+from tests.inside import engine_of
 from tests.runtime.test_pauses import SleepyEngine
 from tests.scripted import Gate
 
@@ -450,7 +451,7 @@ def test_a_colocated_trainer_gets_the_gpu_between_two_generations() -> None:
     batch = {"input_ids": BATCH, "input_lengths": LENGTHS}
     with genrt.load(engine=SleepyEngine) as lm:
         policy = PolicyGeneration(lm, colocated=True, pad_value=0, max_new_tokens=2, seed=1)
-        weights = lm._thread.engine.weights  # type: ignore[attr-defined]
+        weights = engine_of(lm).weights
         policy.prepare_for_generation()
         before = policy.generate(batch)
         for _ in range(2):

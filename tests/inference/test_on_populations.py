@@ -25,6 +25,7 @@ from genrt.inference import SMC, MetropolisHastings, State, TextModel, importanc
 from genrt.inference.trails import Trail
 from genrt.lm import AsyncLM
 from genrt.populations import Population
+from tests.inside import engine_of, populations_of
 
 NGRAM = NGram.random([b"a", b"b", b"ab", b"ba", b""], seed=3, zeros=0.1, eos_token_id=4)
 PROMPT = [5, 6, 7, 8]
@@ -48,7 +49,7 @@ def lm(llama: Path) -> Iterator[AsyncLM]:
         yield runtime
 
 
-def populations_of(state: State) -> list[Population]:
+def populations_in(state: State) -> list[Population]:
     """The populations that a state's particles go on from."""
     frontiers = {particle.trail.frontier for particle in state.particles} - {None}
     return [each.population for each in frontiers if each.population is not None]
@@ -77,7 +78,7 @@ async def test_with_places_and_without_the_same_is_drawn(exact: AsyncLM) -> None
         while not state.done:
             (state, _), (other, _) = await smc.step(state), await smc.step(forgetful(other))
             assert told(state) == told(other)
-            assert len(populations_of(state)) <= 1
+            assert len(populations_in(state)) <= 1
 
 
 async def test_a_state_is_a_value(exact: AsyncLM) -> None:
@@ -103,11 +104,11 @@ async def test_a_history_holds_no_arrays(exact: AsyncLM) -> None:
     states, populations = [smc.init(0)], []
     async for state, _ in smc.steps(states[0]):
         states.append(state)
-        populations += [weakref.ref(each) for each in populations_of(state)]
+        populations += [weakref.ref(each) for each in populations_in(state)]
     gc.collect()
     assert len(populations) > 4
     assert len({id(each()) for each in populations} - {id(None)}) <= 1
-    assert [len(populations_of(state)) for state in states[:-1]] == [0] * (len(states) - 1)
+    assert [len(populations_in(state)) for state in states[:-1]] == [0] * (len(states) - 1)
 
 
 async def test_chains_of_different_histories_go_on(exact: AsyncLM) -> None:
@@ -151,8 +152,8 @@ async def test_after_the_runtime_closed_a_step_says_so() -> None:
 
 def seated(lm: AsyncLM) -> list[bool]:
     """Which populations that were asked from now on went on by number."""
-    engine: Any = lm._thread.engine
-    inner, found = engine._populations, []
+    engine = engine_of(lm)
+    inner, found = populations_of(engine), []
     take = inner.go_on
 
     def go_on(*arguments: Any) -> Any:
@@ -175,7 +176,7 @@ async def test_steps_go_on_by_number_on_vllm(lm: AsyncLM) -> None:
     assert went_on == [True] * 19
     after = lm.statistics().engine
     assert after.computed_tokens - before.computed_tokens < len(PROMPT) + 8 * 20
-    del lm._thread.engine._populations.go_on  # type: ignore[attr-defined]
+    del populations_of(engine_of(lm)).go_on
 
 
 @pytest.mark.vllm

@@ -23,6 +23,7 @@ from genrt.errors import (
 from genrt.interop.trainers import WeightSyncClient
 from genrt.lm import AsyncLM
 from genrt.runtime.weights import Transfers
+from tests.inside import engine_of
 
 MODEL, OTHER = NGram.random(6, order=1, seed=1), NGram.random(6, order=1, seed=2)
 SENT: dict[str, NamedTensors] = {}
@@ -99,7 +100,7 @@ def test_a_trainer_refits_a_runtime_again_and_again(lm: AsyncLM) -> None:
         assert lm.weights_version == version
         assert torch.allclose(row(lm), model.row([1]), atol=1e-6)
         assert population.draw_sync(seed=1).weights_version == version
-    weights: Any = lm._thread.engine.weights  # type: ignore[attr-defined]
+    weights: Any = engine_of(lm).weights
     assert weights.met == [{"port": 1}]
     client.shutdown_weight_transfer_engine()
     assert not weights.is_met
@@ -183,6 +184,7 @@ def test_an_error_of_the_workers_is_the_engines_death_and_no_trainer_hangs(lm: A
 def test_an_update_ends_when_its_engine_is_restarted(lm: AsyncLM, sent: int) -> None:
     before = row(lm)
     client = WeightSyncClient(lm)
+    client.init_weight_transfer_engine({"port": 1})
     client.start_weight_update()
     for _ in range(sent):
         client.update_weights({"table": OTHER.table})
@@ -192,6 +194,10 @@ def test_an_update_ends_when_its_engine_is_restarted(lm: AsyncLM, sent: int) -> 
         client.update_weights({"table": OTHER.table})
     assert torch.equal(lm.next_token_logprobs_sync([2]), MODEL.row([2]))
     assert lm.weights_version == 0
+    # The workers that met the trainer are gone.
+    with pytest.raises(EngineFailed, match="init_weight_transfer_engine again"):
+        client.start_weight_update()
+    client.init_weight_transfer_engine({"port": 2})
     refit(client, OTHER.table)
     assert torch.allclose(row(lm), OTHER.row([1]), atol=1e-6)
 

@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.promise(number=21)]
 BEFORE = """
 import asyncio, atexit, contextlib, os, signal, sys, threading
 import genrt
+from tests.inside import engine_of
 
 with contextlib.suppress(ImportError):
     import tabulate  # torch does at exit, where CPython forgets an interrupt over code that is compiled
@@ -26,11 +27,11 @@ stepping = threading.Semaphore(0)
 def load():
     options = {"dtype": "float32", "max_num_seqs": 8, "kv_cache_memory_bytes": 2**24}
     lm = genrt.load(model, engine_options=options)
-    step = lm._thread.engine.step
+    step = engine_of(lm).step
     def counted():
         stepping.release()
         return step()
-    lm._thread.engine.step = counted
+    engine_of(lm).step = counted
     return lm
 
 def ask_long(lm):

@@ -35,7 +35,7 @@ PROGRAMS = {
             examination = interrupts.Examination(lm)
             choose = random.Random(0)
             lines = interrupts.at_line
-            steps = functools.partial(interrupts.at_step, lm._thread.engine)
+            steps = functools.partial(interrupts.at_step, engine_of(lm))
             for name, program in interrupts.PROGRAMS.items():
                 for kind, count in ((lines, 13), (steps, 4)):
                     last = examination.moments(program, kind(0))
@@ -49,6 +49,7 @@ BEFORE = """
 import atexit, collections, functools, itertools, json, random
 import genrt
 from tests import interrupts
+from tests.inside import engine_of
 
 counts, wrongs = collections.Counter(), []
 atexit.register(lambda: print(json.dumps([counts, wrongs])))

@@ -28,6 +28,7 @@ GOING = "going"
 OPEN = """
 import asyncio, threading
 import genrt
+from tests.inside import engine_of, in_progress, thread_of
 options = {{"dtype": "float32", "max_num_seqs": 8, "kv_cache_memory_bytes": 2**24}}
 lm = genrt.load({model!r}, engine_options=options, cache_bytes=0)
 row = lm.next_token_logprobs_sync([1, 2, 3])
@@ -54,7 +55,7 @@ CHECK = """
 again = await lm.next_token_logprobs([1, 2, 3])
 same = float((again - row).abs().max()) < 5e-4
 same &= float((lm.next_token_logprobs_sync([1, 2, 3]) - row).abs().max()) < 5e-4
-working = lm._thread.call(lambda _: len(lm._thread.engine._in_progress)).result()
+working = thread_of(lm).call(lambda _: len(in_progress(engine_of(lm)))).result()
 s = lm.statistics().batcher
 print(same, s.queued, s.in_flight, working)
 """
@@ -152,7 +153,7 @@ while True:
 NOTHING_LEFT = """
 # What was given up is in flight until the turn after the step that was under way.
 for _ in range(2):
-    working = lm._thread.call(lambda _: len(lm._thread.engine._in_progress)).result()
+    working = thread_of(lm).call(lambda _: len(in_progress(engine_of(lm)))).result()
 s = lm.statistics()
 print(s.batcher.queued, s.batcher.in_flight, working)
 """

@@ -115,11 +115,12 @@ import genrt
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.completions import SampleRequest
 from genrt.engines.vllm.capture import RowStore
+from tests.inside import core_of, engine_of
 
 options = {"dtype": "float32", "max_num_seqs": 8, "kv_cache_memory_bytes": 2**24}
 lm = genrt.load(model, engine_options=options)
-engine = lm._thread.engine
-runner = engine._core.engine_core.model_executor.driver_worker.worker.model_runner
+engine = engine_of(lm)
+runner = core_of(engine).model_executor.driver_worker.worker.model_runner
 errors = []
 
 def attempt(call):

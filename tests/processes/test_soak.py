@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 import genrt
 from genrt.engines.exact import NGram
 from genrt.lm import AsyncLM
+from tests.inside import engine_of, thread_of
 
 QUESTIONS = int(os.environ.get("GENRT_SOAK_QUESTIONS", "50000"))
 VOCAB_SIZE = 40
@@ -110,8 +111,8 @@ def test_memory_is_flat_and_counters_do_not_drift(tmp_path: Path) -> None:
         more_blocks, more_resident = in_use()
         lm.next_token_logprobs_sync([1])
         statistics = lm.statistics()
-        engine: Any = lm._thread.engine
-        loaded = lm._thread.call(lambda _: len(engine._adapters)).result()
+        engine = engine_of(lm)
+        loaded = thread_of(lm).call(lambda _: len(engine._adapters)).result()
 
     assert more_blocks - blocks < ALLOWED_BLOCKS
     assert more_resident - resident < ALLOWED_BYTES

@@ -19,6 +19,7 @@ from genrt.engines.exact import NGram
 from genrt.errors import ContextTooLong, InvalidRequest, TimedOut
 from genrt.lm import AsyncLM
 from genrt.questions.completions import Completion, CompletionRequest, Decoding
+from tests.inside import engine_of, in_progress
 from tests.scripted import ScriptedEngine, passes
 
 EOS = 4
@@ -149,7 +150,7 @@ async def test_a_text_for_which_no_token_is_left_fails_alone(lm: AsyncLM) -> Non
 # -- what is refused ------------------------------------------------------------------------------
 
 MISTAKES: list[tuple[dict[str, Any], str]] = [
-    ({"foo": 1}, "no option 'foo'"),
+    ({"max_new_tokens": 1}, "no option 'max_new_tokens': did you mean max_tokens"),
     ({"top_p": 0.0}, "top_p must be over 0"),
     ({"stop": [""]}, "stop must be of non-empty texts"),
     ({"stop_token_ids": [5]}, "stop_token_ids"),
@@ -228,9 +229,9 @@ async def test_completions_that_are_cancelled_leave_nothing(lm: AsyncLM) -> None
     assert all(isinstance(each, Completion) for each in done[1::2])
     with pytest.raises(TimedOut):
         await lm.generate("ab", timeout=0.0)
-    engine: Any = lm._thread.engine
+    engine = engine_of(lm)
     await lm.next_token_logprobs([0, 0, 0, 1])
-    assert not engine._in_progress
+    assert not in_progress(engine)
     assert lm.statistics().batcher.in_flight == 0
 
 

@@ -117,9 +117,10 @@ def test_token_ids_are_taken_in_any_order_and_as_often_as_they_come(
 def test_a_vocabulary_of_two_tokens_can_be_listed() -> None:
     assert packed_mask([0, 1], 2) == packed_mask([1, 0], 2) == packed_mask(np.ones(2, np.bool_), 2)
     assert packed_mask([0], 1) == packed_mask(np.ones(1, np.bool_), 1)
-    for flags in ([0, 0], [1, 1]):
-        with pytest.raises(InvalidRequest, match="all of them 0 or 1"):
-            packed_mask(flags, 2)
+    # Zeros and ones that repeat are flags, for a vocabulary of any length.
+    for flags, vocab_size in (([0, 0], 2), ([1, 1], 2), ([0, 1] * 2, V), ([0, 1] * V, V)):
+        with pytest.raises(InvalidRequest, match=f"{len(flags)} entries, all of them 0 or 1"):
+            packed_mask(flags, vocab_size)
 
 
 masked: Any = np.ma.array

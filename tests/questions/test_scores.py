@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -61,6 +62,12 @@ def test_the_contexts_of_a_long_texts_rows_are_made_as_they_are_wanted() -> None
         rows += len(questions)
     assert rows == 7999
     assert largest < 70 * 2**20  # as much as its rows may take, where all of them take 128 MB
+    tracemalloc.start()
+    for _ in row_chunks(limits, text, 1, 100, None, in_one=False):
+        pass
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**25  # of the last chunks
     with pytest.raises(genrt.InvalidRequest, match="chunk"):  # at the call
         row_chunks(limits, text, 1, 0, None, in_one=False)
     first = next(row_chunks(limits, text, 1, 2, None, in_one=False))

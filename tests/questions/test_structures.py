@@ -20,6 +20,7 @@ from genrt.lm import AsyncLM
 from genrt.questions.completions import Completion
 from genrt.structures import guides
 from genrt.structures.guides import Guides
+from tests.inside import engine_of, in_progress
 from tests.scripted import passes
 
 BYTES = [bytes([byte]) for byte in range(1, 128)]
@@ -144,9 +145,9 @@ async def test_structured_texts_that_are_cancelled_leave_nothing(lm: AsyncLM) ->
     assert all(isinstance(each, asyncio.CancelledError) for each in done[::2])
     lengths = [len(each.text) for each in done if isinstance(each, Completion)]
     assert lengths == [*range(21, 60, 2)]
-    engine: Any = lm._thread.engine
+    engine = engine_of(lm)
     await lm.next_token_logprobs([0, 0, 0, 1])
-    assert not engine._in_progress
+    assert not in_progress(engine)
 
 
 def test_without_a_tokenizer_or_an_end_token_structures_are_refused() -> None:
@@ -195,7 +196,7 @@ async def test_a_tokenizer_whose_bytes_cannot_be_told_has_no_structures() -> Non
 
 
 def test_what_is_kept_compiled_is_bounded(lm: AsyncLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine: Any = lm._thread.engine
+    engine = engine_of(lm)
     for number in range(guides.MOST_KEPT + 20):
         text = lm.generate_sync([1], choice=[f"a{number}"], max_tokens=9).text
         assert text == f"a{number}"

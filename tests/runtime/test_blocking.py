@@ -40,6 +40,7 @@ from genrt.lm import AsyncLM
 from genrt.runtime.concurrency import INTERRUPT_SECONDS, _wait, blocking
 from genrt.tokens.texts import Text
 from tests import children, interrupts
+from tests.inside import thread_of
 from tests.runtime.test_pauses import MODEL as PAUSED_MODEL
 from tests.runtime.test_pauses import OTHER, SleepyEngine
 from tests.scripted import PATIENCE_SECONDS
@@ -295,7 +296,7 @@ def test_an_interrupt_out_of_a_twin_with_a_lasting_effect_leaves_none(
             models = [PAUSED_MODEL, OTHER][: 1 + bool(lm.weights_version)]
             assert any(torch.allclose(asked, model.row([1]), atol=1e-6) for model in models)
             assert lm.adapters == (), moment.fired
-            assert lm._thread.lifecycle.state == "running", moment.fired
+            assert thread_of(lm).lifecycle.state == "running", moment.fired
         go_on(lm)
         lm.next_token_logprobs_sync([1], timeout=PATIENCE_SECONDS)
     assert any("outcome.result()" in line for line in interrupted)
@@ -304,10 +305,10 @@ def test_an_interrupt_out_of_a_twin_with_a_lasting_effect_leaves_none(
 async def test_an_interrupt_in_a_pause_of_anothers_leaves_that_pause() -> None:
     async with genrt.load(engine=Trained) as lm:
         await lm.pause()
-        _, undo = await lm._thread.lifecycle.sleep(1)  # as the twin calls it
+        _, undo = await thread_of(lm).lifecycle.sleep(1)  # as the twin calls it
         undo()
         assert await lm.wake_up()
-        assert lm._thread.lifecycle.state == "still"
+        assert thread_of(lm).lifecycle.state == "still"
         lm.resume()
         await lm.next_token_logprobs([1])
 

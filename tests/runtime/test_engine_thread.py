@@ -35,6 +35,7 @@ from genrt.runtime.ask import Asker
 from genrt.runtime.batcher import Batcher
 from genrt.runtime.cache import RowCache
 from genrt.runtime.thread import EngineThread
+from tests.inside import system_thread, thread_of
 from tests.scripted import (
     PATIENCE_SECONDS,
     Gate,
@@ -61,7 +62,7 @@ def start() -> Iterator[Callable[..., EngineThread]]:
     yield make
     for thread in threads:
         thread.close()
-        assert not thread._thread.is_alive()
+        assert not system_thread(thread).is_alive()
 
 
 Start = Callable[..., EngineThread]
@@ -76,8 +77,8 @@ def asking(batcher: Batcher) -> Asker:
 
 
 def joined(thread: EngineThread) -> None:
-    thread._thread.join(PATIENCE_SECONDS)
-    assert not thread._thread.is_alive()
+    system_thread(thread).join(PATIENCE_SECONDS)
+    assert not system_thread(thread).is_alive()
 
 
 # -- opening ----------------------------------------------------------------------------------
@@ -301,7 +302,7 @@ def test_close_waits_only_so_long_for_a_step(start: Start, monkeypatch: pytest.M
         gate.wait_until_held()
         thread.close()
         assert isinstance(asked.exception(PATIENCE_SECONDS), Closed)
-        assert thread._thread.is_alive()
+        assert system_thread(thread).is_alive()
     gate.open()
     joined(thread)
 
@@ -353,7 +354,7 @@ def test_a_runtime_collected_on_the_engines_own_thread_closes_without_deadlock(w
 
     engine = Collecting()
     lm = genrt.load(engine=lambda: engine)
-    thread, batcher = lm._thread._thread, lm._thread.batcher
+    thread, batcher = system_thread(lm), thread_of(lm).batcher
     lm.__dict__["itself"] = lm  # so that only the garbage collector finds it
     holder.append(lm)
     del lm
@@ -408,7 +409,7 @@ def test_a_runtime_that_ends_in_the_middle_of_a_question_does_not_deadlock(
     runtime is closed."""
     engine = ScriptedEngine(steps=lambda request: 3)
     lm = genrt.load(engine=lambda: engine)
-    thread, batcher = lm._thread._thread, lm._thread.batcher
+    thread, batcher = system_thread(lm), thread_of(lm).batcher
     happened: list[bool] = []
 
     class Closing:
@@ -462,7 +463,7 @@ def test_a_signal_handler_may_close_the_runtime_in_the_middle_of_a_question() ->
     engine = ScriptedEngine()
     fired: list[bool] = []
     lm = genrt.load(engine=lambda: engine)
-    thread, batcher = lm._thread._thread, lm._thread.batcher
+    thread, batcher = system_thread(lm), thread_of(lm).batcher
 
     def hook() -> None:
         if not fired and threading.current_thread() is threading.main_thread():
@@ -572,7 +573,7 @@ def test_calls_that_keep_coming_hold_up_no_turn(start: Start) -> None:
 def test_a_runtime_that_is_collected_closes_its_engine() -> None:
     engine = ScriptedEngine()
     lm = genrt.load(engine=lambda: engine)
-    thread = lm._thread._thread
+    thread = system_thread(lm)
     assert right([A], [lm.next_token_logprobs_sync([1])])
     del lm
     gc.collect()
@@ -618,7 +619,7 @@ def test_a_second_run_works_after_the_first_was_cancelled_in_flight() -> None:
             asyncio.run(cancelled())
         gate.open()
         assert right([B], [asyncio.run(lm.next_token_logprobs([2]))])
-        assert lm._thread.call(lambda _: [A] in engine.cancelled).result(PATIENCE_SECONDS)
+        assert thread_of(lm).call(lambda _: [A] in engine.cancelled).result(PATIENCE_SECONDS)
         assert lm.statistics().batcher.in_flight == 0
 
 
@@ -687,7 +688,7 @@ PROGRAMS = {
                 lambda: lm.next_token_logprobs_sync([1]),
                 lambda: lm.sample_sync([1], max_tokens=2),
                 lambda: asyncio.run(lm.next_token_logprobs([1])),
-                lambda: lm._thread.call(lambda engine: None),
+                lambda: thread_of(lm).call(lambda engine: None),
                 lambda: lm.statistics(),
             ):
                 try:

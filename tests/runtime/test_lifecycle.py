@@ -26,6 +26,7 @@ from genrt.runtime.cache import RowCache
 from genrt.runtime.lifecycle import State
 from genrt.runtime.thread import EngineThread, LoopThread
 from genrt.runtime.weights import Transfers
+from tests.inside import engine_of, system_thread
 from tests.scripted import Gate, ProtocolViolation
 
 SIZE = 3
@@ -210,7 +211,7 @@ class World:
 
     @property
     def rounds(self) -> ByHand:
-        found = self.thread._thread
+        found = system_thread(self.thread)
         assert isinstance(found, ByHand)
         return found
 
@@ -530,9 +531,9 @@ async def test_the_states_by_their_names(
     if state == "draining":
         world.asked.append(asyncio.ensure_future(world.lm.sample([0], max_tokens=20)))
     world.ask()
-    await world.go("pr" * 3)
-    seen = [world.thread.lifecycle.state]
     at_once = at_once and not {"resume", "restart"} & {*operations}
+    await world.go("p" if at_once else "pr" * 3)  # to the question's queue, or its answer
+    seen = [world.thread.lifecycle.state]
     for number, name in enumerate(operations, 1):
         world.begin(name)
         for letter in "" if at_once and number < len(operations) else schedule * (1 + at_once):
@@ -541,6 +542,7 @@ async def test_the_states_by_their_names(
     assert state in seen
     if state != "updating" and state != "draining":
         assert seen[-1] == state
+        assert world.asked[0].done() or not operations
         for work, returned in zip(world.begun, operations.values(), strict=True):
             if isinstance(returned, type):
                 assert isinstance(work.exception(), returned)
@@ -659,7 +661,7 @@ async def test_nothing_falls_while_another_thread_moves_memory(level: int) -> No
     gate = Gate()
     async with genrt.load(engine=StrictEngine) as lm:
         await lm.next_token_logprobs([0])
-        lm._thread.engine.weights.in_move = gate.go_through  # type: ignore[attr-defined]
+        engine_of(lm).weights.in_move = gate.go_through
         sleep = asyncio.ensure_future(lm.sleep(level))
         await asyncio.to_thread(gate.wait_until_held)
         with pytest.raises(InvalidRequest, match="the engine sleeps"):

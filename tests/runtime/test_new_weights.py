@@ -28,6 +28,7 @@ from genrt.errors import (
 from genrt.inference import SMC, TextModel
 from genrt.lm import AsyncLM
 from genrt.questions.rows import LogprobsRequest
+from tests.inside import engine_of, thread_of
 from tests.scripted import Gate, ScriptedEngine
 from tests.simulation.engine import HashedModel
 
@@ -133,11 +134,11 @@ BAD: dict[str, Any] = {
 @pytest.mark.parametrize("what", BAD)
 def test_what_does_not_fit_changes_nothing(lm: AsyncLM, what: str) -> None:
     warm(lm)
-    engine = lm._thread.engine
+    engine = engine_of(lm)
     with pytest.raises(InvalidWeights):
         lm.update_weights_sync(BAD[what])
     assert lm.weights_version == 0
-    assert lm._thread.engine is engine
+    assert engine_of(lm) is engine
     assert lm.statistics().cache.rows == len(CONTEXTS)
     assert_answers(lm, OLD)
     assert lm.update_weights_sync({"table": TABLE}) == 1
@@ -279,17 +280,17 @@ PARTS = [{f"table.{n}": TABLE[n]} for n in range(7)]
 async def test_an_error_at_any_chunk_leaves_the_last_whole_weights(k: int, restart: Any) -> None:
     async with genrt.load(engine=InParts, restart=restart) as lm:
         await asyncio.to_thread(warm, lm)
-        first = lm._thread.engine
+        first = engine_of(lm)
         with pytest.raises(OSError, match="the trainer"):
             await lm.update_weights(slowly(*PARTS[:k], then=OSError("the trainer has gone")))
         if k == 0:  # nothing was loaded
-            assert lm._thread.engine is first
+            assert engine_of(lm) is first
         elif restart is None:
             with pytest.raises(EngineDied):
                 await lm.next_token_logprobs([6, 6])  # which is not cached
             await lm.arestart()
         await asyncio.to_thread(assert_answers, lm, OLD)
-        assert (lm._thread.engine is first) == (k == 0)
+        assert (engine_of(lm) is first) == (k == 0)
         assert await lm.update_weights(slowly(*PARTS)) == 1
         await asyncio.to_thread(assert_answers, lm, NEW)
         with pytest.raises(InvalidWeights, match=r"missing|there are no weights"):
@@ -342,7 +343,7 @@ async def test_a_restart_has_the_last_weights(lm: AsyncLM, times: int, tmp_path:
         await lm.arestart()
         await asyncio.to_thread(assert_answers, lm, NEW)
         assert (await lm.draw([1])).weights_version == lm.weights_version
-    kept = lm._thread.weights._root
+    kept = thread_of(lm).weights._root
     assert kept is not None
     assert len([*kept.iterdir()]) == 1  # the copies before are gone
 
@@ -362,9 +363,10 @@ async def test_a_path_is_copied_only_where_a_restart_is_not_asked_for(
     path = at_a_path(tmp_path) / "model.safetensors"
     async with genrt.load(OLD, engine="exact") as lm:
         await lm.update_weights({"table": OLD.table})  # which are nowhere else
-        assert lm._thread.weights._root is not None
+        kept = thread_of(lm).weights._root
+        assert kept is not None
         await lm.update_weights(path)
-        assert [*lm._thread.weights._root.iterdir()] == []
+        assert [*kept.iterdir()] == []
         await lm.arestart() if what == "kept" else None
         await asyncio.to_thread(assert_answers, lm, NEW)
         if what == "kept":
@@ -383,7 +385,7 @@ async def test_a_path_is_copied_only_where_a_restart_is_not_asked_for(
 async def test_copies_of_refused_weights_go(lm: AsyncLM) -> None:
     with pytest.raises(InvalidWeights):
         await lm.update_weights(slowly({"table": TABLE}, {"other": TABLE}))
-    kept = lm._thread.weights._root
+    kept = thread_of(lm).weights._root
     assert kept is not None
     assert not [*kept.iterdir()]
 
@@ -417,7 +419,7 @@ async def test_a_question_is_answered_by_one_version_throughout(pending: Any) ->
     fenced: list[AsyncLM] = []
 
     def no_fence_is_up() -> bool:  # before the update the text could end, and be of the old weights
-        return not any(each.weights_version or each._thread.batcher.holds for each in fenced)
+        return not any(each.weights_version or thread_of(each).batcher.holds for each in fenced)
 
     async with genrt.load(engine=lambda: Held(gate, no_fence_is_up)) as lm:
         fenced.append(lm)

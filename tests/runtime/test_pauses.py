@@ -15,6 +15,7 @@ from genrt.engines.exact import ExactEngine, NGram
 from genrt.engines.weights import SLEEPING_PARTS, Layout, NamedTensors, SleepingPart
 from genrt.errors import EngineFailed, EngineUnsupported, InvalidRequest
 from genrt.lm import AsyncLM
+from tests.inside import engine_of, thread_of
 from tests.scripted import Gate, ScriptedEngine
 
 MODEL, OTHER = NGram.random(5, order=1, seed=1), NGram.random(5, order=1, seed=2)
@@ -131,7 +132,7 @@ async def test_a_pause_that_is_resumed_before_it_begins_says_so_and_holds_nobody
     lm: AsyncLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever comes first to the engine's thread."""
-    pauses = lm._thread.lifecycle
+    pauses = thread_of(lm).lifecycle
     original = pauses._called
 
     async def late(function: Any) -> Any:
@@ -174,7 +175,7 @@ async def test_a_pause_that_is_resumed_while_a_step_runs_ends() -> None:
 async def test_an_engine_falls_asleep_in_a_pause_alone(
     lm: AsyncLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    thread, weights = lm._thread, lm._thread.engine.weights  # type: ignore[attr-defined]
+    thread, weights = thread_of(lm), engine_of(lm).weights
     original, sleep = thread.call, weights.sleep
 
     def late(*call: Any) -> Any:
@@ -236,7 +237,7 @@ async def test_an_engine_sleeps_in_a_pause_and_wakes_with_its_weights(
     lm: AsyncLM, level: int
 ) -> None:
     await lm.update_weights({"table": OTHER.table})
-    weights: Any = lm._thread.engine.weights  # type: ignore[attr-defined]
+    weights: Any = engine_of(lm).weights
     assert await lm.sleep(level) == 1000
     assert weights.levels == [level]
     asked = asyncio.ensure_future(lm.next_token_logprobs([1]))
@@ -257,7 +258,7 @@ async def test_an_engine_sleeps_in_a_pause_and_wakes_with_its_weights(
 async def test_weights_wake_first_and_are_replaced_before_the_rest_wakes(
     lm: AsyncLM, level: int
 ) -> None:
-    weights: Any = lm._thread.engine.weights  # type: ignore[attr-defined]
+    weights: Any = engine_of(lm).weights
     before = await lm.next_token_logprobs([1])
     await lm.sleep(level)
     asked = asyncio.ensure_future(lm.next_token_logprobs([1]))
@@ -278,7 +279,7 @@ async def test_weights_wake_first_and_are_replaced_before_the_rest_wakes(
 
 async def test_dropped_weights_that_nobody_replaced_are_read_again_at_the_end(lm: AsyncLM) -> None:
     await lm.update_weights({"table": OTHER.table})
-    weights: Any = lm._thread.engine.weights  # type: ignore[attr-defined]
+    weights: Any = engine_of(lm).weights
     await lm.sleep(2)
     weights._own.load([("table", MODEL.table)])  # what was dropped is anything
     weights._own.finish()

@@ -23,6 +23,7 @@ from genrt.lm import AsyncLM
 from genrt.questions.contexts import Adapter
 from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.answers import MAX_PREFIXES
+from tests.inside import thread_of
 from tests.scripted import PATIENCE_SECONDS, Gate, ScriptedEngine, logprobs, passes
 
 
@@ -86,7 +87,7 @@ def load(engines: Engines, **options: Any) -> AsyncLM:
 
 def settled(lm: AsyncLM) -> None:
     """Let the engine's thread do what it was told."""
-    lm._thread.call(lambda _: None).result(PATIENCE_SECONDS)
+    thread_of(lm).call(lambda _: None).result(PATIENCE_SECONDS)
 
 
 def an_adapter(directory: Path) -> Path:
@@ -301,7 +302,7 @@ def test_threads_may_warm_up_and_cool_down_at_once() -> None:
             each.join(PATIENCE_SECONDS)
         lm.cool_down()
         settled(lm)
-        assert engines.made[0].held() == list(lm._thread.prefixes) == []
+        assert engines.made[0].held() == list(thread_of(lm).prefixes) == []
 
 
 def test_a_text_or_a_conversation_is_what_all_that_begin_with_it_share() -> None:

@@ -20,6 +20,7 @@ from genrt.questions.completions import CompletionRequest, Decoding, Delta
 from genrt.runtime.ask import Asker
 from genrt.runtime.batcher import Waiter
 from genrt.runtime.streams import Flow, Streams
+from tests.inside import thread_of
 
 REQUEST = CompletionRequest((1,), Decoding(9), nonce=1, streamed=True)
 FIRST, SECOND = Delta("a", (0,)), Delta("b", (1,), start=1, text_start=1)
@@ -219,7 +220,7 @@ def test_a_stream_is_closed_whatever_locks_are_held() -> None:
         stream = lm.stream_sync([0], max_tokens=200)
         next(stream)
         closing = threading.Thread(target=stream.close, daemon=True)
-        with lm._thread.batcher.lock:
+        with thread_of(lm).batcher.lock:
             closing.start()
             closing.join(5)
             is_stuck = closing.is_alive()
@@ -228,7 +229,7 @@ def test_a_stream_is_closed_whatever_locks_are_held() -> None:
             lm.next_token_logprobs_sync([0])
             lm.clear_cache()
         assert lm.statistics().batcher.in_flight == 0
-        assert not lm._thread.batcher._leaving
+        assert not thread_of(lm).batcher._leaving
 
 
 class Loop:

@@ -30,6 +30,7 @@ from genrt.errors import (
 from genrt.lm import AsyncLM
 from genrt.questions.completions import Completion, CompletionRequest, Decoding, Delta
 from genrt.runtime.streams import READER_SECONDS, Flow, Stream, Streams, SyncStream
+from tests.inside import engine_of, in_progress, thread_of
 from tests.runtime.test_stream_ends import Loop
 from tests.scripted import passes
 
@@ -89,8 +90,8 @@ async def nothing_left(lm: AsyncLM) -> None:
         await lm.next_token_logprobs([token, token, 1])
         lm.clear_cache()
     assert lm.statistics().batcher.in_flight == 0
-    assert not lm._thread.batcher.streams.by_loop
-    assert len(lm._thread.engine._in_progress) == 0  # type: ignore[attr-defined]
+    assert not thread_of(lm).batcher.streams.by_loop
+    assert len(in_progress(engine_of(lm))) == 0
 
 
 # -- what comes ---------------------------------------------------------------------------------
@@ -390,7 +391,7 @@ def test_a_thread_leaves(lm: AsyncLM) -> None:
 def test_a_stream_that_a_finalizer_ends_under_the_lock_is_withdrawn_later(lm: AsyncLM) -> None:
     stream = lm.stream_sync([0], max_tokens=200, ignore_eos=True)
     next(stream)
-    lock = lm._thread.batcher.lock
+    lock = thread_of(lm).batcher.lock
     with lock:
         del stream
     asyncio.run(nothing_left(lm))

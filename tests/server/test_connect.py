@@ -12,7 +12,7 @@ import threading
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -46,7 +46,9 @@ from genrt.testing import check_engine
 from genrt.testing.answers import READS
 from genrt.tokens.sampling import Draw, TopLogprobs
 from genrt.tokens.vocabulary import BytesTokenizer
+from tests import inside
 from tests.apart import drawn_apart
+from tests.inside import adapters_of, system_thread, thread_of
 from tests.scoring_engine import ScoringEngine
 from tests.scripted import Gate, ScriptedEngine, expected_row, logprobs
 from tests.small_models import make_tokenizer
@@ -69,7 +71,7 @@ def server(lm: AsyncLM) -> Iterator[Server]:
         yield server
 
 
-def engine_of(server: Server, **options: Any) -> RemoteEngine:
+def remote_engine(server: Server, **options: Any) -> RemoteEngine:
     return RemoteEngine(str(server.url), KEY, **options)
 
 
@@ -84,7 +86,7 @@ def scoring() -> Iterator[Server]:
 
 
 def test_the_engine_of_a_server_keeps_the_protocol(scoring: Server) -> None:
-    check_engine(lambda: engine_of(scoring))
+    check_engine(lambda: remote_engine(scoring))
 
 
 async def test_scores_are_sent_as_such(lm: AsyncLM, scoring: Server, server: Server) -> None:
@@ -107,7 +109,7 @@ async def test_scores_are_sent_as_such(lm: AsyncLM, scoring: Server, server: Ser
         with pytest.raises(genrt.ContextTooLong):
             await remote.score([1] * 48, [2, 3])
         assert len(await remote.score([1], [2] * 48)) == 48
-    engine = engine_of(server)  # as of a client that has met another server at this place
+    engine = remote_engine(server)  # as of a client that has met another server at this place
     engine.submit([request := ScoreRequest(LogprobsRequest([1, 2, 3]).packed, 1)])
     [end] = engine.step()
     assert end.request is request
@@ -193,8 +195,10 @@ async def test_a_flush_that_is_larger_than_a_call_takes_several(lm: AsyncLM) -> 
             samples = [remote.sample([1, each], max_tokens=9, seed=each) for each in range(4)]
             there = [lm.sample([1, each], max_tokens=9, seed=each) for each in range(4)]
             draws = [remote.population([2, each], 5).draw(seed=1) for each in range(4)]
-            found = await asyncio.gather(*samples, *draws)
-            assert found[:4] == await asyncio.gather(*there)
+            sampling = [asyncio.ensure_future(each) for each in samples]
+            await asyncio.gather(*draws)  # which take turns with them
+            assert not all(each.done() for each in sampling)
+            assert await asyncio.gather(*sampling) == await asyncio.gather(*there)
 
 
 def save_adapter(directory: Path, seed: int) -> Path:
@@ -297,7 +301,7 @@ async def test_a_busy_server_is_asked_again() -> None:
         first = asyncio.create_task(remote.next_token_logprobs([1]))
         await asyncio.to_thread(held.wait_until_held)
         second = asyncio.create_task(other.next_token_logprobs([2]))
-        await asyncio.to_thread(_until_it_waits, cast("RemoteEngine", other._thread.engine))
+        await asyncio.to_thread(_until_it_waits, inside.engine_of(other))
         held.open()
         assert torch.equal(await first, expected_row(logprobs(1)))
         assert torch.equal(await second, expected_row(logprobs(2)))
@@ -401,7 +405,7 @@ async def test_an_answer_is_not_read_for_ever(server: Server) -> None:
 
 def opening_of(server: Server) -> tuple[bytes, bytes]:
     """What a server answers to who connects."""
-    connection = engine_of(server)._connection
+    connection = remote_engine(server)._connection
     found = [ok(connection.get(path)) for path in ("/v1/runtime", "/v1/tokenizer")]
     connection.close()
     return found[0], found[1]
@@ -444,8 +448,8 @@ async def test_nobody_waits_for_a_server_that_is_silent(server: Server) -> None:
         remote = await AsyncLM.connect(url)
         question = asyncio.create_task(remote.next_token_logprobs([1]))
         await asyncio.to_thread(asked.wait, 30)
-        engine = remote._thread._thread
-        remote._thread.close(wait=False)  # as an interpreter does that exits
+        engine = system_thread(remote)
+        thread_of(remote).close(wait=False)  # as an interpreter does that exits
         with pytest.raises(genrt.Closed):
             await question
         await until(lambda: not engine.is_alive())
@@ -455,7 +459,7 @@ async def test_nobody_waits_for_a_server_that_is_silent(server: Server) -> None:
 def test_patience_with_a_busy_server_begins_anew_with_every_question(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = engine_of(server, timeout=0.17)  # for a busy server too
+    engine = remote_engine(server, timeout=0.17)  # for a busy server too
     asked = engine._asked
     busy = [True]
 
@@ -511,7 +515,7 @@ async def test_rows_of_an_adapter_that_is_replaced_meanwhile_are_nobodys() -> No
 
     with genrt.load(engine=lambda: ScriptedEngine(row=row)) as lm, serving(lm) as server:
         own.append(lm)
-        lm._adapters.by_name["style"] = Adapter("style", 1)
+        adapters_of(lm).by_name["style"] = Adapter("style", 1)
         async with await AsyncLM.connect(str(server.url)) as remote:
             styled, plain = await asyncio.gather(
                 remote.next_token_logprobs([1], adapter="style"),

@@ -22,6 +22,7 @@ import genrt
 from genrt.errors import InvalidRequest, NotFinite
 from genrt.lm import AsyncLM
 from genrt.server import Server, serving
+from tests.inside import adapters_of, thread_of
 from tests.waiting import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.promise(number=35)]
@@ -181,7 +182,7 @@ async def test_a_pause_and_an_engines_death_are_seen_on_no_stream(
 
     async def die_once() -> None:
         with pytest.raises(genrt.EngineDied):
-            await asyncio.wrap_future(lm._thread.call(die))
+            await asyncio.wrap_future(thread_of(lm).call(die))
 
     told = [await read(http, kind, between) for between in (nothing, pause, die_once)]
     if kind == "message":  # it has no seed: what can be compared is its end
@@ -226,7 +227,7 @@ async def test_a_text_that_is_refused_is_told_by_its_status(
     def fails(_: object) -> Any:
         raise error
 
-    monkeypatch.setattr(lm._adapters, "bound", fails)
+    monkeypatch.setattr(adapters_of(lm), "bound", fails)
     for path, asked in KINDS.values():
         found = await http.post(path, json=asked)
         assert (found.status_code, str(error) in found.text) == (status, True)

@@ -21,6 +21,7 @@ from genrt.inference import SMC, Result, TextModel
 from genrt.lm import AsyncLM
 from genrt.questions.completions import Completion
 from genrt.server import Server, serving
+from tests.inside import core_of, engine_of, in_progress, texts_of, thread_of
 from tests.waiting import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.promise(number=35)]
@@ -78,11 +79,9 @@ def free_blocks(lm: AsyncLM) -> int:
     def count(answering: Any) -> int:
         engine = answering.engine
         assert engine.forget_residents()
-        return int(
-            engine._core.engine_core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        )
+        return int(core_of(engine).scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
-    return lm._thread.call(count).result()
+    return thread_of(lm).call(count).result()
 
 
 async def test_openais_client(lm: AsyncLM, server: Server, texts: list[str]) -> None:
@@ -136,9 +135,9 @@ async def test_openais_client(lm: AsyncLM, server: Server, texts: list[str]) -> 
     done = lm.statistics().since(before)
     assert (done.batcher.queued, done.batcher.waiting, done.batcher.failed) == (0, 0, 0)
     assert done.batcher.cancelled == len(LEAVING) + 1
-    engine = cast("VLLMEngine", lm._thread.engine)
-    assert not engine._in_progress
-    assert not lm._thread.batcher.streams.by_loop
-    texts_left = engine._texts
+    engine = cast("VLLMEngine", engine_of(lm))
+    assert not in_progress(engine)
+    assert not thread_of(lm).batcher.streams.by_loop
+    texts_left = texts_of(engine)
     assert (len(texts_left.waiting), texts_left.running, texts_left._streamed) == (0, 0, {})
     assert await asyncio.to_thread(free_blocks, lm) == free

@@ -31,6 +31,7 @@ from genrt.runtime.answers import AnsweringEngine
 from genrt.server import Server, serving
 from genrt.server.client import RuntimeClient
 from genrt.server.openai import HONOURED, front_end_options, options_of
+from tests.inside import engine_of, in_progress, texts_of, thread_of
 from tests.waiting import until
 
 pytestmark = pytest.mark.vllm
@@ -92,14 +93,14 @@ async def http(server: Server) -> AsyncIterator[httpx.AsyncClient]:
 @pytest.fixture
 def idle(lm: AsyncLM) -> Callable[[], None]:
     """Says that no text is left in the engine; a text that was withdrawn goes at its next turn."""
-    engine = cast("VLLMEngine", lm._thread.engine)
+    engine = cast("VLLMEngine", engine_of(lm))
 
     def check() -> None:
         until = time.monotonic() + 60
-        while engine._in_progress or engine._texts.running or engine._texts.waiting:
+        while in_progress(engine) or texts_of(engine).running or texts_of(engine).waiting:
             assert time.monotonic() < until, "a text that nobody reads is still drawn"
-            lm._thread.call(lambda _: None).result()
-        assert engine._texts._streamed == {}
+            thread_of(lm).call(lambda _: None).result()
+        assert texts_of(engine)._streamed == {}
         assert lm.statistics().batcher.in_flight == 0
 
     return check
@@ -143,6 +144,9 @@ async def test_a_prompt_that_ends_inside_a_character_is_in_no_text(
         found = await client.completions.create(**asked)
         assert found.choices[0].text == own.text
         assert "A red" not in own.text
+        found = await client.completions.create(echo=True, **asked)  # the prompt, and once
+        before = found.choices[0].text.removesuffix(own.text)
+        assert before.rstrip("\N{REPLACEMENT CHARACTER}") == "A red "
         parts = [
             each.choices[0].text
             async for each in await client.completions.create(stream=True, **asked)
@@ -431,7 +435,7 @@ async def test_a_text_that_another_engine_begins_anew_goes_on_where_it_was(lm: A
     expected = await lm.generate([5, 6], **options)
 
     def begin_anew(answering: AnsweringEngine) -> None:
-        batcher = lm._thread.batcher
+        batcher = thread_of(lm).batcher
         answering.cancel([*batcher._entries])
         batcher.resume()
 
@@ -446,7 +450,7 @@ async def test_a_text_that_another_engine_begins_anew_goes_on_where_it_was(lm: A
         again = 0
         while True:
             if again < 3:
-                lm._thread.call(begin_anew).result()
+                thread_of(lm).call(begin_anew).result()
                 again += 1
             try:
                 output = await pending

@@ -18,6 +18,7 @@ import openai
 import genrt
 from genrt.server import serving
 from tests.cluster.ray_program import identity
+from tests.inside import engine_of
 from tests.waiting import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.proof]
@@ -77,6 +78,6 @@ async def test_clients_are_served_over_replicas_as_over_one_engine(
             for stream, _ in streams[::2]:
                 await stream.close()
             assert await asyncio.gather(*(rest(*each) for each in streams[1::2])) == texts[1::2]
-            engine: Any = lm._thread.engine
+            engine = engine_of(lm)
             await until(lambda: not lm.statistics().batcher.in_flight and not engine.is_busy)
             assert not engine._streams

@@ -113,10 +113,10 @@ def served(llama: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
 def address_of(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     line = process.stdout.readline()
-    found = re.search(r"http://127\.0\.0\.1:\d+", line)
+    found = re.match(r"genrt: serving \S+ on (http://127\.0\.0\.1:\d+),", line)
     assert found, line + process.communicate()[1]
     assert KEY not in line
-    return found[0]
+    return found[1]
 
 
 @pytest.mark.promise(number=35)

@@ -14,6 +14,7 @@ import genrt
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.errors import EngineDied, EngineUnsupported, InvalidRequest
 from genrt.server import Server, ServerLimits, serving
+from tests.inside import engine_of
 from tests.interop.test_trainers import MODEL, OTHER, Received
 
 pytest.importorskip("vllm")
@@ -64,7 +65,7 @@ def test_vllms_client_refits_a_served_runtime_again_and_again(
 ) -> None:
     client = trainer(server)
     client.init_weight_transfer_engine({"port": 1})
-    weights: Any = lm._thread.engine.weights  # type: ignore[attr-defined]
+    weights: Any = engine_of(lm).weights
     assert weights.met == [{"port": 1}]
     for version, model in enumerate((OTHER, MODEL, OTHER), 1):
         client.start_weight_update()

@@ -23,6 +23,7 @@ from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.batcher import Batcher, Waiter
 from genrt.runtime.cache import RowCache
 from genrt.testing.virtual_loop import VirtualLoop
+from tests.inside import adapters_of
 from tests.simulation.engine import Record, SimulatedEngine, Violation
 from tests.simulation.ledger import Ledger, Question
 from tests.simulation.runtime import BusyCache, SimulatedRuntime, WatchedStream, coroutine_of
@@ -290,7 +291,7 @@ class CheckedRuntime(SimulatedRuntime):
             Violation: it is not so.
         """
         self.check_rest()
-        bound = set(self.lm._adapters.by_name.values())
+        bound = set(adapters_of(self.lm).by_name.values())
         if self.thread.alive and bound != set(self.engine.adapters):
             raise Violation(f"bound are {bound}, but {list(self.engine.adapters)} are loaded")
         self.ledger.check_nothing_is_left()

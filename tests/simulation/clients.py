@@ -23,6 +23,7 @@ from genrt.questions.reads import HostRow, ReadRequest
 from genrt.questions.rows import LogprobsRequest
 from genrt.testing.answers import read_examples
 from genrt.testing.virtual_loop import VirtualLoop
+from tests.inside import adapters_of
 from tests.simulation.engine import VOCAB_SIZE, Violation
 from tests.simulation.runtime import SimulatedRuntime
 
@@ -326,7 +327,7 @@ class SimulatedClients:
         ]
 
     async def _row(self, context: list[int], name: str | None) -> None:
-        adapter = self._lm._adapters.by_name.get(name) if name is not None else None
+        adapter = adapters_of(self._lm).by_name.get(name) if name is not None else None
         request = LogprobsRequest(context, adapter)
         timeout = self._random.choice([None, None, None, 0.0, 0.01, 1.0])
         row = await self._lm.next_token_logprobs(context, adapter=name, timeout=timeout)
@@ -344,7 +345,7 @@ class SimulatedClients:
     async def _read(self, context: list[int], name: str | None) -> None:
         """Ask for an example of a kind that there is, in turn by context."""
         row = LogprobsRequest(
-            context, self._lm._adapters.by_name.get(name) if name is not None else None
+            context, adapters_of(self._lm).by_name.get(name) if name is not None else None
         )
         wanted = EXAMPLES[sum(context) % len(EXAMPLES)]
         [found] = await self._lm._ask([ReadRequest(row, wanted)])

@@ -21,6 +21,7 @@ from genrt.questions.completions import Completion, CompletionRequest, SampleReq
 from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request
 from genrt.testing import check_engine
+from tests.inside import in_progress
 
 MODEL = NGram.random(16, order=2, seed=3)
 Ends = list[Finished]
@@ -154,12 +155,12 @@ def one_buffer() -> Callable[[Ends], Ends]:
 def cancels_a_bystander(self: Any, requests: Sequence[Request]) -> None:
     self.inner.cancel(requests)
     if requests:
-        self.inner.cancel([*self.inner._in_progress][:1])
+        self.inner.cancel([*in_progress(self.inner)][:1])
 
 
 def samples_first(self: Any) -> Ends:
     """Nothing is computed beside a sample in progress."""
-    running = [*self.inner._in_progress]
+    running = [*in_progress(self.inner)]
     if any(isinstance(each, SampleRequest) for each in running):
         others = [each for each in running if not isinstance(each, SampleRequest)]
         self.inner.cancel(others)
@@ -214,7 +215,7 @@ def last_adapter(self: Any, requests: Sequence[Request]) -> None:
     """As one version of vLLM on the CPU: base requests beside adapter requests get the adapter's."""
 
     def logits(contexts: Any, adapter: Adapter | None) -> Any:
-        bound = [each.adapter for each in self.inner._in_progress if each.adapter]
+        bound = [each.adapter for each in in_progress(self.inner) if each.adapter]
         return own(contexts, adapter or next(iter(bound), None))
 
     if "own" not in self.__dict__:

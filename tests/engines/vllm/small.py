@@ -13,6 +13,7 @@ import torch
 
 import genrt
 from genrt.lm import AsyncLM
+from tests.inside import core_of, engine_of, thread_of
 
 BLOCK = 32
 BLOCK_BYTES = 2 * 2 * 32 * 2 * 4 * BLOCK
@@ -56,12 +57,6 @@ def expect_rows(oracle: Oracle, contexts: Sequence[Sequence[int]], rows: Any) ->
         assert float((oracle(context) - row).abs().max()) < TOLERANCE
 
 
-def core_of(lm: AsyncLM) -> Any:
-    """vLLM's engine core."""
-    engine: Any = lm._thread.engine
-    return engine._core.engine_core
-
-
 def runner_of(lm: AsyncLM) -> Any:
     """vLLM's model runner."""
     return core_of(lm).model_executor.driver_worker.worker.model_runner
@@ -69,8 +64,8 @@ def runner_of(lm: AsyncLM) -> Any:
 
 def forget(lm: AsyncLM) -> None:
     """Have the engine forget every sequence and block."""
-    engine: Any = lm._thread.engine
-    lm._thread.call(lambda _: engine.forget_residents()).result()
+    engine = engine_of(lm)
+    thread_of(lm).call(lambda _: engine.forget_residents()).result()
 
 
 @contextlib.contextmanager

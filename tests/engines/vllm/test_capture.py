@@ -242,15 +242,18 @@ def test_a_row_that_is_no_distribution_is_told_and_its_neighbours_are_right(
 
 
 @pytest.mark.promise(number=17)
-def test_rows_of_half_precision_logits_are_normalised_in_float32() -> None:
-    from genrt.engines.vllm.capture import RowStore
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_wide_rows_are_normalised_in_float32_to_its_rounding(dtype: torch.dtype) -> None:
+    from genrt.engines.vllm.capture import RowStore, log_probabilities
 
-    store = RowStore()
-    store.put([1], torch.randn(1, 1000, generator=torch.Generator().manual_seed(0)).bfloat16())
+    store, generator = RowStore(), torch.Generator().manual_seed(0)
+    logits = (20 + 5 * torch.randn(1, 128_256, generator=generator)).to(dtype)
+    store.put([1], logits)
     [row] = store.take([1])
-    assert row is not None
-    assert row.dtype == torch.float32
-    assert abs(float(row.double().logsumexp(dim=-1))) < 1e-6
+    for found in (row, log_probabilities(logits, may_overwrite=True)[0]):
+        assert found is not None
+        assert found.dtype == torch.float32
+        assert abs(float(found.double().logsumexp(dim=-1))) <= 3e-7
 
 
 @pytest.mark.parametrize("own_processors", [True, False])

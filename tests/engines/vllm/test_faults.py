@@ -25,6 +25,7 @@ from tests.engines.vllm.small import (
     preemptions,
     runner_of,
 )
+from tests.inside import engine_of
 from tests.scripted import PATIENCE_SECONDS, Gate
 
 pytestmark = pytest.mark.vllm
@@ -112,7 +113,7 @@ def have_another(tight: AsyncLM, llama: Path, oracle: Oracle) -> list[weakref.re
         assert len(held) > 10
         assert all(reference() is not None for reference in held)
 
-        engine: Any = other._thread.engine
+        engine = engine_of(other)
         step = engine.step
 
         def slow() -> Any:

@@ -27,6 +27,7 @@ from tests.engines.vllm.ahead import (
     under_way,
 )
 from tests.engines.vllm.small import BLOCK_BYTES
+from tests.inside import engine_of, populations_of, thread_of
 from tests.population_walk import EVENTS, expect_equal, walk
 from tests.population_walk import Runtime as WalkedRuntime
 from tests.small_models import make_llama
@@ -178,15 +179,15 @@ async def test_those_that_ask_at_once_after_the_same_contexts_share_their_rows(
 
 def known(lm: AsyncLM) -> int:
     """The number of questions that the engine knows by number."""
-    engine: Any = lm._thread.engine
-    return lm._thread.call(lambda _: len(engine._populations._known)).result()
+    engine = engine_of(lm)
+    return thread_of(lm).call(lambda _: len(populations_of(engine)._known)).result()
 
 
 @pytest.fixture
 def empty(runtimes: Runtimes) -> AsyncLM:
     lm = runtimes[0]
-    engine: Any = lm._thread.engine
-    lm._thread.call(lambda _: engine.forget_residents()).result()
+    engine = engine_of(lm)
+    thread_of(lm).call(lambda _: engine.forget_residents()).result()
     gc.collect()
     assert held(lm) == (0, 0)
     return lm

@@ -18,6 +18,7 @@ from genrt.errors import EngineFailed, InvalidRequest
 from genrt.generation import generate_many_sync
 from genrt.lm import AsyncLM
 from genrt.questions.completions import Completion, CompletionRequest, Decoding
+from tests.inside import engine_of, texts_of
 from tests.small_models import make_llama, make_tokenizer
 
 pytestmark = pytest.mark.vllm
@@ -192,7 +193,7 @@ async def test_a_parser_that_fails_fails_its_own_text(
             async for _ in lm.stream_chat(ASKED, seed=1, **ENDS_SOON):
                 pass
     assert (await lm.chat(ASKED, seed=1, **ENDS_SOON)).text == good.text
-    texts = lm._thread.engine._texts  # type: ignore[attr-defined]
+    texts = texts_of(engine_of(lm))
     assert (texts.running, texts._streamed) == (0, {})
 
 

@@ -31,6 +31,7 @@ from tests.engines.vllm.small import (
     load,
     runner_of,
 )
+from tests.inside import engine_of, open_of
 
 pytestmark = pytest.mark.vllm
 
@@ -84,8 +85,8 @@ def check(lm: AsyncLM, flushes: Sequence[Sequence[Sequence[int]]], oracle: Oracl
 def begin(lm: AsyncLM, *, ahead: bool) -> Any:
     """Have an engine begin again; return what runs its decode steps."""
     forget(lm)
-    engine: Any = lm._thread.engine
-    steps = engine._open.steps
+    engine = engine_of(lm)
+    steps = open_of(engine).steps
     steps.ahead = ahead
     vars(steps).update(_steps=0, _unused=0, _mistaken=0, _last=[])
     return steps

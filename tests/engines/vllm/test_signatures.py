@@ -14,6 +14,7 @@ import pytest
 import vllm
 
 import genrt
+from genrt.engines.vllm import opening
 from genrt.engines.vllm.opening import SUPPORTED
 from genrt.engines.vllm.signatures import (
     TABLE,
@@ -62,6 +63,32 @@ def test_a_method_with_another_argument_or_none_is_refused_by_name(
             check_signatures("0.32.0")
     [found] = differences({name: "self"}, {name: None})
     assert found == f"{name} has no definition, and the parameters (self) was expected"
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_an_opening_compares_them_before_and_after_it_imports_more(
+    monkeypatch: pytest.MonkeyPatch, llama: Path, number: int
+) -> None:
+    calls: list[str] = []
+    opened, closed = list[object](), list[object]()
+
+    def check(version: str) -> None:
+        calls.append(version)
+        if len(calls) == number:
+            raise EngineUnsupported("a method differs")
+
+    def open_engine(*_: object, **__: object) -> object:
+        opened.append(object())
+        return opened[-1]
+
+    monkeypatch.setattr(opening, "check_signatures", check)
+    monkeypatch.setattr(opening, "LLMEngine", open_engine)
+    monkeypatch.setattr(opening, "shut_down", closed.append)
+    with pytest.raises(EngineUnsupported, match="a method differs"):
+        opening.open_vllm(str(llama), options={"kv_cache_memory_bytes": 2**26})
+    assert calls == [vllm.__version__] * number
+    assert len(opened) == number - 1
+    assert closed == opened
 
 
 def test_every_kind_of_parameter_is_told_apart_in_sources_and_objects(

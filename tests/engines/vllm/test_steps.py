@@ -32,6 +32,7 @@ from tests.engines.vllm.ahead import (
     two_runtimes,
 )
 from tests.engines.vllm.small import forget
+from tests.inside import engine_of, open_of, populations_of, thread_of
 
 pytestmark = pytest.mark.vllm
 
@@ -257,8 +258,8 @@ async def test_a_device_that_waits_has_its_draws_delivered_before_the_next_step_
     runtimes: Runtimes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lm, quiet = runtimes
-    engine: Any = lm._thread.engine
-    steps = engine._open.steps
+    engine = engine_of(lm)
+    steps = open_of(engine).steps
     prepare_next, is_told, in_time = steps.prepare_next, threading.Event(), []
 
     def late(forks: Any = None) -> None:
@@ -267,7 +268,7 @@ async def test_a_device_that_waits_has_its_draws_delivered_before_the_next_step_
 
     [population] = begun(lm, COUNT)
     await same(population, quiet, seed=0)  # in vLLM's own step
-    monkeypatch.setattr(engine._populations.early_delivery, "is_due", lambda _: True)
+    monkeypatch.setattr(populations_of(engine).early_delivery, "is_due", lambda _: True)
     monkeypatch.setattr(steps, "prepare_next", late)
     for step in range(1, 5):
         found = await population.draw(seed=100 * step)
@@ -275,7 +276,7 @@ async def test_a_device_that_waits_has_its_draws_delivered_before_the_next_step_
         wanted = await drawn_apart(quiet, [*population], seed=100 * step)
         assert found.token_ids.tolist() == wanted.token_ids.tolist()
         population.append(found.token_ids)
-        assert lm._thread.call(lambda _: [*in_time]).result() == [True] * step
+        assert thread_of(lm).call(lambda _: [*in_time]).result() == [True] * step
         is_told.clear()
     closed([population], lm)
 

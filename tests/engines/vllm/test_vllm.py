@@ -33,6 +33,7 @@ from genrt.questions.completions import SampleRequest
 from genrt.questions.rows import LogprobsRequest
 from genrt.tokens import sampling
 from tests.engines.vllm.small import LORA, TOLERANCE, Oracle, failing, runner_of
+from tests.inside import engine_of, open_of
 
 pytestmark = pytest.mark.vllm
 
@@ -76,10 +77,6 @@ def mixed_prompts(count: int, longest: int, vocab_size: int, seed: int = 0) -> l
 
 def worst(rows: Sequence[torch.Tensor] | torch.Tensor, expected: Sequence[torch.Tensor]) -> float:
     return max(float((row - e).abs().max()) for row, e in zip(rows, expected, strict=True))
-
-
-def engine_of(lm: AsyncLM) -> Any:
-    return lm._thread.engine
 
 
 # -- rows -----------------------------------------------------------------------------------------
@@ -612,7 +609,7 @@ def test_a_closed_engine_is_idle_and_frees_its_requests(llama: Path) -> None:
     from genrt.engines.vllm.opening import open_vllm
 
     engine: Any = open_vllm(str(llama), options=dict(OPTIONS))
-    runner = weakref.ref(engine._open.steps._runner)
+    runner = weakref.ref(open_of(engine).steps._runner)
     engine.submit([LogprobsRequest((1, 2))])
     engine.close()
     engine.close()

@@ -30,6 +30,7 @@ from genrt.questions.sequences import Contexts
 from genrt.runtime.cache import RowCache
 from genrt.tokens.sampling import BatchDraw
 from tests.engines.vllm.small import BLOCK, LORA, Oracle, tokens
+from tests.inside import client_of, core_of, in_progress, open_of, populations_of, steps_of
 from tests.scripted import Answers
 
 pytestmark = pytest.mark.vllm
@@ -148,7 +149,7 @@ class Turns:
     @property
     def by_number(self) -> int:
         """How many vLLM requests populations in progress have."""
-        return sum(isinstance(each, PopulationDraw) for each in self.engine._in_progress.values())
+        return sum(isinstance(each, PopulationDraw) for each in in_progress(self.engine).values())
 
 
 @pytest.fixture(scope="module")
@@ -168,15 +169,15 @@ def turns(engine: VLLMEngine, oracle: Oracle) -> Iterator[Turns]:
     yield turns
     assert not turns.answering._found
     assert not turns.answering._by_number
-    assert not engine._in_progress
-    assert not engine._populations
+    assert not in_progress(engine)
+    assert not populations_of(engine)
     assert not engine._adapters._users
-    kept: Any = engine._open
-    scheduler: Any = engine._core.engine_core.scheduler
+    kept: Any = open_of(engine)
+    scheduler: Any = core_of(engine).scheduler
     assert set(kept._asked_in) == set(scheduler.parked) == set(scheduler.requests)
     assert {*kept.residents.request_ids()} == set(scheduler.requests)
     gc.collect()
-    assert len(engine._populations._known) <= 1, "of the last step"
+    assert len(populations_of(engine)._known) <= 1, "of the last step"
     engine.forget_residents()
     assert not scheduler.requests
     assert not scheduler._waking
@@ -297,7 +298,7 @@ def test_where_vllm_takes_not_all_of_the_new_requests_the_rows_are_asked_for(
     many = particles.take([0, 1, 0, 1, 0])
     many.cut(20)
     many.append([30, 31, 32, 33, 34])
-    core, left = turns.engine._core, [1]
+    core, left = client_of(turns.engine), [1]
     take = core.add_request
 
     def add_request(*arguments: Any) -> None:
@@ -323,20 +324,20 @@ def test_a_population_of_which_vllm_ends_a_request_fails_alone(
     turns.grow(particles)
     with turns.asking(particles) as question:
         turns.submit(question, beside)
-        ended = next(each for each, of in turns.engine._in_progress.items() if of is question)
-        run, stop = turns.engine._steps.run, FinishReason.ABORT
+        ended = next(each for each, of in in_progress(turns.engine).items() if of is question)
+        run, stop = steps_of(turns.engine).run, FinishReason.ABORT
 
         def aborted(*, only_texts: bool) -> Sequence[EngineCoreOutput]:
-            turns.engine._core.abort_requests([ended])
+            client_of(turns.engine).abort_requests([ended])
             outputs = run(only_texts=only_texts)
             return [*outputs, EngineCoreOutput(ended, [], finish_reason=stop)]
 
         with monkeypatch.context() as patch:
-            patch.setattr(turns.engine._steps, "run", aborted)
+            patch.setattr(steps_of(turns.engine), "run", aborted)
             turns.step()
         turns.check(beside)
         assert "ended the request" in str(turns.ends[question].error)
-    turns.engine._open.forget([ended])  # type: ignore[union-attr]
+    open_of(turns.engine).forget([ended])
     turns.grow(particles)
 
 

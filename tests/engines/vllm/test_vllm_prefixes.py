@@ -16,7 +16,8 @@ import genrt
 from genrt.errors import EngineDied, EngineFailed
 from genrt.lm import AsyncLM
 from tests.engines.vllm import small
-from tests.engines.vllm.small import BLOCK, LORA, TOLERANCE, Oracle, core_of, failing, tokens
+from tests.engines.vllm.small import BLOCK, LORA, TOLERANCE, Oracle, failing, tokens
+from tests.inside import core_of, engine_of, steps_of
 
 pytestmark = pytest.mark.vllm
 
@@ -232,14 +233,14 @@ async def test_another_engine_keeps_it_once_a_question_has_computed_it(
         assert kept(lm) == 0
         await lm.generate([*PREFIX, 1], max_tokens=1)
         assert kept(lm) == KEPT
-        engine: Any = lm._thread.engine
+        engine = engine_of(lm)
 
         def die(**_: Any) -> Any:
             raise EngineDied("scripted")
 
-        engine._steps.run = die
+        steps_of(engine).run = die
         await lm.next_token_logprobs([*PREFIX, 2])
-        assert lm._thread.engine is not engine
+        assert engine_of(lm) is not engine
         assert kept(lm) == KEPT
         await asyncio.to_thread(work, lm)
         assert computed(lm, lambda: lm.next_token_logprobs_sync([*PREFIX, 3])) == 5

@@ -32,6 +32,7 @@ from genrt.engines.vllm.process import F32, Globals, ThreadTurns, heap_kept
 from genrt.errors import EngineUnsupported
 from genrt.lm import AsyncLM
 from tests import children
+from tests.inside import engine_of
 from tests.scripted import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.vllm
@@ -75,12 +76,12 @@ import genrt
 options = {"dtype": "float32", "max_num_seqs": 8, "kv_cache_memory_bytes": 2**24}
 with genrt.load(sys.argv[1], engine_options=options | {"enforce_eager": False}) as lm:
     lm.next_token_logprobs_sync([1, 2])
-    core = lm._thread.engine._core.engine_core
+    core = engine_of(lm)._core.engine_core
     runner = core.model_executor.driver_worker.worker.model_runner
     assert runner.vllm_config.compilation_config.mode, "compiled"
     owned = [core, runner, *runner.model.parameters(), *runner.kv_caches]
     owned = [weakref.ref(each) for each in owned]
-    engine = weakref.ref(lm._thread.engine)
+    engine = weakref.ref(engine_of(lm))
     del core, runner
 gc.collect()
 print(len(owned) > 10, [each() for each in owned if each() is not None])
@@ -422,7 +423,7 @@ def test_engines_know_their_dtype_and_leave_vllms_globals_and_each_other_as_they
         )
 
     def chosen(lm: AsyncLM) -> str | None:
-        engine: Any = lm._thread.engine
+        engine = engine_of(lm)
         with engine._globals:
             return os.environ.get(F32)
 

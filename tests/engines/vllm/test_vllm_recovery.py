@@ -14,6 +14,7 @@ from genrt.errors import EngineDied, OutOfMemory
 from genrt.lm import AsyncLM
 from tests.engines.vllm import small
 from tests.engines.vllm.small import LORA, TOLERANCE, Oracle, expect_rows, failing, runner_of
+from tests.inside import client_of, engine_of
 
 pytestmark = pytest.mark.vllm
 
@@ -93,14 +94,14 @@ async def test_a_vllm_that_cannot_go_on_is_dead_and_is_replaced_by_a_restart(
     await lm.add_adapter("a", loras[0])
     tuned = await lm.next_token_logprobs([1, 2, 3], adapter="a")
     await ask(lm, [[1, 2], [3, 4]], oracle)
-    engine: Any = lm._thread.engine
-    monkeypatch.setattr(engine._core, "reset_prefix_cache", lambda: False)
+    engine = engine_of(lm)
+    monkeypatch.setattr(client_of(engine), "reset_prefix_cache", lambda: False)
     with failing(lm, "execute_model"):
         for _ in range(2):
             with pytest.raises(EngineDied, match="still holds blocks"):
                 await lm.next_token_logprobs([5, 6])
     await lm.arestart()
     await ask(lm, [[5, 6], [1, 2, 3]], oracle)
-    assert lm._thread.engine is not engine
+    assert engine_of(lm) is not engine
     again = await lm.next_token_logprobs([1, 2, 3], adapter="a")
     assert float((again - tuned).abs().max()) < TOLERANCE

@@ -23,7 +23,8 @@ from genrt.errors import EngineFailed, NotFinite
 from genrt.lm import AsyncLM
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest
-from tests.engines.vllm.small import TOLERANCE, core_of, preemptions, runner_of, tokens
+from tests.engines.vllm.small import TOLERANCE, preemptions, runner_of, tokens
+from tests.inside import core_of, engine_of, in_progress, thread_of
 
 pytestmark = pytest.mark.vllm
 
@@ -76,15 +77,11 @@ def score_of(oracle_rows: Rows) -> Oracle:
     return score
 
 
-def engine_of(lm: AsyncLM) -> Any:
-    return lm._thread.engine
-
-
 def left_over(lm: AsyncLM) -> list[int]:
     """How much is still held of requests that have ended."""
     engine = engine_of(lm)
     unscored = getattr(core_of(lm).scheduler, "_unscored", ())
-    return [*map(len, (engine._positions._scores, engine._store, engine._in_progress, unscored))]
+    return [*map(len, (engine._positions._scores, engine._store, in_progress(engine), unscored))]
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
@@ -255,7 +252,7 @@ def test_a_score_that_is_cancelled_at_any_step_leaves_nothing_and_disturbs_nobod
         return {end.request: end.result for end in ends if end.request != unwanted}
 
     for steps in range(8):
-        found = lm._thread.call(functools.partial(run, steps=steps)).result()
+        found = thread_of(lm).call(functools.partial(run, steps=steps)).result()
         assert len(found) == 2
         for mate in mates:
             assert close(found[request(*mate)], score_of(*mate))

@@ -26,6 +26,7 @@ from genrt.questions.contexts import Limits
 from genrt.structures.guides import Guides
 from genrt.tokens.sampling import truncate
 from genrt.tokens.spellings import Spellings
+from tests.inside import core_of, engine_of, in_progress, steps_of, texts_of
 from tests.scripted import passes
 
 pytestmark = pytest.mark.vllm
@@ -284,9 +285,9 @@ async def test_structures_of_all_kinds_have_one_backend_within_a_flush(lm: Async
     assert word.text in ("yes", "no")
     assert len(plain.token_ids) <= 4
     assert float(row.logsumexp(0)) == pytest.approx(0.0, abs=1e-4)
-    engine: Any = lm._thread.engine
-    manager = engine._core.engine_core.structured_output_manager
-    assert manager.backend is engine._texts._structures
+    engine = engine_of(lm)
+    manager = core_of(engine).structured_output_manager
+    assert manager.backend is texts_of(engine)._structures
     assert getattr(manager, "backend_name", None) in (None, "guidance")
     assert {manager.backend.to_params(each)._backend for each in KINDS} == {"guidance"}
 
@@ -315,7 +316,7 @@ async def test_no_token_ends_an_unfinished_structure(
     asked = {**structure, "stop_token_ids": stops, "max_tokens": 60}
     [(kind, value)] = structure.items()
     given = kind, json.dumps(value) if kind == "json_schema" else value
-    guides = Guides(lm._thread.engine.tokenizer, lm.vocab_size)
+    guides = Guides(engine_of(lm).tokenizer, lm.vocab_size)
     for own in (lm, oracle):
         seeds = range(6 if own is lm else 2)
         for each in await asyncio.gather(
@@ -393,8 +394,8 @@ def test_what_would_fail_a_step_of_runner_v2_is_refused_alone(
     from vllm import envs
     from vllm.v1.worker.gpu.sample import logit_bias
 
-    engine: Any = lm._thread.engine
-    monkeypatch.setattr(engine._texts, "_is_v2", True)
+    engine = engine_of(lm)
+    monkeypatch.setattr(texts_of(engine), "_is_v2", True)
     monkeypatch.setattr(logit_bias, "MAX_NUM_LOGIT_BIAS_TOKENS", 2)
     monkeypatch.setattr(logit_bias, "MAX_NUM_STOP_TOKEN_IDS", 2)
     monkeypatch.setattr(envs, "VLLM_MAX_BAD_WORDS_TOTAL_TOKENS", 2, raising=False)
@@ -418,9 +419,9 @@ async def test_nothing_is_left_of_texts_however_they_end(lm: AsyncLM) -> None:
     stopped = await lm.batch_generate([[1], [2]], stop=list("aeiou"), max_tokens=50, seed=1)
     assert {each.finish_reason for each in stopped} <= {"stop", "length"}
     assert torch.equal(row, await lm.next_token_logprobs([3, 3]))
-    engine: Any = lm._thread.engine
-    assert not engine._in_progress
-    texts = engine._texts
+    engine = engine_of(lm)
+    assert not in_progress(engine)
+    texts = texts_of(engine)
     assert (texts.running, texts.waiting, texts._streamed) == (0, {}, {})
     assert not engine._llm_engine.output_processor.request_states
     assert lm.statistics().batcher.in_flight == 0
@@ -431,8 +432,8 @@ async def test_a_mask_that_cannot_be_made_fails_its_step_alone(
 ) -> None:
     """The forward has run then, and no token is drawn: runner V1 waits for that."""
     before = await lm.generate([1, 2, 3], max_tokens=5, seed=1)
-    engine: Any = lm._thread.engine
-    scheduler = engine._core.engine_core.scheduler
+    engine = engine_of(lm)
+    scheduler = core_of(engine).scheduler
     make = scheduler.get_grammar_bitmask
 
     def made(output: Any) -> Any:
@@ -509,8 +510,8 @@ async def test_a_text_is_the_same_however_its_tokens_are_read(
     lm: AsyncLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Many at once; a stream's as it is told; one by one where a stop string may come."""
-    engine: Any = lm._thread.engine
-    processor = engine._texts._outputs
+    engine = engine_of(lm)
+    processor = texts_of(engine)._outputs
     read: list[str] = []
 
     def counted(several: Any, process: Any = processor.process_outputs) -> Any:
@@ -558,16 +559,16 @@ async def test_steps_that_are_scheduled_ahead_draw_the_same_texts(
     with pytest.warns(RuntimeWarning, match="resident sequences are off"):
         ahead = await genrt.aload(str(checkpoint), engine_options=OPTIONS)
     async with ahead:
-        engine: Any = ahead._thread.engine
-        scheduled, update = 0, engine._steps._core.scheduler.update_from_output
-        schedule = engine._steps._ahead
+        engine = engine_of(ahead)
+        scheduled, update = 0, steps_of(engine)._core.scheduler.update_from_output
+        schedule = steps_of(engine)._ahead
 
         def counted(scheduler: Any) -> Any:
             nonlocal scheduled
             scheduled += 1
             return schedule(scheduler)
 
-        monkeypatch.setattr(engine._steps, "_ahead", counted)
+        monkeypatch.setattr(steps_of(engine), "_ahead", counted)
         texts = asyncio.gather(*[ahead.generate(prompt, **options) for prompt, options in asked])
         long = asyncio.create_task(ahead.generate([9], max_tokens=200, ignore_eos=True))
         for number in range(5):
@@ -579,7 +580,7 @@ async def test_steps_that_are_scheduled_ahead_draw_the_same_texts(
         long.cancel()
         assert list(map(drawn_of, await texts)) == list(map(drawn_of, expected))
         assert scheduled > 20
-        assert not engine._texts.running
+        assert not texts_of(engine).running
         calls = itertools.count()
 
         def failing(*arguments: Any) -> Any:
@@ -587,7 +588,7 @@ async def test_steps_that_are_scheduled_ahead_draw_the_same_texts(
                 raise RuntimeError("scripted")
             return update(*arguments)
 
-        monkeypatch.setattr(engine._steps._core.scheduler, "update_from_output", failing)
+        monkeypatch.setattr(steps_of(engine)._core.scheduler, "update_from_output", failing)
         with pytest.raises(EngineFailed, match="scripted"):
             await ahead.batch_generate(PROMPTS, max_tokens=30, ignore_eos=True)
         monkeypatch.undo()

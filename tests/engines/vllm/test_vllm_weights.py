@@ -15,6 +15,7 @@ import genrt
 from genrt.errors import EngineFailed, EngineUnsupported, InvalidWeights
 from genrt.inference import SMC, TextModel
 from genrt.lm import AsyncLM
+from tests.inside import client_of, core_of, engine_of
 
 pytestmark = pytest.mark.vllm
 
@@ -133,10 +134,10 @@ async def test_what_does_not_fit_changes_nothing(
     lm: AsyncLM, llama: Path, answers: dict[Path, dict[str, Any]], what: str
 ) -> None:
     whole = tensors_of(llama)
-    version, engine = lm.weights_version, lm._thread.engine
+    version, engine = lm.weights_version, engine_of(lm)
     with pytest.raises(InvalidWeights, match=r"lm_head|down_proj"):
         await lm.update_weights(BAD[what](whole, whole[NAME]), check_finite=True)
-    assert (lm.weights_version, lm._thread.engine) == (version, engine)
+    assert (lm.weights_version, engine_of(lm)) == (version, engine)
     row = await lm.next_token_logprobs(CONTEXTS[2])
     assert torch.allclose(row, answers[llama]["rows"][2], atol=1e-3)
 
@@ -152,11 +153,11 @@ async def test_an_error_in_the_middle_is_a_dead_engine_and_the_next_has_whole_we
         raise OSError("the trainer has gone")
 
     await lm.update_weights(llama)
-    engine, version = lm._thread.engine, lm.weights_version
+    engine, version = engine_of(lm), lm.weights_version
     with pytest.raises(OSError, match="the trainer"):
         await lm.update_weights(broken())
     assert_equal(await answers_of(lm), answers[llama])
-    assert lm._thread.engine is not engine
+    assert engine_of(lm) is not engine
     assert lm.weights_version == version
 
 
@@ -164,20 +165,23 @@ async def test_blocks_that_are_not_given_back_keep_the_old_weights(
     lm: AsyncLM, llama: Path, other: Path, answers: dict[Path, dict[str, Any]]
 ) -> None:
     await lm.update_weights(llama)
-    engine: Any = lm._thread.engine
-    engine._core.reset_prefix_cache, before = lambda: False, engine._core.reset_prefix_cache
+    engine = engine_of(lm)
+    client_of(engine).reset_prefix_cache, before = (
+        lambda: False,
+        client_of(engine).reset_prefix_cache,
+    )
     version = lm.weights_version
     with pytest.raises(EngineFailed, match="holds"):
         await lm.update_weights(other)
-    engine._core.reset_prefix_cache = before
+    client_of(engine).reset_prefix_cache = before
     assert lm.weights_version == version
     row = await lm.next_token_logprobs(CONTEXTS[2])
     assert torch.allclose(row, answers[llama]["rows"][2], atol=1e-3)
 
 
 async def test_weights_stay_where_they_are(lm: AsyncLM, other: Path) -> None:
-    engine: Any = lm._thread.engine
-    worker = engine._core.engine_core.model_executor.driver_worker.worker
+    engine = engine_of(lm)
+    worker = core_of(engine).model_executor.driver_worker.worker
     places = {name: each.data_ptr() for name, each in worker.get_model().named_parameters()}
     await lm.update_weights(other)
     assert places == {n: each.data_ptr() for n, each in worker.get_model().named_parameters()}
