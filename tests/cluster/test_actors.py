@@ -30,6 +30,7 @@ MODEL = NGram.random(5000, order=0, seed=5)
 PROGRAM = [sys.executable, "-W", "ignore", "-m", "tests.cluster.ray_program"]
 
 
+@pytest.mark.proof
 @pytest.mark.promise(number=39)
 @pytest.mark.promise(number=40)
 def test_a_runtime_over_a_local_ray() -> None:
@@ -50,6 +51,7 @@ def test_a_runtime_over_a_local_ray() -> None:
     assert left == []
 
 
+@pytest.mark.proof
 @pytest.mark.promise(number=40)
 def test_no_process_outlives_an_owner_that_is_killed_though_a_fork_of_it_lives_on() -> None:
     """Not a replica that is stopped either."""
