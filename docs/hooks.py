@@ -50,6 +50,15 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Lead links to notebooks and documents of the checkout to the pages that are made of them."""
+    return re.sub(
+        r"\]\(\.\./((?:\.\./)*)(?:(notebooks/\w+)\.ipynb|(PROMISES|SECURITY)\.md)",
+        lambda link: f"]({link[1]}{link[2] or link[3].lower()}.md",
+        markdown,
+    )
+
+
 def tests_of_promises() -> str:
     """Return the list of the tests that prove each promise."""
     listing = [sys.executable, "-m", "tests.promises"]

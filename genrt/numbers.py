@@ -21,6 +21,7 @@ __all__ = [
     "check_timeout",
     "displayed",
     "is_truth_value",
+    "json_number",
     "named",
     "nearest",
     "shown",
@@ -127,6 +128,11 @@ def displayed(value: object) -> str:
         return repr(value)
     except ValueError:  # Python refuses to print integers of over 4,300 digits
         return shown(value)
+
+
+def json_number(number: float) -> float | None:
+    """Return a number as JSON has it: null stands for -inf."""
+    return number if math.isfinite(number) else None
 
 
 def nearest(name: object, known: Iterable[str]) -> str:

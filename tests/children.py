@@ -28,10 +28,15 @@ ALARM_SECONDS = 300
 """After which a child that hangs is killed by a signal, and so found out."""
 
 SERVER = """
-import json, os, signal, sys, tempfile
+import atexit, gc, json, os, signal, sys, tempfile
 import vllm
 import genrt, genrt.engines.vllm.opening
 from tests.children import in_session
+
+# vLLM collects garbage seven times while it opens and closes. A child ends as any process: thawed.
+gc.collect()
+gc.freeze()
+atexit.register(gc.unfreeze)
 
 given = json.load(sys.stdin)
 ends, alive = {}, {}

@@ -36,11 +36,6 @@ def in_progress(engine: Any) -> Any:
     return engine._in_progress
 
 
-def client_of(engine: Any) -> Any:
-    """Return vLLM's client of its engine core, of genrt's engine on vLLM."""
-    return engine._core
-
-
 def core_of(owner: Any) -> Any:
     """Return vLLM's engine core, of a runtime on vLLM or of its engine."""
     engine: Any = owner._thread.engine if isinstance(owner, AsyncLM) else owner
@@ -60,8 +55,3 @@ def populations_of(engine: Any) -> Any:
 def open_of(engine: Any) -> Any:
     """Return the open sequences of an engine on vLLM."""
     return engine._open
-
-
-def steps_of(engine: Any) -> Any:
-    """Return the steps of an engine on vLLM."""
-    return engine._steps

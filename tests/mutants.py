@@ -169,16 +169,10 @@ runtime.batcher: test_batcher.py
     -> entry is None or entry.waiters.pop(waiter, None) is None
   Batcher._drop: what was cancelled in the queue is sent all the same
     self._ready.pop(entry, 0) -> 0
-  Batcher._settle: waiters of one failed request share an exception object
-    error.fresh() -> error
-  Batcher.turn: rows of a removed adapter stay in the cache
-    without self._cache.forget
   Batcher.leave: the engine is not told of a withdrawn request
     without self._wake
   Batcher._register: a request that was withdrawn stays so when it is asked again
     without self._withdrawn.pop
-  Batcher._removable: an adapter is removed while requests are bound to it
-    instead return list(self._retired)
 runtime.batcher: test_queue.py test_recovery.py
   Batcher._requeue: what ran out of memory goes behind what came later
     reversed(again) -> again
@@ -193,20 +187,10 @@ engines.completions: test_completions.py
 structures.guides: test_completion_laws.py test_structures.py
   Guide.words: an incomplete text may end
     self._matcher.is_accepting() -> True
-runtime.batcher: test_batcher.py test_draw.py
-  _own: waiters get views of the step's rows
-    separate_copies(shared) -> shared
-  _resolve_all: whether a future is done already is not looked at
-    _IS_DONE -> contextlib.nullcontext()
 runtime.batcher: test_simulation.py -k fixed_seeds
   deliver: a loop that was closed keeps the others' answers from them
     RuntimeError -> LookupError
-runtime.streams: test_simulation.py -k fixed_seeds
-  Flow._add: a text that was begun anew is brought from its beginning
-    len(self.token_ids) - delta.start -> 0
 runtime.cache: test_cache.py
-  RowCache._put: the cache keeps the step's row itself, a view
-    separate_copies([row for _, row in kept]) -> [row for _, row in kept]
   RowCache.forget: with an adapter go all that have its name
     request.adapter == adapter -> request.adapter and request.adapter.name == adapter.name
 runtime.answers: test_population_answers.py
@@ -301,8 +285,8 @@ generation.journal: test_jobs.py -k kill_at_any_byte
   Journal.start: a partial line of a killed job stays
     without os.ftruncate
 generation.jobs: test_jobs.py -k changed or cancellation
-  JobRun._finish: what ended with an interrupt is lost
-    instead await answers.close()
+  JobRun._run_rows: what ended with an interrupt is lost
+    answers.drain() -> ()
 """
 """Breaks, by the module and the test files that catch them: a symbol with what goes wrong, then how."""
 

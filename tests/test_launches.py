@@ -60,20 +60,6 @@ def test_without_a_gpu_nothing_is_captured(
     assert done == ["launched"] * 4
 
 
-def test_what_is_launched_may_fail_and_is_launched_again(done: list[str]) -> None:
-    def launch() -> None:
-        done.append("launched")
-        if len(done) == 1:
-            raise RuntimeError("out of memory")
-
-    repeated = Repeated(launch, times=2)
-    with pytest.raises(RuntimeError):
-        repeated()
-    for _ in range(3):
-        repeated()
-    assert done == ["launched", "launched", "launched", "captured", "replayed"]
-
-
 def test_numbers_are_read_as_they_are_at_the_launch() -> None:
     read: list[list[int]] = []
     staged = Staged((3,), torch.device("cpu"), lambda numbers: read.append(numbers.tolist()))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import math
 import pickle
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +19,6 @@ from safetensors.torch import save_file
 import genrt
 from genrt import loading
 from genrt.engines.exact import ExactEngine, NGram
-from genrt.engines.protocol import Engine
 from genrt.errors import (
     Closed,
     ContextTooLong,
@@ -30,8 +28,7 @@ from genrt.errors import (
     UnknownAdapter,
 )
 from genrt.lm import AsyncLM
-from genrt.runtime.ask import MAX_UNAWAITED
-from tests.inside import adapters_of, thread_of
+from tests.inside import thread_of
 from tests.scripted import Gate, ScriptedEngine, passes
 
 VOCAB_SIZE, MAX_MODEL_LEN = 12, 20
@@ -144,24 +141,6 @@ async def test_a_timeout_of_any_length_and_type_is_one(lm: AsyncLM) -> None:
         lm.clear_cache()
 
 
-@pytest.mark.promise(number=15)
-async def test_rows_are_the_callers_own_and_the_cache_survives_what_is_done_to_them(
-    lm: AsyncLM,
-) -> None:
-    wanted = MODEL.row([1, 2])
-    for _ in range(2):
-        rows = [
-            *await asyncio.gather(*(lm.next_token_logprobs([1, 2]) for _ in range(3))),
-            lm.next_token_logprobs_sync([1, 2]),
-            *lm.batch_next_token_logprobs_sync([[1, 2], [1, 2], [3]])[:2],
-            *await lm.batch_next_token_logprobs([[1, 2], [1, 2]]),
-        ]
-        for position, row in enumerate(rows):
-            assert torch.allclose(row, wanted, atol=1e-6), f"spoilt by another: {position}"
-            row.fill_(math.nan)
-    assert lm.statistics().engine.rows == 2
-
-
 # -- wrong arguments --------------------------------------------------------------------------
 
 WRONG_CALLS: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
@@ -196,13 +175,6 @@ async def test_every_wrong_call_raises_at_the_call_and_disturbs_nothing(lm: Asyn
     assert lm.statistics() == before
     assert lm.adapters == ()
     assert same(await lm.next_token_logprobs([8]), [8])
-
-
-@pytest.mark.promise(number=12)
-async def test_a_wrong_context_keeps_its_whole_batch_from_the_engine(lm: AsyncLM) -> None:
-    with pytest.raises(InvalidRequest):
-        await lm.batch_next_token_logprobs([[1], [2], [99]])
-    assert lm.statistics().batcher.questions == 0
 
 
 WRONG_LOADS: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -270,21 +242,6 @@ async def test_a_loading_that_takes_its_time_is_told_meanwhile(
 # -- samples ----------------------------------------------------------------------------------
 
 
-@pytest.mark.promise(number=18)
-async def test_a_seeded_sample_is_the_same_alone_and_in_company(lm: AsyncLM) -> None:
-    alone = lm.sample_sync([1, 2], max_tokens=8, seed=5)
-    together = await asyncio.gather(
-        *(lm.sample([3], max_tokens=4, seed=n, temperature=0.5 + n) for n in range(6)),
-        lm.sample([1, 2], max_tokens=8, seed=5),
-        lm.next_token_logprobs([4]),
-        lm.sample([1, 2], max_tokens=8, seed=5),
-    )
-    assert together[6] == together[8] == alone
-    assert isinstance(alone, list)
-    assert len(alone) == 8
-    assert together[6] is not together[8]
-
-
 async def test_equal_calls_without_a_seed_are_independent_draws(lm: AsyncLM) -> None:
     calls = [lm.sample([1], max_tokens=12) for _ in range(8)]
     drawn = await asyncio.gather(*calls)
@@ -292,16 +249,6 @@ async def test_equal_calls_without_a_seed_are_independent_draws(lm: AsyncLM) -> 
     assert lm.statistics().batcher.deduplicated == 0
     batch = await lm.batch_sample([[1]] * 8, max_tokens=12)
     assert len(set(map(tuple, batch))) > 1
-
-
-async def test_greedy_samples_are_the_likeliest_tokens_and_are_drawn_once(lm: AsyncLM) -> None:
-    drawn = await asyncio.gather(*(lm.sample([1], max_tokens=5, temperature=0) for _ in range(3)))
-    context = [1]
-    for token in drawn[0]:
-        assert token == int(MODEL.row(context).argmax())
-        context.append(token)
-    assert drawn[0] == drawn[1] == drawn[2]
-    assert lm.statistics().engine.sampled_tokens == 5
 
 
 async def test_a_seeded_batch_draws_each_context_with_a_seed_of_its_own(lm: AsyncLM) -> None:
@@ -322,30 +269,6 @@ def test_all_bits_of_a_seed_count(lm: AsyncLM) -> None:
     samples = [lm.sample_sync([1], max_tokens=19, seed=seed) for seed in seeds]
     assert len(set(map(tuple, samples))) == len(seeds)
     assert samples == [lm.sample_sync([1], max_tokens=19, seed=seed) for seed in seeds]
-
-    async def drawn() -> list[list[int]]:
-        calls = (lm.sample([1], max_tokens=1, seed=5 + high * 2**32) for high in range(2000))
-        return await asyncio.gather(*calls)
-
-    firsts = [token for [token] in asyncio.run(drawn())]
-    expected = 2000 * MODEL.row([1]).double().exp()
-    found = torch.bincount(torch.tensor(firsts), minlength=VOCAB_SIZE)
-    likely = expected > 5
-    spread = ((found - expected) ** 2 / expected)[likely].sum()
-    assert float(spread) < 45, "chi-square of at most 11 degrees: p < 1e-5"
-
-
-def test_stop_tokens_end_a_sample_and_stay_out_of_it(lm: AsyncLM) -> None:
-    whole = lm.sample_sync([1], max_tokens=10, temperature=0.0)
-    for stop in set(whole):
-        stopped = lm.sample_sync([1], max_tokens=10, temperature=0.0, stop_token_ids=[stop])
-        assert stopped == whole[: whole.index(stop)]
-    unheard = next(token for token in range(VOCAB_SIZE) if token not in whole)
-    assert lm.sample_sync([1], max_tokens=10, temperature=0.0, stop_token_ids=[unheard]) == whole
-
-
-def test_a_sample_may_fill_the_context(lm: AsyncLM) -> None:
-    assert len(lm.sample_sync([1], max_tokens=MAX_MODEL_LEN - 1)) == MAX_MODEL_LEN - 1
 
 
 # -- adapters ---------------------------------------------------------------------------------
@@ -394,22 +317,6 @@ async def test_a_question_keeps_the_adapter_that_was_bound_when_it_was_asked(
     await passes(1)
     lm.remove_adapter("x")
     assert same((await before)[1], [2], ADAPTED["a"])
-
-
-async def test_a_question_in_a_row_of_cached_ones_keeps_its_adapter_too(
-    lm: AsyncLM, adapters: dict[str, Path]
-) -> None:
-    """Where a loop of questions lets the event loop go round, they are asked already."""
-    await lm.add_adapter("x", adapters["a"])
-    for cached in range(MAX_UNAWAITED - 1, MAX_UNAWAITED + 3):
-        for _ in range(cached):
-            await lm.next_token_logprobs([1], adapter="x")
-        before = asyncio.create_task(lm.next_token_logprobs([2], adapter="x"))
-        await passes(1)
-        lm.remove_adapter("x")
-        await lm.add_adapter("x", adapters["b"])
-        assert same(await before, [2], ADAPTED["a"])
-        await lm.add_adapter("x", adapters["a"])
 
 
 class Meanwhile(Sequence[int]):
@@ -736,28 +643,3 @@ def test_every_default_is_keyword_only() -> None:
             keyword_only = parameter.kind is inspect.Parameter.KEYWORD_ONLY
             required = parameter.default is inspect.Parameter.empty
             assert required or keyword_only or name == "model", (function, name)
-
-
-def test_requests_are_bound_to_versions_not_names(lm: AsyncLM, adapters: dict[str, Path]) -> None:
-    bound = []
-    for _ in range(2):
-        lm.add_adapter_sync("x", adapters["a"])
-        bound.append(adapters_of(lm).bound("x"))
-    assert len(set(bound)) == 2
-    assert [adapter.name for adapter in bound if adapter] == ["x", "x"]
-
-
-def engine_of_ones_own() -> Engine:
-    """That ExactEngine and ScriptedEngine are Engines is checked by the type checker here."""
-    return ScriptedEngine() if MODEL.order > 2 else ExactEngine(MODEL)
-
-
-def test_a_function_that_makes_an_engine_is_called_once_per_runtime() -> None:
-    calls: list[int] = []
-
-    def make() -> Engine:
-        calls.append(1)
-        return engine_of_ones_own()
-
-    with genrt.load(engine=make), genrt.load(engine=make):
-        assert calls == [1, 1]

@@ -234,35 +234,9 @@ def test_samples_in_company_of_extreme_parameters_are_their_own(exact: AsyncLM) 
 
 # -- what is refused -------------------------------------------------------------------------------
 
-NO_NUMBERS: list[Any] = [None, "1", b"1", True, np.True_, [1], 1j, np.complex64(1), ...]
-NO_FLOATS: list[Any] = [*NO_NUMBERS, math.nan, math.inf, -math.inf, -1, -5e-324, 10**400]
-NO_INTS: list[Any] = [*NO_NUMBERS, 1.0, np.float32(1), math.nan, -1, -(2**70), -(10**5000)]
-
 
 def name_of(value: Any) -> str:
     return f"{type(value).__name__} {shown(value):.20}"
-
-
-@pytest.mark.promise(number=29)
-@pytest.mark.parametrize("value", ids=name_of, argvalues=[*NO_FLOATS, 1.5, 2**70, 10**5000])
-@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p"])
-def test_what_is_no_such_float_is_refused(name: str, value: Any) -> None:
-    if name == "temperature" and type(value) in (int, float) and 1 < value < 10**100:
-        return  # it is one
-    options = {name: value}
-    for rows in (torch.zeros(3), torch.empty(0, 1)):
-        with pytest.raises(InvalidRequest, match=name):
-            truncate(rows, **options)
-    if name == "temperature":
-        with pytest.raises(InvalidRequest, match=name):
-            draw(torch.zeros(3), **options)
-
-
-@pytest.mark.promise(number=29)
-@pytest.mark.parametrize("value", ids=name_of, argvalues=NO_INTS)
-def test_what_is_no_such_int_is_refused(value: Any) -> None:
-    with pytest.raises(InvalidRequest, match="top_k"):
-        truncate(torch.zeros(3), top_k=value)
 
 
 @pytest.mark.promise(number=29)

@@ -215,10 +215,7 @@ class _Network(SteppedModel):
 
 @contextmanager
 def _head_sees_only(network: Any, positions: Tensor) -> Iterator[None]:
-    """Give the head one hidden state per context, so that no ``[n, T, V]`` tensor is ever made.
-
-    With a hook, the model still scales or caps its logits.
-    """
+    """Give the head one hidden state per context, so that no ``[n, T, V]`` tensor is ever made."""
 
     def pick(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         hidden = inputs[0]

@@ -1,8 +1,4 @@
-"""A coroutine function applied to the items of a source, a bounded number at once.
-
-One task reads the source. Results wait until they are taken; none is lost. After ``close`` no task
-remains, and an asynchronous source is closed.
-"""
+"""A coroutine function applied to the items of a source, a bounded number at once."""
 
 from __future__ import annotations
 
@@ -21,7 +17,8 @@ Source: TypeAlias = Iterable[Any] | AsyncIterable[Any]
 
 
 class ConcurrentMap(Generic[T]):
-    """Runs a task ``function(number, item)`` for each item of a source, on the running loop.
+    """Runs a task ``function(number, item)`` for each item of a source, on the running loop. Results wait
+    until they are taken; none is lost.
 
     Args:
         concurrency: the maximum number of running items.
@@ -121,8 +118,7 @@ class ConcurrentMap(Generic[T]):
                 yield number, task.result()
 
     async def close(self) -> None:
-        """Cancel the running items, wait for their end, and close an asynchronous source. Results that
-        were ready can still be drained."""
+        """Cancel the running items, wait for their end, and close an asynchronous source."""
         self._closing = True
         tasks = [self._reader, *self._running]
         for task in tasks:

@@ -7,7 +7,6 @@ import inspect
 import itertools
 import json
 import logging
-import math
 import os
 import sys
 import threading
@@ -18,32 +17,22 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self, Unpack, cast
 
-from genrt.errors import (
-    InvalidRequest,
-    JobRefused,
-    OutputFailed,
-    UnknownAdapter,
-)
+from genrt.errors import InvalidRequest, JobRefused, OutputFailed, UnknownAdapter
 from genrt.generation.concurrent_map import ConcurrentMap
-from genrt.generation.journal import (
-    REMEDY,
-    Journal,
-    describe,
-    directory_digest,
-    model_revision,
-)
+from genrt.generation.journal import REMEDY, Journal, describe, directory_digest, model_revision
 from genrt.generation.many import Failed, Item, ItemRunner, check_lm
-from genrt.generation.tables import (
-    Row,
-    RowPrompts,
-    check_files,
-    format_of,
-    read_rows,
-    value_of,
-)
+from genrt.generation.tables import Row, RowPrompts, check_files, format_of, read_rows, value_of
 from genrt.generation.validators import Fault, JSONSchema, RecordValidator, Validate
 from genrt.lm import AsyncLM
-from genrt.numbers import check_bool, check_float, check_int, check_timeout, named, shown
+from genrt.numbers import (
+    check_bool,
+    check_float,
+    check_int,
+    check_timeout,
+    json_number,
+    named,
+    shown,
+)
 from genrt.questions.completions import (
     STRUCTURES,
     Completion,
@@ -371,8 +360,7 @@ class JobRun:
     def _open(
         self, model: str | None, *, adapter: Path | None = None, lm: AsyncLM | None = None
     ) -> None:
-        """Lock the output, read the finished rows, and compare the input and the description. Raises as
-        ``Job.run``; ends early after ``close``."""
+        """Lock the output, read it, and compare it with the input and the options. ``close`` ends it."""
         with self._opening:
             job, journal = self._job, self._journal
             if job._output.exists() and os.path.samefile(job._input, job._output):
@@ -392,7 +380,7 @@ class JobRun:
             self._rows = itertools.islice(read_rows(job._input, job._form), self._report.rows)
             if job._sort_by_length:
                 todo = [row for row in self._rows if not journal.has(row.index)]
-                self._rows = sorted(todo, key=self._prompt_length, reverse=True)
+                self._rows = sorted(todo, key=job._prompts.length, reverse=True)
 
     def _compare(self) -> None:
         """Read the input once. Finished rows must be unchanged, and all columns known."""
@@ -423,13 +411,6 @@ class JobRun:
         report.failed_before = min(self._journal.failed, report.skipped)
         for name in (*job._prompts.columns, *(job._keep_columns or ())) if count else ():
             value_of(known, name)
-
-    def _prompt_length(self, row: Row) -> int:
-        try:
-            prompt = self._job._prompts.of(row.columns)
-        except InvalidRequest:
-            return 0
-        return len(prompt) if isinstance(prompt, str) else len(str(prompt))
 
     async def run(self, lm: AsyncLM) -> JobReport:
         """Run the remaining rows, write them, and return a report. Raises as ``Job.run``, and
@@ -473,7 +454,9 @@ class JobRun:
             while not self._report.stopped and (taken := await answers.take()) is not None:
                 self._settle(lm, taken[1])
         finally:
-            await self._finish(lm, answers)
+            await answers.close()
+            for _, answer in answers.drain():
+                self._settle(lm, answer)
         if self._refused is not None:
             raise self._refused
 
@@ -513,12 +496,6 @@ class JobRun:
         fault = faults[0] if faults else None
         return _RowResult(row, result, options.get("seed"), tokens, output, fault)
 
-    async def _finish(self, lm: AsyncLM, answers: ConcurrentMap[_RowResult]) -> None:
-        """Cancel the running rows, and write the finished ones."""
-        await answers.close()
-        for _, answer in answers.drain():
-            self._settle(lm, answer)
-
     def _settle(self, lm: AsyncLM, answer: _RowResult) -> None:
         """Write the line of a row, and count it."""
         report, result = self._report, answer.result
@@ -532,7 +509,7 @@ class JobRun:
             return self._refuse(f"has another adapter {name!r}")
         report.completion_tokens += answer.tokens
         if error is not None and not self._count_failure(answer.row, error):
-            return None  # the next run repeats the row
+            return None
         self._journal.write(self._line(answer, text, error))
         if text is None or error is not None:
             return None
@@ -552,8 +529,7 @@ class JobRun:
         self._report.stopped = str(self._refused)
 
     def _count_failure(self, row: Row, error: Exception) -> bool:
-        """Count the error of a row. Stop after too many consecutive failures that are not the fault of
-        their row; return False for such failures after that."""
+        """Count the error of a row, and return True; return False if the next run repeats the row."""
         job, report, name = self._job, self._report, type(error).__name__
         if not isinstance(error, InvalidRequest) or isinstance(error, UnknownAdapter):
             if report.stopped:
@@ -632,16 +608,12 @@ def _completion_fields(text: Completion | None) -> dict[str, Any]:
         fields["reasoning"] = text.reasoning
     if text.logprobs:
         fields["token_ids"] = text.token_ids
-        fields["logprobs"] = [*map(_finite_or_none, text.logprobs)]
+        fields["logprobs"] = [*map(json_number, text.logprobs)]
         fields["top_logprobs"] = [
-            {token: _finite_or_none(logprob) for token, logprob in each.items()}
+            {token: json_number(logprob) for token, logprob in each.items()}
             for each in text.top_logprobs
         ]
     return fields
-
-
-def _finite_or_none(logprob: float) -> float | None:
-    return logprob if math.isfinite(logprob) else None
 
 
 def _model_of(lm: AsyncLM) -> str | None:
@@ -694,8 +666,7 @@ def _validator_identity(validate: Any) -> Any:
 
 
 def _as_json(name: str, value: Any) -> Any:
-    """Return a value after a round trip through JSON. Raises InvalidRequest if JSON cannot represent
-    it."""
+    """Return a value after a round trip through JSON."""
     try:
         return json.loads(json.dumps(value, default=_json_default, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:

@@ -1,10 +1,5 @@
-"""The output file of a job, with a description of how its lines were made.
-
-The owner of the lock writes, each line with one call. A killed process leaves at most one incomplete line
-at the end, which the next run cuts off. The description (``OUTPUT.job.json``) exists before the first
-line. It, and the output without failed rows, are written to a temporary file, synchronized and renamed.
-Nothing is changed before everything is compared.
-"""
+"""The output file of a job, with a description (``OUTPUT.job.json``) of how its lines were made. A killed
+process leaves at most one incomplete line at the end, which the next run cuts off."""
 
 from __future__ import annotations
 

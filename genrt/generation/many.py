@@ -17,14 +17,7 @@ from dataclasses import dataclass, field
 from operator import length_hint
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar, Unpack, cast, get_args, overload
 
-from genrt.errors import (
-    Closed,
-    ContextTooLong,
-    EngineDied,
-    EngineFailed,
-    InvalidRequest,
-    TimedOut,
-)
+from genrt.errors import Closed, ContextTooLong, EngineDied, EngineFailed, InvalidRequest, TimedOut
 from genrt.generation.concurrent_map import ConcurrentMap, Source
 from genrt.lm import AsyncLM
 from genrt.numbers import check_bool, check_int, check_options, check_timeout, named, shown

@@ -1,7 +1,5 @@
-"""Rollouts: the texts after a right-padded batch of prompts, as tensors with log-probabilities.
-
-The fields have the names and meanings of NeMo-RL. ``Rollout`` documents the differences.
-"""
+"""Rollouts: the texts after a right-padded batch of prompts, as tensors with log-probabilities. The
+fields have the names and meanings of NeMo-RL; ``Rollout`` documents the differences."""
 
 from __future__ import annotations
 

@@ -261,6 +261,14 @@ class RowPrompts:
             messages = [{"role": "system", "content": self._system_message}, *messages]
         return messages
 
+    def length(self, row: Row) -> int:
+        """Return the approximate length of a row's prompt; 0 if it has none."""
+        try:
+            prompt = self.of(row.columns)
+        except InvalidRequest:
+            return 0
+        return len(prompt) if isinstance(prompt, str) else len(str(prompt))
+
 
 def _columns_of(template: str) -> tuple[str, ...]:
     """Return the names of columns in a template. Raises InvalidRequest if it is not one, or has none."""

@@ -1,9 +1,4 @@
-"""Texts until enough of their records are valid.
-
-The records of a complete run are those of its first attempts, by number. So a run does not prefer
-short texts, which finish early, and with a seed the records depend neither on timing nor on
-``concurrency``.
-"""
+"""Texts until enough of their records are valid."""
 
 from __future__ import annotations
 
@@ -29,7 +24,7 @@ from genrt.errors import GenrtError, InvalidRequest
 from genrt.generation.many import AskOptions, Failed, Item, ItemRunner, Prompt, generate_many
 from genrt.generation.validators import Fault, Parse, RecordValidator, Validate
 from genrt.lm import AsyncLM
-from genrt.numbers import check_bool, check_float, check_int, check_options, shown
+from genrt.numbers import check_bool, check_int, check_options, shown
 from genrt.progress import progress_bar
 from genrt.questions.completions import Completion
 from genrt.questions.contexts import check_seed, seed_at
@@ -59,12 +54,12 @@ Prompts: TypeAlias = (
 of the number of the attempt."""
 
 Reason: TypeAlias = Literal[
-    "complete", "out_of_attempts", "threshold", "no_valid", "all_truncated", "interrupted"
+    "complete", "out_of_attempts", "no_valid", "all_truncated", "interrupted"
 ]
 """Why a run ended.
 
 ``complete``: it has ``target`` valid records. ``out_of_attempts``: ``max_attempts`` were made, or the
-prompts ended. ``threshold``: see ``invalid_threshold``. ``no_valid``: see ``max_dry_attempts``.
+prompts ended. ``no_valid``: see ``max_dry_attempts``.
 ``all_truncated``: the same, or the first 50 attempts had no valid record, and all their texts were
 truncated: raise ``max_tokens``. ``interrupted``: by an interrupt, a cancellation or an error.
 """
@@ -79,17 +74,11 @@ class ValidOptions(AskOptions, total=False):
         max_attempts: the maximum number of texts.
         max_dry_attempts: the run ends after this number of attempts in a row without a valid record; by
             default 500. ``None`` is no bound.
-        invalid_threshold: the run ends after ``patience`` batches in a row in which at least this
-            fraction of the records was invalid. A batch has as many attempts as ``target``, but from 10
-            to 100.
-        patience: the number of batches. Give both options, or neither.
     """
 
     parse: Parse | None
     max_attempts: int | None
     max_dry_attempts: int | None
-    invalid_threshold: float | None
-    patience: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +92,8 @@ class RecordStatistics:
         truncated: truncated texts.
         failed: attempts without a text, as after a timeout. They also count as invalid.
         errors: the number of faults by category, the most frequent first.
-        finish_reasons: the number of texts by finish reason, the most frequent first.
-        tokens_valid: tokens of texts with a valid record.
-        tokens_invalid: tokens of other texts that are not truncated.
-        tokens_truncated: tokens of other texts that are truncated.
+        tokens: drawn tokens.
         seconds: the duration of the run.
-        seconds_judging: the part of it in ``parse`` and ``validate``.
     """
 
     attempts: int = 0
@@ -117,12 +102,8 @@ class RecordStatistics:
     truncated: int = 0
     failed: int = 0
     errors: Mapping[str, int] = field(default_factory=dict)
-    finish_reasons: Mapping[str, int] = field(default_factory=dict)
-    tokens_valid: int = 0
-    tokens_invalid: int = 0
-    tokens_truncated: int = 0
+    tokens: int = 0
     seconds: float = 0.0
-    seconds_judging: float = 0.0
 
     @property
     def invalid_fraction(self) -> float:
@@ -177,6 +158,9 @@ async def generate_valid(
 ) -> Records:
     """Draw texts until ``target`` of their records are valid. Return the records, with statistics.
 
+    The records are those of the first attempts, by number. So a run does not prefer short texts, which
+    finish early, and with a seed the records depend neither on timing nor on ``concurrency``.
+
     At first at most ten texts run, or ``target`` if that is fewer. Then as many run at once as the
     missing records need at the rate of valid records so far. Running texts are cancelled when there are
     enough records.
@@ -222,10 +206,6 @@ class _Attempt:
     def truncated(self) -> bool:
         return isinstance(self.result, Completion) and self.result.truncated
 
-    @property
-    def kind(self) -> str:
-        return "valid" if self.values else "truncated" if self.truncated else "invalid"
-
 
 class UntilValid:
     """A run of ``generate_valid`` that gives its results at any moment, and can be continued.
@@ -245,18 +225,11 @@ class UntilValid:
     ) -> None:
         given: dict[str, Any] = {**options}
         self._target = check_int("target", target, 1, 2**53)
-        self._batch_size = min(max(self._target, 10), 100)
         self._validator = RecordValidator(validate, given.pop("parse", None))
-        bounds = {"max_attempts": None, "max_dry_attempts": MAX_DRY_ATTEMPTS, "patience": None}
-        self._max_attempts, self._max_dry, self._patience = (
+        bounds = {"max_attempts": None, "max_dry_attempts": MAX_DRY_ATTEMPTS}
+        self._max_attempts, self._max_dry = (
             None if value is None else check_int(name, value, 1)
             for name, value in ((name, given.pop(name, bounds[name])) for name in bounds)
-        )
-        threshold = given.pop("invalid_threshold", None)
-        if (threshold is None) != (self._patience is None):
-            raise InvalidRequest("give both invalid_threshold and patience, or neither")
-        self._threshold = (
-            1.0 if threshold is None else check_float("invalid_threshold", threshold, 0.0, 1.0)
         )
         self._progress = check_bool("progress", given.pop("progress", False))
         check_options("generate_valid", given, ValidOptions.__annotations__)
@@ -267,13 +240,12 @@ class UntilValid:
         self._prompts: list[Any] = []  # by the number of the attempt
         self._has_all_prompts = False
         self._attempts: list[_Attempt] = []
-        # The valid records; the number of attempts up to the last valid one; the truncated ones after it;
-        # bad batches in a row.
-        self._valid = self._last_valid = self._dry_truncated = self._bad = 0
+        # The valid records; the number of attempts up to the last valid one; the truncated ones after it.
+        self._valid = self._last_valid = self._dry_truncated = 0
         self._news = asyncio.Event()
         self._is_running = False
         self._reason: Reason = "interrupted"
-        self._seconds = self._seconds_judging = 0.0
+        self._seconds = 0.0
 
     async def run(self) -> Records:
         """Draw texts until the run ends, and return ``result()``. Cancelling interrupts the run.
@@ -304,11 +276,7 @@ class UntilValid:
         completions = {
             n: each.result for n, each in enumerate(attempts) if isinstance(each.result, Completion)
         }
-        tokens: Counter[str] = Counter()
-        for number, text in completions.items():
-            tokens[f"tokens_{attempts[number].kind}"] += len(text.token_ids)
         categories = Counter(fault.category for each in attempts for fault in each.faults)
-        reasons = Counter(each.finish_reason for each in completions.values())
         statistics = RecordStatistics(
             attempts=len(attempts),
             valid=len(values),
@@ -316,10 +284,8 @@ class UntilValid:
             truncated=sum(each.truncated for each in completions.values()),
             failed=len(attempts) - len(completions),
             errors=dict(categories.most_common()),
-            finish_reasons=dict(reasons.most_common()),
+            tokens=sum(len(each.token_ids) for each in completions.values()),
             seconds=self._seconds,
-            seconds_judging=self._seconds_judging,
-            **tokens,
         )
         return Records(
             records=tuple(values[: self._target]),
@@ -347,9 +313,7 @@ class UntilValid:
             return "all_truncated"
         if is_dry:
             return "no_valid"
-        if is_last:
-            return "out_of_attempts"
-        return "threshold" if self._bad == self._patience else None
+        return "out_of_attempts" if is_last else None
 
     def _limit(self) -> int:
         """Return how many attempts may have started by now."""
@@ -412,11 +376,7 @@ class UntilValid:
                 raise error
             faults.append(Fault(type(error).__name__, str(error)))
         else:
-            started = time.monotonic()
-            try:
-                await self._validator.validate(result.text, values, faults)
-            finally:
-                self._seconds_judging += time.monotonic() - started
+            await self._validator.validate(result.text, values, faults)
             if result.truncated and not values:
                 faults = [Fault("truncated", f"{each.category}: {each.detail}") for each in faults]
         attempt = _Attempt(result, values, faults)
@@ -426,11 +386,6 @@ class UntilValid:
             self._last_valid, self._dry_truncated = len(self._attempts), 0
         else:
             self._dry_truncated += attempt.truncated
-        if self._patience is not None and len(self._attempts) % self._batch_size == 0:
-            batch = self._attempts[-self._batch_size :]
-            invalid = sum(len(each.faults) for each in batch)
-            records = invalid + sum(len(each.values) for each in batch)
-            self._bad = self._bad + 1 if invalid >= self._threshold * records else 0
 
 
 def _prompt_iterator(prompts: Any) -> Iterator[Any] | AsyncIterator[Any]:

@@ -36,7 +36,7 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
@@ -72,7 +72,6 @@ __all__ = [
     "Batcher",
     "Entry",
     "Hold",
-    "Observer",
     "Outcome",
     "Pending",
     "Waiter",
@@ -187,19 +186,6 @@ class Hold:
         resolve(self.dropped, EngineFailed(DROPPED))
 
 
-class Observer(Protocol):
-    """Observes a batcher. Its methods must not block."""
-
-    def registering(self, waiter: Waiter) -> None:
-        """Called under the lock before the requests of a question are found, joined or queued."""
-
-    def leaving(self, waiter: Waiter) -> None:
-        """Called before a waiter that leaves early is removed."""
-
-    def taken(self, flush: Sequence[Request], withdrawn: Sequence[Request]) -> None:
-        """Called before a turn submits a flush and cancels withdrawn requests."""
-
-
 @dataclass(slots=True, eq=False)
 class _Loop:
     """The waiters and the gathered requests of one event loop, and whether it asks again at once.
@@ -229,7 +215,7 @@ class Batcher:
         max_wait_seconds: how long ready requests wait for more.
         max_queued_requests, max_queued_bytes: the bounds of the queue; later questions wait in line.
         wake: called from any thread when ``turn`` may have something to do.
-        clock, lock, observer: for simulations.
+        clock, lock: for simulations.
 
     Attributes:
         weights_version: the version of the weights for new questions.
@@ -248,9 +234,8 @@ class Batcher:
         wake: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         lock: threading.RLock | None = None,
-        observer: Observer | None = None,
     ) -> None:
-        self._cache, self._wake, self._observer, self._clock = cache, wake, observer, clock
+        self._cache, self._wake, self._clock = cache, wake, clock
         self.lock = lock or threading.RLock()
         self._closed: GenrtError | None = None
         self._undelivered: list[tuple[Waiter, Outcome]] = []  # after an interrupted close
@@ -341,8 +326,6 @@ class Batcher:
 
     def _register(self, waiter: Waiter) -> list[Entry]:
         """Find or join each request, under the lock; return the entries to send."""
-        if self._observer is not None:
-            self._observer.registering(waiter)
         results: list[Result | None] = [None] * len(waiter.requests)
         waiter.results = results
         entries, counted, borrow, send = self._entries, self._counted, self._cache.borrow, []
@@ -458,8 +441,6 @@ class Batcher:
 
     def leave(self, waiter: Waiter) -> None:
         """Withdraw the question of a waiter with missing results."""
-        if self._observer is not None:
-            self._observer.leaving(waiter)
         with self.lock:
             self._cancel(waiter)
         self._wake()  # to cancel requests, to remove an adapter, or to admit the next in line
@@ -634,8 +615,6 @@ class Batcher:
             EngineDied: the engine cannot go on. Requests in flight stay in flight.
         """
         flush, withdrawn, retired, answered = self._take()
-        if self._observer is not None:
-            self._observer.taken(flush, withdrawn)
         _deliver_results(answered)
         if withdrawn:
             engine.cancel(withdrawn)

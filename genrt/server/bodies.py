@@ -1,15 +1,10 @@
-"""Bodies of requests: JSON within bounds, parsed off the event loop.
-
-Rules:
-    Parsing holds the interpreter lock: no other thread runs meanwhile. So values are counted before
-    anything is parsed, and long bodies are parsed one at a time, off the event loop.
-"""
+"""Bodies of requests: JSON within bounds. Parsing holds the interpreter lock, so values are counted
+before anything is parsed, and long bodies are parsed one at a time, off the event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeAlias, TypeVar
@@ -28,7 +23,6 @@ __all__ = [
     "check_front_end_body",
     "contexts_of",
     "json_bytes",
-    "json_number",
     "longest_text",
     "parse_body",
 ]
@@ -162,8 +156,7 @@ def check_front_end_body(data: bytes, bodies: Bodies) -> Any:
 
 
 def _members(name: str, value: Any, bodies: Bodies) -> list[tuple[str, Any]]:
-    """Return the members of a list or an object, with their names. Raises InvalidRequest for too many, or
-    too long texts."""
+    """Return the members of a list or an object, with their names, within the bounds."""
     is_list = isinstance(value, list)
     are_ids = is_list and name in ID_LISTS and set(map(type, value)) == {int}
     most = max(MEMBERS, bodies.ids) if are_ids else MEMBERS
@@ -204,11 +197,6 @@ def contexts_of(
 def longest_text(lm: AsyncLM) -> int:
     """Return how many characters a text to be tokenized may have."""
     return max(SHORT_TEXT, CHARACTERS_PER_TOKEN * lm.max_model_len)
-
-
-def json_number(number: float) -> float | None:
-    """Return a number as JSON has it: null stands for -inf."""
-    return number if math.isfinite(number) else None
 
 
 def json_bytes(value: object) -> bytes:

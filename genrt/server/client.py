@@ -1,8 +1,4 @@
-"""vLLM's ``EngineClient`` over a runtime: vLLM's front ends share the runtime with its other users.
-
-Each text is one native request in the runtime's queue; several texts of one prompt are several requests.
-Sleep, pauses and profiles are refused: they belong to the runtime's owner.
-"""
+"""vLLM's ``EngineClient`` over a runtime: vLLM's front ends share the runtime with its other users."""
 
 from __future__ import annotations
 
@@ -59,7 +55,8 @@ class TextFailed(GenerationError):  # type: ignore[misc]
 
 
 class RuntimeClient(EngineClient):  # type: ignore[misc]
-    """A runtime as an engine of vLLM's front ends.
+    """A runtime as an engine of vLLM's front ends. Each text is one native request in its queue. Sleep,
+    pauses and profiles are refused: they belong to the runtime's owner.
 
     Args:
         lm: a runtime over vLLM; its owner closes and restarts it.
@@ -91,7 +88,8 @@ class RuntimeClient(EngineClient):  # type: ignore[misc]
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of ``sampling_params.n`` texts after a prompt; closing it cancels them.
 
-        Priorities, sessions, trace headers and hints are ignored.
+        The output kinds are those of vLLM's front ends: pieces, or one output at the end. Priorities,
+        sessions, trace headers and hints are ignored.
 
         Raises:
             VLLMValidationError: a parameter is out of range.
@@ -123,15 +121,22 @@ class RuntimeClient(EngineClient):  # type: ignore[misc]
         if reasoning_parser_kwargs is not None:
             made.reasoning_parser_kwargs = reasoning_parser_kwargs
         adapter = None if lora_request is None else lora_request.lora_name
-        kind = made.sampling_params.output_kind
-        is_streamed = kind != RequestOutputKind.FINAL_ONLY
-        texts = [
-            self._text(text, adapter, is_streamed)
-            for text in _native_texts(made, prompt_text, is_streamed)
-        ]
+        is_streamed = made.sampling_params.output_kind == RequestOutputKind.DELTA
+        texts = [self._text(each, adapter, is_streamed) for each in _texts_of(made, prompt_text)]
         async with aclosing(merge_async_iterators(*texts)) as outputs:
-            async for output in _merged(outputs, len(texts), kind):
-                yield output
+            running, whole = len(texts), None
+            async for _, output in outputs:
+                running -= output.finished
+                output.finished = not running
+                if is_streamed:
+                    yield output
+                elif whole is None:
+                    whole = output
+                else:
+                    whole.add(output, aggregate=True)
+            if whole is not None:
+                whole.outputs.sort(key=lambda each: each.index)
+                yield whole
 
     async def _text(
         self, text: NativeText, adapter: str | None, is_streamed: bool
@@ -232,13 +237,9 @@ class RuntimeClient(EngineClient):  # type: ignore[misc]
     pause_generation = resume_generation = _refuse
 
 
-def _native_texts(
-    made: EngineCoreRequest, prompt: str | None, is_streamed: bool
-) -> list[NativeText]:
+def _texts_of(made: EngineCoreRequest, prompt: str | None) -> list[NativeText]:
     """Return a text for each of ``n``. With a seed, number ``i`` has ``seed + i``, as in vLLM."""
     params = made.sampling_params
-    if is_streamed:  # outputs come in pieces, and ``_merged`` joins them
-        params.output_kind = RequestOutputKind.DELTA
     if params.n == 1:
         return [NativeText(made, prompt)]
     texts: list[NativeText] = []
@@ -250,36 +251,3 @@ def _native_texts(
             own.seed = params.seed + index
         texts.append(NativeText(core, prompt, index))
     return texts
-
-
-async def _merged(
-    outputs: AsyncGenerator[tuple[int, RequestOutput], None], count: int, kind: RequestOutputKind
-) -> AsyncGenerator[RequestOutput, None]:
-    """Yield the outputs of ``count`` texts as vLLM does for one prompt: in pieces, cumulated, or
-    once at the end. Only the last is ``finished``."""
-    running = count
-    so_far: RequestOutput | None = None
-    async for _, output in outputs:
-        running -= output.finished
-        output.finished = not running
-        if kind == RequestOutputKind.DELTA or (count == 1 and so_far is None and not running):
-            yield output
-            continue
-        if so_far is None:
-            so_far = output
-        else:
-            so_far.add(output, aggregate=True)
-        so_far.outputs.sort(key=lambda each: each.index)
-        if kind == RequestOutputKind.CUMULATIVE or not running:
-            so_far.finished = not running
-            yield _copied(so_far)
-
-
-def _copied(output: RequestOutput) -> RequestOutput:
-    """Return a copy that later pieces do not change."""
-    copied = copy(output)
-    copied.outputs = [copy(each) for each in output.outputs]
-    for each in copied.outputs:
-        each.token_ids = [*each.token_ids]
-        each.logprobs = None if each.logprobs is None else each.logprobs[:]
-    return copied

@@ -103,13 +103,13 @@ def run(options: argparse.Namespace) -> int:
         } | engine_options
     _raise_descriptors()
     try:
-        from genrt.server.server import bound_socket, serving
+        from genrt.server.server import listening_socket, serving
     except ImportError as error:
         raise ExtraNotInstalled(
             f"serving needs another package ({error}): pip install 'genrt[serve]'"
         ) from error
 
-    bound_socket(options.host, options.port).close()  # or it would be refused after minutes
+    listening_socket(options.host, options.port).close()  # or it would be refused after minutes
     ended = threading.Event()
     before = signal.signal(signal.SIGTERM, _end_loading)
     try:
@@ -173,12 +173,7 @@ def _greeting(options: argparse.Namespace, url: str, key: str | None) -> str:
 
 
 def _adapter_directories(given: Sequence[str]) -> dict[str, Path]:
-    """Return the adapters' directories by their names.
-
-    Raises:
-        InvalidRequest: an argument has another form, or a name is given twice.
-        InvalidAdapter: a directory has no adapter.
-    """
+    """Return the adapters' directories by their names. Raises InvalidRequest, InvalidAdapter."""
     found: dict[str, Path] = {}
     for each in given:
         name, equals, path = each.partition("=")

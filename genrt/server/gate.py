@@ -1,14 +1,4 @@
-"""Admission of requests: the key, bounds on bodies and answers, and the errors that clients get.
-
-Rules:
-    Only a GET of ``/health`` needs no key. The key is compared in constant time, before the body is read.
-    A body is read whole, within bounds of size and time, before a route sees the request.
-    Without a key, a request must name a loopback host: otherwise a page in the user's browser could
-    reach the server under a host name of its own.
-    Clients that stop reading are disconnected after ``send_seconds``, and their work is cancelled.
-    Bodies and answers together take ``held_bytes`` at most.
-    A server that closes ends the requests under way with a 503, and streams with a last event.
-"""
+"""Admission of requests: the key, bounds on bodies and answers, and the errors that clients get."""
 
 from __future__ import annotations
 
@@ -72,6 +62,15 @@ KINDS = {
     429: "RateLimitError",
     503: "ServiceUnavailableError",
 }
+
+
+STATUSES = (
+    (UnknownAdapter, 404),
+    ((InvalidRequest, InvalidConstraint, InvalidAdapter), 400),
+    (TimedOut, 408),
+    ((Closed, EngineDied, Paused, StreamCut), 503),
+)
+"""The statuses of errors; the first that fits. Others are 500."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,16 +143,8 @@ class HTTPError(Exception):
 
 def http_error(error: GenrtError) -> HTTPError:
     """Return a GenrtError as an answer."""
-    status = 500
-    if isinstance(error, UnknownAdapter):
-        status = 404
-    elif isinstance(error, InvalidRequest | InvalidConstraint | InvalidAdapter):
-        status = 400
-    elif isinstance(error, TimedOut):
-        status = 408
-    elif isinstance(error, Closed | EngineDied | Paused | StreamCut):
-        status = 503
-    return HTTPError(status, str(error))
+    found = (status for kinds, status in STATUSES if isinstance(error, kinds))
+    return HTTPError(next(found, 500), str(error))
 
 
 def error_event(error: HTTPError) -> bytes:
@@ -195,6 +186,10 @@ def check_key(api_key: str | None, host: str) -> str | None:
 class Gate:
     """ASGI middleware in front of all routes.
 
+    Only a GET of ``/health`` needs no key. A body is read whole, within bounds, before a route sees the
+    request. Without a key, a request must name a loopback host: otherwise a page in the user's browser
+    could reach the server under a host name of its own.
+
     Args:
         application: serves the requests that are admitted.
         api_key: the key that requests must show, if any.
@@ -226,7 +221,8 @@ class Gate:
         return len(self._answers)
 
     def cancel_all(self) -> None:
-        """End all requests under way, but for plain answers that are being sent."""
+        """End all requests under way with a 503, and streams with a last event, but for plain answers
+        that are being sent."""
         for answer in self._answers:
             if not answer.is_begun or answer.has_events:
                 answer.time.reschedule(0.0)
@@ -291,8 +287,7 @@ class Gate:
             )
 
     def _has_key(self, headers: list[tuple[bytes, bytes]], *, reads: bool) -> bool:
-        """Return whether headers show the key: as a bearer token, or for a request that only reads as a
-        browser's password."""
+        """Return whether headers show the key: as a bearer token, or to read as a browser's password."""
         shown = [value for name, value in headers if name == b"authorization"]
         if len(shown) != 1:
             return False
@@ -346,37 +341,26 @@ class Gate:
 
 
 class _AnswerStream:
-    """The answer to one request.
-
-    Attributes:
-        is_begun: whether a part was sent.
-        has_events: whether it is an open stream of events.
-        is_left: whether the client does not read it.
-        time: the timeout that ends the request when the server closes.
-    """
+    """The answer to one request."""
 
     def __init__(self, send: Send, send_seconds: float, hold: Callable[[int], None]) -> None:
         self._send = send
         self._send_seconds = send_seconds
         self._hold = hold
         self._start: Message | None = None
-        self.is_begun = self.has_events = self.is_left = False
-        self.time = asyncio.timeout(None)
+        self.is_begun = self.has_events = False
+        self.is_left = False  # whether the client does not read it
+        self.time = asyncio.timeout(None)  # it ends the request when the server closes
 
     async def send(self, message: Message) -> None:
-        """Send a part of the answer.
-
-        Raises:
-            ClientLeft: the client does not read. HTTPError: all clients' answers take too many bytes.
-        """
+        """Send a part. Raises ClientLeft, and HTTPError if all clients' answers take too many bytes."""
         if message["type"] == "http.response.start":
             kinds = [value for name, value in message["headers"] if name == b"content-type"]
-            self.has_events = any(each.startswith(EVENTS) for each in kinds)
-            if not self.has_events:
+            self.has_events = self.is_begun = any(each.startswith(EVENTS) for each in kinds)
+            if self.has_events:
+                await self._sent(message, math.inf)
+            else:
                 self._start = message  # sent with the body, which may be too large
-                return
-            self.is_begun = True
-            await self._sent(message, math.inf)
             return
         body = memoryview(message.get("body", b""))
         size = len(body)

@@ -1,12 +1,8 @@
 """vLLM's OpenAI application over a runtime: completions, chat, responses, tools, tokenize, models.
 
-vLLM builds the application over a ``RuntimeClient``. Routes that would change the engine for its other
-users, or the process, are removed.
-
-Trainers ask for prompts that begin with the tokens that the model drew. A request of a chat may have
-``required_prefix_token_ids``: the tokens of the conversation up to and including the model's last turn.
-By default they are the ``prompt_token_ids`` and ``generation_token_ids`` of the last
-message that has them. ``splice_turn`` makes the prompt begin with them.
+Routes that would change the engine for its other users, or the process, are removed. A chat may have
+``required_prefix_token_ids``, the tokens up to the end of the model's last turn; by default the
+``prompt_token_ids`` and ``generation_token_ids`` of the last message that has them.
 """
 
 from __future__ import annotations
@@ -193,8 +189,7 @@ async def openai_application(
 
 
 def _keep_failures(application: Any) -> None:
-    """Have texts that fail end with their own error: as an answer, or raised out of a stream; the server
-    writes its last event."""
+    """Have texts that fail end with their own error: as an answer, or raised out of a stream."""
 
     async def answer(_: Request, error: Exception) -> Response:
         return (
@@ -228,8 +223,7 @@ def _with_checks(application: ASGIApp, bodies: Bodies) -> ASGIApp:
 
 
 def _check_response(data: bytes, bodies: Bodies) -> None:
-    """Raise InvalidRequest as ``check_front_end_body`` does, and for the first wrong item: vLLM would
-    write hundreds of errors for each."""
+    """Check a body, and raise for its first wrong item: vLLM would write hundreds of errors for each."""
     found = check_front_end_body(data, bodies)
     if found is None:
         with contextlib.suppress(ValueError, RecursionError):  # the front end refuses these
@@ -248,8 +242,7 @@ def _check_response(data: bytes, bodies: Bodies) -> None:
 
 
 def _schema_route(application: Any) -> Route:
-    """Return the route of the OpenAPI schema, with genrt's own routes. Making it takes a second, once, in
-    a thread: on the event loop every stream would wait."""
+    """Return the route of the OpenAPI schema, with genrt's own routes; made once, in a thread."""
     made: list[bytes] = []
 
     def make() -> bytes:
@@ -298,8 +291,7 @@ Writes: TypeAlias = Callable[..., Awaitable[Written]]
 
 
 def _with_turns(lm: AsyncLM, write: Writes) -> Writes:
-    """Return a function like vLLM's ``OnlineRenderer.preprocess_chat`` that keeps the tokens the model
-    drew. It raises InvalidRequest for a prefix that is not a list of tokens of the conversation."""
+    """Return vLLM's ``OnlineRenderer.preprocess_chat``, keeping the tokens that the model drew."""
 
     async def written(request: Any, messages: list[Any], *given: Any, **options: Any) -> Written:
         prefix = _prefix_of(request, messages)

@@ -30,21 +30,14 @@ from genrt.errors import (
 )
 from genrt.inference import SMC, Info, Result, State, TextModel
 from genrt.lm import AsyncLM
+from genrt.numbers import json_number
 from genrt.questions.contexts import LAST_SEED
 from genrt.questions.reads import HostRow, ReadRequest
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest
 from genrt.runtime.concurrency import together
 from genrt.runtime.weights import Transfers
-from genrt.server.bodies import (
-    Bodies,
-    JSONBody,
-    TokenList,
-    contexts_of,
-    json_bytes,
-    json_number,
-    parse_body,
-)
+from genrt.server.bodies import Bodies, JSONBody, TokenList, contexts_of, json_bytes, parse_body
 from genrt.server.gate import ClientLeft, HTTPError, ServerLimits, error_event, http_error
 
 __all__ = ["BODIES", "JSON", "OwnRoutes", "TrainerRoutes"]
@@ -124,8 +117,7 @@ BODIES: dict[str, type[JSONBody]] = {
 
 
 async def _body_data(request: Request, kind: str) -> bytes:
-    """Return the body. Raises HTTPError for another content type: pages of other sites may send some
-    types without asking."""
+    """Return the body. Other content types are refused: pages of other sites may send some unasked."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != kind:
         raise HTTPError(415, f"content-type must be {kind}")
     if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
@@ -139,12 +131,7 @@ async def _json_body(request: Request, bodies: Bodies, kind: type[B]) -> B:
 
 
 async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of the work, and cancel it when the client disconnects. The body must have been
-    read.
-
-    Raises:
-        ClientLeft: the client disconnected.
-    """
+    """Return the result of the work; cancel it and raise ClientLeft when the client disconnects."""
 
     async def left() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -359,8 +346,7 @@ class OwnRoutes:
         return max(1, min(limits.contexts, limits.answer_bytes // (4 * self._lm.vocab_size)))
 
     def _fingerprint(self) -> str:
-        """Return a digest of the model, its weights and the process. New weights change it, and
-        the runtime's nonce tells weights of two processes apart."""
+        """Return a digest of the model, its weights and the process."""
         lm = self._lm
         named = f"{self._model}/{lm.vocab_size}/{lm.max_model_len}/{lm._thread.nonce}"
         return hashlib.sha256(f"{named}/{lm.weights_version}".encode()).hexdigest()[:16]
@@ -410,11 +396,7 @@ class OwnRoutes:
         return Response(answer, media_type=BYTES)
 
     async def _answers(self, questions: Sequence[Question | GenrtError]) -> list[Any]:
-        """Return the results of a flush, with an error in the place of each question that fails.
-
-        Raises:
-            Closed, EngineDied: the runtime is dead.
-        """
+        """Return the results of a flush, with an error in the place of each question that fails."""
         lm = self._lm
         is_far = lm.device.type != "cpu"
         requests = [
@@ -510,10 +492,11 @@ class TrainerRoutes:
 
     def routes(self) -> list[Route]:
         """Return the routes, by vLLM's names."""
+        transfers = self._transfers
         calls: dict[str, Callable[[Request], Awaitable[object]]] = {
             "/init_weight_transfer_engine": self._connect,
-            "/shutdown_weight_transfer_engine": self._disconnect,
-            "/start_weight_update": self._start,
+            "/shutdown_weight_transfer_engine": lambda _: transfers.disconnect(),
+            "/start_weight_update": lambda _: transfers.start("finish"),
             "/update_weights": self._take,
             "/finish_weight_update": self._finish,
         }
@@ -535,7 +518,7 @@ class TrainerRoutes:
             async with self._turns:
                 self._stop_waiting()
                 try:
-                    return _answer(await call(request))
+                    return _answer(await call(request) or {})
                 finally:
                     if self._transfers.is_under_way:
                         self._silence = asyncio.create_task(self._give_up())
@@ -552,27 +535,16 @@ class TrainerRoutes:
         async with self._turns:
             await self._transfers.give_up()
 
-    async def _connect(self, request: Request) -> object:
+    async def _connect(self, request: Request) -> None:
         body = await _json_body(request, self._bodies, InitBody)
         try:
             await self._transfers.connect(body.init_info)
         except EngineFailed as error:  # the trainer's own description is wrong
             raise HTTPError(400, str(error)) from error
-        return {}
 
-    async def _disconnect(self, _: Request) -> object:
-        await self._transfers.disconnect()
-        return {}
-
-    async def _start(self, _: Request) -> object:
-        await self._transfers.start("finish")
-        return {}
-
-    async def _take(self, request: Request) -> object:
-        await self._transfers.take(
-            (await _json_body(request, self._bodies, UpdateBody)).update_info
-        )
-        return {}
+    async def _take(self, request: Request) -> None:
+        body = await _json_body(request, self._bodies, UpdateBody)
+        await self._transfers.take(body.update_info)
 
     async def _finish(self, _: Request) -> object:
         return {"weights_version": await self._transfers.finish()}

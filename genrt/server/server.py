@@ -1,13 +1,4 @@
-"""A server: a runtime's HTTP front end, on a thread and its own event loop.
-
-Rules:
-    The runtime stays its owner's: closing a server leaves it open, and closing it leaves the server up,
-    which then answers 503.
-    The thread ends with ``close``, with the context, or with the interpreter. Requests in progress get
-    ``shutdown_seconds`` to end; then they are cancelled.
-    Connections without a request make room for new ones, the longest idle first. If all have a request,
-    a new connection is closed.
-"""
+"""A server: a runtime's HTTP front end, on a thread and its own event loop."""
 
 from __future__ import annotations
 
@@ -36,7 +27,7 @@ from genrt.server.gate import Gate, HTTPError, ServerLimits, check_key
 from genrt.server.routes import OwnRoutes, TrainerRoutes
 from genrt.server.status import status_routes
 
-__all__ = ["ClientConnection", "Connections", "Server", "bound_socket", "serving"]
+__all__ = ["ClientConnection", "Connections", "Server", "listening_socket", "serving"]
 
 HEAD_BYTES = 2**16
 """The longest head of a request, and the longest line between the chunks of a body."""
@@ -52,7 +43,8 @@ REFUSED_BYTES = 2**28
 
 
 class Connections:
-    """The open connections, at most ``most``. The longest idle one makes room for another."""
+    """The open connections, at most ``most``. The longest idle one makes room for another; if all have a
+    request, a new one is closed."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -195,7 +187,8 @@ class Server:
     """A runtime that is served over HTTP once it is entered: ``async with serving(lm) as server: …``.
 
     It has vLLM's OpenAI routes, if the runtime's engine is vLLM, and genrt's own; the guide's page on
-    serving describes them. The runtime answers its other users as before.
+    serving describes them. The runtime answers its other users as before: closing a server leaves it
+    open. If it is closed, the server stays up and answers 503.
 
     Args:
         host: the address to listen on. By default only this machine can ask.
@@ -234,16 +227,15 @@ class Server:
         shutdown_seconds: float = 10.0,
         trainers: bool = False,
     ) -> None:
-        if not isinstance(lm, AsyncLM):
-            raise InvalidRequest(f"serving takes a runtime, got {type(lm).__name__}")
-        if not isinstance(host, str) or not host:
-            raise InvalidRequest(f"host must be an address, got {named(host)}")
-        if not isinstance(model, str) or not model:
-            raise InvalidRequest(f"model must be a name, got {named(model)}")
-        if limits is not None and not isinstance(limits, ServerLimits):
-            raise InvalidRequest(f"limits must be ServerLimits, got {type(limits).__name__}")
-        if options is not None and not isinstance(options, Mapping):
-            raise InvalidRequest(f"options must be a dict, got {type(options).__name__}")
+        for name, value, kind, noun in (
+            ("lm", lm, AsyncLM, "a runtime"),
+            ("host", host or None, str, "an address"),
+            ("model", model or None, str, "a name"),
+            ("limits", ServerLimits() if limits is None else limits, ServerLimits, "ServerLimits"),
+            ("options", {} if options is None else options, Mapping, "a dict"),
+        ):
+            if not isinstance(value, kind):
+                raise InvalidRequest(f"{name} must be {noun}, got {named(value)}")
         self._lm = lm
         self._host, self._port = host, check_int("port", port, 0, 65535)
         self._api_key = check_key(api_key, host)
@@ -271,15 +263,10 @@ class Server:
         """
         if self._thread is not None:
             raise InvalidRequest("a server starts once: make another with serving")
-        listening = bound_socket(self._host, self._port)
-        try:
-            # Otherwise the kernel keeps the unread data of ended connections for ever.
-            milliseconds = int(1000 * min(self._limits.send_seconds, 2e6))
-            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, milliseconds))
-            listening.listen(2048)
-        except OSError as error:
-            listening.close()
-            raise InvalidRequest(f"cannot listen on {self._host}:{self._port}: {error}") from error
+        listening = listening_socket(self._host, self._port)
+        # Otherwise the kernel keeps the unread data of ended connections for ever.
+        milliseconds = int(1000 * min(self._limits.send_seconds, 2e6))
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, milliseconds))
         started: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._thread = threading.Thread(
             target=self._run, args=(listening, started), name="genrt-server", daemon=True
@@ -431,12 +418,7 @@ serving = Server
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn's server with a shutdown of its own: uvicorn would cancel requests, and log errors.
-
-    Args:
-        on_started: called when it listens.
-        end: runs during the shutdown, and ends remaining requests.
-    """
+    """uvicorn's server. ``end`` ends requests during its shutdown: uvicorn would log errors for them."""
 
     def __init__(
         self,
@@ -463,22 +445,10 @@ async def _missing(scope: Scope, receive: Receive, send: Send) -> None:
     raise HTTPError(404, "no such route: the guide's page on serving lists them")
 
 
-def bound_socket(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound to an address, and does not listen yet. Raises InvalidRequest if it
-    cannot be bound."""
+def listening_socket(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on an address. Raises InvalidRequest if it cannot."""
     try:
-        [(family, _, _, _, address), *_] = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-        bound = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            bound.bind(address[:2])
-        except BaseException:
-            bound.close()
-            raise
-        return bound
+        [(family, _, _, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        return socket.create_server(address[:2], family=family, backlog=2048)
     except OSError as error:
         raise InvalidRequest(f"cannot listen on {host}:{port}: {error}") from error

@@ -195,11 +195,8 @@ _ESCAPES = {"n": "\n", "r": "\r", "t": "\t"} | {sign: sign for sign in "\"'\\[]-
 
 
 def lark_of_ebnf(text: str) -> str:
-    """Return the grammar for llguidance.
-
-    Raises:
-        InvalidConstraint: it does not parse, a rule is missing or there twice, or a range is empty.
-    """
+    """Return the grammar for llguidance. Raises InvalidConstraint if it does not parse, a rule is
+    missing or there twice, or a range is empty."""
     rules: dict[str, list[str]] = {}
     used: dict[str, int] = {}
     body: list[str] | None = None

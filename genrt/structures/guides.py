@@ -51,11 +51,8 @@ def name_of_regex(pattern: str) -> str:
 
 
 def lark_of_regex(pattern: str) -> str:
-    """Return the grammar of the texts that a regular expression matches as a whole.
-
-    Raises:
-        InvalidConstraint: the pattern is no str, or not in genrt's dialect.
-    """
+    """Return the grammar of the texts that a regular expression matches as a whole. Raises
+    InvalidConstraint if the pattern is no str, or not in genrt's dialect."""
     given: object = pattern
     if not isinstance(given, str):
         advice = (
@@ -68,11 +65,8 @@ def lark_of_regex(pattern: str) -> str:
 
 
 def lark_of_choice(texts: Sequence[str]) -> str:
-    """Return the grammar of exactly these texts, at least one.
-
-    Raises:
-        InvalidConstraint: one holds a lone surrogate.
-    """
+    """Return the grammar of exactly these texts, at least one. Raises InvalidConstraint if one holds
+    a lone surrogate."""
     _check_text("".join(texts), "choice")
     return f"start: /{'|'.join(''.join(map(character_code, text)) for text in texts)}/"
 
@@ -117,11 +111,8 @@ def syntax_of(grammar: str) -> Syntax:
 
 
 def lark_of_grammar(text: str, syntax: Syntax) -> str:
-    """Return a grammar for llguidance.
-
-    Raises:
-        InvalidConstraint: it does not parse, an EBNF derives no text, it is too large, or no such syntax.
-    """
+    """Return a grammar for llguidance. Raises InvalidConstraint if it does not parse, an EBNF derives
+    no text, it is too large, or there is no such syntax."""
     if not isinstance(text, str):
         raise InvalidConstraint(f"the grammar is {displayed(text)}: give its text as str")
     _check_text(text, "grammar")
@@ -154,11 +145,8 @@ _ANY = "/(?s:.*)/"
 
 
 def lark_of_tags(text: str) -> str:
-    """Return the grammar of the texts that a structural tag describes.
-
-    Raises:
-        InvalidConstraint: it is not one, or has a format that is not known.
-    """
+    """Return the grammar of the texts that a structural tag describes. Raises InvalidConstraint if it
+    is not one, or has a format that is not known."""
     try:
         given = json.loads(text)
         if "structures" in given:
@@ -340,11 +328,8 @@ class Guides:
         self._vocabulary: Any = None
 
     def check(self, structure: Structure) -> str:
-        """Return a structure as llguidance's Lark, without reading the vocabulary.
-
-        Raises:
-            InvalidRequest: it does not compile, no text has it, or it is too large.
-        """
+        """Return a structure as llguidance's Lark, without reading the vocabulary. Raises
+        InvalidRequest if it does not compile, no text has it, or it is too large."""
         with self._lock:
             lark = self._larks.get(structure)
         if lark is None:
@@ -359,10 +344,7 @@ class Guides:
 
     def begin(self, structure: Structure, ends: Iterable[int]) -> Guide:
         """Return the guide of a new text, which any of the tokens ``ends`` and the end token end.
-
-        Raises:
-            InvalidRequest: as ``check``; or the vocabulary's bytes are not known.
-        """
+        Raises InvalidRequest as ``check``, or if the vocabulary's bytes are not known."""
         with self._compiling:
             start = self._starts.get(structure)
             if start is None:
@@ -405,11 +387,8 @@ class Guide:
         return self._after > 0
 
     def mask(self) -> Tensor:
-        """Return which tokens may follow: bool ``[vocab_size]``, on the CPU.
-
-        Raises:
-            InvalidRequest: the structure is too complex to tell.
-        """
+        """Return which tokens may follow: bool ``[vocab_size]``, on the CPU. Raises
+        InvalidRequest if the structure is too complex to tell."""
         return unpacked(self.words().numpy(), self._vocab_size)
 
     def words(self) -> Tensor:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal, TypeAlias
 
 from genrt.errors import InvalidConstraint
 from genrt.structures.grammars import check_rule_depth, productive_rules
 from genrt.structures.regexes import (
-    ANY_TEXT,
     Both,
     Node,
     Not,
@@ -24,6 +24,7 @@ from genrt.structures.regexes import (
     Seq,
     Terminals,
     in_json,
+    intersection,
     literal,
 )
 from genrt.structures.schemas import (
@@ -42,8 +43,6 @@ from genrt.structures.schemas import (
     object_of,
     undone,
 )
-
-__all__ = ["Whitespace", "schema_rules"]
 
 Whitespace: TypeAlias = Literal["compact", "spaced", "flexible"]
 """The spaces between the parts of a JSON text: none, those of ``json.dumps``, or any."""
@@ -132,7 +131,7 @@ class _Compiler:
         self._prefix = prefix
         self._closed = closed
         self._terminals = Terminals(f"{prefix.upper()}_")
-        self._sign = {sign: self._terminal(node) for sign, node in signs.items()}
+        self._sign = {sign: self._terminals.name(node) for sign, node in signs.items()}
         self._rules: dict[str, list[_Option]] = {}
         self._places: dict[Place, str] = {}
         self._left: list[Place] = []
@@ -168,15 +167,14 @@ class _Compiler:
             for name, options in self._rules.items()
             if name in alive
         }
-        check_rule_depth(start, lambda name: _symbols_of(kept.get(name, ())), "JSON schema")
+        check_rule_depth(start, lambda name: _flat(kept.get(name, ())), "JSON schema")
         lines = [f"{self._prefix}: {start}"]
         lines += [
             f"{name}: {' | '.join(map(_option_text, options))}" for name, options in kept.items()
         ]
-        used = {
-            symbol for options in kept.values() for option in options for symbol in _flat(option)
-        }
-        return lines + self._terminals.lines(used)
+        return lines + self._terminals.lines(
+            {each for used in kept.values() for each in _flat(used)}
+        )
 
     def _kept(self, option: _Option, alive: Collection[str]) -> _Option | None:
         """Return an option without its optional dead parts, or ``None`` if it needs a dead part."""
@@ -194,12 +192,9 @@ class _Compiler:
                 kept.append(symbol)
         return tuple(kept)
 
-    def _terminal(self, node: Node) -> str:
-        return self._terminals.name(node)
-
     def _checked(self, node: Node) -> str:
         """Return the terminal of a node, and note whether it has no match."""
-        name = self._terminal(node)
+        name = self._terminals.name(node)
         if self._terminals.may_be_empty(name) and is_nothing(node):
             self._never.add(name)
         return name
@@ -222,7 +217,7 @@ class _Compiler:
     def _options(self, facts: Any) -> Iterable[_Option]:
         match facts:
             case Literals(texts):
-                return [(self._terminal(literal(text)),) for text in sorted(texts)]
+                return [(self._terminals.name(literal(text)),) for text in sorted(texts)]
             case Strings():
                 return [(self._string(facts.node()),)]
             case Numbers():
@@ -398,7 +393,7 @@ class _Compiler:
                         nodes = None
                 if nodes is None:
                     return None
-                found |= dict.fromkeys(map(self._terminal, nodes))
+                found |= dict.fromkeys(map(self._terminals.name, nodes))
         return [*found]
 
     def _object(self, objects: Objects) -> Iterable[_Option]:
@@ -421,17 +416,14 @@ class _Compiler:
         extras = [] if is_closed else self._extras(objects, [*named, *objects.required], colon)
         if objects.low > len(required) or objects.high is not None:
             return self._counted_object(objects, pairs, extras)
-        more = (
-            [(_Repeat((comma, self._rule([(each,) for each in extras])), 0, None),)]
-            if extras
-            else [()]
-        )
         bodies: list[_Option] = [] if required else [()]
-        if extras and not required:
+        more: _Option = ()
+        if extras:
             extra = self._rule([(each,) for each in extras])
-            bodies.append((extra, _Repeat((comma, extra), 0, None)))
+            more = (_Repeat((comma, extra), 0, None),)
+            bodies += [] if required else [(extra, *more)]
         if pairs:
-            bodies += [(self._some(pairs), *after) for after in more]
+            bodies.append((self._some(pairs), *more))
         return bodies
 
     def _pair(self, name: Node, place: Place, colon: str) -> str:
@@ -514,7 +506,7 @@ class _Compiler:
                     split.append((nodes, matched))  # no name of this class matches
                     continue
                 for more, now in ((narrow, matched | {pattern}), (Not(wide), matched)):
-                    if not is_nothing(_intersection((*nodes, more))):
+                    if not is_nothing(intersection((*nodes, more))):
                         split.append(((*nodes, more), now))
             classes = split
             if len(classes) > MOST_CLASSES:
@@ -523,29 +515,20 @@ class _Compiler:
         for nodes, matched in classes:
             place = objects.place(matched, matched)
             if not place >= NOTHING:
-                pairs.append(self._pair(_intersection(nodes), place, colon))
+                pairs.append(self._pair(intersection(nodes), place, colon))
         return pairs
-
-
-def _intersection(nodes: tuple[Node, ...]) -> Node:
-    return ANY_TEXT if not nodes else nodes[0] if len(nodes) == 1 else Both(nodes)
 
 
 def _with_commas(items: Sequence[_Symbol], comma: str) -> _Option:
     return tuple(symbol for item in items for symbol in (comma, item))[1:]
 
 
-def _flat(option: _Option) -> Iterable[str]:
-    for symbol in option:
+def _flat(options: Iterable[_Option]) -> Iterable[str]:
+    for symbol in chain.from_iterable(options):
         if isinstance(symbol, _Repeat):
-            yield from _flat(symbol.symbols)
+            yield from _flat([symbol.symbols])
         else:
             yield symbol
-
-
-def _symbols_of(options: Iterable[_Option]) -> Iterable[str]:
-    for option in options:
-        yield from _flat(option)
 
 
 def _option_text(option: _Option) -> str:

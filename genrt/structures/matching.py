@@ -36,11 +36,8 @@ class Tokens:
 
     @staticmethod
     def read(tokenizer: Any, byte_vocab: Iterable[bytes]) -> Tokens:
-        """Return the tokens of a tokenizer, with their bytes.
-
-        Raises:
-            InvalidConstraint: it names no end token.
-        """
+        """Return the tokens of a tokenizer, with their bytes. Raises InvalidConstraint if it
+        names no end token."""
         eos_token_id = getattr(tokenizer, "eos_token_id", None)
         if eos_token_id is None:
             raise InvalidConstraint(
@@ -73,11 +70,8 @@ class Tokens:
         return has_bit(self.open, token_id)
 
     def text(self, token_id: int) -> bytes:
-        """Return the bytes that a token adds to a text.
-
-        Raises:
-            InvalidRequest: not a token's id, or the end token's.
-        """
+        """Return the bytes that a token adds to a text. Raises InvalidRequest if it is not a
+        token's id, or is the end token's."""
         index = checked_token_id(token_id, len(self))
         if index == self.eos_token_id:
             raise InvalidRequest(
@@ -133,11 +127,8 @@ _LIMITS: dict[str, Any] = {
 
 
 def new_tokenizer(tokens: Tokens) -> Any:
-    """Return llguidance's form of a vocabulary.
-
-    Raises:
-        InvalidConstraint: a token is longer than llguidance can hold.
-    """
+    """Return llguidance's form of a vocabulary. Raises InvalidConstraint if a token is longer than
+    llguidance can hold."""
     from llguidance import LLTokenizer
 
     longest = max(map(len, tokens.byte_vocab))

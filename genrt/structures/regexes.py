@@ -9,32 +9,13 @@ reading, and none matches more than the wide one.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TypeAlias
 
 from genrt.errors import InvalidConstraint
 from genrt.structures.matching import first_characters
-
-__all__ = [
-    "ANY_TEXT",
-    "Both",
-    "Chars",
-    "Node",
-    "Not",
-    "OneOf",
-    "Raw",
-    "Seq",
-    "Terminals",
-    "Times",
-    "character_code",
-    "in_json",
-    "literal",
-    "parsed",
-    "regex_text",
-    "searched",
-]
 
 LAST = 0x10FFFF
 MOST_REPETITIONS = 10_000
@@ -118,11 +99,8 @@ _LAST_LINE_FEED = Times(Chars(((10, 10),)), 0, 1)
 
 
 def parsed(pattern: str, name: str) -> Node:
-    """Return the tree of the texts that a pattern matches from first to last character.
-
-    Raises:
-        InvalidConstraint: the pattern is not in the dialect.
-    """
+    """Return the tree of the texts that a pattern matches from first to last character. Raises
+    InvalidConstraint if the pattern is not in the dialect."""
     return _read(pattern, name, "exact", EMPTY)
 
 
@@ -135,6 +113,11 @@ def searched(pattern: str, name: str, *, wide: bool = False) -> Node:
 def literal(text: str) -> Node:
     """Return the tree of one text."""
     return Seq(tuple(Chars(((ord(letter), ord(letter)),)) for letter in text))
+
+
+def intersection(nodes: Sequence[Node]) -> Node:
+    """Return the tree of the texts that all these trees match."""
+    return ANY_TEXT if not nodes else nodes[0] if len(nodes) == 1 else Both(tuple(nodes))
 
 
 def character_code(letter: str) -> str:

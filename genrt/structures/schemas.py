@@ -26,7 +26,6 @@ from genrt.errors import InvalidConstraint
 from genrt.numbers import displayed
 from genrt.structures.matching import matches_nothing
 from genrt.structures.regexes import (
-    ANY_TEXT,
     Both,
     Chars,
     Node,
@@ -35,6 +34,7 @@ from genrt.structures.regexes import (
     Raw,
     Terminals,
     Times,
+    intersection,
     literal,
     parsed,
     searched,
@@ -220,11 +220,8 @@ def _refuse_nan(name: str) -> None:
 
 
 class Document:
-    """A schema and all schemas inside of it, by identity.
-
-    Raises:
-        InvalidConstraint: a keyword is unknown and looks misspelt, is used wrongly, or is too large.
-    """
+    """A schema and all schemas inside of it, by identity. Raises InvalidConstraint if a keyword is
+    unknown and looks misspelt, is used wrongly, or is too large."""
 
     def __init__(self, root: Schema) -> None:
         self.root = root
@@ -265,11 +262,8 @@ class Document:
             left += [(inside, base) for inside in _inside(schema)]
 
     def target(self, schema: Schema) -> Any:
-        """Return the schema that a ``$ref`` refers to.
-
-        Raises:
-            InvalidConstraint: it is not in this document.
-        """
+        """Return the schema that a ``$ref`` refers to. Raises InvalidConstraint if it is not in
+        this document."""
         reference = schema["$ref"]
         whole = urljoin(self._bases[id(schema)], reference)
         base, fragment = urldefrag(whole)
@@ -634,7 +628,7 @@ class Strings:
         """Return the strings as a regular expression."""
         parts = sorted(self.regexes, key=repr)
         parts += [] if self.listed is None else [OneOf(tuple(map(literal, self.listed)))]
-        return ANY_TEXT if not parts else parts[0] if len(parts) == 1 else Both(tuple(parts))
+        return intersection(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -772,10 +766,7 @@ class Claims:
 
     def cases(self, place: Place, kind: str) -> Cases:
         """Return the values of a type that meet all claims of a place."""
-        found: Cases = [_ALL[kind]]
-        for claim in sorted(place):
-            found = _both(found, self._cases(claim, kind))
-        return found
+        return _all(kind, (self._cases(claim, kind) for claim in sorted(place)))
 
     def _cases(self, claim: Claim, kind: str) -> Cases:
         if claim[0] < 0:
@@ -791,8 +782,13 @@ class Claims:
         loops = self._loops
         self._open.add(key)
         try:
-            schema = self._schemas[claim[0]]
-            found = self._valid(schema, kind) if claim[1] else self._invalid(schema, kind)
+            number, holds = claim
+            parts = self._parts(self._schemas[number], kind)
+            found = (
+                _all(kind, (part(True) for part in parts))
+                if holds
+                else _either(part(False) for part in parts)
+            )
         finally:
             self._open.discard(key)
         if loops == self._loops:
@@ -837,19 +833,6 @@ class Claims:
             if all(is_nothing(Both((each.node(), literal(name)))) for each in strings):
                 place |= NOTHING
         return place
-
-    def _valid(self, schema: Schema, kind: str) -> Cases:
-        """Return the values of a type that are valid under a schema."""
-        found: Cases = [_ALL[kind]]
-        for part in self._parts(schema, kind):
-            found = _both(found, part(True))
-            if not found:
-                break
-        return found
-
-    def _invalid(self, schema: Schema, kind: str) -> Cases:
-        """Return the values of a type that are not valid under a schema."""
-        return _either(part(False) for part in self._parts(schema, kind))
 
     def _parts(self, schema: Schema, kind: str) -> Iterator[Condition]:
         """Yield a schema's conditions on a type."""
@@ -1062,6 +1045,8 @@ def _all(kind: str, several: Iterable[Cases]) -> Cases:
     found: Cases = [_ALL[kind]]
     for cases in several:
         found = _both(found, cases)
+        if not found:
+            break
     return found
 
 

@@ -45,11 +45,11 @@ def check_engine(
     adapter_paths: Sequence[Path] = (),
     tolerance: float = 5e-4,
 ) -> None:
-    """Check that an engine implements the protocol of ``genrt.engines.protocol``.
+    """Check that an engine implements the protocol ``genrt.engines.protocol.Engine``.
 
-    The suite opens one engine, runs all checks on it in turn and closes it twice. The model must have
-    different rows for different contexts. With equal rows a mix-up would be invisible; the suite reports
-    that.
+    The suite opens one engine, runs all checks on it in turn and closes it twice. It fails for a model
+    with equal rows for all contexts, because a mix-up would be invisible. Optional methods, those of
+    ``FullEngine``, are not tested.
 
     Args:
         open_engine: opens a fresh engine with at least 16 tokens of context.

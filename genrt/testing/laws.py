@@ -81,9 +81,7 @@ def assert_unbiased(
         CannotTell: the mean looks too small, and ``highest`` is ``None``.
     """
     needed = _needed_capital(level)
-    values = _float_numbers("estimates", estimates)
-    if not len(values):
-        raise InvalidRequest("there are no estimates: give those of some hundred runs")
+    values = _estimates(estimates)
     exact, lowest = check_float("exact", exact), check_float("lowest", lowest)
     at_most = _bound(highest)
     slack = _rounding(rtol) * abs(exact)
@@ -133,9 +131,7 @@ def assert_variance_bounded(
         InvalidRequest: there are no estimates, or an argument is out of its range.
     """
     needed = _needed_capital(level)
-    values = _float_numbers("estimates", estimates)
-    if not len(values):
-        raise InvalidRequest("there are no estimates: give those of some hundred runs")
+    values = _estimates(estimates)
     for name, number in {"exact": exact, "relative_variance": relative_variance}.items():
         if check_float(name, number) <= 0:
             raise InvalidRequest(f"{name} is {number:g}: give a number above 0")
@@ -411,6 +407,13 @@ def _distribution(probabilities: Mapping[Any, float]) -> dict[Any, float]:
         raise InvalidRequest(f"the probabilities add up to {total:.6g}: they must add up to 1")
     ranked = sorted(probabilities.items(), key=lambda entry: -entry[1])
     return {sample: probability / total for sample, probability in ranked if probability > 0}
+
+
+def _estimates(estimates: Iterable[float] | Floats | Tensor) -> Floats:
+    values = _float_numbers("estimates", estimates)
+    if not len(values):
+        raise InvalidRequest("there are no estimates: give those of some hundred runs")
+    return values
 
 
 def _float_numbers(name: str, values: Iterable[float] | Floats | Tensor) -> Floats:

@@ -103,7 +103,7 @@ def run_simulated(
         lambda: _FaultyEngine(open_engine(), faults or Faults(), chance),
         cache,
         max_batch_size=max_batch_size,
-        make_batcher=partial(Batcher, clock=time, observer=_RefuseBlocking()),
+        make_batcher=partial(_AwaitedBatcher, clock=time),
         make_thread=make_rounds,
     )
     lm = AsyncLM(thread, cache, thread.engine, seed=abs(seed))
@@ -162,20 +162,15 @@ def run_simulated(
     return task.result()
 
 
-class _RefuseBlocking:
-    """An observer that refuses questions of callers that block the only thread."""
+class _AwaitedBatcher(Batcher):
+    """A batcher that refuses questions of callers that block the only thread."""
 
-    def registering(self, waiter: Waiter) -> None:
+    def join(self, waiter: Waiter) -> list[Any] | None:
         if waiter.loop is None:
             raise InvalidRequest(
                 "a simulation has one thread: await the question, not its _sync twin"
             )
-
-    def leaving(self, waiter: Waiter) -> None:
-        pass
-
-    def taken(self, flush: Sequence[Request], withdrawn: Sequence[Request]) -> None:
-        pass
+        return super().join(waiter)
 
 
 class _FaultyEngine:

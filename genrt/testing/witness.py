@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -13,8 +12,6 @@ from genrt.engines.protocol import (
     Engine,
     EngineStatistics,
     Finished,
-    FullEngine,
-    capabilities_of,
 )
 from genrt.questions.completions import SampleRequest
 from genrt.questions.contexts import Adapter
@@ -49,8 +46,6 @@ class Witness:
 
     def __init__(self, engine: Engine, tolerance: float) -> None:
         self.engine = engine
-        self.full = cast("FullEngine", engine)  # called only as the capabilities say
-        self.capabilities = capabilities_of(engine)
         self.tolerance = tolerance
         self.in_progress: set[Request] = set()
         self.counted = engine.statistics()

@@ -267,11 +267,8 @@ def encode_shared_turns(
 ) -> list[int]:
     """Return the token ids shared by all chats that start with these messages: up to the assistant's
     answer if the last message is a user's or a tool's, and otherwise up to the user's next message.
-
-    Raises:
-        InvalidRequest: as ``encode_chat``; the template accepts no such next message; or the chats share
-            no tokens.
-    """
+    Raises InvalidRequest as ``encode_chat``, if the template accepts no such next message, or if the
+    chats share no tokens."""
     check_messages(messages)
     answers = messages[-1]["role"] in ("user", "tool", "function")
     role = "assistant" if answers else "user"

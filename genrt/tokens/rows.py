@@ -51,9 +51,7 @@ def gather_rows(rows: Sequence[Tensor]) -> Tensor:
     stride = math.gcd(*(offset - start for offset in offsets)) or width
     places = [(offset - start) // stride for offset in offsets]
     table = first.as_strided((max(places) + 1, width), (stride, 1), start)
-    # A copy from pageable memory would wait for the device.
-    index = torch.tensor(places, pin_memory=first.is_cuda)
-    return table.index_select(0, index.to(first.device, non_blocking=True))
+    return table.index_select(0, moved(torch.tensor(places), first.device))
 
 
 def entries_of(rows: Sequence[Tensor], token_ids: Sequence[Sequence[int]]) -> Tensor:
@@ -77,7 +75,7 @@ def entries_of(rows: Sequence[Tensor], token_ids: Sequence[Sequence[int]]) -> Te
 
 
 def moved(numbers: Tensor, device: torch.device) -> Tensor:
-    """Move numbers of the host to the device, without synchronizing with it."""
+    """Move numbers of the host to the device. Only a copy from pinned memory does not wait for it."""
     if device.type == "cpu":
         return numbers
     return numbers.pin_memory().to(device, non_blocking=True)

@@ -154,25 +154,29 @@ def _scalar(value: object, dtype: torch.dtype) -> Tensor | None:
     return torch.tensor(max(-1, min(int(value), torch.iinfo(dtype).max)), dtype=dtype)
 
 
+class _Versioned:
+    """A named tuple with one more attribute."""
+
+    weights_version: int = 0
+
+    @classmethod
+    def of(cls, fields: Iterable[Any], weights_version: int) -> Self:
+        """Return these fields with this version of the weights."""
+        made: Self = cls._make(fields)  # type: ignore[attr-defined]
+        if weights_version:
+            made.weights_version = weights_version
+        return made
+
+
 class _Draw(NamedTuple):
     token_id: int
     logprob: float
     log_mass: float
 
 
-class Draw(_Draw):
+class Draw(_Versioned, _Draw):
     """One token with its importance weight: ``BatchDraw``'s fields for one row, and
     ``weights_version``."""
-
-    weights_version: int = 0
-
-    @classmethod
-    def of(cls, fields: Iterable[Any], weights_version: int) -> Self:
-        """Return a draw with this version of the weights."""
-        draw = cls._make(fields)
-        if weights_version:
-            draw.weights_version = weights_version
-        return draw
 
 
 class _BatchDraw(NamedTuple):
@@ -181,7 +185,7 @@ class _BatchDraw(NamedTuple):
     log_mass: Tensor
 
 
-class BatchDraw(_BatchDraw):
+class BatchDraw(_Versioned, _BatchDraw):
     """One token per row with its importance weight: three tensors.
 
     Attributes:
@@ -192,15 +196,6 @@ class BatchDraw(_BatchDraw):
             the incremental log importance weight: the target is the model, the proposal the masked model.
         weights_version: ``AsyncLM.weights_version`` of the rows; not an item of the tuple.
     """
-
-    weights_version: int = 0
-
-    @classmethod
-    def of(cls, fields: Iterable[Tensor], weights_version: int) -> Self:
-        """Return draws with this version of the weights."""
-        draws = cls._make(fields)
-        draws.weights_version = weights_version
-        return draws
 
 
 class TopLogprobs(NamedTuple):

@@ -60,12 +60,9 @@ def str_vocab(tokenizer: Any, vocab_size: int) -> list[str]:
 
 
 def special_token_ids(tokenizer: Any) -> frozenset[int]:
-    """Return the tokens that are not text: ends, roles, padding, the unknown token. Constraints keep them
-    out of generated text, except the end token where a text may end.
-
-    Raises:
-        EngineUnsupported: the tokenizer does not list its special tokens.
-    """
+    """Return the tokens that are not text: ends, roles, padding, the unknown token. Constraints keep
+    them out of generated text, except the end token where a text may end. Raises EngineUnsupported if
+    the tokenizer does not list its special tokens."""
     if isinstance(tokenizer, BytesTokenizer):
         return frozenset(() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,))
     try:
@@ -124,12 +121,9 @@ class BytesTokenizer:
         return f"BytesTokenizer({len(self)} tokens, eos_token_id={self._eos_token_id})"
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text by longest match from the left that leaves a rest which tokens
-        can cover. Of tokens with equal bytes, the smallest id is used.
-
-        Raises:
-            InvalidRequest: no sequence of tokens spells the text's UTF-8.
-        """
+        """Return the token ids of a text by longest match from the left that leaves a rest which
+        tokens can cover. Of tokens with equal bytes, the smallest id is used. Raises
+        InvalidRequest if no sequence of tokens spells the text's UTF-8."""
         data = checked_utf8(text)
         # lengths[i]: the token length to take at byte i so that tokens can cover the rest; 0: impossible.
         lengths = [0] * len(data) + [1]
@@ -154,10 +148,7 @@ class BytesTokenizer:
 
     def decode(self, token_ids: Iterable[SupportsIndex]) -> str:
         """Join the tokens' bytes, with U+FFFD for invalid UTF-8; the end token adds no text.
-
-        Raises:
-            InvalidRequest: a token id is not an integer in ``0 .. len(self) - 1``.
-        """
+        Raises InvalidRequest if a token id is not an integer in ``0 .. len(self) - 1``."""
         checked = [checked_token_id(token_id, len(self)) for token_id in token_ids]
         return b"".join(
             self._vocabulary[token_id] for token_id in checked if token_id != self._eos_token_id
@@ -305,11 +296,8 @@ def _check_law(tokenizer: Any, vocabulary: list[bytes]) -> None:
 
 def _reconcile(tokenizer: Any, vocabulary: list[bytes]) -> None:
     """Compare each token's bytes with the text that the tokenizer decodes it to, between two letters.
-    Where they differ, use the reading that encodes to the token, or warn.
-
-    Raises:
-        EngineUnsupported: so many differ that the tokenizer must be of another kind.
-    """
+    Where they differ, use the reading that encodes to the token, or warn. Raises EngineUnsupported if
+    so many differ that the tokenizer must be of another kind."""
     doubtful = _contradicted(tokenizer, vocabulary)
     if 10 * len(doubtful) > len(vocabulary):
         token_id, decoded = next(iter(doubtful.items()))

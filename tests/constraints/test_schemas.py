@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from genrt.constraints import ConstraintState, grammar, json_schema
+from genrt.constraints import ConstraintState, json_schema
 from genrt.errors import InvalidConstraint, InvalidRequest
 from tests.vocabularies import EOS, allowed, lm_over, spelt
 
@@ -266,20 +266,6 @@ def test_dates_are_the_days_that_there_are() -> None:
     every = range(first, datetime.date(2101, 1, 1).toordinal())
     days_there_are = [f'"{datetime.date.fromordinal(day).isoformat()}"'.encode() for day in every]
     assert sorted(found) == days_there_are
-
-
-def test_formats_hold_in_grammars_and_beside_other_types_too() -> None:
-    state = grammar('start: "x" %json {"format": "date"}', BYTES).start()
-    for byte in b'x"2019-02-2':
-        state = state.advance(1 + byte)
-    assert [BYTES.byte_vocab[token] for token in allowed(state)] == [
-        b"%d" % day for day in range(9)
-    ]
-    assert takes({"format": "date"}, "12")
-    assert not takes(
-        {"properties": {"format": {"const": "date"}}, "type": "object"}, '{"format": "2020-01-01"}'
-    )
-    assert takes({"const": {"format": "date"}}, '{"format": "date"}')
 
 
 @pytest.mark.parametrize(

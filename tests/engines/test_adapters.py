@@ -114,16 +114,16 @@ def folders(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> tuple[
 def load(kind: str, request: pytest.FixtureRequest) -> Iterator[Load]:
     with ExitStack() as opened:
 
-        def one(**arguments: Any) -> AsyncLM:
-            if kind == "exact":
+        def one(engine: str = kind, **arguments: Any) -> AsyncLM:
+            if engine == "exact":
                 lm = genrt.load(MODEL, engine="exact", **arguments)
             else:
                 llama: Path = request.getfixturevalue("llama")
                 options: dict[str, Any] = {}
-                if kind == "vllm":
+                if engine == "vllm":
                     options = {"dtype": "float32", "max_num_seqs": 8, "max_lora_rank": 8}
                     options |= {"enable_lora": True, "kv_cache_memory_bytes": 2**26, "max_loras": 4}
-                lm = genrt.load(llama, engine=kind, engine_options=options, **arguments)
+                lm = genrt.load(llama, engine=engine, engine_options=options, **arguments)
             return opened.enter_context(lm)
 
         yield one
@@ -222,12 +222,13 @@ def test_an_adapter_whose_weights_do_not_fit_is_refused_by_name_and_changes_noth
 
 @pytest.mark.promise(number=14)
 def test_a_growing_batch_is_drawn_by_what_its_adapter_s_name_stands_for_now(
-    load: Load, folders: tuple[Path, Path]
+    load: Load, folders: tuple[Path, Path], kind: str
 ) -> None:
     """Others draw after the same contexts, by another adapter and by none. What is expected has names
     that nobody changes, on a runtime that no batch is asked of."""
     first, second = folders
-    lm, quiet = load(cache_bytes=0), load(cache_bytes=0)
+    lm = load(cache_bytes=0)
+    quiet = load(kind if kind == "exact" else "transformers", cache_bytes=0)
     for each, known_as, folder in [
         (lm, "a", first),
         (lm, "b", second),

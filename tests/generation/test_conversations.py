@@ -263,19 +263,6 @@ def a_completion(lm: AsyncLM, conversation: Conversation, text: str, *ends: int)
     return Completion(text, ids, tuple(prompt), own, (), reason, None, 0.0, 0.0)
 
 
-def test_the_tokenizer_would_merge_what_was_drawn_with_what_is_around_it(lm: AsyncLM) -> None:
-    conversation = Conversation(lm, [USER])
-    first = conversation.prompt_ids()
-    conversation.answer(a_completion(lm, conversation, "abab", 1))
-    conversation.add(USER)
-    anew = lm.encode_chat(conversation.messages)
-    spliced = conversation.prompt_ids()
-    assert anew[: len(first)] != first  # its last token is one with the answer's first
-    assert spliced[: len(first)] == first
-    assert len(spliced) > len(anew)
-    assert lm.decode(spliced) == lm.decode(anew)
-
-
 @pytest.mark.parametrize("template", [TEMPLATE, STRIPS])
 def test_an_answer_that_spells_the_end_token_ends_no_turn(template: str) -> None:
     with genrt.load(engine=opened(tokenizer_of((("<", "/"),), template))) as lm:

@@ -252,20 +252,6 @@ async def test_a_warning_tells_of_the_first_error_of_each_kind(lm: AsyncLM) -> N
     assert {w.filename for w in caught} == {__file__}
 
 
-async def test_a_timeout_is_its_items_error(lm: AsyncLM, engine: Engine) -> None:
-    engine.gate = Gate()
-    items: list[Any] = [Item([0], options={"timeout": 0.0}), [1]]
-    walk = generate_many(lm, items, on_error="return", max_tokens=2)
-    number, failed = await anext(walk)
-    assert number == 0
-    assert isinstance(failed, Failed)
-    assert isinstance(failed.error, TimedOut)
-    assert failed.partial is not None
-    assert (failed.partial.text, failed.partial.finish_reason) == ("", "abort")
-    engine.gate.open()
-    assert [number async for number, _ in walk] == [1]
-
-
 async def test_what_was_drawn_before_a_timeout_is_kept(
     lm: AsyncLM, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,24 +282,6 @@ async def test_what_was_drawn_before_a_timeout_is_kept(
     assert whole.text.startswith(failed.partial.text)
     await walk.aclose()
     await nothing_left(lm, engine)
-
-
-async def test_a_failed_step_is_the_error_of_its_items_alone(
-    lm: AsyncLM, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    step, failures = engine.step, iter([True])
-
-    def failing() -> Any:
-        if next(failures, False):
-            raise RuntimeError("a kernel failed")
-        return step()
-
-    monkeypatch.setattr(engine, "step", failing)
-    walk = generate_many(lm, [[0]] * 9, on_error="return", concurrency=3, max_tokens=2)
-    found = [result async for _, result in walk]
-    failed = [each for each in found if isinstance(each, Failed)]
-    assert [type(each.error) for each in failed] == [genrt.EngineFailed] * 3
-    assert len(found) == 9
 
 
 @pytest.mark.parametrize("on_error", ["raise", "return", "warn"])
@@ -426,8 +394,10 @@ def test_the_twin_yields_the_same(lm: AsyncLM) -> None:
 def test_the_twin_raises_what_an_item_or_the_source_raises(lm: AsyncLM) -> None:
     with pytest.raises(InvalidRequest, match="vocabulary"):
         list(generate_many_sync(lm, [[0], [99]]))
+    found: list[int] = []
     with pytest.raises(ZeroDivisionError):
-        list(generate_many_sync(lm, ([1 // i] for i in (1, 0))))
+        found.extend(n for n, _ in generate_many_sync(lm, ([1 // i] for i in (1, 1, 0))))
+    assert sorted(found) == [0, 1]  # the results before it
 
 
 def threads_of_ours() -> list[threading.Thread]:
@@ -526,6 +496,7 @@ print(next(walk)[0] >= 0)
 """
 
 
+@pytest.mark.proof
 def test_a_process_exits_with_a_twin_that_was_not_left() -> None:
     done = subprocess.run(
         [sys.executable, "-c", EXITING], capture_output=True, text=True, timeout=60

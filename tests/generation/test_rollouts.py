@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 from collections import UserDict
 from collections.abc import Iterator, Sequence
@@ -32,7 +31,6 @@ from genrt.lm import AsyncLM
 from tests.generation.test_many import EOS, MODEL, ROOM, Engine, nothing_left
 from tests.inside import engine_of
 from tests.runtime.test_pauses import SleepyEngine
-from tests.scripted import Gate
 
 SHORT = 12
 """The context of the runtime on which batches are drawn: prompts fill it."""
@@ -168,23 +166,6 @@ async def test_samples_come_as_they_finish_each_of_its_own_length(lm: AsyncLM) -
         assert torch.equal(sample.output_ids[0], whole.output_ids[number, :end])
         assert torch.equal(sample.logprobs[0], whole.logprobs[number, :end])
         assert torch.equal(sample.truncated, whole.truncated[number : number + 1])
-
-
-async def test_a_short_sample_is_had_while_a_long_one_is_drawn(
-    held: AsyncLM, engine: Engine
-) -> None:
-    ids, lengths = padded([[0], [0]])
-    engine.gate, engine.hold_at = Gate(), 3
-    stops = [[], [0, 1, 2, 3, 4]]
-    options: dict[str, Any] = {"pad_value": 0, "ignore_eos": True, "stop_token_ids": stops}
-    async with contextlib.aclosing(
-        rollout_samples(held, ids, lengths, max_new_tokens=9, **options)
-    ) as samples:
-        number, sample = await anext(samples)
-        assert (number, int(sample.generation_lengths[0])) == (1, 1)
-        engine.gate.open()
-        number, sample = await anext(samples)
-        assert (number, int(sample.generation_lengths[0])) == (0, 9)
 
 
 # -- what is refused -------------------------------------------------------------------------------
@@ -336,18 +317,6 @@ async def test_what_was_drawn_in_time_is_kept_beside_texts_that_are_whole(
     assert not found.logprobs[1, 3:].any()
     with pytest.raises(TimedOut):
         await rollout(held, ids, lengths, **options, timeout=60)
-
-
-@pytest.mark.parametrize("taken", range(4))
-async def test_leaving_at_any_sample_frees_everything(
-    held: AsyncLM, engine: Engine, taken: int
-) -> None:
-    ids, lengths = padded([[0], [1], [2], [3] * ROOM])
-    samples = rollout_samples(held, ids, lengths, pad_value=0, max_new_tokens=40, ignore_eos=True)
-    async with contextlib.aclosing(samples):
-        for _ in range(taken):
-            await anext(samples)
-    await nothing_left(held, engine)
 
 
 async def test_a_rollout_tells_with_which_weights_each_text_was_drawn() -> None:

@@ -12,13 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from genrt.errors import InvalidRequest, UnknownColumn
-from genrt.generation.tables import (
-    Row,
-    RowPrompts,
-    check_files,
-    format_of,
-    read_rows,
-)
+from genrt.generation.tables import Row, RowPrompts, check_files, format_of, read_rows
 
 JSON = st.recursive(
     st.none()
@@ -133,25 +127,19 @@ def test_a_csv_that_is_none_is_refused(content: bytes, said: str, tmp_path: Path
     assert csv.field_size_limit() == before
 
 
-@pytest.mark.parametrize("name", ["a.parquet", "a.json", "a.XLSX"])
-def test_formats_that_are_not_read_are_named_with_what_converts_them(name: str) -> None:
-    with pytest.raises(InvalidRequest, match=r"convert it, as with pandas\.read_\w+\("):
-        format_of(Path(name))
-
-
-def test_the_format_is_the_names_or_the_one_that_is_chosen(tmp_path: Path) -> None:
+def test_files_have_a_format_that_is_read(tmp_path: Path) -> None:
     assert format_of(Path("a.ndjson")) == "jsonl"
     assert format_of(Path("a.txt"), "tsv") == "tsv"
-    for path, chosen in ((Path("a.txt"), None), (Path("a.csv"), "xml"), (Path("a.csv"), "")):
-        with pytest.raises(InvalidRequest, match=r"\['csv', 'jsonl', 'tsv'\]"):
-            format_of(path, chosen)
-
-
-def test_an_input_is_a_file(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match="there is no file"):
-        check_files(tmp_path / "none.jsonl", tmp_path / "out.jsonl")
-    with pytest.raises(InvalidRequest, match="is not a file"):
-        check_files(tmp_path, tmp_path / "out.jsonl")
+    convert, known = r"convert it, as with pandas\.read_\w+\(", r"\['csv', 'jsonl', 'tsv'\]"
+    for name, chosen, said in (
+        *((name, None, convert) for name in ("a.parquet", "a.json", "a.XLSX")),
+        *(("a.txt", None, known), ("a.csv", "xml", known), ("a.csv", "", known)),
+    ):
+        with pytest.raises(InvalidRequest, match=said):
+            format_of(Path(name), chosen)
+    for source, said in ((tmp_path / "none.jsonl", "there is no file"), (tmp_path, "not a file")):
+        with pytest.raises(InvalidRequest, match=said):
+            check_files(source, tmp_path / "out.jsonl")
     with pytest.raises(InvalidRequest, match="cannot be read"):
         list(read_rows(tmp_path, "jsonl"))
 

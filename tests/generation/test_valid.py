@@ -21,13 +21,8 @@ import torch
 
 import genrt
 from genrt.engines.exact import ExactEngine, NGram
-from genrt.errors import Closed, ContextTooLong, ExtraNotInstalled, InvalidRequest
-from genrt.generation import (
-    Item,
-    Records,
-    UntilValid,
-    generate_valid_sync,
-)
+from genrt.errors import ContextTooLong, ExtraNotInstalled, InvalidRequest
+from genrt.generation import Item, Records, UntilValid, generate_valid_sync
 from genrt.generation.validators import RecordValidator
 from genrt.lm import AsyncLM
 from tests import interrupts
@@ -81,7 +76,7 @@ def untimed(records: Records) -> Records:
         number: dataclasses.replace(each, seconds=0.0, seconds_to_first_token=0.0)
         for number, each in records.completions.items()
     }
-    made = dataclasses.replace(records.statistics, seconds=0.0, seconds_judging=0.0)
+    made = dataclasses.replace(records.statistics, seconds=0.0)
     return dataclasses.replace(records, completions=completions, statistics=made)
 
 
@@ -95,9 +90,7 @@ def consistent(records: Records) -> None:
     assert made.valid == len(records.records) + len(records.surplus)
     assert made.invalid == sum(made.errors.values()) == sum(map(len, records.faults.values()))
     assert made.attempts == len(records.completions) + made.failed
-    assert sum(made.finish_reasons.values()) == len(records.completions)
-    tokens = sum(len(each.token_ids) for each in records.completions.values())
-    assert made.tokens_valid + made.tokens_invalid + made.tokens_truncated == tokens
+    assert made.tokens == sum(len(each.token_ids) for each in records.completions.values())
     if records.reason == "complete":
         assert len(records.records) == records.target
 
@@ -107,7 +100,7 @@ def consistent(records: Records) -> None:
 
 @pytest.mark.parametrize(
     ("acceptance", "target"),
-    [(0.02, 1), (0.02, 60), *itertools.product((0.3, 1.0), (1, 7, 100, 300))],
+    [(0.02, 1), (0.02, 60), *itertools.product((0.3, 1.0), (1, 100))],
 )
 def test_it_makes_as_many_as_wanted_and_hardly_more(acceptance: float, target: int) -> None:
     with opened(acceptance) as lm:
@@ -163,34 +156,9 @@ def test_it_ends_for_a_reason_after_so_many_attempts(
     assert (found.reason, made.attempts) == ending
     if found.reason == "all_truncated":
         assert made.errors == {"truncated": made.invalid}
-        assert made.tokens_truncated == 3 * made.invalid
-        assert made.finish_reasons == {"length": made.attempts}
+        assert made.truncated == made.attempts
     elif acceptance == 0.0:
         assert made.errors == {"ValueError": made.attempts}
-
-
-def test_too_many_invalid_records_for_too_long_end_it() -> None:
-    with opened(0.3) as lm:
-        options: dict[str, Any] = {"target": 400, "seed": 3, "max_tokens": 20}
-        never = generate_valid_sync(lm, "?", is_yes, **options, invalid_threshold=0.95, patience=2)
-        assert never.reason == "complete"
-        for patience in (1, 2, 3):
-            found = generate_valid_sync(
-                lm, "?", is_yes, **options, invalid_threshold=0.5, patience=patience
-            )
-            assert (found.reason, found.statistics.attempts) == ("threshold", 100 * patience)
-            consistent(found)
-
-
-@pytest.mark.parametrize("concurrency", [1, 7, None])
-def test_a_good_batch_restores_patience(brief: AsyncLM, concurrency: int | None) -> None:
-    """Batches of 100 attempts: one bad, one good, two bad."""
-    answers = itertools.chain([False] * 100, [False, True] * 50, itertools.repeat(False))
-    options: dict[str, Any] = {"invalid_threshold": 1.0, "patience": 2, "max_dry_attempts": None}
-    found = generate_valid_sync(
-        brief, "?", lambda _: next(answers), target=100, concurrency=concurrency, **options
-    )
-    assert (found.reason, found.statistics.attempts) == ("threshold", 400)
 
 
 # -- which records --------------------------------------------------------------------------------
@@ -354,16 +322,6 @@ async def test_records_are_valid_or_have_faults(
     assert (found, [each.category for each in wrong]) == (values, faults)
 
 
-async def test_a_fault_says_where_a_text_breaks_its_schema() -> None:
-    faults: list[Any] = []
-    for text in ('{"age": "x"}', '{"age": 1, "name": "abc"}'):
-        await RecordValidator(SCHEMA).validate(text, [], faults)
-    assert [each.detail for each in faults] == [
-        "$.age: 'x' is not of type 'integer'",
-        "$.name: 'abc' is too long",
-    ]
-
-
 def test_a_mistake_in_a_validator_is_raised(lm: AsyncLM) -> None:
     with pytest.raises(NameError):
         generate_valid_sync(lm, "?", lambda text: missing_name, target=3)  # type: ignore[name-defined]  # noqa: F821
@@ -378,12 +336,7 @@ def test_a_parser_that_returns_no_records_is_refused(lm: AsyncLM, parse: Any) ->
 # -- arguments and errors -------------------------------------------------------------------------
 
 TOGETHER: list[tuple[dict[str, Any], str]] = [
-    ({"patience": 2}, "both"),
-    ({"invalid_threshold": 0.2}, "both"),
-    ({"invalid_threshold": 1.1, "patience": 1}, "invalid_threshold must be"),
-    ({"invalid_threshold": 0.5, "patience": 0}, "patience must be"),
     ({"in_order": True}, "no option 'in_order'"),
-    ({"prompts": ["?", [0] * 40], "target": 2}, "max_model_len"),
     ({"prompts": [{"role": "user", "content": "a"}]}, "no chat templates"),
 ]
 
@@ -426,26 +379,6 @@ def test_a_prompt_that_is_too_long_is_raised_with_its_attempt(lm: AsyncLM) -> No
 
 def whole(lm: AsyncLM) -> Records:
     return generate_valid_sync(lm, "?", is_yes, target=6, seed=9, max_tokens=20)
-
-
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, asyncio.CancelledError])
-def test_an_error_at_any_record_loses_none_and_the_run_can_go_on(
-    brief: AsyncLM, kind: type[BaseException]
-) -> None:
-    lm, expected = brief, whole(brief)
-    for k in range(1, expected.statistics.attempts + 1):
-        count = itertools.count(1)
-
-        def validate(text: str, k: int = k, count: Iterator[int] = count) -> str:
-            if next(count) == k:
-                raise kind
-            return is_yes(text)
-
-        run = UntilValid(lm, "?", validate, target=6, seed=9, max_tokens=20)
-        with pytest.raises(kind):
-            asyncio.run(run.run())
-        interrupted(run, k - 1)
-        assert_same_records(asyncio.run(run.run()), expected)
 
 
 def interrupted(run: UntilValid, attempts: int = 0) -> None:
@@ -524,7 +457,7 @@ def test_an_interrupt_of_the_twin_returns_what_was_made() -> None:
 
 
 async def test_the_result_can_be_had_while_it_runs(lm: AsyncLM) -> None:
-    run = UntilValid(lm, "?", is_yes, target=200, max_tokens=20)
+    run = UntilValid(lm, "?", is_yes, target=60, max_tokens=20)
     assert (run.result().reason, run.result().records) == ("interrupted", ())
     task, seen = asyncio.create_task(run.run()), [0]
     while not task.done():
@@ -544,21 +477,6 @@ async def test_a_run_is_awaited_once_at_a_time(lm: AsyncLM) -> None:
     with pytest.raises(InvalidRequest, match="under way already"):
         await run.run()
     assert (await first).reason == "complete"
-
-
-async def test_a_closed_runtime_ends_it_and_loses_nothing() -> None:
-    lm = opened(0.3)
-    count = itertools.count()
-
-    def validate(text: str) -> str:
-        if next(count) == 30:
-            lm.close()
-        return is_yes(text)
-
-    run = UntilValid(lm, "?", validate, target=500, max_tokens=20)
-    with pytest.raises(Closed):
-        await run.run()
-    interrupted(run, 30)
 
 
 # -- what is shown ----------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ import torch
 
 import genrt
 from genrt import demo, errors
+from genrt.__main__ import main
 from genrt.engines.exact import NGram
 from genrt.lm import AsyncLM
 
@@ -85,7 +86,8 @@ async def examples_of(page: str, namespace: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def embedded() -> Iterator[AsyncLM]:
-    with genrt.load(engine_options={"dtype": "float32"}) as lm:
+    options = {"dtype": "float32", "kv_cache_memory_bytes": 2**29}
+    with genrt.load(engine_options=options) as lm:
         yield lm
 
 
@@ -128,6 +130,24 @@ async def test_the_examples_in_the_readme_run(
     assert set(texts) <= {" Paris.", " Rome.", " Tokyo."}
     assert sum(weights) == pytest.approx(1.0)
     assert sum(weight for _, weight in namespace["numbers"]) == pytest.approx(1.0)
+
+
+@pytest.mark.vllm
+@pytest.mark.embedded
+def test_the_demo_prints_a_table_as_in_the_readme(
+    embedded: AsyncLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(genrt, "load", lambda *_, **__: contextlib.nullcontext(embedded))
+    embedded.clear_cache()
+    before = embedded.statistics()
+    assert main(["demo", "--particles", "8", "--max-tokens", "24"]) == 0
+    did = embedded.statistics().since(before)
+    table = re.findall(r"(?m)^ +(\d\.\d{4})  (.*)$", capsys.readouterr().out)
+    assert table
+    assert all(re.fullmatch(demo.PATTERN, text) for _, text in table)
+    assert sum(float(weight) for weight, _ in table) == pytest.approx(1, abs=0.01)
+    assert did.engine.rows < did.batcher.questions <= 8 * 24
+    assert did.engine.steps <= 24
 
 
 @pytest.mark.parametrize("page", SIMPLE)
@@ -214,21 +234,22 @@ def test_every_page_is_in_the_navigation_once() -> None:
     assert sorted(nav) == sorted({*PAGES, *GENERATED})
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_links_lead_to_files(document: str) -> None:
-    links = re.findall(r"\]\(([^)#]+)[^)]*\)", text_of(document))
-    here = (ROOT / document).parent
-    assert [link for link in links if "://" not in link and not (here / link).exists()] == []
+@pytest.mark.parametrize("page", [*DOCUMENTS, *(f"docs/{page}" for page in PAGES)])
+def test_links_lead_to_files(page: str) -> None:
+    """On a code host too, where a page is beside its files."""
+    for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", (ROOT / page).read_text(encoding="utf-8")):
+        assert "://" in link or (ROOT / page).parent.joinpath(link).exists(), link
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_links_lead_to_pages(page: str) -> None:
-    for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text_of(page)):
-        if "://" not in link:
-            target = (DOCS / page).parent.joinpath(link).resolve()
-            assert target.is_relative_to(DOCS)
-            is_page = str(target.relative_to(DOCS)) in {*PAGES, *GENERATED}
-            assert is_page or (target.suffix == ".svg" and target.is_file()), link
+def test_links_of_pages_lead_to_pages(hooks: ModuleType) -> None:
+    for page in PAGES:
+        text = hooks.on_page_markdown(text_of(page))
+        for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
+            if "://" not in link:
+                target = (DOCS / page).parent.joinpath(link).resolve()
+                assert target.is_relative_to(DOCS), (page, link)
+                is_page = str(target.relative_to(DOCS)) in {*PAGES, *GENERATED}
+                assert is_page or (target.suffix == ".svg" and target.is_file()), (page, link)
 
 
 def test_the_links_of_notebooks_lead_to_notebooks() -> None:

@@ -16,9 +16,10 @@ from genrt.engines.exact import ExactEngine, NGram
 from genrt.lm import AsyncLM
 from genrt.questions.reads import Answering, Read, ReadRequest, Wanted, parts_of
 from genrt.questions.rows import row_request
+from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.ask import blocking_question
-from genrt.testing import check_engine
-from genrt.testing.answers import READS, ReadOracle
+from genrt.runtime.cache import RowCache
+from tests.answers import READS, ReadOracle, check_reads
 
 MODEL = NGram.random(11, order=2, seed=3)
 
@@ -76,7 +77,7 @@ def test_it_is_tested_with_the_others_once_it_is_listed(monkeypatch: pytest.Monk
 
     listed = type("Listed", (Entropy,), {"answer": staticmethod(answer)})
     monkeypatch.setitem(READS, listed, ReadOracle(lambda *_: [listed()], is_entropy))
-    check_engine(lambda: ExactEngine(MODEL, max_model_len=32))
+    check_reads(AnsweringEngine(ExactEngine(MODEL), RowCache(0)), 11)
     assert asked
 
     broken = type(
@@ -84,4 +85,4 @@ def test_it_is_tested_with_the_others_once_it_is_listed(monkeypatch: pytest.Monk
     )
     monkeypatch.setitem(READS, broken, ReadOracle(lambda *_: [broken()], is_entropy))
     with pytest.raises(AssertionError, match="Broken"):
-        check_engine(lambda: ExactEngine(MODEL, max_model_len=32))
+        check_reads(AnsweringEngine(ExactEngine(MODEL), RowCache(0)), 11)

@@ -1,5 +1,5 @@
 """A runtime on vLLM in a Jupyter kernel: the stop button in the middle of a long run, of blocking calls
-and of awaits, and a restart; both in the middle of a notebook's SMC, which then runs from top to bottom.
+and of awaits, and a restart; both in the middle of a notebook's SMC, which then runs again.
 Nothing is timed: a cell says that it is going, and is then interrupted."""
 
 from __future__ import annotations
@@ -151,6 +151,7 @@ while True:
 """
 
 NOTHING_LEFT = """
+from tests.inside import engine_of, in_progress, thread_of
 # What was given up is in flight until the turn after the step that was under way.
 for _ in range(2):
     working = thread_of(lm).call(lambda _: len(in_progress(engine_of(lm)))).result()
@@ -177,13 +178,14 @@ def test_a_notebook_interrupted_and_restarted_in_its_smc_leaves_nothing_and_runs
     tmp_path: Path,
 ) -> None:
     """The cells up to the one that runs SMC, that one over and over until the stop button, once more
-    until the kernel is restarted, and then the whole notebook."""
+    until the kernel is restarted, and then the cells again."""
     cells = cells_of("first_smc.ipynb")
     [first] = [number for number, cell in enumerate(cells) if "smc = SMC(" in cell]
+    del cells[first + 1 :]
     kernel = Kernel(TMPDIR=str(tmp_path))
     try:
         shared = shared_memory()
-        for cell in cells[: first + 1]:
+        for cell in cells:
             assert kernel.run(cell)[0] == ""
         error, _ = kernel.run(ENDLESS, interrupt=True)
         assert error in ("KeyboardInterrupt", "CancelledError")

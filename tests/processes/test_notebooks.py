@@ -30,6 +30,28 @@ def kernel() -> Iterator[KernelManager]:
         manager.shutdown_kernel(now=True)
 
 
+SHARE = """
+import genrt
+from genrt.lm import AsyncLM
+
+aload, aclose, close, opened = genrt.aload, AsyncLM.aclose, AsyncLM.close, []
+
+async def shared(*model, **options):
+    if model or options != {"engine_options": {"dtype": "float32"}}:
+        return await aload(*model, **options)
+    if not opened:
+        opened.append(await aload(**options))
+    opened[0].clear_cache()
+    return opened[0]
+
+async def left_open(lm):
+    if lm not in opened:
+        await aclose(lm)
+
+genrt.aload, AsyncLM.aclose = shared, left_open
+AsyncLM.close = lambda lm: None if lm in opened else close(lm)
+"""
+"""Most notebooks open the same model, and share it here: its opening would take most of their time."""
 RESET = "get_ipython().reset(); get_ipython().execution_count = 1"
 
 
@@ -38,7 +60,10 @@ def executed(kernel: KernelManager, name: str) -> Any:
     notebook = stored(name)
     resources = {"metadata": {"path": str(ROOT)}}
     client = NotebookClient(notebook, km=kernel, timeout=300, resources=resources)
+    is_new = not kernel.has_kernel
     with client.setup_kernel():
+        if is_new:
+            client.kc.execute(f"exec({SHARE!r}, {{}})", reply=True, timeout=60)
         client.kc.execute(RESET, store_history=False, reply=True, timeout=60)
         for place, cell in enumerate(notebook.cells):
             client.execute_cell(cell, place)

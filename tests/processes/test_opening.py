@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 import os
 import random
 import subprocess
@@ -93,28 +94,41 @@ def states() -> dict[str, int]:
 
 @pytest.mark.promise(number=23)
 @pytest.mark.promise(number=27)
-def test_two_runtimes_draw_independently(load: Load) -> None:
+@pytest.mark.parametrize("seeds", [(None, None), (7, 8)])
+def test_two_runtimes_draw_independently(seeds: tuple[int | None, int | None]) -> None:
     """Fifty tokens, eight draws and more: equal ones have a chance far below 1e-9."""
-    first, second = (unseeded(load()) for _ in range(2))
-    assert first != second
-    assert all(one != other for one, other in zip(first[8:], second[8:], strict=True))
+    runtimes = [genrt.load(MODEL, engine="exact", seed=seed) for seed in seeds]
+    assert have_nothing_in_common(*map(unseeded, runtimes))
+    for runtime in runtimes:
+        runtime.close()
+
+
+def have_nothing_in_common(first: Answers, second: Answers) -> bool:
+    """Whether the draws differ together, and each of the longer texts."""
+    return first[:8] != second[:8] and all(map(operator.ne, first[8:], second[8:]))
 
 
 @pytest.mark.promise(number=27)
-def test_a_restarted_runtime_goes_on_and_repeats_nothing(load: Load) -> None:
-    lm = load()
-    first, before = unseeded(lm), seeded(lm)
+def test_a_seed_decides_all_draws_and_the_generators_of_the_process_are_left_alone(
+    load: Load,
+) -> None:
+    """A restarted runtime repeats nothing that has no seed; another one of its seed does all of it."""
+    random.seed(3)
+    np.random.seed(3)  # the process's own
+    torch.manual_seed(3)
+    before = states()
+    lm = load(seed=7)
+    assert states() == before
+    first, of_seeds = unseeded(lm), seeded(lm)
+    lm.next_token_logprobs_sync(PROMPT)
+    assert states() == before
     lm.restart()
-    second = unseeded(lm)
-    assert all(one != other for one, other in zip(first[8:], second[8:], strict=True))
-    assert seeded(lm) == before
-
-
-@pytest.mark.promise(number=27)
-def test_runtimes_of_one_seed_draw_the_same(load: Load) -> None:
-    first, again, other = (unseeded(load(seed=seed)) for seed in (7, 7, 8))
-    assert first == again
-    assert first != other
+    assert states() == before
+    assert have_nothing_in_common(first, unseeded(lm))
+    assert seeded(lm) == of_seeds
+    lm.close()
+    assert states() == before
+    assert unseeded(load(seed=7)) == first
 
 
 @pytest.mark.promise(number=27)
@@ -128,24 +142,6 @@ def test_what_questions_without_a_seed_draw_does_not_depend_on_their_company() -
 
 async def _together(lm: AsyncLM) -> Answers:
     return await asyncio.gather(*(lm.sample(PROMPT, max_tokens=9) for _ in range(20)))
-
-
-@pytest.mark.promise(number=27)
-def test_the_generators_of_the_process_are_neither_set_nor_drawn_from(load: Load) -> None:
-    random.seed(3)
-    np.random.seed(3)  # the process's own
-    torch.manual_seed(3)
-    before = states()
-    lm = load()
-    assert states() == before
-    unseeded(lm)
-    seeded(lm)
-    lm.next_token_logprobs_sync(PROMPT)
-    assert states() == before
-    lm.restart()
-    assert states() == before
-    lm.close()
-    assert states() == before
 
 
 @pytest.mark.parametrize("seed", [-1, 1.5, "1", True])
@@ -162,8 +158,6 @@ import genrt
 torch.backends.cuda.matmul.fp32_precision = "tf32"
 gc.set_threshold(701, 11, 9)
 warnings.filterwarnings("ignore", message="mine")
-if frozen:
-    gc.freeze()
 
 def seen():
     matmul = torch.backends.cuda.matmul
@@ -212,8 +206,8 @@ print("end")
 @pytest.mark.vllm
 @pytest.mark.promise(number=27)
 def test_opening_restarting_and_closing_vllm_changes_nothing_of_the_process(llama: Path) -> None:
-    """In processes that have imported vLLM, as in those that have not: see below."""
-    programs = {"thawed": "frozen = False" + PROCESS, "frozen": "frozen = True" + PROCESS}
+    """In processes that have imported vLLM, whether they froze their objects or not."""
+    programs = {"thawed": "import gc; gc.unfreeze()" + PROCESS, "frozen": PROCESS}
     for end in children.run(programs, model=str(llama)).values():
         assert end.status == 0, end.err
         assert end.out.splitlines() == ["end"]

@@ -429,7 +429,7 @@ def test_any_whitespace_may_stand_between_the_parts_of_a_json_text(typist: Async
     assert all(json.loads(each) in VALUES[3][1] for each in whole)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(seed=st.integers(0, 2**40))
 def test_texts_of_a_drawn_schema_validate_unless_they_are_truncated(
     typist: AsyncLM, seed: int

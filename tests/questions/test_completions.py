@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 
 import genrt
 from genrt.engines.exact import NGram
-from genrt.errors import ContextTooLong, InvalidRequest, TimedOut
+from genrt.errors import ContextTooLong, InvalidRequest
 from genrt.lm import AsyncLM
 from genrt.questions.completions import Completion, CompletionRequest, Decoding
-from tests.inside import engine_of, in_progress
-from tests.scripted import ScriptedEngine, passes
+from tests.scripted import ScriptedEngine
 
 EOS = 4
 MODEL = NGram.random([b"a", b"b", b" c", b"d", b"<end>"], order=1, seed=3, eos_token_id=EOS)
@@ -56,16 +55,6 @@ def test_a_request_hashes_its_context_once() -> None:
     assert (request, hash(request)) == (same, hash(same))
     assert request.of_weights(2) != request.of_weights(1)
     assert len({request, request.of_weights(1), copy.copy(same)}) == 2
-
-
-def test_greedy_completions_are_the_likeliest_tokens_and_equal(lm: AsyncLM) -> None:
-    first, second = lm.batch_generate_sync([[0, 1], [0, 1]], temperature=0.0, max_tokens=5)
-    context, expected = [0, 1], list[int]()
-    while len(expected) < 5 and EOS not in expected:
-        expected.append(int(MODEL.row([*context, *expected]).argmax()))
-    assert list(first.token_ids) == expected
-    assert untimed(first) == untimed(second)
-    assert lm.statistics().batcher.deduplicated >= 1
 
 
 @settings(deadline=None, max_examples=10)  # each opens a runtime
@@ -217,26 +206,3 @@ def test_by_default_a_text_may_fill_the_context(lm: AsyncLM) -> None:
 
 
 # -- beside everything else -----------------------------------------------------------------------
-
-
-async def test_completions_that_are_cancelled_leave_nothing(lm: AsyncLM) -> None:
-    tasks = [asyncio.create_task(lm.generate("ab", ignore_eos=True)) for _ in range(20)]
-    await passes()
-    for task in tasks[::2]:
-        task.cancel()
-    done = await asyncio.gather(*tasks, return_exceptions=True)
-    assert all(isinstance(each, asyncio.CancelledError) for each in done[::2])
-    assert all(isinstance(each, Completion) for each in done[1::2])
-    with pytest.raises(TimedOut):
-        await lm.generate("ab", timeout=0.0)
-    engine = engine_of(lm)
-    await lm.next_token_logprobs([0, 0, 0, 1])
-    assert not in_progress(engine)
-    assert lm.statistics().batcher.in_flight == 0
-
-
-async def test_a_callers_completion_is_its_own(lm: AsyncLM) -> None:
-    options: dict[str, Any] = {"temperature": 0.0, "max_tokens": 3, "logprobs": 2}
-    first, second = await asyncio.gather(lm.generate("ab", **options), lm.generate("ab", **options))
-    first.top_logprobs[0].clear()
-    assert len(second.top_logprobs[0]) == 2

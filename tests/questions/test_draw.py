@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 
 import genrt
 from genrt.engines.exact import NGram
@@ -160,33 +158,7 @@ async def test_a_seeded_batch_draws_each_context_with_a_seed_of_its_own(lm: Asyn
     assert int(highest.token_ids[1]) == (await lm.draw([1, 2], seed=0)).token_id
 
 
-async def test_equal_draws_without_a_seed_are_independent_and_share_a_row(lm: AsyncLM) -> None:
-    drawn = await asyncio.gather(*(lm.draw([1, 2]) for _ in range(64)))
-    s = lm.statistics()
-    assert len({each.token_id for each in drawn}) > 1
-    assert (s.batcher.deduplicated, s.engine.rows, s.engine.reads) == (0, 1, 64)
-
-
-async def test_greedy_is_the_likeliest_under_the_mask_and_asked_once(lm: AsyncLM) -> None:
-    mask = allowed(*range(5, 30))
-    greedy = await asyncio.gather(
-        *(lm.draw([6, 7], mask=mask, temperature=0, seed=seed) for seed in (None, 1, 2))
-    )
-    row = MODEL.row([6, 7]).masked_fill(~mask, -math.inf)
-    assert [each.token_id for each in greedy] == [int(row.argmax())] * 3
-    assert {each.logprob for each in greedy} == {0.0}
-    assert lm.statistics().batcher.deduplicated == 2
-
-
 # -- rows, the cache and the host -------------------------------------------------------------
-
-
-async def test_questions_about_one_context_share_a_row_whatever_they_ask(lm: AsyncLM) -> None:
-    await asyncio.gather(
-        lm.draw([1]), lm.top_logprobs([1], 3), lm.token_logprobs([1], [2]), lm.score([1], [2]),
-        lm.next_token_logprobs([1]), lm.draw([1], mask=[3]), lm.batch_draw([[1], [1]]),
-    )  # fmt: skip
-    assert lm.statistics().engine.rows == 1
 
 
 async def test_a_cached_row_answers_everything_and_a_draws_row_is_not_cached(lm: AsyncLM) -> None:
@@ -211,29 +183,6 @@ async def test_rows_for_the_host_are_the_same_rows(lm: AsyncLM) -> None:
     assert torch.equal(batch[0], row)
     assert lm.batch_next_token_logprobs_sync([], device="cpu").shape == (0, VOCAB_SIZE)
     assert lm.statistics().engine.rows == 2
-
-
-async def test_answers_are_the_callers_own(lm: AsyncLM) -> None:
-    one, other = await asyncio.gather(lm.top_logprobs([1], 4), lm.top_logprobs([1], 4))
-    a, b = await asyncio.gather(lm.token_logprobs([1], [2, 3]), lm.token_logprobs([1], [2, 3]))
-    for mine in (*one, a):
-        mine.zero_()
-    assert torch.allclose(other.logprobs, MODEL.row([1]).topk(4).values, atol=1e-6)
-    assert torch.allclose(b, MODEL.row([1])[[2, 3]], atol=1e-6)
-    assert lm.statistics().batcher.deduplicated == 2
-
-
-@pytest.mark.promise(number=14)
-async def test_draws_are_bound_to_their_adapter(lm: AsyncLM, tmp_path: Path) -> None:
-    other = NGram.random(VOCAB_SIZE, order=2, seed=6)
-    save_file({"table": other.table}, tmp_path / "adapter_model.safetensors")
-    (tmp_path / "adapter_config.json").write_text("{}")
-    await lm.add_adapter("x", tmp_path)
-    base, bound = await asyncio.gather(
-        lm.draw([1], mask=[2, 3], seed=1), lm.draw([1], mask=[2, 3], seed=1, adapter="x")
-    )
-    assert base.log_mass == pytest.approx(float(MODEL.row([1])[[2, 3]].logsumexp(-1)), abs=1e-5)
-    assert bound.log_mass == pytest.approx(float(other.row([1])[[2, 3]].logsumexp(-1)), abs=1e-5)
 
 
 # -- tops, candidates, scores -----------------------------------------------------------------

@@ -17,8 +17,8 @@ from genrt.questions.contexts import Limits
 from genrt.questions.reads import Candidates, Read, ReadRequest
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import row_chunks
-from genrt.testing.answers import is_answer
 from genrt.tokens.sampling import GREEDY_BELOW, truncate
+from tests.answers import is_answer
 from tests.scoring_engine import ScoringEngine
 
 MODEL = NGram.random(6, order=1, seed=3)

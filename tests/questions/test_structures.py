@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import genrt
 from genrt.engines.exact import ExactEngine, NGram
@@ -20,8 +19,7 @@ from genrt.lm import AsyncLM
 from genrt.questions.completions import Completion
 from genrt.structures import guides
 from genrt.structures.guides import Guides
-from tests.inside import engine_of, in_progress
-from tests.scripted import passes
+from tests.inside import engine_of
 
 BYTES = [bytes([byte]) for byte in range(1, 128)]
 EOS = len(BYTES)
@@ -133,23 +131,6 @@ def test_a_structure_that_becomes_too_complex_is_refused() -> None:
         guide.take(2)
 
 
-async def test_structured_texts_that_are_cancelled_leave_nothing(lm: AsyncLM) -> None:
-    tasks = [
-        asyncio.create_task(lm.generate([1], regex=f"[a-z]{{{n}}}", max_tokens=90))
-        for n in range(20, 60)
-    ]
-    await passes()
-    for task in tasks[::2]:
-        task.cancel()
-    done = await asyncio.gather(*tasks, return_exceptions=True)
-    assert all(isinstance(each, asyncio.CancelledError) for each in done[::2])
-    lengths = [len(each.text) for each in done if isinstance(each, Completion)]
-    assert lengths == [*range(21, 60, 2)]
-    engine = engine_of(lm)
-    await lm.next_token_logprobs([0, 0, 0, 1])
-    assert not in_progress(engine)
-
-
 def test_without_a_tokenizer_or_an_end_token_structures_are_refused() -> None:
     endless = NGram.random(5, order=1)
     with (
@@ -206,20 +187,6 @@ def test_what_is_kept_compiled_is_bounded(lm: AsyncLM, monkeypatch: pytest.Monke
     lm.batch_generate_sync([[1]] * 5, choice=["new"], max_tokens=5)
     lm.batch_generate_sync([[1]] * 5, choice=["new"], max_tokens=5)
     assert len(compiled) == 1
-
-
-def test_logprobs_of_a_structured_text_are_within_the_structure(lm: AsyncLM) -> None:
-    found = lm.generate_sync(
-        [1], regex="[a-c]{4}", max_tokens=9, seed=1, logprobs=3, temperature=2.0
-    )
-    letters = [BYTES.index(each) for each in (b"a", b"b", b"c")]
-    for place, token in enumerate(found.token_ids):
-        row = lm.next_token_logprobs_sync([1, *found.token_ids[:place]])
-        kept = [EOS] if place == 4 else letters
-        inside = dict(zip(kept, row[kept].log_softmax(0).tolist(), strict=True))
-        assert found.logprobs[place] == pytest.approx(inside[token], abs=1e-5)
-        likeliest = {k: v for k, v in found.top_logprobs[place].items() if v > -torch.inf}
-        assert likeliest == pytest.approx(inside, abs=1e-5)
 
 
 BASE = {"properties": {"a": {"type": "integer"}}, "required": ["a"]}

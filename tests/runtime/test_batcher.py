@@ -14,16 +14,14 @@ import pytest
 import torch
 
 from genrt.engines.protocol import Finished
-from genrt.errors import Closed, EngineFailed, NotFinite, OutOfMemory, UnknownAdapter
+from genrt.errors import Closed, EngineFailed, OutOfMemory, UnknownAdapter
 from genrt.questions.contexts import Adapter
 from genrt.questions.draws import DrawToken
 from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
-from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.ask import MAX_UNAWAITED
-from genrt.runtime.batcher import MAX_PASSES, WAITERS_A_PASS, Batcher, Waiter, deliver
-from genrt.runtime.cache import RowCache
+from genrt.runtime.batcher import MAX_PASSES, WAITERS_A_PASS, Waiter, deliver
 from genrt.tokens.rows import separate_copies
 from tests.scripted import (
     PATIENCE_SECONDS,
@@ -119,33 +117,6 @@ async def test_a_loop_that_never_goes_quiet_is_not_waited_for_forever(by_hand: M
     assert sum(map(len, hand.engine.submitted)) == len(tasks)
 
 
-async def test_questions_answered_by_the_cache_alone_reach_no_engine(by_hand: Make) -> None:
-    hand = by_hand()
-    first = hand.ask(A)
-    await hand.finish()
-    again = hand.ask(A, A)
-    await passes(1)
-    assert again.done(), "a cached answer needs no engine, and no pass of the loop"
-    assert hand.wakes == 1
-    assert right([A, A], await again)
-    assert right([A], await first)
-    assert hand.engine.submitted == [[A]]
-    assert hand.batcher.statistics().cached == 2
-
-
-@pytest.mark.promise(number=15)
-async def test_a_cached_row_survives_what_its_callers_do_to_theirs(by_hand: Make) -> None:
-    hand = by_hand()
-    for _ in range(3):
-        tasks = [hand.ask(A, A), hand.ask(A)]
-        await hand.finish()
-        for row in [row for task in tasks for row in await task]:
-            assert right([A], [row])
-            assert isinstance(row, torch.Tensor)
-            row.fill_(7.0)
-    assert hand.engine.submitted == [[A]]
-
-
 async def test_one_call_into_each_loop_delivers_everything_of_a_turn(
     by_hand: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,47 +156,6 @@ async def test_a_loop_goes_round_while_many_of_its_waiters_are_told(by_hand: Mak
         assert len(told_in_a_pass) < 10
     assert max(told_in_a_pass) == WAITERS_A_PASS
     assert all(right([logprobs(n, 1)], task.result()) for n, task in enumerate(tasks))
-
-
-@pytest.mark.promise(number=19)
-@pytest.mark.promise(number=28)
-@pytest.mark.parametrize("askers", [1, 16])
-async def test_reads_from_cached_rows_never_take_the_place_of_a_step(
-    askers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Somebody reads from a row that is in the cache at every moment: each turn answers them before its
-    step, and steps all the same."""
-    hand = ByHand(by_tokens({sample(1): 20}))
-    await hand.queued(A)
-    await hand.finish()
-    slow, before = await hand.queued(sample(1)), len(hand.engine.stepped)
-    order: list[str] = []
-    step, deliver = hand.engine.step, asyncio.get_running_loop().call_soon_threadsafe
-
-    def stepped() -> list[Finished]:
-        order.append("step")
-        return step()
-
-    def delivered(*arguments: Any, **options: Any) -> asyncio.Handle:
-        order.append("answers")
-        return deliver(*arguments, **options)
-
-    monkeypatch.setattr(hand.engine, "step", stepped)
-    monkeypatch.setattr(asyncio.get_running_loop(), "call_soon_threadsafe", delivered)
-    for turn in range(1, 21):
-        reads = [
-            hand.ask(ReadRequest(A, DrawToken(nonce=askers * turn + number)))
-            for number in range(askers)
-        ]
-        await passes()
-        order.clear()
-        hand.turn()
-        assert len(hand.engine.stepped) == before + turn
-        assert order[:2] == ["answers", "step"], "the reads do not wait for the step"
-        await passes()
-        assert all(read.done() for read in reads)
-    assert right([sample(1)], await slow)
-    assert hand.engine.submitted == [[A], [sample(1)]]
 
 
 Asking = Callable[[ByHand], Any]
@@ -292,19 +222,6 @@ async def test_who_is_cancelled_while_the_event_loop_runs_has_been_answered(ques
     assert answered.questions - before.questions in (0, MAX_UNAWAITED)
 
 
-@pytest.mark.promise(number=5)
-async def test_a_timeout_around_cached_questions_fires() -> None:
-    hand = await cached("a cached row")
-
-    async def asks() -> None:
-        async with asyncio.timeout(0.0):
-            for _ in range(10 * MAX_UNAWAITED):
-                await hand.asker.ask([A])
-
-    with pytest.raises(TimeoutError):
-        await asks()
-
-
 async def test_questions_that_wait_cost_no_pass_of_the_loop(by_hand: Make) -> None:
     """However many are asked: they wait anyway, and are asked in the pass that asks them."""
     hand = by_hand()
@@ -316,27 +233,6 @@ async def test_questions_that_wait_cost_no_pass_of_the_loop(by_hand: Make) -> No
 
 
 # -- errors of a batch question ---------------------------------------------------------------
-
-
-async def test_an_error_withdraws_the_other_requests_of_its_batch_question(by_hand: Make) -> None:
-    poison = NotFinite("NaN")
-    engine = ScriptedEngine(steps=lambda r: 1 if r == A else 5, errors={A: poison})
-    hand = by_hand(engine)
-    batch = await hand.queued(A, B, C)
-    other = await hand.queued(B)
-    hand.turn()
-    late = await hand.queued(D, A)
-    await passes()
-    with pytest.raises(NotFinite):
-        await batch
-    hand.turn()
-    assert engine.cancelled == [[C]], "B has another waiter, C has none"
-    await hand.finish()
-    with pytest.raises(NotFinite):
-        await late
-    assert right([B], await other)
-    assert [D] in engine.cancelled
-    assert hand.batcher.statistics().cancelled == 0, "nobody left by himself"
 
 
 async def test_an_engine_that_fails_in_a_step_is_told_to_forget_it(by_hand: Make) -> None:
@@ -420,82 +316,7 @@ async def test_a_caller_that_leaves_takes_its_request_along_and_disturbs_nobody(
         assert sum(A in flush for flush in hand.engine.submitted) == 1, "the row was cached"
 
 
-async def test_the_last_waiter_of_all_leaves_no_step_to_be_made(by_hand: Make) -> None:
-    hand = by_hand(by_tokens({A: 5}))
-    task = await hand.queued(A)
-    hand.turn()
-    task.cancel()
-    await passes()
-    hand.turn()
-    assert hand.engine.cancelled == [[A]]
-    assert hand.engine.stepped == [[A]]
-    assert hand.batcher.seconds_until_due() is None
-
-
 # -- failures ---------------------------------------------------------------------------------
-
-
-@pytest.mark.promise(number=6)
-@pytest.mark.parametrize("step", range(1, 6))
-@pytest.mark.parametrize("error", [RuntimeError("boom"), EngineFailed("boom")])
-async def test_a_failing_step_fails_its_requests_and_no_others(
-    by_hand: Make, step: int, error: Exception
-) -> None:
-    """At every step k of one program; the next flush works, and nothing of the step is cached."""
-    engine = ScriptedEngine(steps=lambda r: len(r.token_ids), fail_at={step: error})
-    hand = by_hand(engine)
-    program: list[list[Request]] = [[A, C], [B], [D, A], [sample(5, 6)], []]
-    tasks: list[tuple[list[Request], asyncio.Task[list[Result]]]] = []
-    for asked in program:
-        tasks += [(asked, await hand.queued(*asked)) for _ in range(2) if asked]
-        hand.turn()
-        if len(engine.stepped) == step:
-            assert not any(r in hand.cache for r in engine.stepped[-1])
-        await passes()
-    await hand.finish()
-    lost = set(engine.stepped[step - 1]) if len(engine.stepped) >= step else set()
-    assert lost or step == 5
-    raised: list[BaseException] = []
-    for asked, task in tasks:
-        failure = task.exception()
-        if failure is None:
-            assert right(asked, task.result())
-        else:
-            assert isinstance(failure, EngineFailed)
-            assert set(asked) & lost
-            assert failure.__cause__ is (None if isinstance(error, EngineFailed) else error)
-            raised.append(failure)
-    assert bool(raised) == bool(lost)
-    assert len({id(failure) for failure in raised}) == len(raised), "each waiter has its own"
-    assert hand.batcher.statistics().failed == len(lost)
-    again = await hand.queued(*lost)
-    await hand.finish()
-    assert right(list(lost), await again)
-
-
-@pytest.mark.promise(number=6)
-@pytest.mark.parametrize("error", [RuntimeError("no"), EngineFailed("no")])
-async def test_a_failing_submit_fails_its_flush_and_leaves_the_rest(
-    by_hand: Make, error: Exception
-) -> None:
-    engine = ScriptedEngine(steps=lambda r: 3 if r == A else 1, fail_submit={2: error})
-    hand = by_hand(engine)
-    earlier = await hand.queued(A)
-    hand.turn()
-    refused = [await hand.queued(B), await hand.queued(B, C)]
-    hand.turn()
-    await passes()
-    for task in refused:
-        with pytest.raises(EngineFailed):
-            await task
-    again = await hand.queued(B, C)
-    await hand.finish()
-    assert right([A], await earlier)
-    assert right([B, C], await again)
-    assert engine.submitted == [[A], [B, C]]
-    s = hand.batcher.statistics()
-    assert (s.failed, s.flushes, s.in_flight) == (2, 3, 0)
-    hand.engine.submitted.insert(1, [B, C])  # what was refused counts as sent
 
 
 @pytest.mark.promise(number=8)
@@ -515,22 +336,6 @@ async def test_a_question_that_ends_before_its_thread_goes_on_has_its_own_error(
     hand.batcher._wake = at_once
     with pytest.raises(EngineFailed, match="boom"):
         hand.asker.ask_sync([A])
-
-
-async def test_a_request_with_an_error_of_its_own_fails_alone_and_is_not_cached(
-    by_hand: Make,
-) -> None:
-    poison = NotFinite("the logits are NaN")
-    hand = by_hand(ScriptedEngine(errors={B: poison}))
-    tasks = [await hand.queued(request) for request in (A, B, B, C)]
-    await hand.finish()
-    assert right([A], await tasks[0])
-    assert right([C], await tasks[3])
-    failures = [task.exception() for task in tasks[1:3]]
-    assert all(isinstance(failure, NotFinite) for failure in failures)
-    assert len({id(failure) for failure in [poison, *failures]}) == 3
-    assert B not in hand.cache
-    assert hand.batcher.statistics().failed == 1
 
 
 @pytest.mark.parametrize("cache_bytes", [0, 2**20])
@@ -634,47 +439,6 @@ async def test_what_a_waiter_gets_is_no_part_of_a_steps_rows(
 # -- closing ----------------------------------------------------------------------------------
 
 
-@pytest.mark.promise(number=20)
-@pytest.mark.parametrize(
-    "state", ["gathering", "ready", "in flight", "between steps", "waiting for room"]
-)
-async def test_close_ends_every_waiter_in_every_state(by_hand: Make, state: str) -> None:
-    room = 1 if state == "waiting for room" else 9
-    hand = by_hand(by_tokens({A: 3, B: 3}), max_queued_requests=room)
-    tasks = [hand.ask(A), hand.ask(A, B), hand.ask(B)]
-    await passes(1 if state == "gathering" else 5)
-    if state in ("in flight", "between steps"):
-        hand.turn()
-    if state == "between steps":
-        tasks.append(hand.ask(C, A))
-        await passes(1)
-    hand.dropped = hand.batcher.statistics().queued
-    hand.batcher.close()
-    hand.batcher.close()
-    hand.engine.in_progress.clear()
-    await passes()
-    errors = [task.exception() for task in tasks]
-    assert all(isinstance(error, Closed) for error in errors), errors
-    assert len({id(error) for error in errors}) == len(tasks)
-    with pytest.raises(Closed, match="load it again"):
-        await hand.asker.ask([A])
-    with pytest.raises(Closed):
-        hand.asker.ask_sync([A])
-    assert hand.batcher.seconds_until_due() is None
-    s = hand.batcher.statistics()
-    assert (s.queued, s.in_flight, s.cancelled, s.waiting) == (0, 0, 0, 0)
-    assert "closed" in repr(hand.batcher)
-
-
-async def test_an_answer_computed_before_close_is_delivered(by_hand: Make) -> None:
-    hand = by_hand()
-    task = await hand.queued(A)
-    hand.turn()
-    hand.batcher.close()
-    await passes()
-    assert right([A], await task)
-
-
 async def test_close_while_results_are_copied_leaves_no_batch_with_holes(by_hand: Make) -> None:
     """A batch question that lacks one row is closed; one that lacks none is answered."""
 
@@ -698,31 +462,7 @@ async def test_close_while_results_are_copied_leaves_no_batch_with_holes(by_hand
         await partly
 
 
-async def test_close_gives_its_reason_to_every_waiter(by_hand: Make) -> None:
-    hand = by_hand()
-    reason = EngineFailed("the engine is gone")
-    reason.__cause__ = cause = KeyError("x")
-    task = await hand.queued(A)
-    hand.batcher.close(reason)
-    hand.dropped = 1
-    with pytest.raises(EngineFailed, match="is gone") as caught:
-        await task
-    assert caught.value is not reason
-    assert caught.value.__cause__ is cause
-
-
 # -- the flush policy -------------------------------------------------------------------------
-
-
-@pytest.mark.promise(number=19)
-async def test_max_batch_size_cuts_the_queue_and_the_oldest_go_first(by_hand: Make) -> None:
-    hand = by_hand(max_batch_size=3)
-    prompts = [logprobs(number) for number in range(8)]
-    tasks = [hand.ask(prompt) for prompt in prompts]
-    await hand.finish()
-    assert hand.engine.submitted == [prompts[:3], prompts[3:6], prompts[6:]]
-    for prompt, task in zip(prompts, tasks, strict=True):
-        assert right([prompt], await task)
 
 
 async def test_max_batch_size_queued_requests_wait_for_no_quiet_and_no_company(
@@ -763,73 +503,11 @@ async def test_ready_requests_wait_for_company_as_long_as_they_are_told_to(by_ha
     hand.turn()
 
 
-async def test_a_wait_starts_anew_when_the_queue_was_emptied_by_cancellation(
-    by_hand: Make,
-) -> None:
-    now = 0.0
-    hand = by_hand(max_wait_seconds=2.0, clock=lambda: now)
-    task = await hand.queued(A)
-    task.cancel()
-    await passes()
-    assert hand.batcher.seconds_until_due() is None
-    now, hand.dropped = 1.0, 1
-    other = await hand.queued(B)
-    assert hand.batcher.seconds_until_due() == 2.0
-    now = 3.0
-    await hand.finish()
-    assert right([B], await other)
-
-
 # -- several loops and threads ----------------------------------------------------------------
 
 
 def spin(loop: asyncio.AbstractEventLoop) -> None:
     loop.run_until_complete(passes())
-
-
-def test_a_request_that_two_loops_queue_is_sent_when_the_first_is_quiet(by_hand: Make) -> None:
-    hand = by_hand()
-    busy, quiet = asyncio.new_event_loop(), asyncio.new_event_loop()
-    slow = busy.create_task(hand.asker.ask([A]))
-    busy.run_until_complete(passes(1))
-    quick = quiet.create_task(hand.asker.ask([A]))
-    spin(quiet)
-    hand.turn()
-    spin(quiet)
-    assert right([A], quick.result())
-    spin(busy)
-    assert hand.batcher.seconds_until_due() is None, "what is done is not sent again"
-    assert right([A], slow.result())
-    busy.close()
-    quiet.close()
-
-
-@pytest.mark.promise(number=9)
-@pytest.mark.parametrize("ready", [False, True])
-def test_what_a_closed_loop_queued_is_sent_only_for_others(by_hand: Make, ready: bool) -> None:
-    hand = by_hand()
-    ended, other = asyncio.new_event_loop(), asyncio.new_event_loop()
-    lost = [ended.create_task(hand.asker.ask([request])) for request in (A, B)]
-    if ready:
-        spin(ended)
-    else:
-        ended.call_soon(ended.stop)
-        ended.run_forever()
-    assert (hand.batcher.seconds_until_due() == 0.0) == ready
-    ended.close()
-    task = other.create_task(hand.asker.ask([B]))
-    spin(other)
-    while hand.batcher.seconds_until_due() == 0.0:
-        hand.turn()
-        spin(other)
-    assert hand.engine.submitted == [[B]]
-    assert right([B], task.result())
-    assert not any(task.done() for task in lost)
-    other.close()
-    hand.dropped = 1
-    s = hand.batcher.statistics()
-    assert (s.queued, s.cancelled) == (0, 2)
-    abandon(lost)
 
 
 def abandon(tasks: list[asyncio.Task[Any]]) -> None:
@@ -839,26 +517,6 @@ def abandon(tasks: list[asyncio.Task[Any]]) -> None:
         del task
     tasks.clear()
     gc.collect()
-
-
-@pytest.mark.promise(number=9)
-@pytest.mark.parametrize("computed", [False, True])
-def test_a_closed_loop_is_no_obstacle_to_delivery(by_hand: Make, computed: bool) -> None:
-    """It is closed before the answer is there, or between that and its waking up."""
-    hand = by_hand(by_tokens({A: 2 - computed}))
-    ended, other = asyncio.new_event_loop(), asyncio.new_event_loop()
-    lost = [ended.create_task(hand.asker.ask([A]))]
-    spin(ended)
-    kept = other.create_task(hand.asker.ask([A]))
-    spin(other)
-    hand.turn()
-    ended.close()
-    if not computed:
-        hand.turn()
-    spin(other)
-    assert right([A], kept.result())
-    other.close()
-    abandon(lost)
 
 
 @pytest.mark.promise(number=20)
@@ -906,29 +564,6 @@ def test_a_collection_inside_the_batchers_own_lock_does_not_deadlock(cancelled: 
 # -- loops that were closed with tasks on them ------------------------------------------------
 
 
-@pytest.mark.promise(number=9)
-@pytest.mark.parametrize("request_", [A, sample(1), ReadRequest(A, DrawToken(seed=1))], ids=repr)
-def test_what_a_closed_loop_left_in_flight_is_withdrawn(request_: Request) -> None:
-    """As by a notebook's kernel or a server that stops, without a cancellation."""
-    hand = ByHand(ScriptedEngine(steps=lambda request: 10 if request.token_ids == (1,) else 2))
-    ended, other = asyncio.new_event_loop(), asyncio.new_event_loop()
-    lost = [ended.create_task(hand.asker.ask([request_, B])) for _ in range(3)]
-    kept = other.create_task(hand.asker.ask([B]))
-    spin(ended)
-    spin(other)
-    hand.turn()
-    ended.close()
-    hand.turn()
-    spin(other)
-    computed = request_.row if isinstance(request_, ReadRequest) else request_
-    assert hand.engine.cancelled == [[computed]]
-    assert right([B], kept.result())
-    assert hand.batcher.seconds_until_due() is None
-    assert hand.batcher.statistics().cancelled == 3
-    other.close()
-    abandon(lost)
-
-
 def test_a_closed_loops_tasks_end_where_nothing_is_locked(by_hand: Make) -> None:
     """Nobody but the batcher holds them; what they do in their end may be anything."""
     hand = by_hand(by_tokens({A: 10}))
@@ -950,24 +585,6 @@ def test_a_closed_loops_tasks_end_where_nothing_is_locked(by_hand: Make) -> None
     gc.collect()
     assert locked == [False]
     assert hand.engine.cancelled == [[A]]
-
-
-@pytest.mark.promise(number=10)
-def test_an_interrupt_withdraws_a_sync_question(
-    by_hand: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hand = by_hand(by_tokens({A: 5}))
-
-    def interrupted(*_: Any) -> None:
-        hand.turn()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("concurrent.futures.Future.result", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        hand.asker.ask_sync([A])
-    hand.turn()
-    assert hand.engine.cancelled == [[A]]
-    assert hand.batcher.statistics().cancelled == 1
 
 
 @pytest.mark.promise(number=10)
@@ -1021,29 +638,6 @@ async def test_a_close_that_is_interrupted_is_made_good_by_the_next(
 OLD, NEW = Adapter("lora", 1), Adapter("lora", 2)
 
 
-@pytest.mark.promise(number=14)
-async def test_an_adapter_is_removed_only_when_no_request_is_bound_to_it(by_hand: Make) -> None:
-    bound = logprobs(1, adapter=OLD)
-    hand = by_hand(by_tokens({bound: 3, A: 9}))
-    hand.load(OLD, NEW)
-    other = await hand.queued(A)
-    hand.turn()
-    task = await hand.queued(bound)
-    hand.batcher.retire(OLD)
-    assert hand.wakes == 3, "the engine thread is told"
-    for _ in range(3):
-        assert hand.engine.removed == []
-        hand.turn()
-    await passes()
-    assert right([bound], await task)
-    hand.turn()
-    assert hand.engine.removed == [OLD]
-    assert bound not in hand.cache, "its rows went with it"
-    await hand.finish()
-    assert right([A], await other)
-    assert hand.engine.adapters == [NEW]
-
-
 async def test_a_retired_adapter_that_is_still_bound_keeps_no_thread_busy(by_hand: Make) -> None:
     bound, now = logprobs(1, adapter=OLD), 0.0
     hand = by_hand(max_wait_seconds=3.0, clock=lambda: now)
@@ -1094,11 +688,3 @@ async def test_statistics_are_frozen_and_repr_shows_live_state(by_hand: Make) ->
         hand.batcher.statistics().questions = 0  # type: ignore[misc]
     await hand.finish()
     assert repr(hand.batcher) == "Batcher(open, 0 queued, 0 in flight, 2 flushes)"
-
-
-def test_a_new_batcher_has_nothing_to_do() -> None:
-    batcher = Batcher(RowCache(0))
-    assert batcher.seconds_until_due() is None
-    engine = ScriptedEngine()
-    batcher.turn(AnsweringEngine(engine, RowCache(0)))
-    assert engine.submitted == engine.stepped == []

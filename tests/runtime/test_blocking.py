@@ -8,8 +8,6 @@ import contextvars
 import gc
 import itertools
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -39,7 +37,7 @@ from genrt.interop.trainers import WeightSyncClient
 from genrt.lm import AsyncLM
 from genrt.runtime.concurrency import INTERRUPT_SECONDS, _wait, blocking
 from genrt.tokens.texts import Text
-from tests import children, interrupts
+from tests import interrupts
 from tests.inside import thread_of
 from tests.runtime.test_pauses import MODEL as PAUSED_MODEL
 from tests.runtime.test_pauses import OTHER, SleepyEngine
@@ -97,15 +95,6 @@ def test_it_gives_what_run_gives_from_a_script_from_threads_and_where_a_loop_run
     with ThreadPoolExecutor(4) as threads:
         found = [threads.submit(algorithm.run_sync, 7) for _ in range(4)]
     assert all(same(each.result(), expected) for each in found)
-
-
-@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "best of N"])
-def test_it_tells_of_every_step(lm: AsyncLM, name: str) -> None:
-    algorithm = ALGORITHMS[name](lm)
-    told: dict[str, list[int]] = {"run": [], "run_sync": []}
-    asyncio.run(algorithm.run(0, on_step=lambda state, _: told["run"].append(state.step)))
-    algorithm.run_sync(0, on_step=lambda state, _: told["run_sync"].append(state.step))
-    assert told["run_sync"] == told["run"] != []
 
 
 def test_what_it_raises_is_raised(lm: AsyncLM) -> None:
@@ -331,18 +320,3 @@ def test_a_second_interrupt_does_not_wait(lm: AsyncLM) -> None:
     [thread] = [each for each in threading.enumerate() if each.name == "genrt"]
     released.set()
     thread.join()
-
-
-def test_these_tests_do_not_hang_where_the_process_was_started_to_ignore_interrupts() -> None:
-    # As a shell starts what it puts in the background, a pytest of its own.
-    name = f"{__file__}::{test_an_interrupt_cancels_the_run.__name__}"
-    run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{name}[SMC-False]"]
-    ended = subprocess.run(
-        ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *run],
-        cwd=children.ROOT,
-        env=children.environment(),
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
-    assert "1 passed" in ended.stdout, ended

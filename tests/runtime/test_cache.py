@@ -173,28 +173,6 @@ def test_of_more_rows_than_there_is_room_for_the_last_are_copied_and_no_others(
     assert copied == [2]
 
 
-@pytest.mark.promise(number=15)
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda batch: batch[3],
-        lambda batch: batch[:, 1],
-        lambda batch: batch[0, ::2],
-        lambda batch: batch[:1, 0].expand(8),
-    ],
-)
-def test_a_row_that_is_a_view_does_not_pin_its_batch(
-    view: type[torch.Tensor],
-) -> None:
-    batch = torch.randn(8, 8)
-    cache = RowCache(32)
-    cache.put(A, view(batch))
-    kept = cache.borrow(A)
-    assert kept is not None
-    assert torch.equal(kept, view(batch))
-    assert cache.statistics().bytes == kept.untyped_storage().nbytes() == 4 * kept.numel()
-
-
 def test_a_row_larger_than_the_cache_is_not_kept_and_drives_nothing_out() -> None:
     cache = RowCache(40)
     cache.put(A, row(4))

@@ -40,7 +40,6 @@ from tests.scripted import (
     PATIENCE_SECONDS,
     Gate,
     ScriptedEngine,
-    expected_row,
     logprobs,
     passes,
     right,
@@ -307,18 +306,6 @@ def test_close_waits_only_so_long_for_a_step(start: Start, monkeypatch: pytest.M
     joined(thread)
 
 
-@pytest.mark.promise(number=20)
-def test_close_is_idempotent_from_many_threads(start: Start) -> None:
-    engine = ScriptedEngine()
-    thread = start(lambda: engine)
-    opened(thread)
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        for closing in [pool.submit(thread.close) for _ in range(8)]:
-            closing.result(PATIENCE_SECONDS)
-    assert engine.closed == 1
-    assert not thread.alive
-
-
 def test_close_from_the_engines_own_thread_ends_it(start: Start) -> None:
     engine = ScriptedEngine()
     thread = start(lambda: engine)
@@ -569,19 +556,6 @@ def test_calls_that_keep_coming_hold_up_no_turn(start: Start) -> None:
     assert calls < 10_000
 
 
-@pytest.mark.promise(number=20)
-def test_a_runtime_that_is_collected_closes_its_engine() -> None:
-    engine = ScriptedEngine()
-    lm = genrt.load(engine=lambda: engine)
-    thread = system_thread(lm)
-    assert right([A], [lm.next_token_logprobs_sync([1])])
-    del lm
-    gc.collect()
-    thread.join(PATIENCE_SECONDS)
-    assert not thread.is_alive()
-    assert engine.closed == 1
-
-
 # -- loops and threads ------------------------------------------------------------------------
 
 
@@ -601,26 +575,6 @@ async def test_the_loop_goes_on_while_a_step_is_held() -> None:
         assert right([A], [await task])
         for number, other in enumerate(more):
             assert right([logprobs(number)], [await other])
-
-
-@pytest.mark.promise(number=9)
-def test_a_second_run_works_after_the_first_was_cancelled_in_flight() -> None:
-    gate = Gate()
-    engine = ScriptedEngine(gate=gate, steps=lambda r: 1000 if r == A else 1)
-    with genrt.load(engine=lambda: engine) as lm:
-
-        async def cancelled() -> None:
-            task = asyncio.create_task(lm.next_token_logprobs([1]))
-            await asyncio.to_thread(gate.wait_until_held)
-            task.cancel()
-            await task
-
-        with pytest.raises(asyncio.CancelledError):
-            asyncio.run(cancelled())
-        gate.open()
-        assert right([B], [asyncio.run(lm.next_token_logprobs([2]))])
-        assert thread_of(lm).call(lambda _: [A] in engine.cancelled).result(PATIENCE_SECONDS)
-        assert lm.statistics().batcher.in_flight == 0
 
 
 @pytest.mark.promise(number=22)
@@ -710,6 +664,7 @@ SERVER = """
 import asyncio, gc, json, os, signal, sys, tempfile, threading
 import genrt
 from genrt.runtime import thread as engine_thread
+from tests.inside import thread_of
 from tests.scripted import ScriptedEngine
 
 started, held = threading.Semaphore(0), threading.Semaphore(1)
@@ -768,10 +723,3 @@ def ends() -> dict[str, tuple[int, str]]:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_interpreter_exits_cleanly(ends: dict[str, tuple[int, str]], name: str) -> None:
     assert ends[name] == (0, "")
-
-
-def test_rows_are_what_the_script_says() -> None:
-    """The comparison that these tests rest on tells rows apart."""
-    assert right([A], [expected_row(A)])
-    assert not right([A], [expected_row(B)])
-    assert not right([A, B], [expected_row(A)])

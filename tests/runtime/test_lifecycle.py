@@ -323,7 +323,7 @@ OPERATIONS: dict[str, Callable[[World], Any]] = {
     "remove_adapter": removed,
 }
 
-SCHEDULES = ("", "p", "prp", "prprprp", "pr" * 12)
+SCHEDULES = ("", "p", "prprprp", "pr" * 12)
 """What happens between the beginning of one operation and that of the next, or a cancellation."""
 
 
@@ -357,7 +357,7 @@ async def test_every_pair_in_every_order(first: str) -> None:
 
 @pytest.mark.parametrize("first", OPERATIONS)
 async def test_every_pair_of_which_one_is_cancelled(first: str) -> None:
-    for second, schedule, number in itertools.product(OPERATIONS, SCHEDULES[1:4], (0, 1)):
+    for second, schedule, number in itertools.product(OPERATIONS, SCHEDULES[1:3], (0, 1)):
         await walk((first, "prpr"), (second, schedule), (f"cancel {number}", ""))
 
 
@@ -366,8 +366,8 @@ async def test_every_pair_of_which_one_is_cancelled(first: str) -> None:
 async def test_every_operation_once_an_engine_stands_still_or_sleeps(
     first: str, second: str
 ) -> None:
-    for third, schedule in itertools.product(OPERATIONS, ("", "prp")):
-        await walk((first, "pr" * 6), (second, schedule), (third, ""))
+    for third in OPERATIONS:
+        await walk((first, "pr" * 6), (second, "prp"), (third, ""))
 
 
 names = st.sampled_from([*OPERATIONS, *(f"cancel {n}" for n in range(6))])

@@ -17,7 +17,6 @@ import genrt
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.engines.weights import TensorForm, check_complete, check_tensors, layout_of, weight_files
 from genrt.errors import (
-    Closed,
     EngineDied,
     EngineFailed,
     EngineUnsupported,
@@ -27,10 +26,8 @@ from genrt.errors import (
 )
 from genrt.inference import SMC, TextModel
 from genrt.lm import AsyncLM
-from genrt.questions.rows import LogprobsRequest
 from tests.inside import engine_of, thread_of
 from tests.scripted import Gate, ScriptedEngine
-from tests.simulation.engine import HashedModel
 
 OLD, NEW = (NGram.random(7, order=2, seed=seed, eos_token_id=0) for seed in (1, 2))
 TABLE = NEW.table
@@ -301,7 +298,7 @@ async def test_an_error_at_any_chunk_leaves_the_last_whole_weights(k: int, resta
         assert lm.weights_version == 1
 
 
-@pytest.mark.parametrize("k", range(7))
+@pytest.mark.parametrize("k", [0, 3, 6])
 @pytest.mark.parametrize("wrong", [{"unknown": TABLE}, {"table.0": TABLE[0]}, {"table.1": TABLE}])
 async def test_a_chunk_that_does_not_fit_is_the_end_of_the_update(
     k: int, wrong: dict[str, torch.Tensor]
@@ -466,52 +463,7 @@ async def test_a_stream_that_has_told_something_is_never_of_two_versions() -> No
         assert whole.completion.weights_version == 1
 
 
-async def test_a_stream_goes_on_where_it_was_if_the_weights_stay(lm: AsyncLM) -> None:
-    expected = await lm.generate([1], max_tokens=900, seed=1, ignore_eos=True)
-    async with lm.stream([1], max_tokens=900, seed=1, ignore_eos=True) as stream:
-        await anext(stream)
-        source = slowly({}, then=RuntimeError("no more"))
-        with pytest.raises(RuntimeError, match="no more"):
-            await lm.update_weights(source, pending="restart")
-        assert stream.completion is None
-        tokens = [*stream.partial.token_ids]
-        async for delta in stream:
-            assert delta.start == len(tokens)
-            tokens += delta.token_ids
-    assert tuple(tokens) == expected.token_ids
-
-
-async def test_closing_in_the_middle_ends_the_update_and_who_waits(lm: AsyncLM) -> None:
-    reached, asked = asyncio.Event(), []
-
-    async def chunks() -> AsyncIterator[Any]:
-        yield {"table": TABLE}
-        asked.append(asyncio.ensure_future(lm.next_token_logprobs([5])))
-        reached.set()
-        await asyncio.Event().wait()
-
-    update = asyncio.ensure_future(lm.update_weights(chunks()))
-    await reached.wait()
-    for _ in range(3):
-        await asyncio.sleep(0)
-    await lm.aclose()
-    update.cancel()
-    with pytest.raises(Closed):
-        await asked[0]
-    await asyncio.wait([update])
-    await lm.arestart()
-    await asyncio.to_thread(assert_answers, lm, OLD)
-
-
 # -- laws -------------------------------------------------------------------------------------
-
-
-def test_every_kind_of_request_has_the_version_in_its_key() -> None:
-    row = LogprobsRequest([1, 2])
-    assert row.of_weights(1) != row
-    assert row.of_weights(1) == LogprobsRequest([1, 2], weights_version=1)
-    assert len({row, row.of_weights(1), row.of_weights(2), row.of_weights(0)}) == 3
-    assert row.of_weights(3).bound_to(None).weights_version == 3
 
 
 @pytest.mark.promise(number=34)
@@ -529,11 +481,6 @@ async def test_a_runtime_with_new_weights_is_one_that_was_loaded_with_them(lm: A
             asked = {"max_tokens": 6, "seed": 8}
             mine, its = [await getattr(each, name)([1, 2], **asked) for each in (lm, other)]
             assert getattr(mine, "token_ids", mine) == getattr(its, "token_ids", its)
-
-
-def test_a_simulated_models_answers_depend_on_its_weights() -> None:
-    model, row = HashedModel(), LogprobsRequest([1, 2])
-    assert not torch.equal(model.answer(row), model.answer(row, 1))
 
 
 @pytest.mark.promise(number=34)

@@ -101,14 +101,6 @@ async def test_questions_asked_in_a_pause_wait_until_it_is_over(lm: AsyncLM) -> 
         assert torch.allclose(await each, MODEL.row([n]), atol=1e-6)
 
 
-async def test_questions_asked_in_a_pause_raise_by_choice(lm: AsyncLM) -> None:
-    await lm.pause(asked="raise")
-    with pytest.raises(EngineFailed, match="paused"):
-        await lm.next_token_logprobs([1])
-    lm.resume()
-    await lm.next_token_logprobs([1])
-
-
 @pytest.mark.parametrize("pending", ["finish", "restart"])
 async def test_what_was_asked_before_a_pause_ends_or_waits(pending: Any) -> None:
     gate = Gate()
@@ -275,17 +267,6 @@ async def test_weights_wake_first_and_are_replaced_before_the_rest_wakes(
     assert await lm.wake_up(["kv_cache"])
     assert torch.allclose(await asked, OTHER.row([1]), atol=1e-6)
     assert not torch.allclose(before, OTHER.row([1]))
-
-
-async def test_dropped_weights_that_nobody_replaced_are_read_again_at_the_end(lm: AsyncLM) -> None:
-    await lm.update_weights({"table": OTHER.table})
-    weights: Any = engine_of(lm).weights
-    await lm.sleep(2)
-    weights._own.load([("table", MODEL.table)])  # what was dropped is anything
-    weights._own.finish()
-    await lm.wake_up(["weights"])
-    await lm.wake_up()
-    assert torch.allclose(await lm.next_token_logprobs([1]), OTHER.row([1]), atol=1e-6)
 
 
 async def test_the_cache_may_wake_first_and_weights_wait_for_theirs(lm: AsyncLM) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from genrt.engines.protocol import Finished
-from genrt.errors import EngineFailed, NotFinite
+from genrt.errors import NotFinite
 from genrt.questions.contexts import nonces_of
 from genrt.questions.draws import DrawToken, PopulationDraw, population_draw
 from genrt.questions.reads import ReadRequest
@@ -21,7 +21,7 @@ from genrt.questions.rows import LogprobsRequest
 from genrt.questions.sequences import Origins, SequenceHandle
 from genrt.runtime.cache import RowCache
 from genrt.tokens.rows import Leaving
-from genrt.tokens.sampling import BatchDraw, Draw
+from genrt.tokens.sampling import Draw
 from tests.scripted import Answers, ScriptedEngine, contexts_of, expected_row, logprobs
 
 A, B, C = logprobs(1), logprobs(2), logprobs(3)
@@ -111,34 +111,6 @@ def test_a_row_that_fails_fails_the_population_and_gives_up_its_others() -> None
     assert ends == {request: error, read(A): error}
     assert scripted.cancelled == [[C]]
     assert ended(engine) == {}
-
-
-def test_a_cancelled_population_gives_up_the_rows_that_nobody_else_wants() -> None:
-    scripted = ScriptedEngine(steps=lambda _: 2)
-    engine = answering(scripted)
-    request, other = population(A, B, C), population(C)
-    engine.submit([request, read(B), other])
-    engine.step()
-    engine.cancel([request, request, population(A)])
-    assert scripted.cancelled == [[A]]
-    assert ended(engine).keys() == {read(B), other}
-
-
-def test_a_population_that_no_memory_is_left_for_fails_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    engine = answering(ScriptedEngine())
-    request = population(A, B)
-    engine.submit([request, read(A)])
-
-    def none(*_: object) -> BatchDraw:
-        raise RuntimeError("no")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(PopulationDraw, "draw", none)
-        ends = ended(engine)
-    assert isinstance(ends[request].error, EngineFailed)
-    assert ends[read(A)].error is None
 
 
 def test_parts_are_what_they_are_parts_of() -> None:

@@ -15,7 +15,6 @@ from genrt.engines.exact import NGram
 from genrt.engines.protocol import Finished, Prefixes, capabilities_of
 from genrt.errors import (
     ContextTooLong,
-    EngineDied,
     InvalidRequest,
     UnknownAdapter,
 )
@@ -194,14 +193,6 @@ def test_another_engine_is_told_to_keep_the_same() -> None:
         lm.cool_down([1])
         lm.restart()
         assert engines.made[2].held() == [logprobs(2)]
-
-
-async def test_one_that_takes_the_place_of_a_dead_one_too_and_who_waits_is_answered() -> None:
-    engines = Engines(KeepingEngine(fail_at={2: EngineDied("scripted")}))
-    async with load(engines, restart="auto") as lm:
-        await lm.warm_up([1])
-        assert await lm.warm_up([2]) == 1
-        assert engines.made[1].held() == [logprobs(1), logprobs(2)]
 
 
 def test_an_adapters_prefix_is_kept_for_what_its_name_stands_for(tmp_path: Path) -> None:

@@ -9,13 +9,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import genrt
 from genrt.engines.protocol import Finished
-from genrt.errors import NotFinite, TimedOut
-from genrt.questions.contexts import Adapter
+from genrt.errors import TimedOut
 from genrt.questions.request import Request
 from genrt.runtime.batcher import GOOD_STEPS, Waiter
 from tests.scripted import (
@@ -86,22 +83,6 @@ async def test_the_queue_is_bounded_in_bytes_too(by_hand: Make) -> None:
         assert right([request], await task)
 
 
-async def test_an_adapter_stays_while_a_question_bound_to_it_waits_for_room(by_hand: Make) -> None:
-    hand = by_hand(max_queued_requests=2, max_batch_size=1)
-    adapter = Adapter("a", 1)
-    hand.load(adapter)
-    bound = [logprobs(3, adapter=adapter), logprobs(4, adapter=adapter)]
-    tasks = [hand.ask(A), hand.ask(B), hand.ask(*bound)]
-    await passes()
-    hand.batcher.retire(adapter)
-    hand.turn()
-    assert hand.batcher.statistics().waiting == 1
-    assert hand.engine.removed == []
-    await hand.finish()
-    assert right(bound, await tasks[2])
-    assert hand.engine.removed == [adapter]
-
-
 async def test_a_full_queue_holds_up_nobody_who_needs_no_place_in_it(by_hand: Make) -> None:
     hand = by_hand(max_queued_requests=1)
     await hand.queued(A)
@@ -115,55 +96,6 @@ async def test_a_full_queue_holds_up_nobody_who_needs_no_place_in_it(by_hand: Ma
     await passes()
     assert right([B], await queued)
     assert right([B], await joining)
-    await hand.finish()
-    assert right([C], await waiting)
-
-
-async def test_one_that_waits_for_room_can_find_its_answer_in_the_cache(by_hand: Make) -> None:
-    hand = by_hand(max_queued_requests=1)
-    await hand.queued(A)
-    first, second, third = await hand.queued(B), hand.ask(B, C), hand.ask(C)
-    await hand.finish()
-    assert right([B], await first)
-    assert right([B, C], await second)
-    assert right([C], await third)
-
-
-@pytest.mark.parametrize("who", ["the one queued", "the one that waits", "both"])
-async def test_cancelling_makes_room_or_gives_up_a_turn(by_hand: Make, who: str) -> None:
-    hand = by_hand(max_queued_requests=1)
-    queued, waiting, behind = await hand.queued(A), await hand.queued(B), await hand.queued(C)
-    if who != "the one that waits":
-        queued.cancel()
-        hand.dropped += 1
-    if who != "the one queued":
-        waiting.cancel()
-    await passes()
-    await hand.finish()
-    assert queued.cancelled() == (who != "the one that waits")
-    assert waiting.cancelled() == (who != "the one queued")
-    assert right([C], await behind)
-    assert hand.batcher.statistics().waiting == 0
-
-
-async def test_room_that_a_failure_leaves_is_taken(by_hand: Make) -> None:
-    """B leaves the queue because the question that it was part of failed; C waits for its place."""
-    engine = ScriptedEngine(errors={A: NotFinite("poison")}, steps=lambda r: 2 if r == A else 1)
-    now = [0.0]
-    hand = by_hand(engine, max_queued_requests=1, max_wait_seconds=1.0, clock=lambda: now[0])
-    await hand.queued(A)
-    now[0] = 1.0
-    hand.turn()
-    failing, waiting = hand.ask(A, B), hand.ask(C)
-    await passes()
-    statistics = hand.batcher.statistics()
-    assert (statistics.queued, statistics.waiting) == (1, 1)
-    hand.dropped += 1
-    hand.turn()
-    await passes()
-    with pytest.raises(NotFinite):
-        await failing
-    now[0] = 2.0
     await hand.finish()
     assert right([C], await waiting)
 
@@ -263,24 +195,6 @@ def test_who_is_interrupted_on_its_way_to_wait_does_not(monkeypatch: pytest.Monk
     hand.turn()
     assert hand.batcher.statistics().queued == 0
     assert hand.batcher.seconds_until_due() is None
-
-
-@given(st.lists(st.tuples(st.booleans(), st.integers(1, 4)), max_size=30))
-def test_the_bound_is_kept_whatever_comes_and_goes(events: list[tuple[bool, int]]) -> None:
-    """Questions of 1 to 4 requests come, and whole flushes go."""
-    hand = ByHand(max_queued_requests=4, cache_bytes=0)
-    for number, (comes, count) in enumerate(events):
-        if comes:
-            hand.batcher.join(waiter(*(logprobs(number, place) for place in range(count))))
-        else:
-            hand.turn()
-        s = hand.batcher.statistics()
-        assert s.queued <= 4
-        assert s.queued or not s.waiting, "an empty queue keeps nobody waiting"
-    while hand.batcher.seconds_until_due() is not None:
-        hand.turn()
-    asked = sum(count for comes, count in events if comes)
-    assert sum(map(len, hand.engine.submitted)) == asked
 
 
 def test_what_may_be_in_flight_is_halved_and_grows_back() -> None:

@@ -12,14 +12,12 @@ import pytest
 import torch
 
 import genrt
-from genrt.engines.exact import NGram
 from genrt.engines.protocol import Finished
 from genrt.errors import (
     Closed,
     EngineDied,
     EngineFailed,
     EngineUnsupported,
-    InvalidRequest,
     OutOfMemory,
 )
 from genrt.questions.contexts import Adapter
@@ -207,23 +205,6 @@ async def test_a_runtime_restarts_from_every_state() -> None:
     assert [engine.closed for engine in engines.opened] == [1, 1, 1]
 
 
-def test_who_waits_when_a_runtime_is_restarted_is_told() -> None:
-    gate = Gate()
-    engines = Engines({"gate": gate})
-    with (
-        genrt.load(engine=engines) as lm,
-        concurrent.futures.ThreadPoolExecutor(2) as pool,
-    ):
-        waiting = pool.submit(lm.next_token_logprobs_sync, [1])
-        gate.wait_until_held()
-        restarting = pool.submit(lm.restart)
-        with pytest.raises(Closed):
-            waiting.result(PATIENCE_SECONDS)
-        gate.open()
-        restarting.result(PATIENCE_SECONDS)
-        assert right([A], [lm.next_token_logprobs_sync([1])])
-
-
 def test_a_restart_that_fails_says_why_and_can_be_tried_again() -> None:
     engines = Engines({"fail_at": {1: EngineDied("dead")}}, {"raises": EngineUnsupported("broken")})
     with genrt.load(engine=engines) as lm:
@@ -292,21 +273,6 @@ async def test_where_no_other_engine_opens_everyone_is_told(automatic: Automatic
     assert len(engines.opened) == 1
 
 
-async def test_what_was_cancelled_before_the_death_is_not_asked_again(
-    automatic: Automatic,
-) -> None:
-    gate = Gate()
-    lm, engines = automatic({"gate": gate, "fail_at": {1: EngineDied("dead")}})
-    left = asyncio.create_task(lm.next_token_logprobs([1]))
-    kept = asyncio.create_task(lm.next_token_logprobs([2]))
-    await asyncio.to_thread(gate.wait_until_held)
-    left.cancel()
-    await passes()
-    gate.open()
-    assert right([B], [await kept])
-    assert engines.opened[1].submitted == [[B]]
-
-
 @pytest.mark.parametrize(
     ("error", "opened"), [(RuntimeError("no"), 1), (EngineDied("dead"), 2), (SystemExit(), 2)]
 )
@@ -355,12 +321,6 @@ async def test_an_engine_that_raises_when_it_is_told_to_unload_harms_nobody(
     assert len(engines.opened[-1].adapters) == 3 - opened
 
 
-@pytest.mark.parametrize("restart", ["always", True, 1])
-def test_restart_is_auto_or_nothing(restart: Any) -> None:
-    with pytest.raises(InvalidRequest, match="restart"):
-        genrt.load(engine=ScriptedEngine, restart=restart)
-
-
 def test_a_step_that_does_not_end_holds_up_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("genrt.runtime.thread.RESTART_SECONDS", 0.0)
     gate = Gate()
@@ -376,11 +336,3 @@ def test_a_step_that_does_not_end_holds_up_a_restart(monkeypatch: pytest.MonkeyP
         gate.open()
         with pytest.raises(Closed):
             waiting.result(PATIENCE_SECONDS)
-
-
-def test_restarted_on_the_exact_engine_rows_are_the_same() -> None:
-    with genrt.load(NGram.random(6, seed=1), engine="exact", cache_bytes=0) as lm:
-        before = lm.next_token_logprobs_sync([1, 2])
-        lm.restart()
-        assert torch.equal(lm.next_token_logprobs_sync([1, 2]), before)
-        assert lm.statistics().engine.rows == 1

@@ -3,7 +3,6 @@ in the worst order of events: the next step begins as soon as it may."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -128,18 +127,6 @@ def test_who_takes_long_to_ask_again_is_not_waited_for(
     assert race.waited == 0.0
 
 
-def test_an_end_that_is_not_foreseen_costs_one_wait(races: Callable[[float], Race]) -> None:
-    race = races(0.01)
-    sampler = race.loop.create_task(draws(race))
-    race.go_round()
-    race.run(sampler.done)
-    race.waited = 0.0
-    steps = len(race.engine.stepped)
-    race.run(lambda: len(race.engine.stepped) == steps + 10)
-    assert race.waited <= SHARE * STEP * 1.001
-    assert race.hand.batcher.seconds_until_due() == 0.0
-
-
 def test_texts_that_end_are_waited_for_by_nobody(races: Callable[[float], Race]) -> None:
     race = races(0.01)
 
@@ -217,22 +204,4 @@ def test_waits_are_a_bounded_share_of_the_steps(delays: list[float]) -> None:
     steps = len(race.engine.stepped) - before
     assert race.waited <= SHARE * STEP * steps * 1.001
     assert len(delays) <= steps <= 2 * len(delays) + 2
-    _end(race)
-
-
-async def test_particles_that_ask_one_by_one_come_back_together() -> None:
-    """The loop of a hundred tasks is one that asks again at once."""
-    race = Race(0.02)
-    race.ask_long()
-
-    async def particle(number: int) -> None:
-        for step in range(DRAWS):
-            await race.hand.asker.ask([logprobs(4, number, step)])
-
-    tasks = [race.loop.create_task(particle(number)) for number in range(100)]
-    race.go_round()
-    before = len(race.engine.stepped)
-    await asyncio.sleep(0)
-    race.run(lambda: all(task.done() for task in tasks))
-    assert len(race.engine.stepped) - before <= DRAWS + 3
     _end(race)

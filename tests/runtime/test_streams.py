@@ -8,7 +8,7 @@ import dataclasses
 import gc
 import itertools
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import pytest
@@ -147,15 +147,6 @@ async def test_tokens_come_while_the_rest_is_drawn(lm: AsyncLM) -> None:
         await anext(stream)
 
 
-async def test_equal_streams_are_two(lm: AsyncLM) -> None:
-    options: dict[str, Any] = {"max_tokens": 20, "temperature": 0.0, "ignore_eos": True}
-    one, other = lm.stream("ab", **options), lm.stream("ab", **options)
-    kept = asyncio.create_task(read(other))
-    await anext(one)
-    await one.aclose()
-    assert joined(await kept)[1] == (await lm.generate("ab", **options)).token_ids
-
-
 async def test_streams_of_conversations_and_wrong_arguments(lm: AsyncLM) -> None:
     for wrong in ({"temperature": -1.0}, {"max_tokens": 0}, {"timeout": -1.0}, {"stop": [""]}):
         with pytest.raises(InvalidRequest, match=next(iter(wrong))):
@@ -249,7 +240,7 @@ def test_a_loop_that_closes_takes_its_streams_with_it(lm: AsyncLM) -> None:
     del stream
 
 
-async def test_ten_thousand_streams_of_which_a_third_are_left_early() -> None:
+async def test_a_thousand_streams_of_which_a_third_are_left_early() -> None:
     async with await genrt.aload(MODEL, engine="exact", engine_options=OPTIONS) as lm:
         tokens = 0
 
@@ -260,12 +251,12 @@ async def test_ten_thousand_streams_of_which_a_third_are_left_early() -> None:
                 if number % 3 == 0:
                     return
 
-        await asyncio.gather(*map(reader, range(10_000)))
+        await asyncio.gather(*map(reader, range(1_000)))
         await nothing_left(lm)
         counted = lm.statistics().batcher
         # One that is left in the step that ends it counts as both.
         assert counted.answered + counted.cancelled >= counted.questions - counted.cached
-        assert tokens >= 3 * 6_666
+        assert tokens >= 3 * 666
         assert len(asyncio.all_tasks()) == 1
 
 
@@ -372,10 +363,6 @@ def test_a_thread_reads_the_same(lm: AsyncLM) -> None:
     assert deltas[-1].finish_reason == completion.finish_reason
 
 
-async def test_a_thread_may_read_where_a_loop_runs(lm: AsyncLM) -> None:
-    assert joined(list(lm.stream_sync([0], max_tokens=5, ignore_eos=True)))[1]
-
-
 def test_a_thread_leaves(lm: AsyncLM) -> None:
     for _ in lm.stream_sync([0], max_tokens=200, ignore_eos=True):
         break
@@ -386,46 +373,6 @@ def test_a_thread_leaves(lm: AsyncLM) -> None:
     with pytest.raises(InvalidRequest):
         lm.stream_sync([0], max_tokens=-1)
     asyncio.run(nothing_left(lm))
-
-
-def test_a_stream_that_a_finalizer_ends_under_the_lock_is_withdrawn_later(lm: AsyncLM) -> None:
-    stream = lm.stream_sync([0], max_tokens=200, ignore_eos=True)
-    next(stream)
-    lock = thread_of(lm).batcher.lock
-    with lock:
-        del stream
-    asyncio.run(nothing_left(lm))
-
-
-def test_streams_of_several_threads_and_loops_at_once(lm: AsyncLM) -> None:
-    found: dict[int, list[tuple[int, ...]]] = {}
-
-    async def several(offset: int) -> AsyncIterator[tuple[int, ...]]:
-        streams = [lm.stream([1], max_tokens=15, seed=offset + each) for each in range(5)]
-        for deltas in await asyncio.gather(*map(read, streams)):
-            yield joined(deltas)[1]
-
-    async def collected(offset: int) -> list[tuple[int, ...]]:
-        return [each async for each in several(offset)]
-
-    def run(number: int) -> None:
-        if number % 2:
-            found[number] = asyncio.run(collected(10 * number))
-        else:
-            found[number] = [
-                joined(list(lm.stream_sync([1], max_tokens=15, seed=10 * number + each)))[1]
-                for each in range(5)
-            ]
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for number, texts in found.items():
-        alone = lm.batch_generate_sync([[1]] * 5, max_tokens=15, seed=10 * number)
-        assert texts == [each.token_ids for each in alone]
-    assert len(found) == 6
 
 
 async def test_a_stream_may_be_closed_while_another_task_waits_for_it() -> None:

@@ -13,12 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genrt.engines.protocol import Finished
-from genrt.errors import NotFinite
 from genrt.questions.draws import PopulationDraw
 from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request
 from genrt.runtime.batcher import Waiter
-from genrt.testing.answers import read_examples
+from tests.answers import read_examples
 from tests.scripted import ByHand, ScriptedEngine, logprobs, passes, population_of, sample
 
 A, B, C = (logprobs(number) for number in range(1, 4))
@@ -60,54 +59,6 @@ def test_a_population_weighs_as_its_sequences_and_every_other_request_1() -> Non
 
 
 # -- counters ---------------------------------------------------------------------------------
-
-
-async def test_the_draws_of_a_population_are_counted_one_by_one() -> None:
-    hand = ByHand(ScriptedEngine(steps=lambda _: 2))
-    task, other = hand.ask(population(4)), hand.ask(A)
-    await passes()
-    assert hand.batcher.statistics().queued == 5
-    hand.turn()
-    assert hand.batcher.statistics().in_flight == 5
-    assert hand.batcher.statistics().queued == 0
-    await hand.finish()
-    assert len((await task)[0].token_ids) == len(await other) + 3
-    s = hand.batcher.statistics()
-    assert (s.questions, s.answered, s.largest_flush, s.flushes) == (5, 5, 5, 1)
-    hand.check()
-
-
-async def test_sequences_that_share_a_row_are_questions_each() -> None:
-    hand = ByHand()
-    hand.ask(population(4, equal=True))
-    await hand.finish()
-    s = hand.batcher.statistics()
-    assert (s.questions, s.answered, s.largest_flush) == (4, 4, 4)
-    assert flushes(hand) == [1]
-
-
-async def test_a_population_that_is_named_twice_joins_itself() -> None:
-    hand, twice = ByHand(), population(3)
-    hand.ask(twice, twice)
-    hand.ask(twice)
-    await hand.finish()
-    s = hand.batcher.statistics()
-    assert (s.questions, s.deduplicated, s.answered) == (9, 6, 3)
-    hand.check()
-
-
-async def test_a_population_fails_as_its_sequences_and_is_cancelled_as_one_waiter() -> None:
-    failing, left = population(3), population(2)
-    hand = ByHand(ScriptedEngine(errors={failing.rows[1]: NotFinite("no")}))
-    task, other = hand.ask(failing), hand.ask(left)
-    await passes()
-    other.cancel()
-    await hand.finish()
-    with pytest.raises(NotFinite):
-        await task
-    s = hand.batcher.statistics()
-    assert (s.questions, s.failed, s.answered, s.cancelled) == (5, 3, 0, 1)
-    assert (s.queued, s.in_flight) == (0, 0)
 
 
 # -- flushes ----------------------------------------------------------------------------------
@@ -178,19 +129,6 @@ async def test_a_population_takes_as_much_room_in_the_queue_as_it_has_sequences(
     for task in tasks:
         assert len(await task) == 1
     hand.check()
-
-
-async def test_a_population_that_leaves_the_queue_leaves_all_its_room() -> None:
-    hand = ByHand(max_queued_requests=4)
-    left = hand.ask(population(4))
-    await passes()
-    waiting = await hand.queued(population(4))
-    assert hand.batcher.statistics().waiting == 1
-    left.cancel()
-    await passes()
-    await hand.finish()
-    assert len((await waiting)[0].token_ids) == 4
-    assert flushes(hand) == [4]
 
 
 # -- running out of memory --------------------------------------------------------------------

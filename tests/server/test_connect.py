@@ -43,10 +43,10 @@ from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest, Wanted
 from genrt.server import Server, ServerLimits, serving
 from genrt.testing import check_engine
-from genrt.testing.answers import READS
 from genrt.tokens.sampling import Draw, TopLogprobs
 from genrt.tokens.vocabulary import BytesTokenizer
 from tests import inside
+from tests.answers import READS
 from tests.apart import drawn_apart
 from tests.inside import adapters_of, system_thread, thread_of
 from tests.scoring_engine import ScoringEngine
@@ -166,17 +166,6 @@ async def test_what_is_asked_together_is_one_call(lm: AsyncLM, server: Server) -
         questions = [remote.draw([1, each], seed=each) for each in range(7)]
         await asyncio.gather(*questions, remote.next_token_logprobs([2]), remote.score([1], [2, 3]))
         assert remote.statistics().engine.steps == before + 1
-
-
-async def test_who_cancels_is_seen_by_nobody_else(server: Server) -> None:
-    async with await AsyncLM.connect(str(server.url), api_key=KEY) as remote:
-        left = asyncio.create_task(remote.draw([3, 3], seed=1))
-        stays = asyncio.create_task(remote.draw([3, 3], seed=2))
-        await asyncio.sleep(0)
-        left.cancel()
-        assert isinstance(await stays, Draw)
-        assert left.cancelled()
-        assert await remote.draw([3, 3], seed=1) == await remote.draw([3, 3], seed=1)
 
 
 async def test_a_flush_that_is_larger_than_a_call_takes_several(lm: AsyncLM) -> None:
@@ -368,25 +357,21 @@ def ok(body: bytes) -> bytes:
     return head.encode() + body
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        *(b"", b"SSH-2.0-x\r\n", ok(b"hello"), ok(b"[]"), ok(b'{"vocab_size": 3}'), ok(b"null")),
-        *(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n", b"HTTP/1.1 500 x\r\n\r\n"),
-        ok(b"{" * 50_000),
-    ],
+NO_SERVERS = (
+    *(b"", b"SSH-2.0-x\r\n", ok(b"hello"), ok(b"[]"), ok(b'{"vocab_size": 3}'), ok(b"null")),
+    *(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n", b"HTTP/1.1 500 x\r\n\r\n"),
+    ok(b"{" * 50_000),
 )
-async def test_what_is_no_genrt_server_is_refused(answer: bytes) -> None:
-    with canned(answer) as url, pytest.raises((genrt.EngineUnsupported, genrt.EngineFailed)):
-        await AsyncLM.connect(url, timeout=20)
 
 
-@pytest.mark.parametrize("vocab_size", [0, -1, 1.5, 2**40])
-async def test_a_server_needs_a_vocabulary(server: Server, vocab_size: Any) -> None:
+async def test_what_is_no_genrt_server_or_has_no_vocabulary_is_refused(server: Server) -> None:
     opening = json.loads(opening_of(server)[0].partition(b"\r\n\r\n")[2])
-    answer = ok(json.dumps(opening | {"vocab_size": vocab_size}).encode())
-    with canned(answer) as url, pytest.raises(genrt.EngineUnsupported, match="vocab_size"):
-        await AsyncLM.connect(url, timeout=20)
+    sizes = [ok(json.dumps(opening | {"vocab_size": each}).encode()) for each in (0, 1.5, 2**40)]
+    for answer in (*NO_SERVERS, *sizes):
+        message = "vocab_size" if answer in sizes else "."
+        refused = pytest.raises((EngineUnsupported, EngineFailed), match=message)
+        with canned(answer) as url, refused:
+            await AsyncLM.connect(url, timeout=20)
 
 
 async def test_an_answer_is_not_read_for_ever(server: Server) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import threading
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any, cast
@@ -24,14 +22,11 @@ from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 import genrt
-from genrt.engines.vllm.engine import VLLMEngine
 from genrt.errors import InvalidRequest
 from genrt.lm import AsyncLM
-from genrt.runtime.answers import AnsweringEngine
 from genrt.server import Server, serving
 from genrt.server.client import RuntimeClient
 from genrt.server.openai import HONOURED, front_end_options, options_of
-from tests.inside import engine_of, in_progress, texts_of, thread_of
 from tests.waiting import until
 
 pytestmark = pytest.mark.vllm
@@ -90,22 +85,6 @@ async def http(server: Server) -> AsyncIterator[httpx.AsyncClient]:
         yield http
 
 
-@pytest.fixture
-def idle(lm: AsyncLM) -> Callable[[], None]:
-    """Says that no text is left in the engine; a text that was withdrawn goes at its next turn."""
-    engine = cast("VLLMEngine", engine_of(lm))
-
-    def check() -> None:
-        until = time.monotonic() + 60
-        while in_progress(engine) or texts_of(engine).running or texts_of(engine).waiting:
-            assert time.monotonic() < until, "a text that nobody reads is still drawn"
-            thread_of(lm).call(lambda _: None).result()
-        assert texts_of(engine)._streamed == {}
-        assert lm.statistics().batcher.in_flight == 0
-
-    return check
-
-
 async def test_models_are_the_base_and_the_adapters(client: openai.AsyncOpenAI) -> None:
     found = [each async for each in client.models.list()]
     assert [each.id for each in found] == ["tiny", "style"]
@@ -117,18 +96,21 @@ async def test_one_law_draws_the_texts_of_clients_and_of_the_runtime(
     lm: AsyncLM, client: openai.AsyncOpenAI
 ) -> None:
     """Whatever the checkpoint's ``generation_config.json`` says."""
-    for seed in range(4):
+    for seed, heat in ((0, 1.0), (1, 0.7), (2, 1.0), (None, 0.0)):
+        options: Any = {"max_tokens": 9, "temperature": heat, "seed": seed}
         found = await client.completions.create(
-            model="tiny", prompt="Paris is", max_tokens=9, seed=seed
+            model="tiny", prompt="Paris is", logprobs=2, **options
         )
-        own = await lm.generate("Paris is", max_tokens=9, seed=seed)
-        assert found.choices[0].text == own.text
-        turn = await client.chat.completions.create(
-            model="tiny", messages=ASKED, seed=seed, max_tokens=9
-        )
-        said = await lm.chat(
-            ASKED, seed=seed, max_tokens=9, chat_template_kwargs={"chat_template": TEMPLATE}
-        )
+        own = await lm.generate("Paris is", logprobs=2, **options)
+        [choice] = found.choices
+        assert (choice.text, choice.finish_reason) == (own.text, own.finish_reason)
+        assert choice.logprobs is not None
+        assert choice.logprobs.token_logprobs == pytest.approx(own.logprobs, abs=1e-4)
+        assert found.usage is not None
+        assert found.usage.completion_tokens == len(own.token_ids)
+        assert found.usage.prompt_tokens == len(own.prompt_token_ids)
+        turn = await client.chat.completions.create(model="tiny", messages=ASKED, **options)
+        said = await lm.chat(ASKED, chat_template_kwargs={"chat_template": TEMPLATE}, **options)
         assert (turn.choices[0].message.content or "") == said.text
 
 
@@ -152,21 +134,6 @@ async def test_a_prompt_that_ends_inside_a_character_is_in_no_text(
             async for each in await client.completions.create(stream=True, **asked)
         ]
         assert "".join(parts) == own.text
-
-
-async def test_a_completion_is_the_runtimes(lm: AsyncLM, client: openai.AsyncOpenAI) -> None:
-    for seed, heat in ((3, 1.0), (4, 0.7), (None, 0.0)):
-        found = await client.completions.create(
-            model="tiny", prompt="Paris is", max_tokens=9, temperature=heat, seed=seed, logprobs=2
-        )
-        own = await lm.generate("Paris is", max_tokens=9, temperature=heat, seed=seed, logprobs=2)
-        [choice] = found.choices
-        assert (choice.text, choice.finish_reason) == (own.text, own.finish_reason)
-        assert choice.logprobs is not None
-        assert choice.logprobs.token_logprobs == pytest.approx(own.logprobs, abs=1e-4)
-        assert found.usage is not None
-        assert found.usage.completion_tokens == len(own.token_ids)
-        assert found.usage.prompt_tokens == len(own.prompt_token_ids)
 
 
 async def test_an_adapter_is_called_by_its_name(lm: AsyncLM, client: openai.AsyncOpenAI) -> None:
@@ -220,23 +187,6 @@ async def test_chats_and_their_streams_are_the_same_text(client: openai.AsyncOpe
     assert whole.usage is not None
     assert usage.completion_tokens == whole.usage.completion_tokens == 30
     assert all(len(each.top_logprobs) >= 2 for each in choice.logprobs.content)
-
-
-async def test_a_json_schema_is_kept(client: openai.AsyncOpenAI) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"city": {"enum": ["Paris", "Rome"]}, "big": {"type": "boolean"}},
-        "required": ["city", "big"],
-        "additionalProperties": False,
-    }
-    form: Any = {"type": "json_schema", "json_schema": {"name": "place", "schema": schema}}
-    for seed in range(3):
-        found = await client.chat.completions.create(
-            model="tiny", messages=ASKED, max_tokens=380, seed=seed, response_format=form
-        )
-        value = json.loads(str(found.choices[0].message.content))
-        assert value["city"] in ("Paris", "Rome")
-        assert isinstance(value["big"], bool)
 
 
 TOOL: Any = {
@@ -358,25 +308,6 @@ async def test_responses_tokens_and_metrics(
         assert (await http.post(path)).status_code == 404
 
 
-async def test_what_is_closed_is_closed_under_every_prefix(lm: AsyncLM) -> None:
-    options = OPTIONS | {"root_path": "/api"}
-    key = {"authorization": f"Bearer {KEY}"}
-    asked = {"prompt": [5], "max_tokens": 1}
-    async with (
-        serving(lm, api_key=KEY, model="tiny", options=options) as server,
-        httpx.AsyncClient(base_url=str(server.url), headers=key, timeout=120) as http,
-    ):
-        for path in ("/scale_elastic_ep", "/is_scaling_elastic_ep", "/v1/systemone"):
-            for prefix in ("", "/api", "/api/api"):
-                assert (await http.post(f"{prefix}{path}")).status_code == 404
-            assert path not in (await http.get("/openapi.json")).json()["paths"]
-        for prefix in ("", "/api"):
-            assert (await http.post(f"{prefix}/v1/completions", json=asked)).status_code == 200
-            without = {"authorization": ""}
-            found = await http.post(f"{prefix}/v1/completions", json=asked, headers=without)
-            assert found.status_code == 401
-
-
 WRONG: list[dict[str, Any]] = [
     *({"max_tokens": -1}, {"max_tokens": "x"}, {"temperature": -1}, {"n": 0}, {"n": 10**6}),
     *({"prompt": [10**9]}, {"prompt": [-1]}, {"prompt": []}, {"prompt": "a " * 5000}, {"top_p": 0}),
@@ -410,96 +341,20 @@ async def test_a_wrong_request_is_refused_and_disturbs_nobody(
         assert (await other).choices[0].text == expected
 
 
-async def test_a_text_that_is_aborted_ends_with_what_there_is(
-    lm: AsyncLM, idle: Callable[[], None]
-) -> None:
+async def test_a_text_that_is_aborted_ends_with_what_there_is(lm: AsyncLM) -> None:
     client = RuntimeClient(lm)
     for kind in (RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY):
         params = SamplingParams(max_tokens=400, ignore_eos=True, output_kind=kind, n=2)
         outputs = client.generate(tokens_input([5, 6]), params, "one")
         first = asyncio.ensure_future(anext(outputs))
-        await until(lambda: client._flows, lm)
+        await until(lambda: lm.statistics().batcher.in_flight == 2, lm)
         await client.abort(["one", "unknown"])
         ends = [await first, *[output async for output in outputs]]
         reasons = [each.finish_reason for output in ends for each in output.outputs]
         assert reasons.count("abort") == 2
         assert ends[-1].finished
-        assert client._flows == {}
+        await until(lambda: not lm.statistics().batcher.in_flight, lm)
     client.shutdown()
-    await asyncio.to_thread(idle)
-
-
-async def test_a_text_that_another_engine_begins_anew_goes_on_where_it_was(lm: AsyncLM) -> None:
-    """As after a restart: the engine forgets, and the batcher sends what was in flight once more."""
-    options: Any = {"max_tokens": 40, "ignore_eos": True, "seed": 4, "logprobs": 1}
-    expected = await lm.generate([5, 6], **options)
-
-    def begin_anew(answering: AnsweringEngine) -> None:
-        batcher = thread_of(lm).batcher
-        answering.cancel([*batcher._entries])
-        batcher.resume()
-
-    client = RuntimeClient(lm)
-    for kind in RequestOutputKind:
-        params = SamplingParams(output_kind=kind, stop=["\u2603"], **options)
-        text, token_ids, logprobs = "", [], 0
-        before = lm.statistics().engine.requests
-        outputs = client.generate(tokens_input([5, 6]), params, "one")
-        pending = asyncio.ensure_future(anext(outputs))
-        await until(lambda before=before: lm.statistics().engine.requests > before, lm)  # type: ignore[misc]
-        again = 0
-        while True:
-            if again < 3:
-                thread_of(lm).call(begin_anew).result()
-                again += 1
-            try:
-                output = await pending
-            except StopAsyncIteration:
-                break
-            [made] = output.outputs
-            if kind == RequestOutputKind.DELTA:
-                text, logprobs = text + made.text, logprobs + len(made.logprobs)
-                token_ids += made.token_ids
-            else:
-                text, token_ids, logprobs = made.text, [*made.token_ids], len(made.logprobs)
-            pending = asyncio.ensure_future(anext(outputs))
-        assert (text, tuple(token_ids)) == (expected.text, expected.token_ids)
-        assert logprobs == len(token_ids)
-    client.shutdown()
-
-
-def _servers() -> list[threading.Thread]:
-    return [each for each in threading.enumerate() if each.name == "genrt-server"]
-
-
-async def test_a_closed_runtime_is_told_as_unavailable_until_it_is_restarted(llama: Path) -> None:
-    options = {"enforce_eager": True, "max_num_seqs": 4}
-    before = set(_servers())
-    lm = await genrt.aload(str(llama), engine_options=options)
-    async with serving(lm, model="tiny", options=OPTIONS) as server:
-        await lm.aclose()
-        async with httpx.AsyncClient(base_url=str(server.url), timeout=120) as http:
-            assert (await http.get("/health")).status_code == 503
-            found = await http.post("/v1/completions", json={"model": "tiny", "prompt": "a"})
-            assert found.status_code == 503
-            await lm.arestart()
-            assert (await http.get("/health")).status_code == 200
-            found = await http.post(
-                "/v1/completions", json={"model": "tiny", "prompt": "a", "max_tokens": 2}
-            )
-            assert found.status_code == 200
-            asked = {"model": "tiny", "prompt": [5, 6, 7, 8], "max_tokens": 1, "prompt_logprobs": 0}
-            [choice] = (await http.post("/v1/completions", json=asked)).json()["choices"]
-            of_prompt = [next(iter(each.values())) for each in choice["prompt_logprobs"][1:]]
-            scores = (await lm.score([5], [6, 7, 8])).tolist()
-            assert [each["logprob"] for each in of_prompt] == pytest.approx(scores, abs=5e-4)
-            row = await lm.next_token_logprobs([5, 6])
-            async with await AsyncLM.connect(str(server.url)) as remote:
-                assert torch.equal(await remote.next_token_logprobs([5, 6]), row)
-                assert remote.encode("Paris is") == lm.encode("Paris is")
-                assert remote.byte_vocab == lm.byte_vocab
-    await lm.aclose()
-    assert set(_servers()) <= before
 
 
 @pytest.mark.parametrize(
@@ -526,18 +381,28 @@ def test_arguments_of_vllm_serve_are_told_apart() -> None:
     assert of_033 >= HONOURED - vars(front_end_options({})).keys()
 
 
-async def test_pages_of_allowed_origins_may_ask_with_the_key(lm: AsyncLM) -> None:
+async def test_prefixes_open_nothing_and_pages_of_allowed_origins_may_ask_with_the_key(
+    lm: AsyncLM,
+) -> None:
     """Their browsers ask first, without it, whether they may."""
     page, other = "https://app.example", "https://evil.example"
     ask = {"access-control-request-method": "POST"}
     ask |= {"access-control-request-headers": "authorization,content-type"}
     key = {"authorization": f"Bearer {KEY}"}
-    row = {"prompts": [[5, 6]], "top": 1}
-    options = OPTIONS | {"allowed_origins": [page]}
+    row, text = {"prompts": [[5, 6]], "top": 1}, {"prompt": [5], "max_tokens": 1}
+    options = OPTIONS | {"allowed_origins": [page], "root_path": "/api"}
     async with (
         serving(lm, api_key=KEY, model="tiny", options=options) as server,
-        httpx.AsyncClient(base_url=str(server.url)) as http,
+        httpx.AsyncClient(base_url=str(server.url), timeout=120) as http,
     ):
+        paths = (await http.get("/openapi.json", headers=key)).json()["paths"]
+        for path in ("/scale_elastic_ep", "/is_scaling_elastic_ep", "/v1/systemone"):
+            for prefix in ("", "/api", "/api/api"):
+                assert (await http.post(f"{prefix}{path}", headers=key)).status_code == 404
+            assert path not in paths
+        for path in ("/v1/completions", "/api/v1/completions"):
+            assert (await http.post(path, json=text, headers=key)).status_code == 200
+            assert (await http.post(path, json=text)).status_code == 401
         for path in ("/v1/chat/completions", "/v1/next_token_logprobs"):
             found = await http.options(path, headers=ask | {"origin": page})
             assert found.status_code == 200
@@ -586,3 +451,18 @@ async def test_a_body_that_the_front_end_would_be_busy_with_is_refused(
     asked["input"] = [{"role": "user", "content": "a"}] * 40
     found = await http.post("/v1/responses", json=asked)
     assert found.status_code == 200, found.text
+
+
+async def test_prompts_are_scored_and_runtimes_connect(
+    lm: AsyncLM, http: httpx.AsyncClient, server: Server
+) -> None:
+    asked = {"model": "tiny", "prompt": [5, 6, 7, 8], "max_tokens": 1, "prompt_logprobs": 0}
+    [choice] = (await http.post("/v1/completions", json=asked)).json()["choices"]
+    of_prompt = [next(iter(each.values())) for each in choice["prompt_logprobs"][1:]]
+    scores = (await lm.score([5], [6, 7, 8])).tolist()
+    assert [each["logprob"] for each in of_prompt] == pytest.approx(scores, abs=5e-4)
+    async with await AsyncLM.connect(str(server.url), api_key=KEY) as remote:
+        row = await lm.next_token_logprobs([5, 6])
+        assert torch.equal(await remote.next_token_logprobs([5, 6]), row)
+        assert remote.encode("Paris is") == lm.encode("Paris is")
+        assert remote.byte_vocab == lm.byte_vocab

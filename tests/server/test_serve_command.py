@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from typing import Any
 import httpx
 import pytest
 
+import genrt
 from genrt.__main__ import main
 from genrt.cluster.options import ReplicaLimits
+from genrt.engines.exact import NGram
 from genrt.errors import Closed
 from genrt.server import command
 
@@ -120,8 +123,7 @@ def address_of(process: subprocess.Popen[str]) -> str:
 
 
 @pytest.mark.promise(number=35)
-@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGINT])
-def test_a_model_is_served_until_it_is_told_to_end(llama: Path, end: signal.Signals) -> None:
+def test_a_model_is_served_until_it_is_told_to_end(llama: Path) -> None:
     """Its streams end with an error, and nothing is logged."""
     asked = {"prompt": [1], "particles": 64, "max_tokens": 400, "stream": True, "seed": 1}
     with (
@@ -137,7 +139,7 @@ def test_a_model_is_served_until_it_is_told_to_end(llama: Path, end: signal.Sign
             lines = stream.iter_lines()
             while next(lines) != "event: step":
                 pass
-            process.send_signal(end)
+            process.send_signal(signal.SIGTERM)
             last = [each for each in lines if each]
         output, errors = process.communicate(timeout=60)
     assert last[-2] == "event: error"
@@ -147,6 +149,29 @@ def test_a_model_is_served_until_it_is_told_to_end(llama: Path, end: signal.Sign
     logged = [each for each in errors.splitlines() if each and "Loading weights" not in each]
     logged = [each for each in logged if " on engine " not in each]  # where the machine is slow
     assert logged == [f"genrt: loading {llama}"]
+
+
+def test_an_interrupt_ends_it_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened = genrt.load(NGram.random(5), engine="exact")
+    monkeypatch.setattr(command, "load", lambda *_, **__: opened)
+    waits = threading.Event.wait
+
+    def wait(event: threading.Event, timeout: float | None = None) -> bool:
+        if threading.current_thread() is threading.main_thread():
+            printed.append(capsys.readouterr().out)
+            if "serving" in printed[-1]:
+                signal.raise_signal(signal.SIGINT)
+        return waits(event, timeout)
+
+    printed: list[str] = []
+    monkeypatch.setattr(threading.Event, "wait", wait)
+    assert main(["serve", "a/model", "--port", "0", "--engine", "transformers"]) == 0
+    assert capsys.readouterr().out == "genrt: closing\n"
+    assert sum("serving" in each for each in printed) == 1
+    with pytest.raises(Closed):
+        opened.next_token_logprobs_sync([1])
 
 
 @pytest.fixture

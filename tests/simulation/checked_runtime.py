@@ -20,22 +20,28 @@ from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.answers import AnsweringEngine
-from genrt.runtime.batcher import Batcher, Waiter
+from genrt.runtime.batcher import Waiter
 from genrt.runtime.cache import RowCache
 from genrt.testing.virtual_loop import VirtualLoop
 from tests.inside import adapters_of
 from tests.simulation.engine import Record, SimulatedEngine, Violation
 from tests.simulation.ledger import Ledger, Question
-from tests.simulation.runtime import BusyCache, SimulatedRuntime, WatchedStream, coroutine_of
+from tests.simulation.runtime import (
+    BusyCache,
+    ObservedBatcher,
+    SimulatedRuntime,
+    WatchedStream,
+    coroutine_of,
+)
 
 
-class WatchedBatcher(Batcher):
+class WatchedBatcher(ObservedBatcher):
     """A batcher that tells the ledger what its thread has it do, and records its ends and beginnings."""
 
-    def __init__(self, cache: RowCache, ledger: Ledger, record: Record, **options: Any) -> None:
-        super().__init__(cache, lock=cast("threading.RLock", CheckedLock(record)), **options)
-        self._ledger = ledger
-        self._record = record
+    def __init__(self, cache: RowCache, runtime: CheckedRuntime, **options: Any) -> None:
+        self._ledger, self._record = runtime.ledger, runtime.record
+        lock = cast("threading.RLock", CheckedLock(self._record))
+        super().__init__(cache, runtime, lock=lock, **options)
 
     def held(self) -> AbstractContextManager[object]:
         """Return the batcher's lock."""
@@ -228,7 +234,7 @@ class CheckedRuntime(SimulatedRuntime):
 
     def make_batcher(self, cache: RowCache, **options: Any) -> WatchedBatcher:
         options |= {"clock": self.clock.time}
-        return WatchedBatcher(cache, self.ledger, self.record, observer=self, **options)
+        return WatchedBatcher(cache, self, **options)
 
     async def ask(
         self, requests: Sequence[Request], *, stacked: bool = False, timeout: float | None = None

@@ -21,8 +21,8 @@ from genrt.engines.adapters import CONFIG_NAME, WEIGHTS_NAME
 from genrt.errors import EngineFailed, GenrtError, UnknownAdapter
 from genrt.questions.reads import HostRow, ReadRequest
 from genrt.questions.rows import LogprobsRequest
-from genrt.testing.answers import read_examples
 from genrt.testing.virtual_loop import VirtualLoop
+from tests.answers import read_examples
 from tests.inside import adapters_of
 from tests.simulation.engine import VOCAB_SIZE, Violation
 from tests.simulation.runtime import SimulatedRuntime

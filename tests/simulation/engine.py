@@ -42,7 +42,7 @@ from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest
-from genrt.testing.answers import are_draws, is_answer, is_row, is_score
+from tests.answers import are_draws, is_answer, is_row, is_score
 
 
 class Violation(BaseException):
@@ -109,7 +109,7 @@ class HashedModel:
 
 def is_right(model: HashedModel, request: Request, result: Result, weights: int = 0) -> bool:
     """Return whether a result answers its request: exactly for results that the engine computes, and by
-    ``genrt.testing.answers`` for reads, draws and scores."""
+    ``tests.answers`` for reads, draws and scores."""
     if getattr(result, "weights_version", request.weights_version) != request.weights_version:
         return False
     if isinstance(request, ReadRequest):

@@ -24,10 +24,11 @@ import torch
 
 from genrt.lm import AsyncLM
 from genrt.questions.completions import Completion, CompletionRequest, Delta
+from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.ask import Asker
-from genrt.runtime.batcher import Batcher, Waiter
+from genrt.runtime.batcher import Batcher, Entry, Waiter
 from genrt.runtime.cache import RowCache
 from genrt.runtime.streams import Stream
 from genrt.runtime.thread import EngineThread
@@ -144,12 +145,33 @@ IDLE_ROUNDS = 100_000
 """The number of events in a row after which a simulation counts as stuck."""
 
 
+class ObservedBatcher(Batcher):
+    """A batcher that tells its runtime of questions and turns."""
+
+    def __init__(self, cache: RowCache, runtime: SimulatedRuntime, **options: Any) -> None:
+        super().__init__(cache, **options)
+        self._runtime = runtime
+
+    def _register(self, waiter: Waiter) -> list[Entry]:
+        self._runtime.registering(waiter)
+        return super()._register(waiter)
+
+    def leave(self, waiter: Waiter) -> None:
+        self._runtime.leaving(waiter)
+        super().leave(waiter)
+
+    def _take(self) -> tuple[list[Request], list[Request], list[Adapter], list[Waiter]]:
+        taken = super()._take()
+        self._runtime.taken(*taken[:2])
+        return taken
+
+
 class SimulatedRuntime:
     """One runtime and the event loops that use it.
 
     ``random`` decides everything that is not specified. The options are those of ``genrt.load``. With
     ``restarts`` a new engine replaces one that died. Simulations that observe more override ``ask``, the
-    observer methods, and the types of the parts.
+    methods that the batcher calls, and the types of the parts.
     """
 
     engine_type: type[SimulatedEngine] = SimulatedEngine
@@ -201,7 +223,7 @@ class SimulatedRuntime:
     def make_batcher(self, cache: RowCache, **options: Any) -> Batcher:
         """Return the batcher."""
         time = self.clock.time
-        return Batcher(cache, observer=self, clock=time, **options)
+        return ObservedBatcher(cache, self, clock=time, **options)
 
     def _open_engine(self) -> SimulatedEngine:
         self.engine = self.engine_type(
@@ -264,7 +286,7 @@ class SimulatedRuntime:
         """Return the stream of an AsyncLM, with checks of its deltas."""
         return self.stream_type(self._stream(request, timeout=timeout), self, timeout)
 
-    # -- as the batcher's observer ------------------------------------------------------------
+    # -- called by the batcher ------------------------------------------------------------------
 
     def registering(self, waiter: Waiter) -> None:
         """Ignore the event."""

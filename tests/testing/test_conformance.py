@@ -17,7 +17,7 @@ from torch import Tensor
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.engines.protocol import Engine, EngineStatistics, Finished
 from genrt.errors import EngineFailed
-from genrt.questions.completions import Completion, CompletionRequest, SampleRequest
+from genrt.questions.completions import SampleRequest
 from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request
 from genrt.testing import check_engine
@@ -34,7 +34,6 @@ class Wrapper:
         ask: changes a request on its way to the engine; the answer is told as the original's.
         answer: changes the results of a step.
         count: changes the statistics.
-        follow: changes the deltas of ``progress``.
         others: attributes and methods in place of the engine's.
     """
 
@@ -43,11 +42,10 @@ class Wrapper:
         ask: Callable[[Any], Request] = lambda request: request,
         answer: Callable[[Ends], Ends] = lambda ends: ends,
         count: Callable[[EngineStatistics], Any] = lambda counted: counted,
-        follow: Callable[[list[Any]], list[Any]] = lambda deltas: deltas,
         **others: Any,
     ) -> None:
         self.inner = ExactEngine(MODEL, max_model_len=64, max_batch_size=8)
-        self.ask, self.answer, self.count, self.follow = ask, answer, count, follow
+        self.ask, self.answer, self.count = ask, answer, count
         self.sent: dict[Request, Request] = {}
         self.flush: Sequence[Request] = ()
         for name, other in others.items():
@@ -72,9 +70,6 @@ class Wrapper:
     def statistics(self) -> Any:
         return self.count(self.inner.statistics())
 
-    def progress(self, streamed: Sequence[Any]) -> list[Any]:
-        return self.follow(list(self.inner.progress(streamed)))
-
 
 fresh = itertools.count(1)
 
@@ -87,17 +82,6 @@ def sample(**changed: Any) -> dict[str, Any]:
             return request
         made = {name: of(request) if callable(of) else of for name, of in changed.items()}
         return replace(request, **{"nonce": next(fresh)} | made)
-
-    return {"ask": ask}
-
-
-def text(**changed: Any) -> dict[str, Any]:
-    """Completions with these options instead of their own."""
-
-    def ask(request: Request) -> Request:
-        if not isinstance(request, CompletionRequest):
-            return request
-        return replace(request, decoding=replace(request.decoding, **changed))
 
     return {"ask": ask}
 
@@ -170,11 +154,11 @@ def samples_first(self: Any) -> Ends:
     return cast(Ends, self.inner.step())
 
 
-def of_the_batch(kind: type[Any]) -> Any:
+def of_the_batch() -> Any:
     """One generator for the batch, so that a draw depends on its neighbours."""
 
     def ask(self: Any, request: Any) -> Any:
-        if not isinstance(request, kind) or request.seed is None:
+        if not isinstance(request, SampleRequest) or request.seed is None:
             return request
         return replace(request, seed=request.seed + 1000 * len(self.flush))
 
@@ -185,15 +169,6 @@ def stop_token_returned(ends: Ends) -> Ends:
     return [
         replace(end, result=(*end.result, *end.request.stop_token_ids))
         if isinstance(end.request, SampleRequest) and isinstance(end.result, tuple)
-        else end
-        for end in ends
-    ]
-
-
-def logprobs_reversed(ends: Ends) -> Ends:
-    return [
-        replace(end, result=replace(end.result, logprobs=end.result.logprobs[::-1]))
-        if isinstance(end.result, Completion)
         else end
         for end in ends
     ]
@@ -230,58 +205,7 @@ def first_weights(self: Any, adapter: Adapter, path: Path) -> None:
     self.inner.add_adapter(adapter, known.setdefault(adapter.name, path))
 
 
-def every(turn: int, otherwise: Callable[[list[Any], list[Any]], list[Any]]) -> Any:
-    """Deltas as they are, but for every so many turns: then made of these and the turn's before."""
-    turns = itertools.count(1)
-    before: list[list[Any]] = [[]]
-
-    def follow(deltas: list[Any]) -> list[Any]:
-        old, before[0] = before[0], deltas
-        return otherwise(deltas, old) if next(turns) % turn == 0 else deltas
-
-    return {"follow": follow}
-
-
-def cancelled_told() -> Any:
-    first: list[Any] = []
-
-    def follow(deltas: list[Any]) -> list[Any]:
-        first[:] = first or deltas
-        return [delta or old for delta, old in zip(deltas, first, strict=True)]
-
-    return {"follow": follow}
-
-
 BROKEN: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
-    "text stop ignored": (lambda: text(stop_token_ids=()), "must end with its stop token"),
-    "texts never greedy": (lambda: text(temperature=1.0), "below the likeliest's|off their law's"),
-    "text seed of the batch": (lambda: of_the_batch(CompletionRequest), "depends on its batch"),
-    "texts alike": (
-        lambda: {"ask": lambda r: replace(r, seed=r.seed or 5) if hasattr(r, "decoding") else r},
-        "all the same|independent",
-    ),
-    "texts with the model's": (lambda: text(logprobs_mode="raw_logprobs"), "off their law's"),
-    "texts with another's": (lambda: {"answer": logprobs_reversed}, "off their law's"),
-    "deltas of the next": (
-        lambda: every(1, lambda deltas, old: deltas[1:] + deltas[:1]),
-        "is not what follows|the engine tells",
-    ),
-    "deltas twice": (
-        lambda: every(
-            2, lambda deltas, old: [new and last for new, last in zip(deltas, old, strict=True)]
-        ),
-        "is not what follows",
-    ),
-    "deltas lost": (
-        lambda: every(3, lambda deltas, old: [None] * len(deltas)),
-        "is not what follows",
-    ),
-    "no deltas": (lambda: every(1, lambda deltas, old: [None] * len(deltas)), "nothing was told"),
-    "deltas of the cancelled": (cancelled_told, "is over or cancelled"),
-    "says nothing of options": (
-        lambda: {"unsupported": lambda self, decoding: "no"},
-        "must be drawn|does not say",
-    ),
     "rows swapped": (lambda: {"answer": rows_swapped}, "in a flush and alone|shuffled"),
     "rows by place": (lambda: {"ask": rows_by_place, "is_bound": True}, "apart"),
     "cancel ignored": (lambda: {"cancel": lambda self, requests: None}, "came back"),
@@ -312,7 +236,7 @@ BROKEN: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     "long samples first": (lambda: {"step": samples_first}, "held up"),
     "seed ignored": (lambda: sample(seed=None), "seeded sample"),
-    "seed of the batch": (lambda: of_the_batch(SampleRequest), "depends on its batch"),
+    "seed of the batch": (lambda: of_the_batch(), "depends on its batch"),
     "unseeded alike": (lambda: sample(seed=lambda r: r.seed or 5), "independent"),
     "temperature ignored": (lambda: sample(temperature=1.0), "temperature 0"),
     "top_k ignored": (lambda: sample(top_k=0), "top_k=1"),

@@ -170,10 +170,3 @@ def test_wrong_arguments_are_refused(options: dict[str, Any], message: str) -> N
     right: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4}
     with pytest.raises(InvalidRequest, match=message):
         exact_posterior(**(right | options))
-
-
-def test_a_posterior_tells_how_much_there_is() -> None:
-    assert re.fullmatch(
-        r"ExactPosterior\(log_evidence=.*, \d+ texts, \d+ token sequences\)",
-        repr(exact_posterior(MODEL, PROMPT, max_tokens=2)),
-    )

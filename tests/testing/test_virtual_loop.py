@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
@@ -74,20 +73,6 @@ def test_a_program_runs_as_on_asyncios_own_loop(loop: VirtualLoop, clock: Virtua
     assert loop.reports == []
 
 
-def test_time_passes_only_when_it_is_told_to(loop: VirtualLoop, clock: VirtualClock) -> None:
-    log: list[float] = []
-    loop.call_later(2.0, lambda: log.append(loop.time()))
-    loop.call_later(1.0, lambda: log.append(loop.time()))
-    loop.call_at(1.5, log.append, -1.0).cancel()
-    assert not loop.has_work
-    clock.pass_until(loop.next_timer or 0.0)
-    clock.pass_until(0.5)
-    assert clock.time() == 1.0
-    run(loop, clock)
-    assert log == [1.0, 2.0]
-    assert loop.next_timer is None
-
-
 def fails(error: BaseException) -> Callable[[], None]:
     def fail() -> None:
         raise error
@@ -122,18 +107,3 @@ def test_a_function_for_a_thread_runs_in_a_callback(loop: VirtualLoop, clock: Vi
     assert done.result() == (3, 1)
     assert isinstance(failed.exception(), ZeroDivisionError)
     assert loop.reports == []
-
-
-def test_a_closed_loop_refuses_and_forgets(loop: VirtualLoop, clock: VirtualClock) -> None:
-    log: list[Any] = []
-    loop.call_soon(log.append, 1)
-    loop.call_later(1.0, log.append, 2)
-    loop.close()
-    assert loop.is_closed()
-    assert not loop.has_work
-    assert loop.next_timer is None
-    run(loop, clock)
-    assert log == []
-    for refused in (loop.call_soon, loop.call_soon_threadsafe, lambda f: loop.call_later(1.0, f)):
-        with pytest.raises(RuntimeError, match="closed"):
-            refused(fails(ValueError()))

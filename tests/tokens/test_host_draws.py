@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrt.tokens import sampling
-from genrt.tokens.sampling import BLOCK, LARGEST, draw, draw_chunk, seeded_uniforms
+from genrt.tokens.sampling import BLOCK, LARGEST, draw_chunk, seeded_uniforms
 from tests.scripted import logprobs, population_of
 from tests.tokens.draws_by_hand import WIDTHS, Case, by_torch, cases, disagreements, packed
 
@@ -32,24 +31,6 @@ def expect_torchs(
     assert found[:, 0].tolist() == wanted[:, 0].tolist()
     torch.testing.assert_close(found, wanted, atol=NEAR, rtol=NEAR)
     return found
-
-
-def left(rows: Tensor) -> list[Tensor]:
-    """Return the rows that are left to another function, call by call."""
-    calls: list[Tensor] = []
-
-    def otherwise(batch: Tensor, numbers: Tensor, *, heat: Tensor, **_: None) -> Tensor:
-        assert len(batch) == len(numbers) == len(heat)
-        assert bool((heat == 1).all())
-        calls.append(batch)
-        return torch.full((len(batch), 3), 7.0, dtype=torch.float64)
-
-    numbers = seeded_uniforms(range(len(rows)))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling, "draw_chunk", otherwise)
-        found = sampling._draw_on_host(rows, numbers)
-    assert int((found == 7).all(-1).sum()) == sum(map(len, calls))
-    return calls
 
 
 @pytest.mark.parametrize("width", WIDTHS[:-1])
@@ -94,20 +75,6 @@ def test_a_draw_is_the_same_alone_and_beside_rows_that_are_not_ordinary(width: i
         assert torch.equal(together[part], alone)
 
 
-def test_only_rows_that_are_not_ordinary_are_left() -> None:
-    rows = normalised(6, 300)
-    assert left(rows) == []
-    assert left(rows - 30) == []
-    assert left(rows + 80) == []
-    strange = rows.clone()
-    strange[1] -= 40.0
-    strange[2] += 100.0
-    strange[3] = -math.inf
-    strange[4, 7] = math.nan
-    [found] = left(strange)
-    assert torch.equal(found.nan_to_num(9.0), strange[1:5].nan_to_num(9.0))
-
-
 def test_gapped_rows_and_rows_with_gradients_are_read_and_nothing_is_changed() -> None:
     wide, numbers = normalised(4, 700), seeded_uniforms(range(4))
     rows, allowed = wide[:, 30:330], torch.arange(1200).reshape(4, 300) % 2 > 0
@@ -119,14 +86,6 @@ def test_gapped_rows_and_rows_with_gradients_are_read_and_nothing_is_changed() -
     assert torch.equal(found, draw_chunk(rows, numbers, mask=allowed))
     assert torch.equal(wide, before)
     assert torch.equal(mask, bits)
-
-
-def test_float64_rows_and_temperatures_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(sampling, "_draw_on_host")
-    rows, numbers = normalised(4, 300), seeded_uniforms(range(4))
-    heat = torch.tensor([1.0, 0.0, 0.5, 2.0])
-    assert int(draw(rows, temperature=heat, uniforms=numbers).token_ids.min()) >= 0
-    assert int(draw(rows.double(), uniforms=numbers).token_ids.min()) >= 0
 
 
 def test_a_population_draws_by_masks_that_it_may_not_write_to() -> None:

@@ -91,15 +91,12 @@ class Calls(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("rows", ANY_ROWS)
-def test_gathered_rows_are_a_stack(rows: Callable[[], list[Tensor]]) -> None:
+def test_gathered_rows_are_a_stack_and_stacked_ones_in_storage_of_their_own(
+    rows: Callable[[], list[Tensor]],
+) -> None:
     given_rows = rows()
     assert same(gather_rows(given_rows), torch.stack(given_rows))
     assert same(gather_rows(tuple(given_rows[::-1])), torch.stack(given_rows[::-1]))
-
-
-@pytest.mark.parametrize("rows", ANY_ROWS)
-def test_stacked_is_a_stack_in_storage_of_its_own(rows: Callable[[], list[Tensor]]) -> None:
-    given_rows = rows()
     whole = stacked(given_rows)
     assert same(whole, torch.stack(given_rows))
     assert whole.untyped_storage().nbytes() == whole.nbytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ parameters = st.fixed_dictionaries(
         "min_p": st.sampled_from([0.0, 0.07, 0.4, 1.0]),
     }
 )
+UNIFORMS = seeded_uniforms([1])
 quick = settings(max_examples=80, deadline=None)
 
 
@@ -53,30 +55,28 @@ def test_a_row_without_mass_stays_without() -> None:
         assert torch.equal(truncate(dead, temperature=temperature, top_k=2, top_p=0.5), dead)
 
 
-def test_shapes_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(InvalidRequest, match="top_p"):
-        truncate(torch.zeros(2, 4), top_p=torch.tensor([0.5, 0.0]))
-    with pytest.raises(InvalidRequest, match="2 values for 3 rows"):
-        truncate(torch.zeros(3, 4), temperature=torch.ones(2))
-    with pytest.raises(InvalidRequest, match="rows are"):
-        draw(torch.zeros(2, 3, 4))
-    with pytest.raises(InvalidRequest, match="mask is"):
-        draw(torch.zeros(2, 3), mask=torch.ones(2, 3))
-    with pytest.raises(InvalidRequest, match="mask is"):
-        draw(torch.zeros(2, 3), mask=torch.ones(3, 3, dtype=torch.bool))
-    with pytest.raises(InvalidRequest, match=r"packed torch.uint8, \[2, 4\]"):
-        draw(torch.zeros(2, 3), mask=torch.ones(2, 3, dtype=torch.uint8))
-    with pytest.raises(InvalidRequest, match="1 generators for 2 rows"):
-        draw(torch.zeros(2, 3), generators=[torch.Generator()])
-    with pytest.raises(InvalidRequest, match="2 values for 3 rows"):
-        draw(torch.zeros(3, 4), temperature=torch.ones(2))
-    with pytest.raises(InvalidRequest, match="temperature is -1"):
-        draw(torch.zeros(3, 4), temperature=-1.0)
-    with pytest.raises(InvalidRequest, match="both given"):
-        draw(torch.zeros(1, 3), generators=torch.Generator(), uniforms=seeded_uniforms([1]))
-    for uniforms in (seeded_uniforms([1]), seeded_uniforms([1, 2]).float()):
-        with pytest.raises(InvalidRequest, match="uniforms are"):
-            draw(torch.zeros(2, 3), uniforms=uniforms)
+@pytest.mark.parametrize(
+    ("function", "size", "options", "message"),
+    [
+        (truncate, (2, 4), {"top_p": torch.tensor([0.5, 0.0])}, "top_p"),
+        (truncate, (3, 4), {"temperature": torch.ones(2)}, "2 values for 3 rows"),
+        (draw, (2, 3, 4), {}, "rows are"),
+        (draw, (2, 3), {"mask": torch.ones(2, 3)}, "mask is"),
+        (draw, (2, 3), {"mask": torch.ones(3, 3, dtype=torch.bool)}, "mask is"),
+        (draw, (2, 3), {"mask": torch.ones(2, 3, dtype=torch.uint8)}, r"torch.uint8, \[2, 4\]"),
+        (draw, (2, 3), {"generators": [torch.Generator()]}, "1 generators for 2 rows"),
+        (draw, (3, 4), {"temperature": torch.ones(2)}, "2 values for 3 rows"),
+        (draw, (3, 4), {"temperature": -1.0}, "temperature is -1"),
+        (draw, (1, 3), {"generators": torch.Generator(), "uniforms": UNIFORMS}, "both given"),
+        (draw, (2, 3), {"uniforms": UNIFORMS}, "uniforms are"),
+        (draw, (1, 3), {"uniforms": UNIFORMS.float()}, "uniforms are"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(
+    function: Any, size: tuple[int, ...], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        function(torch.zeros(size), **options)
 
 
 def generators(*seeds: int) -> list[torch.Generator]:

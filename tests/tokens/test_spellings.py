@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from genrt.errors import InvalidRequest
@@ -19,22 +21,19 @@ def spelled(name: str, *words: str) -> set[bytes]:
 
 
 @pytest.mark.parametrize("name", EXACT | SPACE_IN_FRONT)
-@pytest.mark.parametrize("word", [*WORDS, "\n-", " the", "  -", "cat sat", "🙃", "-"])
-def test_a_word_is_spelled_as_it_stands_and_after_one_blank(name: str, word: str) -> None:
-    forms = {word.encode()} if word[0].isspace() else {word.encode(), f" {word}".encode()}
-    assert spelled(name, word) == forms
+def test_a_word_is_spelled_as_it_stands_and_after_one_blank(name: str) -> None:
+    for word in (*WORDS, "\n-", " the", "  -", "cat sat", "🙃", "-"):
+        forms = {word.encode()} if word[0].isspace() else {word.encode(), f" {word}".encode()}
+        assert spelled(name, word) == forms
 
 
 @pytest.mark.parametrize("name", EXACT | SPACE_IN_FRONT)
-@pytest.mark.parametrize("word", ["cat", "naïve", "日本"])
-@pytest.mark.parametrize("before", ["a ", "\n", ". ", "日本 "])
-def test_a_text_that_has_the_word_has_one_of_its_spellings(
-    name: str, word: str, before: str
-) -> None:
+def test_a_text_that_has_the_word_has_one_of_its_spellings(name: str) -> None:
     tokenizer, tokens = made(name)
-    token_ids = encode(tokenizer, f"{before}{word}")
-    found = Spellings(tokenizer, len(tokens)).of([word])
-    assert any(token_ids[-len(ids) :] == ids for ids in found)
+    spellings = Spellings(tokenizer, len(tokens))
+    for word, before in product(("cat", "naïve", "日本"), ("a ", "\n", ". ", "日本 ")):
+        token_ids = encode(tokenizer, f"{before}{word}")
+        assert any(token_ids[-len(ids) :] == ids for ids in spellings.of([word]))
 
 
 @pytest.mark.embedded
@@ -55,7 +54,7 @@ def test_every_word_of_the_embedded_model_is_ruled_out_wherever_it_is_spelled() 
     }
     assert len(words) > 30_000
     spellings = Spellings(tokenizer, len(tokens))
-    for word in sorted(words)[::10]:
+    for word in sorted(words)[::100]:
         found = spellings.of([word])
         single = {ids[0] for ids in found if len(ids) == 1}
         forms = word.encode(), f" {word}".encode()

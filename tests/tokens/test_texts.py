@@ -73,13 +73,6 @@ def test_texts_are_told_apart_by_what_they_are_made_of() -> None:
     assert texts[0] != 3
 
 
-def test_a_text_is_a_value_and_shows_what_it_is_made_of() -> None:
-    text = Text([1, 2], b"ab")
-    assert repr(text) == "Text((1, 2), b'ab', finished=False)"
-    assert copy.copy(text) == text
-    assert type(text[:]) is str
-
-
 @pytest.mark.parametrize("arguments", [("ab",), ((1,), "ab")])
 def test_a_text_is_not_made_of_a_string(arguments: Any) -> None:
     with pytest.raises(InvalidRequest, match="token ids and bytes"):

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import (
     AddedToken,
@@ -210,12 +210,6 @@ def test_the_space_in_front_is_in_the_bytes_of_the_first_token(name: str) -> Non
     assert spelled(name, "cat") == b" cat"
 
 
-@pytest.mark.parametrize("name", EXACT | SPACE_IN_FRONT)
-def test_text_without_utf8_is_refused(name: str) -> None:
-    with pytest.raises(InvalidRequest, match="surrogate"):
-        encode(made(name)[0], "a\ud800")
-
-
 # -- the table itself ------------------------------------------------------------------------------
 
 
@@ -324,17 +318,6 @@ def test_a_tokenizer_that_contradicts_many_of_its_pieces_is_of_an_unknown_kind()
     tokenizer = Shouting(llama_2(prefix=False))
     with pytest.raises(EngineUnsupported, match=r"seems to be b'.*', and decodes to '"):
         byte_vocab(tokenizer, 300)
-
-
-async def test_loading_says_which_tokens_are_in_doubt() -> None:
-    import genrt
-    from tests.tokens.test_encoding import Engine
-
-    with pytest.warns(RuntimeWarning, match=DOUBT):
-        lm = await genrt.aload(engine=lambda: Engine(in_doubt()))
-    with lm:
-        assert lm.next_token_logprobs_sync([1]).shape == (500,)
-        assert len(lm.byte_vocab) == 500
 
 
 def test_a_tokenizer_of_an_unknown_kind_is_no_obstacle_to_loading() -> None:
@@ -483,25 +466,3 @@ def test_decode_joins_bytes_across_tokens_and_leaves_out_the_end() -> None:
 
 
 # -- the embedded model's tokenizer ----------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def smollm2() -> tuple[Any, list[bytes]]:
-    from transformers import AutoTokenizer
-
-    from genrt.models import EMBEDDED, resolve
-
-    tokenizer = AutoTokenizer.from_pretrained(resolve(EMBEDDED, progress=False))
-    return tokenizer, byte_vocab(tokenizer, 49152)
-
-
-@pytest.mark.embedded
-@given(text=PLAIN | WITH_ADDED)
-@settings(deadline=None)
-def test_the_bytes_of_smollm2s_tokens_are_the_text(
-    smollm2: tuple[Any, list[bytes]], text: str
-) -> None:
-    tokenizer, tokens = smollm2
-    # Its vocabulary lacks the tokens of these bytes.
-    assume(not set(text.encode()) & {0x04, 0x06, 0x13, 0x14, 0x16, 0x1D, 0xF1, 0xF2})
-    assert b"".join(tokens[i] for i in encode(tokenizer, text)) == text.encode()

@@ -1,9 +1,4 @@
-"""A persistent HTTP connection to a genrt server: one call at a time.
-
-Rules:
-    A server that cannot be reached, or cuts an answer off, is lost: ``EngineDied``.
-    Any thread may hang up, which ends the call in progress.
-"""
+"""A persistent HTTP connection to a genrt server: one call at a time."""
 
 from __future__ import annotations
 

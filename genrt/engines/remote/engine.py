@@ -1,13 +1,8 @@
 """The Engine protocol over a genrt server: each step is one HTTP call for all requests in progress.
 
-The server computes rows, draws, candidates, top tokens and scores, and only results travel. Samples and
-completions are drawn here from rows, a token a step: new requests join them between steps. Draws carry
-seeds, so that a repeated call gives the same answer.
-
-Rules:
-    An error of one question fails that question only.
-    Adapters are bound when the connection is made; one replaced later is refused.
-    A server with another model or other weights is a lost engine.
+The server computes rows, draws, candidates, top tokens and scores. Samples and completions are drawn here
+from rows, a token a step. Draws carry seeds, so that a repeated call gives the same answer. Adapters are
+bound when the connection is made. A server with another model or other weights is a lost engine.
 """
 
 from __future__ import annotations
@@ -166,8 +161,7 @@ class RemoteEngine(SteppedEngine):
             self._rows.found = {}
 
     def _next(self) -> tuple[list[Any], list[Request]]:
-        """Return the contents of one call: texts drawn here, which need a row each, and other requests.
-        They take turns if they do not fit in one call."""
+        """Return the contents of one call: texts drawn here and other requests, in turns if need be."""
         most = self.max_batch_size
         drawing = list(islice(self._in_progress.values(), most))
         direct = self._fitting(most - len(drawing))

@@ -5,8 +5,7 @@ Rules:
     A removed adapter stays until the last request bound to it has ended.
 
 In a step that mixes base and adapter requests, vLLM's CPU build (0.32) computes the base requests with
-the adapter in its last slot. So base requests there run with vLLM's zero adapter from the opening on.
-``check_base`` runs a mixed step for every new adapter.
+the adapter in its last slot. So base requests there run with vLLM's zero adapter.
 """
 
 from __future__ import annotations

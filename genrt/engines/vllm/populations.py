@@ -1,12 +1,8 @@
 """Tracks an engine's populations: the vLLM requests of their sequences, and how populations continue.
 
-A sequence is found by its number in an earlier question, not by its context, so no object is made and no
-context is read for it. If that fails, the rows are requested one by one and the population is *settled*:
-its sequences are found by their contexts once.
-
-Rule:
-    A sequence is found by number only if its vLLM request is as the population's question left it:
-    parked, and in no flush since. Any other use has changed the request.
+A sequence is found by its number in an earlier question, so that no context is read for it, if its vLLM
+request is as that question left it: parked, and in no flush since. Otherwise the rows are requested one
+by one and the population is *settled*: its sequences are found by their contexts once.
 """
 
 from __future__ import annotations

@@ -1,16 +1,12 @@
 """Holds prefixes in vLLM's KV cache by references to their blocks, as if a request went on using them.
 
-vLLM finds the full blocks of a new request's tokens by their hashes, and reuses a block only when no
-reference to it remains. So a prefix needs no request and no runner slot of its own. Its last tokens are
-in a block of the open request that computed them, if there is one. Under ``OpenScheduler`` new requests
-start with a copy of that block.
+vLLM finds full blocks by the hashes of their tokens. The last tokens of a prefix are in a block of the
+open request that computed them; under ``OpenScheduler`` new requests start with a copy of that block.
 
 Rules:
-    Blocks that are lost, to a failed step or to a newer prefix, are taken again after any question has
-    computed them.
+    Lost blocks are taken again after any question has computed them.
     All prefixes together hold at most ``SHARE`` of the blocks.
-    No request waits forever because of prefixes. Before vLLM skips a step for lack of blocks, prefixes
-    are released one by one, the oldest first.
+    Before vLLM skips a step for lack of blocks, prefixes are released, the oldest first.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """Keeps the process as the user had it while vLLM opens, and keeps vLLM's globals apart for each engine.
 
-``process_kept`` restores the environment, hooks and torch's settings that opening vLLM changes.
-``undisturbed`` works around faults of vLLM while it opens. The configuration has no seed, so vLLM leaves
-random generators alone. Warning filters that packages add when they are imported stay.
-
 Opening an engine would clear or replace vLLM's globals, such as CUDA graphs and a workspace. So each
 engine has its own ``Globals``, and every call into vLLM happens with these in place, one engine at a
-time."""
+time. Warning filters that packages add when they are imported stay."""
 
 from __future__ import annotations
 
@@ -182,21 +178,13 @@ def undisturbed() -> Iterator[None]:
     from vllm.triton_utils import HAS_TRITON
     from vllm.v1.worker.gpu.sample import states
 
-    states.np = _Numpy()
+    states.np = own = ModuleType(np.__name__)
+    vars(own).update(vars(np), random=np.random.RandomState())
     try:
         with nullcontext() if HAS_TRITON else _without_triton():
             yield
     finally:
         states.np = np
-
-
-class _Numpy(ModuleType):
-    def __init__(self) -> None:
-        super().__init__(np.__name__)
-        self.random = np.random.RandomState()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(np, name)
 
 
 @contextmanager
@@ -207,7 +195,8 @@ def _without_triton() -> Iterator[None]:
     if hasattr(torch.cpu, "_init_amx"):
         torch.cpu._init_amx()  # returns False without AMX
     demanded = os.environ.pop(V2, None)
-    dispatcher.vars, dispatcher.hasattr = _attributes, _has_attribute
+    dispatcher.vars = _attributes
+    dispatcher.hasattr = lambda value, name: name == "__dict__" or hasattr(value, name)
     operators, bind = torch.ops._C, None
     if len(cpu_resource_utils.get_visible_memory_node()) < 2 and hasattr(operators, BIND):
         bind = getattr(operators, BIND)
@@ -220,10 +209,6 @@ def _without_triton() -> Iterator[None]:
         del dispatcher.vars, dispatcher.hasattr
         if demanded is not None:
             os.environ[V2] = demanded
-
-
-def _has_attribute(value: Any, name: str) -> bool:
-    return name == "__dict__" or hasattr(value, name)
 
 
 def _attributes(value: Any) -> Mapping[str, Any]:
@@ -241,13 +226,13 @@ class ThreadTurns:
         self._changed = threading.Condition()
         self._holder: int | None = None
         self._depth = 0
-        self._waiting: list[int] = []  # thread idents; the first one enters next
+        self.waiting: list[int] = []  # thread idents; the first one enters next
 
     def __enter__(self) -> None:
         own = threading.get_ident()
         with self._changed:
             if self._holder != own:
-                if self._depth or self._waiting:
+                if self._depth or self.waiting:
                     self._wait(own)
                 self._holder = own
             self._depth += 1
@@ -257,15 +242,15 @@ class ThreadTurns:
             self._depth -= 1
             if not self._depth:
                 self._holder = None
-                if self._waiting:
+                if self.waiting:
                     self._changed.notify_all()
 
     def _wait(self, own: int) -> None:
-        self._waiting.append(own)
+        self.waiting.append(own)
         try:
-            self._changed.wait_for(lambda: not self._depth and self._waiting[0] == own)
+            self._changed.wait_for(lambda: not self._depth and self.waiting[0] == own)
         finally:  # also after an interrupt: then it may be the next thread's turn
-            self._waiting.remove(own)
+            self.waiting.remove(own)
             self._changed.notify_all()
 
 
@@ -280,6 +265,7 @@ class Globals:
     def __init__(self) -> None:
         from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
         from vllm.compilation.cuda_graph import CUDAGraphWrapper
+        from vllm.model_executor.layers import rotary_embedding
         from vllm.model_executor.offloader import base as offloader
         from vllm.platforms import current_platform
         from vllm.v1.worker import workspace
@@ -290,6 +276,8 @@ class Globals:
             (type(current_platform), "_global_graph_pool"),
             (workspace, "_manager"),
             (offloader, "_instance"),
+            # Models share these modules, which have no numbers while new weights are loaded.
+            (rotary_embedding, "_ROPE_DICT"),
         ]
         for owner, name in self._places:
             if not hasattr(owner, name):
@@ -303,6 +291,7 @@ class Globals:
             None,
             None,
             offloader.NoopOffloader(),
+            {},
         ]
         self._variables: dict[str, str | None] = {}
         self.stream: torch.cuda.Stream | None = None

@@ -1,8 +1,8 @@
 """Drives vLLM's model runners V1 and V2 for open requests: tokens and seats in, rows out.
 
-A step is *prepared* while the device computes the previous one: ``execute_model`` sets up everything
-except the tokens and is stopped right before the forward. With the tokens in the input buffer the forward
-*runs*, and again if they were wrong. When they are certain, the step is *confirmed*.
+A step is *prepared* while the device computes the previous one: ``execute_model`` is stopped before the
+forward. With the tokens in the input buffer the forward *runs*, and again if they were wrong. When they
+are certain, the step is *confirmed*.
 """
 
 from __future__ import annotations

@@ -1,18 +1,13 @@
 """vLLM's scheduler for requests that stay open: it parks them, wakes them and shares their blocks.
 
-A logprobs request is an *open* vLLM request. When its row has been computed, the scheduler drops the
-token that vLLM sampled. The request then stays outside the running queue with its KV blocks (*parked*).
-Appending the caller's token wakes it. A step of woken requests alone is scheduled by ``decode_step``,
-every other step by vLLM.
-
-A new request that shares a prefix with a resident one takes the resident's blocks by reference. vLLM
-copies the last, partly shared block. A parked request that is no longer needed can continue as a fork of
-another one (*reseated*), without a new request.
+A logprobs request is an *open* vLLM request. After its row, the scheduler drops the token that vLLM
+sampled and *parks* the request, with its KV blocks, until the caller's token wakes it. A new request
+takes the blocks that it shares with a resident one by reference. A parked request can be *reseated*: it
+continues as a fork of another one.
 
 Rules:
     Running and waiting requests come before parked ones; the longest unused parked requests are finished.
-    Scheduling is synchronous: a step's tokens are known before the next one is scheduled. The exception
-    is a step of texts alone while ``ahead`` is set: vLLM schedules it before the previous step has ended.
+    Scheduling is synchronous, except for steps of texts alone while ``ahead`` is set.
     Blocks are copied before anything else is done for the step that needs the copies.
 """
 

@@ -1,8 +1,8 @@
 """Seats: vLLM requests that continue as other sequences, with the tokens and KV blocks of their donors.
 
 A fork takes over a request that is no longer needed. It shares the full blocks of its donor and owns its
-last block. Blocks that both had in common stay in place, so the cost of a fork does not grow with the
-length of sequences that part late. On a GPU all layers, and all tables, take one launch each.
+last block; blocks that both had in common stay in place. On a GPU all layers, and all tables, take one
+launch each.
 """
 
 from __future__ import annotations
@@ -64,10 +64,7 @@ class Seats:
         return bool(free >= wanted)
 
     def paired(self, requests: Sequence[Request], donors: Sequence[Request]) -> list[Request]:
-        """Return one of the requests for each donor; of long sequences, one with many blocks in common.
-
-        It compares a few blocks of each.
-        """
+        """Return one of the requests for each donor; of long ones, one with many common blocks."""
         tables = self._manager.req_to_blocks
         count = min((len(tables[each.request_id]) for each in donors), default=0)
         if count <= 16 or len(requests) == 1:  # a fork is cheap in any seat
@@ -292,10 +289,7 @@ def _staged(most: int, bases: torch.Tensor, stretches: tuple[int, int]) -> Stage
 
 def _alike(caches: Sequence[torch.Tensor], count: int) -> tuple[int, int] | None:
     """Return the words of eight bytes in each of the ``count`` blocks of every cache, and between the
-    starts of two blocks; ``None`` if caches differ, or a block is no stretch of whole words.
-
-    A block may consist of several parts, one after the other. Blocks of other layers may lie in between.
-    """
+    starts of two blocks; ``None`` if caches differ, or a block is no stretch of whole words."""
     found = {_stretches(cache, count) for cache in caches}
     return found.pop() if len(found) == 1 else None
 

@@ -93,12 +93,9 @@ def _check_rows(engine: VLLMEngine, noise: float) -> None:
 
 
 def _check_residents(engine: VLLMEngine, noise: float, block_size: int) -> bool:
-    """Compare rows of residents with fresh rows; return False if the model's contexts are too short.
-
-    A wrong token or block yields the row of another context, which may be closer than the closest pair
-    of rows compared here. So the limit is an eighth of that pair's distance in bfloat16, and 1/64 in
-    float16 and float32.
-    """
+    """Compare rows of residents with fresh rows; return False if the model's contexts are too short."""
+    # A wrong token or block yields the row of another context, which may be closer than the closest pair
+    # of rows compared here: the limit is a part of that pair's distance.
     size = engine.vocab_size
 
     def grown(contexts: Sequence[tuple[int, ...]], *, by: int) -> list[tuple[int, ...]]:
@@ -139,12 +136,9 @@ def _check_residents(engine: VLLMEngine, noise: float, block_size: int) -> bool:
 
 
 def _check_scores(engine: VLLMEngine, noise: float, block_size: int) -> bool:
-    """Compare scores with rows; return False if the model's contexts are too short.
-
-    The text grows by its likeliest and second likeliest token in turn, so that neighbors differ. Rows
-    fill the cache with it first. Then two scores are computed together: from its second token on, and of
-    the last few. Each must find only tokens before its first position in the cache.
-    """
+    """Compare scores with rows; return False if the model's contexts are too short."""
+    # The text grows by its likeliest and second likeliest token in turn, so that neighbors differ. Rows
+    # fill the cache with it first. Then two scores are computed together.
     length = min(block_size + 4, engine.max_model_len - 3)
     if length < 2:
         return False

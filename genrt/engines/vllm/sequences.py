@@ -1,13 +1,9 @@
 """Serves logprobs requests as open vLLM requests: tracks resident sequences, extends and forks them.
 
-A question whose context is a resident sequence plus one token *extends* it. If several questions extend
-the same sequence, the others *fork* it. A fork takes over the *seat* (vLLM request and place in the
-batch) of a sequence of the last flush that has no further questions, as after resampling. Any other
-question opens a new vLLM request, which shares the blocks of the nearest resident sequence: vLLM's prefix
-cache has full blocks alone, and a block of its CPU build has 128 tokens.
-
-Rule:
-    A sequence that this flush extends or forks keeps its seat.
+A question whose context is a resident sequence plus one token *extends* it. Further questions *fork* it:
+they take over the *seats* (vLLM requests) of sequences that have no further questions, as after
+resampling. Any other question opens a new vLLM request, which shares the blocks of the nearest resident
+sequence. A sequence that this flush extends or forks keeps its seat.
 """
 
 from __future__ import annotations

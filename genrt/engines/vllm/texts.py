@@ -47,7 +47,14 @@ from genrt.tokens.detokenizing import TextStream, ends_inside_character
 from genrt.tokens.sampling import GREEDY_BELOW
 from genrt.tokens.spellings import Spellings
 
-__all__ = ["NativeText", "TextRequest", "VLLMTexts", "computed_token_count", "new_token_count"]
+__all__ = [
+    "NativeText",
+    "TextRequest",
+    "VLLMTexts",
+    "check_v2",
+    "computed_token_count",
+    "new_token_count",
+]
 
 TextRequest: TypeAlias = SampleRequest | CompletionRequest | NativeRequest
 """A request that takes a slot of vLLM for many steps."""
@@ -312,7 +319,7 @@ class VLLMTexts:
         made.request_id = made.external_req_id = request_id
         params = cast("SamplingParams", made.sampling_params)
         if self._is_v2:
-            _check_v2(params)
+            check_v2(params)
         self._outputs.add_request(made, prompt, None, index)
         state = self._outputs.request_states[request_id]
         self._leave_out_prompt(state.detokenizer, made)
@@ -538,7 +545,7 @@ def _error_of(output: EngineCoreOutput, structure: str | None) -> GenrtError:
     )
 
 
-def _check_v2(params: SamplingParams) -> None:
+def check_v2(params: SamplingParams) -> None:
     """Raise InvalidRequest beyond the limits of runner V2, which would fail the step of all requests."""
     from vllm.v1.worker.gpu.sample import logit_bias
 

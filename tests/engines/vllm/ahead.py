@@ -18,7 +18,6 @@ from genrt.engines.vllm.steps import DecodeSteps
 from genrt.lm import AsyncLM
 from genrt.populations import Population
 from tests.apart import drawn_apart
-from tests.inside import core_of, engine_of, in_progress, open_of, populations_of, thread_of
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
@@ -103,26 +102,3 @@ def halved(rng: random.Random, count: int = COUNT) -> list[int]:
     for survivor, replaced in zip(order[: count // 2], order[count // 2 :], strict=False):
         ancestors[replaced] = survivor
     return ancestors
-
-
-def held(lm: AsyncLM) -> tuple[int, int]:
-    """The numbers of resident sequences, and of blocks that are not free."""
-
-    def look(_: object) -> tuple[int, int]:
-        engine = engine_of(lm)
-        scheduler = core_of(engine).scheduler
-        pool = scheduler.kv_cache_manager.block_pool
-        assert set(scheduler.parked) == set(open_of(engine)._asked_in)
-        used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
-        resident = engine.statistics().resident
-        assert resident or open_of(engine).steps._prepared is None, "rows that nobody can ask for"
-        return resident, used
-
-    return thread_of(lm).call(look).result()
-
-
-def under_way(lm: AsyncLM) -> tuple[int, int]:
-    """The numbers of vLLM requests and populations in progress."""
-    engine = engine_of(lm)
-    look = lambda _: (len(in_progress(engine)), len(populations_of(engine)))
-    return thread_of(lm).call(look).result()

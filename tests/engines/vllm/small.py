@@ -13,11 +13,20 @@ import torch
 
 import genrt
 from genrt.lm import AsyncLM
-from tests.inside import core_of, engine_of, thread_of
+from tests.inside import (
+    core_of,
+    engine_of,
+    in_progress,
+    open_of,
+    populations_of,
+    texts_of,
+    thread_of,
+)
 
 BLOCK = 32
 BLOCK_BYTES = 2 * 2 * 32 * 2 * 4 * BLOCK
 """Layers, KV heads, head size, K and V, bytes of a float32, tokens of a block."""
+TIGHT_BLOCKS = 24
 TOLERANCE = 5e-4
 LORA: dict[str, Any] = {
     "enable_lora": True,
@@ -62,10 +71,51 @@ def runner_of(lm: AsyncLM) -> Any:
     return core_of(lm).model_executor.driver_worker.worker.model_runner
 
 
+def decode_steps_of(lm: AsyncLM) -> Any:
+    """What runs an engine's decode steps."""
+    return open_of(engine_of(lm)).steps
+
+
+def on_engine(lm: AsyncLM, look: Callable[[Any], Any]) -> Any:
+    """Call a function with the engine, on its thread."""
+    return thread_of(lm).call(lambda answers: look(answers.engine)).result()
+
+
 def forget(lm: AsyncLM) -> None:
     """Have the engine forget every sequence and block."""
-    engine = engine_of(lm)
-    thread_of(lm).call(lambda _: engine.forget_residents()).result()
+    on_engine(lm, lambda engine: engine.forget_residents())
+
+
+def left_over(engine: Any) -> dict[str, int]:
+    """How much an engine holds of requests in progress, by name; nothing once all have ended."""
+    scheduler, texts = core_of(engine).scheduler, texts_of(engine)
+    held = {
+        "in progress": in_progress(engine),
+        "populations": populations_of(engine),
+        "rows": engine._store,
+        "waiting": texts.waiting,
+        "streams": texts._streamed,
+        "adapters": engine._adapters._users,
+        "vLLM's texts": engine._llm_engine.output_processor.request_states,
+        "woken": scheduler._waking,
+        "unscored": scheduler._unscored,
+    }
+    found = {name: len(each) for name, each in held.items() if len(each)}
+    return found | ({"scores": 1} if engine._positions else {})
+
+
+def held(lm: AsyncLM) -> tuple[int, int, int]:
+    """The numbers of resident sequences, of blocks that are not free, and of questions that the engine
+    knows by number."""
+
+    def look(engine: Any) -> tuple[int, int, int]:
+        scheduler, resident = core_of(engine).scheduler, engine.statistics().resident
+        pool = scheduler.kv_cache_manager.block_pool
+        assert len(scheduler.parked) == resident
+        used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+        return resident, used, len(populations_of(engine)._known)
+
+    return on_engine(lm, look)  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager

@@ -95,23 +95,6 @@ def test_each_ticket_gets_its_own_row_and_the_logits_are_left_alone(
     assert len(capture.store) == 0
 
 
-@pytest.mark.promise(number=4)
-def test_the_last_row_of_a_chunked_prompt_is_the_right_one() -> None:
-    capture = v1()
-    capture.update_state(update(2, added=[(0, 1), (1, 2)]))
-    capture.apply(logits_of(99, 2))  # ticket 1's prompt is not whole yet
-    capture.update_state(None)
-    capture.apply(logits_of(1, 2))
-    assert taken(capture.store, 1) == [1]
-    capture = v2()
-    for slot, ticket in ((0, 1), (1, 2), (2, 3)):
-        capture.add_request(slot, params(ticket))
-    capture.apply(logits_of(150, 2), context(0, 1))  # slot 0's prompt is not whole; slot 2 waits
-    assert taken(capture.store, 2) == [2]
-    capture.apply(logits_of(3, 1), context(2, 0))
-    assert taken(capture.store, 1, 3) == [1, 3]
-
-
 @pytest.mark.promise(number=18)
 def test_v1_seeded_draws_are_of_the_seed_and_the_tokens_before_and_follow_moves() -> None:
     """From vLLM's generator, whatever is discarded; twice the same two requests, the second time chunked,
@@ -239,6 +222,8 @@ def test_a_row_that_is_no_distribution_is_told_and_its_neighbours_are_right(
     store.forget([1])
     assert len(store) == 1
     assert taken(store, 2) == [2]
+    with pytest.raises(EngineUnsupported, match="without passing its logits"):
+        store.take([3])
 
 
 @pytest.mark.promise(number=17)

@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import gc
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from genrt.lm import AsyncLM
 from tests.engines.vllm import small
 from tests.engines.vllm.small import (
     BLOCK,
+    TIGHT_BLOCKS,
     TOLERANCE,
     Oracle,
     contexts_of,
@@ -30,18 +31,9 @@ from tests.scripted import PATIENCE_SECONDS, Gate
 
 pytestmark = pytest.mark.vllm
 
-BLOCKS = 20
-
 
 def load(model: Path) -> AsyncLM:
-    return small.load(model, blocks=BLOCKS, max_num_seqs=8)
-
-
-@pytest.fixture(scope="module")
-def tight(llama: Path) -> Iterator[AsyncLM]:
-    """A runtime whose blocks hold few of the sequences that it is asked about."""
-    with load(llama) as lm:
-        yield lm
+    return small.load(model, blocks=TIGHT_BLOCKS, max_num_seqs=8)
 
 
 # -- hardly any memory ----------------------------------------------------------------------------
@@ -51,7 +43,7 @@ def tight(llama: Path) -> Iterator[AsyncLM]:
 async def test_rows_are_right_where_a_fraction_of_the_sequences_fit(
     tight: AsyncLM, oracle: Oracle
 ) -> None:
-    """A hundred contexts and the samples beside them need hundreds of blocks; there are twenty."""
+    """A hundred contexts and the samples beside them need hundreds of blocks; there are 24."""
     asked = contexts_of(100, 290, seed=1)
     before = tight.statistics()
     with preemptions(tight) as preempted:
@@ -63,7 +55,7 @@ async def test_rows_are_right_where_a_fraction_of_the_sequences_fit(
             tight.batch_draw(asked[:50], masks=[[3]] * 50),
         )
         greedy = await samples
-    assert sum(-(-len(context) // BLOCK) for context in asked) > 20 * BLOCKS
+    assert sum(-(-len(context) // BLOCK) for context in asked) > 15 * TIGHT_BLOCKS
     expect_rows(oracle, asked, rows)
     assert drawn.token_ids.tolist() == [3] * 50
     for number, sample in enumerate(greedy):
@@ -113,7 +105,7 @@ def have_another(tight: AsyncLM, llama: Path, oracle: Oracle) -> list[weakref.re
         assert len(held) > 10
         assert all(reference() is not None for reference in held)
 
-        engine = engine_of(other)
+        engine: Any = engine_of(other)
         step = engine.step
 
         def slow() -> Any:

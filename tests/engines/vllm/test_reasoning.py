@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 import genrt
-from genrt.engines.exact import NGram
 from genrt.engines.vllm.reasoning import Reasoning, ReasoningParsers
 from genrt.errors import EngineFailed, InvalidRequest
 from genrt.generation import generate_many_sync
 from genrt.lm import AsyncLM
 from genrt.questions.completions import Completion, CompletionRequest, Decoding
-from tests.inside import engine_of, texts_of
+from tests.engines.vllm.small import left_over
+from tests.inside import engine_of
 from tests.small_models import make_llama, make_tokenizer
 
 pytestmark = pytest.mark.vllm
@@ -193,16 +193,7 @@ async def test_a_parser_that_fails_fails_its_own_text(
             async for _ in lm.stream_chat(ASKED, seed=1, **ENDS_SOON):
                 pass
     assert (await lm.chat(ASKED, seed=1, **ENDS_SOON)).text == good.text
-    texts = texts_of(engine_of(lm))
-    assert (texts.running, texts._streamed) == (0, {})
-
-
-def test_another_engine_has_no_parser() -> None:
-    with (
-        genrt.load(NGram.random(5), engine="exact") as exact,
-        pytest.raises(InvalidRequest, match="split_reasoning needs vLLM"),
-    ):
-        exact.generate_sync([1], split_reasoning=True, max_tokens=2)
+    assert left_over(engine_of(lm)) == {}
 
 
 @pytest.mark.parametrize(
@@ -243,23 +234,24 @@ TEXTS = (
 )
 @pytest.mark.parametrize("held_back", [0, 3])
 def test_token_by_token_and_at_once_are_the_same(thinker: Path, name: str, held_back: int) -> None:
+    from transformers import AutoTokenizer
     from vllm.config import ModelConfig, StructuredOutputsConfig
 
     class Config:
         model_config = ModelConfig(str(thinker))
         structured_outputs_config = StructuredOutputsConfig(reasoning_parser=name)
 
-    parsers = ReasoningParsers(Config())
+    parsers, tokenizer = ReasoningParsers(Config()), AutoTokenizer.from_pretrained(thinker)
     for thinking in (True, False):
         template = (("thinking", thinking), ("enable_thinking", thinking))
         decoding = Decoding(9, is_chat=True, template=template)
         request = CompletionRequest((FIRST + 2,), decoding)
         for text in TEXTS:
-            token_ids = parsers._tokenizer.encode(text, add_special_tokens=False)
+            token_ids = tokenizer.encode(text, add_special_tokens=False)
             whole = parsers.begin(request).split(token_ids, text)
             bits = parsers.begin(request)
             for place, token_id in enumerate(token_ids[:-1]):
-                written = parsers._tokenizer.decode(token_ids[: place + 1])
+                written = tokenizer.decode(token_ids[: place + 1])
                 bits.add([token_id], written, held_back)
                 assert whole[0].startswith(bits.reasoning)
             assert bits.end(token_ids, text) == whole

@@ -281,16 +281,6 @@ def seat(
     return Seat(request, length, block_ids[kept:], copied, kept)
 
 
-def test_what_is_scripted_is_in_the_table() -> None:
-    from tests.engines.vllm.test_vllm_parts import TABLE
-
-    listed = {name for file in ("runners.py", "seats.py") for _, name in TABLE[file]}
-    scripted = {"graph", "attended", "counted", "whole"}
-    runner = Runner({})
-    touched = {*vars(runner), *vars(Runner), *vars(runner.req_states)} - scripted
-    assert {name for name in touched if not name.startswith("_")} <= listed
-
-
 def test_rows_are_taken_by_request_in_the_order_of_the_batch() -> None:
     runner = Runner({"a": 4, "b": 0, "c": 2})
     shim = over(runner)
@@ -412,18 +402,6 @@ def test_what_was_run_ahead_and_not_asked_for_does_not_count(again: str) -> None
     computed[0] = 20
     shim.write(NextTokens(["b"], [5], [6], [6]))
     assert computed[0] == 20, "the device counts right by now"
-
-
-def test_what_vllm_has_forgotten_is_not_remembered_as_run_ahead() -> None:
-    runner = Runner({"a": 4, "b": 0, "c": 2})
-    shim = over(runner)
-    before = shim.prepare(step_of(a=6, b=6, c=6))
-    for left in ("b", "c"):
-        shim.confirm(before, tokens(a=1))
-        assert left in shim._overcounted
-        del runner.req_states.req_id_to_index[left]
-    shim.confirm(before, tokens(a=1))
-    assert shim._overcounted == set()
 
 
 def test_a_fork_made_ahead_is_looked_up_by_the_step_after() -> None:

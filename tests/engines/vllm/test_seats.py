@@ -88,46 +88,6 @@ def fork(request: Any, donor: Any, length: int | None = None) -> Fork:
     return Fork(request, donor, donor.num_computed_tokens if length is None else length)
 
 
-@pytest.mark.parametrize("length", [1, 4, 6, 8, 11])
-def test_a_fork_has_the_tokens_and_full_blocks_of_its_donor(length: int) -> None:
-    all_of = Sequences()
-    donor = all_of.add([*range(11)], grown=5)
-    request = all_of.add([*range(100, 109)])
-    [seat] = all_of.seats.take([fork(request, donor, length)])
-    assert request._all_token_ids == [*range(length)]
-    assert request.num_computed_tokens == length == seat.length
-    full = length // SIZE
-    blocks, donated = all_of.blocks(request), all_of.blocks(donor)
-    assert blocks[:full] == donated[:full]
-    assert len(blocks) == full + 1
-    assert blocks[full] not in donated
-    assert seat.block_ids == [block.block_id for block in blocks]
-    assert seat.copied == (donated[full].block_id if length % SIZE else None)
-    assert all_of.manager.num_cached_block[request.request_id] == full
-    all_of.check()
-
-
-def test_what_two_sequences_have_in_common_stays_and_so_does_the_last_block() -> None:
-    all_of = Sequences()
-    donor = all_of.add([*range(14)], grown=3)
-    request = all_of.add([*range(12), 7, 7], grown=3, like=donor, shared=3)
-    before, free = all_of.blocks(request), all_of.pool.get_num_free_blocks()
-    [seat] = all_of.seats.take([fork(request, donor)])
-    assert all_of.blocks(request) == before
-    assert all_of.pool.get_num_free_blocks() == free
-    assert (seat.kept, seat.block_ids) == (3, [before[3].block_id])
-    assert seat.copied == all_of.blocks(donor)[3].block_id
-    assert request.prompt_token_ids is donor.prompt_token_ids
-    again = request.prompt_token_ids
-    donor._all_token_ids.append(5)
-    donor._output_token_ids.append(5)
-    donor.num_computed_tokens += 1
-    all_of.seats.take([fork(request, donor)])
-    assert request.prompt_token_ids is again
-    assert request._output_token_ids == [11, 12, 13, 5]
-    all_of.check()
-
-
 @pytest.mark.parametrize("why", ["shared", "cached"])
 def test_a_last_block_that_others_have_or_may_find_is_not_overwritten(why: str) -> None:
     all_of = Sequences()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +22,15 @@ from genrt.lm import AsyncLM
 from genrt.tokens.sampling import BatchDraw
 from tests.apart import drawn_apart_sync
 from tests.engines.vllm.small import (
-    LORA,
     TOLERANCE,
     Oracle,
+    decode_steps_of,
     expect_rows,
     failing,
     forget,
     load,
     runner_of,
 )
-from tests.inside import engine_of, open_of
 
 pytestmark = pytest.mark.vllm
 
@@ -85,23 +84,10 @@ def check(lm: AsyncLM, flushes: Sequence[Sequence[Sequence[int]]], oracle: Oracl
 def begin(lm: AsyncLM, *, ahead: bool) -> Any:
     """Have an engine begin again; return what runs its decode steps."""
     forget(lm)
-    engine = engine_of(lm)
-    steps = open_of(engine).steps
+    steps = decode_steps_of(lm)
     steps.ahead = ahead
     vars(steps).update(_steps=0, _unused=0, _mistaken=0, _last=[])
     return steps
-
-
-@pytest.fixture(scope="module")
-def roomy(llama: Path) -> Iterator[AsyncLM]:
-    with load(llama, blocks=400, max_num_seqs=16) as lm:
-        yield lm
-
-
-@pytest.fixture(scope="module")
-def adaptable(llama: Path) -> Iterator[AsyncLM]:
-    with load(llama, blocks=400, max_num_seqs=16, engine_options=LORA) as lm:
-        yield lm
 
 
 def as_a_batch(lm: AsyncLM, contexts: Sequence[Sequence[int]], **options: Any) -> BatchDraw:
@@ -110,19 +96,18 @@ def as_a_batch(lm: AsyncLM, contexts: Sequence[Sequence[int]], **options: Any) -
 
 @pytest.mark.promise(number=3)
 @pytest.mark.promise(number=4)
-@pytest.mark.parametrize(("blocks", "max_num_seqs", "seed"), [(400, 16, 1), (40, 8, 3), (16, 3, 5)])
 def test_rows_by_residents_are_right_with_room_and_under_eviction(
-    llama: Path, oracle: Oracle, blocks: int, max_num_seqs: int, seed: int
+    llama: Path, roomy: AsyncLM, oracle: Oracle
 ) -> None:
-    with load(llama, blocks=blocks, max_num_seqs=max_num_seqs) as lm:
-        for ahead in (False, True):
+    with load(llama, blocks=16, max_num_seqs=3) as small:
+        for lm, ahead in ((roomy, False), (roomy, True), (small, False), (small, True)):
             begin(lm, ahead=ahead)
             before = lm.statistics().engine
-            check(lm, walk(seed + ahead, 320, steps=15), oracle)
+            check(lm, walk(5 + ahead, 320, steps=15), oracle)
             after = lm.statistics().engine
             assert after.extended - before.extended > 40
             assert after.forked - before.forked > 4
-            assert (after.evicted > before.evicted) == (blocks < 400)
+            assert (after.evicted > before.evicted) == (lm is small)
 
 
 @BOTH
@@ -226,15 +211,14 @@ def test_what_was_drawn_is_computed_before_it_is_asked_and_never_mistaken_for_so
 def test_one_who_is_always_mistaken_is_seldom_speculated_for(
     roomy: AsyncLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps, runs, began = begin(roomy, ahead=True), list[int](), roomy.statistics().engine
-    run = steps._runner.run
+    begin(roomy, ahead=True)
+    runs, began, run = list[int](), roomy.statistics().engine, RunnerV1.run
 
     def counted(*given: Any) -> torch.Tensor:
         runs.append(1)
-        logits: torch.Tensor = run(*given)
-        return logits
+        return run(*given)
 
-    monkeypatch.setattr(steps._runner, "run", counted)
+    monkeypatch.setattr(RunnerV1, "run", counted)
     particles, count = [[number, *range(50)] for number in range(6)], 3 * RETRY
     for step in range(count):
         drawn = drawn_apart_sync(roomy, particles, seed=10 * step).token_ids.tolist()
@@ -319,7 +303,7 @@ async def test_what_happens_between_two_steps_takes_a_prepared_one_back(
             for particle in particles:
                 particle.append(last)
             expect_rows(oracle, particles, await lm.batch_next_token_logprobs(particles))
-        assert (engine_steps._prepared is not None) == ahead
+        assert engine_steps.can_speculate(5) == ahead
 
     await steps(4)
     await lm.next_token_logprobs([9, 9])
@@ -333,14 +317,13 @@ async def test_what_happens_between_two_steps_takes_a_prepared_one_back(
     await lm.sample([1, 2, 3], max_tokens=3)
     await steps(4)
     await lm.add_adapter("a", loras[0])
-    assert engine_steps._prepared is None
+    assert not engine_steps.can_speculate(5)
     await steps(4)
     for broken in ("_model_forward", "model"):
         with failing(lm, broken), pytest.raises(genrt.EngineFailed):
             await lm.batch_next_token_logprobs([[*p, 1] for p in particles])
         assert lm.statistics().engine.resident == 0
         await steps(4)
-    lm.remove_adapter("a")
 
 
 @pytest.mark.promise(number=16)
@@ -408,23 +391,6 @@ def test_a_step_of_the_same_batch_finds_lengths_and_blocks_alone(
     assert repeated[19:] == [8, 8, 9, 9]
 
 
-async def test_a_cancelled_extension_leaves_no_wrong_residents(
-    roomy: AsyncLM, oracle: Oracle
-) -> None:
-    begin(roomy, ahead=False)
-    contexts = [[n, *range(40)] for n in range(8)]
-    await roomy.batch_next_token_logprobs(contexts)
-    tasks = [asyncio.create_task(roomy.next_token_logprobs([*c, 7])) for c in contexts]
-    for _ in range(6):
-        await asyncio.sleep(0)
-    for task in tasks[::2]:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    for last in (7, 8):
-        asked = [[*c, last] for c in contexts]
-        expect_rows(oracle, asked, await roomy.batch_next_token_logprobs(asked))
-
-
 @pytest.mark.promise(number=14)
 async def test_many_adapters_residents_stay_apart(
     adaptable: AsyncLM, loras: tuple[Path, Path]
@@ -452,8 +418,6 @@ async def test_many_adapters_residents_stay_apart(
         forget(lm)
         for row, fresh in zip(rows, await ask(flush), strict=True):
             assert float((row - fresh).abs().max()) < TOLERANCE
-    for each in lm.adapters:
-        lm.remove_adapter(each)
 
 
 @pytest.mark.promise(number=24)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import inspect
 import sys
@@ -121,20 +120,6 @@ def test_every_kind_of_parameter_is_told_apart_in_sources_and_objects(
     assert signatures_of_sources(tmp_path, found) == found
 
 
-def test_what_is_not_imported_is_not_compared_and_not_imported(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for owner in {name.rpartition(".")[0] for name in TABLE["0.32"]}:
-        above, _, kind = owner.rpartition(".")
-        gone = above if kind[0].isupper() else owner
-        names = [name for name in TABLE["0.32"] if name.startswith(f"{owner}.")]
-        with monkeypatch.context() as patch:
-            patch.delitem(sys.modules, gone)
-            assert [name for name in names if name in installed(TABLE["0.32"])] == []
-            check_signatures("0.32.0")
-            assert gone not in sys.modules
-
-
 def test_every_override_of_a_vllm_method_is_recorded() -> None:
     missing = set()
     for module in [
@@ -161,38 +146,3 @@ def takes_anything(function: object) -> bool:
     """Whether a method takes what any version of vLLM passes: no parameter but ``self``, or any."""
     parameters = [*inspect.signature(function).parameters.values()][1:]  # type: ignore[arg-type]
     return all(each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in parameters)
-
-
-def test_every_method_that_is_replaced_on_an_instance_is_recorded() -> None:
-    recorded = {name.rpartition(".")[2] for name in TABLE["0.32"]}
-    # Sampler.forward is one of TopKTopPSampler's forward_native, forward_cuda and forward_cpu.
-    recorded |= {"forward"}
-    replaced = set()
-    for path in FOLDER.glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Assign):
-                targets = [each for target in node.targets for each in flat(target)]
-                replaced |= {each.attr for each in targets if is_others(each)}
-    replaced &= methods_of_vllm()
-    assert replaced - recorded == set()
-    assert {"allocate_slots", "_model_forward", "prepare_inputs", "sample"} <= replaced
-
-
-def flat(target: ast.expr) -> list[ast.Attribute]:
-    elements = target.elts if isinstance(target, ast.Tuple) else [target]
-    return [each for each in elements if isinstance(each, ast.Attribute)]
-
-
-def is_others(target: ast.Attribute) -> bool:
-    return not (isinstance(target.value, ast.Name) and target.value.id == "self")
-
-
-def methods_of_vllm() -> set[str]:
-    """The names of all methods of the classes that the recorded methods belong to, and theirs alone."""
-    names: set[str] = set()
-    for name in TABLE["0.32"]:
-        module, _, kind = name.rpartition(".")[0].rpartition(".")
-        owner = getattr(importlib.import_module(module), kind, None) if module else None
-        if inspect.isclass(owner):
-            names |= {each for each, value in vars(owner).items() if inspect.isfunction(value)}
-    return names | {"forward"}

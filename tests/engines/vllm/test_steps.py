@@ -7,12 +7,10 @@ import asyncio
 import random
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import genrt
 from genrt.lm import AsyncLM
@@ -21,18 +19,15 @@ from genrt.tokens.sampling import BatchDraw
 from tests.apart import drawn_apart
 from tests.engines.vllm.ahead import (
     COUNT,
-    OPTIONS,
     Runtimes,
     all_the_same,
     halved,
-    held,
     run_always_ahead,
-    running_ahead,
     same,
     two_runtimes,
 )
-from tests.engines.vllm.small import forget
-from tests.inside import engine_of, open_of, populations_of, thread_of
+from tests.engines.vllm.small import decode_steps_of, forget, held, on_engine
+from tests.inside import engine_of, populations_of
 
 pytestmark = pytest.mark.vllm
 
@@ -41,14 +36,6 @@ pytestmark = pytest.mark.vllm
 def runtimes(llama: Path) -> Iterator[Runtimes]:
     with two_runtimes(llama) as both:
         yield both
-
-
-@pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A second random Llama of the same shape as ``llama``."""
-    from tests.small_models import make_llama
-
-    return make_llama(tmp_path_factory.mktemp("other") / "model", seed=7)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +59,7 @@ def begun(lm: AsyncLM, *sizes: int) -> list[Population]:
 def closed(populations: list[Population], lm: AsyncLM) -> None:
     for each in populations:
         each.close()
-    assert held(lm) == (0, 0)
+    assert held(lm) == (0, 0, 0)
 
 
 def several(*sizes: int) -> Callable[[AsyncLM], list[Population]]:
@@ -82,11 +69,8 @@ def several(*sizes: int) -> Callable[[AsyncLM], list[Population]]:
 Due = Callable[[int, int], bool]
 """Whether population ``place`` is resampled after step ``step``."""
 GROWING: dict[str, tuple[Callable[[AsyncLM], list[Population]], Due, int, int, int]] = {
-    "two": (several(12, 12), lambda *_: False, 4, 12, 8),
     "four": (several(3, 7, 1, 12), lambda *_: False, 4, 12, 8),
-    "eight": (several(*[2] * 8), lambda *_: False, 4, 12, 8),
     "two, resampled": (several(12, 12), lambda p, step: not p or step % 3 == 0, 8, 24, 15),
-    "one, resampled": (several(12), lambda *_: True, 16, 32, 15),
     "of one prompt": (lambda lm: [lm.population([5, 6, 7], COUNT)], lambda *_: True, 16, 32, 15),
     "seldom resampled": (several(12), lambda _, step: step % 7 == 3, 6, 30, 23),
 }
@@ -129,27 +113,6 @@ async def test_sequences_that_end_stop_no_step_ahead(runtimes: Runtimes) -> None
 
 
 @pytest.mark.usefixtures("always")
-async def test_closing_others_stops_no_step_ahead(runtimes: Runtimes) -> None:
-    """They are asked about again, with what was kept of them."""
-    lm, quiet = runtimes
-    old = [lm.population([[n, 8, k] for n in range(2)]) for k in range(6)]
-    for each in old:
-        each.append((await each.draw(seed=0)).token_ids)
-        each.append((await each.draw(seed=1)).token_ids)
-    populations = begun(lm, COUNT)
-    for step in range(12):
-        await all_the_same(populations, quiet, seed=100 * step)
-    before, kept = lm.statistics().engine.speculated, [[*each] for each in old]
-    for step, each in enumerate(old):
-        each.close()
-        await all_the_same(populations, quiet, seed=7 + 100 * step)
-    assert lm.statistics().engine.speculated - before == len(old)
-    again = lm.population([context for contexts in kept for context in contexts])
-    await same(again, quiet, seed=3)
-    closed([again, *populations], lm)
-
-
-@pytest.mark.usefixtures("always")
 async def test_the_rest_of_a_step_is_answered_from_the_step_of_all(runtimes: Runtimes) -> None:
     lm, quiet = runtimes
     populations = begun(lm, *[6] * 4)
@@ -163,55 +126,6 @@ async def test_the_rest_of_a_step_is_answered_from_the_step_of_all(runtimes: Run
     closed(populations, lm)
 
 
-@pytest.mark.parametrize("way", ["split", "taken"])
-async def test_parts_of_one_population_get_different_spare_requests(
-    runtimes: Runtimes, way: str
-) -> None:
-    lm, quiet = runtimes
-    for turn in range(6):
-        whole = lm.population([[n, turn, 2] for n in range(12)])
-        for step in range(3):
-            await same(whole, quiet, seed=step)
-        parts = [*whole.split([6, 6])] if way == "split" else [whole.take([n] * 3) for n in (0, 1)]
-        for step in range(6):
-            for part in parts:
-                part.resample([n // 2 for n in range(len(part))])
-            await all_the_same(parts, quiet, seed=100 * step)
-        closed([*parts, whole], lm)
-
-
-async def test_masks_and_temperatures_of_one_population_do_not_reach_another(
-    runtimes: Runtimes,
-) -> None:
-    lm, quiet = runtimes
-    masks = torch.zeros(5, lm.vocab_size, dtype=torch.bool)
-    masks[:, [3, 4, 5]] = True
-    ways: list[dict[str, Any]] = [{}, {"masks": masks}, {"temperature": 0.3}, {"temperature": 0.0}]
-    populations = begun(lm, *[5] * len(ways))
-    for step in range(10):
-        random.Random(step).shuffle(ways)
-        await all_the_same(populations, quiet, seed=step, ways=ways)
-    closed(populations, lm)
-
-
-@pytest.mark.usefixtures("always")
-async def test_a_request_that_went_on_with_another_population_is_another(
-    runtimes: Runtimes,
-) -> None:
-    """Two copies share their requests; one goes on, the other is joined with it."""
-    lm, quiet = runtimes
-    [population] = begun(lm, COUNT)
-    for step in range(3):
-        await same(population, quiet, seed=100 * step)
-    left = population.take(range(COUNT // 2))
-    right = population.take([0, 1, 2, *range(COUNT // 2, COUNT)])
-    await same(left, quiet, seed=1)
-    joined = right.join(left)
-    for step in range(3):
-        await same(joined, quiet, seed=200 + 100 * step)
-    closed([joined, population, left, right], lm)
-
-
 @pytest.mark.usefixtures("always")
 async def test_forks_are_evicted_and_forgotten_as_all_residents(runtimes: Runtimes) -> None:
     lm, quiet = runtimes
@@ -223,7 +137,7 @@ async def test_forks_are_evicted_and_forgotten_as_all_residents(runtimes: Runtim
             crowd = [[rng.randrange(300) for _ in range(40)] for _ in range(60)]
             await lm.batch_next_token_logprobs(crowd)
     forget(lm)
-    assert held(lm) == (0, 0)
+    assert held(lm) == (0, 0, 0)
     await same(population, quiet, seed=5)
     closed([population], lm)
 
@@ -251,15 +165,14 @@ async def test_adapters_keep_their_steps_ahead_apart(llama: Path, loras: tuple[P
         for population in populations.values():
             population.close()
         forget(lm)  # the rows by which adapters are tested
-        assert held(lm) == (0, 0)
+        assert held(lm) == (0, 0, 0)
 
 
 async def test_a_device_that_waits_has_its_draws_delivered_before_the_next_step_is_prepared(
     runtimes: Runtimes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lm, quiet = runtimes
-    engine = engine_of(lm)
-    steps = open_of(engine).steps
+    steps = decode_steps_of(lm)
     prepare_next, is_told, in_time = steps.prepare_next, threading.Event(), []
 
     def late(forks: Any = None) -> None:
@@ -268,7 +181,7 @@ async def test_a_device_that_waits_has_its_draws_delivered_before_the_next_step_
 
     [population] = begun(lm, COUNT)
     await same(population, quiet, seed=0)  # in vLLM's own step
-    monkeypatch.setattr(populations_of(engine).early_delivery, "is_due", lambda _: True)
+    monkeypatch.setattr(populations_of(engine_of(lm)).early_delivery, "is_due", lambda _: True)
     monkeypatch.setattr(steps, "prepare_next", late)
     for step in range(1, 5):
         found = await population.draw(seed=100 * step)
@@ -276,7 +189,7 @@ async def test_a_device_that_waits_has_its_draws_delivered_before_the_next_step_
         wanted = await drawn_apart(quiet, [*population], seed=100 * step)
         assert found.token_ids.tolist() == wanted.token_ids.tolist()
         population.append(found.token_ids)
-        assert thread_of(lm).call(lambda _: [*in_time]).result() == [True] * step
+        assert on_engine(lm, lambda _: [*in_time]) == [True] * step
         is_told.clear()
     closed([population], lm)
 
@@ -316,32 +229,3 @@ async def test_no_step_ahead_is_answered_by_other_weights_than_its_own(
             assert await equal(draws, population, by[draws.weights_version], seed=turn)
             population.append(draws.token_ids)
     closed(populations, lm)
-
-
-@pytest.mark.usefixtures("always")
-async def test_two_runtimes_that_both_run_ahead_do_not_see_each_other(
-    llama: Path, runtimes: Runtimes
-) -> None:
-    """The second one is restarted in the middle, and closed while it is asked."""
-    lm, quiet = runtimes
-    with ExitStack() as opened:
-        with running_ahead():
-            second = genrt.load(str(llama), engine_options=OPTIONS, cache_bytes=0)
-        opened.callback(second.close)
-        both = [(each, begun(each, 6, 3, 8)) for each in (lm, second)]
-        for step in range(12):
-            if step == 4:
-                before = [each.statistics().engine.speculated for each, _ in both]
-            await asyncio.gather(*(all_the_same(each, quiet, step) for _, each in both))
-            if step == 7:
-                middle = [each.statistics().engine.speculated for each, _ in both]
-                assert [now - then for now, then in zip(middle, before, strict=True)] == [4, 4]
-                with running_ahead():
-                    await second.arestart()
-        assert lm.statistics().engine.speculated - middle[0] == 4
-        assert second.statistics().engine.speculated >= 2, "of an engine that is new"
-        left = [asyncio.ensure_future(each.draw()) for each in both[1][1]]
-        await asyncio.sleep(0)
-    await asyncio.gather(*left, return_exceptions=True)
-    await all_the_same(both[0][1], quiet, seed=100)
-    closed(both[0][1], lm)

@@ -3,7 +3,6 @@ transformers' row, and most steps read no context. ``test_population_walks.py`` 
 
 from __future__ import annotations
 
-import gc
 import itertools
 import types
 from collections.abc import Coroutine, Generator, Iterator, Sequence
@@ -15,29 +14,30 @@ from typing import Any
 import pytest
 import torch
 from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.v1.engine.core_client import InprocClient
 
 from genrt.engines.protocol import Finished
+from genrt.engines.vllm.capture import RowStore
 from genrt.engines.vllm.engine import VLLMEngine
 from genrt.engines.vllm.populations import EarlyDelivery
+from genrt.engines.vllm.steps import CoreSteps
 from genrt.errors import NotFinite
 from genrt.populations import Population, PopulationRuntime, begin
 from genrt.questions.completions import SampleRequest
-from genrt.questions.contexts import Adapter, Limits
+from genrt.questions.contexts import Limits
 from genrt.questions.draws import PopulationDraw
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.sequences import Contexts
 from genrt.runtime.cache import RowCache
 from genrt.tokens.sampling import BatchDraw
-from tests.engines.vllm.small import BLOCK, LORA, Oracle, tokens
-from tests.inside import client_of, core_of, in_progress, open_of, populations_of, steps_of
+from tests.engines.vllm.small import BLOCK, Oracle, left_over, tokens
+from tests.inside import core_of
 from tests.scripted import Answers
 
 pytestmark = pytest.mark.vllm
 
 SLOTS, LONGEST = 12, 200
-HAS_LORA = not torch.cuda.is_available()
-"""vLLM's LoRA kernels for CUDA take 16 bits only, and these tests are of float32."""
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
     "block_size": BLOCK,
@@ -45,7 +45,7 @@ OPTIONS: dict[str, Any] = {
     "max_num_seqs": SLOTS,
     "max_num_batched_tokens": 256,
     "kv_cache_memory_bytes": 2**25,
-} | (LORA if HAS_LORA else {})
+}
 TOLERANCE = 1e-3
 
 
@@ -73,25 +73,16 @@ class Turns:
         self.oracle = oracle
         self.ends: dict[Request, Finished] = {}
         self.went_on = 0
-        self.adapters: dict[str, Adapter] = {}
         thread: Any = SimpleNamespace(max_weight=100, give_back=self.answering.give_back)
-        names: Any = SimpleNamespace(bound=lambda name: name and self.adapters[name])
+        names: Any = SimpleNamespace(bound=lambda _: None)
         asker: Any = _Asker()
         self.home = PopulationRuntime(
             thread, asker, Limits(320, LONGEST - 1), names, itertools.count()
         )
-        take = self.answering._continue_by_number
 
-        def go_on(populations: Sequence[PopulationDraw]) -> dict[Request, None]:
-            taken = take(populations)
-            self.went_on += len(taken)
-            return taken
-
-        self.answering._continue_by_number = go_on  # type: ignore[method-assign]
-
-    def begin(self, count: int, length: int, seed: int, adapter: str | None = None) -> Population:
+    def begin(self, count: int, length: int, seed: int) -> Population:
         contexts = [tokens(length, seed=100 * seed + n) for n in range(count)]
-        return begin(self.home, contexts, None, adapter)
+        return begin(self.home, contexts, None, None)
 
     def submit(self, *requests: Request) -> None:
         self.answering.submit(requests)
@@ -146,11 +137,6 @@ class Turns:
         with self.asking(population, **way) as question:
             self.submit(question)
 
-    @property
-    def by_number(self) -> int:
-        """How many vLLM requests populations in progress have."""
-        return sum(isinstance(each, PopulationDraw) for each in in_progress(self.engine).values())
-
 
 @pytest.fixture(scope="module")
 def engine(llama: Path) -> Iterator[VLLMEngine]:
@@ -165,24 +151,23 @@ def engine(llama: Path) -> Iterator[VLLMEngine]:
 def turns(engine: VLLMEngine, oracle: Oracle) -> Iterator[Turns]:
     """Turns of one engine for the file; nothing may be in progress after a test, nor left."""
     engine.forget_residents()
-    turns = Turns(engine, oracle)
-    yield turns
-    assert not turns.answering._found
-    assert not turns.answering._by_number
-    assert not in_progress(engine)
-    assert not populations_of(engine)
-    assert not engine._adapters._users
-    kept: Any = open_of(engine)
-    scheduler: Any = core_of(engine).scheduler
-    assert set(kept._asked_in) == set(scheduler.parked) == set(scheduler.requests)
-    assert {*kept.residents.request_ids()} == set(scheduler.requests)
-    gc.collect()
-    assert len(populations_of(engine)._known) <= 1, "of the last step"
+    turns, go_on = Turns(engine, oracle), engine.go_on
+
+    def counted(population: PopulationDraw) -> bool:
+        is_taken = go_on(population)
+        turns.went_on += is_taken
+        return is_taken
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "go_on", counted)
+        yield turns
+    assert left_over(engine) == {}
+    scheduler = core_of(engine).scheduler
+    assert set(scheduler.parked) == set(scheduler.requests)
+    assert engine.statistics().resident == len(scheduler.requests)
     engine.forget_residents()
     assert not scheduler.requests
-    assert not scheduler._waking
-    assert not len(kept.residents)
-    assert not kept._asked_in
+    assert not engine.statistics().resident
 
 
 # -- by number ------------------------------------------------------------------------------------
@@ -241,28 +226,6 @@ def test_sequences_that_are_extended_compute_what_is_new_in_one_step(turns: Turn
     assert turns.went_on == 1
 
 
-def test_equal_sequences_of_a_joined_population_share_a_row(turns: Turns) -> None:
-    particles = turns.begin(3, 20, seed=10)
-    turns.grow(particles)
-    particles.cut(20)
-    twice = particles.take([0, 1]).join(particles.take([1, 2, 1]))
-    twice.append([4, 5, 5, 6, 5])
-    before = turns.engine.statistics().rows
-    turns.grow(twice)
-    assert turns.went_on == 1
-    assert turns.engine.statistics().rows - before == 3
-
-
-def test_sequences_grow_to_the_longest_by_number(turns: Turns) -> None:
-    particles = turns.begin(3, LONGEST - 4, seed=11)
-    for _ in range(4):
-        turns.grow(particles)
-    assert turns.went_on == 3
-    again = particles.take([0, 2])
-    again.cut(LONGEST - 3)
-    turns.grow(again)
-
-
 @pytest.mark.parametrize("texts", [0, SLOTS - 3])
 def test_forks_that_find_no_seat_become_requests_of_their_own(turns: Turns, texts: int) -> None:
     """Two sequences become six, at once, or a few at a time where texts leave room for no more: whoever
@@ -281,8 +244,9 @@ def test_forks_that_find_no_seat_become_requests_of_their_own(turns: Turns, text
     beside = [LogprobsRequest((*each, 9)) for each in lists]
     beside += [LogprobsRequest((*each[:-1], 5)) for each in lists]
     with turns.asking(many) as question:
+        before = turns.engine.statistics().requests
         turns.submit(question, *same[3:])
-        assert turns.by_number == 6
+        assert turns.engine.statistics().requests - before == 6 + 3
         turns.submit(*same[:3], *dict.fromkeys(beside))
         turns.finish(*same, *beside, *others)
     for each in dict.fromkeys((*same, *beside)):
@@ -298,18 +262,18 @@ def test_where_vllm_takes_not_all_of_the_new_requests_the_rows_are_asked_for(
     many = particles.take([0, 1, 0, 1, 0])
     many.cut(20)
     many.append([30, 31, 32, 33, 34])
-    core, left = client_of(turns.engine), [1]
-    take = core.add_request
+    left, take = [1], InprocClient.add_request
 
     def add_request(*arguments: Any) -> None:
         if not left:
-            monkeypatch.undo()
+            patch.undo()
             raise RuntimeError("no more")
         left.pop()
         take(*arguments)
 
-    monkeypatch.setattr(core, "add_request", add_request)
-    turns.grow(many)
+    with monkeypatch.context() as patch:
+        patch.setattr(InprocClient, "add_request", add_request)
+        turns.grow(many)
     assert turns.went_on == 0
 
 
@@ -324,20 +288,20 @@ def test_a_population_of_which_vllm_ends_a_request_fails_alone(
     turns.grow(particles)
     with turns.asking(particles) as question:
         turns.submit(question, beside)
-        ended = next(each for each, of in in_progress(turns.engine).items() if of is question)
-        run, stop = steps_of(turns.engine).run, FinishReason.ABORT
+        core, run = core_of(turns.engine), CoreSteps.run
+        ended = core.scheduler.running[0].request_id
 
-        def aborted(*, only_texts: bool) -> Sequence[EngineCoreOutput]:
-            client_of(turns.engine).abort_requests([ended])
-            outputs = run(only_texts=only_texts)
-            return [*outputs, EngineCoreOutput(ended, [], finish_reason=stop)]
+        def aborted(self: CoreSteps, *, only_texts: bool) -> Sequence[EngineCoreOutput]:
+            core.abort_requests([ended])
+            outputs = run(self, only_texts=only_texts)
+            return [*outputs, EngineCoreOutput(ended, [], finish_reason=FinishReason.ABORT)]
 
         with monkeypatch.context() as patch:
-            patch.setattr(steps_of(turns.engine), "run", aborted)
+            patch.setattr(CoreSteps, "run", aborted)
             turns.step()
         turns.check(beside)
         assert "ended the request" in str(turns.ends[question].error)
-    open_of(turns.engine).forget([ended])
+    turns.engine.forget_residents()
     turns.grow(particles)
 
 
@@ -350,69 +314,20 @@ def test_rows_after_one_that_is_not_finite_leave_no_request(
     many = particles.take([0, 1, 0, 1])
     many.cut(20)
     many.append([30, 31, 32, 33])
-    take = turns.engine._store.take
+    take = RowStore.take
 
-    def poisoned(tickets: Any) -> Any:
-        return [None, *take(tickets)[1:]]
+    def poisoned(self: RowStore, tickets: Any) -> Any:
+        return [None, *take(self, tickets)[1:]]
 
     with turns.asking(many) as question, monkeypatch.context() as patch:
-        patch.setattr(turns.engine._store, "take", poisoned)
+        patch.setattr(RowStore, "take", poisoned)
         turns.submit(question)
         turns.finish(question)
         assert isinstance(turns.ends[question].error, NotFinite)
     assert turns.engine.forget_residents(), "or new weights would be refused"
 
 
-# -- adapters, those who wait ---------------------------------------------------------------------
-
-
-@pytest.mark.skipif(not HAS_LORA, reason="vLLM's LoRA on CUDA has no float32")
-def test_a_population_of_an_adapter_goes_on_with_that_one_alone(
-    turns: Turns, loras: tuple[Path, Path]
-) -> None:
-    """It is removed while the population is in progress, and another is loaded under its name. Rows by
-    contexts are the oracle."""
-    base, first, second = turns.oracle, Adapter("a", 1), Adapter("a", 2)
-    turns.adapters["a"] = first
-    turns.answering.add_adapter(first, loras[0])
-    base_too, particles = turns.begin(3, 20, seed=12), turns.begin(3, 20, seed=12, adapter="a")
-
-    def tuned(context: Sequence[int], adapter: Adapter) -> torch.Tensor:
-        [row] = turns.engine.probe([LogprobsRequest(tuple(context), adapter)])
-        return row
-
-    def grow(adapter: Adapter) -> None:
-        with turns.asking(particles) as question:
-            turns.submit(question)
-            turns.finish(question)
-            turns.oracle = lambda context: tuned(context, adapter)
-        turns.oracle = base
-
-    turns.grow(base_too)
-    for _ in range(4):
-        grow(first)
-        turns.grow(base_too)
-    assert turns.went_on == 7
-    with turns.asking(particles) as question:
-        turns.submit(question)
-        turns.answering.add_adapter(second, loras[1])
-        turns.answering.remove_adapter(first)
-        turns.finish(question)
-        assert turns.ends[question].error is None
-        # Not the base's rows, nor the second's.
-        logprobs: Any = turns.ends.pop(question).result
-        for adapter in (None, second):
-            rows = [tuned(row.token_ids, adapter) for row in question.rows]  # type: ignore[arg-type]
-            other = question.draw(rows)[:, 1]
-            assert float((logprobs.logprobs - other).abs().max()) > 0.01
-        turns.ends[question] = Finished(question, error=NotFinite("the rest is not of interest"))
-    turns.ends.clear()
-    assert not turns.engine._adapters._users
-    turns.adapters["a"] = second
-    for _ in range(2):
-        grow(second)
-        turns.grow(base_too)
-    turns.answering.remove_adapter(second)
+# -- those who wait ---------------------------------------------------------------------
 
 
 def test_who_waits_begins_with_no_sequence_that_has_become_another(turns: Turns) -> None:

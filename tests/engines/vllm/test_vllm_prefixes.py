@@ -4,7 +4,7 @@ everything that drops the rest. Every row is held against transformers'."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,33 +13,22 @@ import pytest
 import torch
 
 import genrt
+from genrt.engines.vllm.steps import CoreSteps
 from genrt.errors import EngineDied, EngineFailed
 from genrt.lm import AsyncLM
 from tests.engines.vllm import small
-from tests.engines.vllm.small import BLOCK, LORA, TOLERANCE, Oracle, failing, tokens
-from tests.inside import core_of, engine_of, steps_of
+from tests.engines.vllm.small import BLOCK, LORA, TIGHT_BLOCKS, TOLERANCE, Oracle, failing, tokens
+from tests.inside import core_of, engine_of
 
 pytestmark = pytest.mark.vllm
 
-BLOCKS = 24
-
 
 def load(model: Path, **arguments: Any) -> AsyncLM:
-    return small.load(model, blocks=BLOCKS, max_num_seqs=8, **arguments)
-
-
-@pytest.fixture(scope="module")
-def tight(llama: Path) -> Iterator[AsyncLM]:
-    """A runtime with 24 blocks of 32 tokens, the first of which vLLM takes for itself."""
-    with load(llama) as lm:
-        yield lm
+    return small.load(model, blocks=TIGHT_BLOCKS, max_num_seqs=8, **arguments)
 
 
 @pytest.fixture
 def lm(tight: AsyncLM) -> AsyncLM:
-    """The same, that keeps nothing and has nothing computed."""
-    tight.cool_down()
-    small.forget(tight)
     assert kept(tight) == 0
     return tight
 
@@ -74,7 +63,7 @@ def kept(lm: AsyncLM) -> int:
 def test_rows_and_texts_begin_after_the_prefix_whatever_else_was_computed(
     lm: AsyncLM, oracle: Oracle
 ) -> None:
-    assert core_of(lm).scheduler.kv_cache_manager.block_pool.num_gpu_blocks == BLOCKS
+    assert core_of(lm).scheduler.kv_cache_manager.block_pool.num_gpu_blocks == TIGHT_BLOCKS
     assert computed(lm, lambda: lm.warm_up_sync(PREFIX)) == len(PREFIX)
     assert kept(lm) == len(PREFIX)
     for seed in range(2):
@@ -146,7 +135,7 @@ def test_all_together_hold_half_of_the_memory_and_the_oldest_make_room(lm: Async
     prefixes = [tokens(4 * BLOCK, seed=10 + n) for n in range(5)]
     for prefix in prefixes:
         lm.warm_up_sync(prefix)
-        assert kept(lm) <= BLOCKS // 2 * BLOCK
+        assert kept(lm) <= TIGHT_BLOCKS // 2 * BLOCK
     assert kept(lm) == 3 * 4 * BLOCK
     work(lm)
     assert computed(lm, lambda: lm.next_token_logprobs_sync([*prefixes[4], 1])) == 1
@@ -191,19 +180,6 @@ async def test_texts_wait_for_each_other_rather_than_drop_the_prefix(
     assert kept(lm) == 100
 
 
-async def test_residents_stay_while_texts_with_the_prefix_wait(lm: AsyncLM) -> None:
-    """Each of these texts would take four blocks if it did not share three."""
-    await lm.warm_up(PREFIX)
-    context = tokens(40, seed=70)
-    await lm.next_token_logprobs(context)
-    before = lm.statistics().engine
-    await lm.batch_generate([[*PREFIX, n] for n in range(6)], max_tokens=2, ignore_eos=True)
-    await lm.next_token_logprobs([*context, 1])
-    after = lm.statistics().engine
-    assert after.evicted == before.evicted
-    assert after.extended == before.extended + 1
-
-
 def test_a_failed_step_loses_it_until_it_is_computed_again(lm: AsyncLM, oracle: Oracle) -> None:
     lm.warm_up_sync(PREFIX)
     for error, raised in ((RuntimeError("no"), EngineFailed), (MemoryError(), genrt.OutOfMemory)):
@@ -220,12 +196,11 @@ def test_a_failed_step_loses_it_until_it_is_computed_again(lm: AsyncLM, oracle: 
     assert computed(lm, lambda: lm.next_token_logprobs_sync([*PREFIX, 1])) == 5
 
 
-@pytest.mark.parametrize("residency", [True, False])
 async def test_another_engine_keeps_it_once_a_question_has_computed_it(
-    llama: Path, residency: bool
+    llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After ``restart``, and after one that died is replaced; without residents too."""
-    with load(llama, restart="auto", residency=residency) as lm:
+    """After ``restart``, and after one that died is replaced."""
+    with load(llama, restart="auto") as lm:
         await lm.warm_up(PREFIX)
         await lm.warm_up(tokens(64, seed=5))
         lm.cool_down(tokens(64, seed=5))
@@ -235,10 +210,11 @@ async def test_another_engine_keeps_it_once_a_question_has_computed_it(
         assert kept(lm) == KEPT
         engine = engine_of(lm)
 
-        def die(**_: Any) -> Any:
+        def die(self: CoreSteps, **_: Any) -> Any:
+            monkeypatch.undo()
             raise EngineDied("scripted")
 
-        steps_of(engine).run = die
+        monkeypatch.setattr(CoreSteps, "run", die)
         await lm.next_token_logprobs([*PREFIX, 2])
         assert engine_of(lm) is not engine
         assert kept(lm) == KEPT
@@ -252,7 +228,8 @@ async def test_another_engine_keeps_it_once_a_question_has_computed_it(
 def test_without_vllms_prefix_cache_rows_are_right_and_nothing_is_kept(
     llama: Path, oracle: Oracle
 ) -> None:
-    with load(llama, engine_options={"enable_prefix_caching": False}) as lm:
+    options = {"enable_prefix_caching": False}
+    with load(llama, residency=False, engine_options=options) as lm:
         assert lm.warm_up_sync(PREFIX) == len(PREFIX)
         assert kept(lm) == 0
         assert right(lm.next_token_logprobs_sync([*PREFIX, 1]), [*PREFIX, 1], oracle)

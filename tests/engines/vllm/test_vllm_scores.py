@@ -4,11 +4,8 @@ everything else; and the V2 runner's part against a scripted one."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
-import gc
 import random
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,12 +16,13 @@ import pytest
 import torch
 
 import genrt
+from genrt.engines.vllm.scores import Positions, positions_of
 from genrt.errors import EngineFailed, NotFinite
 from genrt.lm import AsyncLM
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest
-from tests.engines.vllm.small import TOLERANCE, preemptions, runner_of, tokens
-from tests.inside import core_of, engine_of, in_progress, thread_of
+from tests.engines.vllm.small import TOLERANCE, left_over, on_engine, preemptions, runner_of, tokens
+from tests.inside import engine_of
 
 pytestmark = pytest.mark.vllm
 
@@ -48,10 +46,8 @@ Rows = Callable[[Sequence[int]], torch.Tensor]
 Oracle = Callable[[Sequence[int], Sequence[int]], torch.Tensor]
 
 
-def load(model: Path, *, residency: bool = True, **options: Any) -> AsyncLM:
-    return genrt.load(
-        str(model), engine_options=TIGHT | options, residency=residency, cache_bytes=0
-    )
+def load(model: Path, **options: Any) -> AsyncLM:
+    return genrt.load(str(model), engine_options=TIGHT | options, cache_bytes=0)
 
 
 @pytest.fixture(scope="module")
@@ -77,21 +73,13 @@ def score_of(oracle_rows: Rows) -> Oracle:
     return score
 
 
-def left_over(lm: AsyncLM) -> list[int]:
-    """How much is still held of requests that have ended."""
-    engine = engine_of(lm)
-    unscored = getattr(core_of(lm).scheduler, "_unscored", ())
-    return [*map(len, (engine._positions._scores, engine._store, in_progress(engine), unscored))]
-
-
 def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
     return torch.allclose(found, wanted, rtol=0.0, atol=TOLERANCE)
 
 
 @pytest.mark.promise(number=38)
-@pytest.mark.parametrize("residency", [True, False])
 def test_scores_are_what_the_rows_say_in_every_company(
-    residency: bool, llama: Path, lm: AsyncLM, score_of: Oracle, oracle_rows: Rows
+    lm: AsyncLM, score_of: Oracle, oracle_rows: Rows
 ) -> None:
     """Texts of every length, some with shared prefixes, most of them longer than a step; among rows,
     draws and samples, more than there are slots or blocks for."""
@@ -104,29 +92,28 @@ def test_scores_are_what_the_rows_say_in_every_company(
     # A last chunk of one token, where an open request could be taken for a decode step.
     texts += [(tokens(1, 7), tokens(49, 8)), (tokens(48, 9), tokens(2, 10))]
 
-    async def rows(lm: AsyncLM, text: list[int]) -> None:
+    async def rows(text: list[int]) -> None:
         found = [each.clone() async for each in lm.prompt_rows(text, chunk=60)]
         assert close(torch.cat(found), oracle_rows(text)[:-1])
 
-    async def ask(lm: AsyncLM) -> list[torch.Tensor]:
+    async def ask() -> list[torch.Tensor]:
         others: list[Any] = [lm.sample(tokens(20, seed), max_tokens=9) for seed in range(4)]
-        others += [rows(lm, tokens(5 + 40 * n, n)) for n in (0, 1, 3)]
+        others += [rows(tokens(5 + 40 * n, n)) for n in (0, 1, 3)]
         others += [lm.draw(tokens(30, seed), seed=seed) for seed in range(4)]
         others += [lm.next_token_logprobs([*shared[:50], seed]) for seed in range(4)]
         scores = asyncio.gather(*(lm.score(before, after) for before, after in texts))
         await asyncio.gather(*others)
         return await scores
 
-    with contextlib.nullcontext(lm) if residency else load(llama, residency=False) as own:
-        for _ in range(2):  # the second time most is in the cache, or was evicted
-            before = own.statistics().engine
-            for (context, after), found in zip(texts, asyncio.run(ask(own)), strict=True):
-                assert close(found, score_of(context, after)), len(after)
-            since = own.statistics().engine
-            in_rows = 4 + 44 + 124
-            wanted = in_rows + sum(len(after) for _, after in texts)
-            assert since.scored_tokens - before.scored_tokens == wanted
-        assert left_over(own) == [0, 0, 0, 0]
+    for _ in range(2):  # the second time most is in the cache, or was evicted
+        before = lm.statistics().engine
+        for (context, after), found in zip(texts, asyncio.run(ask()), strict=True):
+            assert close(found, score_of(context, after)), len(after)
+        since = lm.statistics().engine
+        in_rows = 4 + 44 + 124
+        wanted = in_rows + sum(len(after) for _, after in texts)
+        assert since.scored_tokens - before.scored_tokens == wanted
+    assert left_over(engine_of(lm)) == {}
 
 
 def test_a_texts_rows_are_computed_in_as_many_requests_as_there_are_chunks(
@@ -147,28 +134,7 @@ def test_a_texts_rows_are_computed_in_as_many_requests_as_there_are_chunks(
     before = lm.statistics().engine
     assert [len(each) for each in lm.prompt_rows_sync(fresh, chunk=40)] == [40, 40, 39]
     assert lm.statistics().engine.computed_tokens - before.computed_tokens <= 119 + 2
-    assert left_over(lm) == [0, 0, 0, 0]
-
-
-def test_scores_of_a_population_are_those_of_its_sequences(
-    wide: AsyncLM, lm: AsyncLM, score_of: Oracle
-) -> None:
-    """Step after step, as an algorithm asks that looks ahead; its sequences go on as if nothing was
-    asked."""
-    population, alone = wide.population(tokens(40, 1), 5), lm.population(tokens(40, 1), 5)
-    for step in range(6):
-        continuations = [tokens((step + n) % 5, 10 * step + n) for n in range(5)]
-        found = population.score_sync(continuations)
-        for context, after, scores in zip(population, continuations, found, strict=True):
-            assert close(scores, score_of(context, after))
-        draws = population.draw_sync(seed=10 * step)
-        assert torch.equal(draws.token_ids, alone.draw_sync(seed=10 * step).token_ids)
-        for each in (population, alone):
-            each.append(draws.token_ids)
-            each.resample([0, 0, 2, 3, 4])
-    assert left_over(wide) == [0, 0, 0, 0]
-    population.close()
-    alone.close()
+    assert left_over(engine_of(lm)) == {}
 
 
 def test_a_score_is_one_request_in_one_step(wide: AsyncLM, score_of: Oracle) -> None:
@@ -228,7 +194,7 @@ def test_a_preempted_score_has_all_its_positions_once(lm: AsyncLM, score_of: Ora
     for (before, after), found in zip(texts, scores, strict=True):
         assert close(found, score_of(before, after))
     assert preempted
-    assert left_over(lm) == [0, 0, 0, 0]
+    assert left_over(engine_of(lm)) == {}
 
 
 def test_a_score_that_is_cancelled_at_any_step_leaves_nothing_and_disturbs_nobody(
@@ -240,10 +206,9 @@ def test_a_score_that_is_cancelled_at_any_step_leaves_nothing_and_disturbs_nobod
     def request(before: Sequence[int], after: Sequence[int]) -> ScoreRequest:
         return ScoreRequest(LogprobsRequest([*before, *after]).packed, len(before))
 
-    def run(answering: Any, steps: int) -> dict[Any, Any]:
+    def run(engine: Any, steps: int) -> dict[Any, Any]:
         unwanted = request(tokens(10, steps), tokens(190, steps + 1))
         asked = [unwanted, *(request(*mate) for mate in mates)]
-        engine = answering.engine
         engine.submit(asked)
         ends = [end for _ in range(steps) for end in engine.step()]
         engine.cancel([unwanted])
@@ -252,11 +217,11 @@ def test_a_score_that_is_cancelled_at_any_step_leaves_nothing_and_disturbs_nobod
         return {end.request: end.result for end in ends if end.request != unwanted}
 
     for steps in range(8):
-        found = thread_of(lm).call(functools.partial(run, steps=steps)).result()
+        found = on_engine(lm, functools.partial(run, steps=steps))
         assert len(found) == 2
         for mate in mates:
             assert close(found[request(*mate)], score_of(*mate))
-        assert left_over(lm) == [0, 0, 0, 0]
+        assert left_over(engine_of(lm)) == {}
 
 
 def test_a_row_that_is_not_finite_fails_its_score_alone(
@@ -290,15 +255,15 @@ def test_a_row_that_is_not_finite_fails_its_score_alone(
     for text, score in zip(texts, found, strict=True):
         assert isinstance(score, NotFinite) or close(score, score_of(*text))
     assert close(lm.score_sync(*texts[1]), score_of(*texts[1]))
-    assert left_over(lm) == [0, 0, 0, 0]
+    assert left_over(engine_of(lm)) == {}
 
 
 def test_after_a_failed_step_scores_are_right(
     lm: AsyncLM, score_of: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = tokens(20, 1), tokens(120, 2)
-    positions = engine_of(lm)._positions
-    compute, calls = positions._compute_logits, []
+    model, calls = runner_of(lm).model, list[int]()
+    compute = model.compute_logits
 
     def fails(hidden_states: torch.Tensor) -> torch.Tensor:
         calls.append(len(hidden_states))
@@ -308,114 +273,47 @@ def test_after_a_failed_step_scores_are_right(
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(positions, "_compute_logits", fails)
+        patch.setattr(model, "compute_logits", fails)
         with pytest.raises(EngineFailed, match="scripted failure"):
             lm.score_sync(*text)
-    assert left_over(lm) == [0, 0, 0, 0]
+    assert left_over(engine_of(lm)) == {}
     assert close(lm.score_sync(*text), score_of(*text))
-
-
-def test_few_logits_are_there_at_a_time(
-    lm: AsyncLM, score_of: Oracle, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    positions, most = engine_of(lm)._positions, []
-    compute = positions._compute_logits
-
-    def counted(hidden_states: torch.Tensor) -> torch.Tensor:
-        most.append(len(hidden_states))
-        found: torch.Tensor = compute(hidden_states)
-        return found
-
-    monkeypatch.setattr(positions, "_at_once", 7)
-    monkeypatch.setattr(positions, "_compute_logits", counted)
-    text = tokens(20, 11), tokens(40, 12)
-    assert close(lm.score_sync(*text), score_of(*text))
-    assert max(most) == 7
-    assert sum(most) == 40
 
 
 def test_positions_that_vllm_does_not_show_are_missed(
     lm: AsyncLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    positions = engine_of(lm)._positions
-    put = positions.put
+    put = Positions.put
 
-    def hide(hidden_states: torch.Tensor, spans: Any) -> None:
-        put(hidden_states, [each for each in spans if each.computed != 48])
+    def hide(self: Positions, hidden_states: torch.Tensor, spans: Any) -> None:
+        put(self, hidden_states, [each for each in spans if each.computed != 48])
 
     with monkeypatch.context() as patch:
-        patch.setattr(positions, "put", hide)
+        patch.setattr(Positions, "put", hide)
         with pytest.raises(genrt.GenrtError, match="all positions of its text"):
             lm.score_sync(tokens(2, 31), tokens(140, 32))
-    assert left_over(lm) == [0, 0, 0, 0]
+    assert left_over(engine_of(lm)) == {}
 
 
-def test_a_prompt_whose_last_token_comes_alone_leaves_no_row(lm: AsyncLM, score_of: Oracle) -> None:
-    """The last step of such a prompt may be a decode step, which has rows of its own."""
-    context = tokens(49, 91)
-    row = lm.next_token_logprobs_sync(context)
-    assert close(row[[5]], score_of(context, [5]))
-    assert left_over(lm) == [0, 0, 0, 0]
-    with lm.population(tokens(97, 92), 2) as population:
-        population.draw_sync()
-        assert left_over(lm) == [0, 0, 0, 0]
-
-
-def test_a_score_is_its_adapters(llama: Path, loras: tuple[Path, Path]) -> None:
-    options: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
-    text = tokens(20, 1), tokens(70, 2)
-    names = [None, "a", "b"]
-
-    def by_rows(lm: AsyncLM, name: str | None) -> torch.Tensor:
-        before, after = text
-        contexts = [[*before, *after[:count]] for count in range(len(after))]
-        rows = lm.batch_next_token_logprobs_sync(contexts, adapter=name)
-        return rows[torch.arange(len(after)), torch.tensor(after)]
-
-    async def together(lm: AsyncLM) -> list[torch.Tensor]:
-        return list(await asyncio.gather(*(lm.score(*text, adapter=name) for name in names)))
-
-    with load(llama, **options) as lm:
-        alone = lm.score_sync(*text)
-        lm.add_adapter_sync("a", loras[0])
-        lm.add_adapter_sync("b", loras[1])
-        found = asyncio.run(together(lm))
-        for name, score in zip(names, found, strict=True):
-            assert close(score, by_rows(lm, name)), name
-        assert close(found[0], alone)
-        assert float((found[1] - found[2]).abs().max()) > 0.1
-        lm.add_adapter_sync("a", loras[1])  # other weights under the same name
-        assert close(lm.score_sync(*text, adapter="a"), found[2])
-        engine, model = engine_of(lm), weakref.ref(runner_of(lm).model)
-    gc.collect()
-    assert model() is None, "a closed engine lets go of the model"
-    assert not engine.scores
-
-
-def test_own_logits_processors_make_the_rows_that_are_scored(llama: Path) -> None:
-    """What they do to the logits, a row has and a hidden state has not."""
-    from vllm.v1.sample.logits_processor import LogitsProcessor
-
-    class Doubling(LogitsProcessor):  # type: ignore[misc]
-        """Doubles all logits."""
-
-        def __init__(self, *_: Any) -> None: ...
-
-        def is_argmax_invariant(self) -> bool:
-            return False
-
-        def update_state(self, batch_update: Any) -> None: ...
-
-        def apply(self, logits: torch.Tensor) -> torch.Tensor:
-            return logits * 2
-
-    before, after = tokens(5, 1), tokens(4, 2)
-    with load(llama, logits_processors=[Doubling]) as lm:
-        assert not engine_of(lm).scores
-        found = lm.score_sync(before, after)
-        contexts = [[*before, *after[:count]] for count in range(4)]
-        rows = lm.batch_next_token_logprobs_sync(contexts)
-        assert close(found, rows[torch.arange(4), torch.tensor(after)])
+@pytest.mark.parametrize(
+    ("own_processors", "fields"),
+    [
+        (True, {}),
+        (False, {"cache_config": SimpleNamespace(kv_sharing_fast_prefill=True)}),
+        (False, {"kv_transfer_config": object()}),
+        (False, {"model_config": SimpleNamespace(is_encoder_decoder=True)}),
+    ],
+)
+def test_rows_are_asked_for_where_hidden_states_do_not_make_them(
+    own_processors: bool, fields: dict[str, Any]
+) -> None:
+    plain: dict[str, Any] = {
+        "cache_config": SimpleNamespace(kv_sharing_fast_prefill=False),
+        "kv_transfer_config": None,
+        "model_config": SimpleNamespace(is_encoder_decoder=False),
+    }
+    config: Any = SimpleNamespace(**plain | fields)
+    assert not positions_of(config, object(), None, own_processors).are_taken
 
 
 # -- runner V2 ------------------------------------------------------------------------------------
@@ -439,14 +337,20 @@ def v2(**more: Any) -> tuple[Any, Any, list[Any]]:
         sample=own,
         **more,
     )
-    return runner, attach(runner, 11), calls
+    return runner, attach(runner, 2**23), calls  # at most four positions at a time
 
 
 def test_runner_v2_shows_every_step_by_request() -> None:
     """Rows are sorted anew in every step; texts come in chunks, and again after a preemption."""
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(5, 11, generator=generator)
-    model = SimpleNamespace(compute_logits=lambda hidden: hidden @ weights)
+    most: list[int] = []
+
+    def compute_logits(hidden_states: torch.Tensor) -> torch.Tensor:
+        most.append(len(hidden_states))
+        return hidden_states @ weights
+
+    model = SimpleNamespace(compute_logits=compute_logits)
     runner, positions, calls = v2(model=model)
     texts = {"a": [1, 2, 3, 4, 5, 6, 7], "b": [9, 8, 7, 6, 5], "c": [1, 1, 1]}
     states = {name: torch.randn(len(ids), 5, generator=generator) for name, ids in texts.items()}
@@ -467,16 +371,18 @@ def test_runner_v2_shows_every_step_by_request() -> None:
         assert compute(None, hidden_states, batch, "more") == "vLLM's own"
 
     step({"c": 0}, [3])  # with nothing to score
-    wanted = {"a": 3, "b": 1}
+    wanted = {"a": 2, "b": 1}
     for name, start in wanted.items():
         positions.begin(name, ScoreRequest(LogprobsRequest(texts[name]).packed, start), None)
     step({"a": 0, "c": 0}, [4, 2])
-    step({"c": 2, "b": 0, "a": 4}, [1, 3, 1])
-    step({"a": 2, "b": 3}, [2, 1])  # "a" was preempted, and begins from a hit
+    step({"c": 2, "b": 0, "a": 4}, [1, 4, 1])
+    step({"a": 2}, [2])  # "a" was preempted, and begins from a hit
     step({"a": 4}, [2])
     assert [call[3:] for call in calls] == [("more",)] * 5
     found = positions.take(["b", "c", "a"])
     assert found.keys() == {"a", "b"}
+    assert max(most) == 4
+    assert sum(most) == 5 + 4
     for name, start in wanted.items():
         rows, after = (states[name] @ weights).log_softmax(-1), texts[name][start:]
         entries = rows[torch.arange(start - 1, len(rows) - 1), torch.tensor(after)]

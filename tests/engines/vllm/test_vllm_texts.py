@@ -16,9 +16,12 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
+from vllm.v1.engine.output_processor import OutputProcessor
 
 import genrt
 from genrt.engines.completions import CompletionState
+from genrt.engines.vllm.structures import GuidedStructures
+from genrt.engines.vllm.texts import check_v2
 from genrt.errors import EngineFailed, InvalidRequest, TimedOut
 from genrt.lm import AsyncLM
 from genrt.questions.completions import Completion, Decoding, completion_requests
@@ -26,7 +29,8 @@ from genrt.questions.contexts import Limits
 from genrt.structures.guides import Guides
 from genrt.tokens.sampling import truncate
 from genrt.tokens.spellings import Spellings
-from tests.inside import core_of, engine_of, in_progress, steps_of, texts_of
+from tests.engines.vllm.small import left_over
+from tests.inside import core_of, engine_of
 from tests.scripted import passes
 
 pytestmark = pytest.mark.vllm
@@ -285,19 +289,10 @@ async def test_structures_of_all_kinds_have_one_backend_within_a_flush(lm: Async
     assert word.text in ("yes", "no")
     assert len(plain.token_ids) <= 4
     assert float(row.logsumexp(0)) == pytest.approx(0.0, abs=1e-4)
-    engine = engine_of(lm)
-    manager = core_of(engine).structured_output_manager
-    assert manager.backend is texts_of(engine)._structures
+    manager = core_of(lm).structured_output_manager
+    assert isinstance(manager.backend, GuidedStructures)
     assert getattr(manager, "backend_name", None) in (None, "guidance")
-    assert {manager.backend.to_params(each)._backend for each in KINDS} == {"guidance"}
 
-
-KINDS: list[tuple[str, Any]] = [
-    ("regex", "a+"),
-    ("choice", ("a", "b")),
-    ("grammar", 'root ::= "a"'),
-    ("json_schema", "{}"),
-]
 
 STOPS: list[dict[str, Any]] = [
     {"json_schema": ODD},
@@ -316,7 +311,7 @@ async def test_no_token_ends_an_unfinished_structure(
     asked = {**structure, "stop_token_ids": stops, "max_tokens": 60}
     [(kind, value)] = structure.items()
     given = kind, json.dumps(value) if kind == "json_schema" else value
-    guides = Guides(engine_of(lm).tokenizer, lm.vocab_size)
+    guides = Guides(lm.tokenizer, lm.vocab_size)
     for own in (lm, oracle):
         seeds = range(6 if own is lm else 2)
         for each in await asyncio.gather(
@@ -325,22 +320,6 @@ async def test_no_token_ends_an_unfinished_structure(
             guide = guides.begin(given, [*stops, SECOND_END])
             assert all(map(guide.took, each.token_ids))
             assert guide.is_over or each.truncated
-
-
-async def test_a_tokenizer_may_have_more_tokens_than_the_model(tmp_path: Path) -> None:
-    from tests.small_models import make_llama, make_tokenizer
-
-    made = make_llama(tmp_path / "model", vocab_size=300, tokenizer=False)
-    tokenizer = make_tokenizer(300)
-    tokenizer.add_tokens([f"<{n}>" for n in range(40)])
-    tokenizer.save_pretrained(made)
-    with genrt.load(str(made), engine_options=OPTIONS) as lm:
-        good, odd = await asyncio.gather(
-            lm.generate([1, 2], regex="ab", max_tokens=9),
-            lm.generate([1, 2], json_schema=ODD, max_tokens=150, seed=1),
-        )
-        assert good.text == "ab"
-        assert odd.truncated or json.loads(odd.text)
 
 
 def test_another_backend_is_refused_before_the_weights_are_read(llama: Path) -> None:
@@ -385,23 +364,23 @@ async def test_what_is_refused_fails_alone(lm: AsyncLM, bad: dict[str, Any], mes
     [
         ({"logit_bias": {1: 1.0, 2: 1.0, 3: 1.0}}, "logit_bias, of tokens: .* 2 at most, got 3"),
         ({"stop_token_ids": [1, 2, 3], "min_tokens": 1}, "min_tokens, of tokens that end"),
-        ({"bad_words": ["a", "e", "i"]}, "bad_words, of tokens"),
+        ({"bad_words": [[1], [2], [3]]}, "bad_words, of tokens"),
     ],
 )
-def test_what_would_fail_a_step_of_runner_v2_is_refused_alone(
-    lm: AsyncLM, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
+def test_what_would_fail_a_step_of_runner_v2_is_refused(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
 ) -> None:
-    from vllm import envs
+    from vllm import SamplingParams, envs
     from vllm.v1.worker.gpu.sample import logit_bias
 
-    engine = engine_of(lm)
-    monkeypatch.setattr(texts_of(engine), "_is_v2", True)
     monkeypatch.setattr(logit_bias, "MAX_NUM_LOGIT_BIAS_TOKENS", 2)
     monkeypatch.setattr(logit_bias, "MAX_NUM_STOP_TOKEN_IDS", 2)
     monkeypatch.setattr(envs, "VLLM_MAX_BAD_WORDS_TOTAL_TOKENS", 2, raising=False)
+    params = SamplingParams(**{name: options[name] for name in options if name != "bad_words"})
+    params._bad_words_token_ids = options.get("bad_words")
     with pytest.raises(InvalidRequest, match=message):
-        lm.generate_sync([1, 2], max_tokens=3, **options)
-    assert lm.generate_sync([1, 2], max_tokens=3, seed=1).prompt_token_ids == (1, 2)
+        check_v2(params)
+    check_v2(SamplingParams(max_tokens=3))
 
 
 async def test_nothing_is_left_of_texts_however_they_end(lm: AsyncLM) -> None:
@@ -419,11 +398,7 @@ async def test_nothing_is_left_of_texts_however_they_end(lm: AsyncLM) -> None:
     stopped = await lm.batch_generate([[1], [2]], stop=list("aeiou"), max_tokens=50, seed=1)
     assert {each.finish_reason for each in stopped} <= {"stop", "length"}
     assert torch.equal(row, await lm.next_token_logprobs([3, 3]))
-    engine = engine_of(lm)
-    assert not in_progress(engine)
-    texts = texts_of(engine)
-    assert (texts.running, texts.waiting, texts._streamed) == (0, {}, {})
-    assert not engine._llm_engine.output_processor.request_states
+    assert left_over(engine_of(lm)) == {}
     assert lm.statistics().batcher.in_flight == 0
 
 
@@ -432,8 +407,7 @@ async def test_a_mask_that_cannot_be_made_fails_its_step_alone(
 ) -> None:
     """The forward has run then, and no token is drawn: runner V1 waits for that."""
     before = await lm.generate([1, 2, 3], max_tokens=5, seed=1)
-    engine = engine_of(lm)
-    scheduler = core_of(engine).scheduler
+    scheduler = core_of(lm).scheduler
     make = scheduler.get_grammar_bitmask
 
     def made(output: Any) -> Any:
@@ -510,15 +484,13 @@ async def test_a_text_is_the_same_however_its_tokens_are_read(
     lm: AsyncLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Many at once; a stream's as it is told; one by one where a stop string may come."""
-    engine = engine_of(lm)
-    processor = texts_of(engine)._outputs
-    read: list[str] = []
+    read, process = list[str](), OutputProcessor.process_outputs
 
-    def counted(several: Any, process: Any = processor.process_outputs) -> Any:
+    def counted(self: OutputProcessor, several: Any) -> Any:
         read.extend(output.request_id for output in several)
-        return process(several)
+        return process(self, several)
 
-    monkeypatch.setattr(processor, "process_outputs", counted)
+    monkeypatch.setattr(OutputProcessor, "process_outputs", counted)
 
     async def drawn(**options: Any) -> list[tuple[str, tuple[int, ...]]]:
         read.clear()
@@ -559,16 +531,15 @@ async def test_steps_that_are_scheduled_ahead_draw_the_same_texts(
     with pytest.warns(RuntimeWarning, match="resident sequences are off"):
         ahead = await genrt.aload(str(checkpoint), engine_options=OPTIONS)
     async with ahead:
-        engine = engine_of(ahead)
-        scheduled, update = 0, steps_of(engine)._core.scheduler.update_from_output
-        schedule = steps_of(engine)._ahead
+        core, scheduled = core_of(ahead), 0
+        update, schedule = core.scheduler.update_from_output, core.scheduler.schedule
 
-        def counted(scheduler: Any) -> Any:
+        def counted(*arguments: Any, **named: Any) -> Any:
             nonlocal scheduled
-            scheduled += 1
-            return schedule(scheduler)
+            scheduled += bool(core.batch_queue)
+            return schedule(*arguments, **named)
 
-        monkeypatch.setattr(steps_of(engine), "_ahead", counted)
+        monkeypatch.setattr(core.scheduler, "schedule", counted)
         texts = asyncio.gather(*[ahead.generate(prompt, **options) for prompt, options in asked])
         long = asyncio.create_task(ahead.generate([9], max_tokens=200, ignore_eos=True))
         for number in range(5):
@@ -580,7 +551,7 @@ async def test_steps_that_are_scheduled_ahead_draw_the_same_texts(
         long.cancel()
         assert list(map(drawn_of, await texts)) == list(map(drawn_of, expected))
         assert scheduled > 20
-        assert not texts_of(engine).running
+        assert left_over(engine_of(ahead)) == {}
         calls = itertools.count()
 
         def failing(*arguments: Any) -> Any:
@@ -588,7 +559,7 @@ async def test_steps_that_are_scheduled_ahead_draw_the_same_texts(
                 raise RuntimeError("scripted")
             return update(*arguments)
 
-        monkeypatch.setattr(steps_of(engine)._core.scheduler, "update_from_output", failing)
+        monkeypatch.setattr(core.scheduler, "update_from_output", failing)
         with pytest.raises(EngineFailed, match="scripted"):
             await ahead.batch_generate(PROMPTS, max_tokens=30, ignore_eos=True)
         monkeypatch.undo()

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from vllm.v1.engine.core_client import InprocClient
 
 import genrt
 from genrt.errors import EngineFailed, EngineUnsupported, InvalidWeights
 from genrt.inference import SMC, TextModel
 from genrt.lm import AsyncLM
-from tests.inside import client_of, core_of, engine_of
+from tests.engines.vllm.small import runner_of
+from tests.inside import engine_of
 
 pytestmark = pytest.mark.vllm
 
@@ -25,29 +28,30 @@ Tensors = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A second random Llama of the same shape as ``llama``."""
-    from tests.small_models import make_llama
-
-    return make_llama(tmp_path_factory.mktemp("other") / "model", seed=7)
-
-
-@pytest.fixture(scope="module")
-def answers(llama: Path, other: Path, loras: tuple[Path, Path]) -> dict[Path, dict[str, Any]]:
-    """What runtimes loaded with each model answer."""
-    found = {}
-    for path in (llama, other):
-        with genrt.load(path, engine_options=OPTIONS, seed=1) as runtime:
-            runtime.add_adapter_sync("a", loras[0])
-            found[path] = asyncio.run(answers_of(runtime))
-    return found
+def runtimes(llama: Path, other: Path, loras: tuple[Path, Path]) -> Iterator[dict[Path, AsyncLM]]:
+    """Runtimes loaded with each model."""
+    with ExitStack() as opened:
+        found = {
+            path: opened.enter_context(
+                genrt.load(path, engine_options=OPTIONS, restart="auto", seed=1)
+            )
+            for path in (llama, other)
+        }
+        for each in found.values():
+            each.add_adapter_sync("a", loras[0])
+        yield found
 
 
 @pytest.fixture(scope="module")
-def lm(llama: Path, loras: tuple[Path, Path]) -> Iterator[AsyncLM]:
-    with genrt.load(llama, engine_options=OPTIONS, restart="auto", seed=1) as runtime:
-        runtime.add_adapter_sync("a", loras[0])
-        yield runtime
+def answers(runtimes: dict[Path, AsyncLM]) -> dict[Path, dict[str, Any]]:
+    """What these answer before they get other weights."""
+    return {path: asyncio.run(answers_of(each)) for path, each in runtimes.items()}
+
+
+@pytest.fixture
+def lm(runtimes: dict[Path, AsyncLM], llama: Path, answers: dict[Path, dict[str, Any]]) -> AsyncLM:
+    """The one that gets other weights."""
+    return runtimes[llama]
 
 
 async def answers_of(lm: AsyncLM) -> dict[str, Any]:
@@ -129,26 +133,26 @@ BAD: dict[str, Callable[[Tensors, torch.Tensor], Tensors]] = {
 
 
 @pytest.mark.promise(number=34)
-@pytest.mark.parametrize("what", BAD)
 async def test_what_does_not_fit_changes_nothing(
-    lm: AsyncLM, llama: Path, answers: dict[Path, dict[str, Any]], what: str
+    lm: AsyncLM, llama: Path, answers: dict[Path, dict[str, Any]]
 ) -> None:
+    await lm.update_weights(llama)
     whole = tensors_of(llama)
     version, engine = lm.weights_version, engine_of(lm)
-    with pytest.raises(InvalidWeights, match=r"lm_head|down_proj"):
-        await lm.update_weights(BAD[what](whole, whole[NAME]), check_finite=True)
-    assert (lm.weights_version, engine_of(lm)) == (version, engine)
+    for bad in BAD.values():
+        with pytest.raises(InvalidWeights, match=r"lm_head|down_proj"):
+            await lm.update_weights(bad(whole, whole[NAME]), check_finite=True)
+        assert (lm.weights_version, engine_of(lm)) == (version, engine)
     row = await lm.next_token_logprobs(CONTEXTS[2])
     assert torch.allclose(row, answers[llama]["rows"][2], atol=1e-3)
 
 
 @pytest.mark.promise(number=34)
-@pytest.mark.parametrize("count", [1, 10])
 async def test_an_error_in_the_middle_is_a_dead_engine_and_the_next_has_whole_weights(
-    lm: AsyncLM, llama: Path, other: Path, answers: dict[Path, dict[str, Any]], count: int
+    lm: AsyncLM, llama: Path, other: Path, answers: dict[Path, dict[str, Any]]
 ) -> None:
     async def broken() -> AsyncIterator[Tensors]:
-        for name, tensor in list(tensors_of(other).items())[:count]:
+        for name, tensor in list(tensors_of(other).items())[:10]:
             yield {name: tensor}
         raise OSError("the trainer has gone")
 
@@ -162,40 +166,46 @@ async def test_an_error_in_the_middle_is_a_dead_engine_and_the_next_has_whole_we
 
 
 async def test_blocks_that_are_not_given_back_keep_the_old_weights(
-    lm: AsyncLM, llama: Path, other: Path, answers: dict[Path, dict[str, Any]]
+    lm: AsyncLM,
+    llama: Path,
+    other: Path,
+    answers: dict[Path, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     await lm.update_weights(llama)
-    engine = engine_of(lm)
-    client_of(engine).reset_prefix_cache, before = (
-        lambda: False,
-        client_of(engine).reset_prefix_cache,
-    )
     version = lm.weights_version
+    monkeypatch.setattr(InprocClient, "reset_prefix_cache", lambda _: False)
     with pytest.raises(EngineFailed, match="holds"):
         await lm.update_weights(other)
-    client_of(engine).reset_prefix_cache = before
+    monkeypatch.undo()
     assert lm.weights_version == version
     row = await lm.next_token_logprobs(CONTEXTS[2])
     assert torch.allclose(row, answers[llama]["rows"][2], atol=1e-3)
 
 
-async def test_weights_stay_where_they_are(lm: AsyncLM, other: Path) -> None:
-    engine = engine_of(lm)
-    worker = core_of(engine).model_executor.driver_worker.worker
-    places = {name: each.data_ptr() for name, each in worker.get_model().named_parameters()}
-    await lm.update_weights(other)
-    assert places == {n: each.data_ptr() for n, each in worker.get_model().named_parameters()}
-
-
-async def test_another_runtime_keeps_its_weights(
-    lm: AsyncLM, llama: Path, other: Path, answers: dict[Path, dict[str, Any]]
+async def test_weights_stay_where_they_are_and_another_runtime_keeps_its_own(
+    lm: AsyncLM,
+    runtimes: dict[Path, AsyncLM],
+    llama: Path,
+    other: Path,
+    answers: dict[Path, dict[str, Any]],
 ) -> None:
-    with genrt.load(llama, engine_options=OPTIONS) as second:
-        await second.batch_next_token_logprobs(CONTEXTS)
-        await lm.update_weights(other)
-        rows = await second.batch_next_token_logprobs([[*each] for each in CONTEXTS])
-        assert torch.allclose(rows, answers[llama]["rows"], atol=1e-3)
-        assert (second.weights_version, lm.weights_version > 0) == (0, True)
+    """Also while the new weights come. vLLM has layers that all models of a process share."""
+    await lm.update_weights(other)
+    model, second = runner_of(lm).model, runtimes[other]
+
+    async def chunks() -> AsyncIterator[Tensors]:
+        for number, (name, tensor) in enumerate(tensors_of(llama).items()):
+            yield {name: tensor}
+            if number % 8 == 0:
+                second.clear_cache()
+                rows = await second.batch_next_token_logprobs(CONTEXTS)
+                assert torch.allclose(rows, answers[other]["rows"], atol=1e-3)
+
+    places = {name: each.data_ptr() for name, each in model.named_parameters()}
+    await lm.update_weights(chunks())
+    assert places == {name: each.data_ptr() for name, each in model.named_parameters()}
+    assert (second.weights_version, lm.weights_version > 0) == (0, True)
 
 
 async def test_an_engine_that_cannot_sleep_says_so(lm: AsyncLM) -> None:

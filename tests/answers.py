@@ -1,4 +1,4 @@
-"""Correct answers of reads, draws and scores, computed independently of the engines."""
+"""Right answers of reads, draws and scores, computed independently of the engines."""
 
 from __future__ import annotations
 
@@ -11,11 +11,19 @@ from torch import Tensor
 
 from genrt.questions.draws import DrawToken, PopulationDraw
 from genrt.questions.masks import packed_mask
-from genrt.questions.reads import Candidates, HostRow, KeptContext, TopTokens, Wanted
+from genrt.questions.reads import (
+    Candidates,
+    HostRow,
+    KeptContext,
+    ReadRequest,
+    TopTokens,
+    Wanted,
+)
+from genrt.questions.request import Request, Result
+from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest
+from genrt.runtime.answers import AnsweringEngine
 from genrt.tokens.sampling import BatchDraw, Draw, TopLogprobs, truncate
-
-__all__ = ["READS", "ReadOracle", "are_draws", "is_answer", "is_row", "is_score", "read_examples"]
 
 TOLERANCE = 1e-4
 """The distance of a draw's numbers from those of double precision."""
@@ -141,3 +149,31 @@ READS: dict[type[Wanted], ReadOracle] = {
     KeptContext: ReadOracle(lambda *_: [KeptContext()], lambda *given: given[2] is True),
 }
 """Every kind of read."""
+
+
+def check_reads(engine: AnsweringEngine, vocab_size: int) -> None:
+    """Check every kind of read: against its row, with one row for all reads of a context, and that a seed
+    fixes a draw."""
+    generator = torch.Generator().manual_seed(0)
+
+    def ask(requests: Sequence[Request]) -> dict[Request, Result | None]:
+        ends = [*engine.submit(requests)]
+        while len(ends) < len(requests):
+            ends += engine.step()
+        assert [end.error for end in ends if end.error] == []
+        return {end.request: end.result for end in ends}
+
+    contexts = [LogprobsRequest(ids) for ids in ([1], [2, 1], [0, 2, 2])]
+    rows = ask(contexts)
+    before = engine.statistics().rows
+    examples = read_examples(vocab_size, generator)
+    together = ask([ReadRequest(row, wanted) for row in contexts for wanted in examples])
+    assert engine.statistics().rows - before == len(contexts), "a row is computed once"
+    for request, result in together.items():
+        assert isinstance(request, ReadRequest)
+        row = rows[request.row]
+        assert isinstance(row, Tensor)
+        assert is_answer(request.wanted, row, result), f"{request} is answered by {result}"
+    draws = [r for r in together if isinstance(r, ReadRequest) and isinstance(r.wanted, DrawToken)]
+    again = ask(draws[::-1])
+    assert again == {draw: together[draw] for draw in draws}, "a seed fixes a draw"
