@@ -139,9 +139,11 @@ def test_all_killed_is_success_and_tests_that_fail_as_it_is_show_nothing(small: 
 def test_mutants_are_chosen_by_the_words_in_their_files_and_names(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["--list", "itself, a view", "inference/resampling.py: a weight of 0"]) == 0
+    assert (
+        main(["--list", "go all that have its name", "inference/resampling.py: a weight of 0"]) == 0
+    )
     assert capsys.readouterr().out.splitlines() == [
-        "genrt/runtime/cache.py: the cache keeps the step's row itself, a view",
+        "genrt/runtime/cache.py: with an adapter go all that have its name",
         "genrt/inference/resampling.py: a weight of 0 has children",
     ]
     with pytest.raises(SystemExit) as ended:
