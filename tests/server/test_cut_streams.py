@@ -315,3 +315,14 @@ async def test_a_server_that_closes_answers_what_is_no_stream(
                 assert (each.status_code, "closing" in each.text) == (503, True)
     lm.resume()
     check_log(logged)
+
+
+async def test_prompts_are_scored_where_no_adapters_are(
+    lm: AsyncLM, http: httpx.AsyncClient
+) -> None:
+    asked = {"model": "tiny", "prompt": [5, 6, 7, 8], "max_tokens": 1, "prompt_logprobs": 0}
+    answer = await http.post("/v1/completions", json=asked)
+    assert answer.status_code == 200, answer.text
+    of_prompt = answer.json()["choices"][0]["prompt_logprobs"][1:]
+    found = [next(iter(each.values()))["logprob"] for each in of_prompt]
+    assert found == pytest.approx((await lm.score([5], [6, 7, 8])).tolist(), abs=5e-4)
