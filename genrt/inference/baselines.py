@@ -62,10 +62,10 @@ class RejectionState:
     seed: int
 
 
-Batch = tuple[SampledText, ...]
+_Texts = tuple[SampledText, ...]
 
 
-class Rejection(Algorithm[TextModel, RejectionState, Batch, None]):
+class Rejection(Algorithm[TextModel, RejectionState, _Texts, None]):
     """Rejection sampling for a ``TextModel``: independent texts of its target, weighted alike. It is slow
     where the target has little mass.
 
@@ -122,7 +122,7 @@ class Rejection(Algorithm[TextModel, RejectionState, Batch, None]):
         enough = len(state_of(RejectionState, state).texts) >= self._num_samples
         return enough or state.drawn >= self._max_texts
 
-    async def step(self, state: RejectionState) -> tuple[RejectionState, Batch]:
+    async def step(self, state: RejectionState) -> tuple[RejectionState, tuple[SampledText, ...]]:
         """Draw one more batch, up to the last text that is wanted; an empty one if the state is done. A
         cancelled or failed step leaves ``state`` unchanged.
 
@@ -167,7 +167,7 @@ class Rejection(Algorithm[TextModel, RejectionState, Batch, None]):
         log_share = -math.inf if share == 0 else math.log(share)
         return _weighted(self.model, state.texts, np.zeros(kept), log_share + self._bound)
 
-    def _figures(self, state: RejectionState, info: Batch) -> dict[str, Any]:
+    def _figures(self, state: RejectionState, info: _Texts) -> dict[str, Any]:
         return {"kept": f"{len(state.texts)}/{self._num_samples}", "drawn": state.drawn}
 
     def _result(self, state: RejectionState, kept: list[None]) -> Result:
@@ -198,7 +198,7 @@ class BestOfNState:
         return None if highest == -math.inf else self.scores.index(highest)
 
 
-class BestOfN(Algorithm[TextModel, BestOfNState, Batch, None]):
+class BestOfN(Algorithm[TextModel, BestOfNState, _Texts, None]):
     """The best of N texts, drawn under the model's constraint, by its potential. A run makes one step;
     its result has all N texts, the best with the only positive weight, and a log evidence of NaN.
 
@@ -235,7 +235,7 @@ class BestOfN(Algorithm[TextModel, BestOfNState, Batch, None]):
         """Return whether a step was made."""
         return state_of(BestOfNState, state).step > 0
 
-    async def step(self, state: BestOfNState) -> tuple[BestOfNState, Batch]:
+    async def step(self, state: BestOfNState) -> tuple[BestOfNState, tuple[SampledText, ...]]:
         """Draw N more texts at once; ``kept`` marks the best of all so far, if it is among these. A
         cancelled or failed step leaves ``state`` unchanged.
 
