@@ -96,8 +96,7 @@ class ReplicaStatistics:
     """The state and the counters of one replica of an engine.
 
     Attributes:
-        state: ``"restarting"`` until it has all settings, ``"healthy"``, ``"dead"`` while it waits to be
-            started again, or ``"retired"`` for good.
+        state: ``"healthy"``, ``"suspect"``, ``"stale"``, ``"restarting"``, ``"dead"`` or ``"retired"``.
         restarts: how often it was restarted.
         in_flight: unanswered requests.
         engine: its engine's counters since it was last started.
