@@ -57,7 +57,7 @@ print("done")
 CLOSED = """
 import gc, sys, weakref
 import genrt
-from tests.inside import core_of, engine_of
+from tests.inside import core_of, engine_of, system_thread
 
 options = {"dtype": "float32", "max_num_seqs": 8, "kv_cache_memory_bytes": 2**24}
 with genrt.load(sys.argv[1], engine_options=options | {"enforce_eager": False}) as lm:
@@ -67,11 +67,12 @@ with genrt.load(sys.argv[1], engine_options=options | {"enforce_eager": False}) 
     assert runner.vllm_config.compilation_config.mode, "compiled"
     owned = [core, runner, *runner.model.parameters(), *runner.kv_caches]
     owned = [weakref.ref(each) for each in owned]
-    engine = weakref.ref(engine_of(lm))
+    engine, thread = weakref.ref(engine_of(lm)), system_thread(lm)
     del core, runner
+thread.join()  # close waits for it a few seconds
 gc.collect()
 print(len(owned) > 10, [each() for each in owned if each() is not None])
-del lm
+del lm, thread
 gc.collect()
 print(engine())
 """
