@@ -229,12 +229,12 @@ class Server:
     ) -> None:
         for name, value, kind, noun in (
             ("lm", lm, AsyncLM, "a runtime"),
-            ("host", host or None, str, "an address"),
-            ("model", model or None, str, "a name"),
+            ("host", host, str, "an address"),
+            ("model", model, str, "a name"),
             ("limits", ServerLimits() if limits is None else limits, ServerLimits, "ServerLimits"),
             ("options", {} if options is None else options, Mapping, "a dict"),
         ):
-            if not isinstance(value, kind):
+            if not isinstance(value, kind) or value == "":
                 raise InvalidRequest(f"{name} must be {noun}, got {named(value)}")
         self._lm = lm
         self._host, self._port = host, check_int("port", port, 0, 65535)

@@ -213,6 +213,9 @@ def test_arguments_are_checked(lm: genrt.AsyncLM) -> None:
     for host in ("0.0.0.0", "::", "192.0.2.1", "example.org", ""):
         with pytest.raises(InvalidRequest, match=r"api_key|host"):
             serving(lm, host=host)
+    for name in ("host", "model"):
+        with pytest.raises(InvalidRequest, match=f"{name} must be an? .*, got ''"):
+            serving(lm, **{name: ""})  # type: ignore[arg-type]
     for key in ("short", "", "has space in it", "ümläut-key", "new\nline-key", 12345678):
         with pytest.raises(InvalidRequest, match="api_key"):
             check_key(key, "127.0.0.1")  # type: ignore[arg-type]
