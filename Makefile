@@ -8,7 +8,7 @@
 #   make promises the tests that prove what is promised, and a line for each promise
 #   make check    lint, formatting, types, import layering
 #   make bench    what a step of N particles costs, beside vLLM's own loop       (ARGS="--json step.json")
-#                 BENCH=pressure, overheads, fidelity, two_runtimes, replicas, scaling: another of benchmarks/
+#                 BENCH=pressure, overheads, fidelity, two_runtimes, replicas: another of benchmarks/
 #   make soak     fresh seeds of the simulator for so long                       (SECONDS=600)
 #   make mutants  break genrt on purpose, and show which test catches it         (ARGS="cache.py")
 #   make docs     the documentation, into site/; installs the extra docs first

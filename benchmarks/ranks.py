@@ -47,13 +47,13 @@ from benchmarks import fidelity, step, step_modes
 from benchmarks.checkpoints import checkpoint
 from benchmarks.setups import Setup, append, prepared
 from benchmarks.step_modes import SHORT, Measured, Particles, ask_all, clock, packed_masks, timed
-from genrt.cluster.health import ReplicaLimits
+from genrt.cluster.options import ReplicaLimits
 
 OPEN_SECONDS, ANSWER_SECONDS, CLOSE_SECONDS = 300.0, 180.0, 20.0
 WARM_STEPS, WALK_STEPS, LIKELY = 4, 12, math.log(1e-4)
 ROOM = 1.25  # KV memory of an engine, in that of all particles at their longest
 # Ranks that die are not started again: that would be timed.
-LIMITS = ReplicaLimits(most_silent=60, stall_seconds=120.0, most_restarts=0)
+LIMITS = ReplicaLimits(stall_seconds=120.0, most_restarts=0)
 
 ASKED = ("population", "population-resample", "batch-draw")
 PARTS: dict[str, Sequence[str]] = {"decode": ["decode"], "ranks": ASKED}

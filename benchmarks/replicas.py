@@ -7,8 +7,8 @@ A runtime in this process and ones over replicas are asked the same, one after t
 object: ``flush`` has, for 1 and 64 draws and for 64 rows, where they are computed and on the host, the
 median milliseconds of a call ``alone``, over ``one`` replica, and what that ``adds``; ``draws`` has, for
 each length of the contexts, the draws a second of so many populations at once: alone, over ``several``
-replicas on this host, and with ``--cluster`` over as many actors of Ray, ``cluster``; and their ratios
-to alone. ``texts`` has the same of the tokens a second that as many prompts of the first length generate.
+replicas, and their ratio to alone. ``texts`` has the same of the tokens a second that as many prompts of
+the first length generate.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--model", help="a checkpoint or a shape for vLLM; none: exact engines")
     parser.add_argument("--options", type=json.loads, default={}, help="engine_options, as JSON")
     parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--cluster", help='a Ray cluster for as many actors too, or "auto"')
+    parser.add_argument("--cluster", help="the Ray cluster; a local one")
     parser.add_argument("--populations", type=int, default=8)
     parser.add_argument("--size", type=int, default=64, help="sequences of a population")
     parser.add_argument("--contexts", type=int, nargs="+", help="their lengths; 128")
@@ -69,7 +69,7 @@ def opened(arguments: argparse.Namespace, name: str) -> AsyncLM:
     """Open a runtime whose every answer is computed."""
     replicas = {"alone": None, "one": 1}.get(name, arguments.replicas)
     more: dict[str, Any] = {"cache_bytes": 0, "seed": 1, "replicas": replicas}
-    if name == "cluster":
+    if replicas is not None:
         more["cluster"] = arguments.cluster
     if arguments.model:
         return genrt.load(arguments.model, engine_options=arguments.options, **more)
@@ -89,8 +89,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     flush: dict[str, dict[str, float]] = {}
     draws: dict[str, dict[str, float]] = {str(each): {} for each in arguments.contexts}
     texts: dict[str, float] = {}
-    names = ["alone", "one", "several"] + ["cluster"] * (arguments.cluster is not None)
-    for name in names:
+    for name in ("alone", "one", "several"):
         with opened(arguments, name) as lm:
             if name in ("alone", "one"):
                 for kind, milliseconds in flushes(lm, arguments).items():
@@ -102,7 +101,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                 texts[name] = asyncio.run(tokens_a_second(lm, arguments, arguments.contexts[0]))
         print(f"{name}: {flush} {draws} {texts}", file=sys.stderr, flush=True)
     for each in (*draws.values(), texts):
-        each |= {f"{name}_ratio": each[name] / each["alone"] for name in names[2:]}
+        each["several_ratio"] = each["several"] / each["alone"]
     for each in flush.values():
         each["adds"] = each["one"] - each["alone"]
     return result | {"flush": flush, "draws": draws, "texts": texts}

@@ -39,7 +39,7 @@ from genrt.errors import (
 )
 
 if TYPE_CHECKING:
-    from genrt.cluster.health import ReplicaLimits
+    from genrt.cluster.options import ReplicaLimits
     from genrt.lm import AsyncLM
     from genrt.loading import aload, load
     from genrt.populations import Population
@@ -88,7 +88,7 @@ _MODULES = frozenset({"constraints", "inference", "testing"})
 _FROM = {
     "AsyncLM": "genrt.lm",
     "Population": "genrt.populations",
-    "ReplicaLimits": "genrt.cluster.health",
+    "ReplicaLimits": "genrt.cluster.options",
     "Statistics": "genrt.runtime.statistics",
     "aload": "genrt.loading",
     "load": "genrt.loading",

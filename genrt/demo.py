@@ -8,8 +8,7 @@ import sys
 import time
 
 import genrt
-from genrt.cluster.arguments import add_replica_arguments, replica_options
-from genrt.cluster.opening import check_replicas
+from genrt.cluster.options import add_replica_arguments, check_replicas, replica_options
 from genrt.constraints import regex
 from genrt.engines import ENGINES
 from genrt.engines.exact import NGram

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import genrt
-from genrt.cluster.arguments import add_replica_arguments, replica_options
+from genrt.cluster.options import add_replica_arguments, check_replicas, replica_options
 from genrt.errors import InvalidRequest
 
 __all__ = ["add_arguments", "run"]
@@ -158,7 +158,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(given: dict[str, Any]) -> int:
     from genrt import models
-    from genrt.cluster.opening import check_replicas
     from genrt.engines import check_choice
     from genrt.engines.adapters import least_lora_rank
     from genrt.generation.jobs import Job

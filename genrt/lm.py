@@ -517,18 +517,18 @@ class AsyncLM:
         which gets the runtime. With replicas it runs in one of them, which answers all its questions, and
         only the result comes back; otherwise here. Results are the same for a seed, up to the engine's
         numerics. Concurrent programs are spread over the replicas. A program whose replica dies starts
-        again on another one, at most twice. New weights wait for its end.
+        again on another one, once. New weights wait for its end.
 
-        Its objects travel with it, with the replica's runtime in place of this one: functions of modules
-        that the replica can import, and, where cloudpickle is installed (vLLM brings it), any function.
-        Side effects stay there. Only processes that this process has started run its code.
+        Its objects travel with it, with the replica's runtime in place of this one. Side effects stay
+        there; the program cannot close, pause or update that runtime. Only processes that this process
+        has started run its code.
 
         Args:
             seed: for the inference, and for a function's questions without seeds.
 
         Raises:
             InvalidRequest: ``work`` is of another kind, or it or its result cannot be sent.
-            EngineFailed: three replicas died with it. TimedOut, Closed; its own errors.
+            EngineFailed: two replicas died with it. TimedOut, Closed; its own errors.
         """
         own = check_seed(seed)
         given = next(self._nonces) if own is None else own

@@ -15,8 +15,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast
 
 from genrt import models
-from genrt.cluster.health import ReplicaLimits
-from genrt.cluster.opening import check_replicas, gpus_of, open_replicas
+from genrt.cluster.engine import open_replicas
+from genrt.cluster.options import ReplicaLimits, check_replicas, gpus_of
 from genrt.cluster.ranks import RANKED, are_launched, open_ranked, with_ranks
 from genrt.engines import check_choice, open_engine
 from genrt.engines.folders import sweep
@@ -65,17 +65,16 @@ class LoadOptions(TypedDict, total=False):
         seed: for draws and samples without their own seed, in the order of the calls and for any
             batching. Two runtimes with one seed give equal answers to equal questions. By default the
             system gives a seed. The global generators of ``random``, numpy and torch are not used.
-        replicas: the number of engines, each in its own process on this host. By default one engine in
+        replicas: the number of engines, each in an actor of Ray (extra ``ray``). By default one engine in
             this process, or one of ranks with vLLM's ``tensor_parallel_size``. A population, and texts
-            with a common beginning, stay on one replica. A replica that dies, hangs or fails is
-            restarted; without any replica the engine is dead. GPUs are distributed evenly; replicas
-            with several GPUs do not share them. The row cache is in the host's memory. An engine
-            function must be picklable.
-        replica_limits: when a replica is given up, and how often it is restarted.
-        cluster: runs the replicas as actors of a Ray cluster (extra ``ray``): its address for
-            ``ray.init``; ``"auto"`` for the running one, or else one on this host that ends with the
-            runtime; ``"local"`` always for the latter. Actors read new weights and adapters as files:
-            with several hosts, store them, and ``TMPDIR``, on a shared file system.
+            with a common beginning, stay on one replica. A replica that dies, hangs or fails is started
+            again; without any replica the engine is dead. GPUs are distributed evenly; replicas with
+            several GPUs do not share them. The row cache is in the host's memory. An engine function must
+            be picklable.
+        replica_limits: when a replica is killed, and how often it is started again.
+        cluster: the Ray cluster: its address for ``ray.init``; ``"auto"`` for the running one, or else
+            one on this host that ends with the runtime; ``"local"``, the default, always for the latter,
+            or for the one that this process has.
     """
 
     engine: str | Callable[[], Engine]
@@ -206,13 +205,9 @@ def _start_checked(
     options = dict(engine_options or {})
     if not callable(engine):
         check_choice(engine, model, options)
-    if engine == "vllm" and residency and cluster is None:
+    if engine == "vllm" and residency:
         options = with_ranks(options)
     if is_ranked := engine == "vllm" and are_launched(options):
-        if cluster is not None:
-            raise EngineUnsupported(
-                "ranks are processes of one host: leave the cluster out, or distributed_executor_backend"
-            )
         replicas = replicas or 1  # ranks die together, with their process
 
     def opened() -> Engine:
@@ -233,8 +228,9 @@ def _start_checked(
         each = 1 if callable(engine) else gpus_of(options)
         each = 0 if engine == "exact" else each
         environment = RANKED if is_ranked else {}
-        limits = replica_limits
-        return open_replicas(make, replicas, limits, cluster, gpus=each, environment=environment)
+        opens = partial(aload, engine=make, cache_bytes=0)
+        own = replicas, replica_limits, cluster
+        return open_replicas(opens, *own, gpus=each, environment=environment)
 
     cache = RowCache(cache_bytes)
     thread = EngineThread(

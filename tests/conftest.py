@@ -8,7 +8,7 @@ import importlib
 import os
 import signal
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -117,6 +117,17 @@ def loras(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
 
     root = tmp_path_factory.mktemp("loras")
     return make_lora(root / "a", llama, seed=1), make_lora(root / "b", llama, seed=2)
+
+
+@pytest.fixture(scope="module")
+def here() -> Iterator[None]:
+    """Have ``genrt.load(…, replicas=N)`` open replicas in this process."""
+    from genrt.cluster import engine
+    from tests.cluster.here import ReplicasHere
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "Actors", ReplicasHere)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -141,22 +141,11 @@ class _Dropping(ast.NodeTransformer):
 
 
 TABLE = r"""
-cluster.health: test_health.py
-  Health.renewed: a stale replica is healthy
-    settings == current -> True
-  Health.restart: a replica is restarted without end
-    self._budget < 1.0 -> False
-cluster.fleet: test_fleet_machine.py -k walk
-  Fleet.died: the questions of a dead replica are lost
-    self._moves.get(request, 0) < MOST_MOVES -> self._moves.get(request, 0) > 99
-  Fleet.change: replicas with old settings are asked
-    without each.health.outdated
-cluster.fleet: test_fleet.py
-  Fleet.ended: what another life of a replica tells counts
-    life != replica.life or not replica.health.lives -> False
-cluster.joining: test_joining.py
-  ReplicaStreams.begun: what was not read yet is told twice after a death
-    without self._came[each].clear
+cluster.engine: test_engine_machine.py -k walk
+  ReplicaEngine._lost: a question that kills replicas is asked without end
+    request in self._moved -> False
+  ReplicaEngine._prepared: a replica with old settings is asked
+    replica.settings == self._settings -> True
 runtime.batcher: test_new_weights.py test_run_simulated.py -k version or weights or update
   Batcher.join: questions run by half of the new weights
     self.holds and requests -> False

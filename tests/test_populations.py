@@ -21,9 +21,9 @@ from genrt.errors import Closed, ContextTooLong, InvalidRequest, TimedOut, Unkno
 from genrt.lm import AsyncLM
 from genrt.populations import Population
 from tests.apart import drawn_apart_sync
-from tests.cluster.simulated_populations import KeepingEngine, Seen
 from tests.engines.test_exact import adapter_directory
 from tests.inside import engine_of, thread_of
+from tests.keeping_engine import KeepingEngine, Seen
 from tests.population_walk import EVENTS, Runtime, walk
 from tests.scoring_engine import ScoringEngine
 from tests.test_every_argument import wrong_values

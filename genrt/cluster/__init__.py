@@ -1,1 +1,1 @@
-"""One runtime over several engines: replicas in processes of their own, and what keeps them going."""
+"""One runtime over several engines: replicas in Ray actors, and ranks."""

@@ -1,326 +1,366 @@
-"""Replicas as actors of a Ray cluster: one call for all messages that wait, and one for all answers.
+"""Replicas as actors of a Ray cluster, which starts them again when they die.
 
-The extra ``ray`` brings it; nothing of it is imported before a cluster is asked for.
+The extra ``ray`` brings it; replicas import it.
 
 Rules:
-    An actor has four threads: the engine's, and one each that takes messages, hands on answers, and
-    tells how many rounds the engine has gone. Messages have numbers, as calls may overtake each other.
-    Rows of a flush are one array, which travels beside the message, through Ray's shared memory.
-    Actors end with this process.
+    A local Ray that genrt starts ends with its last runtime, or with the process, and leaves no files.
+    It listens on 127.0.0.1 alone. Ray sets environment variables; they are restored.
+    An actor opens its engine only in ``prepare``, and ends with the raylet that started it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
 import select
+import shutil
+import tempfile
 import threading
 import time
+import traceback
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
+from genrt.cluster.ranks import die_with
+from genrt.cluster.replica import Replica
+from genrt.engines.folders import Folder, sweep
+from genrt.errors import EngineNotInstalled, EngineUnsupported, GenrtError, InvalidRequest
 
-from genrt.cluster.connection import connection
-from genrt.cluster.frames import Frame
-from genrt.cluster.messages import AskedNumbers, RemotePopulations, dump_message, load_message
-from genrt.cluster.serving import RoundCounter, serve
-from genrt.cluster.transport import Came, Gone, Pulsed
-from genrt.cluster.worker import with_rows
-from genrt.engines.protocol import Engine
-from genrt.errors import EngineUnsupported
-from genrt.questions.rows import moved_rows
+__all__ = ["Actors", "Gone", "RayConnection", "connection"]
 
-__all__ = ["Actors", "ReplicaActor"]
+MOST_ATTEMPTS = 3
+"""How often a local Ray is started, which on a busy machine may fail."""
 
-END_SECONDS = 3.0
-"""How long a replica may take to end by itself before it is killed."""
+OWN_RAY = {
+    "RAY_gcs_server_port_wait_time_s": "60",
+    "RAY_raylet_start_wait_time_s": "60",
+    "RAY_worker_niceness": "0",
+}
+"""The settings of a local Ray: time limits for its start, and replicas with the priority of others."""
 
-EXIT_SECONDS = 10.0
-"""How long a killed process may take to give its memory back."""
+END_SECONDS, EXIT_SECONDS = 3.0, 10.0
+"""How long actors may take to close their engines, and to give their memory back once killed."""
 
 
-class ActorLink:
-    """The messages of a runtime, as an actor's engine thread sees them."""
+class Gone(Exception):
+    """An actor died before it answered a call; ``is_final`` if Ray does not start it again."""
+
+    def __init__(self, reason: str, *, is_final: bool) -> None:
+        super().__init__(reason)
+        self.is_final = is_final
+
+
+class RayConnection:
+    """Ray's connection of this process, which its runtimes share.
+
+    Attributes:
+        is_local: whether genrt started this Ray, which no other host joins.
+    """
 
     def __init__(self) -> None:
-        self._inbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()  # None wakes
-        self._outbox: queue.SimpleQueue[tuple[bytes, np.ndarray | None]] = queue.SimpleQueue()
-        self._early: dict[int, list[bytes]] = {}
-        self._next = 0
         self._lock = threading.Lock()
-        self._is_left = False
+        self._users = 0
+        self._is_ours = self.is_local = False
+        self._folder: Folder | None = None
+        self._starts: queue.SimpleQueue[tuple[Future[bool], Callable[[], bool]]] = (
+            queue.SimpleQueue()
+        )
+        self._starter: threading.Thread | None = None
 
-    def take(self, number: int, messages: list[bytes]) -> None:
-        """Take the messages of one call, and of those that came before their turn."""
-        with self._lock:
-            self._early[number] = messages
-            while self._next in self._early:
-                for each in self._early.pop(self._next):
-                    self._inbox.put(each)
-                self._next += 1
+    def join(self, cluster: str, *, replicas: int = 1, gpus: int = 0) -> Any:
+        """Return Ray, connected to a cluster; a new one has so many GPUs, and workers ready for so many
+        replicas.
+
+        Raises:
+            EngineNotInstalled: Ray is missing.
+            EngineUnsupported: there is no such cluster, or Ray is connected to another one.
+        """
+        with self._lock, _own_environment():
+            try:
+                import ray
+            except ImportError as error:
+                raise EngineNotInstalled(
+                    "replicas, and tensor parallelism by ranks, need Ray: pip install 'genrt[ray]'"
+                ) from error
+            if not ray.is_initialized():
+                self._is_ours = True
+                try:
+                    self.is_local = self._started(
+                        partial(self._connect, ray, cluster, replicas, gpus)
+                    )
+                except Exception as error:
+                    self._end(ray)
+                    raise EngineUnsupported(f"no Ray cluster at {cluster!r}: {error}") from error
+            elif cluster not in ("auto", "local", ray.get_runtime_context().gcs_address):
+                raise EngineUnsupported(
+                    f"Ray is connected to {ray.get_runtime_context().gcs_address} in this process, "
+                    f'and cannot be to {cluster!r} too: give cluster="auto", or another process'
+                )
+            self._users += 1
+        return ray
 
     def leave(self) -> None:
-        """Note that the runtime is gone."""
-        self._is_left = True
-        self.wake()
+        """Close the connection with its last runtime, if genrt opened it."""
+        import ray
 
-    def wake(self) -> None:
-        """End the present wait, or the next; from any thread."""
-        self._inbox.put(None)
+        with self._lock, _own_environment():
+            self._users -= 1
+            if not self._users and self._is_ours:
+                self._end(ray)
 
-    def send(self, *message: Any, rows: Sequence[Tensor] = ()) -> None:
-        """Have the runtime get a message, and rows of one length beside it."""
-        self._outbox.put((dump_message(message), moved_rows(rows).numpy() if rows else None))
+    def _started(self, start: Callable[[], bool]) -> bool:
+        """Call a function on a thread that lives as long as this process: Ray's processes die with the
+        thread that started them."""
+        if self._starter is None:
+            self._starter = threading.Thread(target=self._start_all, daemon=True)
+            self._starter.start()
+        found: Future[bool] = Future()
+        self._starts.put((found, start))
+        return found.result()
 
-    def receive(self, *, wait: bool) -> list[Frame] | None:
-        """Return the messages that have come; with ``wait``, once there are any or ``wake`` was called.
-        Return ``None`` once the runtime is gone."""
-        came = [self._inbox.get()] if wait else []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                came.append(self._inbox.get_nowait())
-        return None if self._is_left else [Frame(each) for each in came if each is not None]
+    def _start_all(self) -> None:
+        while True:
+            found, start = self._starts.get()
+            try:
+                found.set_result(start())
+            except Exception as error:
+                found.set_exception(error)
 
-    def answers(self) -> list[tuple[bytes, np.ndarray | None]]:
-        """Wait for messages to the runtime, and return all that there are."""
-        came = [self._outbox.get()]
-        with contextlib.suppress(queue.Empty):
-            while True:
-                came.append(self._outbox.get_nowait())
-        return came
+    def _end(self, ray: Any) -> None:
+        self._is_ours = self.is_local = False
+        ray.shutdown()  # also after a failed start
+        if self._folder is not None:
+            shutil.rmtree(os.readlink(self._folder.path / "link"), ignore_errors=True)
+            self._folder.close()
+            self._folder = None
+
+    def _connect(self, ray: Any, cluster: str, replicas: int, gpus: int) -> bool:
+        """Connect to a cluster; return whether it was started here. No usage is reported unless the
+        cluster's owner allows it."""
+        quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+        if cluster != "local":
+            try:
+                ray.init(cluster, **quiet)
+            except ConnectionError:
+                if cluster != "auto":
+                    raise
+            else:
+                return False
+        for name, value in OWN_RAY.items():
+            os.environ.setdefault(name, value)
+        # The paths of Ray's sockets have to be short. A sweep removes the target of a link as well.
+        self._folder = Folder("ray")
+        target = tempfile.mkdtemp(prefix="genrt-")
+        (self._folder.path / "link").symlink_to(target)
+        # Without a number, Ray would put all replicas on the first GPU, and start a worker per core.
+        own = {"num_gpus": gpus, "num_cpus": replicas, "include_dashboard": False}
+        for attempt in range(1, MOST_ATTEMPTS + 1):
+            try:
+                with _on_loopback(ray):
+                    ray.init("local", _temp_dir=target, **own, **quiet)
+            except Exception as error:
+                _kill_failed_node(error)
+                if attempt == MOST_ATTEMPTS:
+                    raise
+                ray.shutdown()
+            else:
+                break
+        return True
 
 
-class ReplicaActor:
-    """A replica; Ray makes an actor of it, and calls each method on a thread of its own."""
+connection = RayConnection()
+
+
+def _kill_failed_node(error: Exception) -> None:
+    """Kill the processes of a node whose start raised this error: Ray forgets them."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        kill = getattr(frame.f_locals.get("self"), "kill_all_processes", None)
+        if kill is not None:
+            kill(check_alive=False, wait=True)
+
+
+@contextlib.contextmanager
+def _own_environment() -> Iterator[None]:
+    """Restore the environment variables that Ray sets meanwhile."""
+
+    def rays() -> dict[str, str]:
+        names = [name for name in os.environ if name.startswith("RAY_")]
+        return {
+            name: os.environ[name] for name in [*names, "PYTHONBREAKPOINT"] if name in os.environ
+        }
+
+    before = rays()
+    try:
+        yield
+    finally:
+        for name in rays().keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
+
+@contextlib.contextmanager
+def _on_loopback(ray: Any) -> Iterator[None]:
+    """Make a cluster that starts meanwhile listen on 127.0.0.1 alone."""
+    # Given 127.0.0.1, Ray takes the host's address instead, unless this constant says that it has no
+    # clusters of several hosts here. Its variable, RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER, is read when Ray is
+    # imported, which may have been long ago.
+    constants = ray._private.ray_constants
+    before = constants.ENABLE_RAY_CLUSTER
+    constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        constants.ENABLE_RAY_CLUSTER = before
+
+
+class ReplicaActor(Replica):
+    """A replica that ends with the process that started it."""
 
     def __init__(self) -> None:
-        self._link = ActorLink()
-        self._rounds = RoundCounter(self._link)
+        super().__init__()
+        warnings.filterwarnings("ignore", message="The given (NumPy array|buffer) is not writable")
+        die_with(os.getppid())
 
-    def run(self) -> None:
-        """Open the engine, and answer until the runtime is gone."""
-        serve(self._link, self._rounds)
-
-    def take(self, number: int, messages: list[bytes]) -> None:
-        """Take messages, the calls in the order of their numbers."""
-        self._link.take(number, messages)
-
-    def leave(self) -> tuple[str, int]:
-        """Have ``run`` end; return where this process is, and its number there."""
-        self._link.leave()
+    async def process(self) -> tuple[str, int]:
+        """Return the identity of this host's processes, and the number of this one."""
         return _processes_here(), os.getpid()
-
-    def answers(self) -> list[tuple[bytes, np.ndarray | None]]:
-        """Wait for messages to the runtime, and return all that there are."""
-        return self._link.answers()
-
-    def probed(self) -> int:
-        """Return how many rounds the engine has gone."""
-        return self._rounds.probed()
-
-
-@dataclass(slots=True)
-class _Actor:
-    number: int
-    life: int
-    handle: Any
-    run: Any
-    held: RemotePopulations = field(default_factory=RemotePopulations)
-    unsent: list[bytes] = field(default_factory=list)
-    calls: int = 0
-
-
-def _gpus_of_each(ray: Any, replicas: int, gpus: int) -> int:
-    """Return how many GPUs each replica takes: none where the cluster has none."""
-    there = int(ray.cluster_resources().get("GPU", 0))
-    if there and gpus * replicas > there:
-        lacking = f"{replicas} replicas need {gpus * replicas} GPUs, and the cluster has {there}"
-        if connection.is_local:
-            raise EngineUnsupported(lacking)
-        warnings.warn(f"{lacking}: they wait for more", RuntimeWarning, stacklevel=3)
-    return gpus if there else 0
 
 
 class Actors:
     """The actors of one runtime's replicas.
 
     Args:
-        open_engine: makes an engine there; it travels to each.
-        numbers: of the questions of populations.
-        cluster: ``"auto"`` is the running cluster that Ray finds, or else one of this host alone,
-            without dashboard; ``"local"`` always that; otherwise an address as ``ray.init`` takes it.
-        replicas: how many there will be.
-        gpus: how many GPUs each takes.
-        here: how many this process may use, which a Ray that begins here is told.
+        make: opens a replica's runtime.
+        cluster: ``"auto"`` is the running cluster that Ray finds, or else a new one on this host;
+            ``"local"`` always a new one, unless this process has one; otherwise an address for
+            ``ray.init``.
+        gpus: how many GPUs each replica takes.
+        here: how many GPUs a new Ray has.
+        environment: the environment variables of actors, beside Ray's own.
+        restarts: how often each actor is started again.
 
     Raises:
-        EngineNotInstalled: Ray is missing.
-        EngineUnsupported: there is no such cluster, it has too few GPUs and will have no more, or Ray is
-            connected to another one.
+        EngineNotInstalled, EngineUnsupported: as ``RayConnection.join``, or too few GPUs.
+        InvalidRequest: ``make`` cannot be pickled.
     """
 
     def __init__(
         self,
-        open_engine: Callable[[], Engine],
-        numbers: AskedNumbers,
+        make: Callable[[], Awaitable[Any]],
         cluster: str,
         *,
         replicas: int,
         gpus: int,
         here: int,
+        environment: Mapping[str, str],
+        restarts: int,
     ) -> None:
-        self._opening = dump_message(("open", open_engine))
-        self._numbers = numbers
-        self._ray = connection.join(cluster, here)
-        try:
-            gpus = _gpus_of_each(self._ray, replicas, gpus)
-        except BaseException:
-            connection.leave()
-            raise
-        self._kind = self._ray.remote(ReplicaActor).options(
-            num_cpus=0,
-            num_gpus=gpus,
-            max_concurrency=5,
-            max_restarts=0,
-            scheduling_strategy="SPREAD",
-        )
-        self._actors: dict[int, _Actor] = {}
-        # What Ray's threads bring; None interrupts.
-        self._came: queue.SimpleQueue[Callable[[], list[Came | Pulsed | Gone]] | None] = (
-            queue.SimpleQueue()
-        )
+        self._ray = ray = connection.join(cluster, replicas=replicas, gpus=here)
         self._is_closed = False
-
-    def start(self, number: int, life: int) -> None:
-        """Start an actor, and have it open an engine."""
         try:
-            handle = self._kind.remote()
-            actor = self._actors[number] = _Actor(number, life, handle, handle.run.remote())
+            share = _gpus_of_each(ray, replicas, gpus)
+            self._make = self.put(make)
+            kind = ray.remote(ReplicaActor).options(
+                num_cpus=0,
+                num_gpus=share,
+                max_concurrency=10_000,
+                max_restarts=restarts,
+                scheduling_strategy="SPREAD",
+                **({"runtime_env": {"env_vars": dict(environment)}} if environment else {}),
+            )
+            self._handles = [kind.remote() for _ in range(replicas)]
+        except BaseException as error:
+            connection.leave()
+            if isinstance(error, TypeError | AttributeError | ValueError | RecursionError):
+                raise InvalidRequest(
+                    f"the engine cannot be sent to other processes ({error}): give a function that can "
+                    "be pickled, with its arguments"
+                ) from error
+            raise
+
+    def put(self, value: object) -> Any:
+        """Return a reference to a value in the object store, from where each host takes it once."""
+        return self._ray.put(value)
+
+    def call(self, number: int, name: str, *arguments: Any) -> Future[Any]:
+        """Call a method of a replica. The future gets its result or its error; ``Gone`` if it dies."""
+        found: Future[Any] = Future()
+        if name == "prepare":
+            arguments = (self._make, *arguments)
+
+        def ended(calling: Future[Any]) -> None:
+            try:
+                found.set_result(calling.result())
+            except Exception as error:
+                found.set_exception(self._translated(error))
+
+        try:
+            reference = getattr(self._handles[number], name).remote(*arguments)
+            reference.future().add_done_callback(ended)
         except Exception as error:
-            reason = f"it could not be started: {error}"
-            self._came.put(lambda: [Gone(number, life, reason)])
-            return
-        actor.unsent.append(self._opening)
-        self._hear(actor)
-
-    def send(self, number: int, message: Sequence[Any]) -> None:
-        """Have a message be sent with the next call, which ``wait`` makes."""
-        if (actor := self._actors.get(number)) is not None:
-            actor.unsent.append(dump_message(message, self._numbers.of, held=actor.held))
-
-    def probe(self, number: int) -> None:
-        """Ask for the rounds, by a thread that does nothing else."""
-        if (actor := self._actors.get(number)) is not None:
-            self._call(actor, "probed", self._pulsed)
+            found.set_exception(self._translated(error))
+        return found
 
     def kill(self, number: int) -> None:
-        """Kill the actor."""
-        if (actor := self._actors.pop(number, None)) is not None:
-            with contextlib.suppress(Exception):  # it is dead
-                self._ray.kill(actor.handle)
-
-    def wait(self, seconds: float) -> list[Came | Pulsed | Gone]:
-        """Send what waits, and return what has come from any actor."""
-        for actor in self._actors.values():
-            if actor.unsent:
-                messages, actor.unsent = actor.unsent, []
-                self._call(actor, "take", None, actor.calls, messages)
-                actor.calls += 1
-        came: list[Came | Pulsed | Gone] = []
-        with contextlib.suppress(queue.Empty):
-            bring = self._came.get(timeout=min(max(seconds, 0.0), threading.TIMEOUT_MAX))
-            while True:
-                if bring is not None:
-                    came += bring()
-                bring = self._came.get_nowait()
-        return came
-
-    def interrupt(self) -> None:
-        """End the wait."""
-        self._came.put(None)
+        """Kill a replica, which Ray starts again."""
+        with contextlib.suppress(Exception):  # it is dead
+            self._ray.kill(self._handles[number], no_restart=False)
 
     def close(self) -> None:
-        """Have the actors end; kill those that do not soon. Those of this host are gone then, and what
-        they had of its GPUs is free."""
+        """Close the engines of the actors, and kill them. Processes of this host, their files and their
+        GPUs' memory are gone then. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
-        actors = [*self._actors.values()]
         ends: list[int | None] = []
         with contextlib.suppress(Exception):  # Ray is gone, and so are they
-            left = [each.handle.leave.remote() for each in actors]
-            self._ray.wait([e.run for e in actors], num_returns=len(actors), timeout=END_SECONDS)
-            told, _ = self._ray.wait(left, num_returns=len(left), timeout=0)
+            places = [each.process.remote() for each in self._handles]
+            stops = [each.stop.remote() for each in self._handles]
+            self._ray.wait(stops, num_returns=len(stops), timeout=END_SECONDS)
+            known, _ = self._ray.wait(places, num_returns=len(places), timeout=0)
             here = _processes_here()
-            ends = [_end_of(pid) for there, pid in self._ray.get(told) if there == here]
-        for each in actors:
-            self.kill(each.number)
+            ends = [_end_of(pid) for there, pid in self._ray.get(known) if there == here]
+        for each in self._handles:
+            with contextlib.suppress(Exception):
+                self._ray.kill(each)
+        self._handles = []
         connection.leave()
         _wait_for(each for each in ends if each is not None)
+        sweep()  # the folders of killed replicas
 
-    def _hear(self, actor: _Actor) -> None:
-        self._call(actor, "answers", self._answered)
+    def _translated(self, error: Exception) -> Exception:
+        """Return the error of a call as one of genrt's, or as ``Gone``."""
+        errors = self._ray.exceptions
+        cause = error.cause if isinstance(error, errors.RayTaskError) else error
+        if isinstance(cause, GenrtError):
+            return cause
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return Gone(reason, is_final=isinstance(error, errors.ActorDiedError))
 
-    def _call(
-        self,
-        actor: _Actor,
-        name: str,
-        then: Callable[[_Actor, Any], list[Came | Pulsed | Gone]] | None,
-        *arguments: Any,
-    ) -> None:
-        """Call a method of an actor, and have its result brought to ``wait``; lose it if that is dead."""
-        with contextlib.suppress(Exception):
-            reference = getattr(actor.handle, name).remote(*arguments)
-            if then is not None:
-                brought = partial(self._brought, actor, then)
-                reference.future().add_done_callback(
-                    lambda found: self._came.put(partial(brought, found))
-                )
 
-    def _brought(
-        self,
-        actor: _Actor,
-        then: Callable[[_Actor, Any], list[Came | Pulsed | Gone]],
-        found: Future[Any],
-    ) -> list[Came | Pulsed | Gone]:
-        if self._actors.get(actor.number) is not actor:
-            return []
-        try:
-            result = found.result()
-        except Exception as error:
-            self.kill(actor.number)
-            reason = str(error).strip().splitlines()[0]
-            return [Gone(actor.number, actor.life, f"its actor ended: {reason}")]
-        return then(actor, result)
-
-    def _answered(
-        self, actor: _Actor, came: list[tuple[bytes, np.ndarray | None]]
-    ) -> list[Came | Pulsed | Gone]:
-        self._hear(actor)
-        events: list[Came | Pulsed | Gone] = []
-        for data, rows in came:
-            message = load_message(data)
-            if rows is not None:
-                # Ray's memory is not for writing, and is kept as long as any part of it is.
-                message = with_rows(message, torch.from_numpy(rows.copy()))
-            events.append(Came(actor.number, actor.life, message))
-        return events
-
-    def _pulsed(self, actor: _Actor, rounds: int) -> list[Came | Pulsed | Gone]:
-        return [Pulsed(actor.number, actor.life, rounds)]
+def _gpus_of_each(ray: Any, replicas: int, gpus: int) -> float:
+    """Return the GPUs of each replica: 0 where the cluster has none, and a share of one if replicas of
+    one GPU each are more than the GPUs of this host."""
+    there = int(ray.cluster_resources().get("GPU", 0))
+    if not there or gpus * replicas <= there:
+        return gpus if there else 0
+    if connection.is_local and gpus == 1:
+        return 1 / -(-replicas // there)
+    lacking = f"{replicas} replicas need {gpus * replicas} GPUs, and the cluster has {there}"
+    if connection.is_local:
+        raise EngineUnsupported(lacking)
+    warnings.warn(f"{lacking}: they wait for more", RuntimeWarning, stacklevel=3)
+    return gpus
 
 
 def _processes_here() -> str:
-    """Return what tells this host's processes, as this one sees them, from others."""
+    """Return an identity of the processes of this host, as this one sees them."""
     return (
         f"{Path('/proc/sys/kernel/random/boot_id').read_text()}{os.readlink('/proc/self/ns/pid')}"
     )
@@ -335,7 +375,7 @@ def _end_of(pid: int) -> int | None:
 
 
 def _wait_for(ends: Iterable[int]) -> None:
-    """Wait until processes have ended, but not for ever; close their files."""
+    """Wait up to ``EXIT_SECONDS`` until processes have ended; close their files."""
     until = time.monotonic() + EXIT_SECONDS
     for each in ends:
         end = select.poll()  # select takes no file above 1,023

@@ -1,63 +1,114 @@
-"""An Engine that is made of engines: several replicas, of which each question is one's.
+"""An Engine made of replicas, which share the questions.
 
-The runtime above is one, as over any engine: cache, dedupe, waiters, holds. Reads, draws and populations
-are answered where the rows are.
+The runtime above is the same as over any engine: cache, deduplication, waiters, holds. Reads, draws and
+populations are answered where the rows are.
 
 Rules:
-    One thread calls this and moves everything: replicas are heard, probed and mended in ``step``, in
-    ``tend`` and wherever something is waited for. ``Fleet`` decides; here it is done.
-    What the replicas are to have is written down before any is told: a replica that is started later is
-    given all of it before it is asked.
-    A change that a replica refuses is taken back from those that took it; one that dies of it is
-    started again, with what the others have.
-    No replica is started while the runtime sleeps: its memory is somebody else's until all of it is back.
+    One thread calls this. Messages of replicas arrive in a queue; ``step`` and ``tend`` handle them.
+    A question is with one replica, or waits here, and ends once. If the replica dies or its engine fails,
+    one other replica gets the question.
+    Settings are recorded before replicas get them: a replica that starts later gets them all first.
+    A change that a replica refuses is undone in the others; a replica that it kills starts again.
+    No replica opens an engine while the runtime sleeps: the memory belongs to others until all is awake.
 """
 
 from __future__ import annotations
 
-import math
+import concurrent.futures
+import contextlib
+import os
+import queue
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
-from functools import cached_property
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property, partial
+from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from genrt.cluster.fleet import Fleet, Replica
-from genrt.cluster.health import ReplicaLimits
-from genrt.cluster.joining import ReplicaPrefixes, ReplicaStreams, sum_counters
-from genrt.cluster.messages import AskedNumbers, load_message, split_questions
+from genrt.cluster.actors import Actors, Gone
+from genrt.cluster.flushes import (
+    FarSequences,
+    HandleNumbers,
+    Packed,
+    packed_flush,
+    unpacked_answers,
+)
+from genrt.cluster.options import ReplicaLimits
+from genrt.cluster.replica import Facts, Settings, stored
 from genrt.cluster.routing import Router
-from genrt.cluster.transport import Came, Gone, Pulsed, Transport
-from genrt.cluster.weights import ReplicaWeights
-from genrt.cluster.worker import Answers, Facts, Renewal
 from genrt.engines.protocol import EngineStatistics, Finished, ReplicaStatistics
 from genrt.engines.remote.wire import unpacked_tokenizer
-from genrt.errors import Closed, EngineDied, EngineFailed, GenrtError, InvalidRequest
-from genrt.questions.completions import Decoding, Streamed, Told
+from genrt.engines.weights import SLEEPING_PARTS, Layout, NamedTensors, SleepingPart
+from genrt.errors import (
+    Closed,
+    EngineDied,
+    EngineFailed,
+    EngineUnsupported,
+    GenrtError,
+    InvalidRequest,
+    NotFinite,
+    OutOfMemory,
+)
+from genrt.questions.completions import Decoding, Delta, NativeRequest, Streamed, Told
 from genrt.questions.contexts import Adapter
 from genrt.questions.draws import DrawToken, PopulationDraw
 from genrt.questions.reads import Candidates, TopTokens
 from genrt.questions.request import Request
+from genrt.questions.rows import LogprobsRequest
 
-__all__ = ["ReplicaEngine"]
+__all__ = ["ReplicaEngine", "joined_parts", "open_replicas", "sum_counters"]
+
+MOST_ASKED = 2
+"""How many replicas a question is asked of at most."""
+
+MOST_FAILURES = 3
+"""A replica that fails so many questions in a row is killed."""
+
+
+@dataclass(slots=True, eq=False)
+class _ReplicaRecord:
+    """One replica.
+
+    Attributes:
+        state: as ``ReplicaStatistics`` has it.
+        life: counts deaths; messages of an earlier life are ignored.
+        heard: the life in which it opened last.
+        settings: the number of its settings, or of those that it is receiving.
+        asked: its unanswered questions, by ticket.
+        pulse: since when it owes a sign of life, if it does.
+    """
+
+    number: int
+    far: FarSequences
+    state: str = "restarting"
+    life: int = 0
+    heard: int = -1
+    settings: int = -1
+    restarts: int = 0
+    asked: dict[int, Request] = field(default_factory=dict)
+    pulse: float | None = None
+    failures: int = 0
+    reason: str = ""
+    counted: EngineStatistics = field(default_factory=EngineStatistics)
 
 
 class ReplicaEngine:
     """The engine of a runtime with replicas.
 
     Args:
-        transport: starts them, and carries messages; this closes it.
+        replicas: ``Actors``, or other replicas with its methods; this closes them.
         count: how many.
-        numbers: of the questions of populations, as the transport has them.
-        seed: of the generator that spreads questions; it decides no answer.
+        seed: of the router's generator; it decides no answer.
         clock: monotonic seconds.
 
     Raises:
-        EngineDied: one of them does not open; GenrtError, whatever its engine raised.
+        GenrtError: a replica's engine does not open; EngineDied if the replica dies meanwhile.
     """
 
     reads = frozenset({DrawToken, TopTokens, Candidates, PopulationDraw})
@@ -67,416 +118,605 @@ class ReplicaEngine:
 
     def __init__(
         self,
-        transport: Transport,
+        replicas: Any,
         count: int,
         *,
         limits: ReplicaLimits | None = None,
-        numbers: AskedNumbers | None = None,
         seed: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._limits, self._clock, self._transport = limits or ReplicaLimits(), clock, transport
-        self._numbers = numbers or AskedNumbers()
-        router = Router(count, seed=seed)
-        now = clock()
-        self.fleet = Fleet(count, self._limits, router, now=now, number_of=self._numbers.of)
-        self._next_probe = now + self._limits.probe_seconds
-        self._last = 0
-        self._asked: dict[int, Request] = {}
-        self._tickets: dict[Request, int] = {}
+        self._set, self._clock = replicas, clock
+        self._stall_seconds = (limits or ReplicaLimits()).stall_seconds
+        self._numbers = HandleNumbers()
+        self._replicas = [_ReplicaRecord(n, FarSequences(self._numbers)) for n in range(count)]
+        self._router = Router(count, seed=seed)
+        self._came: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._tick_seconds = min(1.0, self._stall_seconds / 4)
+        self._next_tick = clock() + self._tick_seconds
+        self._last_ticket = 0
+        self._waiting: dict[Request, None] = {}
+        self._at: dict[Request, tuple[_ReplicaRecord, int]] = {}
+        self._moved: dict[Request, int] = {}  # from the replica of this number, which failed
         self._ends: list[Finished] = []
-        self._streams = ReplicaStreams()
-        self._calls: dict[int, tuple[Replica, int, float]] = {}
-        self._results: dict[int, Any] = {}
-        self._adapters: dict[Adapter, str] = {}
-        self._rounds: dict[int, tuple[int, int]] = {}
+        self._streams: dict[Request, deque[Told]] = {}
+        self._settings = 0
+        self._adapters: dict[Adapter, dict[str, bytes]] = {}
         self._refusals: list[GenrtError] = []
         self._facts: Facts | None = None
-        # Read by any thread, in ``statistics``.
+        self._keeps_prefixes = False
         self._past = EngineStatistics()
-        self._counted = [EngineStatistics()] * count
         self._is_closed = False
-        self.prefixes = ReplicaPrefixes(self.tell)
-        self.weights = ReplicaWeights(self)
+        self.prefixes = _ReplicaPrefixes(self)
+        self.weights = _ReplicaWeights(self)
         try:
-            facts = self._opened()
+            self._open()
+            facts = cast("Facts", self._facts)
+            self.tokenizer = unpacked_tokenizer(facts.tokenizer)
         except BaseException:
             self.close()
             raise
         self.vocab_size, self.max_model_len = facts.vocab_size, facts.max_model_len
-        self.max_batch_size = facts.max_batch_size
-        self.tokenizer = unpacked_tokenizer(facts.tokenizer)
-        self.sleep_refused: str | None = facts.sleep_refused
-        self.scores = facts.scores
+        self.max_batch_size, self.scores = facts.max_batch_size, facts.scores
+        self.sleep_refused = facts.sleep_refused
 
     def __repr__(self) -> str:
-        serving = len(self.fleet.serving)
-        return f"ReplicaEngine({serving} of {len(self.fleet.replicas)} serve)"
+        return f"ReplicaEngine({len(self._serving)} of {len(self._replicas)} serve)"
 
     # -- the Engine protocol ------------------------------------------------------------------
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Take a flush, and send it by replicas. Raises Closed, or InvalidRequest for one in progress."""
+        """Take a flush. Raises Closed, or InvalidRequest for a request in progress."""
         if self._is_closed:
             raise Closed("the engine is closed: open another one")
-        if any(each in self.fleet for each in requests):
+        if any(each in self._at or each in self._waiting for each in requests):
             raise InvalidRequest("a request is in progress already: join it, don't submit it again")
-        self.fleet.submit(requests)
+        self._waiting.update(dict.fromkeys(requests))
         self._send()
 
     def step(self) -> list[Finished]:
-        """Wait until a replica has answered something, or ``interrupt`` was called; return what ended.
-        Raises EngineDied once no replica is left."""
-        if len(self.fleet) and not self._ends:
-            self._pump(math.inf)
+        """Wait for an answer or for ``interrupt``; return the requests that ended. Raises EngineDied once
+        all replicas are dead."""
+        if self.is_busy and not self._ends:
+            self._pump(self._tick_seconds)
             self._check()
         ends, self._ends = self._ends, []
         return ends
 
     def tend(self) -> float:
-        """Return in how many seconds to do this again: take what replicas tell, probe and mend them while
-        nothing is in progress. Raises EngineDied once no replica is left."""
+        """Handle the messages of replicas; return the seconds until the next call. Raises EngineDied once
+        all replicas are dead."""
         self._pump(0.0)
         self._check()
-        return max(0.0, self._next_probe - self._clock())
+        return max(0.0, self._next_tick - self._clock())
 
     def interrupt(self) -> None:
         """Have ``step`` return soon; from any thread."""
-        self._transport.interrupt()
+        self._came.put(None)
 
     def cancel(self, requests: Sequence[Request]) -> None:
-        self._streams.forget(requests)
-        for number, unwanted in self.fleet.cancel(requests).items():
-            tickets = [self._forgotten(each) for each in unwanted]
-            self._transport.send(number, ("cancel", tickets))
+        tickets: dict[int, list[int]] = {}
+        for request in requests:
+            self._waiting.pop(request, None)
+            self._moved.pop(request, None)
+            self._streams.pop(request, None)
+            if request in self._at:
+                replica, ticket = self._taken_off(request)
+                tickets.setdefault(replica.number, []).append(ticket)
+        for number, several in tickets.items():
+            self._set.call(number, "cancel", several)
 
     def add_adapter(self, adapter: Adapter, path: Path) -> None:
-        """Load an adapter in every replica, or in none."""
-        before = self.fleet.settings
-        results = self.everyone("add_adapter", adapter, str(path))
-        refused = [each for each in results.values() if isinstance(each, GenrtError)]
-        if refused:
-            self.tell("remove_adapter", adapter)
+        """Load an adapter in all replicas, or raise."""
+        files = {each.name: each.read_bytes() for each in path.iterdir() if each.is_file()}
+        results = self.everyone("add_adapter", adapter, files)
+        if refused := [each for each in results.values() if isinstance(each, GenrtError)]:
+            self._tell("remove_adapter", adapter)
             raise refused[0]
-        self._adapters[adapter] = str(path)
-        having = results if self.fleet.settings == before else {}
-        self.fleet.change(self._clock(), having=[*having])
-        self._mend()
+        self._adapters[adapter] = files
+        self._settings += 1
+        for number in results:
+            self._replicas[number].settings = self._settings
 
     def remove_adapter(self, adapter: Adapter) -> None:
         self._adapters.pop(adapter, None)
-        self.tell("remove_adapter", adapter)
+        self._settings += 1
+        for each in self._serving:
+            each.settings = self._settings
+        self._tell("remove_adapter", adapter)
 
     def forget_residents(self) -> None:
-        """Have every replica forget what nothing in progress needs."""
-        self.tell("forget_residents")
+        """Forget unused sequences in every replica."""
+        self._tell("do", "forget_residents")
 
     def unsupported(self, decoding: Decoding) -> str | None:
         """Return ``None``: a replica whose engine cannot do it refuses the question itself."""
         return None
 
     def progress(self, streamed: Sequence[Streamed]) -> list[Told | None]:
-        new = [each for each in streamed if each in self._tickets and self._streams.begin(each)]
-        self._stream(new)
-        return [self._streams.take(each) for each in streamed]
+        found: list[Told | None] = []
+        for each in streamed:
+            told = joined_parts(self._streams.get(each))
+            if told is not None and isinstance(each, NativeRequest):
+                each.asked.tell(told)  # another replica that begins it leaves that out
+            found.append(told)
+        return found
 
     def statistics(self) -> EngineStatistics:
-        return sum_counters([self._past, *self._counted])
+        return sum_counters([self._past, *(each.counted for each in self._replicas)])
 
     def replicas(self) -> tuple[ReplicaStatistics, ...]:
-        """Return what each replica is and has done; any thread may ask."""
+        """Return the state and the counters of each replica; any thread may ask."""
         return tuple(
-            ReplicaStatistics(
-                state=each.health.state.value,
-                restarts=each.health.restarts,
-                in_flight=len(each.work),
-                engine=counted,
-            )
-            for each, counted in zip(self.fleet.replicas, self._counted, strict=True)
+            ReplicaStatistics(each.state, each.restarts, len(each.asked), each.counted)
+            for each in self._replicas
         )
 
     def close(self) -> None:
         self._is_closed = True
-        self._transport.close()
-        self.weights.close()
+        self._set.close()
 
     @cached_property
     def vllm_config(self) -> Any:
-        """vLLM's configuration of the model; ``None`` if the replicas' engines are others."""
-        packed = None if self._facts is None else self._facts.vllm_config
-        return None if packed is None else load_message(packed)
+        """vLLM's configuration of the model; ``None`` if the replicas' engines are others. Any thread may
+        ask."""
+        if self._facts is None or not self._facts.is_vllm:
+            return None
+        return self._set.call(self._serving[0].number, "do", "full.vllm_config").result()
 
     @property
     def is_busy(self) -> bool:
         """True if something is in progress."""
-        return bool(len(self.fleet))
+        return bool(self._at or self._waiting)
 
-    # -- everyone -----------------------------------------------------------------------------
+    # -- questions ----------------------------------------------------------------------------
 
-    def everyone(self, name: str, *arguments: Any) -> dict[int, Any]:
-        """Have every replica that serves do something; return the results, errors among them, of those
-        that live. Raises EngineDied if none does."""
-        while True:
-            self._until(lambda: bool(self.fleet.serving))
-            calls = {self._call(each, name, *arguments): each for each in self.fleet.serving}
-            self._until_answered(calls)
-            found = {
-                each.number: self._results.pop(call)
-                for call, each in calls.items()
-                if call in self._results
-            }
-            if found:
-                return found
+    def _send(self) -> None:
+        """Send the questions that wait, and the numbers of collected populations."""
+        if gone := self._numbers.taken():
+            self._router.left(gone)
+            self._tell("forget", gone)
+        usable = [each.number for each in self._serving]
+        if not self._waiting or not usable:
+            return
+        flushes: dict[int, list[tuple[int, Request]]] = {}
+        waiting, self._waiting = self._waiting, {}
+        for request in waiting:
+            extends: list[int] = []
+            if isinstance(request, PopulationDraw):
+                extends = [self._numbers.of(each) for each in request.came_from]
+            others = [each for each in usable if each != self._moved.get(request)]
+            number = self._router.route(request, others or usable, extends)
+            if isinstance(request, PopulationDraw):
+                self._router.stays(self._numbers.of(request.handle), number, len(request))
+            if getattr(request, "streamed", False):
+                self._streams[request] = deque()
+            self._last_ticket += 1
+            replica = self._replicas[number]
+            replica.asked[self._last_ticket] = request
+            self._at[request] = replica, self._last_ticket
+            flushes.setdefault(number, []).append((self._last_ticket, request))
+        for number, asked in flushes.items():
+            replica = self._replicas[number]
+            self._call(replica, "flush", packed_flush(asked, replica.far))
 
-    def all_open(self, name: str, *arguments: Any) -> dict[int, Any]:
-        """Have every replica that is open do something, also while it is given weights; return the
-        results, errors among them, of those that live."""
-        calls = {
-            self._call(each, name, *arguments): each.number
-            for each in self.fleet.replicas
-            if each.health.is_open
-        }
-        self._until_answered(calls)
-        return {n: self._results.pop(call) for call, n in calls.items() if call in self._results}
+    def _listen(self, replica: _ReplicaRecord) -> None:
+        self._call(replica, "answers", then=self._answered)
 
-    def put_off(self) -> None:
-        """Have the replicas that are being opened be opened later, once the runtime is awake."""
-        for each in self.fleet.replicas:
-            if each.health.put_off():
-                self._give_up(each.number, each.life, "the runtime went to sleep")
+    def _answered(self, replica: _ReplicaRecord, message: Packed) -> None:
+        self._listen(replica)
+        answers = unpacked_answers(message, replica.asked)
+        replica.counted = answers.statistics
+        for ticket, part in answers.told:
+            self._streams[replica.asked[ticket]].append(part)
+        for ticket, result in answers.ends:
+            request = replica.asked[ticket]
+            if isinstance(result, EngineDied | Closed):
+                self._give_up(replica, str(result))
+                return
+            self._taken_off(request)
+            failed = _is_the_engines(result)
+            replica.failures = replica.failures + 1 if failed else 0
+            if failed and request not in self._moved and len(self._serving) > 1:
+                self._moved[request] = replica.number
+                self._waiting[request] = None
+            else:
+                self._end(request, result)
+        if replica.failures >= MOST_FAILURES:
+            self._give_up(replica, "its steps failed")
 
-    def give_up(self, number: int, reason: str) -> None:
-        """Do without a replica until it has been started again."""
-        self._give_up(number, self.fleet.replicas[number].life, reason)
+    def _taken_off(self, request: Request) -> tuple[_ReplicaRecord, int]:
+        replica, ticket = self._at.pop(request)
+        del replica.asked[ticket]
+        self._router.done(replica.number, request)
+        return replica, ticket
 
-    def awoke(self) -> None:
-        """Start the replicas that died in the sleep."""
-        self.fleet.look_again()
-        self._mend()
+    def _end(self, request: Request, result: Any) -> None:
+        self._moved.pop(request, None)
+        told: Any = joined_parts(self._streams.pop(request, None))
+        if isinstance(result, GenrtError):
+            self._ends.append(Finished(request, error=result))
+        elif told is not None and isinstance(request, NativeRequest):
+            self._ends.append(Finished(request, (*told, *result)))
+        else:
+            self._ends.append(Finished(request, result))
 
-    def anyone(self, name: str) -> Any:
-        """Return what a replica returns, or raise what it raises."""
-        self._until(lambda: bool(self.fleet.serving))
-        while True:
-            call = self._call(self.fleet.serving[0], name)
-            self._until_answered([call])
-            if call in self._results:
-                result = self._results.pop(call)
-                if isinstance(result, GenrtError):
-                    raise result
-                return result
-            self._until(lambda: bool(self.fleet.serving))
+    # -- replicas -----------------------------------------------------------------------------
 
-    def renew(self) -> None:
-        """Give every replica new weights, which ``self.weights`` has. Returns once one has them, or all
-        have died in their sleep; others are asked again when they do. Raises EngineFailed if all refuse
-        them."""
-        served = [(each, each.life) for each in self.fleet.serving]
-        self._refusals.clear()
-        self.fleet.change(self._clock())
-        self._mend()
-        self._until(
-            lambda: (
-                bool(self.fleet.serving)
-                or self._all_died_asleep
-                or all(each.life != life for each, life in served)
-            )
+    @property
+    def _serving(self) -> list[_ReplicaRecord]:
+        return [each for each in self._replicas if each.state == "healthy"]
+
+    def _open(self) -> None:
+        for each in self._replicas:
+            self._prepare(each)
+        while len(self._serving) < len(self._replicas):
+            self._pump(self._tick_seconds)
+            if self._refusals:
+                raise self._refusals[0]
+            if gone := [each for each in self._replicas if each.life]:
+                raise EngineDied(f"replica {gone[0].number} did not open: {gone[0].reason}")
+
+    def _prepare(self, replica: _ReplicaRecord) -> None:
+        """Give a replica all settings; it serves once it has them."""
+        replica.state, replica.settings = "restarting", self._settings
+        wanted = Settings(
+            self.weights.version,
+            self.weights.tensors,
+            tuple(self._adapters.items()),
+            tuple(self.prefixes) if self._keeps_prefixes else (),
         )
-        if self._refusals and not self.fleet.serving:
-            raise self._refusals[0]
-        self._until(lambda: bool(self.fleet.serving) or self._all_died_asleep)
+        self._call(replica, "prepare", wanted, then=self._prepared)
 
-    def tell(self, name: str, *arguments: Any) -> None:
-        """Have every replica that is open do something, some time."""
-        for each in self.fleet.replicas:
-            if each.health.is_open:
-                self._transport.send(each.number, ("do", 0, name, *arguments))
+    def _prepared(self, replica: _ReplicaRecord, facts: Facts) -> None:
+        self._facts, self._keeps_prefixes = self._facts or facts, facts.keeps_prefixes
+        if replica.heard != replica.life:
+            replica.restarts += replica.heard >= 0
+            replica.heard = replica.life
+            self._listen(replica)
+        if replica.settings == self._settings:
+            replica.state = "healthy"
+        else:  # there are others by now
+            self._prepare(replica)
 
-    def _call(self, replica: Replica, name: str, *arguments: Any) -> int:
-        self._last += 1
-        self._calls[self._last] = replica, replica.life, self._clock()
-        self._transport.send(replica.number, ("do", self._last, name, *arguments))
-        return self._last
+    def _call(
+        self,
+        replica: _ReplicaRecord,
+        name: str,
+        *arguments: Any,
+        then: Callable[[_ReplicaRecord, Any], object] = lambda *_: None,
+    ) -> None:
+        """Call a replica. Its result goes to ``then``, on this thread; its death is handled."""
+        life = replica.life
 
-    def _until_answered(self, calls: Collection[int]) -> None:
-        """Wait until none of these calls is under way: answered, or its replica is dead."""
-        self._until(lambda: self._calls.keys().isdisjoint(calls))
+        def ended(calling: Future[Any]) -> None:
+            self._came.put(partial(self._take, replica, life, calling, then))
+
+        self._set.call(replica.number, name, *arguments).add_done_callback(ended)
+
+    def _take(
+        self,
+        replica: _ReplicaRecord,
+        life: int,
+        calling: Future[Any],
+        then: Callable[[_ReplicaRecord, Any], object],
+    ) -> None:
+        if life != replica.life or self._is_closed:
+            return
+        try:
+            result = calling.result()
+        except Gone as gone:
+            self._lost(replica, str(gone), is_final=gone.is_final)
+        except Exception as error:
+            self._refusals += [error] if isinstance(error, GenrtError) else []
+            self._give_up(replica, f"{type(error).__name__}: {error}")
+        else:
+            then(replica, result)
+
+    def _give_up(self, replica: _ReplicaRecord, reason: str) -> None:
+        """Kill a replica, which starts again."""
+        self._set.kill(replica.number)
+        self._lost(replica, reason)
+
+    def _lost(self, replica: _ReplicaRecord, reason: str, *, is_final: bool = False) -> None:
+        """Ask the questions of a dead replica again; the next tick prepares it, unless it is final."""
+        replica.state, replica.reason = "retired" if is_final else "dead", reason
+        replica.life += 1
+        replica.pulse, replica.failures = None, 0
+        replica.far = FarSequences(self._numbers)
+        counted, replica.counted = replica.counted, EngineStatistics()
+        self._past = sum_counters([self._past, replace(counted, resident=0, kept_tokens=0)])
+        lost, replica.asked = replica.asked, {}
+        self._router.lost(replica.number)
+        for request in lost.values():
+            del self._at[request]
+            if request in self._moved:
+                self._end(request, _given_up(reason))
+            else:
+                self._moved[request], self._waiting[request] = replica.number, None
+
+    def _pump(self, seconds: float) -> None:
+        """Handle messages, after waiting for them at most so long."""
+        seconds = min(seconds, self._next_tick - self._clock())
+        with contextlib.suppress(queue.Empty):
+            take = self._came.get(timeout=max(0.0, seconds))
+            while True:
+                if take is not None:
+                    take()
+                take = self._came.get_nowait()
+        if self._clock() >= self._next_tick:
+            self._next_tick = self._clock() + self._tick_seconds
+            for each in self._replicas:
+                self._tick(each)
+        self._send()
+
+    def _tick(self, replica: _ReplicaRecord) -> None:
+        """Prepare a replica that is dead, and kill one that has been at one thing for too long."""
+        is_open = replica.heard == replica.life
+        if replica.state == "dead" and not self.weights.asleep:
+            self._prepare(replica)
+        elif replica.pulse is not None:
+            if self._clock() - replica.pulse > self._stall_seconds:
+                self._give_up(replica, f"it did nothing for {self._stall_seconds:g} s")
+        elif is_open and (replica.asked or replica.state == "restarting"):
+            replica.pulse = self._clock()
+            self._call(replica, "do", "statistics", then=_has_pulse)
 
     def _until(self, is_over: Callable[[], bool]) -> None:
-        """Wait until something holds, which the bounds of the replicas' health see to.
+        """Handle messages until something holds.
 
         Raises:
-            EngineDied: no replica is left.
-            EngineFailed: none is until the runtime wakes up.
+            EngineDied: all replicas are dead.
+            EngineFailed: all are dead until the runtime wakes up.
         """
         while not is_over():
-            if self._all_died_asleep:
+            if self._is_asleep_and_dead:
                 raise EngineFailed(
                     "every replica died in its sleep: wake the runtime up, which starts them again"
                 )
-            self._pump(self._limits.probe_seconds)
+            self._pump(self._tick_seconds)
             self._check()
 
     @property
-    def _all_died_asleep(self) -> bool:
-        lives = any(each.health.lives for each in self.fleet.replicas)
-        return bool(self.weights.asleep) and not lives
-
-    # -- what happens -------------------------------------------------------------------------
-
-    def _opened(self) -> Facts:
-        """Start all replicas, and return what they say once each of them serves."""
-        for each in self.fleet.replicas:
-            self._transport.start(each.number, each.life)
-        while len(self.fleet.serving) < len(self.fleet.replicas):
-            self._pump(self._limits.probe_seconds)
-            if self._refusals:
-                raise self._refusals[0]
-            gone = [each for each in self.fleet.replicas if each.life]
-            if gone:
-                raise EngineDied(f"replica {gone[0].number} did not open: {gone[0].reason}")
-        if self._facts is None:
-            raise EngineFailed("no replica has told of its engine")
-        return self._facts
-
-    def _pump(self, seconds: float) -> None:
-        """Wait for what comes, at most so long; do what it asks for."""
-        for event in self._transport.wait(min(seconds, self._next_probe - self._clock())):
-            number, life = event.number, event.life
-            if isinstance(event, Came):
-                kind, *rest = event.message
-                if life == self.fleet.replicas[number].life:
-                    getattr(self, f"_on_{kind}")(number, life, *rest)
-            elif isinstance(event, Pulsed):
-                self.fleet.answered_probe(number, life)
-                self._on_rounds(number, life, event.rounds)
-            elif isinstance(event, Gone):
-                self._bury(number, life, event.reason)
-        if self._clock() >= self._next_probe:
-            self._next_probe = self._clock() + self._limits.probe_seconds
-            self.fleet.tick(self._clock())
-            for each in self.fleet.to_probe():
-                self._transport.probe(each.number)
-        self._mend()
-
-    def _mend(self) -> None:
-        """Kill, start and renew replicas that need it, and send what waits."""
-        now = self._clock()
-        for replica, life, since in [*self._calls.values()]:
-            if now - since > self._limits.stall_seconds:
-                self._give_up(replica.number, life, "it did not do what it was told")
-        if self.fleet.has_changed():  # most of the time nothing has, of replicas there may be many
-            for each in self.fleet.to_kill():
-                self._transport.kill(each.number)
-                self._bury(each.number, each.life, each.reason)
-            for each in () if self.weights.asleep else self.fleet.to_start(now):
-                self._transport.start(each.number, each.life)
-            for each in self.fleet.to_renew():
-                self._transport.send(each.number, ("renew", self._wanted()))
-        self._send()
-
-    def _send(self) -> None:
-        """Send the questions that wait, and the numbers of populations that nobody goes on from."""
-        gone = [self._numbers.gone.popleft() for _ in range(len(self._numbers.gone))]
-        if gone:
-            self.fleet.left(gone)
-            for each in self.fleet.replicas:
-                if each.health.is_open:  # those that are given new weights meanwhile too
-                    self._transport.send(each.number, ("forget", gone))
-        for number, requests in self.fleet.place().items():
-            for request in requests:
-                self._forgotten(request)
-                self._last += 1
-                self._tickets[request] = self._last
-                self._asked[self._last] = request
-            pairs = [(self._tickets[request], request) for request in requests]
-            self._transport.send(number, ("ask", *split_questions(pairs)))
-            self._stream(self._streams.begun(requests))
-
-    def _stream(self, streamed: Sequence[Request]) -> None:
-        for number, replica in enumerate(self.fleet.replicas if streamed else ()):
-            tickets = [self._tickets[each] for each in streamed if each in replica.work]
-            if tickets:
-                self._transport.send(number, ("stream", tickets))
-
-    def _wanted(self) -> Renewal:
-        return Renewal(
-            settings=self.fleet.settings,
-            weights=self.weights.version,
-            files=self.weights.files,
-            adapters=tuple(self._adapters.items()),
-            prefixes=tuple(self.prefixes),
-        )
-
-    def _on_opened(self, number: int, life: int, facts: Facts) -> None:
-        self._facts = self._facts or facts
-        self.fleet.opened(number, life, self._clock())
-
-    def _on_refused(self, number: int, life: int, error: GenrtError) -> None:
-        self._refusals.append(error)
-        self._give_up(number, life, str(error))
-
-    def _on_died(self, number: int, life: int, reason: str) -> None:
-        self._give_up(number, life, reason)
-
-    def _on_renewed(self, number: int, life: int, settings: int, error: GenrtError | None) -> None:
-        if error is None:
-            self.fleet.renewed(number, life, settings, self._clock())
-            return
-        self._refusals.append(error)
-        self._give_up(number, life, str(error))
-
-    def _on_answers(self, number: int, life: int, answers: Answers) -> None:
-        self._counted[number] = answers.statistics
-        ends = [
-            Finished(self._asked[ticket], result, error)
-            for ticket, result, error in answers.ends
-            if ticket in self._asked
-        ]
-        for ticket, told in answers.told:
-            self._streams.add(self._asked.get(ticket), told)
-        self.fleet.worked(number, life, self._clock())
-        for end in self.fleet.ended(number, life, ends):
-            self._end(end)
-
-    def _on_done(
-        self, number: int, life: int, call: int, result: Any, error: GenrtError | None
-    ) -> None:
-        if self._calls.pop(call, None) is not None:
-            self._results[call] = result if error is None else error
-
-    def _on_rounds(self, number: int, life: int, rounds: int) -> None:
-        if self._rounds.get(number) != (life, rounds):
-            self._rounds[number] = life, rounds
-            self.fleet.worked(number, life, self._clock())
-
-    def _give_up(self, number: int, life: int, reason: str) -> None:
-        self._transport.kill(number)
-        self._bury(number, life, reason)
-
-    def _bury(self, number: int, life: int, reason: str) -> None:
-        """Do without a replica that is dead: its questions go elsewhere, its calls end, its counters
-        stay."""
-        if life != self.fleet.replicas[number].life:
-            return
-        for call, (replica, of, _) in [*self._calls.items()]:
-            if replica.number == number and of == life:
-                del self._calls[call]
-        counted, self._counted[number] = self._counted[number], EngineStatistics()
-        self._past = sum_counters([self._past, replace(counted, resident=0, kept_tokens=0)])
-        for end in self.fleet.died(number, life, reason):
-            self._end(end)
-
-    def _end(self, end: Finished) -> None:
-        self._forgotten(end.request)
-        self._ends.append(self._streams.end(end))
-
-    def _forgotten(self, request: Request) -> int:
-        """Forget a question's ticket, if it has one, and return it."""
-        ticket = self._tickets.pop(request, 0)
-        self._asked.pop(ticket, None)
-        return ticket
+    def _is_asleep_and_dead(self) -> bool:
+        alive = any(each.state in ("healthy", "restarting") for each in self._replicas)
+        return bool(self.weights.asleep) and not alive
 
     def _check(self) -> None:
-        if self.fleet.is_lost:
-            raise self.fleet.why_lost()
+        if all(each.state == "retired" for each in self._replicas):
+            reasons = dict.fromkeys(each.reason for each in self._replicas)
+            raise EngineDied(
+                f"all {len(self._replicas)} replicas died, and may not be started again: "
+                f"{'; '.join(reasons)}"
+            )
+
+    # -- all replicas -------------------------------------------------------------------------
+
+    def everyone(self, name: str, *arguments: Any) -> dict[int, Any]:
+        """Call a method of every serving replica; return the results, errors included, by number: at
+        least one, unless the runtime sleeps."""
+        if not self.weights.asleep:
+            self._until(lambda: bool(self._serving))
+        calls = {each: self._set.call(each.number, name, *arguments) for each in self._serving}
+        found: dict[int, Any] = {}
+        for replica, calling in calls.items():
+            try:
+                found[replica.number] = calling.result(self._stall_seconds)
+            except Gone as gone:
+                self._lost(replica, str(gone), is_final=gone.is_final)
+            except EngineDied as error:
+                self._give_up(replica, str(error))
+            except GenrtError as error:
+                found[replica.number] = error
+            except concurrent.futures.TimeoutError:
+                self._give_up(replica, f"it did nothing for {self._stall_seconds:g} s")
+        if found or self.weights.asleep:
+            return found
+        return self.everyone(name, *arguments)
+
+    def _tell(self, name: str, *arguments: Any) -> None:
+        """Have every open replica do something, some time."""
+        for each in self._replicas:
+            if each.heard == each.life:
+                self._call(each, name, *arguments)
+
+    def renew(self) -> None:
+        """Give every replica the present weights. Return once one has them, or all have died in their
+        sleep. Raises the first error if all replicas fail."""
+        served = [(each, each.life) for each in self._serving]
+        self._refusals.clear()
+        self._settings += 1
+        for each, _ in served:
+            self._prepare(each)
+        while not (self._serving or self._is_asleep_and_dead):
+            if self._refusals and all(each.life != life for each, life in served):
+                raise self._refusals[0]
+            self._pump(self._tick_seconds)
+            self._check()
+
+
+def _has_pulse(replica: _ReplicaRecord, _: object) -> None:
+    replica.pulse = None
+
+
+def _is_the_engines(error: object) -> bool:
+    """Return whether an error is the engine's, and not of the question alone."""
+    return isinstance(error, EngineFailed) and not isinstance(error, OutOfMemory | NotFinite)
+
+
+def _given_up(reason: str) -> EngineFailed:
+    return EngineFailed(
+        f"{MOST_ASKED} replicas died with this question in flight, which may be why: {reason}"
+    )
+
+
+class _ReplicaPrefixes(dict[LogprobsRequest, None]):
+    """The prefixes of every replica, also of replicas that start later."""
+
+    def __init__(self, engine: ReplicaEngine) -> None:
+        self._engine = engine
+
+    def keep(self, prefix: LogprobsRequest) -> None:
+        self[prefix] = None
+        self._tell("keep", prefix)
+
+    def release(self, prefix: LogprobsRequest) -> None:
+        if self.pop(prefix, self) is None:
+            self._tell("release", prefix)
+
+    def _tell(self, name: str, prefix: LogprobsRequest) -> None:
+        if self._engine._keeps_prefixes:
+            self._engine._tell("do", f"full.prefixes.{name}", prefix)
+
+
+class _ReplicaWeights:
+    """The weights of an engine with replicas, which can sleep if their engines can.
+
+    New weights are in the object store before any replica gets them, and stay there for replicas that
+    start later. A replica serves again once it has them all; a replica that fails starts again.
+
+    Attributes:
+        version: how often they were replaced.
+        tensors: references to the present ones; empty for the model's own.
+        asleep: the free parts of the replicas' memory.
+    """
+
+    def __init__(self, engine: ReplicaEngine) -> None:
+        self.version = 0
+        self.tensors: tuple[Any, ...] = ()
+        self.asleep: frozenset[SleepingPart] = frozenset()
+        self._engine = engine
+        self._coming: list[Any] | None = None
+
+    def layout(self) -> Layout:
+        """Return the layout of one of the replicas' engines."""
+        return cast("Layout", self._first("layout"))
+
+    def checkpoint(self) -> list[Path]:
+        """Return the files that one of the replicas was opened with."""
+        return cast("list[Path]", self._first("checkpoint"))
+
+    def begin(self) -> None:
+        """Begin to collect new weights. Raises EngineFailed while something is in progress."""
+        if self._engine.is_busy:
+            raise EngineFailed("not all questions have ended yet")
+        self._coming = []
+
+    def load(self, tensors: NamedTensors) -> None:
+        """Put some tensors into the object store."""
+        if self._coming is not None:
+            self._coming.append(self._engine._set.put([stored(*each) for each in tensors]))
+
+    def finish(self) -> None:
+        """Give them to all replicas; raises as ``ReplicaEngine.renew``."""
+        if self._coming is not None:
+            self.version += 1
+            self.tensors, self._coming = tuple(self._coming), None
+            self._engine.renew()
+
+    def check_sleep(self) -> None:
+        """Raise EngineUnsupported unless the replicas' engines can sleep."""
+        if (reason := self._engine.sleep_refused) is not None:
+            raise EngineUnsupported(f"the engines of these replicas cannot sleep: {reason}")
+
+    def sleep(self, level: int) -> int:
+        """Put all replicas to sleep; return how many bytes became free. A replica that dies from now on
+        starts again once all is awake."""
+        self.asleep = SLEEPING_PARTS
+        for each in self._engine._replicas:
+            if each.state == "restarting":  # it is opened once the runtime is awake
+                self._engine._give_up(each, "the runtime went to sleep")
+        self._engine.everyone("do", "begin_update")
+        found = self._engine.everyone("do", "engine.weights.sleep", level)
+        if refused := [each for each in found.values() if isinstance(each, Exception)]:
+            self.wake_up(SLEEPING_PARTS)
+            raise refused[0]
+        return sum(found.values())
+
+    def wake_up(self, parts: frozenset[SleepingPart]) -> None:
+        """Wake these parts of all replicas. A replica that fails is killed. If all fail, this raises the
+        first error, and they sleep on."""
+        parts &= self.asleep
+        found = self._engine.everyone("do", "engine.weights.wake_up", parts)
+        refused = {n: each for n, each in found.items() if isinstance(each, Exception)}
+        if refused and len(refused) == len(found):
+            raise next(iter(refused.values()))
+        self.asleep -= parts
+        for number, reason in refused.items():
+            self._engine._give_up(self._engine._replicas[number], str(reason))
+
+    def _first(self, name: str) -> Any:
+        result = next(iter(self._engine.everyone("do", f"engine.weights.{name}").values()))
+        if isinstance(result, GenrtError):
+            raise result
+        return result
+
+
+def sum_counters(several: Sequence[EngineStatistics]) -> EngineStatistics:
+    """Return the sums of the counters of several engines."""
+    names = [each.name for each in fields(EngineStatistics)]
+    return EngineStatistics(*(sum(getattr(each, name) for each in several) for name in names))
+
+
+def joined_parts(told: deque[Told] | None) -> Told | None:
+    """Return the parts of a stream as one, and remove them."""
+    if not told:
+        return None
+    parts: list[Any] = [told.popleft() for _ in range(len(told))]
+    first, last = parts[0], parts[-1]
+    if not isinstance(first, Delta):
+        return tuple(output for each in parts for output in each)
+    joined: Delta = replace(
+        last,
+        text="".join(each.text for each in parts),
+        token_ids=sum((each.token_ids for each in parts), ()),
+        logprobs=sum((each.logprobs for each in parts), ()),
+        top_logprobs=sum((each.top_logprobs for each in parts), ()),
+        reasoning="".join(each.reasoning for each in parts),
+        start=first.start,
+        text_start=first.text_start,
+        reasoning_start=first.reasoning_start,
+    )
+    return joined
+
+
+# -- opening ----------------------------------------------------------------------------------------
+
+
+def open_replicas(
+    make: Callable[[], Awaitable[Any]],
+    replicas: int,
+    limits: ReplicaLimits | None,
+    cluster: str | None = None,
+    *,
+    gpus: int,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> ReplicaEngine:
+    """Return an engine of so many replicas, each with so many GPUs, on a local Ray by default.
+
+    Args:
+        make: opens the runtime of a replica, in its process.
+        environment: the environment variables of replicas.
+
+    Raises:
+        EngineNotInstalled, EngineUnsupported, InvalidRequest: as ``Actors``.
+    """
+    limits = limits or ReplicaLimits()
+    actors = Actors(
+        make,
+        cluster or "local",
+        replicas=replicas,
+        gpus=gpus,
+        here=len(_visible_gpus()),
+        environment=environment,
+        restarts=limits.most_restarts,
+    )
+    return ReplicaEngine(actors, replicas, limits=limits)
+
+
+def _visible_gpus() -> list[str]:
+    """Return the names of the GPUs that this process may use, without using one."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        # As CUDA reads it: nothing after an invalid name is visible. Slurm gives "NoDevFiles".
+        return [*takewhile(lambda each: each not in ("", "-1", "NoDevFiles"), chosen.split(","))]
+    return [str(number) for number in range(torch.cuda.device_count())]

@@ -1,32 +1,34 @@
-"""Programs that run where their rows are: on the way to a replica, and what they return on the way back.
+"""Programs that run where their rows are: inferences, or async functions of a runtime.
 
-A program is an inference, or an async function of a runtime. Over replicas it is a question like others,
-as bytes: routed, moved to another replica if its own dies, withdrawn. Otherwise it runs here.
+Over replicas a program is a question, as bytes; otherwise it runs here.
 
 Rules:
-    The runtime is not in the bytes: a mark stands for it, for which either end puts its own.
-    These bytes are code. They go from a process to replicas that it has started itself, by the same way
-    as all messages, and back. Nothing from a file or a network is read.
+    The bytes have a mark in place of the runtime, and each end puts its own there.
+    The bytes are code. They travel between a process and its own replicas, as all messages do.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import asyncio
 import inspect
 import io
 import pickle
+import threading
 import traceback
 from collections.abc import Awaitable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
-from genrt.errors import InvalidRequest
+from genrt.errors import EngineFailed, EngineUnsupported, InvalidRequest, NotFinite, OutOfMemory
 from genrt.numbers import check_timeout, shown
 from genrt.questions.request import Request
 from genrt.runtime.ask import within
+from genrt.runtime.concurrency import aside
 
 __all__ = [
     "Outcome",
+    "ProgramLoop",
     "ProgramRequest",
     "packed_outcome",
     "pickle_program",
@@ -36,7 +38,13 @@ __all__ = [
 ]
 
 RUNTIME = "the runtime"
-"""What stands for the runtime in bytes."""
+"""The mark in place of the runtime."""
+
+REFUSED = (
+    *("add_adapter", "remove_adapter", "update_weights", "pause", "sleep", "wake_up", "close"),
+    *("aclose", "restart", "arestart"),
+)
+"""The methods of a runtime that a program in a replica may not call."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -45,12 +53,10 @@ class ProgramRequest(Request):
 
     Attributes:
         packed: the program.
-        runtime: makes the runtime that the program asks: ``AsyncLM``.
         seed: of an inference, or of a function's questions without a seed.
     """
 
     packed: bytes
-    runtime: Any
     seed: int
     weights_version: int = 0
     token_ids: ClassVar[tuple[int, ...]] = ()
@@ -61,7 +67,7 @@ class ProgramRequest(Request):
         return len(self.packed)
 
     def bound_to(self, adapter: object) -> ProgramRequest:
-        """Return the same program, which binds each of its questions itself."""
+        """Return the same program, which binds its own questions."""
         return self
 
     def __repr__(self) -> str:
@@ -86,7 +92,7 @@ class Outcome:
 
 
 async def run_program(lm: Any, work: object, seed: int, timeout: float | None) -> Any:
-    """Run a program for a runtime, and return what it returns; see ``AsyncLM.run``."""
+    """Run a program for a runtime, and return its result; see ``AsyncLM.run``."""
     if not callable(work) and not callable(getattr(work, "run", None)):
         raise InvalidRequest(
             f"work is {shown(work)}: give an inference, which has run(seed), or an async function of a "
@@ -98,11 +104,11 @@ async def run_program(lm: Any, work: object, seed: int, timeout: float | None) -
         own = program_outcome(work, lm._of_seed(seed), seed)
         return (await (own if seconds is None else within(seconds, own))).result()
     try:
-        request = ProgramRequest(pickle_program(work, lm), type(lm), seed)
+        request = ProgramRequest(pickle_program(work, lm), seed)
     except Exception as error:
         raise InvalidRequest(
-            f"the program cannot be sent to a replica: {type(error).__name__}: {error}. "
-            f"{_pickling_advice()}"
+            f"the program cannot be sent to a replica: {type(error).__name__}: {error}. Give a function, "
+            "with what it uses, that can be pickled"
         ) from error
     [data] = await lm._ask((request,), timeout=timeout)
     try:
@@ -114,8 +120,53 @@ async def run_program(lm: Any, work: object, seed: int, timeout: float | None) -
     return outcome.result()
 
 
+class ProgramLoop:
+    """The event loop of a replica's programs, on a thread that starts with the first one."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self, request: ProgramRequest, lm: Any) -> asyncio.Future[list[bytes]]:
+        """Run a program over a runtime; return the future of its packed outcome, which can be cancelled
+        and raises EngineFailed if the engine failed."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            run = self._loop.run_forever
+            threading.Thread(target=run, name="genrt-programs", daemon=True).start()
+        running = _packed_run(request, lm._of_seed(request.seed))
+        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(running, self._loop))
+
+    def close(self) -> None:
+        """Cancel all programs."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._cancel_all)
+
+    def _cancel_all(self) -> None:
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+
+
+async def _packed_run(request: ProgramRequest, lm: Any) -> list[bytes]:
+    vars(lm).update({name: partial(_refuse, name) for name in REFUSED})
+    try:
+        work = await aside(partial(unpickle_program, request.packed, lm))
+        outcome = await program_outcome(work, lm, request.seed)
+    except BaseException as error:  # the program's own, and not the end of this process
+        outcome = Outcome(error=error)
+    failed = outcome.error
+    if isinstance(failed, EngineFailed) and not isinstance(failed, OutOfMemory | NotFinite):
+        raise failed
+    return [await aside(partial(packed_outcome, outcome, lm))]
+
+
+def _refuse(name: str, *_: Any, **__: Any) -> Any:
+    raise EngineUnsupported(
+        f"a program in a replica cannot call {name}: call it before the program is run"
+    )
+
+
 async def program_outcome(work: Any, lm: Any, seed: int) -> Outcome:
-    """Run a program over this runtime. Cancelling it, or what ends a process, is raised."""
+    """Run a program over this runtime. Cancellation and exits are raised."""
     try:
         run = getattr(work, "run", None)
         running = run(seed) if callable(run) else work(lm)
@@ -133,9 +184,10 @@ async def _awaited(running: Awaitable[Any]) -> Any:
 
 
 def pickle_program(value: object, lm: Any) -> bytes:
-    """Return a value as bytes, with a mark for this runtime. Raises whatever pickling it raises."""
+    """Return a value as bytes, with a mark for this runtime. Raises any error of pickling."""
+    from ray.cloudpickle import CloudPickler
 
-    class Packing(_pickler()):  # type: ignore[misc]
+    class Packing(CloudPickler):  # type: ignore[misc]
         def persistent_id(self, each: object) -> str | None:
             return RUNTIME if isinstance(each, type(lm)) and each == lm else None
 
@@ -170,18 +222,3 @@ def packed_outcome(outcome: Outcome, lm: Any) -> bytes:
         )
         data = pickle_program(Outcome(None, refused, where), lm)
     return data
-
-
-def _pickler() -> Any:
-    """Return what packs functions of any place, where that is installed, as it is with vLLM."""
-    if importlib.util.find_spec("cloudpickle") is None:
-        return pickle.Pickler
-    import cloudpickle
-
-    return cloudpickle.Pickler
-
-
-def _pickling_advice() -> str:
-    if _pickler() is pickle.Pickler:
-        return "Install cloudpickle, or give a function of a module, with arguments that can be pickled"
-    return "Give a function, with what it uses, that can be pickled"

@@ -1,62 +1,75 @@
-"""An Engine over the ranks of a tensor-parallel model: rank 0's, here, and one in the process of each
-other rank, which repeats every call.
+"""An Engine over the ranks of a tensor-parallel model: rank 0 here, each other rank in its own process.
 
-Nothing but calls goes between the processes: each schedules by itself, and all come to the same steps.
-What an answer needs, rows and draws, is computed in each, so none waits for another's.
+Only calls travel between the processes, over pipes: each rank schedules by itself, and all take the same
+steps. Every rank computes every answer, so no rank waits for another's.
 
 Rules:
-    A call is told to the others before it is done here, since ranks wait for each other inside of it.
-    A process of this host holds one such engine, and dies with any of its ranks: a rank that waits for
-    one that is gone waits for ever, in native code. So the engine is a replica's.
-    A step that fails is the end of all ranks, since it may have failed in one alone.
+    A call is sent to the others before it is made here, because ranks wait for each other inside.
+    A rank lives no longer than rank 0's process, and that process dies with any rank: a rank that waits
+    for a dead one waits forever, in native code. So rank 0 is in a replica.
+    A step that fails ends all ranks, because it may have failed in one alone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
-import socket
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from genrt.cluster.follower import progress_of
-from genrt.cluster.frames import Frames, Outgoing, received
-from genrt.cluster.memory import Memory
-from genrt.cluster.messages import (
-    AskedNumbers,
-    RemotePopulations,
-    dump_message,
-    load_message,
-    outgoing,
-    split_questions,
+from genrt.cluster.flushes import (
+    FarSequences,
+    HandleNumbers,
+    Packed,
+    packed_flush,
+    place_of,
+    unpacked_flush,
 )
 from genrt.engines import open_engine
 from genrt.engines.folders import Folder
 from genrt.engines.protocol import EngineStatistics, Finished
 from genrt.engines.vllm.rank import LAUNCHED, Rank, Share, broadcast_from_rank0, leave_ranks
-from genrt.engines.weights import Layout, SleepingPart, TensorsIn
+from genrt.engines.weights import KeptWeights, NamedTensors, TensorsIn
 from genrt.errors import EngineDied, EngineUnsupported, GenrtError
-from genrt.questions.completions import Decoding, Streamed, Told
-from genrt.questions.contexts import Adapter
+from genrt.questions.contexts import Adapter, Limits
 from genrt.questions.draws import PopulationDraw
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.sequences import SequenceHandle
 
-__all__ = ["RANKED", "RankedEngine", "are_launched", "open_ranked", "with_ranks"]
+__all__ = [
+    "RANKED",
+    "Follower",
+    "RankedEngine",
+    "Ranks",
+    "are_launched",
+    "die_with",
+    "follow",
+    "open_ranked",
+    "progress_of",
+    "with_ranks",
+]
 
 END_SECONDS = 3.0
 """How long a rank may take to end by itself before it is killed."""
 
+PARENT_DEATH_SIGNAL = 1
+"""``PR_SET_PDEATHSIG`` of Linux."""
+
 RANKED = MappingProxyType({"PYTHONHASHSEED": "0"})
-"""The environment of a process with ranks, in which all sets of strings have the same order."""
+"""The environment of a process with ranks, where all sets of strings have the same order."""
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -82,17 +95,20 @@ OTHER_WAYS = (
 
 PROGRAM = (
     "import sys; sys.path[:] = {path!r}; "
-    "from genrt.cluster.follower import main; main({port}, {parent}, {receiver})"
+    "from genrt.cluster.ranks import follow; follow({port}, {parent})"
 )
+
+Progress = tuple[int, ...]
+"""The counters that all ranks share."""
 
 
 def are_launched(options: Mapping[str, Any]) -> bool:
-    """Tell whether these options of vLLM's are for ranks that genrt launches."""
+    """Return whether these options of vLLM's are for ranks that genrt launches."""
     return options.get("distributed_executor_backend") == LAUNCHED
 
 
 def with_ranks(options: dict[str, Any]) -> dict[str, Any]:
-    """Return options of vLLM's that have genrt launch ranks, if they are of tensor parallelism alone."""
+    """Return options of vLLM's with genrt's ranks, if they are of tensor parallelism alone."""
     size = options.get("tensor_parallel_size")
     if not isinstance(size, int) or size < 2 or any(options.get(each) for each in OTHER_WAYS):
         return options
@@ -102,12 +118,11 @@ def with_ranks(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def open_ranked(model: str, options: dict[str, Any], *, residency: bool = True) -> RankedEngine:
-    """Open a model in ranks: the first in this process, which has to be one that dies with any of them,
-    each on a device of its own.
+    """Open a model in ranks, one on each device. The first is in this process, which dies with any rank.
 
     Raises:
-        GenrtError: as ``open_engine``; EngineUnsupported if sets of strings are in an order of this
-            process's own, as they would be in no other rank.
+        GenrtError: as ``open_engine``; EngineUnsupported if sets of strings have another order in each
+            process.
     """
     if sys.flags.hash_randomization:
         raise EngineUnsupported(
@@ -115,8 +130,7 @@ def open_ranked(model: str, options: dict[str, Any], *, residency: bool = True) 
         )
     ranks = Ranks(int(options.get("tensor_parallel_size", 1)))
     try:
-        begin = lambda: ranks.open(model, options, residency)
-        rank = Rank(0, ranks.store, begin)
+        rank = Rank(0, ranks.store, lambda: ranks.open(model, options, residency))
         engine = open_engine("vllm", model, options, residency=residency, rank=rank)
         ranks.agreed()
         ranks.unname()
@@ -126,40 +140,47 @@ def open_ranked(model: str, options: dict[str, Any], *, residency: bool = True) 
     return RankedEngine(engine, ranks)
 
 
+def progress_of(counted: EngineStatistics) -> Progress:
+    """Return how far an engine has come."""
+    names = "steps requests rows computed_tokens sampled_tokens resident failed"
+    found: Progress = attrgetter(*names.split())(counted)
+    return found
+
+
+def die_with(parent: int) -> None:
+    """Have the system kill this process as soon as its parent is gone."""
+    ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
 class Ranks:
-    """The processes of all ranks but the first, started at once.
+    """The processes of all ranks but the first.
 
     Args:
         count: of all ranks.
-        lost: is called with the reason, on a thread of its own, when one of them ends by itself.
+        lost: called with the reason, on another thread, when a rank ends by itself.
     """
 
     def __init__(self, count: int, lost: Callable[[str], object] | None = None) -> None:
         self._lost = lost or _end_process
-        self._numbers, self._held = AskedNumbers(), RemotePopulations()
+        self.far = FarSequences(HandleNumbers())
         self._is_closed = False
         self._folder = Folder("ranks")
-        # vLLM names shared memory by the file.
+        # vLLM names shared memory after the file.
         self.store = str(self._folder.path / self._folder.path.name)
-        self._links: list[tuple[socket.socket, subprocess.Popen[bytes], Frames]] = []
-        self._memory = Memory(count - 1)
-        for _ in range(1, count):
-            self._start()
-
-    def _start(self) -> None:
-        own, their = socket.socketpair()
+        self._links: list[tuple[Connection, subprocess.Popen[bytes]]] = []
         path = [*map(os.path.abspath, sys.path)]
-        program = PROGRAM.format(
-            path=path, port=their.fileno(), parent=os.getpid(), receiver=len(self._links)
-        )
-        with their:
-            child = subprocess.Popen(
-                [sys.executable, "-c", program], pass_fds=[their.fileno()], stdin=subprocess.DEVNULL
-            )
-        self._links.append((own, child, Frames()))
-        threading.Thread(
-            target=self._watch, args=(len(self._links), child), name="genrt-rank", daemon=True
-        ).start()
+        for number in range(1, count):
+            own, their = Pipe()
+            with their:
+                port = their.fileno()
+                program = PROGRAM.format(path=path, port=port, parent=os.getpid())
+                command = [sys.executable, "-c", program]
+                child = subprocess.Popen(command, pass_fds=[port], stdin=subprocess.DEVNULL)
+            self._links.append((own, child))
+            watch = threading.Thread(target=self._watch, args=(number, child), daemon=True)
+            watch.start()
 
     def _watch(self, number: int, child: subprocess.Popen[bytes]) -> None:
         code = child.wait()
@@ -168,64 +189,54 @@ class Ranks:
 
     def open(self, model: str, options: dict[str, Any], residency: bool) -> None:
         """Have each open its engine, in which it waits for the others."""
-        for number, (link, _, _) in enumerate(self._links, 1):
-            message = number, self.store, model, options, residency
-            Outgoing(dump_message(message)).send_to([link])
+        for number, (link, _) in enumerate(self._links, 1):
+            link.send((number, self.store, model, options, residency))
 
     def unname(self) -> None:
-        """Take away the names of the memory that the ranks share on a CPU, once all have it: it goes with
-        them then, however they end."""
+        """Remove the names of the memory that ranks share on a CPU, once all have it: the system frees it
+        with them."""
         for each in SHARED_MEMORY.glob(f"{os.path.basename(self.store)}*"):
             each.unlink(missing_ok=True)
 
-    def tell(self, *message: Any) -> None:
+    def tell(self, name: str, *arguments: Any) -> None:
         """Send all a message. Raises EngineDied if one is gone."""
-        gone = [self._numbers.gone.popleft() for _ in range(len(self._numbers.gone))]
-        links = [link for link, _, _ in self._links]
-        told = outgoing(message, self._memory, self._numbers.of, self._held)
+        if gone := self.far.numbers.taken():
+            self.tell("forget", gone)
         try:
-            if gone:
-                Outgoing(dump_message(("forget", gone))).send_to(links)
-            told.send_to(links)
+            for link, _ in self._links:
+                link.send((name, *arguments))
         except OSError as error:
             raise EngineDied(f"a rank is gone: {error}") from error
 
-    def number_of(self, asked: SequenceHandle) -> int:
-        """Return the number by which they know a population's question."""
-        return self._numbers.of(asked)
-
     def agreed(self, own: GenrtError | None = None) -> None:
-        """Wait until all have done what they were told to agree on; raise the error that it ended with
-        here, if it did so everywhere.
+        """Wait until all have done the same; raise the error of rank 0 if all failed.
 
         Raises:
-            EngineDied: it went otherwise in another rank.
+            EngineDied: only some failed.
         """
-        for number, (link, _, frames) in enumerate(self._links, 1):
-            kind, *why = self._answer(number, link, frames)
-            if kind == "failed" or (kind == "refused") != (own is not None):
-                how = f"rank {number}: {why[0] if why else 'done'}; rank 0: {own or 'done'}"
+        for number, (link, _) in enumerate(self._links, 1):
+            try:
+                is_done, why = link.recv()
+            except (OSError, EOFError):
+                raise EngineDied(f"rank {number} is gone") from None
+            if is_done != (own is None):
+                how = f"rank {number}: {why or 'done'}; rank 0: {own or 'done'}"
                 raise EngineDied(f"the ranks do not agree: {how}")
         if own is not None:
             raise own
 
-    def _answer(self, number: int, link: socket.socket, frames: Frames) -> Any:
-        while (came := received(link, frames)) is not None:
-            for each in came:
-                return load_message(each.data)
-        raise EngineDied(f"rank {number} is gone")
-
     def part(self) -> None:
-        """Have them close their engines, as is done here next. From now on they may end. Idempotent."""
+        """Have them close their engines, as this process does next. From now on they may end.
+        Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             with contextlib.suppress(EngineDied):
                 self.tell("close")
 
     def close(self) -> None:
-        """Wait until they have ended; kill those that do not soon. Idempotent."""
+        """Wait until they have ended, or kill them. Idempotent."""
         self.part()
-        for link, child, _ in self._links:
+        for link, child in self._links:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(END_SECONDS)
             child.kill()
@@ -236,14 +247,19 @@ class Ranks:
 
 
 def _end_process(reason: str) -> None:
-    """End this process: the engine's thread may be in a forward, and then nothing else ends that."""
+    """End this process: its engine's thread may be in an endless forward."""
     sys.stderr.write(f"genrt: {reason}, and so do all others\n")
     sys.stderr.flush()
     os._exit(1)
 
 
+def _passed(name: str) -> Any:
+    """Return a property that rank 0's engine has."""
+    return property(attrgetter(f"_engine.{name}"))
+
+
 class RankedEngine:
-    """The Engine protocol over rank 0's engine, with the others behind it.
+    """The Engine protocol over rank 0's engine. Methods for rank 0 alone pass through.
 
     Args:
         engine: rank 0's, a ``VLLMEngine``.
@@ -253,36 +269,22 @@ class RankedEngine:
     def __init__(self, engine: Any, ranks: Ranks) -> None:
         self._engine, self._ranks = engine, ranks
         self._is_closed = False
-        self.vocab_size: int = engine.vocab_size
-        self.max_model_len: int = engine.max_model_len
-        self.max_batch_size: int = engine.max_batch_size
-        self.device: torch.device = engine.device
-        self.keeps_residents: bool = engine.keeps_residents
-        self.prefixes = RankedPrefixes(engine.prefixes, ranks)
-        self.weights = RankedWeights(engine.weights, ranks)
+        self._tickets: dict[Request, int] = {}
+        self._last = 0
+        self.prefixes = _RankedPrefixes(engine.prefixes, ranks)
+        self.weights = _RankedWeights(engine.weights, ranks)
 
-    @property
-    def vllm_config(self) -> Any:
-        return self._engine.vllm_config
-
-    @property
-    def tokenizer(self) -> Any:
-        """The model's tokenizer."""
-        return self._engine.tokenizer
-
-    @property
-    def scores(self) -> bool:
-        """True if it takes score requests."""
-        return bool(self._engine.scores)
+    vocab_size, max_model_len = _passed("vocab_size"), _passed("max_model_len")
+    max_batch_size, device = _passed("max_batch_size"), _passed("device")
+    tokenizer, scores = _passed("tokenizer"), _passed("scores")
+    vllm_config, keeps_residents = _passed("vllm_config"), _passed("keeps_residents")
+    unsupported, progress = _passed("unsupported"), _passed("progress")
+    statistics = _passed("statistics")
 
     def submit(self, requests: Sequence[Request]) -> None:
-        rows, draws, others = split_questions([(0, each) for each in requests])
-        self._ranks.tell("submit", rows, draws, others)
-        # In the order in which the others find them.
-        are_rows = [type(each) is LogprobsRequest for each in requests]
-        first = [each for each, is_row in zip(requests, are_rows, strict=True) if is_row]
-        last = [each for each, is_row in zip(requests, are_rows, strict=True) if not is_row]
-        self._engine.submit([*first, *last])
+        requests = sorted(requests, key=place_of)  # as the others read them
+        self._ranks.tell("submit", self._packed(requests))
+        self._engine.submit(requests)
 
     def step(self) -> list[Finished]:
         self._ranks.tell("step", progress_of(self._engine.statistics()))
@@ -290,28 +292,28 @@ class RankedEngine:
             ends: list[Finished] = self._engine.step()
         except Exception as error:
             raise EngineDied(f"a step failed, and with it every rank: {error}") from error
+        for each in ends:
+            self._tickets.pop(each.request, None)
         return ends
 
     def cancel(self, requests: Sequence[Request]) -> None:
-        others = [each for each in requests if not isinstance(each, PopulationDraw)]
-        draws = [
-            self._ranks.number_of(each.handle)
-            for each in requests
-            if isinstance(each, PopulationDraw)
-        ]
-        self._ranks.tell("cancel", others, draws)
+        tickets = [self._tickets.pop(each) for each in requests if each in self._tickets]
+        self._ranks.tell("cancel", tickets)
         self._engine.cancel(requests)
 
     def go_on(self, population: PopulationDraw) -> bool:
-        self._ranks.tell("go_on", self._ranks.number_of(population.handle), population)
-        return bool(self._engine.go_on(population))
+        self._ranks.tell("go_on", self._packed([population]))
+        is_taken = bool(self._engine.go_on(population))
+        if not is_taken:
+            del self._tickets[population]
+        return is_taken
 
     def settle(self, population: PopulationDraw) -> None:
-        self._ranks.tell("settle", population)
+        self._ranks.tell("settle", packed_flush([(0, population)], self._ranks.far))
         self._engine.settle(population)
 
     def release(self, asked: Sequence[SequenceHandle]) -> None:
-        self._ranks.tell("release", [self._ranks.number_of(each) for each in asked])
+        self._ranks.tell("release", [self._ranks.far.numbers.of(each) for each in asked])
         self._engine.release(asked)
 
     def expect(self, rows: Sequence[LogprobsRequest], token_ids: torch.Tensor) -> None:
@@ -322,60 +324,31 @@ class RankedEngine:
         self._engine.expect(rows, token_ids.contiguous(), told)
 
     def add_adapter(self, adapter: Adapter, path: Path) -> None:
-        self._agree("add_adapter", adapter, path)
+        _agreed(self._ranks, self._engine, "add_adapter", adapter, path)
 
     def remove_adapter(self, adapter: Adapter) -> None:
-        self._agree("remove_adapter", adapter)
+        _agreed(self._ranks, self._engine, "remove_adapter", adapter)
 
     def forget_residents(self) -> bool:
-        """Have all forget what nothing in progress needs; return whether rank 0 has."""
-        return bool(self._agree("forget_residents"))
-
-    def unsupported(self, decoding: Decoding) -> str | None:
-        found: str | None = self._engine.unsupported(decoding)
-        return found
-
-    def progress(self, streamed: Sequence[Streamed]) -> Sequence[Told | None]:
-        found: Sequence[Told | None] = self._engine.progress(streamed)
-        return found
-
-    def statistics(self) -> EngineStatistics:
-        found: EngineStatistics = self._engine.statistics()
-        return found
+        """Forget unused sequences in all ranks; return whether rank 0 has."""
+        return bool(_agreed(self._ranks, self._engine, "forget_residents"))
 
     def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
-            self._ranks.part()  # they close with this one: what they share may be waited for
+            self._ranks.part()  # they close with this one, which may wait for them
             self._engine.close()
             leave_ranks()
             self._ranks.close()
 
-    def _agree(self, name: str, *arguments: Any) -> Any:
-        return agreed(self._ranks, name, getattr(self._engine, name), *arguments)
+    def _packed(self, requests: Sequence[Request]) -> Packed:
+        for each in requests:
+            self._last += 1
+            self._tickets[each] = self._last
+        return packed_flush([(self._tickets[each], each) for each in requests], self._ranks.far)
 
 
-def agreed(ranks: Ranks, name: str, do: Callable[..., Any], *arguments: Any) -> Any:
-    """Do something in all ranks, and return what it returns here.
-
-    Raises:
-        GenrtError: what it raises here, if it does so in all; EngineDied, if it went otherwise in one.
-    """
-    ranks.tell("do", name, *arguments)
-    return _here(ranks, do, *arguments)
-
-
-def _here(ranks: Ranks, do: Callable[..., Any], *arguments: Any) -> Any:
-    result, refused = None, None
-    try:
-        result = do(*arguments)
-    except GenrtError as error:
-        refused = error
-    ranks.agreed(refused)
-    return result
-
-
-class RankedPrefixes:
+class _RankedPrefixes:
     """The contexts that all ranks keep."""
 
     def __init__(self, prefixes: Any, ranks: Ranks) -> None:
@@ -385,60 +358,163 @@ class RankedPrefixes:
         return prefix in self._prefixes
 
     def keep(self, prefix: LogprobsRequest) -> None:
-        self._ranks.tell("tell", "prefixes.keep", prefix)
-        self._prefixes.keep(prefix)
+        _agreed(self._ranks, self._prefixes, "keep", prefix, of="prefixes.")
 
     def release(self, prefix: LogprobsRequest) -> None:
-        self._ranks.tell("tell", "prefixes.release", prefix)
-        self._prefixes.release(prefix)
+        _agreed(self._ranks, self._prefixes, "release", prefix, of="prefixes.")
 
 
-class RankedWeights:
+class _RankedWeights:
     """The weights in all ranks, which each reads from files by itself."""
 
     def __init__(self, weights: Any, ranks: Ranks) -> None:
-        self._weights, self._ranks = weights, ranks
+        self._engine, self._ranks = weights, ranks
+        self._files = KeptWeights()
 
-    def layout(self) -> Layout:
-        """Return what every tensor has to be like."""
-        found: Layout = self._weights.layout()
-        return found
+    layout, checkpoint = _passed("layout"), _passed("checkpoint")
+    asleep, check_sleep = _passed("asleep"), _passed("check_sleep")
 
-    def checkpoint(self) -> list[Path]:
-        """Return the files that the model was opened with."""
-        found: list[Path] = self._weights.checkpoint()
-        return found
+    def load(self, tensors: NamedTensors) -> None:
+        """Load tensors, which travel as files."""
+        saved = None
+        if not isinstance(tensors, TensorsIn):
+            saved = self._files.begin()
+            saved.add(tensors)
+            tensors = TensorsIn(saved.files())
+        try:
+            self._agreed("load", tensors)
+        finally:
+            if saved is not None:
+                saved.drop()
 
     def begin(self) -> None:
-        """Forget, in all ranks, what the old weights have computed."""
-        self._agree("begin")
-
-    def load(self, tensors: TensorsIn) -> None:
-        """Load the tensors of files."""
-        self._ranks.tell("load", [str(each) for each in tensors.files])
-        _here(self._ranks, self._weights.load, tensors)
+        """Begin an update in all ranks."""
+        self._agreed("begin")
 
     def finish(self) -> None:
         """Have all ranks compute by the new weights."""
-        self._agree("finish")
-
-    @property
-    def asleep(self) -> frozenset[SleepingPart]:
-        """The parts of the memory that are given back."""
-        found: frozenset[SleepingPart] = self._weights.asleep
-        return found
-
-    def check_sleep(self) -> None:
-        """Raise EngineUnsupported if the memory cannot be given back."""
-        self._weights.check_sleep()
+        self._agreed("finish")
 
     def sleep(self, level: int) -> int:
         """Give back the memory of all ranks; return how many bytes became free at rank 0."""
-        return int(self._agree("sleep", level))
+        return int(self._agreed("sleep", level))
 
-    def wake_up(self, parts: Collection[SleepingPart]) -> None:
+    def wake_up(self, parts: Collection[str]) -> None:
         """Have these parts of the memory back, in all ranks."""
-        self._agree("wake_up", frozenset(parts))
+        self._agreed("wake_up", frozenset(parts))
 
-    def _agree(self, name: str, *arguments: Any) -> Any:
-        return agreed(self._ranks, f"weights.{name}", getattr(self._weights, name), *arguments)
+    def _agreed(self, name: str, *arguments: Any) -> Any:
+        return _agreed(self._ranks, self._engine, name, *arguments, of="weights.")
+
+
+def _agreed(ranks: Ranks, here: Any, name: str, *arguments: Any, of: str = "") -> Any:
+    """Call a method in all ranks, and return the result of rank 0. Raises as ``Ranks.agreed``."""
+    ranks.tell("do", of + name, *arguments)
+    result, refused = None, None
+    try:
+        result = getattr(here, name)(*arguments)
+    except GenrtError as error:
+        refused = error
+    ranks.agreed(refused)
+    return result
+
+
+# -- the other ranks --------------------------------------------------------------------------------
+
+
+class Follower:
+    """Repeats the calls of rank 0 with one engine.
+
+    Args:
+        engine: of the same model and options.
+        answer: tells rank 0 whether something succeeded, and why not.
+    """
+
+    def __init__(self, engine: Any, answer: Callable[[bool, str], object]) -> None:
+        self._engine, self._answer = engine, answer
+        self._limits = Limits(engine.vocab_size, engine.max_model_len)
+        self._requests: dict[int, Any] = {}
+        self._tickets: dict[Any, int] = {}
+        self.handles: dict[int, SequenceHandle] = {}
+
+    def take(self, name: str, *arguments: Any) -> None:
+        """Repeat a call. Raises RuntimeError if the ranks have parted."""
+        getattr(self, f"_take_{name}")(*arguments)
+
+    def _read(self, message: Packed) -> list[tuple[int, Any]]:
+        return [*unpacked_flush(message, self.handles, self._limits)]
+
+    def _take_submit(self, message: Packed) -> None:
+        asked = self._read(message)
+        self._remember(asked)
+        self._engine.submit([request for _, request in asked])
+
+    def _take_step(self, progress: Progress) -> None:
+        own = progress_of(self._engine.statistics())
+        if own != progress:
+            raise RuntimeError(f"the ranks have parted: {own} here, {progress} in rank 0")
+        for end in self._engine.step():
+            self._requests.pop(self._tickets.pop(end.request, 0), None)
+
+    def _take_cancel(self, tickets: list[int]) -> None:
+        requests = [self._requests.pop(each) for each in tickets if each in self._requests]
+        for each in requests:
+            del self._tickets[each]
+        self._engine.cancel(requests)
+
+    def _take_go_on(self, message: Packed) -> None:
+        asked = self._read(message)
+        if self._engine.go_on(asked[0][1]):
+            self._remember(asked)
+
+    def _take_settle(self, message: Packed) -> None:
+        self._engine.settle(self._read(message)[0][1])
+
+    def _take_speculate(self, request_ids: list[str]) -> None:
+        """Run a step with the tokens that rank 0 has drawn, on its device."""
+        tokens = torch.empty(len(request_ids), dtype=torch.float64, device=self._engine.device)
+        self._engine.speculate(request_ids, tokens, share=broadcast_from_rank0)
+
+    def _take_release(self, numbers: list[int]) -> None:
+        self._engine.release([self.handles[each] for each in numbers if each in self.handles])
+
+    def _take_forget(self, numbers: list[int]) -> None:
+        for each in numbers:
+            self.handles.pop(each, None)
+
+    def _take_do(self, name: str, *arguments: Any) -> None:
+        """Do something that has to succeed in all ranks, or to fail in all."""
+        try:
+            attrgetter(name)(self._engine)(*arguments)
+        except GenrtError as error:
+            self._answer(False, str(error))
+        else:
+            self._answer(True, "")
+
+    def _remember(self, asked: Sequence[tuple[int, Any]]) -> None:
+        for ticket, request in asked:
+            self._requests[ticket] = request
+            self._tickets[request] = ticket
+
+
+def follow(port: int, parent: int) -> None:
+    """Be a rank: repeat the calls of rank 0, from this file, until its other end is closed."""
+    die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's interrupt is the runtime's
+    link = Connection(port)
+    try:
+        number, store, model, options, residency = link.recv()
+        rank = Rank(number, store)
+        engine = open_engine("vllm", model, options, residency=residency, rank=rank)
+        follower = Follower(engine, lambda *answer: link.send(answer))
+        link.send((True, ""))
+        while (message := link.recv()) != ("close",):
+            follower.take(*message)
+        engine.close()
+        leave_ranks()
+    except (BrokenPipeError, EOFError):
+        pass  # rank 0 is gone
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            link.send((False, f"{type(error).__name__}: {error}"))
+        sys.exit(1)

@@ -91,6 +91,10 @@ def _swept(path: Path) -> bool:
     """Remove a folder unless its lock is held; return whether it was removed."""
     with contextlib.suppress(OSError):
         if (lock := _locked(path)) is not None:
+            if (
+                link := path / "link"
+            ).is_symlink():  # to a folder of Ray's, which needs a short path
+                shutil.rmtree(link.readlink(), ignore_errors=True)
             shutil.rmtree(path, ignore_errors=True)
             os.close(lock)
             # vLLM names shared memory after a file of the ranks.

@@ -96,7 +96,8 @@ class ReplicaStatistics:
     """The state and the counters of one replica of an engine.
 
     Attributes:
-        state: ``"healthy"``, ``"suspect"``, ``"stale"``, ``"restarting"``, ``"dead"`` or ``"retired"``.
+        state: ``"restarting"`` until it has all settings, ``"healthy"``, ``"dead"`` while it waits to be
+            started again, or ``"retired"`` for good.
         restarts: how often it was restarted.
         in_flight: unanswered requests.
         engine: its engine's counters since it was last started.

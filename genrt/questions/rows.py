@@ -7,7 +7,7 @@ import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -88,8 +88,16 @@ class LogprobsRequest(Request):
     def __hash__(self) -> int:
         return self._hash
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Another process hashes bytes by another key.
+        return _restored, (self.packed, self.adapter, self.weights_version)
+
     def __repr__(self) -> str:
         return f"LogprobsRequest({abbreviated(self.token_ids)}, adapter={self.adapter})"
+
+
+def _restored(packed: bytes, adapter: Adapter | None, version: int) -> LogprobsRequest:
+    return LogprobsRequest(packed=packed, adapter=adapter, weights_version=version)
 
 
 def _token_words(token_ids: Sequence[int]) -> array[int]:

@@ -73,8 +73,14 @@ class ScoreRequest(Request):
     _hash: int = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash(self._key()))
+
+    def _key(self) -> tuple[Any, ...]:
         own = self.packed, self.start, self.adapter, self.weights_version, self.wanted
-        object.__setattr__(self, "_hash", hash((*own, self.temperature)))
+        return *own, self.temperature
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._key()  # another process hashes bytes by another key
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from genrt.cluster.arguments import add_replica_arguments, replica_options
-from genrt.cluster.opening import check_replicas
+from genrt.cluster.options import add_replica_arguments, check_replicas, replica_options
 from genrt.engines.adapters import check_adapter_directory, least_lora_rank
 from genrt.errors import EngineNotInstalled, ExtraNotInstalled, InvalidRequest
 from genrt.loading import load

@@ -1,16 +1,15 @@
-"""Two runtimes of two actors each over one local Ray: a line for each thing that is seen.
+"""A runtime of two actors over one local Ray: a line for each thing that is seen.
 
-Ray changes the process that it is in: signals, warnings. So this is one of its own.
+Ray changes the process that it is in: signals, warnings. So this is one of its own. With an argument it
+waits to be killed, with a fork of it alive and one replica stopped.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import functools
-import importlib
 import json
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -19,112 +18,141 @@ from typing import Any
 import torch
 
 import genrt
-from genrt.cluster.health import ReplicaLimits
-from genrt.engines.exact import ExactEngine, NGram
+from genrt.engines.adapters import CONFIG_NAME, WEIGHTS_NAME
+from genrt.engines.exact import NGram
 from genrt.inference import SMC, TextModel
-from tests.inside import engine_of
 
 VOCABULARY = [b"a", b"b", b"c", b"ab", b" ", b"1", b"2", b""]
-# A row of 8,192 tokens travels beside its message.
-MODEL = NGram.random([*VOCABULARY, *(b"%d" % n for n in range(100, 8284))], order=0, seed=4)
-SMALL = NGram.random(VOCABULARY, order=2, seed=4, eos_token_id=7)
-LIMITS = ReplicaLimits(probe_seconds=0.2, most_silent=50, most_restarts=100)
+MODEL = NGram.random(VOCABULARY, order=2, seed=4, eos_token_id=7)
+LIMITS = genrt.ReplicaLimits(stall_seconds=20.0, most_restarts=5)
 CONTEXTS = [[a, b] for a in range(8) for b in range(8)]
+OPTIONS: Any = {"engine": "exact", "seed": 7}
 
 
 def tell(name: str, found: Any = True) -> None:
     print(json.dumps([name, found]), flush=True)
 
 
-def actors(lm: genrt.AsyncLM) -> dict[int, Any]:
-    engine = engine_of(lm)
-    return {number: each.handle for number, each in engine._transport._actors.items()}
+async def identity(lm: genrt.AsyncLM) -> int:
+    return os.getpid()
 
 
-def processes() -> set[int]:
-    """Those of actors of this host."""
-    found = set()
-    for each in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            if b"ray::ReplicaActor" in each.read_bytes():
-                found.add(int(each.parent.name))
-    return found
+async def rows_there(lm: genrt.AsyncLM) -> tuple[int, torch.Tensor, torch.Tensor]:
+    row = await lm.next_token_logprobs([1, 2])
+    return os.getpid(), row, await lm.next_token_logprobs([1, 2], adapter="a")
 
 
-def on_a_gpu(directory: Path) -> ExactEngine:
-    """Return an engine, and leave a file by the name of the GPUs that it may use."""
-    (directory / os.environ.get("CUDA_VISIBLE_DEVICES", "all")).touch()
-    return ExactEngine(SMALL)
+async def processes(lm: genrt.AsyncLM) -> list[int]:
+    """Return the replicas' processes, all of which are up."""
+    while {each.state for each in lm.statistics().replicas} != {"healthy"}:
+        lm.clear_cache()
+        await lm.draw([1])
+    found: set[int] = set()
+    while len(found) < 2:
+        found |= {*await asyncio.gather(*[lm.run(identity) for _ in range(2)])}
+    return sorted(found)
+
+
+def lives(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def adapter_in(folder: Path, table: torch.Tensor) -> Path:
+    from safetensors.torch import save_file
+
+    save_file({"table": table}, folder / WEIGHTS_NAME)
+    (folder / CONFIG_NAME).write_text("{}")
+    return folder
 
 
 async def main() -> None:
-    options: Any = {"engine": "exact", "seed": 7, "replicas": 2, "replica_limits": LIMITS}
-    with genrt.load(SMALL, engine="exact", seed=7) as one:
+    with genrt.load(MODEL, **OPTIONS) as one:
         drawn = [each.tolist() for each in one.batch_draw_sync(CONTEXTS)[:2]]
         posterior = await SMC(TextModel(one, [0], max_tokens=6), num_particles=8).run(3)
     tell("ray is not imported", "ray" not in sys.modules)
     environment = dict(os.environ)
-    lm = await genrt.aload(SMALL, cluster="auto", **options)
+    lm = await genrt.aload(MODEL, replicas=2, replica_limits=LIMITS, **OPTIONS)
     import ray
 
     tell("the environment is as it was", dict(os.environ) == environment)
     tell("a local Ray is on 127.0.0.1", ray.get_runtime_context().gcs_address[:10] == "127.0.0.1:")
     tell("same draws", [each.tolist() for each in (await lm.batch_draw(CONTEXTS))[:2]] == drawn)
     smc = SMC(TextModel(lm, [0], max_tokens=6), num_particles=8)
-    found = await lm.run(smc, seed=3)
-    tell("same program", found.token_ids == posterior.token_ids)
+    tell("same program", (await lm.run(smc, seed=3)).token_ids == posterior.token_ids)
     population = lm.population([1], 6)
     for step in range(4):
-        draws = await population.draw(seed=step * 6)
-        population.append(draws.token_ids)
+        population.append((await population.draw(seed=step * 6)).token_ids)
         population.resample([0, 0, 1, 2, 3, 4])
     population.close()
-    before = processes()
-    with genrt.load(MODEL, cluster="local", **options) as large:
-        during = processes()
-        rows = await large.batch_next_token_logprobs([[1], [2]])
-        tell("rows", torch.allclose(rows[1], MODEL.row([2]).float(), atol=1e-5))
-        rows.add_(1.0)
-        tell("own rows", torch.allclose(await large.next_token_logprobs([2]), rows[1] - 1.0))
-        try:
-            genrt.load(SMALL, cluster="203.0.113.1:6379", **options)
-        except genrt.EngineUnsupported as error:
-            tell("one cluster a process", "cannot be to" in str(error))
-    tell("the second's processes have ended", len(during - before) == 2 and processes() == before)
-    tell("the first goes on", (await lm.score([1], [2, 3])).shape == (2,))
+    rows = await lm.batch_next_token_logprobs([[1], [2]])
+    tell("rows", torch.allclose(rows[1], MODEL.row([2]).float(), atol=1e-5))
+    try:
+        genrt.load(MODEL, cluster="203.0.113.1:6379", replicas=1, **OPTIONS)
+    except genrt.EngineUnsupported as error:
+        tell("one cluster a process", "cannot be to" in str(error))
+    try:
+        genrt.load(engine=_refuses, replicas=1)
+    except genrt.EngineUnsupported as error:
+        tell("an engine's refusal", "Monday" in str(error))
+    table = torch.randn(8, 8, 8)
+    with tempfile.TemporaryDirectory() as directory:
+        await lm.add_adapter("a", adapter_in(Path(directory), table))
     version = await lm.update_weights({"table": torch.zeros(8, 8, 8)})
     lm.clear_cache()
     row = await lm.next_token_logprobs([3])
     tell("new weights", version == 1 and torch.allclose(row, torch.full((8,), 1 / 8).log()))
+
     # A death in the middle of work: all of it is answered, by others, with the new weights.
+    before = await processes(lm)
     tasks = [asyncio.create_task(lm.sample([1], max_tokens=200, seed=n)) for n in range(8)]
     await lm.draw([1])
-    ray.kill(actors(lm)[0])
+    os.kill(before[0], signal.SIGKILL)
     texts = await asyncio.gather(*tasks)
     again = await asyncio.gather(*[lm.sample([1], max_tokens=200, seed=n) for n in range(8)])
     tell("a killed actor's work is another's", texts == again and len(texts[0]) == 200)
-    while sum(each.restarts for each in lm.statistics().replicas) < 1:
-        await lm.draw([2])
-    lm.clear_cache()
-    tell("and it is started again with the new weights", float(row.std()) < 1e-6)
+    after = await processes(lm)
+    tell("it is started again", before[0] not in after and before[1] in after)
+    process = before[1]
+    while process == before[1]:
+        process, row, adapted = await lm.run(rows_there)
+    tell("with the new weights", float(row.std()) < 1e-6)
+    expected = MODEL.with_table(table).row([1, 2]).float()
+    tell("and adapters", torch.allclose(adapted, expected, atol=1e-5))
+
+    # One that hangs is killed.
+    stopped = after[0]
+    os.kill(stopped, signal.SIGSTOP)
+    found = await asyncio.gather(*[lm.sample([n], max_tokens=5, seed=n) for n in range(8)])
+    tell("a stopped actor's work is another's", len(found) == 8)
+    last = await processes(lm)
+    tell("a stopped actor is gone", stopped not in last and not lives(stopped))
     lm.close()
     tell("Ray ends with the last runtime", not ray.is_initialized())
-    with genrt.load(SMALL, cluster="local", **options) as lm:
-        again = [each.tolist() for each in lm.batch_draw_sync(CONTEXTS)[:2]]
-    tell("and begins again with the next", again == drawn and dict(os.environ) == environment)
-    os.environ["CUDA_VISIBLE_DEVICES"] = "3,5"
-    with tempfile.TemporaryDirectory() as directory:
-        here = importlib.import_module("tests.cluster.ray_program")  # as actors know it
-        make = functools.partial(here.on_a_gpu, Path(directory))
-        with genrt.load(engine=make, replicas=2, cluster="local"):
-            found_gpus = sorted(os.listdir(directory))
-        tell("each has a GPU of its own", found_gpus == ["3", "5"])
-        try:
-            genrt.load(engine=make, replicas=3, cluster="local")
-        except genrt.EngineUnsupported as error:
-            tell("too few GPUs", "3 replicas need 3 GPUs, and the cluster has 2" in str(error))
-        tell("Ray ends where there are too few", not ray.is_initialized())
+    tell("no process is left", not any(map(lives, {*before, *after, *last})))
+
+
+def _refuses() -> Any:
+    raise genrt.EngineUnsupported("not on a Monday")
+
+
+async def wait_to_be_killed() -> None:
+    lm = await genrt.aload(MODEL, replicas=2, **OPTIONS)
+    found = await processes(lm)
+    if not os.fork():
+        os.read(0, 1)
+        os._exit(0)
+    os.kill(found[0], signal.SIGSTOP)
+    import ray
+
+    node = ray._private.worker._global_node
+    rays = [each.process.pid for several in node.all_processes.values() for each in several]
+    print(json.dumps(["processes", [*found, *rays]]), flush=True)
+    signal.pause()
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    here = __import__("importlib").import_module("tests.cluster.ray_program")  # as actors know it
+    asyncio.run(here.wait_to_be_killed() if sys.argv[1:] else here.main())

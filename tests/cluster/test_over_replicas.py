@@ -25,7 +25,7 @@ MODEL = NGram.random(VOCABULARY, order=2, seed=4, eos_token_id=7)
 
 
 @pytest.fixture(scope="module")
-def runtimes() -> Iterator[tuple[AsyncLM, AsyncLM]]:
+def runtimes(here: None) -> Iterator[tuple[AsyncLM, AsyncLM]]:
     """One engine, and two replicas."""
     with (
         genrt.load(MODEL, engine="exact", seed=3) as one,

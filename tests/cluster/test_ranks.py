@@ -5,6 +5,7 @@ The engines are exact here, as many as there are ranks, each behind what is sent
 
 from __future__ import annotations
 
+import pickle
 import random
 import socket
 import subprocess
@@ -19,10 +20,16 @@ import torch
 
 from genrt import loading
 from genrt.cluster import ranks as ranks_module
-from genrt.cluster.follower import Follower, progress_of
-from genrt.cluster.messages import AskedNumbers, RemotePopulations, dump_message, load_message
-from genrt.cluster.opening import gpus_of
-from genrt.cluster.ranks import RankedEngine, Ranks, are_launched, open_ranked
+from genrt.cluster.flushes import FarSequences, HandleNumbers
+from genrt.cluster.options import gpus_of
+from genrt.cluster.ranks import (
+    Follower,
+    RankedEngine,
+    Ranks,
+    are_launched,
+    open_ranked,
+    progress_of,
+)
 from genrt.engines.protocol import EngineStatistics, Finished
 from genrt.engines.vllm.rank import broadcast_from_rank0
 from genrt.engines.weights import TensorsIn
@@ -32,7 +39,7 @@ from genrt.questions.contexts import Adapter, Limits
 from genrt.questions.draws import PopulationDraw
 from genrt.questions.request import Request
 from genrt.questions.scores import ScoreRequest
-from genrt.questions.sequences import Origins, SequenceHandle, Sequences
+from genrt.questions.sequences import Origins, Sequences
 from tests.scripted import logprobs, sample
 
 A, B, C = logprobs(1), logprobs(2), logprobs(3)
@@ -41,7 +48,7 @@ A, B, C = logprobs(1), logprobs(2), logprobs(3)
 class Recorded:
     """An engine that writes down what it is told, and ends at each step what was asked first."""
 
-    vocab_size, max_model_len, max_batch_size = 7, 100, 8
+    vocab_size, max_model_len, max_batch_size = 1000, 1000, 8
     device = torch.device("cpu")
     tokenizer, keeps_residents, scores = None, True, True
 
@@ -115,27 +122,29 @@ class Recorded:
         return lambda *arguments: self._note(name, *arguments)
 
 
+class _Link:
+    """A pipe to a rank, which does at once what it reads."""
+
+    def __init__(self, engine: Any) -> None:
+        self.answers: list[tuple[bool, str]] = []
+        self.follower = Follower(engine, lambda *answer: self.answers.append(answer))
+
+    def send(self, message: Any) -> None:
+        self.follower.take(*pickle.loads(pickle.dumps(message)))  # noqa: S301
+
+    def recv(self) -> tuple[bool, str]:
+        return self.answers.pop(0)
+
+
 class Here(Ranks):
     """Other ranks in this process, behind the bytes of messages."""
 
     def __init__(self, *engines: Any) -> None:
-        self._numbers, self._is_closed = AskedNumbers(), False
-        self.answers: list[list[tuple[Any, ...]]] = [[] for _ in engines]
-        self.followers = [
-            Follower(engine, lambda *message, n=n: self.answers[n].append(message))
-            for n, engine in enumerate(engines)
-        ]
-        self._links = [(each, each, each) for each in range(len(engines))]  # type: ignore[misc]
-        self._every = [(each, RemotePopulations()) for each in self.followers]
-
-    def tell(self, *message: Any) -> None:
-        gone = [self._numbers.gone.popleft() for _ in range(len(self._numbers.gone))]
-        for each, held in self._every:
-            for one in (("forget", gone), message) if gone else (message,):
-                each.take(*load_message(dump_message(one, self._numbers.of, held=held), each.asked))
-
-    def _answer(self, number: int, *_: Any) -> Any:
-        return self.answers[number - 1].pop(0)
+        self.far, self._is_closed = FarSequences(HandleNumbers()), False
+        links: Any = [_Link(each) for each in engines]
+        self._links = [(each, each) for each in links]
+        self.answers = [each.answers for each in links]
+        self.followers = [each.follower for each in links]
 
     def part(self) -> None:
         self._is_closed = True
@@ -209,12 +218,12 @@ def test_what_nobody_goes_on_from_is_forgotten_everywhere() -> None:
     population = draws(2)
     engine.go_on(population)
     engine.step()
-    assert len(follower.asked) == 1
-    assert not follower._draws
-    assert not follower._numbers
+    assert len(follower.handles) == 1
+    assert not follower._requests
+    assert not follower._tickets
     del population
     engine.submit([A])
-    assert not follower.asked
+    assert not follower.handles
 
 
 def test_what_goes_on_step_after_step_is_the_same_in_every_rank() -> None:
@@ -228,9 +237,7 @@ def test_what_goes_on_step_after_step_is_the_same_in_every_rank() -> None:
         seeds = np.zeros(2, np.uint64)
         goes_on = origins if origins.go_on(contexts.lengths) else None
         draw = PopulationDraw(contexts, None, None, 1.0, seeds, goes_on)
-        small += all(
-            origins.handles[0] in held._nbytes for _, held in ranks._every if origins.handles
-        )
+        small += bool(origins.handles) and origins.handles[0] in ranks.far._nbytes
         engine.go_on(draw)
         engine.step()
         origins = origins.after([draw.handle], places, contexts.lengths)
@@ -240,7 +247,7 @@ def test_what_goes_on_step_after_step_is_the_same_in_every_rank() -> None:
     for other in others:
         assert other.told == first.told
     assert small > 90
-    assert all(len(each.asked) <= 3 for each in ranks.followers)
+    assert all(len(each.handles) <= 3 for each in ranks.followers)
 
 
 @pytest.mark.parametrize("refusing", [(True, True), (True, False), (False, True), (False, False)])
@@ -331,7 +338,7 @@ def test_a_rank_dies_with_its_parent_whatever_it_is_at() -> None:
     """Also where it waits for another rank in native code, for which a process that sleeps stands."""
     code = (
         "import os, subprocess, sys\n"
-        "rank = ('from genrt.cluster.follower import die_with; import socket, threading; '\n"
+        "rank = ('from genrt.cluster.ranks import die_with; import socket, threading; '\n"
         "        'die_with(%d); own = socket.socket(fileno={fd}); own.send(b\"up\"); '\n"
         "        'threading.Event().wait()' % os.getpid())\n"
         "subprocess.Popen([sys.executable, '-c', rank], pass_fds=[{fd}])\n"
@@ -357,8 +364,6 @@ def test_options_ask_for_ranks_by_the_name_of_vllms_executor() -> None:
     assert are_launched(options)
     assert gpus_of(options) == 2
     assert not are_launched({"tensor_parallel_size": 2})
-    with pytest.raises(EngineUnsupported, match="leave the cluster out"):
-        load("nowhere", engine_options=options, replicas=2, cluster="local")
 
 
 @pytest.mark.parametrize(
@@ -378,14 +383,15 @@ def test_options_ask_for_ranks_by_the_name_of_vllms_executor() -> None:
         ({"weight_transfer_config": {"backend": "nccl"}}, {}, "vLLM"),
         ({"tensor_parallel_size": 1}, {}, "vLLM"),
         ({"tensor_parallel_size": "2"}, {}, "vLLM"),
-        ({}, {"replicas": 2, "cluster": "local"}, "vLLM"),
+        ({}, {"replicas": 2, "cluster": "local"}, "ranks"),
     ],
 )
 def test_tensor_parallelism_alone_is_by_ranks(
     monkeypatch: pytest.MonkeyPatch, options: Any, given: Any, opened_by: str
 ) -> None:
     def opened(make: Any, *_: Any, **__: Any) -> Any:
-        raise EngineUnsupported("ranks" if make.func is open_ranked else "vLLM")
+        engine = make.keywords["engine"]
+        raise EngineUnsupported("ranks" if engine.func is open_ranked else "vLLM")
 
     def by_vllm(*_: Any, **__: Any) -> Any:
         raise EngineUnsupported("vLLM")
@@ -398,16 +404,10 @@ def test_tensor_parallelism_alone_is_by_ranks(
 
 def test_a_refusal_everywhere_is_raised_as_it_is_here() -> None:
     ranks = Here(Recorded())
-    ranks.answers[0].append(("refused", "no"))
+    ranks.answers[0].append((False, "no"))
     own: GenrtError = InvalidRequest("no, here")
     with pytest.raises(InvalidRequest, match="no, here"):
         ranks.agreed(own)
-    ranks.answers[0].append(("failed", "out of memory"))
+    ranks.answers[0].append((False, "out of memory"))
     with pytest.raises(EngineDied, match="out of memory"):
-        ranks.agreed(own)
-
-
-def test_asked_numbers_of_the_same_question_are_the_same() -> None:
-    ranks = Here(Recorded())
-    asked = SequenceHandle(3)
-    assert ranks.number_of(asked) == ranks.number_of(asked) != ranks.number_of(SequenceHandle(3))
+        ranks.agreed()

@@ -1,16 +1,10 @@
-"""A runtime over replicas in processes: the same answers, whatever becomes of the processes."""
+"""A runtime over replicas: the same answers, whatever becomes of the replicas."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
-import os
 import random
-import select
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -22,9 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 import genrt
-from genrt.cluster.health import ReplicaLimits
-from genrt.cluster.messages import AskedNumbers
-from genrt.cluster.processes import Processes
+from genrt.cluster.options import ReplicaLimits
 from genrt.cluster.routing import Router
 from genrt.engines.adapters import CONFIG_NAME, WEIGHTS_NAME
 from genrt.engines.exact import ExactEngine, NGram
@@ -34,7 +26,7 @@ from genrt.questions.draws import PopulationDraw
 from genrt.questions.request import Request
 from genrt.questions.sequences import SequenceHandle
 from tests.apart import drawn_apart_sync
-from tests.inside import engine_of
+from tests.cluster.here import replicas_of
 from tests.population_walk import EVENTS, walk
 from tests.population_walk import Runtime as Walked
 from tests.runtime.test_pauses import SleepyEngine
@@ -42,13 +34,9 @@ from tests.scoring_engine import ScoringEngine
 from tests.waiting import until as happened
 
 MODEL = NGram.random(11, order=2, seed=5)
-QUICK = ReplicaLimits(probe_seconds=0.2, most_silent=5, most_restarts=100)
+QUICK = ReplicaLimits(stall_seconds=0.4, most_restarts=1000)
 
-
-def processes(lm: AsyncLM) -> list[subprocess.Popen[bytes]]:
-    """The replicas' processes, which take signals as long as they live."""
-    engine = engine_of(lm)
-    return [each.child for each in [*engine._transport._processes.values()]]
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def until(lm: AsyncLM, states: str, restarts: int = 0) -> None:
@@ -65,13 +53,13 @@ def until(lm: AsyncLM, states: str, restarts: int = 0) -> None:
 
 
 @pytest.fixture(scope="module")
-def alone() -> Iterator[AsyncLM]:
+def alone(here: None) -> Iterator[AsyncLM]:
     with genrt.load(MODEL, engine="exact", seed=7) as lm:
         yield lm
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[AsyncLM]:
+def two(here: None) -> Iterator[AsyncLM]:
     with genrt.load(MODEL, engine="exact", replicas=2, replica_limits=QUICK) as lm:
         yield lm
 
@@ -113,12 +101,12 @@ def test_a_seed_has_the_same_results_with_any_number_of_replicas(
 
 
 @pytest.mark.promise(number=36)
-async def test_each_draw_is_its_own_context_s_when_processes_are_killed(
+async def test_each_draw_is_its_own_context_s_when_replicas_die(
     two: AsyncLM, alone: AsyncLM
 ) -> None:
     @contextlib.contextmanager
     def killed(how: str) -> Iterator[None]:
-        processes(two)[0].kill()
+        replicas_of(two).die(0)
         yield
 
     without = {"evicted", "not_finite", "restarted", "updated"}
@@ -137,25 +125,27 @@ def routes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[PopulationDraw, int]]:
     found: list[tuple[PopulationDraw, int]] = []
     route = Router.route
 
-    def seen(self: Router, request: Request, *, goes_on: Sequence[int] = ()) -> tuple[int, float]:
-        home, work = route(self, request, goes_on=goes_on)
+    def seen(
+        self: Router, request: Request, usable: Sequence[int], extends: Sequence[int] = ()
+    ) -> int:
+        home = route(self, request, usable, extends)
         if isinstance(request, PopulationDraw):
             found.append((request, home))
-        return home, work
+        return home
 
     monkeypatch.setattr(Router, "route", seen)
     return found
 
 
 @pytest.mark.promise(number=40)
-def test_a_large_batch_is_shared_and_killed_processes_are_not_seen(
+def test_a_large_batch_is_shared_and_deaths_are_not_seen(
     two: AsyncLM, alone: AsyncLM, routes: list[tuple[PopulationDraw, int]]
 ) -> None:
     until(two, "healthy")
     chance = random.Random(2)
     contexts = [[n % 11, n // 11 % 11, n // 121] for n in range(128)]
     homes: dict[SequenceHandle, int] = {}
-    victims = {8: 0, 11: -1}  # by then the first one may be gone, or there again
+    victims = {8: 0, 11: 1}
     for step in range(14):
         found = two.batch_draw_sync(contexts, seed=1000 * step, timeout=60)
         wanted = drawn_apart_sync(alone, contexts, seed=1000 * step)
@@ -170,7 +160,7 @@ def test_a_large_batch_is_shared_and_killed_processes_are_not_seen(
         if step in (3, 5, 6):
             contexts = [each.copy() for each in chance.choices(contexts, k=128)]
         if step in victims:
-            processes(two)[victims[step]].kill()
+            replicas_of(two).die(victims[step])
 
 
 @pytest.mark.parametrize("count", [1, 64])
@@ -213,7 +203,7 @@ def test_statistics_are_a_sum_and_survive_a_death(two: AsyncLM) -> None:
     until(two, "healthy")
     before = two.statistics()
     assert before.engine.rows >= sum(each.engine.rows for each in before.replicas)
-    processes(two)[0].kill()
+    replicas_of(two).die(0)
     until(two, "healthy", restarts=sum(each.restarts for each in before.replicas) + 1)
     after = two.statistics()
     assert after.engine.rows > before.engine.rows
@@ -239,8 +229,8 @@ def test_new_weights_reach_all_replicas_and_those_that_come_later() -> None:
         old = lm.batch_next_token_logprobs_sync(contexts)
         assert lm.update_weights_sync({"table": table}) == 1
         assert torch.allclose(lm.batch_next_token_logprobs_sync(contexts), expected, atol=1e-5)
-        for each in processes(lm)[:2]:
-            each.kill()
+        for number in range(2):
+            replicas_of(lm).die(number)
         until(lm, "healthy", restarts=2)
         lm.clear_cache()
         assert torch.allclose(lm.batch_next_token_logprobs_sync(contexts), expected, atol=1e-5)
@@ -263,7 +253,7 @@ async def test_an_adapter_is_in_all_replicas_or_in_none(tmp_path: Path) -> None:
         await lm.add_adapter("a", good)
         found = await lm.batch_next_token_logprobs(contexts, adapter="a")
         assert torch.allclose(found, expected, atol=1e-5)
-        processes(lm)[1].kill()
+        replicas_of(lm).die(1)
         await asyncio.to_thread(until, lm, "healthy", 1)
         lm.clear_cache()
         found = await lm.batch_next_token_logprobs(contexts, adapter="a")
@@ -275,9 +265,9 @@ async def test_an_adapter_is_in_all_replicas_or_in_none(tmp_path: Path) -> None:
 
 
 async def storm(replicas: int, kills: int, seconds: float) -> tuple[int, int]:
-    """Kill processes at random under load; return how many questions were right, and told why not."""
-    limits = ReplicaLimits(probe_seconds=0.5, most_silent=60, most_restarts=1000)
-    right = 0
+    """Have replicas die or hang at random under load; return how many questions were right, and how many
+    were told why not."""
+    right, limits = 0, ReplicaLimits(stall_seconds=replicas / 8, most_restarts=1000)
     why: list[str] = []
     chosen = random.Random(1)
     with genrt.load(MODEL, engine="exact", replicas=replicas, replica_limits=limits) as lm:
@@ -303,8 +293,8 @@ async def storm(replicas: int, kills: int, seconds: float) -> tuple[int, int]:
             while right < before + 20:
                 answered.clear()
                 await asyncio.wait_for(answered.wait(), 2 * seconds)
-            if alive := processes(lm):
-                chosen.choice(alive).kill()
+            happen = chosen.choice([replicas_of(lm).die, replicas_of(lm).hang])
+            happen(chosen.randrange(replicas))
         ended.set()
         await asyncio.gather(*tasks)
         found = lm.statistics()
@@ -317,7 +307,7 @@ async def storm(replicas: int, kills: int, seconds: float) -> tuple[int, int]:
 
 
 @pytest.mark.promise(number=39)
-async def test_processes_killed_under_load_lose_nothing() -> None:
+async def test_deaths_under_load_lose_nothing() -> None:
     right, told = await storm(4, 6, 60.0)
     assert right >= 100
     assert told <= right // 10
@@ -325,100 +315,41 @@ async def test_processes_killed_under_load_lose_nothing() -> None:
 
 @pytest.mark.proof
 @pytest.mark.promise(number=39)
-async def test_a_hundred_kills_of_32_processes_lose_nothing() -> None:
+async def test_a_hundred_deaths_of_32_replicas_lose_nothing() -> None:
     right, told = await storm(32, 100, 60.0)
     assert right >= 1_900
     assert told <= right // 10
 
 
-def test_who_interrupts_a_wait_while_it_ends_ends_the_next_one_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """And so on: each interrupt that comes after a wait has ended is seen by the next."""
-    transport, original = Processes(_scores, AskedNumbers()), os.eventfd_read
-
-    def read(descriptor: int) -> int:
-        transport.interrupt()  # as another thread does just before
-        return original(descriptor)
-
-    monkeypatch.setattr(os, "eventfd_read", read)
-    for _ in range(3):
-        transport.interrupt()
-        assert select.select([transport._wakes], [], [], 0)[0], "it is awake"
-        assert transport.wait(math.inf) == []
-    transport.close()
-
-
 @pytest.mark.promise(number=39)
-async def test_a_process_that_hangs_is_replaced_and_its_questions_are_answered() -> None:
+async def test_a_replica_that_hangs_is_replaced_and_its_questions_are_answered() -> None:
     with genrt.load(MODEL, engine="exact", replicas=2, replica_limits=QUICK) as lm:
-        stopped = processes(lm)
-        for each in stopped:
-            each.send_signal(signal.SIGSTOP)
+        for number in range(2):
+            replicas_of(lm).hang(number)
         contexts = [[each, 3] for each in range(11)]
         found = await lm.batch_next_token_logprobs(contexts, timeout=60)
         expected = torch.stack([MODEL.row(each) for each in contexts])
         assert torch.allclose(found, expected, atol=1e-5)
-        assert [each.restarts for each in lm.statistics().replicas] == [1, 1]
-        assert not {*stopped} & {*processes(lm)}
+        assert replicas_of(lm).lives == [2, 2]
 
 
 @pytest.mark.parametrize("victims", [[0], [0, 1]])
-async def test_a_process_that_dies_in_its_sleep_comes_back_when_the_runtime_wakes_up(
+async def test_a_replica_that_dies_in_its_sleep_is_opened_when_the_runtime_wakes_up(
     victims: list[int],
 ) -> None:
     """Until then its memory is somebody else's."""
     with genrt.load(engine=SleepyEngine, replicas=2, replica_limits=QUICK) as lm:
         await lm.sleep()
-        slept = processes(lm)
         for number in victims:
-            slept[number].kill()
+            replicas_of(lm).die(number)
 
         def dead() -> int:
             return [each.state for each in lm.statistics().replicas].count("dead")
 
         await happened(lambda: dead() == len(victims))
-        assert not {*processes(lm)} - {*slept}
+        assert [n for n, each in enumerate(replicas_of(lm).opened) if not each] == victims
         await lm.wake_up()
         await asyncio.to_thread(until, lm, "healthy", len(victims))
-        assert {*processes(lm)} & {*slept} == {*slept} - {slept[number] for number in victims}
-
-
-def test_replicas_end_with_their_process_though_a_fork_of_it_lives_on() -> None:
-    """Also one that is stopped, and so reads nothing."""
-    code = (
-        "import os, signal, sys, genrt\n"
-        "from tests.cluster.test_replicas import MODEL, processes\n"
-        "lm = genrt.load(MODEL, engine='exact', replicas=2)\n"
-        "if not os.fork():\n"
-        "    os.read(0, 1)\n"
-        "    os._exit(0)\n"
-        "processes(lm)[1].send_signal(signal.SIGSTOP)\n"
-        "print(*[each.pid for each in processes(lm)], flush=True)\n"
-        "signal.pause()\n"
-    )
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", code], **pipes) as parent:  # type: ignore[call-overload]
-        handles = [os.pidfd_open(int(each)) for each in parent.stdout.readline().split()]
-        parent.kill()
-        try:
-            for each in handles:
-                assert select.select([each], [], [], 60)[0], "it outlives its process"
-        finally:
-            for each in handles:
-                signal.pidfd_send_signal(each, signal.SIGKILL)
-                os.close(each)
-
-
-def test_closing_is_heard_though_a_fork_holds_the_sockets_too() -> None:
-    lm = genrt.load(MODEL, engine="exact", replicas=2)
-    transport: Any = engine_of(lm)
-    held = [os.dup(each.port.fileno()) for each in transport._transport._processes.values()]
-    ids = processes(lm)
-    lm.close()
-    assert [each.returncode for each in ids] == [0, 0]
-    for each in held:
-        os.close(each)
 
 
 def _scores() -> ScoringEngine:
@@ -437,7 +368,7 @@ async def test_scores_are_one_question_whichever_replica_is_asked(alone: AsyncLM
             assert all(
                 torch.allclose(*each, atol=1e-5) for each in zip(found, expected, strict=True)
             )
-            processes(lm)[0].kill()
+            replicas_of(lm).die(0)
         own = lm.statistics()
         different = {(*before, *more) for before, more in zip(contexts, after, strict=True)}
         assert (own.engine.scored_tokens, own.engine.rows) == (2 * 3 * len(different), 0)
@@ -455,7 +386,7 @@ def _dies_of(token: int) -> ExactEngine:
 
 
 class _Mortal(ExactEngine):
-    """An engine whose process dies of a token."""
+    """An engine whose replica dies of a token."""
 
     def __init__(self, model: NGram, token: int) -> None:
         super().__init__(model)
@@ -463,14 +394,14 @@ class _Mortal(ExactEngine):
 
     def submit(self, requests: Any) -> None:
         if any(self._token in each.token_ids for each in requests):
-            os.kill(os.getpid(), signal.SIGKILL)
+            raise EngineDied("of this token")
         super().submit(requests)
 
 
 def test_a_question_that_kills_replicas_is_told_so_and_the_others_are_answered() -> None:
     engine = partial(_dies_of, 10)
     with genrt.load(engine=engine, replicas=2, replica_limits=QUICK) as lm:
-        with pytest.raises(EngineFailed, match="3 replicas died"):
+        with pytest.raises(EngineFailed, match="2 replicas died"):
             lm.next_token_logprobs_sync([10])
         assert torch.allclose(lm.next_token_logprobs_sync([1]), MODEL.row([1]), atol=1e-5)
 
@@ -490,21 +421,10 @@ def _refuses() -> ExactEngine:
     raise genrt.EngineUnsupported("not on a Monday")
 
 
-def test_what_does_not_open_says_why_and_leaves_no_process() -> None:
+def test_an_engine_that_does_not_open_says_why() -> None:
     with pytest.raises(genrt.EngineUnsupported, match="Monday"):
         genrt.load(engine=_refuses, replicas=2)
-    with pytest.raises(InvalidRequest, match="cannot be sent"):
-        genrt.load(engine=lambda: ExactEngine(MODEL), replicas=2)
     with pytest.raises(InvalidRequest, match="replicas"):
         genrt.load(MODEL, engine="exact", replicas=0)
     with pytest.raises(InvalidRequest, match="say how many"):
         genrt.load(MODEL, engine="exact", replica_limits=QUICK)
-
-
-def test_closing_ends_every_process() -> None:
-    lm = genrt.load(MODEL, engine="exact", replicas=2)
-    ids = processes(lm)
-    lm.close()
-    assert all(each.returncode is not None for each in ids)
-    with pytest.raises(genrt.Closed):
-        lm.draw_sync([1])

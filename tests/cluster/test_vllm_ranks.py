@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import select
-import subprocess
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 import genrt
-from genrt.cluster.health import ReplicaLimits
-from tests.cluster.test_replicas import processes, until
+from tests.cluster.ray_program import identity
+from tests.cluster.test_replicas import until
 from tests.cluster.test_vllm_replicas import CONTEXTS
 from tests.cluster.test_vllm_replicas import OPTIONS as REPLICA_OPTIONS
 from tests.scripted import PATIENCE_SECONDS
@@ -24,7 +24,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.proof]
 OPTIONS = REPLICA_OPTIONS | {"dtype": "float32"}
 RANKS: dict[str, Any] = {"tensor_parallel_size": 2}
 LAUNCHED: dict[str, Any] = {"distributed_executor_backend": "external_launcher"}
-LIMITS = ReplicaLimits(probe_seconds=0.5, most_silent=120, most_restarts=10)
 
 
 def answers(lm: genrt.AsyncLM) -> list[torch.Tensor]:
@@ -58,11 +57,13 @@ def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> Non
         torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-3)
 
 
-def ranks_of(process: subprocess.Popen[bytes]) -> list[int]:
+def ranks_of(process: int) -> list[int]:
     """The processes that a replica has started."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    commands = {int(each): Path(f"/proc/{each}/cmdline").read_bytes() for each in children}
-    return [each for each, command in commands.items() if b"follower" in command]
+    children = [each.read_text() for each in Path(f"/proc/{process}/task").glob("*/children")]
+    commands = {
+        each: Path(f"/proc/{each}/cmdline").read_bytes() for each in " ".join(children).split()
+    }
+    return [int(each) for each, command in commands.items() if b"follow(" in command]
 
 
 def has_ended(process: int) -> bool:
@@ -93,9 +94,7 @@ def test_two_ranks_answer_as_one_engine_does(
         alone = one.statistics().since(before).engine
         one.update_weights_sync(load_file(other / "model.safetensors"))
         renewed = answers(one)
-    with genrt.load(
-        llama, engine_options=OPTIONS | RANKS, seed=1, replicas=1, replica_limits=LIMITS
-    ) as two:
+    with genrt.load(llama, engine_options=OPTIONS | RANKS, seed=1) as two:
         two.add_adapter_sync("a", loras[0])
         assert two.sample_sync([5, 6], max_tokens=6) == unseeded
         assert_equal(answers(two), expected)
@@ -112,20 +111,18 @@ def test_two_ranks_answer_as_one_engine_does(
         assert_equal(answers(two), renewed)
 
         # A rank dies: all do, and are started again, with the weights and adapters that there are.
-        [process] = processes(two)
-        [rank] = ranks_of(process)
-        subprocess.run(["kill", "-9", str(rank)], check=True)
+        [rank] = ranks_of(two.run_sync(identity))
+        os.kill(rank, signal.SIGKILL)
         assert_equal(answers(two), renewed)
         until(two, "healthy", restarts=1)
 
         # Rank 0 dies, and leaves none behind.
-        [process] = processes(two)
+        process = two.run_sync(identity)
         [rank] = ranks_of(process)
-        process.kill()
+        os.kill(process, signal.SIGKILL)
         assert_equal(answers(two), renewed)
         assert has_ended(rank)
-        [process] = processes(two)
-        [last] = ranks_of(process)
+        [last] = ranks_of(two.run_sync(identity))
     assert has_ended(last)
     assert not [*Path("/dev/shm").glob("genrt-ranks-*")]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 import genrt
-from genrt.cluster.health import ReplicaLimits
-from tests.cluster.test_replicas import processes, until
+from tests.cluster.ray_program import identity
+from tests.cluster.test_replicas import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.proof]
 
@@ -54,17 +56,14 @@ def test_two_replicas_answer_as_one_engine_does(
         expected = answers(one)
         one.update_weights_sync(load_file(other / "model.safetensors"))
         renewed = answers(one)
-    limits = ReplicaLimits(probe_seconds=0.5, most_silent=120)
-    with genrt.load(
-        llama, engine_options=OPTIONS, seed=1, replicas=2, replica_limits=limits
-    ) as two:
+    with genrt.load(llama, engine_options=OPTIONS, seed=1, replicas=2) as two:
         two.add_adapter_sync("a", loras[0])
         for mine, theirs in zip(answers(two), expected, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-3)
         two.update_weights_sync(load_file(other / "model.safetensors"))
         for mine, theirs in zip(answers(two), renewed, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-3)
-        processes(two)[0].kill()
+        os.kill(two.run_sync(identity), signal.SIGKILL)
         for mine, theirs in zip(answers(two), renewed, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-3)
         until(two, "healthy", restarts=1)

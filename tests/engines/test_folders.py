@@ -130,6 +130,16 @@ def test_the_memory_that_dead_ranks_shared_goes_too(
     assert sorted(each.name for each in tmp_path.glob("genrt-*")) == ["genrt-ranks"]
 
 
+def test_the_folder_that_a_dead_owner_linked_to_goes_too(there: Path, tmp_path: Path) -> None:
+    """As of a Ray whose owner was killed."""
+    target = tmp_path / "ray"
+    target.mkdir()
+    (dead(there, "genrt-ray-{host}-{pid}-1-abc") / "link").symlink_to(target)
+    sweep()
+    assert not target.exists()
+    assert kinds(there) == []
+
+
 def test_a_folder_goes_with_its_object_but_not_with_a_forked_child(there: Path) -> None:
     folder = Folder("weights")
     if not os.fork():

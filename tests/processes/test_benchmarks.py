@@ -24,9 +24,11 @@ import torch
 import genrt
 from benchmarks import fidelity, overheads, plots, pressure, replicas, sharing, step, two_runtimes
 from benchmarks.step_modes import GENRT_MODES, MODES, Measured, Particles
+from genrt.cluster import engine
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.engines.protocol import Finished
 from genrt.questions.request import Request
+from tests.cluster.here import ReplicasHere
 
 ROOT = Path(__file__).resolve().parents[2]
 STEP = "--quick --model tiny --particles 2 --context 40 --steps 8 --repeats 2"
@@ -430,6 +432,7 @@ def test_the_exit_status_is_the_verdict(
 def test_what_replicas_cost_and_give_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(engine, "Actors", ReplicasHere)
     contexts = "--contexts", "16", "24"
     [result] = results_of(replicas, tmp_path / "replicas.json", monkeypatch, *contexts)
     assert [*result["flush"]] == ["1 draw", "64 draws", "64 rows", "64 rows on the host"]

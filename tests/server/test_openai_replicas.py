@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,8 @@ pytest.importorskip("openai")
 import openai
 
 import genrt
-from genrt.cluster.health import ReplicaLimits
 from genrt.server import serving
-from tests.cluster.test_replicas import processes
+from tests.cluster.ray_program import identity
 from tests.inside import engine_of
 from tests.waiting import until
 
@@ -24,7 +25,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.proof]
 
 ENGINE: dict[str, Any] = {"enforce_eager": True, "max_num_seqs": 8, "dtype": "float32"}
 ENGINE |= {"kv_cache_memory_bytes": 2**26, "enable_lora": True, "max_lora_rank": 8}
-LIMITS = ReplicaLimits(probe_seconds=0.5, most_silent=120)
 LONG = 150
 
 
@@ -58,8 +58,7 @@ async def test_clients_are_served_over_replicas_as_over_one_engine(
             (await lm.generate("Paris", seed=seed, adapter=name, **options)).text
             for seed, name in enumerate(("style", None) * 4)
         ]
-    over: Any = {"replicas": 2, "replica_limits": LIMITS}
-    async with genrt.load(str(llama), engine_options=ENGINE, seed=7, **over) as lm:
+    async with genrt.load(str(llama), engine_options=ENGINE, seed=7, replicas=2) as lm:
         await lm.add_adapter("style", loras[0])
         async with (
             serving(lm, model="tiny") as server,
@@ -70,7 +69,7 @@ async def test_clients_are_served_over_replicas_as_over_one_engine(
             assert [each.id async for each in client.models.list()] == ["tiny", "style"]
             # A replica is lost: its texts are drawn by the other one, and nothing is told twice.
             streams = await asyncio.gather(*(begun(client, seed) for seed in range(8)))
-            processes(lm)[0].kill()
+            os.kill(await lm.run(identity), signal.SIGKILL)
             assert await asyncio.gather(*(rest(*each) for each in streams)) == texts
             assert sum(each.restarts for each in lm.statistics().replicas) == 1
 
@@ -80,5 +79,5 @@ async def test_clients_are_served_over_replicas_as_over_one_engine(
                 await stream.close()
             assert await asyncio.gather(*(rest(*each) for each in streams[1::2])) == texts[1::2]
             engine = engine_of(lm)
-            await until(lambda: not lm.statistics().batcher.in_flight and not len(engine.fleet))
-            assert not engine._streams._came
+            await until(lambda: not lm.statistics().batcher.in_flight and not engine.is_busy)
+            assert not engine._streams

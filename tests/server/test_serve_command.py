@@ -20,7 +20,7 @@ import pytest
 
 import genrt
 from genrt.__main__ import main
-from genrt.cluster.health import ReplicaLimits
+from genrt.cluster.options import ReplicaLimits
 from genrt.engines.exact import NGram
 from genrt.errors import Closed
 from genrt.server import command
@@ -78,7 +78,7 @@ NOTHING = [
             ["--replicas", "2", "--replica-limits", '{"patience": 1}'],
             "has no 'patience': there are",
         ),
-        (["--replicas", "2", "--replica-limits", '{"most_silent": 0}'], "most_silent must be"),
+        (["--replicas", "2", "--replica-limits", '{"most_restarts": -1}'], "most_restarts must be"),
     ],
 )
 def test_wrong_arguments_are_told_before_a_model_is_loaded(

@@ -143,6 +143,7 @@ def test_pages_and_who_has_no_key_replace_no_weights(lm: genrt.AsyncLM) -> None:
             assert client.post("/start_weight_update", headers=key).status_code == 200
 
 
+@pytest.mark.usefixtures("here")
 def test_only_where_the_owner_says_so_and_the_engine_can(lm: genrt.AsyncLM) -> None:
     with serving(lm) as server, httpx.Client(base_url=str(server.url)) as client:
         assert client.post("/start_weight_update").status_code == 404

@@ -50,6 +50,7 @@ __all__ = [
     "answer_bytes",
     "answers_of",
     "answers_to",
+    "error_of",
     "flush_of",
     "flush_to",
     "packed_tokenizer",
@@ -70,15 +71,22 @@ T = TypeVar("T")
 U4, I8, F4, F8 = (np.dtype(each) for each in ("<u4", "<i8", "<f4", "<f8"))
 
 
-def flush_of(asked: Sequence[Question], model: str) -> bytes:
-    """Return questions as bytes, for the model of this fingerprint."""
+def flush_of(
+    asked: Sequence[Question],
+    model: str,
+    *,
+    name_of: Callable[[Adapter | None], str | None] = lambda adapter: (
+        adapter.name if adapter else None
+    ),
+) -> bytes:
+    """Return questions as bytes, for the model of this fingerprint; ``name_of`` names adapters."""
     contexts: dict[bytes, int] = {}
     masks: dict[bytes, int] = {}
     adapters: dict[str | None, int] = {}
     questions: list[list[Any]] = []
     for each in asked:
         row = each.row if isinstance(each, ReadRequest) else each
-        name = None if row.adapter is None else row.adapter.name
+        name = name_of(row.adapter)
         kind, more = "row", list[Any]()
         wanted = each.wanted if isinstance(each, ReadRequest) else None
         if isinstance(wanted, DrawToken):
@@ -236,7 +244,7 @@ def answers_to(
         header, rest = _unframed(data)
         reader, failed = _Reader(rest), header["errors"]
         results: list[Any] = [
-            _error_of(*failed[str(place)])
+            error_of(*failed[str(place)])
             if str(place) in failed
             else _verified_answer(request, _read_result(request, reader, vocab_size), vocab_size)
             for place, request in enumerate(asked)
@@ -333,7 +341,7 @@ def _to_tensor(numbers: np.ndarray) -> Tensor:
     return torch.from_numpy(numbers.astype(numbers.dtype.newbyteorder("=")))
 
 
-def _error_of(kind: str, message: str) -> GenrtError:
+def error_of(kind: str, message: str) -> GenrtError:
     """Return an error from its class name and message."""
     found = getattr(errors, kind, EngineFailed) if kind in errors.__all__ else EngineFailed
     made: GenrtError = found(message)

@@ -1,60 +1,163 @@
-"""Sequences that go on from what the other end holds travel as their last tokens, and come out whole."""
+"""Flushes and answers come out as they went in; sequences that are held there travel as last tokens."""
 
 from __future__ import annotations
 
 import gc
-import random
-import socket
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from genrt.cluster import messages
-from genrt.cluster.frames import Frames, received
-from genrt.cluster.memory import Memory
-from genrt.cluster.messages import (
-    LEAST_APART,
-    AskedNumbers,
-    RemotePopulations,
-    dump_message,
-    load_message,
-    outgoing,
+from genrt.cluster import flushes
+from genrt.cluster.flushes import (
+    Answers,
+    FarSequences,
+    HandleNumbers,
+    Packed,
+    packed_answers,
+    packed_flush,
+    unpacked_answers,
+    unpacked_flush,
 )
+from genrt.engines.protocol import EngineStatistics
+from genrt.errors import InvalidRequest
 from genrt.questions import sequences
-from genrt.questions.contexts import Limits
-from genrt.questions.draws import PopulationDraw
+from genrt.questions.completions import (
+    Completion,
+    CompletionRequest,
+    Decoding,
+    Delta,
+    SampleRequest,
+)
+from genrt.questions.contexts import Adapter, Limits
+from genrt.questions.draws import DrawToken, PopulationDraw
+from genrt.questions.reads import Candidates, ReadRequest, TopTokens
+from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
+from genrt.questions.scores import ScoreRequest
 from genrt.questions.sequences import Contexts, Origins, SequenceHandle, Sequences
+from genrt.tokens.sampling import BatchDraw, Draw, TopLogprobs
 from tests.questions.test_origins import AsLists
 
 Lists = list[list[int]]
+
+ADAPTER = Adapter("a b", 2)
+ROW = LogprobsRequest([1, 2, 3], ADAPTER, weights_version=5)
+DECODING = Decoding(
+    9,
+    0.5,
+    stop=("x", "y"),
+    logit_bias=((3, -1.5),),
+    structure=("choice", ("a", "b")),
+    template=(("tools", ("f",)),),
+)
+REQUESTS: list[Request] = [
+    ROW,
+    LogprobsRequest([7], weights_version=5),
+    ReadRequest(ROW, DrawToken(b"\x0f" * 16, 0.5, seed=3)),
+    ReadRequest(ROW, DrawToken(seed=8)),
+    ReadRequest(ROW, TopTokens(3)),
+    ReadRequest(ROW, Candidates((3, 1), 0.5)),
+    ScoreRequest(ROW.packed, 1, ADAPTER, 5, "greedy"),
+    ScoreRequest(ROW.packed, 2, None, 5, temperature=0.5),
+    ScoreRequest(ROW.packed, 1, ADAPTER, 5, "rows"),
+    SampleRequest((1, 2), 3, frozenset({5, 4}), seed=1, weights_version=5),
+    SampleRequest((1, 2), 3, nonce=2**62, adapter=ADAPTER, weights_version=5),
+    CompletionRequest((1, 2), DECODING, None, ADAPTER, 7, True, 5),
+]
+INFINITE = float("-inf")
+TEXT = Completion("ab", (1, 2), (0,), (-1.5, INFINITE), ({3: -2.0},), "stop", 5, 1.0, 0.5, "r", 4)
+RESULTS: list[tuple[Request, Any]] = [
+    (ROW, torch.arange(5.0)),
+    (REQUESTS[1], torch.arange(5.0) + 1),
+    (REQUESTS[2], Draw(3, -0.1, INFINITE)),
+    (REQUESTS[3], Draw(-1, INFINITE, INFINITE)),
+    (REQUESTS[4], TopLogprobs(torch.tensor([3, 1, 2]), torch.tensor([-1.0, -2.0, INFINITE]))),
+    (REQUESTS[5], torch.tensor([-1.0, -2.0])),
+    (REQUESTS[6], torch.zeros(2, 2)),
+    (REQUESTS[8], torch.ones(2, 5)),
+    (REQUESTS[9], (4, 5)),
+    (REQUESTS[10], ()),
+    (CompletionRequest((0,), DECODING, weights_version=4), TEXT),
+    (ROW, InvalidRequest("not this")),
+    (ROW, BatchDraw(torch.tensor([1, -1, 2]), torch.zeros(3), torch.tensor([0.0, INFINITE, -1.0]))),
+]
+
+
+def travelled(message: Packed) -> Packed:
+    found: Packed = pickle.loads(pickle.dumps(message))  # noqa: S301
+    return found
+
+
+def test_requests_come_out_equal_whatever_their_kind() -> None:
+    pairs = [*enumerate(REQUESTS)]
+    message = travelled(packed_flush(pairs, FarSequences(HandleNumbers())))
+    found = dict(unpacked_flush(message, {}, Limits(128, 100)))
+    assert found == dict(pairs)
+    assert {each.weights_version for each in found.values()} == {5}  # type: ignore[union-attr]
+
+
+def test_a_wrong_question_is_an_error_of_its_own() -> None:
+    pairs: list[tuple[int, Request]] = [(1, LogprobsRequest([9])), (2, LogprobsRequest([1]))]
+    message = packed_flush(pairs, FarSequences(HandleNumbers()))
+    found = dict(unpacked_flush(message, {}, Limits(5, 100)))
+    assert isinstance(found[1], InvalidRequest)
+    assert found[2] == pairs[1][1]
+
+
+def test_answers_come_out_equal_whatever_their_kind() -> None:
+    asked = {n: request for n, (request, _) in enumerate(RESULTS)}
+    ends = [(n, result) for n, (_, result) in enumerate(RESULTS)]
+    delta = Delta("a", (1,), (INFINITE,), ({2: -1.0},), 3, 4, "r", 5)
+    counted = EngineStatistics(steps=3, seconds=0.5)
+    message = travelled(packed_answers(Answers([*ends, (99, TEXT)], [(10, delta)], counted)))
+    found = unpacked_answers(message, asked)
+    assert found.statistics == counted
+    assert found.told == [(10, delta)]
+    assert len(found.ends) == len(RESULTS)
+    results = dict(found.ends)
+    for number, (request, result) in enumerate(RESULTS):
+        mine = results[number]
+        assert type(mine) is type(result)
+        if isinstance(result, torch.Tensor):
+            assert torch.equal(mine, result)
+        elif isinstance(result, TopLogprobs | BatchDraw):
+            assert all(map(torch.equal, mine, result))
+        elif isinstance(result, InvalidRequest):
+            assert str(mine) == "not this"
+        else:
+            assert mine == result
+        if isinstance(result, Draw | BatchDraw | Completion):
+            assert mine.weights_version == request.weights_version
 
 
 class Hop:
     """A connection: what its sender knows of the receiver, and what that one has."""
 
     def __init__(self) -> None:
-        self.numbers, self.held = AskedNumbers(), RemotePopulations()
+        self.far = FarSequences(HandleNumbers())
         self.table: dict[int, SequenceHandle] = {}
         self.sent = 0
 
     def carry(self, draw: PopulationDraw) -> PopulationDraw:
         """Return a question as it comes out at the other end."""
         self.forget()
-        data = dump_message(draw, self.numbers.of, held=self.held)
-        self.sent = len(data)
-        found: PopulationDraw = load_message(data, self.table)
+        message = packed_flush([(1, draw)], self.far)
+        self.sent, message = len(pickle.dumps(message)), travelled(message)
+        [(_, found)] = unpacked_flush(message, self.table, Limits(2**31, 2**31))
+        assert isinstance(found, PopulationDraw)
         return found
 
     def forget(self) -> None:
         """Have the receiver forget what nobody goes on from."""
-        while self.numbers.gone:
-            self.table.pop(self.numbers.gone.popleft(), None)
+        for each in self.far.numbers.taken():
+            self.table.pop(each, None)
 
 
 def lists_of(contexts: Contexts) -> Lists:
@@ -69,7 +172,7 @@ class FarEnds(AsLists):
     def bounds(self, growth: int, most: int) -> None:
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(sequences, "EXTENSION_BYTES", growth)
-        self.patch.setattr(messages, "MOST_HELD", most)
+        self.patch.setattr(flushes, "MOST_HELD", most)
         self.most = most
         self.ways = [(Hop(), Hop()), (Hop(), Hop())]
         self.far: list[tuple[Contexts, Lists]] = []
@@ -188,34 +291,6 @@ def test_sequences_are_put_together_once_what_they_have_grown_from_takes_more() 
     assert lists_of(contexts) == [[1] * 40 + [3] * 60] * 50
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_sequences_that_have_grown_many_times_are_put_together_as_they_are(seed: int) -> None:
-    chosen, limits = random.Random(seed), Limits(9, 1000)
-    lists = [[chosen.randrange(9) for _ in range(chosen.randrange(30, 50))] for _ in range(8)]
-    whole = [(Sequences.of(limits, lists).contexts(np.arange(8)), lists)]
-    depth = 0
-    for _ in range(60):
-        several = chosen.sample(whole[-4:], min(len(whole), chosen.choice([1, 1, 1, 1, 2])))
-        count = sum(len(each) for _, each in several)
-        numbers = [chosen.randrange(count) for _ in range(8)]
-        tokens = [chosen.randrange(9) for _ in numbers]
-        every = [each for _, some in several for each in some]
-        lists = [[*every[n], token] for n, token in zip(numbers, tokens, strict=True)]
-        given = np.array(numbers), np.array(tokens, np.uint32)
-        whole.append((Contexts.grown([each for each, _ in several], *given), lists))
-        growth, deep = whole[-1][0]._growth, 0
-        while growth is not None:
-            growth, deep = growth.before._growth, deep + 1
-        depth = max(depth, deep)
-        if chosen.random() < 0.05:
-            contexts, lists = chosen.choice(whole)
-            assert lists_of(contexts) == lists
-    assert depth > 3
-    for contexts, lists in whole:
-        assert contexts.last_tokens.tolist() == [each[-1] for each in lists]
-        assert lists_of(contexts) == lists
-
-
 def test_what_goes_on_from_some_that_are_not_held_too_travels_whole() -> None:
     hop, one, other = Hop(), steps(20, 500), steps(20, 500)
     for _ in range(3):
@@ -253,22 +328,3 @@ def test_a_receiver_that_does_not_hold_it_fails_and_guesses_nothing() -> None:
     hop.table.clear()
     with pytest.raises(AttributeError):
         hop.carry(next(questions))
-
-
-def test_what_is_held_does_not_keep_the_memory_in_which_it_came() -> None:
-    """That is wanted for the next message."""
-    one, other = socket.socketpair()
-    with one, other:
-        memory, frames, hop = Memory(), Frames(), Hop()
-        for draw, _ in zip(steps(4, LEAST_APART), range(3), strict=False):
-            outgoing(draw, memory, hop.numbers.of, hop.held).send_to([one])
-            came = received(other, frames)
-            assert came is not None
-            [frame] = came
-            found = load_message(frame.data, hop.table, frame.arrays)
-            del frame, came, found
-        assert len(memory._pieces) == 1  # of which the second question's sequences are free too
-        assert [each.memory[0] for each in memory._pieces] == [0]
-        last = [*hop.table.values()][-1].contexts
-        assert last is not None
-        assert last.packed(3) == draw.contexts.packed(3)

@@ -1,0 +1,310 @@
+"""One engine of several: an ``AsyncLM`` with the questions of another process.
+
+Rules:
+    Questions are waiters of the runtime's batcher; everything else runs on its engine's thread.
+    A replica with a dead engine, or a mixture of weights, raises EngineDied; the other end replaces it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from genrt.cluster.flushes import Answers, Packed, packed_answers, unpacked_flush
+from genrt.cluster.programs import ProgramLoop, ProgramRequest
+from genrt.engines.folders import Folder
+from genrt.engines.protocol import check_supported, survived
+from genrt.engines.remote.wire import packed_tokenizer
+from genrt.engines.weights import weights_of
+from genrt.errors import EngineDied, EngineUnsupported, GenrtError
+from genrt.questions.completions import CompletionRequest, NativeRequest, Told
+from genrt.questions.contexts import Adapter
+from genrt.questions.reads import HostRow, ReadRequest
+from genrt.questions.request import Request
+from genrt.questions.rows import LogprobsRequest
+from genrt.questions.sequences import SequenceHandle
+from genrt.runtime.answers import AnsweringEngine
+from genrt.runtime.batcher import Waiter
+from genrt.runtime.streams import NativeFlow
+
+__all__ = ["Facts", "Replica", "Settings", "stored"]
+
+T = TypeVar("T")
+
+StoredTensors = Sequence[tuple[str, str, np.ndarray]]
+"""Tensors for an object store: the name, torch's name of the type, and the numbers, maybe as bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """The properties of a replica's engine; ``tokenizer`` is packed, and ``sleep_refused`` says why it
+    cannot sleep."""
+
+    vocab_size: int
+    max_model_len: int
+    max_batch_size: int
+    tokenizer: bytes
+    sleep_refused: str | None
+    scores: bool
+    keeps_prefixes: bool
+    is_vllm: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything that a replica needs before its first question.
+
+    Attributes:
+        weights: the version of the weights; 0 stands for the model's own.
+        tensors: the weights in parts, each ``StoredTensors`` or an awaitable.
+        adapters: with their files by name.
+    """
+
+    weights: int = 0
+    tensors: tuple[Any, ...] = ()
+    adapters: tuple[tuple[Adapter, Mapping[str, bytes]], ...] = ()
+    prefixes: tuple[LogprobsRequest, ...] = ()
+
+
+class Replica:
+    """The methods that the other end calls, all on one event loop."""
+
+    def __init__(self) -> None:
+        self._lm: Any = None
+        self._weights = 0
+        self._adapters: set[Adapter] = set()
+        self._handles: dict[int, SequenceHandle] = {}
+        self._withdraw: dict[int, Callable[[], object]] = {}
+        self._last_ticket = 0
+        self._early: set[int] = set()  # withdrawn before they came
+        self._ends: list[tuple[int, Any]] = []
+        self._told: list[tuple[int, Told]] = []
+        self._news = asyncio.Event()
+        self._failed: EngineDied | None = None
+        self._programs = ProgramLoop()
+
+    async def prepare(self, make: Callable[[], Awaitable[Any]], wanted: Settings) -> Facts:
+        """Open the runtime, the first time, and give it these settings.
+
+        Raises:
+            GenrtError: it cannot be opened. EngineDied: its weights are a mixture.
+        """
+        if self._lm is None:
+            self._lm = await make()
+        if wanted.weights != self._weights:
+            parts = [await each if inspect.isawaitable(each) else each for each in wanted.tensors]
+            await self._on_engine(partial(self._load, version=wanted.weights, parts=parts))
+        for adapter in self._adapters - dict(wanted.adapters).keys():
+            await self.remove_adapter(adapter)
+        for adapter, files in wanted.adapters:
+            await self.add_adapter(adapter, files)
+        for prefix in wanted.prefixes:
+            await self.do("full.prefixes.keep", prefix)
+        return await self._on_engine(_facts)
+
+    def _load(
+        self, answering: AnsweringEngine, *, version: int, parts: Sequence[StoredTensors]
+    ) -> None:
+        answering.begin_update()
+        weights = weights_of(answering.engine)
+        try:
+            for each in parts:
+                weights.load(_tensors(each))
+            weights.finish()
+        except Exception as error:
+            raise EngineDied(f"its weights could not be replaced: {error}") from error
+        self._weights = self._lm._thread.batcher.weights_version = version
+
+    # -- questions ----------------------------------------------------------------------------
+
+    async def flush(self, message: Packed) -> None:
+        """Take the questions of a message; ``answers`` returns their ends."""
+        if self._lm is None:  # they were for an earlier life
+            return
+        try:
+            for ticket, request in unpacked_flush(message, self._handles, self._lm._limits):
+                if isinstance(request, GenrtError):
+                    self._end(ticket, request)
+                else:
+                    self._ask(ticket, request)
+        except Exception as error:
+            self._failed = EngineDied(f"a flush could not be read: {error}")
+            self._news.set()
+
+    async def answers(self) -> Packed:
+        """Wait for answers, and return all that there are. Raises EngineDied after a failure."""
+        await self._news.wait()
+        self._news.clear()
+        if self._failed is not None:
+            raise self._failed
+        ends, self._ends, told, self._told = self._ends, [], self._told, []
+        return packed_answers(Answers(ends, told, self._lm._thread.statistics()))
+
+    async def cancel(self, tickets: Sequence[int]) -> None:
+        """Withdraw questions."""
+        for ticket in tickets:
+            if (withdraw := self._withdraw.pop(ticket, None)) is not None:
+                withdraw()
+            elif ticket > self._last_ticket:
+                self._early.add(ticket)
+
+    async def forget(self, numbers: Sequence[int]) -> None:
+        """Forget the sequences of populations that were collected."""
+        known = [self._handles.pop(each) for each in numbers if each in self._handles]
+        if self._lm is not None:
+            self._lm._thread.give_back(known)
+
+    def _ask(self, ticket: int, request: Request) -> None:
+        lm, loop = self._lm, asyncio.get_running_loop()
+        self._last_ticket = max(self._last_ticket, ticket)
+        if ticket in self._early:
+            self._early.discard(ticket)
+            return
+        future: asyncio.Future[Any]
+        if isinstance(request, ProgramRequest):
+            future = self._programs.start(request, lm)
+            self._withdraw[ticket] = future.cancel
+        elif getattr(request, "streamed", False):
+            future = asyncio.ensure_future(self._streamed(ticket, request))
+            self._withdraw[ticket] = future.cancel
+        else:
+            future = loop.create_future()
+            if isinstance(request, LogprobsRequest) and lm.device.type != "cpu":
+                request = ReadRequest(request, HostRow())
+            waiter = Waiter((request,), loop, future)
+            self._withdraw[ticket] = partial(lm._thread.batcher.leave, waiter)
+            try:
+                if isinstance(request, CompletionRequest):
+                    check_supported(lm._thread.engine, request.decoding)
+                if (found := lm._thread.batcher.join(waiter)) is not None:
+                    future.set_result(found)
+            except GenrtError as error:
+                future.set_exception(error)
+        future.add_done_callback(partial(self._done, ticket))
+
+    async def _streamed(self, ticket: int, request: Any) -> list[Any]:
+        asker = self._lm._asker
+        if isinstance(request, NativeRequest):
+            async for outputs in asker.native(request, NativeFlow()):
+                self._tell(ticket, outputs)
+            return [()]
+        check_supported(self._lm._thread.engine, request.decoding)
+        stream = asker.stream(request)
+        async for delta in stream:
+            self._tell(ticket, delta)
+        return [stream.completion]
+
+    def _done(self, ticket: int, future: asyncio.Future[list[Any]]) -> None:
+        error = None if future.cancelled() else future.exception()
+        if self._withdraw.pop(ticket, None) is None or future.cancelled():
+            return
+        if error is None:
+            self._end(ticket, future.result()[0])
+        elif isinstance(error, GenrtError):
+            self._end(ticket, error)
+        else:
+            self._failed = EngineDied(f"{type(error).__name__}: {error}")
+            self._news.set()
+
+    def _end(self, ticket: int, result: Any) -> None:
+        self._ends.append((ticket, result))
+        self._news.set()
+
+    def _tell(self, ticket: int, part: Told) -> None:
+        self._told.append((ticket, part))
+        self._news.set()
+
+    # -- changes ------------------------------------------------------------------------------
+
+    async def add_adapter(self, adapter: Adapter, files: Mapping[str, bytes]) -> None:
+        """Load an adapter from its files, unless it is loaded. Raises InvalidAdapter."""
+        if adapter in self._adapters:
+            return
+        with Folder("adapter") as directory:
+            for name, data in files.items():
+                (directory / name).write_bytes(data)
+            await self._on_engine(lambda answering: answering.add_adapter(adapter, directory))
+        self._adapters.add(adapter)
+        self._lm._adapters.by_name[adapter.name] = adapter
+
+    async def remove_adapter(self, adapter: Adapter) -> None:
+        """Forget an adapter."""
+        if adapter in self._adapters:
+            self._adapters.discard(adapter)
+            names = self._lm._adapters.by_name
+            if names.get(adapter.name) == adapter:
+                del names[adapter.name]
+            await self._on_engine(lambda answering: answering.remove_adapter(adapter))
+
+    async def do(self, name: str, *arguments: Any) -> Any:
+        """Return an attribute of the answering engine, by a dotted name, or call it if it is a method."""
+
+        def call(answering: AnsweringEngine) -> Any:
+            found = attrgetter(name)(answering)
+            found = found(*arguments) if callable(found) else found
+            return dict(found) if isinstance(found, Mapping) else found
+
+        return await self._on_engine(call)
+
+    async def stop(self) -> None:
+        """Close the runtime."""
+        self._programs.close()
+        if self._lm is not None:
+            await self._lm.aclose()
+
+    async def _on_engine(self, function: Callable[[AnsweringEngine], T]) -> T:
+        """Call a function of the engine on its thread. Raises GenrtError."""
+
+        def call(answering: AnsweringEngine) -> T | GenrtError:
+            try:
+                return function(answering)
+            except Exception as error:
+                return survived(error)
+
+        if self._lm is None:
+            raise EngineDied("it was started again")
+        result: T | GenrtError = await asyncio.wrap_future(self._lm._thread.call(call))
+        if isinstance(result, GenrtError):
+            raise result
+        return result
+
+
+def stored(name: str, tensor: torch.Tensor) -> tuple[str, str, np.ndarray]:
+    """Return a tensor for an object store: its last axis are the bytes of a number."""
+    numbers = tensor.detach().cpu().contiguous().unsqueeze(-1).view(torch.uint8)
+    return name, str(tensor.dtype).removeprefix("torch."), numbers.numpy()
+
+
+def _tensors(several: StoredTensors) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of an object store, in its memory."""
+    for name, dtype, data in several:
+        yield name, torch.from_numpy(data).view(getattr(torch, dtype)).squeeze(-1)
+
+
+def _facts(answering: AnsweringEngine) -> Facts:
+    engine, refused = answering.engine, "it has no memory of a device to give back"
+    weights: Any = getattr(engine, "weights", None)
+    if hasattr(weights, "check_sleep"):
+        try:
+            weights.check_sleep()
+            refused = ""
+        except EngineUnsupported as error:
+            refused = str(error)
+    return Facts(
+        engine.vocab_size,
+        engine.max_model_len,
+        engine.max_batch_size,
+        packed_tokenizer(engine.tokenizer),
+        refused or None,
+        answering.capabilities.scores,
+        answering.capabilities.keeps_prefixes,
+        answering.capabilities.serves_vllm,
+    )

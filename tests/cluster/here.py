@@ -1,0 +1,145 @@
+"""Replicas in this process, each an ``AsyncLM``, behind the bytes of a channel. They die and hang.
+
+``monkeypatch.setattr(engine, "Actors", ReplicasHere)`` puts them in the place of Ray's actors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import pickle
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from ray import cloudpickle
+
+from genrt.cluster.actors import Gone
+from genrt.cluster.replica import Replica
+from genrt.lm import AsyncLM
+from tests.inside import engine_of
+
+__all__ = ["ReplicasHere", "replicas_of"]
+
+
+@dataclass(slots=True, eq=False)
+class Life:
+    """One life of a replica, with the calls that it has not answered."""
+
+    replica: Replica
+    calls: dict[Future[Any], asyncio.Task[None]] = field(default_factory=dict)
+    is_hung: bool = False
+
+
+class ReplicasHere:
+    """As ``Actors``.
+
+    Attributes:
+        lives: how many lives each replica has had.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Awaitable[Any]],
+        cluster: str,
+        *,
+        replicas: int,
+        restarts: int = 1000,
+        **_: Any,
+    ) -> None:
+        self._make, self._restarts = make, restarts
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self._lives = [Life(Replica()) for _ in range(replicas)]
+        self.lives = [1] * replicas
+        self.is_closed = False
+
+    def put(self, value: object) -> Any:
+        return _travelled(value)
+
+    def call(self, number: int, name: str, *arguments: Any) -> Future[Any]:
+        found: Future[Any] = Future()
+        given = _travelled(arguments)
+        if name == "prepare":
+            given = (self._make, *given)
+        self._loop.call_soon_threadsafe(self._begin, number, name, given, found)
+        return found
+
+    def kill(self, number: int) -> None:
+        self._loop.call_soon_threadsafe(self._end, number, "killed")
+
+    def die(self, number: int) -> None:
+        """Have a replica be gone, with what it has not answered."""
+        self.kill(number)
+
+    def hang(self, number: int) -> None:
+        """Have a replica answer nothing from now on, until it is killed."""
+        self._loop.call_soon_threadsafe(setattr, self._lives[number], "is_hung", True)
+
+    @property
+    def opened(self) -> list[bool]:
+        """Whether each replica has an engine."""
+        return [each.replica._lm is not None for each in self._lives]
+
+    def close(self) -> None:
+        if not self.is_closed:
+            self.is_closed = True
+            closing = asyncio.run_coroutine_threadsafe(self._close(), self._loop)
+            with contextlib.suppress(RuntimeError):  # the interpreter exits
+                closing.result(60)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(60)
+            self._loop.close()
+
+    def _begin(self, number: int, name: str, given: tuple[Any, ...], found: Future[Any]) -> None:
+        life = self._lives[number]
+        if self.lives[number] > self._restarts + 1:
+            found.set_exception(Gone("it died", is_final=True))
+            return
+        life.calls[found] = self._loop.create_task(self._run(life, name, given, found))
+
+    async def _run(self, life: Life, name: str, given: tuple[Any, ...], found: Future[Any]) -> None:
+        try:
+            result = await getattr(life.replica, name)(*given)
+            while life.is_hung:
+                await asyncio.Event().wait()
+            result = _travelled(result)
+        except Exception as error:
+            if life.calls.pop(found, None) is not None:
+                found.set_exception(error)
+        else:
+            if life.calls.pop(found, None) is not None:
+                found.set_result(result)
+
+    def _end(self, number: int, reason: str) -> None:
+        life = self._lives[number]
+        self._lives[number] = Life(Replica())
+        self.lives[number] += 1
+        is_final = self.lives[number] > self._restarts + 1
+        calls, life.calls = life.calls, {}
+        for found, task in calls.items():
+            task.cancel()
+            found.set_exception(Gone(reason, is_final=is_final))
+        self._loop.create_task(life.replica.stop())
+
+    async def _close(self) -> None:
+        for number in range(len(self._lives)):
+            life = self._lives[number]
+            await life.replica.stop()
+            for found, task in [*life.calls.items()]:
+                task.cancel()
+                del life.calls[found]
+        await asyncio.sleep(0)
+
+
+def _travelled(value: Any) -> Any:
+    return pickle.loads(cloudpickle.dumps(value))  # noqa: S301
+
+
+def replicas_of(lm: AsyncLM) -> ReplicasHere:
+    """Return the replicas of a runtime."""
+    found: ReplicasHere = engine_of(lm)._set
+    return found

@@ -1,0 +1,238 @@
+"""An engine over scripted replicas, on long random walks: nothing is lost, asked thrice, or stale."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from genrt.cluster.actors import Gone
+from genrt.cluster.engine import MOST_ASKED, ReplicaEngine
+from genrt.cluster.flushes import Answers, packed_answers, unpacked_flush
+from genrt.cluster.options import ReplicaLimits
+from genrt.cluster.replica import Facts, Settings
+from genrt.engines.adapters import CONFIG_NAME
+from genrt.engines.protocol import EngineStatistics
+from genrt.engines.remote.wire import packed_tokenizer
+from genrt.errors import EngineDied, EngineFailed, InvalidAdapter, InvalidRequest
+from genrt.questions.contexts import Adapter, Limits
+from genrt.questions.request import Request
+from genrt.questions.rows import LogprobsRequest
+
+FACTS = Facts(9, 100, 64, packed_tokenizer(None), None, False, False, False)
+LIMITS = ReplicaLimits(stall_seconds=0.4)
+
+
+@dataclass(slots=True)
+class Scripted:
+    """One life of a replica: its settings, what it was asked, and its unanswered calls."""
+
+    settings: Settings | None = None
+    adapters: set[Adapter] = field(default_factory=set)
+    asked: list[tuple[int, Request]] = field(default_factory=list)
+    ends: list[tuple[int, Any]] = field(default_factory=list)
+    listener: Future[Any] | None = None
+    pulses: list[Future[Any]] = field(default_factory=list)
+    is_hung: bool = False
+
+
+class ScriptedReplicas:
+    """Replicas that do what a test says. The row of a question has the version of the weights in it."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.lives = [Scripted() for _ in range(count)]
+        self.times: dict[bytes, int] = {}
+        self.wrong: list[str] = []
+        self.dies = 0.0
+        self.now = 0.0
+
+    def clock(self) -> float:
+        self.now += 0.02
+        return self.now
+
+    def put(self, value: object) -> Any:
+        return value
+
+    def call(self, number: int, name: str, *arguments: Any) -> Future[Any]:
+        found: Future[Any] = Future()
+        life = self.lives[number]
+        if name not in ("answers", "do") and self.random.random() < self.dies:
+            found.set_exception(Gone("of a call", is_final=False))
+            self.die(number)
+        elif name == "answers":
+            life.listener = found
+        elif name == "do":  # the pulse
+            life.pulses.append(found)
+        else:
+            given = pickle.loads(pickle.dumps(arguments))  # noqa: S301
+            try:
+                found.set_result(getattr(self, f"_{name}")(number, life, *given))
+            except Exception as error:
+                found.set_exception(error)
+        return found
+
+    def kill(self, number: int) -> None:
+        self.die(number)
+
+    def close(self) -> None:
+        self.lives.clear()
+
+    def die(self, number: int) -> None:
+        life, self.lives[number] = self.lives[number], Scripted()
+        for each in (life.listener, *life.pulses):
+            if each is not None:
+                each.set_exception(Gone("killed", is_final=False))
+
+    def answer(self, number: int) -> None:
+        """Have a replica answer some questions, or fail at them."""
+        life = self.lives[number]
+        if life.is_hung:
+            return
+        for each in life.pulses:
+            each.set_result(None)
+        life.pulses.clear()
+        for _ in range(self.random.randrange(len(life.asked) + 1)):
+            ticket, _ = life.asked.pop(self.random.randrange(len(life.asked)))
+            version = 0 if life.settings is None else life.settings.weights
+            result: Any = torch.full((9,), float(version))
+            if self.random.random() < 0.05:
+                result = self.random.choice([EngineFailed("a step"), InvalidRequest("it alone")])
+            life.ends.append((ticket, result))
+        if life.listener is not None and life.ends:
+            listener, life.listener = life.listener, None
+            ends, life.ends = life.ends, []
+            listener.set_result(packed_answers(Answers(ends, [], EngineStatistics(steps=1))))
+
+    def _prepare(self, number: int, life: Scripted, wanted: Settings) -> Facts:
+        life.settings, life.adapters = wanted, {each for each, _ in wanted.adapters}
+        return FACTS
+
+    def _flush(self, number: int, life: Scripted, message: Any) -> None:
+        for ticket, request in unpacked_flush(message, {}, Limits(9, 100)):
+            assert isinstance(request, LogprobsRequest)
+            self.times[request.packed] = self.times.get(request.packed, 0) + 1
+            if life.settings is None:
+                continue  # it was meant for the life before
+            if request.adapter not in {None, *life.adapters}:
+                self.wrong.append(f"replica {number} has no {request.adapter}")
+            life.asked.append((ticket, request))
+
+    def _cancel(self, number: int, life: Scripted, tickets: list[int]) -> None:
+        life.asked = [each for each in life.asked if each[0] not in tickets]
+
+    def _add_adapter(self, number: int, life: Scripted, adapter: Adapter, files: Any) -> None:
+        if CONFIG_NAME not in files or self.random.random() < 0.1:
+            raise InvalidAdapter("it does not fit")
+        life.adapters.add(adapter)
+
+    def _remove_adapter(self, number: int, life: Scripted, adapter: Adapter) -> None:
+        life.adapters.discard(adapter)
+
+    def _forget(self, number: int, life: Scripted, numbers: list[int]) -> None:
+        pass
+
+
+@pytest.mark.promise(number=39)
+@pytest.mark.promise(number=40)
+@pytest.mark.parametrize("seed", range(6))
+def test_a_walk_loses_nothing_and_asks_no_stale_replica(seed: int, tmp_path: Path) -> None:
+    (tmp_path / CONFIG_NAME).write_text("{}")
+    replicas, chosen = ScriptedReplicas(4, seed), random.Random(seed)
+    engine = ReplicaEngine(replicas, 4, limits=LIMITS, seed=seed, clock=replicas.clock)
+    replicas.dies = 0.02
+    asked: dict[Request, int] = {}
+    adapters: list[Adapter] = []
+    counts = {"right": 0, "given up": 0, "alone": 0, "refused": 0, "updates": 0}
+
+    def take() -> None:
+        engine.tend()
+        while engine._ends:
+            for end in engine.step():
+                version = asked.pop(end.request)
+                if end.error is None:
+                    assert end.result is not None
+                    assert end.result.tolist() == [version] * 9
+                    counts["right"] += 1
+                elif isinstance(end.error, InvalidRequest):
+                    counts["alone"] += 1
+                else:
+                    assert "replicas died" in str(end.error) or "a step" in str(end.error)
+                    counts["given up"] += 1
+
+    for number in range(1_500):
+        kind = chosen.random()
+        if kind < 0.4:
+            context = [number % 9, number // 9 % 9, number // 81 % 9, *[1] * (number // 729)]
+            adapter = chosen.choice([None, *adapters])
+            request = LogprobsRequest(context, adapter, weights_version=engine.weights.version)
+            if request not in asked:
+                replicas.times.pop(request.packed, None)
+                engine.submit([request])
+                asked[request] = engine.weights.version
+        elif kind < 0.8:
+            replicas.answer(chosen.randrange(4))
+        elif kind < 0.83:
+            replicas.die(chosen.randrange(4))
+        elif kind < 0.85:
+            replicas.lives[chosen.randrange(4)].is_hung = True
+        elif kind < 0.9 and asked:
+            gone = chosen.sample([*asked], chosen.randrange(1, len(asked) + 1))
+            engine.cancel(gone)
+            for each in gone:
+                del asked[each]
+        elif kind < 0.92:
+            try:
+                engine.add_adapter(Adapter("a", number), tmp_path)
+            except InvalidAdapter:
+                counts["refused"] += 1
+            else:
+                adapters.append(Adapter("a", number))
+        elif kind < 0.93 and adapters:
+            adapter = adapters.pop()
+            if not any(each.adapter == adapter for each in asked):
+                engine.remove_adapter(adapter)
+            else:
+                adapters.append(adapter)
+        elif kind < 0.95 and not asked:
+            engine.weights.begin()
+            engine.weights.load([("w", torch.zeros(1))])
+            engine.weights.finish()
+            counts["updates"] += 1
+            for life in replicas.lives:
+                if life.settings is not None:
+                    assert life.settings.weights == engine.weights.version
+        take()
+        assert max(replicas.times.values(), default=0) <= MOST_ASKED
+    for _ in range(2_000):
+        for number in range(4):
+            replicas.answer(number)
+        take()
+        if not asked:
+            break
+    assert not asked
+    assert not engine.is_busy
+    assert replicas.wrong == []
+    assert counts["right"] > 100
+    assert counts["given up"] > 0
+    assert counts["updates"] + counts["refused"] > 0
+    engine.close()
+
+
+def test_replicas_that_may_not_start_again_are_an_engine_that_died() -> None:
+    replicas = ScriptedReplicas(2, 0)
+    engine = ReplicaEngine(replicas, 2, limits=LIMITS, clock=replicas.clock)
+    request = LogprobsRequest([1])
+    engine.submit([request])
+    for life in replicas.lives:
+        assert life.listener is not None
+        life.listener.set_exception(Gone("for good", is_final=True))
+    with pytest.raises(EngineDied, match="may not be started again: for good"):
+        engine.tend()
+    assert {each.state for each in engine.replicas()} == {"retired"}
