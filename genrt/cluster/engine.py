@@ -645,6 +645,7 @@ class _ReplicaWeights:
             self._engine._give_up(self._engine._replicas[number], str(reason))
 
     def _first(self, name: str) -> Any:
+        self._engine._until(lambda: bool(self._engine._serving))
         result = next(iter(self._engine.everyone("do", f"engine.weights.{name}").values()))
         if isinstance(result, GenrtError):
             raise result

@@ -20,6 +20,7 @@ from genrt.cluster.replica import Facts, Settings
 from genrt.engines.adapters import CONFIG_NAME
 from genrt.engines.protocol import EngineStatistics
 from genrt.engines.remote.wire import packed_tokenizer
+from genrt.engines.weights import SLEEPING_PARTS, SleepingPart
 from genrt.errors import EngineDied, EngineFailed, InvalidAdapter, InvalidRequest
 from genrt.questions.contexts import Adapter, Limits
 from genrt.questions.request import Request
@@ -38,8 +39,11 @@ class Scripted:
     asked: list[tuple[int, Request]] = field(default_factory=list)
     ends: list[tuple[int, Any]] = field(default_factory=list)
     listener: Future[Any] | None = None
+    opening: Future[Any] | None = None
     pulses: list[Future[Any]] = field(default_factory=list)
     is_hung: bool = False
+    asleep: frozenset[SleepingPart] = frozenset()
+    wakes: bool = True
 
 
 class ScriptedReplicas:
@@ -51,6 +55,8 @@ class ScriptedReplicas:
         self.times: dict[bytes, int] = {}
         self.wrong: list[str] = []
         self.dies = 0.0
+        self.opens = True
+        self.opened: list[int] = []
         self.now = 0.0
 
     def clock(self) -> float:
@@ -68,8 +74,10 @@ class ScriptedReplicas:
             self.die(number)
         elif name == "answers":
             life.listener = found
-        elif name == "do":  # the pulse
+        elif arguments == ("statistics",) and life.settings is not None:  # the pulse
             life.pulses.append(found)
+        elif name == "prepare" and not self.opens:
+            life.opening = found
         else:
             given = pickle.loads(pickle.dumps(arguments))  # noqa: S301
             try:
@@ -86,7 +94,7 @@ class ScriptedReplicas:
 
     def die(self, number: int) -> None:
         life, self.lives[number] = self.lives[number], Scripted()
-        for each in (life.listener, *life.pulses):
+        for each in (life.listener, life.opening, *life.pulses):
             if each is not None:
                 each.set_exception(Gone("killed", is_final=False))
 
@@ -111,6 +119,8 @@ class ScriptedReplicas:
             listener.set_result(packed_answers(Answers(ends, [], EngineStatistics(steps=1))))
 
     def _prepare(self, number: int, life: Scripted, wanted: Settings) -> Facts:
+        if life.settings is None:
+            self.opened.append(number)
         life.settings, life.adapters = wanted, {each for each, _ in wanted.adapters}
         return FACTS
 
@@ -120,9 +130,25 @@ class ScriptedReplicas:
             self.times[request.packed] = self.times.get(request.packed, 0) + 1
             if life.settings is None:
                 continue  # it was meant for the life before
+            if life.asleep:
+                self.wrong.append(f"replica {number} was asked in its sleep")
             if request.adapter not in {None, *life.adapters}:
                 self.wrong.append(f"replica {number} has no {request.adapter}")
             life.asked.append((ticket, request))
+
+    def _do(self, number: int, life: Scripted, name: str, *arguments: Any) -> Any:
+        if life.settings is None:
+            raise EngineDied("it was started again")
+        if name == "engine.weights.sleep":
+            if life.asked:
+                self.wrong.append(f"replica {number} was put to sleep with questions")
+            life.asleep = SLEEPING_PARTS
+            return 10
+        if name == "engine.weights.wake_up":
+            if not life.wakes:
+                raise EngineFailed("no memory any more")
+            life.asleep -= arguments[0]
+        return None
 
     def _cancel(self, number: int, life: Scripted, tickets: list[int]) -> None:
         life.asked = [each for each in life.asked if each[0] not in tickets]
@@ -149,7 +175,8 @@ def test_a_walk_loses_nothing_and_asks_no_stale_replica(seed: int, tmp_path: Pat
     replicas.dies = 0.02
     asked: dict[Request, int] = {}
     adapters: list[Adapter] = []
-    counts = {"right": 0, "given up": 0, "alone": 0, "refused": 0, "updates": 0}
+    counts = {"right": 0, "given up": 0, "alone": 0, "refused": 0, "updates": 0, "slept": 0}
+    opened = 0
 
     def take() -> None:
         engine.tend()
@@ -166,9 +193,34 @@ def test_a_walk_loses_nothing_and_asks_no_stale_replica(seed: int, tmp_path: Pat
                     assert "replicas died" in str(end.error) or "a step" in str(end.error)
                     counts["given up"] += 1
 
+    def drain() -> None:
+        for _ in range(2_000):
+            for number in range(4):
+                replicas.answer(number)
+            take()
+            if not asked:
+                break
+
     for number in range(1_500):
         kind = chosen.random()
-        if kind < 0.4:
+        if asleep := engine.weights.asleep:
+            assert len(replicas.opened) == opened, "a replica was opened in the runtime's sleep"
+            assert all(
+                life.settings is None or life.asleep == asleep
+                for life, each in zip(replicas.lives, engine.replicas(), strict=True)
+                if each.state == "healthy"
+            )
+            if kind < 0.1:
+                parts = frozenset({"weights"}) if kind < 0.05 else SLEEPING_PARTS
+                try:
+                    engine.weights.wake_up(parts)
+                except EngineFailed:
+                    assert not any(life.wakes for life in replicas.lives if life.asleep)
+            elif kind < 0.2:
+                replicas.die(chosen.randrange(4))
+            elif kind < 0.25 and (life := chosen.choice(replicas.lives)).asleep:
+                life.wakes = False
+        elif kind < 0.4:
             context = [number % 9, number // 9 % 9, number // 81 % 9, *[1] * (number // 729)]
             adapter = chosen.choice([None, *adapters])
             request = LogprobsRequest(context, adapter, weights_version=engine.weights.version)
@@ -200,7 +252,8 @@ def test_a_walk_loses_nothing_and_asks_no_stale_replica(seed: int, tmp_path: Pat
                 engine.remove_adapter(adapter)
             else:
                 adapters.append(adapter)
-        elif kind < 0.95 and not asked:
+        elif kind < 0.94:
+            drain()
             engine.weights.begin()
             engine.weights.load([("w", torch.zeros(1))])
             engine.weights.finish()
@@ -208,20 +261,25 @@ def test_a_walk_loses_nothing_and_asks_no_stale_replica(seed: int, tmp_path: Pat
             for life in replicas.lives:
                 if life.settings is not None:
                     assert life.settings.weights == engine.weights.version
+        elif kind < 0.95:
+            drain()
+            engine.weights.sleep(1)
+            opened = len(replicas.opened)
+            counts["slept"] += 1
         take()
         assert max(replicas.times.values(), default=0) <= MOST_ASKED
-    for _ in range(2_000):
-        for number in range(4):
-            replicas.answer(number)
-        take()
-        if not asked:
-            break
+    while engine.weights.asleep:
+        for life in replicas.lives:
+            life.wakes = True
+        engine.weights.wake_up(SLEEPING_PARTS)
+    drain()
     assert not asked
     assert not engine.is_busy
     assert replicas.wrong == []
     assert counts["right"] > 100
     assert counts["given up"] > 0
     assert counts["updates"] + counts["refused"] > 0
+    assert counts["slept"] > 0
     engine.close()
 
 
@@ -236,3 +294,85 @@ def test_replicas_that_may_not_start_again_are_an_engine_that_died() -> None:
     with pytest.raises(EngineDied, match="may not be started again: for good"):
         engine.tend()
     assert {each.state for each in engine.replicas()} == {"retired"}
+
+
+def sleeping(count: int) -> tuple[ScriptedReplicas, ReplicaEngine]:
+    """Replicas that sleep."""
+    replicas = ScriptedReplicas(count, 0)
+    engine = ReplicaEngine(replicas, count, limits=LIMITS, clock=replicas.clock)
+    assert engine.weights.sleep(1) == 10 * count
+    return replicas, engine
+
+
+def settled(replicas: ScriptedReplicas, engine: ReplicaEngine) -> list[str]:
+    """Ask a question, see its answer, and return the states of the replicas."""
+    engine.submit([LogprobsRequest([1], weights_version=engine.weights.version)])
+    for _ in range(500):
+        for number in range(len(replicas.lives)):
+            replicas.answer(number)
+        engine.tend()
+    assert len(engine.step()) == 1
+    assert replicas.wrong == []
+    return [each.state for each in engine.replicas()]
+
+
+def test_a_replica_that_does_not_wake_up_is_started_again() -> None:
+    replicas, engine = sleeping(3)
+    replicas.lives[1].wakes = False
+    engine.weights.wake_up(SLEEPING_PARTS)
+    assert settled(replicas, engine) == ["healthy"] * 3
+    assert [each.restarts for each in engine.replicas()] == [0, 1, 0]
+    engine.close()
+
+
+def test_replicas_none_of_which_wakes_up_sleep_on() -> None:
+    replicas, engine = sleeping(2)
+    for life in replicas.lives:
+        life.wakes = False
+    with pytest.raises(EngineFailed, match="no memory any more"):
+        engine.weights.wake_up(SLEEPING_PARTS)
+    assert engine.weights.asleep == SLEEPING_PARTS
+    assert [life.asleep for life in replicas.lives] == [SLEEPING_PARTS] * 2
+    for life in replicas.lives:
+        life.wakes = True
+    engine.weights.wake_up(SLEEPING_PARTS)
+    assert settled(replicas, engine) == ["healthy"] * 2
+    engine.close()
+
+
+def test_a_sleep_does_not_wait_for_a_replica_that_is_being_opened() -> None:
+    replicas = ScriptedReplicas(2, 0)
+    engine = ReplicaEngine(replicas, 2, limits=LIMITS, clock=replicas.clock)
+    replicas.opens = False
+    replicas.die(0)
+    for _ in range(50):
+        engine.tend()
+    assert replicas.lives[0].opening is not None
+    assert engine.weights.sleep(1) == 10
+    assert [each.state for each in engine.replicas()] == ["dead", "healthy"]
+    replicas.opens = True
+    for _ in range(200):
+        engine.tend()
+    assert replicas.opened == [0, 1], "none is opened in the runtime's sleep"
+    engine.weights.wake_up(SLEEPING_PARTS)
+    assert settled(replicas, engine) == ["healthy"] * 2
+    assert replicas.opened == [0, 1, 0]
+    engine.close()
+
+
+def test_replicas_that_all_died_in_their_sleep_start_with_the_new_weights() -> None:
+    replicas, engine = sleeping(2)
+    for number in range(2):
+        replicas.die(number)
+    engine.tend()
+    with pytest.raises(EngineFailed, match="wake the runtime up"):
+        engine.weights.layout()
+    engine.weights.wake_up(frozenset({"weights"}))
+    engine.weights.begin()
+    engine.weights.load([("w", torch.zeros(1))])
+    engine.weights.finish()
+    assert replicas.opened == [0, 1]
+    engine.weights.wake_up(SLEEPING_PARTS)
+    assert settled(replicas, engine) == ["healthy"] * 2
+    assert [life.settings and life.settings.weights for life in replicas.lives] == [1, 1]
+    engine.close()
