@@ -211,7 +211,8 @@ def test_a_walk_loses_nothing_and_asks_no_stale_replica(seed: int, tmp_path: Pat
                 if each.state == "healthy"
             )
             if kind < 0.1:
-                parts = frozenset({"weights"}) if kind < 0.05 else SLEEPING_PARTS
+                weights: frozenset[SleepingPart] = frozenset({"weights"})
+                parts = weights if kind < 0.05 else SLEEPING_PARTS
                 try:
                     engine.weights.wake_up(parts)
                 except EngineFailed:
