@@ -16,10 +16,10 @@ import os
 import queue
 import select
 import shutil
+import socket
 import tempfile
 import threading
 import time
-import traceback
 import warnings
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
@@ -34,15 +34,16 @@ from genrt.errors import EngineNotInstalled, EngineUnsupported, GenrtError, Inva
 
 __all__ = ["Actors", "Gone", "RayConnection", "connection"]
 
-MOST_ATTEMPTS = 3
-"""How often a local Ray is started, which on a busy machine may fail."""
-
 OWN_RAY = {
-    "RAY_gcs_server_port_wait_time_s": "60",
-    "RAY_raylet_start_wait_time_s": "60",
+    "RAY_agent_register_timeout_ms": "300000",
+    "RAY_gcs_server_port_wait_time_s": "300",
     "RAY_worker_niceness": "0",
+    "RAY_worker_register_timeout_seconds": "300",
 }
-"""The settings of a local Ray: time limits for its start, and replicas with the priority of others."""
+"""The settings of a local Ray: time limits for a busy host, and replicas with the priority of others."""
+
+AGENT_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port")
+"""Ports of Ray's dashboard agent, which a local Ray does without."""
 
 END_SECONDS, EXIT_SECONDS = 3.0, 10.0
 """How long actors may take to close their engines, and to give their memory back once killed."""
@@ -68,6 +69,7 @@ class RayConnection:
         self._users = 0
         self._is_ours = self.is_local = False
         self._folder: Folder | None = None
+        self._node: Any = None
         self._starts: queue.SimpleQueue[tuple[Future[bool], Callable[[], bool]]] = (
             queue.SimpleQueue()
         )
@@ -134,7 +136,10 @@ class RayConnection:
 
     def _end(self, ray: Any) -> None:
         self._is_ours = self.is_local = False
-        ray.shutdown()  # also after a failed start
+        ray.shutdown()
+        if self._node is not None:
+            self._node.kill_all_processes(check_alive=False, allow_graceful=True)
+            self._node = None
         if self._folder is not None:
             shutil.rmtree(os.readlink(self._folder.path / "link"), ignore_errors=True)
             self._folder.close()
@@ -158,31 +163,61 @@ class RayConnection:
         self._folder = Folder("ray")
         target = tempfile.mkdtemp(prefix="genrt-")
         (self._folder.path / "link").symlink_to(target)
-        # Without a number, Ray would put all replicas on the first GPU, and start a worker per core.
-        own = {"num_gpus": gpus, "num_cpus": replicas, "include_dashboard": False}
-        for attempt in range(1, MOST_ATTEMPTS + 1):
-            try:
-                with _on_loopback(ray):
-                    ray.init("local", _temp_dir=target, **own, **quiet)
-            except Exception as error:
-                _kill_failed_node(error)
-                if attempt == MOST_ATTEMPTS:
-                    raise
-                ray.shutdown()
-            else:
-                break
+        with _on_loopback(ray):
+            self._node = _local_node(target, replicas, gpus)
+            ray.init(self._node.address, _node_ip_address="127.0.0.1", **quiet)
         return True
 
 
 connection = RayConnection()
 
 
-def _kill_failed_node(error: Exception) -> None:
-    """Kill the processes of a node whose start raised this error: Ray forgets them."""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        kill = getattr(frame.f_locals.get("self"), "kill_all_processes", None)
-        if kill is not None:
-            kill(check_alive=False, wait=True)
+def _local_node(folder: str, workers: int, gpus: int) -> Any:
+    """Start the processes of a Ray on this host: its store of states, its scheduler, and so many workers.
+
+    ``ray.init`` starts its dashboard, autoscaler and log monitor as well. Its scheduler gives up unless
+    the dashboard's agent opens its ports within 15 s, which takes longer on a busy host.
+    """
+    from ray._private.node import Node
+    from ray._private.parameter import RayParams
+
+    class LocalNode(Node):  # type: ignore[misc]
+        def __init__(self, parameters: RayParams, reserved: socket.socket) -> None:
+            self.reserved = reserved
+            try:
+                super().__init__(parameters, head=True, shutdown_at_exit=False)
+            except BaseException:
+                self.kill_all_processes(check_alive=False, wait=True)
+                raise
+
+        def start_api_server(self, **_: Any) -> None:
+            pass
+
+        def start_raylet(self, *arguments: Any, **options: Any) -> None:
+            for name in AGENT_PORTS:  # -1 is Ray's value for a service that is not in use
+                Path(self.get_session_dir_path(), f"{name}_{self.node_id}").write_text("-1")
+            super().start_raylet(*arguments, **options)
+
+        def kill_all_processes(self, *arguments: Any, **options: Any) -> None:
+            super().kill_all_processes(*arguments, **options)
+            self.reserved.close()
+
+    # Bound and not listening, it keeps the port for the agent, which may bind it as well.
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    parameters = RayParams(
+        node_ip_address="127.0.0.1",
+        temp_dir=folder,
+        # Without a number, Ray would put all replicas on the first GPU, and start a worker per core.
+        num_cpus=workers,
+        num_gpus=gpus,
+        runtime_env_agent_port=reserved.getsockname()[1],
+        dashboard_agent_listen_port=0,
+        no_monitor=True,
+        include_log_monitor=False,
+    )
+    return LocalNode(parameters, reserved)
 
 
 @contextlib.contextmanager
