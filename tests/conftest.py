@@ -131,6 +131,16 @@ def here() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
+def local_ray() -> Iterator[None]:
+    """A local Ray, which all runtimes of this process with replicas share."""
+    from genrt.cluster.actors import connection
+
+    connection.join("local", replicas=2)
+    yield
+    connection.leave()
+
+
+@pytest.fixture(scope="session")
 def oracle_rows(llama: Path) -> Callable[[Sequence[int]], torch.Tensor]:
     """transformers' float32 rows of ``llama`` after each of the token ids."""
     from transformers import AutoModelForCausalLM

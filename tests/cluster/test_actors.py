@@ -6,6 +6,7 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -103,24 +104,25 @@ def test_what_is_no_cluster_is_refused() -> None:
 
 
 class FakeNode:
-    """The processes of a local Ray, of which one does not come up."""
+    """The processes of a local Ray."""
+
+    address = "127.0.0.1:6379"
 
     def __init__(self, calls: list[Any]) -> None:
-        self._calls = calls
+        self.calls = calls
 
-    def start(self) -> None:
-        raise RuntimeError("the raylet did not come up")
-
-    def kill_all_processes(self, *, check_alive: bool, wait: bool) -> None:
-        assert wait
+    def kill_all_processes(self, *, check_alive: bool, allow_graceful: bool) -> None:
+        assert allow_graceful
         assert not check_alive
-        self._calls.append("killed")
+        self.calls.append("killed")
 
 
 class FakeRay(SimpleNamespace):
-    """Ray's connection alone. ``fails`` is how many local clusters do not come up."""
+    """Ray's connection, and a local cluster, which does not come up if it ``fails``."""
 
-    def __init__(self, *, running: bool = False, connected: bool = False, fails: int = 0) -> None:
+    def __init__(
+        self, *, running: bool = False, connected: bool = False, fails: bool = False
+    ) -> None:
         super().__init__(running=running, connected=connected, calls=[], fails=fails, on_hosts=[])
         self.gpus = 1
         self.get_runtime_context = lambda: SimpleNamespace(gcs_address="10.0.0.1:6379")
@@ -129,16 +131,20 @@ class FakeRay(SimpleNamespace):
     def is_initialized(self) -> bool:
         return bool(self.connected)
 
-    def init(self, address: str, **options: Any) -> None:
-        self.calls.append((address, options.get("include_dashboard")))
-        self.gpus = options.get("num_gpus", self.gpus)
+    def start_node(self, folder: str, workers: int, gpus: int) -> FakeNode:
+        self.calls.append("started")
         self.on_hosts.append(self._private.ray_constants.ENABLE_RAY_CLUSTER)
         os.environ.update(RAY_AUTH_MODE="token", PYTHONBREAKPOINT="ray's")
-        if address == "local":
-            self.fails -= 1
-            if self.fails >= 0:
-                FakeNode(self.calls).start()
-        elif not self.running:
+        if self.fails:
+            raise RuntimeError("the raylet did not come up")
+        self.gpus = gpus
+        return FakeNode(self.calls)
+
+    def init(self, address: str, **options: Any) -> None:
+        self.calls.append(address)
+        self.on_hosts.append(self._private.ray_constants.ENABLE_RAY_CLUSTER)
+        os.environ.update(RAY_AUTH_MODE="token", PYTHONBREAKPOINT="ray's")
+        if not self.running and address != FakeNode.address:
             raise ConnectionError("nobody is there")
         self.connected = True
 
@@ -164,6 +170,7 @@ class FakeRay(SimpleNamespace):
 
 def joined(monkeypatch: pytest.MonkeyPatch, ray: FakeRay) -> RayConnection:
     monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(actors, "_local_node", ray.start_node)
     return RayConnection()
 
 
@@ -171,35 +178,86 @@ def test_the_last_runtime_ends_what_the_first_began(monkeypatch: pytest.MonkeyPa
     found = joined(monkeypatch, ray := FakeRay())
     for cluster in ("auto", "local"):
         assert found.join(cluster) is ray
-    assert ray.calls == [("auto", None), ("local", False)]
+    assert ray.calls == ["auto", "started", FakeNode.address]
     found.leave()
     assert ray.is_initialized()
     found.leave()
     assert not ray.is_initialized()
+    assert ray.calls[3:] == ["shutdown", "killed"]
     found.join("local")
     assert ray.is_initialized()
 
 
-def test_a_local_cluster_is_begun_again_and_listens_on_loopback_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    found = joined(monkeypatch, ray := FakeRay(fails=2))
-    found.join("auto")
-    begun = [("local", False), "killed", "shutdown"]
-    assert ray.calls == [("auto", None), *begun, *begun, ("local", False)]
-    assert ray.on_hosts == [True, False, False, False]
+def test_a_local_cluster_listens_on_loopback_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined(monkeypatch, ray := FakeRay()).join("auto")
+    assert ray.on_hosts == [True, False, False]
     assert ray._private.ray_constants.ENABLE_RAY_CLUSTER is True
-    found.leave()
-    other = joined(monkeypatch, ray := FakeRay(fails=3))
+    found = joined(monkeypatch, ray := FakeRay(fails=True))
     with pytest.raises(EngineUnsupported, match="did not come up"):
-        other.join("local")
-    assert len([each for each in ray.calls if each == ("local", False)]) == 3
+        found.join("local")
+    assert ray.calls == ["started", "shutdown"]
     assert ray._private.ray_constants.ENABLE_RAY_CLUSTER is True
-    assert not ray.is_initialized()
 
 
-@pytest.mark.parametrize("fails", [0, 3])
-def test_the_environment_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch, fails: int) -> None:
+class FakeProcesses:
+    """Ray's class for the processes of a node: its scheduler reads the ports of other services, and may
+    not come up."""
+
+    comes_up = True
+
+    def __init__(self, parameters: Any, *, head: bool, shutdown_at_exit: bool) -> None:
+        assert head
+        assert not shutdown_at_exit
+        self.node_id, self.parameters = "ab12", parameters
+        self.start_api_server(include_dashboard=None)
+        self.start_raylet("a", fallback="b")
+
+    def get_session_dir_path(self) -> str:
+        return str(self.parameters.temp_dir)
+
+    def start_api_server(self, **_: Any) -> None:
+        raise AssertionError("a local Ray has no dashboard")
+
+    def start_raylet(self, *arguments: str, **options: str) -> None:
+        assert (arguments, options) == (("a",), {"fallback": "b"})
+        self.ports = {
+            each.name: each.read_text() for each in Path(self.parameters.temp_dir).iterdir()
+        }
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", self.parameters.runtime_env_agent_port))
+        if not self.comes_up:
+            raise RuntimeError("the raylet did not come up")
+
+
+@pytest.mark.parametrize("comes_up", [True, False])
+def test_a_local_cluster_waits_for_no_dashboard(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, comes_up: bool
+) -> None:
+    """On a busy host Ray's scheduler gives up on the dashboard's agent, which is slow to start."""
+    monkeypatch.setitem(sys.modules, "ray._private.node", SimpleNamespace(Node=FakeProcesses))
+    parameter = SimpleNamespace(RayParams=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "ray._private.parameter", parameter)
+    monkeypatch.setattr(FakeProcesses, "comes_up", comes_up)
+    killed: list[Any] = []
+    kill = "kill_all_processes"
+    monkeypatch.setattr(FakeProcesses, kill, lambda self, **_: killed.append(self), raising=False)
+    if comes_up:
+        node = actors._local_node(str(tmp_path), 3, 2)
+        assert node.parameters.node_ip_address == "127.0.0.1"
+        assert (node.parameters.num_cpus, node.parameters.num_gpus) == (3, 2)
+        names = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port")
+        assert node.ports == {f"{name}_ab12": "-1" for name in names}
+        node.kill_all_processes()
+    else:
+        with pytest.raises(RuntimeError, match="did not come up"):
+            actors._local_node(str(tmp_path), 3, 2)
+    [node] = killed
+    with socket.socket() as other:  # the port is free again
+        other.bind(("127.0.0.1", node.parameters.runtime_env_agent_port))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_environment_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
     monkeypatch.setenv("PYTHONBREAKPOINT", "mine")
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     before = dict(os.environ)
@@ -230,7 +288,7 @@ def test_a_cluster_that_is_not_there_leaves_nothing_behind(monkeypatch: pytest.M
     found = joined(monkeypatch, ray := FakeRay())
     with pytest.raises(EngineUnsupported, match="no Ray cluster at '10"):
         found.join("10.0.0.9:6379")
-    assert ray.calls == [("10.0.0.9:6379", None), "shutdown"]
+    assert ray.calls == ["10.0.0.9:6379", "shutdown"]
     ray.running = True
     found.join("10.0.0.1:6379")
     found.leave()
@@ -259,7 +317,7 @@ def test_replicas_without_gpus_are_refused_or_wait(monkeypatch: pytest.MonkeyPat
     few = "2 replicas need 4 GPUs, and the cluster has 3"
     with pytest.raises(EngineUnsupported, match=few):
         opened(partial(int), 2, 2, 3)
-    assert ray.calls[-1] == "shutdown"
+    assert ray.calls[-2:] == ["shutdown", "killed"]
     for ray in (FakeRay(connected=True), FakeRay(running=True)):
         monkeypatch.setattr(actors, "connection", joined(monkeypatch, ray))
         few = "2 replicas need 2 GPUs, and the cluster has 1: they wait"

@@ -9,52 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 import genrt
 from tests.cluster.ray_program import identity
 from tests.cluster.test_replicas import until
-from tests.cluster.test_vllm_replicas import CONTEXTS
-from tests.cluster.test_vllm_replicas import OPTIONS as REPLICA_OPTIONS
+from tests.cluster.test_vllm_replicas import OPTIONS, answers, assert_equal
 from tests.scripted import PATIENCE_SECONDS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.proof]
 
-OPTIONS = REPLICA_OPTIONS | {"dtype": "float32"}
 RANKS: dict[str, Any] = {"tensor_parallel_size": 2}
 LAUNCHED: dict[str, Any] = {"distributed_executor_backend": "external_launcher"}
-
-
-def answers(lm: genrt.AsyncLM) -> list[torch.Tensor]:
-    """Rows, scores, texts, and a population that grows, is resampled and cut, with what goes with it."""
-    lm.clear_cache()
-    population = lm.population(CONTEXTS[2], 8)
-    drawn = []
-    for step in range(8):
-        draws = population.draw_sync(seed=100 * step)
-        population.append(draws.token_ids)
-        if step % 3 == 2:
-            population.resample([0, 0, 1, 2, 2, 5, 6, 7])
-        if step == 5:
-            population.cut(len(CONTEXTS[2]) + 2)
-        drawn.append(draws.token_ids)
-    population.close()
-    return [
-        lm.batch_next_token_logprobs_sync(CONTEXTS),
-        lm.batch_next_token_logprobs_sync(CONTEXTS, adapter="a"),
-        torch.stack(drawn).float(),
-        torch.cat(lm.batch_score_sync(CONTEXTS, [[7, 8, 9, 10]] * len(CONTEXTS), adapter="a")),
-        torch.tensor(lm.sample_sync([5, 6], max_tokens=6, seed=4)).float(),
-        torch.tensor(
-            lm.generate_sync([7], max_tokens=5, regex="[a-c]{3}", seed=1).token_ids
-        ).float(),
-    ]
-
-
-def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    for mine, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-3)
 
 
 def ranks_of(process: int) -> list[int]:
@@ -80,7 +46,7 @@ def has_ended(process: int) -> bool:
 
 @pytest.mark.promise(number=39)
 def test_two_ranks_answer_as_one_engine_does(
-    llama: Path, loras: tuple[Path, Path], tmp_path: Path
+    llama: Path, loras: tuple[Path, Path], tmp_path: Path, local_ray: None
 ) -> None:
     from tests.small_models import make_llama
 
@@ -111,23 +77,18 @@ def test_two_ranks_answer_as_one_engine_does(
         assert_equal(answers(two), renewed)
 
         # A rank dies: all do, and are started again, with the weights and adapters that there are.
-        [rank] = ranks_of(two.run_sync(identity))
-        os.kill(rank, signal.SIGKILL)
-        assert_equal(answers(two), renewed)
-        until(two, "healthy", restarts=1)
-
-        # Rank 0 dies, and leaves none behind.
         process = two.run_sync(identity)
         [rank] = ranks_of(process)
-        os.kill(process, signal.SIGKILL)
+        os.kill(rank, signal.SIGKILL)
         assert_equal(answers(two), renewed)
-        assert has_ended(rank)
+        assert has_ended(process)
+        until(two, "healthy", restarts=1)
         [last] = ranks_of(two.run_sync(identity))
     assert has_ended(last)
     assert not [*Path("/dev/shm").glob("genrt-ranks-*")]
 
 
-def test_what_ranks_cannot_do_is_said_at_once(llama: Path) -> None:
+def test_what_ranks_cannot_do_is_said_at_once(llama: Path, local_ray: None) -> None:
     for wrong, message in (
         ({"pipeline_parallel_size": 2}, "tensor parallelism alone"),
         ({"max_num_sequences": 3}, "does not take these engine_options"),

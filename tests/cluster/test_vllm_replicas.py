@@ -1,9 +1,11 @@
-"""Two vLLM engines in processes: rows, weights, adapters and populations as of one, a death included."""
+"""Two vLLM engines in processes: answers, weights, adapters and clients as of one, deaths included."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,60 +14,148 @@ import torch
 from safetensors.torch import load_file
 
 import genrt
+from genrt.server import serving
 from tests.cluster.ray_program import identity
 from tests.cluster.test_replicas import until
+from tests.inside import engine_of
+from tests.waiting import until as happened
 
 pytestmark = [pytest.mark.vllm, pytest.mark.proof]
 
 OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
     "max_num_seqs": 16,
     "enable_lora": True,
     "max_lora_rank": 8,
     "kv_cache_memory_bytes": 2**26,
 }
 CONTEXTS = [[3 + (n * k) % 200 for n in range(length)] for k in (1, 7) for length in (1, 5, 40)]
+LONG = 150
+
+
+@pytest.fixture(scope="module")
+def one(llama: Path, loras: tuple[Path, Path]) -> Iterator[genrt.AsyncLM]:
+    with genrt.load(llama, engine_options=OPTIONS, seed=1) as lm:
+        lm.add_adapter_sync("a", loras[0])
+        yield lm
+
+
+@pytest.fixture(scope="module")
+def two(llama: Path, loras: tuple[Path, Path], local_ray: None) -> Iterator[genrt.AsyncLM]:
+    with genrt.load(llama, engine_options=OPTIONS, seed=1, replicas=2) as lm:
+        lm.add_adapter_sync("a", loras[0])
+        yield lm
+
+
+def answers(lm: genrt.AsyncLM) -> list[torch.Tensor]:
+    """Rows, scores, texts, and a population that grows, is resampled and cut, with what goes with it."""
+    lm.clear_cache()
+    population = lm.population(CONTEXTS[2], 8)
+    drawn = []
+    for step in range(8):
+        draws = population.draw_sync(seed=100 * step)
+        population.append(draws.token_ids)
+        if step % 3 == 2:
+            population.resample([0, 0, 1, 2, 2, 5, 6, 7])
+        if step == 5:
+            population.cut(len(CONTEXTS[2]) + 2)
+        drawn.append(draws.token_ids)
+    population.close()
+    return [
+        lm.batch_next_token_logprobs_sync(CONTEXTS),
+        lm.batch_next_token_logprobs_sync(CONTEXTS, adapter="a"),
+        torch.stack(drawn).float(),
+        torch.cat(lm.batch_score_sync(CONTEXTS, [[7, 8, 9, 10]] * len(CONTEXTS), adapter="a")),
+        torch.tensor(lm.sample_sync([5, 6], max_tokens=6, seed=4)).float(),
+        torch.tensor(
+            lm.generate_sync([7], max_tokens=5, regex="[a-c]{3}", seed=1).token_ids
+        ).float(),
+    ]
+
+
+def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-3)
+
+
+def restarts_of(lm: genrt.AsyncLM) -> int:
+    return sum(each.restarts for each in lm.statistics().replicas)
 
 
 @pytest.mark.promise(number=39)
 @pytest.mark.promise(number=40)
 def test_two_replicas_answer_as_one_engine_does(
-    llama: Path, loras: tuple[Path, Path], tmp_path: Path
+    one: genrt.AsyncLM, two: genrt.AsyncLM, llama: Path, tmp_path: Path
 ) -> None:
     from tests.small_models import make_llama
 
-    other = make_llama(tmp_path / "other", seed=7)
+    own = load_file(llama / "model.safetensors")
+    other = load_file(make_llama(tmp_path / "other", seed=7) / "model.safetensors")
+    assert_equal(answers(two), answers(one))
+    for lm in (one, two):
+        lm.update_weights_sync(other)
+    renewed = answers(one)
+    assert_equal(answers(two), renewed)
+    before = restarts_of(two)
+    os.kill(two.run_sync(identity), signal.SIGKILL)
+    assert_equal(answers(two), renewed)
+    until(two, "healthy", restarts=before + 1)
+    assert_equal(answers(two), renewed)
+    for lm in (one, two):
+        lm.update_weights_sync(own)
 
-    def answers(lm: genrt.AsyncLM) -> list[torch.Tensor]:
-        lm.clear_cache()
-        population = lm.population(CONTEXTS[2], 8)
-        drawn = []
-        for step in range(4):
-            draws = population.draw_sync(seed=100 * step)
-            population.append(draws.token_ids)
-            drawn.append(draws.token_ids)
-        return [
-            lm.batch_next_token_logprobs_sync(CONTEXTS),
-            lm.batch_next_token_logprobs_sync(CONTEXTS, adapter="a"),
-            torch.stack(drawn).float(),
-            torch.cat(lm.batch_score_sync(CONTEXTS, [[7, 8, 9, 10]] * len(CONTEXTS), adapter="a")),
-            torch.tensor(lm.sample_sync([5, 6], max_tokens=6, seed=4)).float(),
-        ]
 
-    with genrt.load(llama, engine_options=OPTIONS, seed=1) as one:
-        one.add_adapter_sync("a", loras[0])
-        expected = answers(one)
-        one.update_weights_sync(load_file(other / "model.safetensors"))
-        renewed = answers(one)
-    with genrt.load(llama, engine_options=OPTIONS, seed=1, replicas=2) as two:
-        two.add_adapter_sync("a", loras[0])
-        for mine, theirs in zip(answers(two), expected, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-3)
-        two.update_weights_sync(load_file(other / "model.safetensors"))
-        for mine, theirs in zip(answers(two), renewed, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-3)
-        os.kill(two.run_sync(identity), signal.SIGKILL)
-        for mine, theirs in zip(answers(two), renewed, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-3)
-        until(two, "healthy", restarts=1)
-        for mine, theirs in zip(answers(two), renewed, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-3)
+async def begun(client: Any, seed: int) -> tuple[Any, list[str]]:
+    """A stream, and the parts that it began with."""
+    stream = await client.completions.create(
+        model="tiny" if seed % 2 else "a",
+        prompt="Paris",
+        max_tokens=LONG,
+        seed=seed,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    return stream, [(await anext(stream)).choices[0].text for _ in range(3)]
+
+
+async def rest(stream: Any, parts: list[str]) -> str:
+    async for part in stream:
+        parts += [each.text for each in part.choices]
+    return "".join(parts)
+
+
+@pytest.mark.promise(number=39)
+async def test_clients_are_served_over_replicas_as_over_one_engine(
+    one: genrt.AsyncLM, two: genrt.AsyncLM
+) -> None:
+    """Texts go on when a replica dies; readers may leave."""
+    openai = pytest.importorskip("openai")
+    options: Any = {"max_tokens": LONG, "ignore_eos": True}
+    texts = [
+        (await one.generate("Paris", seed=seed, adapter=name, **options)).text
+        for seed, name in enumerate(("a", None) * 4)
+    ]
+    until(two, "healthy")
+    before = restarts_of(two)
+    async with (
+        serving(two, model="tiny") as server,
+        openai.AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=600
+        ) as client,
+    ):
+        assert [each.id async for each in client.models.list()] == ["tiny", "a"]
+        # A replica is lost: its texts are drawn by the other one, and nothing is told twice.
+        streams = await asyncio.gather(*(begun(client, seed) for seed in range(8)))
+        os.kill(await two.run(identity), signal.SIGKILL)
+        assert await asyncio.gather(*(rest(*each) for each in streams)) == texts
+        await asyncio.to_thread(until, two, "healthy", before + 1)
+
+        # Readers that leave take nothing of those that stay, and leave nothing.
+        streams = await asyncio.gather(*(begun(client, seed) for seed in range(8)))
+        for stream, _ in streams[::2]:
+            await stream.close()
+        assert await asyncio.gather(*(rest(*each) for each in streams[1::2])) == texts[1::2]
+        engine = engine_of(two)
+        await happened(lambda: not two.statistics().batcher.in_flight and not engine.is_busy)
+        assert not engine._streams

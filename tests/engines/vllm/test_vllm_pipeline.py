@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 import genrt
-from tests.cluster.test_vllm_ranks import answers, assert_equal
+from tests.cluster.test_vllm_replicas import answers, assert_equal
 from tests.small_models import make_llama
 
 pytestmark = [pytest.mark.vllm, pytest.mark.proof]
