@@ -93,10 +93,6 @@ async def main() -> None:
         genrt.load(MODEL, cluster="203.0.113.1:6379", replicas=1, **OPTIONS)
     except genrt.EngineUnsupported as error:
         tell("one cluster a process", "cannot be to" in str(error))
-    try:
-        genrt.load(engine=_refuses, replicas=1)
-    except genrt.EngineUnsupported as error:
-        tell("an engine's refusal", "Monday" in str(error))
     table = torch.randn(8, 8, 8)
     with tempfile.TemporaryDirectory() as directory:
         await lm.add_adapter("a", adapter_in(Path(directory), table))
@@ -132,10 +128,6 @@ async def main() -> None:
     lm.close()
     tell("Ray ends with the last runtime", not ray.is_initialized())
     tell("no process is left", not any(map(lives, {*before, *after, *last})))
-
-
-def _refuses() -> Any:
-    raise genrt.EngineUnsupported("not on a Monday")
 
 
 async def wait_to_be_killed() -> None:

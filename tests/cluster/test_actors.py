@@ -48,7 +48,7 @@ def test_a_runtime_over_a_local_ray() -> None:
     assert done.returncode == 0, done.stderr[-4000:]
     seen = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     assert [name for name, found in seen if found is not True] == []
-    assert len(seen) == 17
+    assert len(seen) == 16
     assert left == []
 
 
