@@ -58,7 +58,7 @@ def test_the_effective_sample_size_is_that_of_the_theory(
     name: str, chains: int, steps: int, r: float
 ) -> None:
     found = [
-        diagnosed(MARKOV[name](np.random.default_rng(seed), chains, steps, r)) for seed in range(20)
+        diagnosed(MARKOV[name](np.random.default_rng(seed), chains, steps, r)) for seed in range(12)
     ]
     exact = chains * steps * (1 - r) / (1 + r)
     # Halves of 40 steps hold fewer lags of r = 0.9 than there are.
