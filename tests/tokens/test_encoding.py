@@ -46,7 +46,7 @@ def without_space_beside(text: str) -> str:
 
 @pytest.mark.parametrize("name", [name for name in EXACT | SPACE_IN_FRONT if name != "bytes"])
 @given(text=TEXTS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_what_is_encoded_has_the_bytes_of_the_text_or_is_refused(name: str, text: str) -> None:
     tokenizer, tokens = made(name)
     try:
