@@ -390,7 +390,8 @@ def say(word):
 def held(source, destination, **options):
     say("converting")
     sys.stdin.readline()
-    (destination / "config.json").write_text("{}")
+    for name in models._FILES:
+        (destination / name).write_text("{}")
 def told(*args, **options):
     say("waiting")
     return acquire(*args, **options)

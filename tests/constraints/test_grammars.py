@@ -187,7 +187,7 @@ GRAMMARS = [
 
 
 @pytest.mark.parametrize(("syntax", "text", "wanted"), GRAMMARS)
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(lm=vocabularies)
 def test_accepts_what_derives(syntax: Any, text: str, wanted: Any, lm: AsyncLM) -> None:
     assert accepted(grammar(text, lm, syntax=syntax), 3) == matching(of_texts(wanted), lm, 3)
