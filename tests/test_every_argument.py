@@ -232,9 +232,10 @@ def test_a_wrong_argument_is_refused_or_taken_and_disturbs_nobody(
         for lm in (exact, transformers):
             raw: list[str] = []
             failed = lm.statistics().engine.failed
-            ask = lambda value, lm=lm, name_=parameter: asked(
-                lm, name, {**RIGHT[name], name_: value}
-            )()
+
+            def ask(value: Any, lm: AsyncLM = lm, parameter: str = parameter) -> Any:
+                return asked(lm, name, {**RIGHT[name], parameter: value})()
+
             found = refusals(ask, raw, taken)
             assert not raw, "\n".join([parameter, *raw])
             assert lm.statistics().engine.failed == failed
@@ -420,7 +421,11 @@ def test_a_wrong_argument_of_other_calls_is_refused_or_taken(name: str, letters:
     call, right, parameters = CALLS[name]
     for parameter in parameters:
         raw: list[str] = []
-        found = refusals(lambda value, name=parameter: call(letters, **right | {name: value}), raw)
+
+        def ask(value: Any, parameter: str = parameter) -> Any:
+            return call(letters, **right | {parameter: value})
+
+        found = refusals(ask, raw)
         assert not raw, "\n".join([parameter, *raw])
         assert len(letters.sample_sync([1], max_tokens=2)) == 2
         compare(name, parameter, found)

@@ -217,7 +217,7 @@ async def rejection(case: Case) -> None:
         assert_samples_from(kept, exact.token_ids, level=LEVEL)
 
 
-RESAMPLERS = [multinomial, stratified, systematic, residual, partial]
+RESAMPLERS: list[Resampler] = [multinomial, stratified, systematic, residual, partial]
 ALGORITHMS: dict[str, Check] = {
     "importance sampling": importance,
     "SMC": smc(),
