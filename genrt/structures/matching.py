@@ -58,13 +58,6 @@ class Tokens:
         allowed[self.eos_token_id] = True
         return packed(allowed)
 
-    @cached_property
-    def spelt(self) -> tuple[NDArray[np.int64], list[bytes]]:
-        """The tokens that stand for text, in the order of their bytes, and these bytes."""
-        token_ids = [i for i in range(len(self)) if self.is_open(i) and i != self.eos_token_id]
-        token_ids.sort(key=self.byte_vocab.__getitem__)
-        return np.array(token_ids, np.int64), [self.byte_vocab[i] for i in token_ids]
-
     def is_open(self, token_id: int) -> bool:
         """Tell whether a token is in ``open``: it stands for text, or is the end token."""
         return has_bit(self.open, token_id)
