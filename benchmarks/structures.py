@@ -360,8 +360,8 @@ IN_PLACE = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else")
 
 
 def is_endless(schema: Any) -> bool:
-    """Return whether a drawn schema's definition refers to itself in place, so that jsonschema may recurse
-    without end: its error inside of a comparison ends the process."""
+    """Return whether a drawn schema's definition refers to itself in place. jsonschema may recurse
+    without end over such a schema, and its error inside of a comparison ends the process."""
     left = [schema["$defs"]["d"]] if isinstance(schema, dict) and "$defs" in schema else []
     while left:
         each = left.pop()
