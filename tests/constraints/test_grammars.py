@@ -322,9 +322,3 @@ def test_many_texts_over_many_tokens() -> None:
         piece = rng.choice(following)
         state, text = state.advance(1 + pieces.index(piece)), text + piece
     assert len(text) > 4
-
-
-def test_ways_to_spell_a_text_meet_in_one_state() -> None:
-    lm = lm_over(b"a", b"b", b"ab", b"c")
-    start = strings(["abc", "abca"], lm).start()
-    assert start.advance(1).advance(2) is start.advance(3)
