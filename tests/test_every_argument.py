@@ -25,6 +25,7 @@ import torch
 
 import genrt
 from genrt import constraints, inference
+from genrt.cluster.opening import check_replicas
 from genrt.engines.exact import NGram
 from genrt.errors import InvalidRequest, TimedOut
 from genrt.generation import (
@@ -111,9 +112,13 @@ MODEL = NGram.random(11, order=1, seed=2, zeros=0.3)
 LETTERS = NGram.random([b"a", b"b", b"ab", b""], seed=3, eos_token_id=3)
 
 
+SHORT = {"max_model_len": 64}
+"""Texts of as many tokens as there is room for are short."""
+
+
 @pytest.fixture(scope="module")
 def exact() -> Iterator[AsyncLM]:
-    with genrt.load(MODEL, engine="exact") as lm:
+    with genrt.load(MODEL, engine="exact", engine_options=SHORT) as lm:
         yield lm
 
 
@@ -125,7 +130,7 @@ def letters() -> Iterator[AsyncLM]:
 
 @pytest.fixture(scope="module")
 def transformers(llama: Path) -> Iterator[AsyncLM]:
-    with genrt.load(llama, engine="transformers") as lm:
+    with genrt.load(llama, engine="transformers", engine_options=SHORT) as lm:
         yield lm
 
 
@@ -145,12 +150,14 @@ def parameters(function: Callable[..., Any]) -> list[str]:
 
 # -- questions of a runtime -------------------------------------------------------------------------
 
-QUESTIONS = [
-    (name, parameter)
+QUESTIONS = {
+    name: [
+        parameter
+        for parameter in parameters(getattr(AsyncLM, name))
+        if not (parameter == "token_ids" and "contexts" in RIGHT[name])
+    ]
     for name in RIGHT
-    for parameter in parameters(getattr(AsyncLM, name))
-    if not (parameter == "token_ids" and "contexts" in RIGHT[name])
-]
+}
 
 
 def test_every_public_method_is_in_the_table() -> None:
@@ -198,36 +205,45 @@ def _plain(message: str) -> str:
 
 
 @functools.cache
-def golden() -> dict[str, set[str]]:
-    """The messages of each call and parameter."""
-    found: dict[str, set[str]] = {}
+def golden() -> dict[str, dict[str, set[str]]]:
+    """The messages of each call, by parameter."""
+    found: dict[str, dict[str, set[str]]] = {}
     for message, places in json.loads(GOLDEN.read_text()).items():
         for place in places.split():
-            found.setdefault(place, set()).add(message)
+            name, _, parameter = place.rstrip(")").partition("(")
+            found.setdefault(name, {}).setdefault(parameter, set()).add(message)
     return found
 
 
-def compare(name: str, parameter: str, found: set[str]) -> None:
-    assert {*map(_plain, found)} == golden().get(f"{name}({parameter})", set()), (
-        "a message has changed: run python -m tests.test_every_argument, and review the difference"
-    )
+def compare(name: str, found: dict[str, set[str]]) -> None:
+    """The messages of a call, by parameter, are those of the golden file."""
+    plain = {parameter: {*map(_plain, messages)} for parameter, messages in found.items()}
+    assert {parameter: messages for parameter, messages in plain.items() if messages} == (
+        golden().get(name, {})
+    ), "a message has changed: run python -m tests.test_every_argument, and review the difference"
 
 
 @pytest.mark.promise(number=29)
 @pytest.mark.parametrize("engine", ["exact", "transformers"])
-@pytest.mark.parametrize(("name", "parameter"), QUESTIONS)
+@pytest.mark.parametrize("name", QUESTIONS)
 def test_a_wrong_argument_is_refused_or_taken_and_disturbs_nobody(
-    engine: str, name: str, parameter: str, request: pytest.FixtureRequest
+    engine: str, name: str, request: pytest.FixtureRequest
 ) -> None:
     lm: AsyncLM = request.getfixturevalue(engine)
-    raw: list[str] = []
     failed = lm.statistics().engine.failed
-    found = refusals(lambda value: asked(lm, name, {**RIGHT[name], parameter: value})(), raw)
-    assert not raw, "\n".join(raw)
+    found = {}
+    for parameter in QUESTIONS[name]:
+        raw: list[str] = []
+
+        def call(value: Any, parameter: str = parameter) -> Any:
+            return asked(lm, name, {**RIGHT[name], parameter: value})()
+
+        found[parameter] = refusals(call, raw)
+        assert not raw, "\n".join([parameter, *raw])
+        assert len(lm.sample_sync([1], max_tokens=2)) == 2
     assert lm.statistics().engine.failed == failed
-    assert len(lm.sample_sync([1], max_tokens=2)) == 2
     if engine == "exact":
-        compare(f"AsyncLM.{name}", parameter, found)
+        compare(f"AsyncLM.{name}", found)
 
 
 @pytest.mark.parametrize("name", [name for name in RIGHT if hasattr(AsyncLM, f"{name}_sync")])
@@ -279,7 +295,10 @@ def a_model(lm: AsyncLM) -> TextModel:
 
 def loaded(lm: AsyncLM, **arguments: Any) -> None:
     given: dict[str, Any] = {"model": LETTERS, "engine": "exact"}
-    genrt.load(**given | arguments).close()
+    if isinstance(arguments.get("replicas"), torch.Tensor | np.ndarray):
+        check_replicas(arguments["replicas"])  # no process is opened for a number that is right
+    else:
+        genrt.load(**given | arguments).close()
 
 
 async def _program(p: Any) -> int:
@@ -397,19 +416,22 @@ CALLS: dict[str, Call] = {
         parameters(constraints.potential),
     ),
 }
-EVERY_CALL = [(name, parameter) for name, (_, _, names) in CALLS.items() for parameter in names]
 
 
-@pytest.mark.parametrize(("name", "parameter"), EVERY_CALL)
-def test_a_wrong_argument_of_other_calls_is_refused_or_taken(
-    name: str, parameter: str, letters: AsyncLM
-) -> None:
-    call, right, _ = CALLS[name]
-    raw: list[str] = []
-    found = refusals(lambda value: call(letters, **right | {parameter: value}), raw)
-    assert not raw, "\n".join(raw)
-    assert len(letters.sample_sync([1], max_tokens=2)) == 2
-    compare(name, parameter, found)
+@pytest.mark.parametrize("name", CALLS)
+def test_a_wrong_argument_of_other_calls_is_refused_or_taken(name: str, letters: AsyncLM) -> None:
+    call, right, names = CALLS[name]
+    found = {}
+    for parameter in names:
+        raw: list[str] = []
+
+        def given(value: Any, parameter: str = parameter) -> Any:
+            return call(letters, **right | {parameter: value})
+
+        found[parameter] = refusals(given, raw)
+        assert not raw, "\n".join([parameter, *raw])
+        assert len(letters.sample_sync([1], max_tokens=2)) == 2
+    compare(name, found)
 
 
 @pytest.mark.parametrize(
@@ -443,8 +465,12 @@ async def test_a_wrong_item_is_refused_or_taken(exact: AsyncLM, parameter: str) 
 def record() -> None:
     """Write every message, with the calls and parameters that give it."""
     found: dict[str, set[str]] = {}
-    with genrt.load(MODEL, engine="exact") as lm, genrt.load(LETTERS, engine="exact") as letters:
-        for name, parameter in [*QUESTIONS, *EVERY_CALL]:
+    with (
+        genrt.load(MODEL, engine="exact", engine_options=SHORT) as lm,
+        genrt.load(LETTERS, engine="exact") as letters,
+    ):
+        every = {**QUESTIONS, **{name: names for name, (_, _, names) in CALLS.items()}}
+        for name, parameter in ((name, each) for name, names in every.items() for each in names):
             function, right, _ = CALLS.get(name, (None, RIGHT.get(name, {}), ()))
 
             def call(value: Any, place: Any = (name, parameter, function, right)) -> Any:

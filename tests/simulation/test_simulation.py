@@ -20,10 +20,10 @@ from tests.simulation import soak
 from tests.simulation.engine import Faults
 from tests.simulation.simulation import Report, simulate
 
-SEEDS = 400
-PARTS = 4
+SEEDS = 120
+"""The fixed seeds of one of two parts; each part comes to every corner by itself."""
 OPERATIONS = 100
-FRESH_SEEDS = 20
+FRESH_SEEDS = 10
 
 DIED = r"closed (the engine can't go on|the simulated engine died)"
 
@@ -35,12 +35,49 @@ DIED = r"closed (the engine can't go on|the simulated engine died)"
 @pytest.mark.promise(number=19)
 @pytest.mark.promise(number=20)
 @pytest.mark.promise(number=28)
-@pytest.mark.parametrize("part", range(PARTS))
-def test_nothing_is_found_in_fixed_seeds(part: int) -> None:
-    """Forty thousand operations in all."""
-    seeds = range(part * SEEDS // PARTS, (part + 1) * SEEDS // PARTS)
-    done = sum(simulate(seed, operations=OPERATIONS).operations for seed in seeds)
-    assert done >= OPERATIONS * SEEDS // PARTS
+@pytest.mark.parametrize("part", range(2))
+def test_nothing_is_found_in_fixed_seeds_and_they_come_to_every_corner(part: int) -> None:
+    """Everything that can happen to a question and in an engine has happened in some run."""
+    reports = [
+        simulate(seed, operations=OPERATIONS) for seed in range(part * SEEDS, (part + 1) * SEEDS)
+    ]
+    assert sum(report.operations for report in reports) >= OPERATIONS * SEEDS
+    events: Counter[str] = Counter()
+    counted: Counter[str] = Counter()
+    for report in reports:
+        for line in report.trace:
+            events.update(re.findall(r"^[A-Za-z ]+?(?= |$)", line))
+            events.update(
+                re.findall(
+                    r"step failed|submit failed|(?:Sample|Completion|Score)Request|[A-Z]\w+(?=, \[)",
+                    line,
+                )
+            )
+        for counts in (
+            report.statistics.batcher,
+            report.statistics.cache,
+            report.statistics.engine,
+        ):
+            counted.update({field.name: getattr(counts, field.name) for field in fields(counts)})
+    ends = {"answered", "CancelledError", "TimedOut", "Closed"}
+    ends |= {"EngineFailed", "EngineDied", "OutOfMemory", "NotFinite"}
+    asked = {
+        "DrawToken",
+        "TopTokens",
+        "Candidates",
+        "HostRow",
+        "SampleRequest",
+        "CompletionRequest",
+        "ScoreRequest",
+    }
+    others = {"withdrawn", "closed", "restarted", "reopened", "step failed", "submit failed"}
+    others |= {"streamed", "whole", "left", "dropped"}
+    assert ends | asked | others <= set(events)
+    of_other_engines = {"sampled_tokens", "computed_tokens", "bytes_to_host", "seconds"}
+    of_other_engines |= {"prepared", "speculated", "kept_tokens", "extended", "forked", "evicted"}
+    of_this_moment = {"queued", "in_flight", "waiting", "resident"}
+    never = {name for name, count in counted.items() if not count}
+    assert never <= of_other_engines | of_this_moment
 
 
 def test_nothing_is_found_in_fresh_seeds() -> None:
@@ -51,9 +88,8 @@ def test_nothing_is_found_in_fresh_seeds() -> None:
 
 
 @pytest.mark.promise(number=36)
-@pytest.mark.parametrize("part", range(4))
-def test_populations_among_all_else(part: int) -> None:
-    for seed in range(10 * part, 10 * part + 10):
+def test_populations_among_all_else() -> None:
+    for seed in range(20):
         assert simulate(seed, populations=True).operations >= 100
 
 
@@ -61,8 +97,8 @@ def test_populations_among_all_else(part: int) -> None:
 def test_updates_under_load_are_never_seen_in_part() -> None:
     """The weights are replaced while others ask, cancel and time out, engines fail and die: every answer
     is of one version, and of none from before it was asked."""
-    reports = [simulate(seed, populations=seed % 2 == 0, updates=True) for seed in range(40)]
-    assert sum(report.updates for report in reports) > 50
+    reports = [simulate(seed, populations=seed % 2 == 0, updates=True) for seed in range(24)]
+    assert sum(report.updates for report in reports) > 30
     assert simulate(3, updates=True) == simulate(3, updates=True)
 
 
@@ -106,43 +142,6 @@ def test_a_run_leaves_no_trace_on_torch() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_the_runs_come_to_every_corner() -> None:
-    """Everything that can happen to a question and in an engine has happened in some run."""
-    events: Counter[str] = Counter()
-    counted: Counter[str] = Counter()
-    for seed in range(60):
-        report = simulate(seed)
-        for line in report.trace:
-            events.update(re.findall(r"^[A-Za-z ]+?(?= |$)", line))
-            events.update(
-                re.findall(
-                    r"step failed|submit failed|(?:Sample|Completion|Score)Request|[A-Z]\w+(?=, \[)",
-                    line,
-                )
-            )
-        for part in (report.statistics.batcher, report.statistics.cache, report.statistics.engine):
-            counted.update({field.name: getattr(part, field.name) for field in fields(part)})
-    ends = {"answered", "CancelledError", "TimedOut", "Closed"}
-    ends |= {"EngineFailed", "EngineDied", "OutOfMemory", "NotFinite"}
-    asked = {
-        "DrawToken",
-        "TopTokens",
-        "Candidates",
-        "HostRow",
-        "SampleRequest",
-        "CompletionRequest",
-        "ScoreRequest",
-    }
-    others = {"withdrawn", "closed", "restarted", "reopened", "step failed", "submit failed"}
-    others |= {"streamed", "whole", "left", "dropped"}
-    assert ends | asked | others <= set(events)
-    of_other_engines = {"sampled_tokens", "computed_tokens", "bytes_to_host", "seconds"}
-    of_other_engines |= {"prepared", "speculated", "kept_tokens", "extended", "forked", "evicted"}
-    of_this_moment = {"queued", "in_flight", "waiting", "resident"}
-    never = {name for name, count in counted.items() if not count}
-    assert never <= of_other_engines | of_this_moment
-
-
 # -- faults, one by one -------------------------------------------------------------------------------
 
 
@@ -155,8 +154,8 @@ def told(report: Report, event: str) -> int:
 @pytest.mark.parametrize(
     ("call", "calls", "event"),
     [
-        ("submit", 30, "submit failed"),
-        ("step", 30, "step failed"),
+        ("submit", 10, "submit failed"),
+        ("step", 10, "step failed"),
         ("cancel", 4, "cancel failed"),
     ],
 )
@@ -171,7 +170,7 @@ def test_a_fault_at_any_call_reaches_those_it_concerns(call: str, calls: int, ev
 def test_a_step_above_any_size_runs_out_of_memory(fitting: int) -> None:
     reports = [
         simulate(seed, operations=60, faults=Faults(out_of_memory_above=fitting))
-        for seed in range(15)
+        for seed in range(10)
     ]
     assert sum(told(report, "step failed") for report in reports) > 0
     assert sum(told(report, "answered") for report in reports) > 0 or fitting == 0
