@@ -10,7 +10,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
 import torch
@@ -73,7 +73,6 @@ def test_what_is_no_adapter_is_refused_with_the_reason(
 
 MODEL = NGram.random(6, seed=1)
 PROMPT = [1, 2]
-
 
 
 def make_table(directory: Path, *, seed: int) -> Path:
