@@ -77,7 +77,7 @@ async def exact_runtime(kind: str, adapter: Path) -> AsyncIterator[Runtime]:
             return KeepingEngine(MODEL, seen)
         return (ScoringEngine if kind == "scores" else ExactEngine)(MODEL, max_model_len=48)
 
-    tables = [MODEL._table, NGram.random(SIZE, order=2, seed=8)._table]
+    tables = [MODEL.table, NGram.random(SIZE, order=2, seed=8).table]
     with (
         genrt.load(engine=opened, cache_bytes=0) as lm,
         genrt.load(
@@ -114,7 +114,7 @@ async def exact_runtime(kind: str, adapter: Path) -> AsyncIterator[Runtime]:
 async def test_each_draw_is_its_own_context_s_whatever_happens(
     kind: str, seed: int, steps: int, tmp_path: Path
 ) -> None:
-    adapter = adapter_directory(tmp_path / "a", NGram.random(SIZE, order=2, seed=9)._table)
+    adapter = adapter_directory(tmp_path / "a", NGram.random(SIZE, order=2, seed=9).table)
     async with exact_runtime(kind, adapter) as runtime:
         made = await walk(runtime, seed, steps)
     assert {*EVENTS, "resample", "cut", "extend", "split", "join", "take"} <= {*made.counts}

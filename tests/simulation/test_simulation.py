@@ -20,7 +20,7 @@ from tests.simulation import soak
 from tests.simulation.engine import Faults
 from tests.simulation.simulation import Report, simulate
 
-SEEDS = 120
+SEEDS = 80
 """The fixed seeds of one of two parts; each part comes to every corner by itself."""
 OPERATIONS = 100
 FRESH_SEEDS = 10
