@@ -7,7 +7,6 @@ import importlib.machinery
 import importlib.metadata
 import importlib.util
 import json
-import subprocess
 import sys
 import tomllib
 import types
@@ -43,8 +42,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def scripted_vllm(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
+def scripted_vllm(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> types.SimpleNamespace:
     """In the place of vLLM, whose import takes seconds: the two modules that ``info`` asks."""
+    if request.node.get_closest_marker("vllm"):
+        return types.SimpleNamespace()
     vllm, triton_utils = types.ModuleType("vllm"), types.ModuleType("vllm.triton_utils")
     vllm.__spec__ = importlib.machinery.ModuleSpec("vllm", None)
     envs = types.SimpleNamespace(VLLM_USE_V2_MODEL_RUNNER=None)
@@ -353,18 +356,8 @@ def test_a_self_test_passes_or_gives_the_reason_in_one_line(
     assert f"self-test\n  {result}\n" in capsys.readouterr().out or result != "passed"
 
 
-def test_the_command_line_of_a_real_process() -> None:
-    command = [sys.executable, "-m", "genrt", "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stdout == f"genrt {genrt.__version__}\n"
-
-
 @pytest.mark.vllm
-def test_info_about_the_real_vllm(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.undo()
-    monkeypatch.setenv("GENRT_CACHE_DIR", str(cache))
-    facts = info(capsys)["facts"]
-    assert "model runner V" in facts["engines"]["vllm"]
-    assert facts["versions"]["vllm"]
+def test_info_knows_the_vllm_that_is_installed(capsys: pytest.CaptureFixture[str]) -> None:
+    report = info(capsys)
+    assert "model runner V" in report["facts"]["engines"]["vllm"]
+    assert report["facts"]["versions"]["vllm"]

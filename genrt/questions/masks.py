@@ -64,9 +64,8 @@ def packed_mask(mask: Mask, vocab_size: int) -> bytes:
 def packed_masks(
     masks: Masks | None, count: int, vocab_size: int, *, copies: bool = False
 ) -> np.ndarray | None:
-    """Return a packed mask for each of ``count`` contexts: uint8 ``[count, size]``; ``None`` if every
-    mask is ``None``. Equal masks may share memory. A packed matrix gives a view, unless ``copies`` is
-    true.
+    """Return a packed mask for each of ``count`` contexts: uint8 ``[count, size]``; ``None`` without any
+    mask. Equal masks may share memory. A packed matrix gives a view, unless ``copies`` is true.
 
     Raises:
         InvalidRequest: as ``packed_mask``, or not a sequence of ``count`` masks.

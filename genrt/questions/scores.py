@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 Wanted: TypeAlias = Literal["logprobs", "greedy", "rows"]
-"""The answer of a score."""
+"""The kinds of answers: log-probabilities; these with a flag for greedy tokens; the rows."""
 
 ENTRIES = 2**24
 """The default number of entries, 4 bytes each, in the rows of one answer."""
