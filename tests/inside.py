@@ -93,3 +93,8 @@ def weight_copies_of(thread: EngineThread) -> list[Path]:
 def unlogged(work: asyncio.Future[Any]) -> None:
     """Have asyncio log nothing when this is collected while it is pending."""
     work._log_destroy_pending = False  # type: ignore[attr-defined]
+
+
+def is_held(lock: Any) -> bool:
+    """Return whether this thread holds a lock."""
+    return bool(lock._is_owned())

@@ -48,7 +48,8 @@ class Broken:
     def __call__(self, how: str) -> Iterator[None]:
         engine = engine_of(self.lm)
         with pytest.MonkeyPatch.context() as patch:
-            logits = engine._model.logits
+            model = engine._model
+            logits = model.logits
 
             def fails() -> None:
                 patch.undo()
@@ -63,7 +64,7 @@ class Broken:
             if how == "fails":
                 patch.setattr(engine, "step", fails)
             else:
-                patch.setattr(engine._model, "logits", not_finite)
+                patch.setattr(model, "logits", not_finite)
             yield
 
 
@@ -163,8 +164,9 @@ async def test_a_blocking_draw_is_gone_on_from_too(lm: AsyncLM) -> None:
         for _ in range(3):
             draws = population.draw_sync(seed=1) if is_blocking else await population.draw(seed=1)
             population.append(draws.token_ids)
-            assert len(population._sequences.origins.handles) == 1
-            assert population._sequences.origins.go_on(population.lengths.numpy())
+            origins = population._sequences.origins
+            assert len(origins.handles) == 1
+            assert origins.go_on(population.lengths.numpy())
 
 
 class GivenBack:

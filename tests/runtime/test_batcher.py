@@ -23,7 +23,7 @@ from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.ask import MAX_UNAWAITED
 from genrt.runtime.batcher import MAX_PASSES, WAITERS_A_PASS, Waiter, deliver
 from genrt.tokens.rows import separate_copies
-from tests.inside import unlogged
+from tests.inside import is_held, unlogged
 from tests.scripted import (
     PATIENCE_SECONDS,
     ByHand,
@@ -574,7 +574,7 @@ def test_a_closed_loops_tasks_end_where_nothing_is_locked(by_hand: Make) -> None
         try:
             await hand.asker.ask([A])
         finally:
-            locked.append(hand.batcher.lock._is_owned())  # type: ignore[attr-defined]
+            locked.append(is_held(hand.batcher.lock))
 
     task = ended.create_task(asks())
     unlogged(task)
