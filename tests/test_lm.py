@@ -445,14 +445,6 @@ def test_a_model_without_a_tokenizer_says_so() -> None:
                 need()
 
 
-def test_a_saved_model_and_an_engine_of_ones_own_load(tmp_path: Path) -> None:
-    MODEL.save(tmp_path)
-    with genrt.load(tmp_path, engine="exact") as saved:
-        assert same(saved.next_token_logprobs_sync([1]), [1])
-    with genrt.load(engine=lambda: ExactEngine(MODEL)) as own:
-        assert same(own.next_token_logprobs_sync([1]), [1])
-
-
 # -- a runtime's life -------------------------------------------------------------------------
 
 

@@ -13,27 +13,6 @@ from genrt.numbers import check_bool, check_float, check_int, named, nearest, sh
 from genrt.questions.contexts import Adapter, Limits, TokenIds, abbreviated, check_seed, seed_at
 from genrt.questions.request import Request
 
-__all__ = [
-    "Completion",
-    "CompletionOptions",
-    "CompletionRequest",
-    "Decoding",
-    "DecodingOptions",
-    "Delta",
-    "FinishReason",
-    "GenerateOptions",
-    "LogprobsMode",
-    "NativeRequest",
-    "SampleOptions",
-    "SampleRequest",
-    "Streamed",
-    "Told",
-    "TurnOptions",
-    "completion_requests",
-    "sample_requests",
-    "schema_text",
-]
-
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 """Why a text is over: it has ended, it is as long as it may be, or the engine aborted it."""
 

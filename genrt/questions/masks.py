@@ -24,8 +24,6 @@ from genrt.questions.contexts import (
     is_plain_sequence,
 )
 
-__all__ = ["Mask", "Masks", "packed_mask", "packed_masks"]
-
 Mask: TypeAlias = torch.Tensor | np.ndarray | Sequence[int] | Set[int]
 """The tokens that may be drawn: bool ``[vocab_size]``, token ids as a sequence, a set or int64, or a
 packed bitmask, int32 ``[ceil(vocab_size / 32)]`` with token ``i`` at bit ``i % 32`` of word ``i // 32``.

@@ -21,14 +21,6 @@ from genrt.inference.resampling import Floats, log_mean_exp
 from genrt.numbers import check_float
 from genrt.testing import bets
 
-__all__ = [
-    "CannotTell",
-    "assert_samples_from",
-    "assert_unbiased",
-    "assert_variance_bounded",
-    "assert_weighted_samples_from",
-]
-
 ROUNDING = 1e-5
 """The relative error of probabilities from float32 rows, with a margin."""
 

@@ -13,8 +13,6 @@ from typing import Any, TypeAlias
 
 from genrt.tokens.vocabulary import BytesTokenizer
 
-__all__ = ["TextStream", "ends_inside_character"]
-
 Decode: TypeAlias = Callable[[list[int]], str]
 
 TAIL = 8

@@ -123,13 +123,9 @@ def test_any_value_is_accepted_as_python_writes_it(value: Any, whitespace: str) 
         ({"items": 3}, "has 'items': 3; give"),
         ({"anyOf": [3]}, "has 3 where a schema belongs"),
         ({"not": {"uniqueItems": True}}, "a 'not' of uniqueItems"),
-        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
         ({"type": "string", "format": "bar"}, "the format 'bar'"),
-        ({"type": "string", "pattern": "("}, "group is not closed"),
-        ({"type": "string", "pattern": "(?=a)"}, "look-ahead"),
         ({"$ref": "#/$defs/gone"}, "gone"),
         ({"$ref": "http://localhost/schema"}, "is not in the schema"),
-        ({"minimum": 3, "maximum": 2, "type": "integer"}, "allows no value"),
         ({"x-guidance": 1}, "give an object"),
         ({"const": "\ud800"}, "JSON schema"),
     ],
@@ -326,9 +322,3 @@ def test_many_texts_over_many_tokens() -> None:
         piece = rng.choice(following)
         state, text = state.advance(1 + pieces.index(piece)), text + piece
     assert len(text) > 4
-
-
-def test_ways_to_spell_a_text_meet_in_one_state() -> None:
-    lm = lm_over(b"a", b"b", b"ab", b"c")
-    start = strings(["abc", "abca"], lm).start()
-    assert start.advance(1).advance(2) is start.advance(3)

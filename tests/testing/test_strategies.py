@@ -98,7 +98,7 @@ def test_models_shrink_to_what_matters() -> None:
     assert model.vocab_size == 2
     assert model.order == 0
     assert model.table.tolist() == [0.0, -math.inf]
-    model = simplest(few, lambda model: True)
+    model = simplest(small_lms(max_vocab_size=3, max_order=0), lambda model: True)
     assert (model.vocabulary, model.order) == ((b"a", b""), 0)
     assert model.table.tolist() == pytest.approx([-math.log(2)] * 2)
 
