@@ -65,9 +65,10 @@ print(engine())
 FAILED = """
 import torch
 
-options = {"dtype": "float32", "max_num_seqs": 8, "enforce_eager": False}
+options = {"dtype": "float32", "max_num_seqs": 8}
+compiled = options | {"enforce_eager": False, "kv_cache_memory_bytes": 2**12}
 try:
-    genrt.load(sys.argv[1], engine_options=options | {"kv_cache_memory_bytes": 2**12})
+    genrt.load(sys.argv[1], engine_options=compiled)
 except genrt.EngineFailed as error:
     held = error
 gc.collect()
