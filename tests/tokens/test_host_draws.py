@@ -93,7 +93,7 @@ def test_a_population_draws_by_masks_that_it_may_not_write_to() -> None:
     masks = packed(torch.arange(900).reshape(3, 300) % 5 > 0).numpy()
     found = replace(several, masks=masks).draw(rows)
     assert torch.equal(
-        found, draw_chunk(rows, seeded_uniforms(several.seeds), mask=torch.tensor(masks))
+        found, draw_chunk(rows, seeded_uniforms(np.asarray(several.seeds)), mask=torch.tensor(masks))
     )
     masks.flags.writeable = False
     assert torch.equal(found, replace(several, masks=masks).draw(rows))

@@ -61,7 +61,8 @@ class LaunchedDraws(NamedTuple):
 
     Attributes:
         ends: the result of each population.
-        draws: of all populations in order, float64 ``[n, 3]`` on the device; ``None`` after an error.
+        draws: of all populations in order, float64 ``[n, 3]`` on the device; ``None`` after an error,
+            or if one asks for rows.
         on_host: the same draws, on their way to the host.
     """
 
@@ -158,7 +159,9 @@ class SeatedPopulations:
         if len(kept.left(pairs)) < len(pairs):
             return None
         used = set(parents)
-        free = _free(kept, seats, used) if _count(seats) > len(used) else {}
+        free = {}
+        if _count(seats) > len(used):
+            free = _free(kept, seats, used | _held(seats, origins.handles))
         contexts = population.contexts
 
         def packed(number: int) -> bytes:
@@ -268,11 +271,13 @@ class SeatedPopulations:
                 order = np.array([at[each] for each in seats.request_ids])
                 places[-1] = order if seats.places is None else order[seats.places]
         try:
+            if any(each.seeds is None for each in several):
+                return LaunchedDraws(_rows_and_draws(several, rows, places))
             draws, on_host = launch_draws(several, rows, places, self._graphs)
         except Exception as error:
             failed = survived(error)
             return LaunchedDraws([Finished(each, error=failed) for each in several])
-        ends, first = [], 0
+        ends, first = list[Finished](), 0
         for each in several:
             part = slice(first, first := first + len(each))
             ends.append(Finished(each, on_host.part(part)))
@@ -368,10 +373,31 @@ class SeatedPopulations:
         return seats
 
 
+def _rows_and_draws(
+    several: Sequence[PopulationDraw], rows: torch.Tensor, places: Sequence[np.ndarray | None]
+) -> list[Finished]:
+    """Return the results of populations that ask for rows, and of others beside them."""
+    found = [each.draw(rows, at) for each, at in zip(several, places, strict=True)]
+    return [
+        Finished(each, one if each.seeds is None else Leaving(one))
+        for each, one in zip(several, found, strict=True)
+    ]
+
+
 def _free(kept: OpenRequests, several: Sequence[_Requests], used: set[str]) -> dict[str, int]:
     """Return the requests that are not used and can be reused, with their flushes."""
     pairs = [pair for seats in several for pair in seats.pairs()]
     return dict(kept.left(pair for pair in pairs if pair[0] not in used))
+
+
+def _held(several: Sequence[_Requests], handles: Sequence[SequenceHandle]) -> set[str]:
+    """Return the requests of sequences that contexts hold, which may ask next."""
+    found: set[str] = set()
+    for seats, handle in zip(several, handles, strict=True):
+        for number in [*handle.held]:
+            row = number if seats.places is None else int(seats.places[number])
+            found.add(seats.request_ids[row] if seats.own is None else seats.own[number])
+    return found
 
 
 def _settled(kept: OpenRequests, contexts: Contexts, adapter: Adapter | None) -> _Requests | None:
