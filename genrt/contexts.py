@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, repeat
-from typing import Any, Self, cast
+from typing import Any, Self, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -25,7 +25,7 @@ from genrt.numbers import check_float, check_int, check_timeout
 from genrt.populations import Ask, PopulationRuntime
 from genrt.questions.contexts import Adapter, TokenIds, check_seed, id_words
 from genrt.questions.draws import PopulationDraw
-from genrt.questions.masks import Mask, joined_masks, mask_words
+from genrt.questions.masks import Mask, joined_words, packed_words
 from genrt.questions.reads import candidates_request, top_request
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import check_length
@@ -55,12 +55,18 @@ def begin_context(
     return Context(gatherer, adapter, id_words(given, runtime.limits.vocab_size))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Answered:
-    """The sequences of an answered request."""
+    """The sequences of an answered request, and how many contexts extend them."""
 
     contexts: Contexts
     handle: SequenceHandle
+    extended_by: int = 0
+
+
+_Place: TypeAlias = tuple[_Answered | None, int, int]
+"""The number and the length of the answered sequence that a context extends. A context that changes
+otherwise than by more tokens gets another tuple."""
 
 
 class Context:
@@ -79,12 +85,9 @@ class Context:
     __slots__ = (
         "__weakref__",
         "_adapter",
-        "_before",
-        "_cuts",
         "_gatherer",
         "_is_closed",
-        "_length",
-        "_number",
+        "_place",
         "_runtime",
         "_tail",
     )
@@ -92,10 +95,8 @@ class Context:
     def __init__(self, gatherer: Gatherer, adapter: str | None, token_ids: Sequence[int]) -> None:
         self._gatherer, self._runtime = gatherer, gatherer.runtime
         self._adapter = adapter
-        # The sequence is number ``_number`` of ``_before``, of ``_length`` tokens, and then the tail.
-        self._before: _Answered | None = None
-        self._number = self._length = self._cuts = 0
-        self._tail = [*token_ids]
+        self._place: _Place = (None, 0, 0)
+        self._tail = [*token_ids]  # the tokens after that sequence
         self._is_closed = False
 
     # -- contents -----------------------------------------------------------------------------
@@ -117,7 +118,7 @@ class Context:
         return encoding.decode(self._runtime.thread.engine.tokenizer, self._words())
 
     def __len__(self) -> int:
-        return self._length + len(self._tail)
+        return self._place[2] + len(self._tail)
 
     def __repr__(self) -> str:
         closed = ", closed" if self._is_closed else ""
@@ -145,11 +146,11 @@ class Context:
             InvalidRequest: a mask or parameter that does not fit; otherwise as ``logprobs``.
         """
         runtime = self._runtime
-        words = None if mask is None else mask_words(mask, runtime.limits.vocab_size)
+        packed = None if mask is None else packed_words(mask, runtime.limits.vocab_size)
         if type(temperature) is not float or not 0.0 <= temperature < math.inf:
             temperature = check_float("temperature", temperature, 0.0, math.inf)
         own = next(runtime.nonces) if seed is None else cast("int", check_seed(seed))
-        question = self._question(temperature, words, own)
+        question = self._question(temperature, packed, own)
         return cast("Draw", await self._ask(question, timeout=timeout))
 
     async def logprobs(self, *, timeout: float | None = None) -> torch.Tensor:
@@ -218,9 +219,10 @@ class Context:
         length = check_int("length", length, 1)
         if length >= len(self):
             return
-        self._cuts += 1
-        if length >= self._length:
-            del self._tail[length - self._length :]
+        answered, number, before = self._place
+        if length >= before:
+            del self._tail[length - before :]
+            self._place = (answered, number, before)  # another tuple
         else:
             self._tail = self._words()[:length].tolist()
             self._leave()
@@ -229,7 +231,9 @@ class Context:
         """Return a copy, which shares the computed tokens."""
         self._check_open()
         copy = type(self)(self._gatherer, self._adapter, self._tail)
-        copy._extends(self._before, self._number, self._length)
+        if (answered := self._place[0]) is not None:
+            copy._place = self._place
+            answered.extended_by += 1
         return copy
 
     def close(self) -> None:
@@ -266,61 +270,43 @@ class Context:
 
     def _words(self) -> array[int]:
         """Return the sequence as 32-bit numbers."""
-        words = array("I")
-        if self._before is not None:
-            words.frombytes(self._before.contexts.packed(self._number))
+        words, (answered, number, _) = array("I"), self._place
+        if answered is not None:
+            words.frombytes(answered.contexts.packed(number))
         words.extend(self._tail)
         return words
 
     def _question(
-        self, temperature: float | None = None, mask: np.ndarray | None = None, seed: int = 0
+        self, temperature: float | None = None, mask: torch.Tensor | None = None, seed: int = 0
     ) -> _Question:
         """Return a question about the present sequence: for a draw, or without a temperature for the
         row."""
-        self._bound()
-        before, tail = self._before, self._tail
-        length = self._length + len(tail)
-        if length > self._runtime.limits.max_model_len:
-            check_length(self._runtime.limits, length)
-        goes_on = before is not None and len(tail) == 1
-        words = None if goes_on else np.frombuffer(self._words(), np.uint32)
-        place = before, self._number, self._cuts, len(tail)
-        return _Question(
-            self, *place, length, tail[0] if goes_on else 0, words, temperature, mask, seed
-        )
-
-    def _extends(self, before: _Answered | None, number: int, length: int) -> None:
-        """Extend sequence ``number`` of these, which has ``length`` tokens."""
-        if self._before is not None:
-            self._before.handle.let_go(self._number)
-        if before is not None:
-            before.handle.hold(number)
-        self._before, self._number, self._length = before, number, length
+        if self._adapter is not None or self._is_closed:
+            self._bound()
+        place, tail = self._place, self._tail
+        added = len(tail)
+        if place[2] + added > self._runtime.limits.max_model_len:
+            check_length(self._runtime.limits, place[2] + added)
+        kind = self._adapter, temperature
+        if added == 1 and place[0] is not None:
+            return _Question(self, kind, place, 1, tail[0], None, mask, seed)
+        words = np.frombuffer(self._words(), np.uint32)
+        return _Question(self, kind, place, added, 0, words, mask, seed)
 
     def _leave(self) -> None:
         """Extend no sequence; give the last one of its request back. A finalizer may call this."""
-        before = self._before
-        self._extends(None, 0, 0)
-        if before is not None and not before.handle.held:
-            self._runtime.give_back([before.handle])
+        answered, self._place = self._place[0], (None, 0, 0)
+        if answered is not None:
+            answered.extended_by -= 1
+            if not answered.extended_by:
+                self._runtime.give_back([answered.handle])
 
-    def _advance(self, question: _Question, before: _Answered, number: int) -> None:
-        """Extend the sequence of an answered question, unless that is no longer this context's."""
-        if (
-            self._before is question.before
-            and self._number == question.number
-            and self._cuts == question.cuts
-            and not self._is_closed
-        ):
-            self._extends(before, number, question.length)
-            del self._tail[: question.added]
-
-    async def _ask(
+    def _ask(
         self, asked: _Question | Sequence[Request], *, timeout: float | None = None
-    ) -> Any:
+    ) -> Coroutine[Any, Any, Any]:
         if isinstance(asked, _Question):
-            return await self._gatherer.ask(asked, timeout)
-        return await self._runtime.asker.ask(asked, timeout=timeout)
+            return self._gatherer.ask(asked, timeout)
+        return self._runtime.asker.ask(asked, timeout=timeout)
 
     def _ask_sync(
         self, asked: _Question | Sequence[Request], *, timeout: float | None = None
@@ -332,35 +318,53 @@ class Context:
         async def ask(requests: Sequence[Request], *, timeout: float | None) -> list[Result]:
             return asker.ask_sync(requests, timeout=timeout)
 
-        return sent(_answers(self._runtime, ask, [asked], timeout))[0]
+        sent(_answer(self._runtime, ask, [asked], timeout))
+        return asked.answer
 
 
-@dataclass(slots=True, eq=False)
 class _Question:
     """A question about the next token of a context.
 
     Attributes:
-        before, number, cuts: the state of the context at the call.
-        added, length: the tokens after sequence ``number`` of ``before``, and of the whole sequence.
-        token: the only token after it; without one, ``words`` has the whole sequence, uint32.
-        temperature: of a draw; ``None`` asks for the row.
+        kind: the adapter, and the temperature of a draw; without one, the row is asked for.
+        place: the context's at the call.
+        added: how many tokens follow the sequence of ``place``.
+        token: the only one of them; or else ``words`` has the whole sequence, uint32 ``[n]``.
         mask: packed, int32; ``None`` allows every token.
         seed: of the draw.
     """
 
-    context: Context
-    before: _Answered | None
-    number: int
-    cuts: int
-    added: int
-    length: int
-    token: int
-    words: np.ndarray | None
-    temperature: float | None
-    mask: np.ndarray | None
-    seed: int
-    waits_for: asyncio.Future[Any] = field(init=False)
-    flush: _Flush | None = None
+    __slots__ = (
+        "added",
+        "answer",
+        "context",
+        "flush",
+        "kind",
+        "mask",
+        "place",
+        "seed",
+        "token",
+        "waits_for",
+        "words",
+    )
+
+    answer: Any
+    waits_for: asyncio.Future[Any]
+
+    def __init__(
+        self,
+        context: Context,
+        kind: tuple[str | None, float | None],
+        place: _Place,
+        added: int,
+        token: int,
+        words: np.ndarray | None,
+        mask: torch.Tensor | None,
+        seed: int,
+    ) -> None:
+        self.context, self.kind, self.place, self.added = context, kind, place, added
+        self.token, self.words, self.mask, self.seed = token, words, mask, seed
+        self.flush: _Flush | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -438,80 +442,84 @@ class Gatherer:
         groups: dict[tuple[str | None, float | None], list[_Question]] = {}
         for each in questions:
             if not each.waits_for.done():
-                groups.setdefault((each.context.adapter, each.temperature), []).append(each)
+                groups.setdefault(each.kind, []).append(each)
         for group in groups.values():
-            task = loop.create_task(self._answer(gathered, group))
+            task = loop.create_task(self._answer_each(gathered, group))
             gathered.tasks.add(task)
             task.add_done_callback(gathered.tasks.discard)
             flush = _Flush(task, len(group))
             for each in group:
                 each.flush = flush
 
-    async def _answer(self, gathered: _Gathered, group: list[_Question]) -> None:
-        """Ask these questions, of one adapter and temperature, and resolve their futures."""
-        answers: list[Any] = []
+    async def _answer_each(self, gathered: _Gathered, group: list[_Question]) -> None:
+        """Ask these questions, of one kind, and resolve their futures."""
         try:
-            answers = await _answers(self.runtime, self.runtime.asker.ask, group)
+            await _answer(self.runtime, self.runtime.asker.ask, group)
         except NotFinite as error:
             if len(group) > 1:  # the rows of others are finite
-                await together([self._answer(gathered, [each]) for each in group])
-                return
-            failed: GenrtError | None = error
-        except GenrtError as error:
-            failed = error
-        else:
-            failed = None
-            gathered.returning += len(group)
-        for number, each in enumerate(group):
-            if each.waits_for.done():
-                continue
-            if failed is None:
-                each.waits_for.set_result(answers[number])
+                await together([self._answer_each(gathered, [each]) for each in group])
             else:
-                each.waits_for.set_exception(failed.fresh())
+                _fail(group, error)
+        except GenrtError as error:
+            _fail(group, error)
+        else:
+            gathered.returning += len(group)
+            for each in group:
+                if not each.waits_for.done():
+                    each.waits_for.set_result(each.answer)
 
 
-async def _answers(
-    runtime: PopulationRuntime,
-    ask: Ask,
-    group: Sequence[_Question],
-    timeout: float | None = None,
-) -> list[Any]:
-    """Return the answers to questions of one adapter and temperature, in order; their contexts extend the
-    answered sequences."""
-    adapter, heat = group[0].context.adapter, group[0].temperature
+def _fail(group: Sequence[_Question], error: GenrtError) -> None:
+    for each in group:
+        if not each.waits_for.done():
+            each.waits_for.set_exception(error.fresh())
+
+
+async def _answer(
+    runtime: PopulationRuntime, ask: Ask, group: list[_Question], timeout: float | None = None
+) -> None:
+    """Answer questions of one kind. Their contexts then extend the answered sequences."""
+    adapter, heat = group[0].kind
     going = [each for each in group if each.words is None]
-    new = [each for each in group if each.words is not None]
-    known: list[tuple[Contexts, Origins | None]] = [_extensions(going)] if going else []
+    new = group if not going else [each for each in group if each.words is not None]
+    sequences: list[tuple[list[_Question], Contexts, Origins | None]] = []
+    if going:
+        sequences.append(_extensions(going))
+        going = sequences[0][0]
     if new:
-        known.append((Contexts.of([cast("np.ndarray", each.words) for each in new]), None))
-    asked = [each for each in (going, new) if each]
+        sequences.append((new, Contexts.of([cast("Any", each.words) for each in new]), None))
 
     def requests(bound: Adapter | None) -> list[PopulationDraw]:
         return [
             PopulationDraw(
                 contexts,
                 bound,
-                joined_masks([each.mask for each in questions], runtime.limits.vocab_size),
+                joined_words([each.mask for each in questions], runtime.limits.vocab_size),
                 1.0 if heat is None else heat,
                 None if heat is None else np.array([each.seed for each in questions], np.uint64),
                 origins,
                 came_from=() if origins is None else origins.handles,
             )
-            for questions, (contexts, origins) in zip(asked, known, strict=True)
+            for questions, contexts, origins in sequences
         ]
 
     most = runtime.thread.max_weight
     found, parts = await runtime.draws(ask, requests, adapter, most, timeout)
-    answers: dict[_Question, Any] = {}
     ordered = iter([*going, *new])
-    for found_here, part in zip(found, parts, strict=True):
-        before = _Answered(part.contexts, part.handle)
-        questions = islice(ordered, len(part))
-        for number, (question, answer) in enumerate(zip(questions, _each(found_here), strict=True)):
-            answers[question] = answer
-            question.context._advance(question, before, number)
-    return [answers[each] for each in group]
+    for result, part in zip(found, parts, strict=True):
+        answered, moved = _Answered(part.contexts, part.handle), 0
+        lengths = part.contexts.lengths.tolist()
+        of_part = zip(islice(ordered, len(part)), _each(result), lengths, strict=True)
+        for number, (question, answer, length) in enumerate(of_part):
+            question.answer = answer
+            context, before = question.context, question.place
+            if context._place is before and not context._is_closed:
+                context._place = (answered, number, length)
+                del context._tail[: question.added]
+                moved += 1
+                if before[0] is not None:
+                    before[0].extended_by -= 1
+        answered.extended_by = moved
 
 
 def _each(found: torch.Tensor | BatchDraw) -> Iterable[torch.Tensor | Draw]:
@@ -522,17 +530,23 @@ def _each(found: torch.Tensor | BatchDraw) -> Iterable[torch.Tensor | Draw]:
     return map(Draw.of, columns, repeat(found.weights_version))
 
 
-def _extensions(going: list[_Question]) -> tuple[Contexts, Origins]:
-    """Return sequences that each extend an answered one by a token, and their origins. Sorts the
-    questions by these."""
-    several = [cast("_Answered", each) for each in dict.fromkeys(each.before for each in going)]
-    first, starts = several[0], {several[0]: 0}
-    for each in several[1:]:
-        starts[each] = starts[first] + first.handle.count
-        first = each
-    going.sort(key=lambda each: starts[cast("_Answered", each.before)] + each.number)
-    numbers = np.array([starts[cast("_Answered", each.before)] + each.number for each in going])
+def _extensions(going: list[_Question]) -> tuple[list[_Question], Contexts, Origins | None]:
+    """Return questions about sequences that each extend an answered one by a token, in the order of
+    these, with the sequences and their origins."""
+    several = [cast("_Answered", each) for each in dict.fromkeys(each.place[0] for each in going)]
+    numbers = np.array([each.place[1] for each in going])
+    if len(several) > 1:
+        counts = np.array([each.handle.count for each in several])
+        starts = dict(zip(several, counts.cumsum() - counts, strict=True))
+        numbers += [starts[cast("_Answered", each.place[0])] for each in going]
+    if (np.diff(numbers) < 0).any():
+        order = np.argsort(numbers, kind="stable")
+        numbers, going = numbers[order], [going[place] for place in order.tolist()]
+    for each in several:  # contexts that do not ask now keep their sequences
+        each.handle.idle = each.extended_by
+    for question in going:
+        cast("_Answered", question.place[0]).handle.idle -= 1
     tokens = np.array([each.token for each in going], np.uint32)
     contexts = Contexts.grown([each.contexts for each in several], numbers, tokens)
     origins = Origins(tuple(each.handle for each in several), numbers, contexts.lengths - 1)
-    return contexts, origins.needed()
+    return going, contexts, origins.needed()

@@ -63,9 +63,9 @@ class PopulationRuntime:
     nonces: Iterator[int]
 
     def give_back(self, handles: Sequence[SequenceHandle]) -> None:
-        """Make the engine free the sequences of these handles that no population or context extends. It
+        """Make the engine free the sequences of these handles that no population extends. It
         takes no lock, because finalizers call it."""
-        over = [each for each in handles if not (each.users or each.held)]
+        over = [each for each in handles if not each.users]
         if over:
             with contextlib.suppress(Closed):  # in a forked child
                 self.thread.give_back(over)

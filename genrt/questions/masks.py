@@ -24,7 +24,7 @@ from genrt.questions.contexts import (
     is_plain_sequence,
 )
 
-__all__ = ["Mask", "Masks", "joined_masks", "mask_words", "packed_mask", "packed_masks"]
+__all__ = ["Mask", "Masks", "joined_words", "packed_mask", "packed_masks", "packed_words"]
 
 Mask: TypeAlias = torch.Tensor | np.ndarray | Sequence[int] | Set[int]
 """The tokens that may be drawn: bool ``[vocab_size]``, token ids as a sequence, a set or int64, or a
@@ -61,26 +61,24 @@ def packed_mask(mask: Mask, vocab_size: int) -> bytes:
     return np.packbits(bits, bitorder="little").tobytes().ljust(4 * words, b"\0")
 
 
-def mask_words(mask: Mask, vocab_size: int) -> np.ndarray:
-    """Return a mask as int32 words, for ``joined_masks``; a packed tensor on the host is not copied.
-    Raises as ``packed_mask``."""
-    if (
-        type(mask) is torch.Tensor
-        and (mask.dtype == torch.int32 and mask.layout == torch.strided and mask.is_cpu)
-        and mask.shape == (-(-vocab_size // 32),)
-    ):
-        return mask.numpy()
-    return np.frombuffer(packed_mask(mask, vocab_size), np.int32)
+def packed_words(mask: Mask, vocab_size: int) -> torch.Tensor:
+    """Return a mask as a packed tensor for ``joined_words``; a packed tensor on the host as it is. Raises
+    as ``packed_mask``."""
+    if type(mask) is torch.Tensor and mask.dtype is torch.int32 and mask.ndim == 1:
+        is_plain = mask.layout is torch.strided and mask.is_cpu
+        if is_plain and mask.numel() == -(-vocab_size // 32):
+            return mask
+    return torch.frombuffer(bytearray(packed_mask(mask, vocab_size)), dtype=torch.int32)
 
 
-def joined_masks(masks: Sequence[np.ndarray | None], vocab_size: int) -> np.ndarray | None:
-    """Return masks of ``mask_words`` as uint8 ``[n, size]``; ``None`` allows every token, and stands for
-    all masks if no mask forbids one."""
+def joined_words(masks: Sequence[torch.Tensor | None], vocab_size: int) -> np.ndarray | None:
+    """Return packed tensors as uint8 ``[n, size]``; ``None`` if each of them is ``None``, which allows
+    every token."""
     given = next((mask for mask in masks if mask is not None), None)
     if given is None:
         return None
-    every = np.full_like(given, -1)
-    table = np.stack([every if mask is None else mask for mask in masks])
+    everything = torch.full_like(given, -1)
+    table = torch.stack([everything if mask is None else mask for mask in masks]).numpy()
     return _without_excess(table, vocab_size).view(np.uint8)
 
 

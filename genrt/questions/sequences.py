@@ -272,26 +272,16 @@ class SequenceHandle:
         contexts: the sequences, in a process that receives extensions of them.
         users: a key for each population that extends them, added and discarded without a lock, also in
             finalizers.
-        held: for each sequence that contexts extend, their number; changed without a lock, too.
+        idle: how many contexts extend them that did not ask with the others.
     """
 
-    __slots__ = ("__weakref__", "contexts", "count", "held", "users")
+    __slots__ = ("__weakref__", "contexts", "count", "idle", "users")
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.users: set[object] = set()
-        self.held: dict[int, int] = {}
+        self.idle = 0
         self.contexts: Contexts | None = None
-
-    def hold(self, number: int) -> None:
-        """Count another context that extends this sequence."""
-        self.held[number] = self.held.get(number, 0) + 1
-
-    def let_go(self, number: int) -> None:
-        """Count a context less that extends this sequence."""
-        left = self.held.pop(number, 1) - 1
-        if left:
-            self.held[number] = left
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -159,9 +159,8 @@ class SeatedPopulations:
         if len(kept.left(pairs)) < len(pairs):
             return None
         used = set(parents)
-        free = {}
-        if _count(seats) > len(used):
-            free = _free(kept, seats, used | _held(seats, origins.handles))
+        unused = [each for each, of in zip(seats, origins.handles, strict=True) if not of.idle]
+        free = _free(kept, unused, used) if _count(unused) > len(used) else {}
         contexts = population.contexts
 
         def packed(number: int) -> bytes:
@@ -388,16 +387,6 @@ def _free(kept: OpenRequests, several: Sequence[_Requests], used: set[str]) -> d
     """Return the requests that are not used and can be reused, with their flushes."""
     pairs = [pair for seats in several for pair in seats.pairs()]
     return dict(kept.left(pair for pair in pairs if pair[0] not in used))
-
-
-def _held(several: Sequence[_Requests], handles: Sequence[SequenceHandle]) -> set[str]:
-    """Return the requests of sequences that contexts hold, which may ask next."""
-    found: set[str] = set()
-    for seats, handle in zip(several, handles, strict=True):
-        for number in [*handle.held]:
-            row = number if seats.places is None else int(seats.places[number])
-            found.add(seats.request_ids[row] if seats.own is None else seats.own[number])
-    return found
 
 
 def _settled(kept: OpenRequests, contexts: Contexts, adapter: Adapter | None) -> _Requests | None:
