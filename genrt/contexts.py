@@ -506,6 +506,7 @@ async def _answer(
     most = runtime.thread.max_weight
     found, parts = await runtime.draws(ask, requests, adapter, most, timeout)
     ordered = iter([*going, *new])
+    over: list[SequenceHandle] = []
     for result, part in zip(found, parts, strict=True):
         answered, moved = _Answered(part.contexts, part.handle), 0
         lengths = part.contexts.lengths.tolist()
@@ -517,9 +518,15 @@ async def _answer(
                 context._place = (answered, number, length)
                 del context._tail[: question.added]
                 moved += 1
-                if before[0] is not None:
-                    before[0].extended_by -= 1
+                if (left := before[0]) is not None:
+                    left.extended_by -= 1
+                    if question.words is not None and not left.extended_by:
+                        over.append(left.handle)  # no sequence extends these by number
         answered.extended_by = moved
+        if not moved:
+            over.append(answered.handle)
+    if over:
+        runtime.give_back(over)
 
 
 def _each(found: torch.Tensor | BatchDraw) -> Iterable[torch.Tensor | Draw]:

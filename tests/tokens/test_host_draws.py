@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any, cast
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -94,7 +94,8 @@ def test_a_population_draws_by_masks_that_it_may_not_write_to() -> None:
     masks = packed(torch.arange(900).reshape(3, 300) % 5 > 0).numpy()
     found = replace(several, masks=masks).draw(rows)
     assert torch.equal(
-        found, draw_chunk(rows, seeded_uniforms([*cast("Any", several.seeds)]), mask=torch.tensor(masks))
+        found,
+        draw_chunk(rows, seeded_uniforms([*cast("Any", several.seeds)]), mask=torch.tensor(masks)),
     )
     masks.flags.writeable = False
     assert torch.equal(found, replace(several, masks=masks).draw(rows))
