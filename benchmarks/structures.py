@@ -355,6 +355,25 @@ def is_left_out(schema: Any, value: Any) -> bool:
     return ("multipleOf" in said and "-" in text) or ("\\w" in said and not text.isascii())
 
 
+IN_PLACE = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else")
+"""The keywords whose schemas are about the same value; and ``dependentSchemas``."""
+
+
+def is_endless(schema: Any) -> bool:
+    """Return whether a drawn schema's definition refers to itself in place. jsonschema may recurse
+    without end over such a schema, and its error inside of a comparison ends the process."""
+    left = [schema["$defs"]["d"]] if isinstance(schema, dict) and "$defs" in schema else []
+    while left:
+        each = left.pop()
+        if isinstance(each, dict):
+            if "$ref" in each:
+                return True
+            for inside in (each[key] for key in IN_PLACE if key in each):
+                left += inside if isinstance(inside, list) else [inside]
+            left += each.get("dependentSchemas", {}).values()
+    return False
+
+
 def check_schemas(count: int, seed: int, values: int = 25) -> Table:
     """Compare drawn schemas with jsonschema."""
     import jsonschema
@@ -363,6 +382,8 @@ def check_schemas(count: int, seed: int, values: int = 25) -> Table:
     checker = jsonschema.FormatChecker(["date", "ipv4"])
     for _ in range(count):
         schema, names = drawn_schema(random)
+        if is_endless(schema):
+            continue
         oracle = jsonschema.Draft202012Validator(schema, format_checker=checker)
         table.drawn += 1
         matcher = None
@@ -377,10 +398,7 @@ def check_schemas(count: int, seed: int, values: int = 25) -> Table:
             continue
         table.compiled += 1
         for value in (drawn_value(random) for _ in range(values)):
-            try:
-                theirs = oracle.is_valid(value)
-            except RecursionError:
-                continue
+            theirs = oracle.is_valid(value)
             ours = matcher is not None and any(accepts(matcher, text) for text in spellings(value))
             if ours == theirs or (theirs and is_left_out(schema, value)):
                 table.add(names, "agreed")
@@ -393,10 +411,7 @@ def check_schemas(count: int, seed: int, values: int = 25) -> Table:
                 table.add(names, "too wide", f"{schema}: {error}")
                 continue
             if text is not None:
-                try:
-                    is_valid = oracle.is_valid(json.loads(text))
-                except RecursionError:
-                    continue
+                is_valid = oracle.is_valid(json.loads(text))
                 table.add(names, "agreed" if is_valid else "too wide", f"{schema} and {text}")
     return table
 

@@ -141,24 +141,6 @@ def test_what_is_refused_opens_no_model_and_changes_nothing(
 
 
 @pytest.mark.parametrize(
-    ("files", "said"),
-    [
-        (["in.jsonl", "out.csv"], "call it out.jsonl"),
-        (["in.parquet", "out.jsonl"], "pandas.read_parquet"),
-        (["in.jsonl", "in.jsonl"], "is the input"),
-    ],
-)
-def test_files_that_cannot_be_are_refused_with_what_to_do(
-    files: list[str], said: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (folder / "in.parquet").write_bytes(b"PAR1")
-    model = ["--engine", "exact", "--model", str(folder / "model")]
-    paths = [str(folder / each) for each in files]
-    assert main(["generate", *paths, *model, "--prompt-template", "{text}"]) == 2
-    assert said in refusal(capsys)
-
-
-@pytest.mark.parametrize(
     "arguments",
     [
         ["--schema", "no/such/file"],

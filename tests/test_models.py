@@ -384,13 +384,14 @@ PROGRAM = """
 import sys
 import filelock
 from genrt import models
-convert, acquire = models.convert_gguf, filelock.FileLock.acquire
+acquire = filelock.FileLock.acquire
 def say(word):
     print(word, flush=True)
-def held(*args, **options):
+def held(source, destination, **options):
     say("converting")
     sys.stdin.readline()
-    convert(*args, **options)
+    for name in models._FILES:
+        (destination / name).write_text("{}")
 def told(*args, **options):
     say("waiting")
     return acquire(*args, **options)

@@ -25,7 +25,7 @@ from genrt.numbers import check_float, check_int, shown
 from genrt.questions.completions import SampleRequest
 from genrt.tokens.sampling import GREEDY_BELOW, draw, seeded_uniforms, truncate
 
-quick = settings(max_examples=120, deadline=None)
+quick = settings(max_examples=60, deadline=None)
 
 AT_THE_EDGES = (
     *(5e-324, 1e-320, 2.2e-308, 1e-300, 1e-46, 1e-45, 1e-40, 1.2e-38, 1e-30, 1e-17, 1e-9),
@@ -183,7 +183,7 @@ ENGINES = ("exact", "transformers")
 
 @pytest.mark.promise(number=29)
 @pytest.mark.parametrize("engine", ENGINES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(temperature=TEMPERATURES, how=TRUNCATIONS, seed=SEEDS)
 def test_a_sample_of_any_accepted_parameters_is_of_their_law(
     engine: str, request: pytest.FixtureRequest, temperature: Any, how: dict[str, Any], seed: Any

@@ -9,8 +9,6 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 from genrt.runtime.ask import MAX_UNAWAITED
 
-__all__ = ["ConcurrentMap", "Source"]
-
 T = TypeVar("T")
 
 Source: TypeAlias = Iterable[Any] | AsyncIterable[Any]

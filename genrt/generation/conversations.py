@@ -19,8 +19,6 @@ from genrt.questions.completions import Completion, GenerateOptions
 from genrt.questions.contexts import TokenIds, id_words
 from genrt.tokens import encoding
 
-__all__ = ["Conversation", "Message", "Trajectory", "splice_turn"]
-
 Message: TypeAlias = Mapping[str, Any]
 """A message such as ``{"role": "user", "content": "Hello!"}``."""
 

@@ -44,8 +44,6 @@ from genrt.questions.contexts import Limits, check_seed, seed_at
 from genrt.runtime.concurrency import aside, blocking_twin
 from genrt.structures.guides import Guides
 
-__all__ = ["Job", "JobReport", "JobRun"]
-
 log = logging.getLogger("genrt.generation")
 
 ANY_MODEL = Limits(2**31 - 1, 2**31 - 1)

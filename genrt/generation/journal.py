@@ -21,8 +21,6 @@ import filelock
 from genrt.errors import InvalidRequest, JobRefused, OutputFailed
 from genrt.generation.tables import parse_json
 
-__all__ = ["Journal", "describe", "directory_digest", "model_revision"]
-
 log = logging.getLogger("genrt.generation")
 
 FORMAT = 3

@@ -27,17 +27,6 @@ from genrt.questions.contexts import TokenIds, check_seed, seed_at
 from genrt.runtime.concurrency import blocking_generator, twin_of
 from genrt.runtime.streams import Stream
 
-__all__ = [
-    "AskOptions",
-    "Failed",
-    "Item",
-    "ManyOptions",
-    "OnError",
-    "Prompt",
-    "generate_many",
-    "generate_many_sync",
-]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

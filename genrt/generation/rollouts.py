@@ -21,18 +21,6 @@ from genrt.questions.completions import Completion, CompletionOptions
 from genrt.questions.contexts import LAST_SEED, check_seed, host_array, id_words, seed_at
 from genrt.runtime.concurrency import blocking
 
-__all__ = [
-    "PolicyGeneration",
-    "Rollout",
-    "RolloutOptions",
-    "StopStrings",
-    "StopTokenIds",
-    "rollout",
-    "rollout_samples",
-    "rollout_sync",
-    "verify_right_padding",
-]
-
 StopStrings: TypeAlias = str | Sequence[str] | Sequence[Sequence[str] | None] | None
 """Texts that end every sample, or a list with such texts or ``None`` for each sample."""
 

@@ -17,16 +17,6 @@ from typing import Any, NoReturn
 from genrt.errors import InvalidRequest, UnknownColumn
 from genrt.numbers import check_bool, named, shown
 
-__all__ = [
-    "Row",
-    "RowPrompts",
-    "check_files",
-    "format_of",
-    "parse_json",
-    "read_rows",
-    "value_of",
-]
-
 FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "tsv"}
 """The formats by file suffix."""
 

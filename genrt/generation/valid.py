@@ -30,17 +30,6 @@ from genrt.questions.completions import Completion
 from genrt.questions.contexts import check_seed, seed_at
 from genrt.runtime.concurrency import blocking_twin
 
-__all__ = [
-    "Prompts",
-    "Reason",
-    "RecordStatistics",
-    "Records",
-    "UntilValid",
-    "ValidOptions",
-    "generate_valid",
-    "generate_valid_sync",
-]
-
 CUT_OFF = 50
 """The run ends after this number of attempts if all are truncated and none is valid."""
 

@@ -15,8 +15,6 @@ from genrt.generation.tables import parse_json
 from genrt.numbers import named, shown
 from genrt.questions.completions import schema_text
 
-__all__ = ["Fault", "JSONSchema", "Parse", "RecordValidator", "Validate"]
-
 Validate: TypeAlias = Callable[[Any], Any] | Mapping[str, Any] | str | type
 """Decides whether a record is valid, and returns its value.
 

@@ -13,35 +13,14 @@ from genrt.numbers import check_bool, check_float, check_int, named, nearest, sh
 from genrt.questions.contexts import Adapter, Limits, TokenIds, abbreviated, check_seed, seed_at
 from genrt.questions.request import Request
 
-__all__ = [
-    "Completion",
-    "CompletionOptions",
-    "CompletionRequest",
-    "Decoding",
-    "DecodingOptions",
-    "Delta",
-    "FinishReason",
-    "GenerateOptions",
-    "LogprobsMode",
-    "NativeRequest",
-    "SampleOptions",
-    "SampleRequest",
-    "Streamed",
-    "Told",
-    "TurnOptions",
-    "completion_requests",
-    "sample_requests",
-    "schema_text",
-]
-
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
-"""Why a text is over: it came to an end, it is as long as it may be, or the engine gave it up."""
+"""Why a text is over: it has ended, it is as long as it may be, or the engine aborted it."""
 
 LogprobsMode: TypeAlias = Literal["raw_logprobs", "processed_logprobs"]
-"""Which law log-probabilities are of: the model's, or the one that tokens were drawn from."""
+"""The distribution of log-probabilities: the model's, or the one that tokens are drawn from."""
 
 STRUCTURES = ("json_schema", "regex", "grammar", "choice")
-"""The options that each prescribe a form; a completion has one of them at most."""
+"""The options that prescribe a form; a completion has at most one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,10 +322,10 @@ class CompletionOptions(DecodingOptions, total=False):
         bad_words: forbidden texts, also after one space, by all of the tokenizer's spellings.
         logit_bias: numbers to add to the logits of some tokens; -100 to 100.
         ignore_eos: whether the text continues after the model's end token.
-        logprobs: returns log-probabilities of the drawn tokens, and of so many of the likeliest tokens at
-            each place; by default none are returned.
-        logprobs_mode: "raw_logprobs", the default, are the model's. "processed_logprobs" are those of the
-            sampling distribution, after penalties, temperature and truncation; 0 if it is greedy.
+        logprobs: returns log-probabilities of the drawn tokens, and of this many of the likeliest tokens
+            at each place; by default neither.
+        logprobs_mode: "raw_logprobs", the default, come from the model; "processed_logprobs" from the
+            sampling distribution, after penalties, temperature and truncation (0 if it is greedy).
         json_schema: the JSON schema of the text: a dict, a JSON text, or a pydantic model.
         regex: a pattern that the whole text matches.
         grammar: a grammar of the whole text, as in vLLM's structured outputs.
@@ -646,4 +625,4 @@ _CHECKS: dict[str, Check] = {
         None if value is None else check_int(name, value, 0, limits.vocab_size)
     ),
 }
-"""How each option is read, by its name; the structures are read apart."""
+"""The check of each option, by its name; ``_structure_option`` checks the structures."""

@@ -24,8 +24,6 @@ from genrt.questions.contexts import (
     is_plain_sequence,
 )
 
-__all__ = ["Mask", "Masks", "joined_words", "packed_mask", "packed_masks", "packed_words"]
-
 Mask: TypeAlias = torch.Tensor | np.ndarray | Sequence[int] | Set[int]
 """The tokens that may be drawn: bool ``[vocab_size]``, token ids as a sequence, a set or int64, or a
 packed bitmask, int32 ``[ceil(vocab_size / 32)]`` with token ``i`` at bit ``i % 32`` of word ``i // 32``.
@@ -85,9 +83,8 @@ def joined_words(masks: Sequence[torch.Tensor | None], vocab_size: int) -> np.nd
 def packed_masks(
     masks: Masks | None, count: int, vocab_size: int, *, copies: bool = False
 ) -> np.ndarray | None:
-    """Return a packed mask for each of ``count`` contexts: uint8 ``[count, size]``; ``None`` if every
-    mask is ``None``. Equal masks may share memory. A packed matrix gives a view, unless ``copies`` is
-    true.
+    """Return a packed mask for each of ``count`` contexts: uint8 ``[count, size]``; ``None`` without any
+    mask. Equal masks may share memory. A packed matrix gives a view, unless ``copies`` is true.
 
     Raises:
         InvalidRequest: as ``packed_mask``, or not a sequence of ``count`` masks.

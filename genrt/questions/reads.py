@@ -21,25 +21,6 @@ from genrt.questions.rows import LogprobsRequest, moved_rows, row_request
 from genrt.tokens.rows import entries_of, gather_rows, separate_copies
 from genrt.tokens.sampling import TopLogprobs, rows_at_once, truncate
 
-__all__ = [
-    "Answering",
-    "Candidates",
-    "HostRow",
-    "KeptContext",
-    "Prefix",
-    "PrefixOptions",
-    "Read",
-    "ReadRequest",
-    "TopTokens",
-    "Wanted",
-    "WarmUpOptions",
-    "candidates_request",
-    "checked_temperature",
-    "parts_of",
-    "top_request",
-    "wanted_of",
-]
-
 
 class Wanted:
     """What to read from a row: a frozen dataclass derives from this class."""

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast
 
 from genrt.questions.contexts import TOKEN_BYTES, Adapter
 
-__all__ = ["Request", "Result"]
-
 Result: TypeAlias = Any
 """The answer to a request; each kind documents its type."""
 

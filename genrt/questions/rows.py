@@ -19,17 +19,6 @@ from genrt.questions.request import Request
 from genrt.tokens.rows import gather_rows
 from genrt.tokens.sampling import rows_at_once
 
-__all__ = [
-    "Device",
-    "LogprobsRequest",
-    "check_length",
-    "move_rows",
-    "moved_rows",
-    "must_move",
-    "not_finite",
-    "row_request",
-]
-
 Device: TypeAlias = str | torch.device
 """A device or its name, as torch takes it."""
 

@@ -29,19 +29,8 @@ from genrt.questions.rows import LogprobsRequest, check_length
 from genrt.questions.sequences import Contexts
 from genrt.tokens.sampling import GREEDY_BELOW
 
-__all__ = [
-    "ScoreRequest",
-    "greedy_joined",
-    "greedy_requests",
-    "joined_scores",
-    "row_chunks",
-    "score_entries",
-    "score_requests",
-    "text_score_request",
-]
-
 Wanted: TypeAlias = Literal["logprobs", "greedy", "rows"]
-"""The answer of a score."""
+"""The kinds of answers: log-probabilities; these with a flag for greedy tokens; the rows."""
 
 ENTRIES = 2**24
 """The default number of entries, 4 bytes each, in the rows of one answer."""

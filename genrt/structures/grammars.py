@@ -347,7 +347,7 @@ def _is_all(ranges: list[tuple[str, str]]) -> bool:
 
 
 def _character(match: re.Match[str], group: str | int = 0) -> str:
-    """Return the character that is written in a group, perhaps as an escape."""
+    """Return the character in a group of a match; it may be written as an escape."""
     written = match[group]
     kind, digits = written[1:2], written[2:]
     if digits:

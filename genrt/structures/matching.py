@@ -58,13 +58,6 @@ class Tokens:
         allowed[self.eos_token_id] = True
         return packed(allowed)
 
-    @cached_property
-    def spelt(self) -> tuple[NDArray[np.int64], list[bytes]]:
-        """The tokens that stand for text, in the order of their bytes, and these bytes."""
-        token_ids = [i for i in range(len(self)) if self.is_open(i) and i != self.eos_token_id]
-        token_ids.sort(key=self.byte_vocab.__getitem__)
-        return np.array(token_ids, np.int64), [self.byte_vocab[i] for i in token_ids]
-
     def is_open(self, token_id: int) -> bool:
         """Tell whether a token is in ``open``: it stands for text, or is the end token."""
         return has_bit(self.open, token_id)
@@ -141,7 +134,7 @@ def new_tokenizer(tokens: Tokens) -> Any:
 
 
 class _Tokenizer:
-    """The attributes and the call by which llguidance knows a tokenizer."""
+    """The attributes and the call that llguidance expects of a tokenizer."""
 
     bos_token_id = None
     is_tokenizer_wrapper = True
@@ -198,8 +191,8 @@ def first_characters(regex: str) -> frozenset[str]:
 
 
 def check_begins(lark: str) -> None:
-    """Raise InvalidConstraint unless a grammar compiles and some text, of any bytes, begins as it wants;
-    of a grammar that is too complex to tell too."""
+    """Raise InvalidConstraint if a grammar does not compile, if no text of any bytes begins as it wants,
+    or if it is too complex to tell."""
     matcher = byte_matcher(lark)
     if matcher.is_error():
         raise InvalidConstraint(f"it does not compile: {brief(matcher.get_error())}")

@@ -115,7 +115,7 @@ LONGEST = {"hostname": 253}
 Schema: TypeAlias = dict[str, Any]
 
 _MOST = {"minItems": 10_000, "maxItems": 10_000, "properties": 2_000, "patternProperties": 50}
-_MOST["enum"] = 100_000  # so many take half a minute
+_MOST["enum"] = 100_000  # this many take half a minute
 
 _DEFINITIONS = ("$defs", "definitions")
 _MAPS = (*_DEFINITIONS, "properties", "patternProperties", "dependentSchemas")
@@ -1054,8 +1054,8 @@ _EVERYTHING = frozenset(_ALL.values())
 
 
 def _condition(met: Cases, failed: Cases | str) -> Condition:
-    """Return a condition by the values that meet it and those that fail it, or by the keyword for which
-    these cannot be compiled."""
+    """Return a condition: the values that meet it, and the values that fail it. ``failed`` is a keyword
+    if the failing values cannot be compiled."""
 
     def cases(holds: bool) -> Cases:
         if not holds and isinstance(failed, str):
@@ -1092,7 +1092,8 @@ def _of_numbers(schema: Schema) -> Iterator[Condition]:
 
 
 def _counted(schema: Schema, what: str, made: Callable[..., Facts]) -> Iterator[Condition]:
-    """Yield the condition on a number of characters or members; ``made`` returns values of so many."""
+    """Yield the condition on a number of characters or members; ``made`` returns the values whose number
+    lies between two bounds."""
     low, high = int(schema.get(f"min{what}", 0)), schema.get(f"max{what}")
     if high is None:
         if low:

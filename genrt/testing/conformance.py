@@ -12,9 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from genrt.questions.completions import (
-    SampleRequest,
-)
+from genrt.questions.completions import SampleRequest
 from genrt.questions.contexts import Adapter
 from genrt.questions.rows import LogprobsRequest
 from genrt.testing.witness import (

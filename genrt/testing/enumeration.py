@@ -23,8 +23,6 @@ from genrt.runtime.concurrency import blocking
 from genrt.tokens import sampling
 from genrt.tokens.texts import Potential, Text
 
-__all__ = ["ExactPosterior", "exact_posterior"]
-
 State: TypeAlias = ConstraintState | CheckedState
 Prefix: TypeAlias = tuple[tuple[int, ...], float, State | None]
 """Token ids, their log-probability, and the constraint's state after them."""

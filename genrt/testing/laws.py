@@ -21,14 +21,6 @@ from genrt.inference.resampling import Floats, log_mean_exp
 from genrt.numbers import check_float
 from genrt.testing import bets
 
-__all__ = [
-    "CannotTell",
-    "assert_samples_from",
-    "assert_unbiased",
-    "assert_variance_bounded",
-    "assert_weighted_samples_from",
-]
-
 ROUNDING = 1e-5
 """The relative error of probabilities from float32 rows, with a margin."""
 
@@ -112,22 +104,22 @@ def assert_variance_bounded(
     level: float = 1e-6,
     rtol: float = ROUNDING,
 ) -> None:
-    """Raise AssertionError if these estimates have another mean than ``exact``, or a larger variance than
+    """Raise AssertionError if estimates do not have the mean ``exact``, or have a larger variance than
     ``relative_variance * exact**2``.
 
-    It finds a sampler whose runs nearly all give a small part of the evidence, and the rest in runs so
-    rare that a test never sees them. Take the bound from a simple sampler whose variance is known by
+    It detects a sampler that gives a small part of the evidence in nearly all runs, and the rest in runs
+    so rare that a test never sees them. Take the bound from a simple sampler whose variance is known by
     enumeration, divided by the number of particles.
 
     Args:
         estimates: of independent runs, at least 0, themselves and not their logarithms.
-        exact: the mean that they should have, above 0.
-        relative_variance: the variance of ``estimate / exact`` at most, above 0.
-        rtol: the relative error of ``exact`` and of the estimates that is rounding.
+        exact: the correct mean, above 0.
+        relative_variance: the largest correct variance of ``estimate / exact``, above 0.
+        rtol: the relative rounding error of ``exact`` and of the estimates.
 
     Raises:
-        AssertionError: the mean is another, the variance is larger, or an estimate is negative or not
-            finite. Estimates that obey the law fail with probability at most ``level``.
+        AssertionError: the mean differs, the variance is larger, or an estimate is negative or not
+            finite. Correct estimates fail with probability at most ``level``.
         InvalidRequest: there are no estimates, or an argument is out of its range.
     """
     needed = _needed_capital(level)

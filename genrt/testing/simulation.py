@@ -25,8 +25,6 @@ from genrt.runtime.cache import RowCache
 from genrt.runtime.thread import EngineThread, LoopThread
 from genrt.testing.virtual_loop import VirtualClock, VirtualLoop
 
-__all__ = ["Faults", "VirtualRounds", "run_simulated"]
-
 T = TypeVar("T")
 
 MOST_EVENTS = 100_000

@@ -37,7 +37,6 @@ else:
 
     st = _Strategies()
 
-__all__ = ["constraints", "potentials", "seeds", "small_lms", "token_sequences"]
 
 LETTERS = [b"a", b"b", b"ab", b"ba"] + [letter.encode() for letter in string.ascii_lowercase[2:]]
 """Tokens in the order of preference: two letters, their combinations, and further letters."""

@@ -8,11 +8,7 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
-from genrt.engines.protocol import (
-    Engine,
-    EngineStatistics,
-    Finished,
-)
+from genrt.engines.protocol import Engine, EngineStatistics, Finished
 from genrt.questions.completions import SampleRequest
 from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request, Result

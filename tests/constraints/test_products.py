@@ -108,7 +108,7 @@ CASES = [
 cases = st.sampled_from(CASES)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=40)
 @given(st.lists(cases, min_size=1, max_size=3), vocabularies)
 def test_a_product_is_the_intersection(factors: list[Case], lm: AsyncLM) -> None:
     async def check() -> None:
@@ -124,7 +124,7 @@ def test_a_product_is_the_intersection(factors: list[Case], lm: AsyncLM) -> None
 
 
 @pytest.mark.parametrize("size", [1, 1000])
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(st.lists(cases, min_size=1, max_size=2), vocabularies, st.randoms(use_true_random=False))
 def test_a_potential_is_the_indicator_in_any_order(
     size: int, factors: list[Case], lm: AsyncLM, rng: Any

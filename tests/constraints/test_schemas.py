@@ -24,15 +24,20 @@ LM = lm_over(*[bytes([byte]) for byte in LETTERS])
 BYTES = lm_over(*[bytes([byte]) for byte in range(256)])
 
 
-def takes(schema: Schema, text: str, **options: Any) -> bool:
-    """Whether a text is in the set."""
-    state = json_schema(schema, BYTES, **options).start()
-    try:
-        for byte in text.encode():
-            state = state.advance(1 + byte)
-    except InvalidRequest:
-        return False
-    return state.accepting
+def taken(schema: Schema, *texts: str) -> list[str]:
+    """The texts that are in the set."""
+    start = json_schema(schema, BYTES).start()
+
+    def is_taken(text: str) -> bool:
+        state = start
+        try:
+            for byte in text.encode():
+                state = state.advance(1 + byte)
+        except InvalidRequest:
+            return False
+        return state.accepting
+
+    return [*filter(is_taken, texts)]
 
 
 NODE = {
@@ -235,10 +240,10 @@ def test_formats(
 ) -> None:
     """The standard library reads whatever is of the format; with a pattern beside it, both hold."""
     first, *others = valid.split()
-    wrong = ["", " ", f" {first}", f"{first} ", *invalid.split()]
+    right = [json.dumps(text) for text in (first, *others)]
+    wrong = [json.dumps(each) for each in ("", " ", f" {first}", f"{first} ", *invalid.split())]
     for schema in ({"format": form}, {"type": "string", "format": form, "maxLength": 300}):
-        assert [text for text in (first, *others) if not takes(schema, json.dumps(text))] == []
-        assert [text for text in wrong if takes(schema, json.dumps(text))] == []
+        assert taken(schema, *right, *wrong) == right
     if parse is not None:
         for text in (first, *others):
             parse(text)
@@ -246,8 +251,7 @@ def test_formats(
         "format": form,
         "pattern": "^" + "".join(f"\\x{ord(sign):02x}" for sign in first) + "$",
     }
-    assert takes(with_pattern, json.dumps(first))
-    assert not any(takes(with_pattern, json.dumps(text)) for text in (*others, *wrong))
+    assert taken(with_pattern, *right, *wrong) == right[:1]
 
 
 def test_dates_are_the_days_that_there_are() -> None:
@@ -288,9 +292,8 @@ def test_integers_that_would_be_rounded_are_refused(schema: Schema) -> None:
 )
 def test_numbers_are_taken_as_they_are(number: float) -> None:
     written = f"{Decimal(repr(number)):f}"
-    assert takes({"const": number}, written)
-    assert takes({"type": "number", "minimum": number, "maximum": number}, written)
-    assert not takes({"const": number}, written + "1")
+    assert taken({"const": number}, written, written + "1") == [written]
+    assert taken({"type": "number", "minimum": number, "maximum": number}, written) == [written]
 
 
 @pytest.mark.parametrize(
@@ -312,8 +315,8 @@ def test_numbers_are_taken_as_they_are(number: float) -> None:
         ({"minProperties": 2}, "minProperties 2 and requires 0 by name"),
         (
             {
-                "$defs": {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(3000)}
-                | {"d3000": {}},
+                "$defs": {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(1100)}
+                | {"d1100": {}},
                 "$ref": "#/$defs/d0",
             },
             "nested too deeply",
@@ -379,5 +382,4 @@ def test_bounds_of_numbers_are_where_they_are(
     bounds: dict[str, float], inside: str, outside: str
 ) -> None:
     schema: dict[str, Any] = {"type": "number", **bounds}
-    assert [text for text in inside.split() if not takes(schema, text)] == []
-    assert [text for text in outside.split() if takes(schema, text)] == []
+    assert taken(schema, *inside.split(), *outside.split()) == inside.split()

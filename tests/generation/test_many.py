@@ -222,6 +222,24 @@ async def test_twice_what_a_step_takes_is_asked_in_one_flush(lm: AsyncLM, engine
     await nothing_left(lm, engine)
 
 
+@pytest.mark.parametrize(("in_order", "most"), [(False, 6), (True, 12)])
+async def test_an_endless_source_is_read_as_far_as_there_is_room(
+    lm: AsyncLM, in_order: bool, most: int
+) -> None:
+    """A caller that takes no results holds up the source, and not the other way round."""
+    source = itertools.count()
+    walk = generate_many(
+        lm, ([0] for _ in source), in_order=in_order, concurrency=3, max_tokens=2, ignore_eos=True
+    )
+    for taken in range(1, 4):
+        await anext(walk)
+        for _ in range(60):  # turns of the engine, in which all texts end that may run
+            await asyncio.to_thread(thread_of(lm).call(lambda _: None).result)
+        read = next(source) - (taken - 1)  # of which this loop took some
+        assert read == taken + most
+    await walk.aclose()
+
+
 # -- errors -----------------------------------------------------------------------------------------
 
 
@@ -405,7 +423,7 @@ def threads_of_ours() -> list[threading.Thread]:
 
 
 def test_leaving_the_twin_early_leaves_nothing(lm: AsyncLM, engine: Engine) -> None:
-    for after in range(0, 200, 10):
+    for after in range(0, 200, 20):
         for number, _ in enumerate(generate_many_sync(lm, itertools.repeat([0]), max_tokens=2)):
             if number == after:
                 break

@@ -89,7 +89,7 @@ stops_of_one = st.none() | st.lists(st.sampled_from(["a", "b", "ab", "cd", " c"]
 tokens_of_one = st.none() | st.lists(st.integers(0, 3), max_size=2)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(
     prompts=prompts_of,
     pad=st.sampled_from([-1, 0, EOS, 2**31 - 1]),
@@ -234,7 +234,7 @@ async def test_an_empty_batch_has_every_field_and_its_options_are_checked() -> N
         await rollout(lm, ids, lengths, pad_value=0)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(
     prompts=st.lists(st.lists(st.integers(-3, 3), max_size=5), min_size=1, max_size=4),
     pad=st.integers(-3, 3),

@@ -58,7 +58,7 @@ def test_the_effective_sample_size_is_that_of_the_theory(
     name: str, chains: int, steps: int, r: float
 ) -> None:
     found = [
-        diagnosed(MARKOV[name](np.random.default_rng(seed), chains, steps, r)) for seed in range(20)
+        diagnosed(MARKOV[name](np.random.default_rng(seed), chains, steps, r)) for seed in range(12)
     ]
     exact = chains * steps * (1 - r) / (1 + r)
     # Halves of 40 steps hold fewer lags of r = 0.9 than there are.
@@ -208,7 +208,7 @@ def test_short_sticky_chains_seldom_claim_much_more_than_they_are_worth() -> Non
     """The least that is known of: four chains of four steps, and one of a hundred."""
     for chains, steps, r in ((4, 4, 0.9), (4, 20, 0.9), (4, 50, 0.99), (1, 100, 0.8)):
         means, claims = [], []
-        for seed in range(400):
+        for seed in range(200):
             states = two_states(np.random.default_rng(seed), chains, steps, 0.5, r)
             means.append(states.mean())
             claims.append(diagnosed(states).ess_bulk)

@@ -68,7 +68,7 @@ async def test_evidence_and_posterior_are_unbiased() -> None:
     with genrt.load(MODEL, engine="exact") as lm:
         own: dict[str, Any] = {"max_tokens": 5, "constraint": regex("(a|b){3,5}b", lm)}
         exact = exact_posterior(MODEL, PROMPT, **own)
-        results = await many(smc_of(lm, PROMPT, num_particles=8, resample_when=1.0, **own), 150)
+        results = await many(smc_of(lm, PROMPT, num_particles=8, resample_when=1.0, **own), 80)
     runs = [(result.token_ids, result.log_weights) for result in results]
     assert_weighted_samples_from(runs, exact.token_ids, log_evidence=exact.log_evidence)
     assert any(-math.inf in result.log_weights for result in results), "dead ends are included"

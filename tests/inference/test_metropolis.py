@@ -154,7 +154,7 @@ def two_bs(text: Text) -> float:
 async def test_moves_leave_the_law_as_it_is(name: str) -> None:
     with genrt.load(MODEL, engine="exact") as lm:
         model, law = case(name, lm)
-        state = await exact_chains(model, 400 if name == "plain" else 2000)
+        state = await exact_chains(model, 400 if name == "plain" else 1400)
         assert len(state.chains) > 80
         assert_samples_from([model.value(each.particle) for each in state.chains if each], law)
         for steps in (1, 4):

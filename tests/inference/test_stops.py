@@ -95,10 +95,10 @@ async def test_without_a_constraint(name: str, potential: Any) -> None:
         assert exact.log_evidence == pytest.approx(0.0, abs=1e-6)
     with genrt.load(MODEL, engine="exact") as lm:
         model = TextModel(lm, [0], **options)
-        weigh(await importance_sampling(model, num_particles=1000).run(0), exact)
+        weigh(await importance_sampling(model, num_particles=500).run(0), exact)
         twisted = TextModel(lm, [0], twist=likes_b, **options)
         smc = SMC(twisted, num_particles=5, resample_when=1.0)
-        results = await asyncio.gather(*(smc.run(seed) for seed in range(80)))
+        results = await asyncio.gather(*(smc.run(seed) for seed in range(40)))
         assert_weighted_samples_from(
             [(each.token_ids, each.log_weights) for each in results],
             exact.token_ids,
@@ -118,13 +118,13 @@ async def test_with_a_constraint(name: str, constraint: str) -> None:
         }
         exact = exact_posterior(MODEL, [0], **options)
         model = TextModel(lm, [0], **options)
-        result = await importance_sampling(model, num_particles=800).run(0)
+        result = await importance_sampling(model, num_particles=400).run(0)
         if exact.log_evidence == -math.inf:
             assert result.log_evidence == -math.inf
             return
         weigh(result, exact)
         smc = SMC(model, num_particles=6, resample_when=0.9)
-        results = await asyncio.gather(*(smc.run(seed) for seed in range(80)))
+        results = await asyncio.gather(*(smc.run(seed) for seed in range(40)))
         assert_weighted_samples_from(
             [(each.token_ids, each.log_weights) for each in results],
             exact.token_ids,

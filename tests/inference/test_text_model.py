@@ -70,7 +70,7 @@ async def test_a_good_twist_steadies_the_evidence() -> None:
         for name, twist in {"none": None, "good": wants_bs}.items():
             model = TextModel(lm, PROMPT, max_tokens=5, potential=wants_bs, twist=twist)
             smc = SMC(model, num_particles=10, resample_when=1.0)
-            results = await asyncio.gather(*(smc.run(seed) for seed in range(150)))
+            results = await asyncio.gather(*(smc.run(seed) for seed in range(80)))
             evidence = np.exp([result.log_evidence - exact.log_evidence for result in results])
             variances[name] = float(evidence.var())
             assert abs(evidence.mean() - 1) < 5 * evidence.std() / math.sqrt(150)

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from genrt.errors import InvalidRequest
 from genrt.interop import byte_trie as trie_module
 from genrt.interop.byte_trie import ByteTrie
-from genrt.interop.foreign import importing
 
 TOKENS = st.lists(st.sampled_from(list(b"ab\xff")), max_size=5).map(bytes)
 VOCABULARIES = st.lists(TOKENS, max_size=24)
@@ -87,30 +86,6 @@ def test_a_sum_is_over_the_tokens_with_each_prefix(
         found.double(), wanted, rtol=3e-6, atol=1e-5 if name == "log_mass" else 0.0
     )
     torch.testing.assert_close(getattr(trie, name)(rows[0]), found[0], rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.genlm
-def test_maxima_are_those_of_genlm_backends_trie() -> None:
-    """On weights of at least 0: the largest of lesser ones is 0 to genlm-backend."""
-    with importing("genlm"):
-        from genlm.backend.tokenization import Token
-        from genlm.backend.trie import TokenCharacterTrie
-
-    tokens, rows = many_tokens()
-    weights = rows[0, :300].exp()
-    trie = ByteTrie(tokens[:300])
-    theirs = TokenCharacterTrie([Token(i, token) for i, token in enumerate(tokens[:300])])
-    sums, maxima = theirs.weight_sum(weights), theirs.weight_max(weights)
-    ours, mass = trie.weight_max(weights).tolist(), trie.mass(weights.log()).tolist()
-    stack = [(theirs.root, b"")]
-    while stack:
-        node, prefix = stack.pop()
-        place = trie.node(prefix)
-        assert place is not None
-        assert ours[place] == maxima[node]
-        assert mass[place] == pytest.approx(sums[node])
-        children = theirs.children[node].items()
-        stack += [(child, prefix + bytes([x])) for x, child in children if isinstance(x, int)]
 
 
 def many_tokens() -> tuple[list[bytes], torch.Tensor]:

@@ -317,7 +317,7 @@ async def test_its_smc_has_the_right_evidence_and_posterior(
     else:
         tokens = control.eager_token_sampler(llm, fsa)
     runs = []
-    for _ in range(200):
+    for _ in range(100):
         result = await tokens.smc(n_particles=10, ess_threshold=0.5, max_tokens=LONGEST)
         evidence = math.exp(result.log_ml)
         shares = result.decoded_posterior if evidence > 0 else {}

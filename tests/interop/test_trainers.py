@@ -122,13 +122,20 @@ async def test_questions_wait_for_an_update_and_the_next_update_too(lm: AsyncLM)
     assert torch.allclose(await lm.next_token_logprobs([1]), MODEL.row([1]), atol=1e-6)
 
 
-def test_an_update_that_is_given_up_before_anything_was_sent_changes_nothing(lm: AsyncLM) -> None:
+def test_an_update_that_is_given_up_changes_nothing_or_is_the_engines_death(lm: AsyncLM) -> None:
     before = row(lm)
     with WeightSyncClient(lm) as client:
         client.start_weight_update()
         with pytest.raises(InvalidRequest, match="nothing was sent"):
             client.finish_weight_update()
     client.close()
+    assert torch.equal(row(lm), before)
+    with client:
+        client.start_weight_update()
+        client.update_weights({"table": OTHER.table})
+    with pytest.raises(EngineDied, match="given up in the middle"):
+        lm.next_token_logprobs_sync([2])
+    lm.restart()
     assert torch.equal(row(lm), before)
     refit(client, OTHER.table)
     assert lm.weights_version == 1
@@ -151,17 +158,6 @@ async def test_a_part_that_is_cancelled_ends_the_update(lm: AsyncLM, passes: int
         await transfers.take({"table": OTHER.table})
     [row] = await asyncio.gather(lm.next_token_logprobs([1]), return_exceptions=True)
     assert isinstance(row, EngineDied) or torch.equal(row, before)  # type: ignore[arg-type]
-
-
-def test_an_update_that_is_given_up_in_the_middle_is_the_engines_death(lm: AsyncLM) -> None:
-    before = row(lm)
-    with WeightSyncClient(lm) as client:
-        client.start_weight_update()
-        client.update_weights({"table": OTHER.table})
-    with pytest.raises(EngineDied, match="given up in the middle"):
-        lm.next_token_logprobs_sync([2])
-    lm.restart()
-    assert torch.equal(row(lm), before)
 
 
 def test_an_error_of_the_workers_is_the_engines_death_and_no_trainer_hangs(lm: AsyncLM) -> None:
@@ -300,6 +296,13 @@ def test_vllm_is_refitted_as_by_its_own_trainers(
 
     contexts = [[3 + n for n in range(length)] for length in (1, 5, 40, 100)]
     with genrt.load(other) as loaded:
+        client = WeightSyncClient(loaded)
+        for call in (
+            client.start_weight_update,
+            lambda: client.init_weight_transfer_engine({"port": 1}),
+        ):
+            with pytest.raises(EngineUnsupported, match="weight_transfer_config"):
+                call()
         expected = loaded.batch_next_token_logprobs_sync(contexts)
     options = {"weight_transfer_config": {"backend": transfer_backend}}
     with genrt.load(llama, engine_options=options) as lm:
@@ -326,16 +329,3 @@ def test_vllm_is_refitted_as_by_its_own_trainers(
             client.update_weights({"key": "nothing"})
         with pytest.raises(EngineDied):
             lm.next_token_logprobs_sync([4])
-
-
-@pytest.mark.vllm
-def test_vllm_that_was_not_opened_for_it_says_how(llama: Path) -> None:
-    with genrt.load(llama) as lm:
-        client = WeightSyncClient(lm)
-        for call in (
-            client.start_weight_update,
-            lambda: client.init_weight_transfer_engine({"port": 1}),
-        ):
-            with pytest.raises(EngineUnsupported, match="weight_transfer_config"):
-                call()
-        assert row(lm).isfinite().all()

@@ -284,7 +284,7 @@ def next_law(writing: CompletionState, decoding: Any, row: torch.Tensor) -> dict
     return {token: share for token, share in enumerate(shares) if share > 0}
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=200)
 @given(
     options=options_of_laws,
     form=st.none() | forms,
@@ -356,11 +356,11 @@ def test_texts_are_drawn_from_the_law_of_all_options_together(
     expected = enumerated(MODEL, [0, 1], options, form)
     assume(sum(expected.values()) > 1 - 1e-9)  # else some texts fail, for no token is left
     given: dict[str, Any] = options | (form.option if form else {})
-    drawn = lm.batch_generate_sync([[0, 1]] * 400, seed=seed, **given)
+    drawn = lm.batch_generate_sync([[0, 1]] * 300, seed=seed, **given)
     assert_samples_from([each.token_ids for each in drawn], expected)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(options=options_of_laws, form=st.none() | forms, seed=st.integers(0, 2**40))
 def test_log_probabilities_are_those_of_the_law_where_they_are_asked_for(
     lm: AsyncLM, options: dict[str, Any], form: Form | None, seed: int
@@ -415,7 +415,7 @@ def test_json_texts_are_drawn_from_their_law(
     form, options = Form({"json_schema": schema | COMPACT}, texts), dict[str, Any](max_tokens=16)
     expected = enumerated(TYPIST, [3], options, form)
     assert sum(expected.values()) == pytest.approx(1.0)
-    drawn = typist.batch_generate_sync([[3]] * 2000, seed=5, **options, **form.option)
+    drawn = typist.batch_generate_sync([[3]] * 800, seed=5, **options, **form.option)
     assert_samples_from([each.token_ids for each in drawn], expected)
 
 
@@ -429,7 +429,7 @@ def test_any_whitespace_may_stand_between_the_parts_of_a_json_text(typist: Async
     assert all(json.loads(each) in VALUES[3][1] for each in whole)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(seed=st.integers(0, 2**40))
 def test_texts_of_a_drawn_schema_validate_unless_they_are_truncated(
     typist: AsyncLM, seed: int

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 import genrt
 from genrt.engines.exact import NGram
-from genrt.errors import ContextTooLong, InvalidRequest, UnknownAdapter
 from genrt.lm import AsyncLM
 from genrt.questions.scores import ScoreRequest, greedy_joined, greedy_requests
 from genrt.testing import assert_samples_from
@@ -263,28 +262,3 @@ async def test_a_texts_rows_come_in_chunks(lm: AsyncLM, chunk: int | None) -> No
     assert lm.statistics().since(before).engine.rows == 2  # the rest is not asked
     row = await lm.next_token_logprobs([8])
     assert torch.allclose(row, MODEL.row([8]), atol=1e-6)
-
-
-# -- wrong arguments that belong together; test_every_argument.py has those of one alone ---------
-
-WRONG: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
-    (lambda lm: lm.draw_sync([1], adapter="x"), UnknownAdapter, "add_adapter"),
-    (lambda lm: lm.draw_sync([1] * (MAX_MODEL_LEN + 1)), ContextTooLong, "max_model_len"),
-    (lambda lm: lm.batch_draw_sync([[1], [99]]), InvalidRequest, "from 0 to 40"),
-    (lambda lm: lm.batch_draw_sync([[1]], masks=[]), InvalidRequest, "0 masks for 1 contexts"),
-    (lambda lm: lm.top_logprobs_sync([1], 42), InvalidRequest, "k must be from 1 to 41"),
-    (lambda lm: lm.batch_score_sync([[1]], []), InvalidRequest, "1 contexts and 0 continuations"),
-    (lambda lm: lm.score_sync([1] * MAX_MODEL_LEN, [1, 1]), ContextTooLong, "max_model_len"),
-    (lambda lm: lm.prompt_rows([1, 2], 3), InvalidRequest, "start must be from 1 to 2"),
-    (lambda lm: lm.prompt_rows_sync([1] * (MAX_MODEL_LEN + 2)), ContextTooLong, "max_model_len"),
-    (lambda lm: lm.next_token_logprobs_sync([1], device="cuda:7"), InvalidRequest, "give 'cpu'"),
-]
-
-
-def test_every_wrong_call_raises_at_the_call_and_reaches_no_engine(lm: AsyncLM) -> None:
-    before = lm.statistics()
-    for number, (call, error, message) in enumerate(WRONG):
-        with pytest.raises(error, match=message) as caught:
-            call(lm)
-        assert type(caught.value) is error, number
-    assert lm.statistics() == before

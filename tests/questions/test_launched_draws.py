@@ -48,7 +48,7 @@ POPULATIONS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(kinds=POPULATIONS, in_order=st.booleans(), seed=st.integers(0, 2**16))
 def test_draws_together_are_those_of_each_population_alone(
     kinds: list[tuple[Any, ...]], in_order: bool, seed: int

@@ -1,6 +1,6 @@
 """The assertions that hold a sampler to its laws: how often they fail a right one, and what they find.
 
-False alarms are counted at the level 0.05 over 60 seeds, of numbers as skewed as weights get.
+False alarms are counted at the level 0.05 over 40 seeds, of numbers as skewed as weights get.
 The bets behind them are conservative, so that a count above the level would be a defect and no bad luck.
 """
 
@@ -140,10 +140,10 @@ def test_what_is_right_fails_no_more_often_than_the_level(kind: str, name: str, 
     alarms = 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CannotTell)
-        for seed in range(60):
+        for seed in range(40):
             check, args, options = right(kind, name, np.random.default_rng(seed), count)
             alarms += alarm(check, *args, level=0.05, **options) is not None
-    assert alarms <= 0.05 * 60
+    assert alarms <= 0.05 * 40
 
 
 # -- what is found ----------------------------------------------------------------------------

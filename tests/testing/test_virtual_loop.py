@@ -95,15 +95,3 @@ def test_an_error_is_reported_and_an_interrupt_comes_out(
     assert not loop.is_running()
     loop.run_one()
     assert log == [1]
-
-
-def test_a_function_for_a_thread_runs_in_a_callback(loop: VirtualLoop, clock: VirtualClock) -> None:
-    done = loop.run_in_executor(None, divmod, 7, 2)
-    failed = loop.run_in_executor(None, divmod, 7, 0)
-    cancelled = loop.run_in_executor(None, fails(ValueError("it ran")))
-    cancelled.cancel()
-    assert not done.done()
-    run(loop, clock)
-    assert done.result() == (3, 1)
-    assert isinstance(failed.exception(), ZeroDivisionError)
-    assert loop.reports == []

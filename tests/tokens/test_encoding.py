@@ -46,7 +46,7 @@ def without_space_beside(text: str) -> str:
 
 @pytest.mark.parametrize("name", [name for name in EXACT | SPACE_IN_FRONT if name != "bytes"])
 @given(text=TEXTS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_what_is_encoded_has_the_bytes_of_the_text_or_is_refused(name: str, text: str) -> None:
     tokenizer, tokens = made(name)
     try:
@@ -423,7 +423,7 @@ def test_a_runtime_encodes_texts_and_chats_by_its_tokenizer() -> None:
 
 @pytest.mark.parametrize("name", sorted(EXACT | SPACE_IN_FRONT))
 @given(words=st.lists(st.sampled_from(WORDS), max_size=3), more=st.sampled_from(["a", "1", ""]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_prompts_that_begin_with_a_text_begin_with_its_shared_tokens(
     name: str, words: list[str], more: str
 ) -> None:

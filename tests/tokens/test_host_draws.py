@@ -44,17 +44,6 @@ def test_draws_agree_with_torch_and_with_the_law(width: int) -> None:
         assert disagreements(case, found, by_torch(case)) == []
 
 
-@pytest.mark.parametrize("share", [0.01, 0.5, 1.0])
-@pytest.mark.parametrize("width", [1, 127, 128, 300, 1024])
-def test_seeds_draw_the_tokens_of_torch(width: int, share: float) -> None:
-    rows = normalised(500, width)
-    rows[::7, ::3] = -math.inf
-    allowed = torch.rand(500, width, generator=torch.Generator().manual_seed(1)) < share
-    expect_torchs(rows, allowed, seeded_uniforms(range(500)))
-    expect_torchs(rows, None, seeded_uniforms(range(500)))
-    expect_torchs(rows, allowed, seeded_uniforms(range(500)), torch.arange(499, -1, -1) // 2)
-
-
 @pytest.mark.parametrize("first", [0.0, 0.25, 0.5, 0.75, LARGEST])
 def test_a_number_at_a_border_is_the_next_tokens(first: float) -> None:
     rows = torch.full((BLOCK, 4 * BLOCK), -math.log(4 * BLOCK))

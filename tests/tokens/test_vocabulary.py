@@ -191,14 +191,14 @@ WITH_ADDED = st.lists(st.sampled_from([*WORDS, "<töol>", "<s>"])).map("".join)
 
 @pytest.mark.parametrize("name", EXACT)
 @given(text=PLAIN | WITH_ADDED)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_the_bytes_of_the_tokens_are_the_text(name: str, text: str) -> None:
     assert spelled(name, text) == text.encode()
 
 
 @pytest.mark.parametrize("name", SPACE_IN_FRONT)
 @given(text=PLAIN)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_the_bytes_of_the_tokens_are_the_text_up_to_one_space_in_front(
     name: str, text: str
 ) -> None:
