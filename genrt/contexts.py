@@ -425,7 +425,7 @@ class Gatherer:
         finally:
             if (flush := question.flush) is not None:
                 flush.waiting -= 1
-                if not flush.waiting:
+                if not flush.waiting and not loop.is_closed():
                     flush.task.cancel()
 
     def _look_for_more(
