@@ -6,6 +6,8 @@ child ends as any interpreter does, by running out of program or by an exception
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
 import re
@@ -38,7 +40,6 @@ gc.collect()
 gc.freeze()
 atexit.register(gc.unfreeze)
 
-given = json.load(sys.stdin)
 ends, alive = {}, {}
 
 def wait():
@@ -51,24 +52,31 @@ def wait():
         texts.append(file.read().decode())
     ends[name] = (os.waitstatus_to_exitcode(status), *texts, in_session(process))
 
-for name, program in given["programs"].items():
+def requested():
+    for line in sys.stdin:
+        given = json.loads(line)
+        for name, program in given["programs"].items():
+            if len(alive) == given["at_once"]:
+                wait()
+            yield given, name, program
+        while alive:
+            wait()
+        print(json.dumps(ends), flush=True)
+        ends.clear()
+
+for given, name, program in requested():
     output, errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()
     process = os.fork()
     if process == 0:
         os.setsid()
         signal.alarm(given["alarm"])
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(output.fileno(), 1)
         os.dup2(errors.fileno(), 2)
-        del alive, ends, output, errors, process, wait
+        del alive, ends, output, errors, process, wait, requested
         exec(compile(given["before"] + program, f"<{name}>", "exec"))
         break
     alive[name] = (process, output, errors)
-    if len(alive) == given["at_once"]:
-        wait()
-else:
-    while alive:
-        wait()
-    print(json.dumps(ends))
 """
 
 
@@ -114,6 +122,24 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
+@functools.cache
+def _server(environment: frozenset[tuple[str, str]]) -> tuple[subprocess.Popen[str], int]:
+    """The server of this process's children in an environment, which ends with this process, and the file
+    of its errors."""
+    errors = os.memfd_create("errors")
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        text=True,
+        cwd=ROOT,
+        env=dict(environment),
+    )
+    atexit.register(server.communicate)
+    return server, errors
+
+
 def run(programs: Mapping[str, str], *, before: str = "", **values: Any) -> dict[str, End]:
     """Run each program after ``before``, two at once; ``values`` are known to all by name."""
     assignments = "".join(f"{name} = {value!r}\n" for name, value in values.items())
@@ -123,15 +149,17 @@ def run(programs: Mapping[str, str], *, before: str = "", **values: Any) -> dict
         "alarm": ALARM_SECONDS,
         "at_once": 2,
     }
-    served = subprocess.run(
-        [sys.executable, "-c", SERVER],
-        input=json.dumps(given),
-        capture_output=True,
-        text=True,
-        timeout=60 + 2 * ALARM_SECONDS * len(programs),
-        cwd=ROOT,
-        env=environment(),
-    )
-    if served.returncode != 0:
-        raise AssertionError(f"the server of children failed:\n{served.stderr}")
-    return {name: End(*end) for name, end in json.loads(served.stdout.splitlines()[-1]).items()}
+    settings = environment()
+    settings.pop("PYTEST_CURRENT_TEST", None)
+    server, errors = _server(frozenset(settings.items()))
+    assert server.stdin is not None
+    assert server.stdout is not None
+    print(json.dumps(given), file=server.stdin, flush=True)
+    answer = server.stdout.readline()
+    while answer and not answer.startswith("{"):  # what the imports of the server printed
+        answer = server.stdout.readline()
+    if not answer:
+        server.wait()
+        told = os.pread(errors, 2**20, 0).decode()
+        raise AssertionError(f"the server of children ended:\n{told}")
+    return {name: End(*end) for name, end in json.loads(answer).items()}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from collections.abc import Collection, Sized
+from pathlib import Path
 from typing import Any
 
 from genrt.lm import AsyncLM
@@ -55,3 +58,43 @@ def populations_of(engine: Any) -> Any:
 def open_of(engine: Any) -> Any:
     """Return the open sequences of an engine on vLLM."""
     return engine._open
+
+
+def entries_of(batcher: Any) -> Any:
+    """Return the entries of a batcher, by request."""
+    return batcher._entries
+
+
+def ready_of(batcher: Any) -> Any:
+    """Return the entries of a batcher that are ready, in their order."""
+    return batcher._ready
+
+
+def calls_of(thread: EngineThread) -> Any:
+    """Return the calls that a thread has yet to make."""
+    return thread._calls
+
+
+def kept_by(owner: object, but: Collection[str] = ()) -> dict[str, Any]:
+    """Return the attributes of an object that hold anything, and its weights, by name."""
+    return {
+        name: value
+        for name, value in vars(owner).items()
+        if name not in but and value and (isinstance(value, Sized) or name.endswith("_weight"))
+    }
+
+
+def weight_copies_of(thread: EngineThread) -> list[Path]:
+    """Return the folders of the weights that a runtime has copied."""
+    root = thread.weights._root
+    return [] if root is None else [*root.iterdir()]
+
+
+def unlogged(work: asyncio.Future[Any]) -> None:
+    """Have asyncio log nothing when this is collected while it is pending."""
+    work._log_destroy_pending = False  # type: ignore[attr-defined]
+
+
+def is_held(lock: Any) -> bool:
+    """Return whether this thread holds a lock."""
+    return bool(lock._is_owned())

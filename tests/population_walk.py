@@ -67,17 +67,20 @@ MADE: list[Any] = [list, np.array, torch.tensor]
 class HeldContexts:
     """A population of contexts, each asked by its own coroutine."""
 
-    def __init__(self, contexts: Sequence[Context]) -> None:
+    def __init__(self, contexts: Sequence[Context], vocab_size: int) -> None:
         self.contexts = [*contexts]
+        self.vocab_size = vocab_size
 
     @classmethod
     def begin(
         cls, lm: AsyncLM, prompt: Any, n: int | None = None, *, adapter: str | None = None
     ) -> HeldContexts:
         if n is None:
-            return cls([lm.context(each, adapter=adapter) for each in prompt])
-        first = lm.context(prompt, adapter=adapter)
-        return cls([lm.context(first, adapter=adapter) for _ in range(n)])
+            contexts = [lm.context(each, adapter=adapter) for each in prompt]
+        else:
+            first = lm.context(prompt, adapter=adapter)
+            contexts = [lm.context(first, adapter=adapter) for _ in range(n)]
+        return cls(contexts, lm.vocab_size)
 
     async def draw(
         self,
@@ -103,8 +106,7 @@ class HeldContexts:
     async def logprobs(self, *, where: Sequence[bool]) -> torch.Tensor:
         asked = [each for each, is_in in zip(self.contexts, where, strict=True) if is_in]
         rows = await together([each.logprobs() for each in asked])
-        size = self.contexts[0]._runtime.limits.vocab_size
-        return torch.stack(rows) if rows else torch.empty(0, size)
+        return torch.stack(rows) if rows else torch.empty(0, self.vocab_size)
 
     async def score(self, continuations: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         pairs = zip(self.contexts, continuations, strict=True)
@@ -125,7 +127,8 @@ class HeldContexts:
             context.cut(int(length))
 
     def take(self, places: Any) -> HeldContexts:
-        return HeldContexts([copy.copy(self.contexts[int(place)]) for place in places])
+        taken = [copy.copy(self.contexts[int(place)]) for place in places]
+        return HeldContexts(taken, self.vocab_size)
 
     def resample(self, ancestors: Any) -> None:
         self.contexts = self.take(ancestors).contexts
@@ -135,7 +138,7 @@ class HeldContexts:
         return [self.take(range(first)), self.take(range(first, len(self.contexts)))]
 
     def join(self, other: HeldContexts) -> HeldContexts:
-        return HeldContexts(self.take(range(len(self.contexts))).contexts + other.contexts)
+        return HeldContexts([*copy.copy(self).contexts, *other.contexts], self.vocab_size)
 
     def close(self) -> None:
         for each in self.contexts:

@@ -247,7 +247,7 @@ async def test_a_step_that_fails_fails_its_questions_and_no_later_one(lm: AsyncL
 
 
 async def test_adapters(lm: AsyncLM, tmp_path: Path) -> None:
-    table = NGram.random(SIZE, order=2, seed=9)._table
+    table = NGram.random(SIZE, order=2, seed=9).table
     await lm.add_adapter("a", adapter_directory(tmp_path / "a", table))
     own, base = lm.context([1, 2], adapter="a"), lm.context([1, 2])
     other = lm.context(base, adapter="a")

@@ -48,7 +48,8 @@ class Broken:
     def __call__(self, how: str) -> Iterator[None]:
         engine = engine_of(self.lm)
         with pytest.MonkeyPatch.context() as patch:
-            logits = engine._model.logits
+            model = engine._model
+            logits = model.logits
 
             def fails() -> None:
                 patch.undo()
@@ -63,7 +64,7 @@ class Broken:
             if how == "fails":
                 patch.setattr(engine, "step", fails)
             else:
-                patch.setattr(engine._model, "logits", not_finite)
+                patch.setattr(model, "logits", not_finite)
             yield
 
 
@@ -78,7 +79,7 @@ async def exact_runtime(kind: str, adapter: Path, holds: str) -> AsyncIterator[R
             return KeepingEngine(MODEL, seen)
         return (ScoringEngine if kind == "scores" else ExactEngine)(MODEL, max_model_len=48)
 
-    tables = [MODEL._table, NGram.random(SIZE, order=2, seed=8)._table]
+    tables = [MODEL.table, NGram.random(SIZE, order=2, seed=8).table]
     with (
         genrt.load(engine=opened, cache_bytes=0) as lm,
         genrt.load(
@@ -117,7 +118,7 @@ async def exact_runtime(kind: str, adapter: Path, holds: str) -> AsyncIterator[R
 async def test_each_draw_is_its_own_context_s_whatever_happens(
     kind: str, holds: str, seed: int, steps: int, tmp_path: Path
 ) -> None:
-    adapter = adapter_directory(tmp_path / "a", NGram.random(SIZE, order=2, seed=9)._table)
+    adapter = adapter_directory(tmp_path / "a", NGram.random(SIZE, order=2, seed=9).table)
     async with exact_runtime(kind, adapter, holds) as runtime:
         made = await walk(runtime, seed, steps)
     assert {*EVENTS, "resample", "cut", "extend", "split", "join", "take"} <= {*made.counts}
@@ -166,8 +167,9 @@ async def test_a_blocking_draw_is_gone_on_from_too(lm: AsyncLM) -> None:
         for _ in range(3):
             draws = population.draw_sync(seed=1) if is_blocking else await population.draw(seed=1)
             population.append(draws.token_ids)
-            assert len(population._sequences.origins.handles) == 1
-            assert population._sequences.origins.go_on(population.lengths.numpy())
+            origins = population._sequences.origins
+            assert len(origins.handles) == 1
+            assert origins.go_on(population.lengths.numpy())
 
 
 class GivenBack:

@@ -9,9 +9,8 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
 import torch
@@ -75,8 +74,6 @@ def test_what_is_no_adapter_is_refused_with_the_reason(
 MODEL = NGram.random(6, seed=1)
 PROMPT = [1, 2]
 
-Load: TypeAlias = Callable[..., AsyncLM]
-
 
 def make_table(directory: Path, *, seed: int) -> Path:
     """An adapter of the exact engine."""
@@ -87,11 +84,12 @@ def make_table(directory: Path, *, seed: int) -> Path:
 
 
 @pytest.fixture(
+    scope="module",
     params=[
         "exact",
         pytest.param("transformers", marks=pytest.mark.vllm),
         pytest.param("vllm", marks=pytest.mark.vllm),
-    ]
+    ],
 )
 def kind(request: pytest.FixtureRequest) -> str:
     name: str = request.param
@@ -110,23 +108,27 @@ def folders(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> tuple[
     return copies
 
 
+@pytest.fixture(scope="module")
+def runtimes(kind: str, request: pytest.FixtureRequest) -> Iterator[tuple[AsyncLM, AsyncLM]]:
+    """A runtime, and one that no batch is asked of; neither has a cache."""
+    vllm: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 8, "max_lora_rank": 8}
+    vllm |= {"enable_lora": True, "kv_cache_memory_bytes": 2**26, "max_loras": 4}
+
+    def opened(engine: str) -> AsyncLM:
+        model: Any = MODEL if engine == "exact" else request.getfixturevalue("llama")
+        options = vllm if engine == "vllm" else {}
+        return genrt.load(model, engine=engine, engine_options=options, cache_bytes=0)
+
+    with opened(kind) as lm, opened("exact" if kind == "exact" else "transformers") as quiet:
+        yield lm, quiet
+
+
 @pytest.fixture
-def load(kind: str, request: pytest.FixtureRequest) -> Iterator[Load]:
-    with ExitStack() as opened:
-
-        def one(engine: str = kind, **arguments: Any) -> AsyncLM:
-            if engine == "exact":
-                lm = genrt.load(MODEL, engine="exact", **arguments)
-            else:
-                llama: Path = request.getfixturevalue("llama")
-                options: dict[str, Any] = {}
-                if engine == "vllm":
-                    options = {"dtype": "float32", "max_num_seqs": 8, "max_lora_rank": 8}
-                    options |= {"enable_lora": True, "kv_cache_memory_bytes": 2**26, "max_loras": 4}
-                lm = genrt.load(llama, engine=engine, engine_options=options, **arguments)
-            return opened.enter_context(lm)
-
-        yield one
+def lm(runtimes: tuple[AsyncLM, AsyncLM]) -> Iterator[AsyncLM]:
+    """The runtime, which has no adapter yet."""
+    yield runtimes[0]
+    for name in runtimes[0].adapters:
+        runtimes[0].remove_adapter(name)
 
 
 def rows(lm: AsyncLM, name: str | None) -> torch.Tensor:
@@ -145,11 +147,10 @@ def spoil(folder: Path) -> None:
 @pytest.mark.promise(number=14)
 @pytest.mark.promise(number=30)
 def test_adapters_survive_a_restart_whatever_becomes_of_their_folders(
-    load: Load, folders: tuple[Path, Path], tmp_path: Path
+    lm: AsyncLM, folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
     """Of a name that was bound twice the later weights, and nothing of what was removed."""
     first, second = folders
-    lm = load()
     names = ("overwritten", "deleted", "spoiled", "twice", "removed")
     copies = {name: tmp_path / name for name in names}
     for name, copy in copies.items():
@@ -168,7 +169,6 @@ def test_adapters_survive_a_restart_whatever_becomes_of_their_folders(
     shutil.rmtree(copies["twice"])
     shutil.rmtree(second)
     lm.restart()
-    lm.clear_cache()
     assert near(rows(lm, None), base)
     for name in ("overwritten", "deleted", "spoiled"):
         assert near(rows(lm, name), earlier), name
@@ -195,12 +195,11 @@ MISFITS: dict[str, Callable[[str, torch.Tensor], tuple[str, torch.Tensor] | None
 
 
 def test_an_adapter_whose_weights_do_not_fit_is_refused_by_name_and_changes_nothing(
-    load: Load, folders: tuple[Path, Path], kind: str
+    lm: AsyncLM, folders: tuple[Path, Path], kind: str
 ) -> None:
     good, bad = folders
     file = bad / "adapter_model.safetensors"
     right = load_file(file)
-    lm = load()
     before = rows(lm, None)
     for name, misfit in MISFITS.items():
         changed = [misfit(*each) for each in right.items()]
@@ -212,7 +211,6 @@ def test_an_adapter_whose_weights_do_not_fit_is_refused_by_name_and_changes_noth
             lm.add_adapter_sync("bad", bad)
         assert lm.adapters == (), name
     lm.add_adapter_sync("good", good)
-    lm.clear_cache()
     assert near(rows(lm, None), before)
     assert not near(rows(lm, "good"), before)
 
@@ -222,13 +220,12 @@ def test_an_adapter_whose_weights_do_not_fit_is_refused_by_name_and_changes_noth
 
 @pytest.mark.promise(number=14)
 def test_a_growing_batch_is_drawn_by_what_its_adapter_s_name_stands_for_now(
-    load: Load, folders: tuple[Path, Path], kind: str
+    lm: AsyncLM, runtimes: tuple[AsyncLM, AsyncLM], folders: tuple[Path, Path]
 ) -> None:
     """Others draw after the same contexts, by another adapter and by none. What is expected has names
     that nobody changes, on a runtime that no batch is asked of."""
     first, second = folders
-    lm = load(cache_bytes=0)
-    quiet = load(kind if kind == "exact" else "transformers", cache_bytes=0)
+    quiet = runtimes[1]
     for each, known_as, folder in [
         (lm, "a", first),
         (lm, "b", second),

@@ -45,11 +45,6 @@ def ask_long(lm):
 PROGRAMS = {
     "open and idle": "lm = load(); lm.next_token_logprobs_sync([1])",
     "closed": "lm = load(); lm.next_token_logprobs_sync([1]); lm.close()",
-    "a sync call in a daemon thread": """
-        lm = load()
-        threading.Thread(target=ask_long, args=[lm], daemon=True).start()
-        stepping.acquire()
-    """,
     "a sync call in a thread that is waited for": """
         lm = load()
         said = []

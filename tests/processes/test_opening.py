@@ -165,6 +165,7 @@ def seen():
         "environment": dict(os.environ),
         "warnings": list(warnings.filters),
         "hooks": (sys.excepthook, sys.unraisablehook, threading.excepthook, sys.displayhook),
+        "processor": os.sched_getaffinity(0),
         "signals": [signal.getsignal(each) for each in signal.valid_signals()],
         "logging": (logging.root.level, list(logging.root.handlers), logging.root.manager.disable),
         "processes": multiprocessing.get_start_method(allow_none=True),
@@ -185,6 +186,7 @@ def compare(when):
             print(when, "changed", name, "from", before[name], "to", value)
 
 options = {"dtype": "bfloat16", "max_num_seqs": 8, "kv_cache_memory_bytes": 2**24}
+os.environ["VLLM_DIST_IDENT"] = "the caller's"
 before = seen()
 try:
     genrt.load(model, engine_options=options | {"max_model_len": 10**6})
@@ -211,30 +213,46 @@ def test_opening_restarting_and_closing_vllm_changes_nothing_of_the_process(llam
     for end in children.run(programs, model=str(llama)).values():
         assert end.status == 0, end.err
         assert end.out.splitlines() == ["end"]
+        assert "ld.so" not in end.err
 
 
 FRESH = """
-import os, sys, genrt
+import asyncio, os, sys, genrt
+
 before = dict(os.environ)
-lm = genrt.load(sys.argv[1], engine_options={"max_num_seqs": 8, "kv_cache_memory_bytes": 2**24})
-print({name: value for name, value in os.environ.items() if before.get(name) != value})
-lm.close()
+
+async def main():
+    lm = await genrt.aload(sys.argv[1], engine_options={"max_num_seqs": 8})
+    print({name: value for name, value in os.environ.items() if before.get(name) != value})
+    await lm.next_token_logprobs([1, 2])
+    await lm.aclose()
+
+asyncio.run(main())
 """
 
 
 @pytest.mark.proof
 @pytest.mark.vllm
 @pytest.mark.promise(number=27)
-def test_importing_vllm_to_open_it_leaves_the_environment_as_it_was(llama: Path) -> None:
-    """It sets ``LD_LIBRARY_PATH`` among others, which every child of the process would inherit."""
+def test_a_process_that_imports_vllm_and_asks_it_keeps_its_environment_and_writes_nothing(
+    llama: Path,
+) -> None:
+    """vLLM sets ``LD_LIBRARY_PATH`` among others, which every child would inherit, and it logs, warns and
+    shows progress. It says where it binds memory to one of several nodes."""
+    from vllm.utils.cpu_resource_utils import get_visible_memory_node
+
+    environment = children.environment()
+    environment.pop("VLLM_LOGGING_LEVEL", None)
     ended = subprocess.run(
         [sys.executable, "-c", FRESH, str(llama)],
         capture_output=True,
         text=True,
         timeout=300,
-        env=children.environment(),
+        env=environment,
     )
-    assert ended.stdout.splitlines()[-1:] == ["{}"], ended.stderr
+    assert (ended.returncode, ended.stdout) == (0, "{}\n"), ended.stderr
+    several = "Using MEMBIND policy" if len(get_visible_memory_node()) > 1 else "none"
+    assert [line for line in ended.stderr.splitlines() if several not in line] == []
 
 
 def test_what_another_thread_changes_while_an_engine_opens_stays_changed(

@@ -23,6 +23,7 @@ from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.ask import MAX_UNAWAITED
 from genrt.runtime.batcher import MAX_PASSES, WAITERS_A_PASS, Waiter, deliver
 from genrt.tokens.rows import separate_copies
+from tests.inside import is_held, unlogged
 from tests.scripted import (
     PATIENCE_SECONDS,
     ByHand,
@@ -513,7 +514,7 @@ def spin(loop: asyncio.AbstractEventLoop) -> None:
 def abandon(tasks: list[asyncio.Task[Any]]) -> None:
     """Let tasks of a closed loop be collected, without the loop's complaint that they are pending."""
     for task in tasks:
-        task._log_destroy_pending = False  # type: ignore[attr-defined]
+        unlogged(task)
         del task
     tasks.clear()
     gc.collect()
@@ -573,10 +574,10 @@ def test_a_closed_loops_tasks_end_where_nothing_is_locked(by_hand: Make) -> None
         try:
             await hand.asker.ask([A])
         finally:
-            locked.append(hand.batcher.lock._is_owned())  # type: ignore[attr-defined]
+            locked.append(is_held(hand.batcher.lock))
 
     task = ended.create_task(asks())
-    task._log_destroy_pending = False  # type: ignore[attr-defined]
+    unlogged(task)
     del task
     spin(ended)
     hand.turn()

@@ -35,7 +35,7 @@ from genrt.runtime.ask import Asker
 from genrt.runtime.batcher import Batcher
 from genrt.runtime.cache import RowCache
 from genrt.runtime.thread import EngineThread
-from tests.inside import system_thread, thread_of
+from tests.inside import is_held, system_thread, thread_of
 from tests.scripted import (
     PATIENCE_SECONDS,
     Gate,
@@ -411,8 +411,7 @@ def test_a_runtime_that_ends_in_the_middle_of_a_question_does_not_deadlock(
     del lm
 
     def hook() -> None:
-        is_held = batcher.lock._is_owned()  # type: ignore[attr-defined]
-        if garbage and is_held and threading.current_thread() is asker:
+        if garbage and is_held(batcher.lock) and threading.current_thread() is asker:
             reference = weakref.ref(garbage.pop())
             gc.collect()
             happened.append(reference() is None)
@@ -454,7 +453,7 @@ def test_a_signal_handler_may_close_the_runtime_in_the_middle_of_a_question() ->
 
     def hook() -> None:
         if not fired and threading.current_thread() is threading.main_thread():
-            fired.append(batcher.lock._is_owned())  # type: ignore[attr-defined]
+            fired.append(is_held(batcher.lock))
             signal.raise_signal(signal.SIGUSR1)
 
     before = signal.signal(signal.SIGUSR1, lambda *_: lm.close())

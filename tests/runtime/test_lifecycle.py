@@ -26,7 +26,7 @@ from genrt.runtime.cache import RowCache
 from genrt.runtime.lifecycle import State
 from genrt.runtime.thread import EngineThread, LoopThread
 from genrt.runtime.weights import Transfers
-from tests.inside import engine_of, system_thread
+from tests.inside import engine_of, system_thread, unlogged, weight_copies_of
 from tests.scripted import Gate, ProtocolViolation
 
 SIZE = 3
@@ -294,8 +294,7 @@ class World:
 
     def copies(self) -> list[Path]:
         """The directories of copied weights."""
-        root = self.thread.weights._root
-        return [] if root is None else [*root.iterdir()]
+        return weight_copies_of(self.thread)
 
 
 def removed(world: World) -> None:
@@ -357,7 +356,7 @@ async def test_every_pair_in_every_order(first: str) -> None:
 
 @pytest.mark.parametrize("first", OPERATIONS)
 async def test_every_pair_of_which_one_is_cancelled(first: str) -> None:
-    for second, schedule, number in itertools.product(OPERATIONS, SCHEDULES[1:3], (0, 1)):
+    for second, schedule, number in itertools.product(OPERATIONS, SCHEDULES[2:3], (0, 1)):
         await walk((first, "prpr"), (second, schedule), (f"cancel {number}", ""))
 
 
@@ -571,7 +570,7 @@ class Watched:
 
 
 @pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning")
-@pytest.mark.parametrize("rounds", range(8))
+@pytest.mark.parametrize("rounds", range(0, 8, 2))
 @pytest.mark.parametrize(
     "name", ["pause", "sleep", "sleep deeply", "wake_up", "update", "add_adapter", "transfer"]
 )
@@ -597,7 +596,7 @@ def test_what_is_collected_with_its_loop_takes_no_lock_and_ends(name: str, round
     [work] = world.begun
     world.begun.clear()
     is_over = work.done()
-    work._log_destroy_pending = False  # type: ignore[attr-defined]
+    unlogged(work)
     del work
     loop.close()
     for _ in range(6):

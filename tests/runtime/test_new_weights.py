@@ -26,7 +26,7 @@ from genrt.errors import (
 )
 from genrt.inference import SMC, TextModel
 from genrt.lm import AsyncLM
-from tests.inside import engine_of, thread_of
+from tests.inside import engine_of, thread_of, weight_copies_of
 from tests.scripted import Gate, ScriptedEngine
 
 OLD, NEW = (NGram.random(7, order=2, seed=seed, eos_token_id=0) for seed in (1, 2))
@@ -340,9 +340,7 @@ async def test_a_restart_has_the_last_weights(lm: AsyncLM, times: int, tmp_path:
         await lm.arestart()
         await asyncio.to_thread(assert_answers, lm, NEW)
         assert (await lm.draw([1])).weights_version == lm.weights_version
-    kept = thread_of(lm).weights._root
-    assert kept is not None
-    assert len([*kept.iterdir()]) == 1  # the copies before are gone
+    assert len(weight_copies_of(thread_of(lm))) == 1  # the copies before are gone
 
 
 async def test_weights_that_were_not_kept_are_not_replaced_by_others(lm: AsyncLM) -> None:
@@ -360,10 +358,9 @@ async def test_a_path_is_copied_only_where_a_restart_is_not_asked_for(
     path = at_a_path(tmp_path) / "model.safetensors"
     async with genrt.load(OLD, engine="exact") as lm:
         await lm.update_weights({"table": OLD.table})  # which are nowhere else
-        kept = thread_of(lm).weights._root
-        assert kept is not None
+        assert len(weight_copies_of(thread_of(lm))) == 1
         await lm.update_weights(path)
-        assert [*kept.iterdir()] == []
+        assert weight_copies_of(thread_of(lm)) == []
         await lm.arestart() if what == "kept" else None
         await asyncio.to_thread(assert_answers, lm, NEW)
         if what == "kept":
@@ -382,9 +379,7 @@ async def test_a_path_is_copied_only_where_a_restart_is_not_asked_for(
 async def test_copies_of_refused_weights_go(lm: AsyncLM) -> None:
     with pytest.raises(InvalidWeights):
         await lm.update_weights(slowly({"table": TABLE}, {"other": TABLE}))
-    kept = thread_of(lm).weights._root
-    assert kept is not None
-    assert not [*kept.iterdir()]
+    assert weight_copies_of(thread_of(lm)) == []
 
 
 # -- what was asked before --------------------------------------------------------------------

@@ -495,7 +495,7 @@ async def test_rows_of_an_adapter_that_is_replaced_meanwhile_are_nobodys() -> No
 
     def row(request: LogprobsRequest) -> torch.Tensor:
         if request.adapter is not None:
-            own[0]._adapters.by_name["style"] = Adapter("style", 7)
+            adapters_of(own[0]).by_name["style"] = Adapter("style", 7)
         return expected_row(request)
 
     with genrt.load(engine=lambda: ScriptedEngine(row=row)) as lm, serving(lm) as server:

@@ -23,12 +23,11 @@ from genrt.errors import InvalidRequest, NotFinite
 from genrt.lm import AsyncLM
 from genrt.server import Server, serving
 from tests.inside import adapters_of, thread_of
+from tests.server.conftest import OPTIONS
 from tests.waiting import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.promise(number=35)]
 
-TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-OPTIONS = {"chat_template": TEMPLATE, "enable_scale_out": True}
 CHAT = [{"role": "user", "content": "Paris is a city."}]
 LONG = 200
 DRAWN = {"temperature": 1.0, "seed": 3, "ignore_eos": True}
@@ -44,19 +43,6 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {"token_ids": [5, 6], "sampling_params": {"max_tokens": LONG, **DRAWN}},
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def lm(llama: Path) -> Iterator[AsyncLM]:
-    options = {"enforce_eager": True, "max_num_seqs": 8}
-    with genrt.load(str(llama), engine_options=options, seed=7, restart="auto") as lm:
-        yield lm
-
-
-@pytest.fixture(scope="module")
-def server(lm: AsyncLM) -> Iterator[Server]:
-    with serving(lm, model="tiny", options=OPTIONS) as server:
-        yield server
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import asyncio
 import json
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,17 +20,14 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
 
-import genrt
 from genrt.lm import AsyncLM
-from genrt.server import Server, serving
+from genrt.server import Server
 from genrt.server.openai import _schema_route
 from genrt.server.routes import BODIES as OWN_BODIES
-from tests.server.test_openai import TEMPLATE
 from tests.waiting import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.promise(number=35)]
 
-OPTIONS = {"chat_template": TEMPLATE, "enable_scale_out": True}
 ASKED = [{"role": "user", "content": "Paris is a city."}]
 
 BODIES: dict[str, dict[str, Any]] = {
@@ -48,7 +44,7 @@ BODIES: dict[str, dict[str, Any]] = {
 something is wrong at the first look."""
 
 SETTINGS = settings(
-    max_examples=12,
+    max_examples=6,
     deadline=None,
     derandomize=True,
     database=None,
@@ -57,19 +53,6 @@ SETTINGS = settings(
 )
 SECONDS = 60
 """After which an answer that has not come is one that never does."""
-
-
-@pytest.fixture(scope="module")
-def lm(llama: Path) -> Iterator[AsyncLM]:
-    options = {"enforce_eager": True, "max_num_seqs": 16, "max_model_len": 64}
-    with genrt.load(str(llama), engine_options=options, seed=7) as lm:
-        yield lm
-
-
-@pytest.fixture(scope="module")
-def server(lm: AsyncLM) -> Iterator[Server]:
-    with serving(lm, model="tiny", options=OPTIONS) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

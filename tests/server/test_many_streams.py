@@ -1,10 +1,8 @@
-"""Two hundred streams at once of OpenAI's client, a third of which leave, beside a sampler."""
+"""Sixty streams at once of OpenAI's client, a third of which leave, beside a sampler."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -15,40 +13,26 @@ pytest.importorskip("openai")
 
 import openai
 
-import genrt
 from genrt.inference import SMC, Result, TextModel
 from genrt.lm import AsyncLM
 from genrt.questions.completions import Completion
-from genrt.server import Server, serving
+from genrt.server import Server
 from tests.inside import core_of, thread_of
 from tests.waiting import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.promise(number=35)]
 
-STREAMS = 200
-TOKENS = 48
-LEAVE_AFTER = 16
+STREAMS = 60
+TOKENS = 24
+LEAVE_AFTER = 8
 """Tokens that a client reads who leaves in the middle."""
 
-ON_AND_ON = 400
+ON_AND_ON = 200
 """Tokens that it has asked for: it leaves in the middle, however fast the others are."""
 
 PROMPTS = [[5 + each % 50, 6 + each // 50, 7] for each in range(STREAMS)]
 LEAVING = {*range(0, STREAMS, 3)}
 ASKED = [ON_AND_ON if number in LEAVING else TOKENS for number in range(STREAMS)]
-
-
-@pytest.fixture(scope="module")
-def lm(llama: Path) -> Iterator[AsyncLM]:
-    options = {"enforce_eager": True, "max_num_seqs": 256}
-    with genrt.load(str(llama), engine_options=options, seed=7) as lm:
-        yield lm
-
-
-@pytest.fixture(scope="module")
-def server(lm: AsyncLM) -> Iterator[Server]:
-    with serving(lm, model="tiny") as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +52,7 @@ def texts(lm: AsyncLM) -> list[str]:
 
 
 async def sampled(lm: AsyncLM) -> Result:
-    model = TextModel(lm, [9, 8, 7], max_tokens=60, stop=None, twist=lambda text: len(text) % 3)
+    model = TextModel(lm, [9, 8, 7], max_tokens=24, stop=None, twist=lambda text: len(text) % 3)
     return await SMC(model, num_particles=16, resample_when=1.0).run(seed=3)
 
 

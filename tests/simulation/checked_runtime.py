@@ -23,7 +23,7 @@ from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.batcher import Waiter
 from genrt.runtime.cache import RowCache
 from genrt.testing.virtual_loop import VirtualLoop
-from tests.inside import adapters_of
+from tests.inside import adapters_of, calls_of, in_progress, kept_by
 from tests.simulation.engine import Record, SimulatedEngine, Violation
 from tests.simulation.ledger import Ledger, Question
 from tests.simulation.runtime import (
@@ -306,26 +306,16 @@ class CheckedRuntime(SimulatedRuntime):
     def _check_parts(self) -> None:
         """Check that nothing is kept for who waited, and that a thread that ended closed its engine."""
         thread, batcher = self.thread, self.batcher
-        if kept := thread.answering._in_progress:
+        if kept := in_progress(thread.answering):
             raise Violation(f"nobody waits, but the answers keep {kept}")
-        held = (
-            batcher._entries,
-            [each for each in batcher._loops.values() if each.waiters or each.gathered],
-            batcher._gathering,
-            batcher._ready,
-            batcher._ready_weight,
-            batcher._flight,
-            batcher._withdrawn,
-            batcher._line,
-            batcher._bound,
-            batcher.streams.by_loop,
-            batcher._leaving,
-            batcher._retired if thread.alive else (),
-        )
-        if any(held):
-            raise Violation(f"nobody waits, but the batcher holds {held}: {batcher}")
-        if thread._calls:
-            raise Violation(f"{len(thread._calls)} calls were never made")
+        settings = {"_counted", "_loops", "_max_queued", "_returning"}
+        held = kept_by(batcher, settings if thread.alive else settings | {"_retired"})
+        loops = vars(batcher)["_loops"].values()
+        busy = [each for each in loops if each.waiters or each.gathered]
+        if held or busy or batcher.streams.by_loop:
+            raise Violation(f"nobody waits, but the batcher holds {held}, {busy}: {batcher}")
+        if calls := calls_of(thread):
+            raise Violation(f"{len(calls)} calls were never made")
         if not self.rounds.is_alive() and not self.engine.closed:
             raise Violation("the thread has ended, but the engine is open")
 

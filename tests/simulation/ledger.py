@@ -25,6 +25,7 @@ from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.batcher import Entry, Waiter
 from genrt.tokens.sampling import Draw, TopLogprobs
+from tests.inside import entries_of, ready_of
 
 if TYPE_CHECKING:
     from tests.simulation.checked_runtime import CheckedRuntime
@@ -153,7 +154,7 @@ class Ledger:
     def _check_turn(self, question: Question) -> None:
         """Check that of those on one loop that wait for room, the first to ask is the first to enter."""
         waiting = self._runtime.batcher._line.get(question.loop)
-        entries, cache = self._runtime.batcher._entries, self._runtime.cache
+        entries, cache = entries_of(self._runtime.batcher), self._runtime.cache
         if not waiting or all(each in entries or each in cache for each in question.requests):
             return  # nobody waits, or it takes no room
         oldest = min(self._question(waiter).number for waiter in waiting)
@@ -174,7 +175,7 @@ class Ledger:
         """Forget a request whose last waiters went with their loop, once the batcher came by it, or if it
         is withdrawing it at this moment."""
         life = self._lives.get(request)
-        if life is None or life.is_wanted or request in self._runtime.batcher._entries:
+        if life is None or life.is_wanted or request in entries_of(self._runtime.batcher):
             return
         if life.sent:
             self._withdrawing.add(request)
@@ -256,7 +257,7 @@ class Ledger:
     def turning(self) -> None:
         """Note what is ready, and since when, before a turn."""
         self._turns += 1
-        self._ready_since = {entry: self._since(entry) for entry in self._runtime.batcher._ready}
+        self._ready_since = {entry: self._since(entry) for entry in ready_of(self._runtime.batcher)}
         self._to_withdraw = {
             request: life
             for request, life in self._lives.items()
@@ -284,7 +285,7 @@ class Ledger:
         if is_in_flight and self._runtime.engine.calls["step"] == self._steps:
             self._violated("something is in flight, but the turn made no step")
         batcher = self._runtime.batcher
-        kept = [waiter for entry in batcher._entries.values() for waiter in entry.waiters]
+        kept = [waiter for entry in entries_of(batcher).values() for waiter in entry.waiters]
         for waiter in (*kept, *batcher._in_line()):
             if (question := self._question(waiter)) in self._lost:
                 self._violated(
@@ -311,8 +312,8 @@ class Ledger:
             (since for entry, since in self._ready_since.items() if entry.request in sent),
             default=0,
         )
-        waiting = (
-            self._runtime.batcher._ready
+        waiting = ready_of(
+            self._runtime.batcher
         )  # one that was withdrawn and asked anew is another entry
         for entry, since in self._ready_since.items():
             life = self._lives.get(entry.request)
@@ -368,7 +369,7 @@ class Ledger:
     def _send_again(self, requests: Sequence[Request]) -> None:
         for request in requests:
             life = self._lives[request]
-            is_swept = not life.is_wanted and request not in self._runtime.batcher._entries
+            is_swept = not life.is_wanted and request not in entries_of(self._runtime.batcher)
             if is_swept or not life.questions:
                 del self._lives[request]
                 continue

@@ -51,15 +51,13 @@ def running_ahead() -> Iterator[None]:
 
 @contextmanager
 def two_runtimes(model: Path, *, ahead: bool = True, **options: Any) -> Iterator[Runtimes]:
-    """A runtime that runs steps ahead, also after a restart in this context, and a quiet one, which is
-    transformers'."""
+    """A runtime that runs steps ahead, and a quiet one, which is transformers'."""
     given: dict[str, Any] = {"engine_options": {"dtype": "float32"}, "cache_bytes": 0}
-    with (
-        genrt.load(str(model), engine="transformers", **given) as quiet,
-        running_ahead() if ahead else nullcontext(),
-        genrt.load(str(model), **given | {"engine_options": OPTIONS | options}) as lm,
-    ):
-        yield lm, quiet
+    with genrt.load(str(model), engine="transformers", **given) as quiet:
+        with running_ahead() if ahead else nullcontext():
+            lm = genrt.load(str(model), **given | {"engine_options": OPTIONS | options})
+        with lm:
+            yield lm, quiet
 
 
 def run_always_ahead(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from genrt.lm import AsyncLM
+from tests.engines.vllm.ahead import Runtimes, two_runtimes
 from tests.engines.vllm.small import LORA, TIGHT_BLOCKS, forget, load
 from tests.small_models import make_llama
 
@@ -33,6 +35,22 @@ def shared_adaptable(llama: Path) -> Iterator[AsyncLM]:
 @pytest.fixture(scope="session")
 def shared_tight(llama: Path) -> Iterator[AsyncLM]:
     with load(llama, blocks=TIGHT_BLOCKS, max_num_seqs=8) as lm:
+        yield lm
+
+
+@pytest.fixture(scope="session")
+def ahead(llama: Path) -> Iterator[Runtimes]:
+    """A runtime whose steps run ahead, and a quiet one. A restart is one of ``running_ahead``."""
+    with two_runtimes(llama, max_num_seqs=24) as both:
+        yield both
+
+
+@pytest.fixture(scope="session")
+def bare(llama: Path) -> Iterator[AsyncLM]:
+    """A runtime without resident sequences and vLLM's prefix cache, but with a cache of rows."""
+    options = {"enable_prefix_caching": False}
+    given: dict[str, Any] = {"residency": False, "cache_bytes": 2**20, "engine_options": options}
+    with load(llama, blocks=200, max_num_seqs=16, **given) as lm:
         yield lm
 
 

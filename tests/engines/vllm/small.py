@@ -86,6 +86,15 @@ def forget(lm: AsyncLM) -> None:
     on_engine(lm, lambda engine: engine.forget_residents())
 
 
+def begin(lm: AsyncLM, *, ahead: bool) -> Any:
+    """Have an engine begin again; return what runs its decode steps."""
+    forget(lm)
+    steps = decode_steps_of(lm)
+    steps.ahead = ahead
+    vars(steps).update(_steps=0, _unused=0, _mistaken=0, _last=[])
+    return steps
+
+
 def left_over(engine: Any) -> dict[str, int]:
     """How much an engine holds of requests in progress, by name; nothing once all have ended."""
     scheduler, texts = core_of(engine).scheduler, texts_of(engine)

@@ -44,14 +44,17 @@ class Sequences:
         """A request of these tokens, the last ``grown`` of which are no prompt; the first ``shared``
         blocks are those of ``like``."""
         prompt = tokens[: len(tokens) - grown]
+        everything, drawn = [*tokens], tokens[len(prompt) :]
         request = SimpleNamespace(
             request_id=str(len(self.requests)),
             prompt_token_ids=prompt,
             num_prompt_tokens=len(prompt),
             num_computed_tokens=len(tokens),
             max_tokens=MOST - len(prompt),
-            _all_token_ids=[*tokens],
-            _output_token_ids=tokens[len(prompt) :],
+            all_token_ids=everything,
+            output_token_ids=drawn,
+            _all_token_ids=everything,  # vLLM's, which can be written
+            _output_token_ids=drawn,
             block_hashes=self.hashes(tokens),
         )
         blocks = [] if like is None else self.blocks(like)[:shared]
@@ -72,8 +75,8 @@ class Sequences:
         """Every request is whole, and every block held as often as requests have it."""
         held: dict[int, int] = {}
         for request in self.requests:
-            tokens = request._all_token_ids
-            assert request.prompt_token_ids + request._output_token_ids == tokens
+            tokens = request.all_token_ids
+            assert request.prompt_token_ids + request.output_token_ids == tokens
             assert request.num_prompt_tokens == len(request.prompt_token_ids)
             assert request.num_prompt_tokens + request.max_tokens == MOST
             assert request.block_hashes == self.hashes(tokens)
@@ -155,14 +158,14 @@ def test_a_fork_takes_the_seat_of_the_most_similar_sequence(shared: int) -> None
             [0] * SIZE * shared + [family] * (80 - SIZE * shared), like=root, shared=shared
         )
         families.append(
-            [first] + [all_of.add([*first._all_token_ids], like=first, shared=19) for _ in "ab"]
+            [first] + [all_of.add([*first.all_token_ids], like=first, shared=19) for _ in "ab"]
         )
     requests = [family[n] for n in (1, 2) for family in families]
     donors = [families[n][0] for n in (2, 0, 3, 1, 2, 2)]
     found = all_of.seats.paired(requests, donors)
     assert len({each.request_id for each in found}) == 6
     alike = [
-        request._all_token_ids == donor._all_token_ids
+        request.all_token_ids == donor.all_token_ids
         for donor, request in zip(donors, found, strict=True)
     ]
     assert sum(alike) == 5, "the third of one family finds none of its own"
@@ -198,27 +201,27 @@ def test_many_generations_leave_every_block_with_whom_it_belongs(seed: int, hash
     first = all_of.add([rng.randrange(9) for _ in range(9)])
     for number in range(7):
         shared = rng.randrange(3)
-        tokens = first._all_token_ids[: SIZE * shared] + [number] * (9 - SIZE * shared)
+        tokens = first.all_token_ids[: SIZE * shared] + [number] * (9 - SIZE * shared)
         all_of.add(tokens, grown=rng.randrange(3), like=first, shared=shared)
     for _ in range(20):
         order = rng.sample(all_of.requests, 8)
         forks = [fork(*pair) for pair in zip(order[:4], order[4:], strict=True)]
-        wanted = [list(each.donor._all_token_ids) for each in forks]
+        wanted = [list(each.donor.all_token_ids) for each in forks]
         assert all_of.seats.have_room([each.request for each in forks], beside=0)
         seats = all_of.seats.take(forks)
-        assert [each.request._all_token_ids for each in forks] == wanted
+        assert [each.request.all_token_ids for each in forks] == wanted
         for seat in seats:
             ids = [block.block_id for block in all_of.blocks(seat.request)]
             assert ids[seat.kept :] == seat.block_ids
         all_of.check()
         for request in all_of.requests:
             token = rng.randrange(9)
-            for tokens in (request._all_token_ids, request._output_token_ids):
+            for tokens in (request.all_token_ids, request.output_token_ids):
                 tokens.append(token)
             request.num_computed_tokens += 1
-            request.block_hashes[:] = all_of.hashes(request._all_token_ids)
+            request.block_hashes[:] = all_of.hashes(request.all_token_ids)
             blocks = all_of.manager.req_to_blocks[request.request_id]
-            if len(blocks) * SIZE < len(request._all_token_ids):
+            if len(blocks) * SIZE < len(request.all_token_ids):
                 blocks += all_of.pool.get_new_blocks(1)
 
 

@@ -24,7 +24,7 @@ from tests.apart import drawn_apart_sync
 from tests.engines.vllm.small import (
     TOLERANCE,
     Oracle,
-    decode_steps_of,
+    begin,
     expect_rows,
     failing,
     forget,
@@ -35,7 +35,7 @@ from tests.engines.vllm.small import (
 pytestmark = pytest.mark.vllm
 
 SMC_TOLERANCE = 1e-3
-"""Of the logarithm of a product of twenty masses."""
+"""Of the logarithm of a product of twelve masses."""
 BOTH = pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
 """Steps are prepared ahead, as they are on GPUs, and not, as on CPUs."""
 Drawing = Callable[..., BatchDraw]
@@ -81,15 +81,6 @@ def check(lm: AsyncLM, flushes: Sequence[Sequence[Sequence[int]]], oracle: Oracl
         expect_rows(oracle, flush, asyncio.run(ask(flush)))
 
 
-def begin(lm: AsyncLM, *, ahead: bool) -> Any:
-    """Have an engine begin again; return what runs its decode steps."""
-    forget(lm)
-    steps = decode_steps_of(lm)
-    steps.ahead = ahead
-    vars(steps).update(_steps=0, _unused=0, _mistaken=0, _last=[])
-    return steps
-
-
 def as_a_batch(lm: AsyncLM, contexts: Sequence[Sequence[int]], **options: Any) -> BatchDraw:
     return lm.batch_draw_sync(contexts, **options)
 
@@ -97,17 +88,16 @@ def as_a_batch(lm: AsyncLM, contexts: Sequence[Sequence[int]], **options: Any) -
 @pytest.mark.promise(number=3)
 @pytest.mark.promise(number=4)
 def test_rows_by_residents_are_right_with_room_and_under_eviction(
-    llama: Path, roomy: AsyncLM, oracle: Oracle
+    roomy: AsyncLM, tight: AsyncLM, oracle: Oracle
 ) -> None:
-    with load(llama, blocks=16, max_num_seqs=3) as small:
-        for lm, ahead in ((roomy, False), (roomy, True), (small, False), (small, True)):
-            begin(lm, ahead=ahead)
-            before = lm.statistics().engine
-            check(lm, walk(5 + ahead, 320, steps=15), oracle)
-            after = lm.statistics().engine
-            assert after.extended - before.extended > 40
-            assert after.forked - before.forked > 4
-            assert (after.evicted > before.evicted) == (lm is small)
+    for lm, ahead in ((roomy, True), (roomy, False), (tight, True), (tight, False)):
+        begin(lm, ahead=ahead)
+        before = lm.statistics().engine
+        check(lm, walk(5 + ahead, 320, steps=12), oracle)
+        after = lm.statistics().engine
+        assert after.extended - before.extended > 30
+        assert after.forked - before.forked > 4
+        assert (after.evicted > before.evicted) == (lm is tight)
 
 
 @BOTH
@@ -328,7 +318,7 @@ async def test_what_happens_between_two_steps_takes_a_prepared_one_back(
 
 @pytest.mark.promise(number=16)
 def test_a_run_of_smc_is_the_same_with_residency_and_without_it_but_with_a_cache(
-    roomy: AsyncLM, llama: Path
+    roomy: AsyncLM, bare: AsyncLM
 ) -> None:
     """Texts, ancestors, weights and evidence, of particles whose every token is weighted by the
     constraint's mass."""
@@ -337,18 +327,16 @@ def test_a_run_of_smc_is_the_same_with_residency_and_without_it_but_with_a_cache
 
     async def run(lm: AsyncLM, *, free: bool) -> Result:
         constraint = None if free else regex("[a-z .]{3,}", lm)
-        model = TextModel(lm, [1, 2, 3], constraint=constraint, max_tokens=20, temperature=0.7)
+        model = TextModel(lm, [1, 2, 3], constraint=constraint, max_tokens=12, temperature=0.7)
         return await SMC(model, num_particles=12, resample_when=0.9).run(seed=3)
 
     begin(roomy, ahead=False)
-    given: dict[str, Any] = {"residency": False, "cache_bytes": 2**20}
-    with load(llama, blocks=200, max_num_seqs=16, **given) as other:
-        assert asyncio.run(run(other, free=True)).token_ids == (
-            asyncio.run(run(roomy, free=True)).token_ids
-        )
-        results = [asyncio.run(run(lm, free=False)) for lm in (roomy, other, other)]
-        assert other.statistics().engine.extended == 0
-        assert other.statistics().cache.hits > 0
+    assert asyncio.run(run(bare, free=True)).token_ids == (
+        asyncio.run(run(roomy, free=True)).token_ids
+    )
+    results = [asyncio.run(run(lm, free=False)) for lm in (roomy, bare, bare)]
+    assert bare.statistics().engine.extended == 0
+    assert bare.statistics().cache.hits > 0
     first = results[0]
     assert 0 < sum(info.resampled for info in first.infos) < len(first.infos)
     for result in results[1:]:

@@ -26,16 +26,16 @@ from tests.engines.vllm.ahead import (
     same,
     two_runtimes,
 )
-from tests.engines.vllm.small import decode_steps_of, forget, held, on_engine
+from tests.engines.vllm.small import begin, decode_steps_of, forget, held, on_engine
 from tests.inside import engine_of, populations_of
 
 pytestmark = pytest.mark.vllm
 
 
-@pytest.fixture(scope="module")
-def runtimes(llama: Path) -> Iterator[Runtimes]:
-    with two_runtimes(llama) as both:
-        yield both
+@pytest.fixture
+def runtimes(ahead: Runtimes) -> Runtimes:
+    begin(ahead[0], ahead=True)
+    return ahead
 
 
 @pytest.fixture(scope="module")
@@ -152,8 +152,8 @@ async def test_adapters_keep_their_steps_ahead_apart(llama: Path, loras: tuple[P
                 await each.add_adapter(name, path)
         names: list[str | None] = [None, "a", "b"]
         populations = {name: lm.population([4, 5, 6], COUNT, adapter=name) for name in names}
-        for step in range(24):
-            if step == 12:
+        for step in range(12):
+            if step == 6:
                 for each in (lm, quiet):
                     await each.add_adapter("a", loras[1])
             asked = names if step % 6 == 5 else [names[step // 3 % 3]]
@@ -211,7 +211,7 @@ async def test_no_step_ahead_is_answered_by_other_weights_than_its_own(
     """New weights come between questions, or while all populations are asked about."""
     lm, populations = runtimes[0], begun(runtimes[0], 6, 3, 8)
     by: dict[int, AsyncLM] = {lm.weights_version: runtimes[1]}
-    for turn in range(4):
+    for turn in range(2):
         before = lm.statistics().engine.speculated
         for step in range(3):
             await all_the_same(populations, by[lm.weights_version], seed=1000 * step)

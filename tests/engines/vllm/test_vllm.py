@@ -82,19 +82,19 @@ def worst(rows: Sequence[torch.Tensor] | torch.Tensor, expected: Sequence[torch.
 
 @pytest.mark.promise(number=3)
 @pytest.mark.promise(number=4)
-async def test_256_mixed_prompts_in_one_flush_have_transformers_rows(
+async def test_128_mixed_prompts_in_one_flush_have_transformers_rows(
     lm: AsyncLM, oracle: Oracle
 ) -> None:
-    prompts = mixed_prompts(256, 400, lm.vocab_size)
+    prompts = mixed_prompts(128, 400, lm.vocab_size)
     distinct = len({tuple(p) for p in prompts})
     before = lm.statistics()
     rows = await asyncio.gather(*(lm.next_token_logprobs(p) for p in prompts))
     after = lm.statistics()
     assert worst(rows, [oracle(p) for p in prompts]) < TOLERANCE
     assert after.batcher.flushes - before.batcher.flushes == 1
-    assert after.engine.rows - before.engine.rows == distinct < 256
-    assert after.batcher.deduplicated - before.batcher.deduplicated == 256 - distinct
-    assert after.engine.steps - before.engine.steps > 256 // 32
+    assert after.engine.rows - before.engine.rows == distinct < 128
+    assert after.batcher.deduplicated - before.batcher.deduplicated == 128 - distinct
+    assert after.engine.steps - before.engine.steps > 128 // 32
 
 
 @pytest.mark.promise(number=13)

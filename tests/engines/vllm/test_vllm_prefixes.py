@@ -196,49 +196,19 @@ def test_a_failed_step_loses_it_until_it_is_computed_again(lm: AsyncLM, oracle: 
     assert computed(lm, lambda: lm.next_token_logprobs_sync([*PREFIX, 1])) == 5
 
 
-async def test_another_engine_keeps_it_once_a_question_has_computed_it(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After ``restart``, and after one that died is replaced."""
-    with load(llama, restart="auto") as lm:
-        await lm.warm_up(PREFIX)
-        await lm.warm_up(tokens(64, seed=5))
-        lm.cool_down(tokens(64, seed=5))
-        await lm.arestart()
-        assert kept(lm) == 0
-        await lm.generate([*PREFIX, 1], max_tokens=1)
-        assert kept(lm) == KEPT
-        engine = engine_of(lm)
-
-        def die(self: CoreSteps, **_: Any) -> Any:
-            monkeypatch.undo()
-            raise EngineDied("scripted")
-
-        monkeypatch.setattr(CoreSteps, "run", die)
-        await lm.next_token_logprobs([*PREFIX, 2])
-        assert engine_of(lm) is not engine
-        assert kept(lm) == KEPT
-        await asyncio.to_thread(work, lm)
-        assert computed(lm, lambda: lm.next_token_logprobs_sync([*PREFIX, 3])) == 5
-    assert lm.cool_down(PREFIX) is None  # type: ignore[func-returns-value]
-    with pytest.raises(genrt.Closed):
-        await lm.warm_up(PREFIX)
-
-
 def test_without_vllms_prefix_cache_rows_are_right_and_nothing_is_kept(
-    llama: Path, oracle: Oracle
+    bare: AsyncLM, oracle: Oracle
 ) -> None:
-    options = {"enable_prefix_caching": False}
-    with load(llama, residency=False, engine_options=options) as lm:
-        assert lm.warm_up_sync(PREFIX) == len(PREFIX)
-        assert kept(lm) == 0
-        assert right(lm.next_token_logprobs_sync([*PREFIX, 1]), [*PREFIX, 1], oracle)
+    assert bare.warm_up_sync(PREFIX) == len(PREFIX)
+    assert kept(bare) == 0
+    assert right(bare.next_token_logprobs_sync([*PREFIX, 1]), [*PREFIX, 1], oracle)
 
 
-def test_adapters_have_prefixes_of_their_own_and_leave_the_base_its(
-    llama: Path, loras: tuple[Path, Path], oracle: Oracle
+def test_adapters_have_prefixes_of_their_own_and_another_engine_keeps_them(
+    llama: Path, loras: tuple[Path, Path], oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with load(llama, engine_options=LORA) as lm:
+    """Once a question has computed them: after ``restart``, and after an engine that died is replaced."""
+    with load(llama, restart="auto", engine_options=LORA) as lm:
         lm.warm_up_sync(PREFIX)
         lm.add_adapter_sync("a", loras[0])
         assert lm.warm_up_sync(PREFIX, adapter="a") == len(PREFIX)
@@ -272,3 +242,19 @@ def test_adapters_have_prefixes_of_their_own_and_leave_the_base_its(
         lm.next_token_logprobs_sync([*PREFIX, 5], adapter="b")
         lm.next_token_logprobs_sync([*PREFIX, 5])
         assert kept(lm) == KEPT
+
+        engine = engine_of(lm)
+
+        def die(self: CoreSteps, **_: Any) -> Any:
+            monkeypatch.undo()
+            raise EngineDied("scripted")
+
+        monkeypatch.setattr(CoreSteps, "run", die)
+        lm.next_token_logprobs_sync([*PREFIX, 2])
+        assert engine_of(lm) is not engine
+        assert kept(lm) == KEPT
+        work(lm)
+        assert computed(lm, lambda: lm.next_token_logprobs_sync([*PREFIX, 3])) == 5
+    assert lm.cool_down(PREFIX) is None  # type: ignore[func-returns-value]
+    with pytest.raises(genrt.Closed):
+        lm.warm_up_sync(PREFIX)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import re
 import subprocess
@@ -32,27 +31,12 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 import genrt
 from genrt.engines.vllm.process import F32, Globals, ThreadTurns, heap_kept
 from genrt.errors import EngineUnsupported
-from tests import children
 from tests.scripted import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.vllm
 
 
 ROOT = Path(__file__).resolve().parents[3]
-
-FIRST_CELL = """
-import asyncio, sys
-import genrt
-
-async def main():
-    lm = await genrt.aload(sys.argv[1], engine_options={"dtype": "float32", "max_num_seqs": 8})
-    await lm.next_token_logprobs([1, 2])
-    await lm.aclose()
-
-asyncio.run(main())
-print("done")
-"""
-
 
 CLOSED = """
 import gc, sys, weakref
@@ -79,13 +63,12 @@ print(engine())
 
 
 FAILED = """
-import gc, sys
-import genrt
 import torch
 
-options = {"dtype": "float32", "max_num_seqs": 8, "enforce_eager": False}
+options = {"dtype": "float32", "max_num_seqs": 8}
+compiled = options | {"enforce_eager": False, "kv_cache_memory_bytes": 2**12}
 try:
-    genrt.load(sys.argv[1], engine_options=options | {"kv_cache_memory_bytes": 2**12})
+    genrt.load(sys.argv[1], engine_options=compiled)
 except genrt.EngineFailed as error:
     held = error
 gc.collect()
@@ -95,48 +78,20 @@ with genrt.load(sys.argv[1], engine_options=options | {"kv_cache_memory_bytes": 
 """
 
 
-def said_by(program: str, model: Path) -> list[str]:
-    """Return the lines that a program about a model prints, in a process of its own: those of
-    ``children`` begin with vLLM imported."""
-    command = [sys.executable, "-c", program, str(model)]
-    end = subprocess.run(command, capture_output=True, check=False, cwd=ROOT, text=True)
-    assert end.returncode == 0, end.stderr
-    return end.stdout.splitlines()
-
-
-@pytest.mark.proof
-def test_an_engine_that_does_not_open_leaves_no_weights_behind(llama: Path) -> None:
-    """Compiled, and its error is held, as a notebook does: the next one has the memory."""
-    weights, opened = said_by(FAILED, llama)[-2:]
-    assert weights == "[]"
-    assert re.match("320 vLLM could not open .* memory for the cache blocks", opened)
-
-
 @pytest.mark.proof
 @pytest.mark.promise(number=23)
-def test_the_first_engine_of_a_process_gives_back_all_it_has_once_closed(llama: Path) -> None:
-    """Compiled, as on a GPU, where hooks keep the model; and the runtime, which is closed, is held."""
-    assert said_by(CLOSED, llama)[-2:] == ["True []", "None"]
-
-
-@pytest.mark.proof
-def test_a_process_that_opens_vllm_and_asks_it_writes_nothing_of_its_own(llama: Path) -> None:
-    """No log, no warning, no progress bar. vLLM tells where it binds memory to one of several nodes."""
-    from vllm.utils.cpu_resource_utils import get_visible_memory_node
-
-    environment = {key: value for key, value in os.environ.items() if key != "VLLM_LOGGING_LEVEL"}
-    end = subprocess.run(
-        [sys.executable, "-c", FIRST_CELL, str(llama)],
-        capture_output=True,
-        check=False,
-        cwd=ROOT,
-        env=environment,
-        text=True,
-    )
+def test_the_first_engine_of_a_process_and_one_that_does_not_open_leave_nothing(
+    llama: Path,
+) -> None:
+    """Compiled, as on a GPU, where hooks keep the model; the runtime, which is closed, is held, and so is
+    the error, as a notebook does. The children's server would have imported vLLM before."""
+    command = [sys.executable, "-c", CLOSED + FAILED, str(llama)]
+    end = subprocess.run(command, capture_output=True, check=False, cwd=ROOT, text=True)
     assert end.returncode == 0, end.stderr
-    assert end.stdout == "done\n"
-    several = "Using MEMBIND policy" if len(get_visible_memory_node()) > 1 else "none"
-    assert [line for line in end.stderr.splitlines() if several not in line] == []
+    *closed, weights, opened = end.stdout.splitlines()
+    assert closed[-2:] == ["True []", "None"]
+    assert weights == "[]"
+    assert re.match("320 vLLM could not open .* memory for the cache blocks", opened)
 
 
 @pytest.mark.parametrize("nodes", [[0], [0, 1]])
@@ -156,53 +111,6 @@ def test_memory_is_bound_to_a_node_only_where_there_are_several(
     assert bound == ([[0]] if len(nodes) > 1 else [])
     operators.init_cpu_memory_env([1])
     assert bound[-1] == [1]
-
-
-LEAVES = """
-import json, logging, os, signal, subprocess, sys, threading, warnings
-import torch, vllm
-import genrt, genrt.engines.vllm.opening
-
-def state():
-    return {
-        "environment": dict(os.environ),
-        "warnings": (warnings.filters[:], warnings.showwarning),
-        "hooks": (sys.excepthook, sys.unraisablehook, threading.excepthook, sys.displayhook),
-        "signals": [signal.getsignal(number) for number in sorted(signal.valid_signals())],
-        "logging": (logging.root.level, logging.root.handlers[:]),
-        "torch": (torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled(),
-                  torch.get_num_threads(), torch.set_num_threads, torch.get_float32_matmul_precision()),
-        "processor": os.sched_getaffinity(0),
-    }
-
-def told(when):
-    now = state()
-    changed.extend(f"{when}: {name}" for name in now if now[name] != before[name])
-
-os.environ["VLLM_DIST_IDENT"] = "the caller's"
-before, changed = state(), []
-options = {"dtype": "float32", "max_num_seqs": 8, "kv_cache_memory_bytes": 2**24}
-lm = genrt.load(model, engine_options=options)
-told("opened")
-lm.next_token_logprobs_sync([1, 2])
-lm.sample_sync([1], max_tokens=2)
-told("asked")
-lm.restart()
-told("restarted")
-lm.close()
-told("closed")
-print("changed:", json.dumps(changed))
-"""
-
-
-@pytest.mark.proof
-@pytest.mark.promise(number=27)
-def test_opening_restarting_and_closing_leave_the_process_as_it_was(llama: Path) -> None:
-    end = children.run({"leaves": LEAVES}, model=str(llama))["leaves"]
-    assert end.status == 0, end.err
-    [line] = [line for line in end.out.splitlines() if line.startswith("changed: ")]
-    assert json.loads(line.removeprefix("changed: ")) == []
-    assert "ld.so" not in end.err
 
 
 def test_no_object_is_asked_for_anything_where_vllm_looks_for_its_kernels(
