@@ -378,14 +378,16 @@ def test_contexts_outlive_their_loops(lm: AsyncLM) -> None:
 @pytest.mark.parametrize("length", [1, 3])
 async def test_over_a_connection(length: int) -> None:
     with genrt.load(MODEL, engine="exact") as served:
-        async with genrt.serving(served, port=0) as server:
-            async with await AsyncLM.connect(server.url) as lm:
-                several = [lm.context([n] * length) for n in range(SIZE)]
-                for step in range(3):
-                    found = await asyncio.gather(*(each.draw(seed=step) for each in several))
-                    rows = await asyncio.gather(*(each.logprobs() for each in several))
-                    for each, drawn, row in zip(several, found, rows, strict=True):
-                        assert drawn == await served.draw(each.token_ids, seed=step)
-                        assert torch.equal(row, await served.next_token_logprobs(each.token_ids))
-                        each.append(drawn.token_id)
-                assert all(isinstance(each, Context) for each in several)
+        async with (
+            genrt.serving(served, port=0) as server,
+            await AsyncLM.connect(server.url) as lm,
+        ):
+            several = [lm.context([n] * length) for n in range(SIZE)]
+            for step in range(3):
+                found = await asyncio.gather(*(each.draw(seed=step) for each in several))
+                rows = await asyncio.gather(*(each.logprobs() for each in several))
+                for each, drawn, row in zip(several, found, rows, strict=True):
+                    assert drawn == await served.draw(each.token_ids, seed=step)
+                    assert torch.equal(row, await served.next_token_logprobs(each.token_ids))
+                    each.append(drawn.token_id)
+            assert all(isinstance(each, Context) for each in several)
