@@ -367,6 +367,7 @@ def test_contexts_outlive_their_loops(lm: AsyncLM) -> None:
 
     assert [asyncio.run(step()) for _ in range(3)] == [2, 3, 4]
     loop = asyncio.new_event_loop()
+    loop.set_exception_handler(lambda *_: None)  # it would log the lost task
     task = loop.create_task(context.draw())
     loop.run_until_complete(asyncio.sleep(0))
     loop.close()
@@ -380,7 +381,7 @@ async def test_over_a_connection(length: int) -> None:
     with genrt.load(MODEL, engine="exact") as served:
         async with (
             genrt.serving(served, port=0) as server,
-            await AsyncLM.connect(server.url) as lm,
+            await AsyncLM.connect(str(server.url)) as lm,
         ):
             several = [lm.context([n] * length) for n in range(SIZE)]
             for step in range(3):
