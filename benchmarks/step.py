@@ -11,6 +11,9 @@ batch     the same by one batch_next_token_logprobs a step
 resample  before every step half of the particles become copies of the other half
 draw      one coroutine a particle, which awaits a masked draw and appends its token
 cached    one coroutine a particle, which awaits rows that are all in the row cache
+contexts             as draw, and every coroutine holds a context
+contexts-rows        the same with rows, as resident
+contexts-fork        the same with draws, and half of the contexts become forks of the others every step
 population           a population: one masked draw for all a step, whose tokens it appends
 population-resample  the same, and half of it becomes copies of the other half in every step
 populations          four populations of a quarter of the particles each, all at once

@@ -2,6 +2,7 @@
 
 fresh, decode                                 vLLM directly, an ``LLM``'s generate
 resident, batch, resample, draw, cached       genrt, a question a particle
+contexts, contexts-rows, contexts-fork        genrt, a question a particle, which holds a context
 population, population-resample, populations  genrt, a question for all of them, or a quarter
 """
 
@@ -146,6 +147,74 @@ async def draw(lm: genrt.AsyncLM, particles: Particles, steps: int) -> Measured:
     return await metered(lm, particles, steps, together(run, particles))
 
 
+async def contexts(lm: genrt.AsyncLM, particles: Particles, steps: int) -> Measured:
+    """As ``draw``, and each particle holds a context."""
+    masks = [*packed_masks(8, lm.vocab_size)]
+
+    async def run(number: int, held: genrt.Context, count: int) -> None:
+        for step in range(count):
+            drawn = await held.draw(mask=masks[(number + step) % len(masks)])
+            held.append(drawn.token_id)
+
+    return await of_contexts(lm, particles, steps, run)
+
+
+async def contexts_rows(lm: genrt.AsyncLM, particles: Particles, steps: int) -> Measured:
+    """As ``resident``, and each particle holds a context."""
+
+    async def run(number: int, held: genrt.Context, count: int) -> None:
+        for step in range(count):
+            await held.logprobs()
+            held.append(particles.tokens[step][number])
+
+    return await of_contexts(lm, particles, steps, run)
+
+
+async def contexts_fork(lm: genrt.AsyncLM, particles: Particles, steps: int) -> Measured:
+    """Half of the contexts are replaced by forks of the others in every step, which ends for all at
+    once."""
+    masks, half = [*packed_masks(8, lm.vocab_size)], len(particles) // 2
+    await ask_all(lm, particles)
+    began = clock()
+    held = [lm.context(each) for each in particles.contexts]
+    for each, token in zip(held, particles.tokens[0], strict=True):
+        each.append(token)
+
+    async def ask(number: int, step: int) -> None:
+        drawn = await held[number].draw(mask=masks[(number + step) % len(masks)])
+        held[number].append(drawn.token_id)
+
+    async def run(count: int) -> None:
+        for step in range(count):
+            order = particles.orders[step]
+            for survivor, replaced in zip(order[:half], order[len(held) - half :], strict=True):
+                held[replaced] = held[survivor].fork()
+            await asyncio.gather(*(ask(number, step) for number in range(len(held))))
+
+    await run(SHORT)
+    return await timed(lm, particles, steps, run(steps), began)
+
+
+async def of_contexts(
+    lm: genrt.AsyncLM,
+    particles: Particles,
+    steps: int,
+    run: Callable[[int, genrt.Context, int], Coroutine[Any, Any, None]],
+) -> Measured:
+    """Run each particle with a context for a few steps, then time it."""
+    await ask_all(lm, particles)
+    began = clock()
+    held = [lm.context(each) for each in particles.contexts]
+    for each, token in zip(held, particles.tokens[0], strict=True):
+        each.append(token)
+
+    async def all_of(count: int) -> None:
+        await asyncio.gather(*(run(number, each, count) for number, each in enumerate(held)))
+
+    await all_of(SHORT)
+    return await timed(lm, particles, steps, all_of(steps), began)
+
+
 async def cached(lm: genrt.AsyncLM, particles: Particles, steps: int) -> Measured:
     """The contexts stay as they are, so that their rows are there from the first time on."""
 
@@ -279,6 +348,9 @@ GENRT_MODES = {
     "batch": batch,
     "resample": resample,
     "draw": draw,
+    "contexts": contexts,
+    "contexts-rows": contexts_rows,
+    "contexts-fork": contexts_fork,
     "cached": cached,
     "population": population,
     "population-resample": population_resample,

@@ -40,6 +40,7 @@ from genrt.errors import (
 
 if TYPE_CHECKING:
     from genrt.cluster.options import ReplicaLimits
+    from genrt.contexts import Context
     from genrt.lm import AsyncLM
     from genrt.loading import aload, load
     from genrt.populations import Population
@@ -51,6 +52,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AsyncLM",
     "Closed",
+    "Context",
     "ContextTooLong",
     "EngineDied",
     "EngineFailed",
@@ -87,6 +89,7 @@ __all__ = [
 _MODULES = frozenset({"constraints", "inference", "testing"})
 _FROM = {
     "AsyncLM": "genrt.lm",
+    "Context": "genrt.contexts",
     "Population": "genrt.populations",
     "ReplicaLimits": "genrt.cluster.options",
     "Statistics": "genrt.runtime.statistics",

@@ -14,6 +14,7 @@ from typing import Any, Literal, NoReturn, Self, TypedDict, Unpack, cast
 import torch
 
 from genrt.cluster.programs import run_program
+from genrt.contexts import Context, Gatherer, begin_context
 from genrt.engines.protocol import Engine, tokenizer_of
 from genrt.engines.remote.connection import ServerConnection
 from genrt.engines.remote.engine import RemoteEngine
@@ -154,6 +155,7 @@ class AsyncLM:
         own = self._limits, self._adapters, self._nonces
         self._texts = Texts(self._thread, *own)
         self._populations = PopulationRuntime(self._thread, self._asker, *own)
+        self._contexts = Gatherer(self._populations)
 
     def _of_seed(self, seed: int) -> Self:
         """Return an equal runtime with its own seed."""
@@ -419,6 +421,12 @@ class AsyncLM:
         check_timeout(timeout)
         chunks = row_chunks(*own, in_one=self._thread.capabilities.scores_rows)
         return asked_in_turn(self._ask, chunks, timeout)
+
+    def context(self, prompt: str | TokenIds | Context, *, adapter: str | None = None) -> Context:
+        """Return a sequence that begins with a prompt, for one coroutine; computes nothing yet. A context
+        as the prompt is forked. Raises InvalidRequest for a wrong prompt; UnknownAdapter.
+        """
+        return begin_context(self._contexts, prompt, adapter)
 
     def population(
         self, prompt: Prompts, n: int | None = None, *, adapter: str | None = None

@@ -15,8 +15,8 @@ import torch
 
 from genrt.errors import Closed, GenrtError, InvalidRequest, OutOfMemory, UnknownAdapter
 from genrt.numbers import check_int, check_timeout, shown
-from genrt.questions.contexts import Limits, TokenIds, check_contexts, id_words
-from genrt.questions.draws import merge_draws, population_draw
+from genrt.questions.contexts import Adapter, Limits, TokenIds, check_contexts, id_words
+from genrt.questions.draws import PopulationDraw, merge_draws, population_draw
 from genrt.questions.masks import Masks, packed_masks
 from genrt.questions.reads import HostRow, ReadRequest
 from genrt.questions.rows import Device, check_length, must_move
@@ -38,7 +38,7 @@ from genrt.runtime.thread import EngineThread
 from genrt.tokens.encoding import encode_prompt
 from genrt.tokens.sampling import BatchDraw
 
-__all__ = ["Population", "PopulationRuntime", "Prompts", "begin", "draw_batch"]
+__all__ = ["Ask", "Population", "PopulationRuntime", "Prompts", "begin", "draw_batch"]
 
 LAST_INT64 = 2**63 - 1
 
@@ -63,12 +63,45 @@ class PopulationRuntime:
     nonces: Iterator[int]
 
     def give_back(self, handles: Sequence[SequenceHandle]) -> None:
-        """Make the engine free the sequences of these handles that no population extends. It takes no
-        lock, because finalizers call it."""
+        """Make the engine free the sequences of these handles that no population extends. It
+        takes no lock, because finalizers call it."""
         over = [each for each in handles if not each.users]
         if over:
             with contextlib.suppress(Closed):  # in a forked child
                 self.thread.give_back(over)
+
+    async def draws(
+        self,
+        ask: Ask,
+        requests: Callable[[Adapter | None], Sequence[PopulationDraw]],
+        adapter: str | None,
+        most: int,
+        timeout: float | None,
+    ) -> tuple[list[Any], list[PopulationDraw]]:
+        """Return the results of the requests for the present adapter of this name, and the requests as
+        they were sent: in parts of ``most`` sequences, or fewer if the engine runs out of memory. Raises
+        as ``Population.draw``."""
+        seconds = check_timeout(timeout)
+        until = None if seconds is None else time.monotonic() + seconds
+        failed: GenrtError | None = None
+        while True:
+            # Binding the adapter and asking are one step, so the adapter cannot be removed in between.
+            try:
+                bound = self.adapters.bound(adapter)
+            except UnknownAdapter:
+                if failed is None:
+                    raise
+                raise failed from None  # the adapter was there at first
+            parts = [part for each in requests(bound) for part in each.parts(most)]
+            try:
+                return await ask(parts, timeout=timeout), parts
+            except OutOfMemory as error:
+                failed, largest = error, max(map(len, parts))
+                if largest == 1:
+                    raise
+                # The batcher halves a flush that ran out of memory; a single request is halved here.
+                most = (largest + 1) // 2
+                timeout = seconds_left(until)
 
     async def draw(
         self,
@@ -90,19 +123,11 @@ class PopulationRuntime:
             masks, origins: of all sequences.
             most: how many sequences one request has at most.
         """
-        count, seconds = len(origins.numbers), check_timeout(timeout)
-        until = None if seconds is None else time.monotonic() + seconds
+        count = len(origins.numbers)
         own = origins if len(places) == count else origins.take(places).needed()
         known = own if own.go_on(contexts.lengths) else None
-        failed: GenrtError | None = None
-        while True:
-            # Binding the adapter and asking are one step, so the adapter cannot be removed in between.
-            try:
-                bound = self.adapters.bound(adapter)
-            except UnknownAdapter:
-                if failed is None:
-                    raise
-                raise failed from None  # the adapter was there at first
+
+        def requests(bound: Adapter | None) -> list[PopulationDraw]:
             request = population_draw(
                 contexts,
                 bound,
@@ -116,18 +141,10 @@ class PopulationRuntime:
                 known,
                 own.handles or origins.handles,
             )
-            parts = [] if request is None else [*request.parts(most)]
-            try:
-                found = await ask(parts, timeout=timeout)
-            except OutOfMemory as error:
-                failed, largest = error, max(map(len, parts))
-                if largest == 1:
-                    raise
-                # The batcher halves a flush that ran out of memory; a single request is halved here.
-                most = (largest + 1) // 2
-                timeout = seconds_left(until)
-            else:
-                return merge_draws(found, places, count), [part.handle for part in parts]
+            return [] if request is None else [request]
+
+        found, parts = await self.draws(ask, requests, adapter, most, timeout)
+        return merge_draws(found, places, count), [part.handle for part in parts]
 
 
 async def draw_batch(

@@ -1,9 +1,9 @@
 """One law: each draw is its own context's, whatever happens to its population, its questions or its
 engine.
 
-``walk`` takes populations of one runtime through random events. A list mirrors every sequence. The draws
-must be those of single questions about the lists on a second, quiet runtime, where nothing goes on by
-number.
+``walk`` takes populations of one runtime, or as many contexts, through random events. A list mirrors
+every sequence. The draws must be those of single questions about the lists on a second, quiet runtime,
+where nothing goes on by number.
 """
 
 from __future__ import annotations
@@ -13,20 +13,32 @@ import contextlib
 import copy
 import gc
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
+from genrt.contexts import Context
 from genrt.errors import EngineFailed, TimedOut
 from genrt.lm import AsyncLM
 from genrt.populations import Population
-from genrt.tokens.sampling import BatchDraw
+from genrt.questions.draws import batch_draw
+from genrt.runtime.concurrency import together
+from genrt.tokens.sampling import BatchDraw, Draw
 from tests.apart import drawn_apart
 
-__all__ = ["EVENTS", "Particles", "Runtime", "Walk", "draw_all", "expect_equal", "walk"]
+__all__ = [
+    "EVENTS",
+    "HeldContexts",
+    "Particles",
+    "Runtime",
+    "Walk",
+    "draw_all",
+    "expect_equal",
+    "walk",
+]
 
 EVENTS = (
     "batch",
@@ -52,6 +64,103 @@ MADE: list[Any] = [list, np.array, torch.tensor]
 """The forms of numbers that callers give."""
 
 
+class HeldContexts:
+    """A population of contexts, each asked by its own coroutine."""
+
+    def __init__(self, contexts: Sequence[Context], vocab_size: int) -> None:
+        self.contexts = [*contexts]
+        self.vocab_size = vocab_size
+
+    @classmethod
+    def begin(
+        cls, lm: AsyncLM, prompt: Any, n: int | None = None, *, adapter: str | None = None
+    ) -> HeldContexts:
+        if n is None:
+            contexts = [lm.context(each, adapter=adapter) for each in prompt]
+        else:
+            first = lm.context(prompt, adapter=adapter)
+            contexts = [lm.context(first, adapter=adapter) for _ in range(n)]
+        return cls(contexts, lm.vocab_size)
+
+    async def draw(
+        self,
+        *,
+        masks: Any = None,
+        where: Sequence[bool] | None = None,
+        seed: int | None = None,
+        **way: Any,
+    ) -> BatchDraw:
+        each_mask = [None] * len(self.contexts) if masks is None else [*masks]
+
+        async def one(number: int) -> Draw:
+            if where is not None and not where[number]:
+                return Draw(-1, 0.0, 0.0)
+            own = None if seed is None else seed + number
+            return await self.contexts[number].draw(mask=each_mask[number], seed=own, **way)
+
+        return batch_draw(await together([one(number) for number in range(len(self.contexts))]))
+
+    def draw_sync(self, *, seed: int) -> BatchDraw:
+        return batch_draw([each.draw_sync(seed=seed + n) for n, each in enumerate(self.contexts)])
+
+    async def logprobs(self, *, where: Sequence[bool]) -> torch.Tensor:
+        asked = [each for each, is_in in zip(self.contexts, where, strict=True) if is_in]
+        rows = await together([each.logprobs() for each in asked])
+        return torch.stack(rows) if rows else torch.empty(0, self.vocab_size)
+
+    async def score(self, continuations: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        pairs = zip(self.contexts, continuations, strict=True)
+        return await together([context.score(after) for context, after in pairs])
+
+    def append(self, token_ids: Any) -> None:
+        for context, token_id in zip(self.contexts, [*map(int, token_ids)], strict=True):
+            if token_id >= 0:
+                context.append(token_id)
+
+    def extend(self, token_ids: Sequence[Any]) -> None:
+        for context, more in zip(self.contexts, token_ids, strict=True):
+            context.extend(more)
+
+    def cut(self, lengths: Any) -> None:
+        each = [lengths] * len(self.contexts) if isinstance(lengths, int) else lengths
+        for context, length in zip(self.contexts, each, strict=True):
+            context.cut(int(length))
+
+    def take(self, places: Any) -> HeldContexts:
+        taken = [copy.copy(self.contexts[int(place)]) for place in places]
+        return HeldContexts(taken, self.vocab_size)
+
+    def resample(self, ancestors: Any) -> None:
+        self.contexts = self.take(ancestors).contexts
+
+    def split(self, sizes: Sequence[int]) -> list[HeldContexts]:
+        first = sizes[0]
+        return [self.take(range(first)), self.take(range(first, len(self.contexts)))]
+
+    def join(self, other: HeldContexts) -> HeldContexts:
+        return HeldContexts([*copy.copy(self).contexts, *other.contexts], self.vocab_size)
+
+    def close(self) -> None:
+        for each in self.contexts:
+            each.close()
+
+    def __copy__(self) -> HeldContexts:
+        return self.take(range(len(self.contexts)))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (each.token_ids for each in self.contexts)
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        return torch.tensor([*map(len, self.contexts)], dtype=torch.int64)
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        longest = max(map(len, self.contexts), default=0)
+        padded = [each + [-1] * (longest - len(each)) for each in self]
+        return torch.tensor(padded, dtype=torch.int64).reshape(len(padded), longest)
+
+
 @dataclass(slots=True, eq=False)
 class Runtime:
     """A runtime to walk on.
@@ -66,6 +175,7 @@ class Runtime:
         update: gives both runtimes other weights.
         breaks: makes a step of ``lm`` fail, or a row of it be not finite.
         evicts: so many contexts of ``evicts`` tokens evict every sequence.
+        begin: makes a population, or as many contexts.
     """
 
     lm: AsyncLM
@@ -77,13 +187,14 @@ class Runtime:
     update: Callable[[], Awaitable[None]] | None = None
     breaks: Callable[[str], contextlib.AbstractContextManager[None]] | None = None
     evicts: int = 40
+    begin: Callable[..., Any] = AsyncLM.population
 
 
 @dataclass(slots=True, eq=False)
 class Particles:
     """A population and its mirror."""
 
-    population: Population
+    population: Any
     lists: list[list[int]]
     adapter: str | None = None
 
@@ -293,15 +404,15 @@ class Walk:
 
     def begin(self) -> None:
         """Have one population more, of one prompt or of several."""
-        lm, rng = self.runtime.lm, self.rng
+        lm, rng, begin = self.runtime.lm, self.rng, self.runtime.begin
         adapter, count = rng.choice(self.runtime.adapters), rng.randint(1, 8)
         if rng.random() < 0.5:
             prompt = self.ids(rng.randint(1, 20))
-            population = lm.population(prompt, count, adapter=adapter)
+            population = begin(lm, prompt, count, adapter=adapter)
             lists = [prompt] * count
         else:
             lists = [self.ids(rng.randint(1, 20)) for _ in range(count)]
-            population = lm.population(lists, adapter=adapter)
+            population = begin(lm, lists, adapter=adapter)
         self.all.append(Particles(population, lists, adapter))
 
     def change(self) -> None:
@@ -392,7 +503,8 @@ class Walk:
         if len(self.all) > self.most:
             self.all.remove(each)
         else:
-            each.population = self.runtime.lm.population(each.lists, adapter=each.adapter)
+            begin = self.runtime.begin
+            each.population = begin(self.runtime.lm, each.lists, adapter=each.adapter)
 
 
 def expect_equal(draws: BatchDraw, wanted: BatchDraw, tolerance: float) -> None:

@@ -70,6 +70,7 @@ RIGHT: dict[str, dict[str, Any]] = {
     "encode": {"text": "a"},
     "encode_chat": {"messages": [{"role": "user", "content": "a"}]},
     "decode": CONTEXT,
+    "context": {"prompt": [1]},
     "population": {"prompt": [1], "n": 2},
     "generate": {"prompt": [1], "max_tokens": 1},
     "batch_generate": {"prompts": [[1], [2]], "max_tokens": 1},

@@ -40,6 +40,7 @@ ROOMS = (
     "generation",
     "loading.py",
     "lm.py",
+    "contexts.py",
     "populations.py",
     "cluster",
     "runtime",

@@ -24,7 +24,7 @@ from tests.apart import drawn_apart_sync
 from tests.engines.test_exact import adapter_directory
 from tests.inside import engine_of, thread_of
 from tests.keeping_engine import KeepingEngine, Seen
-from tests.population_walk import EVENTS, Runtime, walk
+from tests.population_walk import EVENTS, HeldContexts, Runtime, walk
 from tests.scoring_engine import ScoringEngine
 from tests.test_every_argument import wrong_values
 
@@ -69,8 +69,9 @@ class Broken:
 
 
 @contextlib.asynccontextmanager
-async def exact_runtime(kind: str, adapter: Path) -> AsyncIterator[Runtime]:
-    """A runtime over an exact engine: a plain one, one that scores, or one that goes on by number."""
+async def exact_runtime(kind: str, adapter: Path, holds: str) -> AsyncIterator[Runtime]:
+    """A runtime over an exact engine: a plain one, one that scores, or one that goes on by number; its
+    particles are populations or contexts."""
     seen = Seen()
 
     def opened() -> ExactEngine:
@@ -101,22 +102,24 @@ async def exact_runtime(kind: str, adapter: Path) -> AsyncIterator[Runtime]:
             adapters=(None, None, "a"),
             update=update,
             breaks=Broken(lm),
+            begin=AsyncLM.population if holds == "populations" else HeldContexts.begin,
         )
     assert seen.wrong == []
     assert bool(seen.by_number) == (kind == "by number")
 
 
 @pytest.mark.promise(number=36)
+@pytest.mark.parametrize("holds", ["populations", "contexts"])
 @pytest.mark.parametrize("kind", ["plain", "scores", "by number"])
 @pytest.mark.parametrize(
     ("seed", "steps"),
     [(0, 60), (1, 60), *(pytest.param(seed, 300, marks=pytest.mark.proof) for seed in range(2, 9))],
 )
 async def test_each_draw_is_its_own_context_s_whatever_happens(
-    kind: str, seed: int, steps: int, tmp_path: Path
+    kind: str, holds: str, seed: int, steps: int, tmp_path: Path
 ) -> None:
     adapter = adapter_directory(tmp_path / "a", NGram.random(SIZE, order=2, seed=9).table)
-    async with exact_runtime(kind, adapter) as runtime:
+    async with exact_runtime(kind, adapter, holds) as runtime:
         made = await walk(runtime, seed, steps)
     assert {*EVENTS, "resample", "cut", "extend", "split", "join", "take"} <= {*made.counts}
 

@@ -15,7 +15,6 @@ import logging
 import os
 import queue
 import select
-import shutil
 import socket
 import tempfile
 import threading
@@ -141,7 +140,6 @@ class RayConnection:
             self._node.kill_all_processes(check_alive=False, allow_graceful=True)
             self._node = None
         if self._folder is not None:
-            shutil.rmtree(os.readlink(self._folder.path / "link"), ignore_errors=True)
             self._folder.close()
             self._folder = None
 

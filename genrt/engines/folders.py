@@ -91,17 +91,24 @@ def _swept(path: Path) -> bool:
     """Remove a folder unless its lock is held; return whether it was removed."""
     with contextlib.suppress(OSError):
         if (lock := _locked(path)) is not None:
-            if (
-                link := path / "link"
-            ).is_symlink():  # to a folder of Ray's, which needs a short path
-                shutil.rmtree(link.readlink(), ignore_errors=True)
-            shutil.rmtree(path, ignore_errors=True)
+            is_gone = _deleted(path)
             os.close(lock)
             # vLLM names shared memory after a file of the ranks.
             for each in SHARED_MEMORY.glob(f"{path.name}*"):
                 each.unlink(missing_ok=True)
-            return True
+            return is_gone
     return False
+
+
+def _deleted(path: Path) -> bool:
+    """Delete a folder, after the target of its ``link``, a folder of Ray's, which needs a short path.
+    Return whether both are gone; while Ray's processes still write to the target, both stay."""
+    if (link := path / "link").is_symlink():
+        shutil.rmtree(target := link.readlink(), ignore_errors=True)
+        if target.exists():
+            return False
+    shutil.rmtree(path, ignore_errors=True)
+    return True
 
 
 def _host() -> str:
@@ -121,6 +128,6 @@ def _owner(process: int) -> str:
 def _remove(path: Path, lock: int | None, process: int) -> None:
     """Remove the folder, unless this is a forked child of its owner."""
     if os.getpid() == process:
-        shutil.rmtree(path, ignore_errors=True)
+        _deleted(path)
         if lock is not None:
             os.close(lock)

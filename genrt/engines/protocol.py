@@ -198,6 +198,7 @@ class FullEngine(Engine, Protocol):
         scores_rows: whether score requests may ask for whole rows; true by default.
         reads: the kinds of reads that the engine answers itself: classes of a ``ReadRequest``'s
             ``wanted``, and ``PopulationDraw``.
+        rows_by_number: whether ``go_on`` takes populations that ask for rows; false by default.
         adapters: the adapters, by name, that an engine with ``reads`` has from the beginning.
         prefixes: the contexts that it keeps.
         vllm_config: vLLM's configuration of the model, for vLLM's front ends; ``None`` without vLLM.
@@ -211,6 +212,8 @@ class FullEngine(Engine, Protocol):
     def scores_rows(self) -> bool: ...
     @property
     def reads(self) -> Collection[type]: ...
+    @property
+    def rows_by_number(self) -> bool: ...
     @property
     def adapters(self) -> Mapping[str, Adapter]: ...
     @property
@@ -232,9 +235,9 @@ class FullEngine(Engine, Protocol):
 
     def go_on(self, population: PopulationDraw) -> bool:
         """Take a population if all its sequences go on from known ones. ``step`` returns it once, with a
-        ``Leaving`` of the result of ``PopulationDraw.drawn``; ``cancel`` forgets it. Rows that are not
-        finite give a log mass that is NaN. Otherwise, or without room, change nothing and return False:
-        its rows are requested then."""
+        ``Leaving`` of its draws, or with its rows; ``cancel`` forgets it. Rows that are not finite give
+        a log mass that is NaN. Otherwise, or without room, change nothing and return False: its rows are
+        requested then."""
 
     def settle(self, population: PopulationDraw) -> None:
         """Remember the sequences of a population, after requests for single rows, so that others go on
@@ -281,6 +284,7 @@ class Capabilities:
 
     speculates: bool
     populates: bool
+    rows_by_number: bool
     delivers_early: bool
     completes: bool
     scores: bool
@@ -302,6 +306,7 @@ def capabilities_of(engine: Engine) -> Capabilities:
     return Capabilities(
         speculates=has("expect"),
         populates=has("go_on", "settle", "release"),
+        rows_by_number=bool(getattr(engine, "rows_by_number", False)),
         delivers_early=has("tell"),
         completes=has("unsupported", "progress"),
         scores=scores,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import numpy as np
 import torch
@@ -130,13 +131,14 @@ def batch_draw(draws: Sequence[Draw]) -> BatchDraw:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class PopulationDraw(Request):
-    """A draw after each of several sequences, which may be equal. No two requests are equal.
+    """A draw after each of several sequences, which may be equal, or without seeds the rows, ``[n,
+    vocab_size]``. No two requests are equal.
 
     Attributes:
         contexts: the sequences, at least one.
         masks: uint8 ``[n, size]``, each as in ``DrawToken``; ``None`` allows every token.
         temperature: of all draws.
-        seeds: uint64 ``[n]``, one for each draw.
+        seeds: uint64 ``[n]``, one for each draw; ``None`` asks for the rows.
         origins: where to find the sequences that these extend, if each extends one by a single token.
         came_from: the handles of all sequences that these extend, which stay known until then.
         handle: stands for these sequences in later origins.
@@ -146,7 +148,7 @@ class PopulationDraw(Request):
     adapter: Adapter | None
     masks: np.ndarray | None
     temperature: float
-    seeds: np.ndarray
+    seeds: np.ndarray | None
     origins: Origins | None = None
     weights_version: int = 0
     came_from: tuple[SequenceHandle, ...] = ()
@@ -197,15 +199,23 @@ class PopulationDraw(Request):
                 self.adapter,
                 None if self.masks is None else self.masks[part],
                 self.temperature,
-                self.seeds[part],
+                None if self.seeds is None else self.seeds[part],
                 origins,
                 self.weights_version,
                 self.came_from if origins is None else origins.handles,
             )
 
     def draw(self, rows: Sequence[Tensor] | Tensor, places: np.ndarray | None = None) -> Tensor:
-        """Return the draws as ``draw_from_rows`` does."""
+        """Return the draws as ``draw_from_rows`` does, or a copy of the rows."""
         rows = rows[: len(self)] if places is None else rows
+        if self.seeds is None:
+            if not isinstance(rows, Tensor):
+                return gather_rows(rows)
+            return (
+                rows.clone()
+                if places is None
+                else rows[moved(torch.from_numpy(places), rows.device)]
+            )
         heats = None if self.temperature == 1.0 else np.full(len(self), self.temperature)
         return draw_from_rows(rows, self.seeds, self.masks, heats, places)
 
@@ -268,7 +278,7 @@ def launch_draws(
     """
     pairs = [*zip(several, places, strict=True)]
     if all(each.temperature == 1.0 for each in several):
-        inputs = [DrawInputs(each.seeds, each.masks, at) for each, at in pairs]
+        inputs = [DrawInputs(cast("np.ndarray", each.seeds), each.masks, at) for each, at in pairs]
         if (found := graphs.launch(rows, inputs)) is not None:
             return found
     whole = _one([each.draw(rows, at) for each, at in pairs])

@@ -59,6 +59,27 @@ def packed_mask(mask: Mask, vocab_size: int) -> bytes:
     return np.packbits(bits, bitorder="little").tobytes().ljust(4 * words, b"\0")
 
 
+def packed_words(mask: Mask, vocab_size: int) -> torch.Tensor:
+    """Return a mask as a packed tensor for ``joined_words``; a packed tensor on the host as it is. Raises
+    as ``packed_mask``."""
+    if type(mask) is torch.Tensor and mask.dtype is torch.int32 and mask.ndim == 1:
+        is_plain = mask.layout is torch.strided and mask.is_cpu
+        if is_plain and mask.numel() == -(-vocab_size // 32):
+            return mask
+    return torch.frombuffer(bytearray(packed_mask(mask, vocab_size)), dtype=torch.int32)
+
+
+def joined_words(masks: Sequence[torch.Tensor | None], vocab_size: int) -> np.ndarray | None:
+    """Return packed tensors as uint8 ``[n, size]``; ``None`` if each of them is ``None``, which allows
+    every token."""
+    given = next((mask for mask in masks if mask is not None), None)
+    if given is None:
+        return None
+    everything = torch.full_like(given, -1)
+    table = torch.stack([everything if mask is None else mask for mask in masks]).numpy()
+    return _without_excess(table, vocab_size).view(np.uint8)
+
+
 def packed_masks(
     masks: Masks | None, count: int, vocab_size: int, *, copies: bool = False
 ) -> np.ndarray | None:

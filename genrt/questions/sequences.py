@@ -88,11 +88,7 @@ class Sequences:
         each_one = check_contexts(contexts)
         check_int("the number of contexts", len(each_one), 0, MOST_SEQUENCES)
         words = [np.frombuffer(id_words(each, limits.vocab_size), np.uint32) for each in each_one]
-        lengths = np.array([len(each) for each in words], np.int64)
-        table = np.zeros((len(words), int(lengths.max(initial=0))), np.uint32)
-        for row, each in zip(table, words, strict=True):
-            row[: len(each)] = each
-        return cls(table, lengths)
+        return cls(*_stacked(words))
 
     @classmethod
     def joined(cls, several: Sequence[Sequences]) -> Self:
@@ -172,6 +168,12 @@ class Contexts:
     def __init__(self, table: np.ndarray, places: np.ndarray, lengths: np.ndarray) -> None:
         self._table, self._places, self.lengths = table, places, lengths
         self._growth: _Extension | None = None
+
+    @classmethod
+    def of(cls, words: Sequence[np.ndarray]) -> Self:
+        """Return these sequences, each uint32 ``[length]``."""
+        table, lengths = _stacked(words)
+        return cls(table, np.arange(len(words)), lengths)
 
     @classmethod
     def grown(cls, before: Sequence[Contexts], numbers: np.ndarray, tokens: np.ndarray) -> Self:
@@ -270,13 +272,15 @@ class SequenceHandle:
         contexts: the sequences, in a process that receives extensions of them.
         users: a key for each population that extends them, added and discarded without a lock, also in
             finalizers.
+        idle: how many contexts extend them that did not ask with the others.
     """
 
-    __slots__ = ("__weakref__", "contexts", "count", "users")
+    __slots__ = ("__weakref__", "contexts", "count", "idle", "users")
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.users: set[object] = set()
+        self.idle = 0
         self.contexts: Contexts | None = None
 
 
@@ -409,6 +413,15 @@ def _flat_array(
     if count is not None and len(found) != count:
         raise InvalidRequest(f"{len(found)} {name} for {count} sequences: give one for each")
     return found if len(found) else found.astype(np.int64)
+
+
+def _stacked(words: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Return sequences as a table, uint32 ``[n, longest]``, and their lengths, int64 ``[n]``."""
+    lengths = np.array([len(each) for each in words], np.int64)
+    table = np.zeros((len(words), int(lengths.max(initial=0))), np.uint32)
+    for row, each in zip(table, words, strict=True):
+        row[: len(each)] = each
+    return table, lengths
 
 
 def _table(contexts: Sequence[TokenIds] | Table, vocab_size: int) -> np.ndarray | None:

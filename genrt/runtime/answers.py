@@ -142,7 +142,8 @@ class AnsweringEngine:
             alike = Counter(map(_continuation, known)) if len(known) > 1 else None
             for each in known:
                 is_alone = alike is None or alike[_continuation(each)] == 1
-                if is_alone and self.full.go_on(each):
+                is_taken = each.seeds is not None or self.capabilities.rows_by_number
+                if is_alone and is_taken and self.full.go_on(each):
                     continued[each] = self._by_number[each] = None
         return continued
 
@@ -191,7 +192,7 @@ class AnsweringEngine:
     def _reads_there(self, request: Reader) -> bool:
         """Return whether the engine answers this read itself."""
         if isinstance(request, PopulationDraw):
-            return PopulationDraw in self.capabilities.reads
+            return request.seeds is not None and PopulationDraw in self.capabilities.reads
         there = type(request.wanted) in self.capabilities.reads
         return there and request.row not in self._cache
 
@@ -379,14 +380,17 @@ class AnsweringEngine:
         rows = self._found.pop(population)
         try:
             whole = population.draw([rows.found[row] for row in rows.wanted])
-            on_host = Leaving(whole)
-            self.expect(population.rows, whole[:, 0])  # before anything waits for the tokens
-            draws = self._arrived(population, on_host)
+            if population.seeds is None:
+                found: BatchDraw | Tensor = self._rows(population, whole)
+            else:
+                on_host = Leaving(whole)
+                self.expect(population.rows, whole[:, 0])  # before anything waits for the tokens
+                found = self._arrived(population, on_host)
         except Exception as error:
             return Finished(population, error=survived(error))
         if self.capabilities.populates:
             self.full.settle(population)
-        return Finished(population, draws)
+        return Finished(population, found)
 
     def _with_draws(self, end: Finished) -> Finished:
         """Return the end of a population by number with its draws; any other end as it is."""
@@ -397,13 +401,23 @@ class AnsweringEngine:
         if end.error is not None:
             return end
         try:
-            draws = self._arrived(population, cast("Leaving", end.result))
+            found: BatchDraw | Tensor
+            if population.seeds is None:
+                found = self._rows(population, cast("Tensor", end.result))
+                is_finite = not found[:, 0].isnan().any()  # NaN logits make the whole row NaN
+            else:
+                found = draws = self._arrived(population, cast("Leaving", end.result))
+                is_finite = not np.isnan(draws.log_mass.numpy()).any()
         except Exception as error:
             return Finished(population, error=survived(error))
-        if np.isnan(draws.log_mass.numpy()).any():
+        if not is_finite:
             self._not_finite.append(population.handle)
             return Finished(population, error=not_finite())
-        return Finished(population, draws)
+        return Finished(population, found)
+
+    def _rows(self, population: PopulationDraw, rows: Tensor) -> Tensor:
+        self._reads += len(population)
+        return rows
 
     def _arrived(self, population: PopulationDraw, on_host: Leaving) -> BatchDraw:
         """Wait for draws on their way to the host and return them."""

@@ -39,6 +39,7 @@ __all__ = [
     "blocking_chunks",
     "blocking_question",
     "blocking_stream",
+    "sent",
     "within",
 ]
 
@@ -290,12 +291,12 @@ def blocking_question(
 
     @twin_of(question, interrupted="An interrupt withdraws it.")
     def twin(lm: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return cast("T", _sent(question(cast("S", _Blocking(lm)), *args, **kwargs)))
+        return cast("T", sent(question(cast("S", _Blocking(lm)), *args, **kwargs)))
 
     return twin
 
 
-def _sent(coroutine: Any) -> Any:
+def sent(coroutine: Any) -> Any:
     """Return the result of a coroutine that never waits."""
     try:
         coroutine.send(None)
@@ -324,7 +325,7 @@ def blocking_chunks(
     def taken(values: AsyncIterator[T]) -> Iterator[T]:
         with contextlib.suppress(StopAsyncIteration):
             while True:
-                yield _sent(anext(values))
+                yield sent(anext(values))
 
     @twin_of(chunks, interrupted="An interrupt withdraws the present question.")
     def twin(lm: S, /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -82,7 +83,8 @@ def test_a_population_draws_by_masks_that_it_may_not_write_to() -> None:
     masks = packed(torch.arange(900).reshape(3, 300) % 5 > 0).numpy()
     found = replace(several, masks=masks).draw(rows)
     assert torch.equal(
-        found, draw_chunk(rows, seeded_uniforms(several.seeds), mask=torch.tensor(masks))
+        found,
+        draw_chunk(rows, seeded_uniforms([*cast("Any", several.seeds)]), mask=torch.tensor(masks)),
     )
     masks.flags.writeable = False
     assert torch.equal(found, replace(several, masks=masks).draw(rows))

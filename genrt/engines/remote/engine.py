@@ -268,7 +268,7 @@ def _questions(request: Request) -> list[Question]:
     if not isinstance(request, PopulationDraw):
         return [cast("Question", request)]
     masks = [None] * len(request) if request.masks is None else map(bytes, request.masks)
-    seeds = request.seeds.tolist()
+    seeds = cast("Any", request.seeds).tolist()
     return [
         ReadRequest(row, DrawToken(mask, request.temperature, seed=seed))
         for row, mask, seed in zip(request.rows, masks, seeds, strict=True)

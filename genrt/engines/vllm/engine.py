@@ -69,6 +69,8 @@ Purpose: TypeAlias = Sent | PopulationDraw
 class VLLMEngine:
     """Implements the Engine protocol over an ``LLMEngine`` with its scheduler in this process."""
 
+    rows_by_number = True
+
     def __init__(
         self, llm_engine: LLMEngine, own: Globals, *, own_processors: bool = False
     ) -> None:

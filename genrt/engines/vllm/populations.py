@@ -61,7 +61,8 @@ class LaunchedDraws(NamedTuple):
 
     Attributes:
         ends: the result of each population.
-        draws: of all populations in order, float64 ``[n, 3]`` on the device; ``None`` after an error.
+        draws: of all populations in order, float64 ``[n, 3]`` on the device; ``None`` after an error,
+            or if one asks for rows.
         on_host: the same draws, on their way to the host.
     """
 
@@ -158,7 +159,8 @@ class SeatedPopulations:
         if len(kept.left(pairs)) < len(pairs):
             return None
         used = set(parents)
-        free = _free(kept, seats, used) if _count(seats) > len(used) else {}
+        unused = [each for each, of in zip(seats, origins.handles, strict=True) if not of.idle]
+        free = _free(kept, unused, used) if _count(unused) > len(used) else {}
         contexts = population.contexts
 
         def packed(number: int) -> bytes:
@@ -268,11 +270,13 @@ class SeatedPopulations:
                 order = np.array([at[each] for each in seats.request_ids])
                 places[-1] = order if seats.places is None else order[seats.places]
         try:
+            if any(each.seeds is None for each in several):
+                return LaunchedDraws(_rows_and_draws(several, rows, places))
             draws, on_host = launch_draws(several, rows, places, self._graphs)
         except Exception as error:
             failed = survived(error)
             return LaunchedDraws([Finished(each, error=failed) for each in several])
-        ends, first = [], 0
+        ends, first = list[Finished](), 0
         for each in several:
             part = slice(first, first := first + len(each))
             ends.append(Finished(each, on_host.part(part)))
@@ -366,6 +370,17 @@ class SeatedPopulations:
         seats.rows.clear()
         seats.added.clear()
         return seats
+
+
+def _rows_and_draws(
+    several: Sequence[PopulationDraw], rows: torch.Tensor, places: Sequence[np.ndarray | None]
+) -> list[Finished]:
+    """Return the results of populations that ask for rows, and of others beside them."""
+    found = [each.draw(rows, at) for each, at in zip(several, places, strict=True)]
+    return [
+        Finished(each, one if each.seeds is None else Leaving(one))
+        for each, one in zip(several, found, strict=True)
+    ]
 
 
 def _free(kept: OpenRequests, several: Sequence[_Requests], used: set[str]) -> dict[str, int]:

@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import gc
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from genrt.contexts import Context
 from genrt.lm import AsyncLM
 from genrt.populations import Population
 from tests.engines.vllm.ahead import (
@@ -24,7 +25,7 @@ from tests.engines.vllm.ahead import (
 )
 from tests.engines.vllm.small import BLOCK_BYTES, forget, held, left_over
 from tests.inside import engine_of
-from tests.population_walk import EVENTS, walk
+from tests.population_walk import EVENTS, HeldContexts, walk
 from tests.population_walk import Runtime as WalkedRuntime
 
 pytestmark = pytest.mark.vllm
@@ -71,7 +72,13 @@ def broken(how: str) -> Iterator[None]:
 
 
 async def walked(
-    both: Runtimes, paths: list[Path], seed: int, steps: int, without: Sequence[str] = ()
+    both: Runtimes,
+    paths: list[Path],
+    seed: int,
+    steps: int,
+    without: Sequence[str] = (),
+    *,
+    begin: Callable[..., Any] = AsyncLM.population,
 ) -> None:
     """Walk on vLLM, between the weights of two checkpoints, and end with the first one's."""
     lm, quiet = both
@@ -89,6 +96,7 @@ async def walked(
         tolerance=1e-3,
         update=update,
         breaks=broken,
+        begin=begin,
     )
     made = await walk(runtime, seed, steps, most=4)
     if made.counts.get("updated", 0) % 2:
@@ -114,6 +122,8 @@ async def test_each_draw_is_its_own_context_s_on_vllm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     await walked(runtimes, [llama, other], seed, steps, BREAKS)
+    held = HeldContexts.begin
+    await walked(runtimes, [llama, other], seed + 100, steps, BREAKS, begin=held)
     if "ahead" in request.node.callspec.id:
         run_always_ahead(monkeypatch)
         await walked(runtimes, [llama, other], seed, steps, (*BREAKS, "restarted"))
@@ -201,6 +211,60 @@ async def test_closed_in_the_middle_of_a_draw_it_gives_back_what_that_took(empty
     resident, _, known = held(empty)
     assert resident <= 1  # the questions before it, whose sequences went on
     assert known == 0
+
+
+async def test_closed_contexts_give_back_all_they_took(empty: AsyncLM) -> None:
+    """Closed by hand, by ``with``, as garbage, and in the middle of a question."""
+
+    async def grow(context: Context, steps: int) -> None:
+        for seed in range(steps):
+            context.append((await context.draw(seed=seed)).token_id)
+
+    first = empty.context([1, 2, 3])
+    several = [first, *(first.fork() for _ in range(COUNT - 1))]
+    await asyncio.gather(*(grow(each, 6) for each in several))
+    several[2:4] = [several[0].fork(), several[1].fork()]
+    await asyncio.gather(*(grow(each, 2) for each in several))
+    for each in several[: COUNT // 2]:
+        each.close()
+    with several.pop():
+        pass
+    del several[:-1], first, each
+    gc.collect()
+    await grow(several[0], 1)
+    question = asyncio.ensure_future(several[0].draw())
+    await asyncio.sleep(0)
+    several[0].close()
+    assert (await question).token_id >= 0
+    assert held(empty) == (0, 0, 0)
+
+
+async def test_a_context_computes_a_token_a_step_beside_idle_ones_and_forks(
+    empty: AsyncLM,
+) -> None:
+    """Idle contexts keep their sequences when others fork."""
+    several = [empty.context([n, *range(30)]) for n in range(COUNT)]
+
+    async def step(asked: Sequence[Context]) -> tuple[int, int]:
+        before = empty.statistics().engine
+        for each, drawn in zip(
+            asked, await asyncio.gather(*(each.draw() for each in asked)), strict=True
+        ):
+            each.append(drawn.token_id)
+        after = empty.statistics().engine
+        assert after.steps - before.steps == 1
+        return after.computed_tokens - before.computed_tokens, after.extended - before.extended
+
+    for _ in range(3):
+        await step(several)
+    half = COUNT // 2
+    assert await step(several[:half]) == (half, half)
+    forks = [each.fork() for each in several[: half // 2]]
+    for each in several[half // 2 : half]:
+        each.close()
+    computed, _ = await step([*several[: half // 2], *forks])
+    assert computed <= 2 * len(forks)
+    assert await step(several[half:]) == (COUNT - half, COUNT - half)
 
 
 @pytest.mark.proof

@@ -1,0 +1,559 @@
+"""Contexts: a sequence for each coroutine. The questions of all contexts in one turn of an event loop
+become one request of arrays.
+
+Rule:
+    A question is about the sequence of its call. Once it is answered, its context extends the answered
+    sequence by number, unless the context was cut or answered otherwise in the meantime.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from array import array
+from collections.abc import Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice, repeat
+from typing import Any, Self, TypeAlias, cast
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from genrt.errors import Closed, GenrtError, NotFinite
+from genrt.numbers import check_float, check_int, check_timeout
+from genrt.populations import Ask, PopulationRuntime
+from genrt.questions.contexts import Adapter, TokenIds, check_seed, id_words
+from genrt.questions.draws import PopulationDraw
+from genrt.questions.masks import Mask, joined_words, packed_words
+from genrt.questions.reads import candidates_request, top_request
+from genrt.questions.request import Request, Result
+from genrt.questions.rows import check_length
+from genrt.questions.scores import joined_scores, score_requests
+from genrt.questions.sequences import Contexts, Origins, SequenceHandle
+from genrt.runtime.ask import blocking_question, sent, within
+from genrt.runtime.concurrency import together
+from genrt.tokens import encoding
+from genrt.tokens.sampling import BatchDraw, Draw, TopLogprobs
+
+__all__ = ["Context", "Gatherer", "begin_context"]
+
+
+def begin_context(
+    gatherer: Gatherer, prompt: str | TokenIds | Context, adapter: str | None
+) -> Context:
+    """Return a context that begins with a prompt, as ``AsyncLM.context`` does."""
+    runtime = gatherer.runtime
+    runtime.adapters.bound(adapter)
+    given: Any = prompt
+    if isinstance(given, Context):
+        if given._gatherer is gatherer and given.adapter == adapter:
+            return given.fork()
+        given = given.token_ids
+    elif isinstance(given, str):
+        given = encoding.encode_prompt(runtime.thread.engine.tokenizer, given)
+    return Context(gatherer, adapter, id_words(given, runtime.limits.vocab_size))
+
+
+@dataclass(slots=True, eq=False)
+class _Answered:
+    """The sequences of an answered request, and how many contexts extend them."""
+
+    contexts: Contexts
+    handle: SequenceHandle
+    extended_by: int = 0
+
+
+_Place: TypeAlias = tuple[_Answered | None, int, int]
+"""The number and the length of the answered sequence that a context extends. A context that changes
+otherwise than by more tokens gets another tuple."""
+
+
+class Context:
+    """A sequence of one coroutine, such as a particle of a sampler.
+
+    ``AsyncLM.context`` makes it. Questions are about the sequence at the call and append nothing;
+    ``append``, ``extend`` and ``cut`` change it without a question. The questions that contexts ask at
+    once are one request, so a step of many costs about as much as a step of a population. Answers,
+    cancellation, timeouts and errors are as for every question of an ``AsyncLM``. After a restart or an
+    eviction, the engine recomputes what it lost. After new weights, later questions have these.
+
+    One task or thread at a time may change a context. As a context manager, it closes at the end; a
+    context that is collected closes too.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_adapter",
+        "_gatherer",
+        "_is_closed",
+        "_place",
+        "_runtime",
+        "_tail",
+    )
+
+    def __init__(self, gatherer: Gatherer, adapter: str | None, token_ids: Sequence[int]) -> None:
+        self._gatherer, self._runtime = gatherer, gatherer.runtime
+        self._adapter = adapter
+        self._place: _Place = (None, 0, 0)
+        self._tail = [*token_ids]  # the tokens after that sequence
+        self._is_closed = False
+
+    # -- contents -----------------------------------------------------------------------------
+
+    @property
+    def adapter(self) -> str | None:
+        """The name of the adapter that answers."""
+        return self._adapter
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The sequence, a copy."""
+        return self._words().tolist()
+
+    @property
+    def text(self) -> str:
+        """The text of the sequence, special tokens included. Raises InvalidRequest without a
+        tokenizer."""
+        return encoding.decode(self._runtime.thread.engine.tokenizer, self._words())
+
+    def __len__(self) -> int:
+        return self._place[2] + len(self._tail)
+
+    def __repr__(self) -> str:
+        closed = ", closed" if self._is_closed else ""
+        return f"Context({len(self)} tokens, adapter={self._adapter}{closed})"
+
+    # -- questions ----------------------------------------------------------------------------
+
+    async def draw(
+        self,
+        *,
+        mask: Mask | None = None,
+        temperature: float = 1.0,
+        seed: int | None = None,
+        timeout: float | None = None,
+    ) -> Draw:
+        """Draw the next token with its weight, as ``AsyncLM.draw`` does; append nothing.
+
+        Args:
+            mask: the allowed tokens, in any form of ``AsyncLM.draw``. A packed tensor is not copied: do
+                not change it before the draw is there.
+            temperature: 0 is greedy.
+            seed: makes the draw reproducible, whatever other contexts ask.
+
+        Raises:
+            InvalidRequest: a mask or parameter that does not fit; otherwise as ``logprobs``.
+        """
+        runtime = self._runtime
+        packed = None if mask is None else packed_words(mask, runtime.limits.vocab_size)
+        if type(temperature) is not float or not 0.0 <= temperature < math.inf:
+            temperature = check_float("temperature", temperature, 0.0, math.inf)
+        own = next(runtime.nonces) if seed is None else cast("int", check_seed(seed))
+        question = self._question(temperature, packed, own)
+        return cast("Draw", await self._ask(question, timeout=timeout))
+
+    async def logprobs(self, *, timeout: float | None = None) -> torch.Tensor:
+        """Return the row after the sequence, as ``AsyncLM.next_token_logprobs`` does: float32
+        ``[vocab_size]`` on the runtime's device.
+
+        Raises:
+            ContextTooLong: the sequence is longer than the model allows. UnknownAdapter: the adapter was
+                removed. EngineFailed, NotFinite, TimedOut: as ``AsyncLM.next_token_logprobs``.
+            Closed: the context or the runtime is closed.
+        """
+        return cast("torch.Tensor", await self._ask(self._question(), timeout=timeout))
+
+    async def top_logprobs(self, k: int, *, timeout: float | None = None) -> TopLogprobs:
+        """Return the ``k`` likeliest next tokens, as ``AsyncLM.top_logprobs`` does."""
+        bound = self._bound()
+        request = top_request(self._runtime.limits, self._words(), k, bound)
+        return cast("TopLogprobs", (await self._ask((request,), timeout=timeout))[0])
+
+    async def token_logprobs(
+        self, candidates: TokenIds, *, timeout: float | None = None
+    ) -> torch.Tensor:
+        """Return the row's entries for ``candidates``, as ``AsyncLM.token_logprobs`` does."""
+        bound = self._bound()
+        request = candidates_request(self._runtime.limits, self._words(), candidates, bound)
+        return cast("torch.Tensor", (await self._ask((request,), timeout=timeout))[0])
+
+    async def score(self, continuation: TokenIds, *, timeout: float | None = None) -> torch.Tensor:
+        """Return the log-probability of each token of ``continuation`` after the sequence, as
+        ``AsyncLM.score`` does; append nothing."""
+        own = self._runtime.limits, [self._words()], [continuation], self._bound()
+        requests = score_requests(*own, in_one=self._runtime.thread.capabilities.scores)
+        return joined_scores(await self._ask(requests[0], timeout=timeout), requests)[0]
+
+    draw_sync = blocking_question(draw)
+    logprobs_sync = blocking_question(logprobs)
+    top_logprobs_sync = blocking_question(top_logprobs)
+    token_logprobs_sync = blocking_question(token_logprobs)
+    score_sync = blocking_question(score)
+
+    # -- changes ------------------------------------------------------------------------------
+
+    def append(self, token_id: int) -> None:
+        """Add a token.
+
+        Raises:
+            InvalidRequest: not a token id of the vocabulary, such as the -1 of a draw without mass.
+            Closed: the context is closed; the other changes raise it too.
+        """
+        self._check_open()
+        most = self._runtime.limits.vocab_size - 1
+        if type(token_id) is not int or not 0 <= token_id <= most:
+            token_id = check_int("token_id", token_id, 0, most)
+        self._tail.append(token_id)
+
+    def extend(self, token_ids: TokenIds) -> None:
+        """Add any number of tokens. The next question computes all in one forward. Raises InvalidRequest
+        for other values than token ids."""
+        self._check_open()
+        self._tail += id_words(token_ids, self._runtime.limits.vocab_size, allow_empty=True)
+
+    def cut(self, length: int) -> None:
+        """Drop the tokens beyond ``length``, at least 1; a shorter sequence stays as it is. Raises
+        InvalidRequest for other values."""
+        self._check_open()
+        length = check_int("length", length, 1)
+        if length >= len(self):
+            return
+        answered, number, before = self._place
+        if length >= before:
+            del self._tail[length - before :]
+            self._place = (answered, number, before)  # another tuple
+        else:
+            self._tail = self._words()[:length].tolist()
+            self._leave()
+
+    def fork(self) -> Self:
+        """Return a copy, which shares the computed tokens."""
+        self._check_open()
+        copy = type(self)(self._gatherer, self._adapter, self._tail)
+        if (answered := self._place[0]) is not None:
+            copy._place = self._place
+            answered.extended_by += 1
+        return copy
+
+    def close(self) -> None:
+        """Close the context. Questions and changes then raise ``Closed``. The engine soon frees the
+        sequence, unless another context extends it. Idempotent."""
+        self._tail = self.token_ids
+        self._leave()
+        self._is_closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self._leave()
+
+    def __copy__(self) -> Self:
+        return self.fork()
+
+    def __deepcopy__(self, _: object) -> Self:
+        return self.fork()
+
+    # -- how ----------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise Closed("this context is closed: begin another one, lm.context(…)")
+
+    def _bound(self) -> Adapter | None:
+        self._check_open()
+        return self._runtime.adapters.bound(self._adapter)
+
+    def _words(self) -> array[int]:
+        """Return the sequence as 32-bit numbers."""
+        words, (answered, number, _) = array("I"), self._place
+        if answered is not None:
+            words.frombytes(answered.contexts.packed(number))
+        words.extend(self._tail)
+        return words
+
+    def _question(
+        self, temperature: float | None = None, mask: torch.Tensor | None = None, seed: int = 0
+    ) -> _Question:
+        """Return a question about the present sequence: for a draw, or without a temperature for the
+        row."""
+        if self._adapter is not None or self._is_closed:
+            self._bound()
+        place, tail = self._place, self._tail
+        added = len(tail)
+        if place[2] + added > self._runtime.limits.max_model_len:
+            check_length(self._runtime.limits, place[2] + added)
+        kind = self._adapter, temperature
+        if added == 1 and place[0] is not None:
+            return _Question(self, kind, place, 1, tail[0], None, mask, seed)
+        words = np.frombuffer(self._words(), np.uint32)
+        return _Question(self, kind, place, added, 0, words, mask, seed)
+
+    def _leave(self) -> None:
+        """Extend no sequence; give the last one of its request back. A finalizer may call this."""
+        answered, self._place = self._place[0], (None, 0, 0)
+        if answered is not None:
+            answered.extended_by -= 1
+            if not answered.extended_by:
+                self._runtime.give_back([answered.handle])
+
+    def _ask(
+        self, asked: _Question | Sequence[Request], *, timeout: float | None = None
+    ) -> Coroutine[Any, Any, Any]:
+        if isinstance(asked, _Question):
+            return self._gatherer.ask(asked, timeout)
+        return self._runtime.asker.ask(asked, timeout=timeout)
+
+    def _ask_sync(
+        self, asked: _Question | Sequence[Request], *, timeout: float | None = None
+    ) -> Any:
+        asker = self._runtime.asker
+        if not isinstance(asked, _Question):
+            return asker.ask_sync(asked, timeout=timeout)
+
+        async def ask(requests: Sequence[Request], *, timeout: float | None) -> list[Result]:
+            return asker.ask_sync(requests, timeout=timeout)
+
+        sent(_answer(self._runtime, ask, [asked], timeout))
+        return asked.answer
+
+
+class _Question:
+    """A question about the next token of a context.
+
+    Attributes:
+        kind: the adapter, and the temperature of a draw; without one, the row is asked for.
+        place: the context's at the call.
+        added: how many tokens follow the sequence of ``place``.
+        token: the only one of them; or else ``words`` has the whole sequence, uint32 ``[n]``.
+        mask: packed, int32; ``None`` allows every token.
+        seed: of the draw.
+    """
+
+    __slots__ = (
+        "added",
+        "answer",
+        "context",
+        "flush",
+        "kind",
+        "mask",
+        "place",
+        "seed",
+        "token",
+        "waits_for",
+        "words",
+    )
+
+    answer: Any
+    waits_for: asyncio.Future[Any]
+
+    def __init__(
+        self,
+        context: Context,
+        kind: tuple[str | None, float | None],
+        place: _Place,
+        added: int,
+        token: int,
+        words: np.ndarray | None,
+        mask: torch.Tensor | None,
+        seed: int,
+    ) -> None:
+        self.context, self.kind, self.place, self.added = context, kind, place, added
+        self.token, self.words, self.mask, self.seed = token, words, mask, seed
+        self.flush: _Flush | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Flush:
+    """The questions that were sent together, and how many callers still wait."""
+
+    task: asyncio.Task[None]
+    waiting: int
+
+
+@dataclass(slots=True)
+class _Gathered:
+    """The questions that one event loop has gathered.
+
+    Attributes:
+        returning: how many contexts were answered since the last flush.
+        tasks: of the flushes under way.
+    """
+
+    questions: list[_Question] = field(default_factory=list)
+    returning: int = 0
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+
+class Gatherer:
+    """Gathers the questions of a runtime's contexts, for each event loop.
+
+    The questions go together once as many contexts have asked as were answered since the last flush, or
+    once a pass of the loop brings no further question.
+    """
+
+    def __init__(self, runtime: PopulationRuntime) -> None:
+        self.runtime = runtime
+        self._loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _Gathered] = WeakKeyDictionary()
+
+    def _of(self, loop: asyncio.AbstractEventLoop) -> _Gathered:
+        found = self._loops.get(loop)
+        if found is None:
+            for each in [each for each in self._loops if each.is_closed()]:
+                del self._loops[each]
+            found = self._loops[loop] = _Gathered()
+        return found
+
+    async def ask(self, question: _Question, timeout: float | None) -> Any:
+        """Return the answer. Cancelling withdraws this question only."""
+        seconds = None if timeout is None else check_timeout(timeout)
+        loop = asyncio.get_running_loop()
+        gathered = self._of(loop)
+        question.waits_for = future = loop.create_future()
+        gathered.questions.append(question)
+        count = len(gathered.questions)
+        if count == gathered.returning:
+            self._send(loop, gathered)
+        elif count == 1:
+            loop.call_soon(self._look_for_more, loop, gathered, 1)
+        try:
+            return await (future if seconds is None else within(seconds, future))
+        finally:
+            if (flush := question.flush) is not None:
+                flush.waiting -= 1
+                if not flush.waiting and not loop.is_closed():
+                    flush.task.cancel()
+
+    def _look_for_more(
+        self, loop: asyncio.AbstractEventLoop, gathered: _Gathered, seen: int
+    ) -> None:
+        count = len(gathered.questions)
+        if count > seen:
+            loop.call_soon(self._look_for_more, loop, gathered, count)
+        elif count:
+            self._send(loop, gathered)
+
+    def _send(self, loop: asyncio.AbstractEventLoop, gathered: _Gathered) -> None:
+        questions, gathered.questions, gathered.returning = gathered.questions, [], 0
+        groups: dict[tuple[str | None, float | None], list[_Question]] = {}
+        for each in questions:
+            if not each.waits_for.done():
+                groups.setdefault(each.kind, []).append(each)
+        for group in groups.values():
+            task = loop.create_task(self._answer_each(gathered, group))
+            gathered.tasks.add(task)
+            task.add_done_callback(gathered.tasks.discard)
+            flush = _Flush(task, len(group))
+            for each in group:
+                each.flush = flush
+
+    async def _answer_each(self, gathered: _Gathered, group: list[_Question]) -> None:
+        """Ask these questions, of one kind, and resolve their futures."""
+        try:
+            await _answer(self.runtime, self.runtime.asker.ask, group)
+        except NotFinite as error:
+            if len(group) > 1:  # the rows of others are finite
+                await together([self._answer_each(gathered, [each]) for each in group])
+            else:
+                _fail(group, error)
+        except GenrtError as error:
+            _fail(group, error)
+        else:
+            gathered.returning += len(group)
+            for each in group:
+                if not each.waits_for.done():
+                    each.waits_for.set_result(each.answer)
+
+
+def _fail(group: Sequence[_Question], error: GenrtError) -> None:
+    for each in group:
+        if not each.waits_for.done():
+            each.waits_for.set_exception(error.fresh())
+
+
+async def _answer(
+    runtime: PopulationRuntime, ask: Ask, group: list[_Question], timeout: float | None = None
+) -> None:
+    """Answer questions of one kind. Their contexts then extend the answered sequences."""
+    adapter, heat = group[0].kind
+    going = [each for each in group if each.words is None]
+    new = group if not going else [each for each in group if each.words is not None]
+    sequences: list[tuple[list[_Question], Contexts, Origins | None]] = []
+    if going:
+        sequences.append(_extensions(going))
+        going = sequences[0][0]
+    if new:
+        sequences.append((new, Contexts.of([cast("Any", each.words) for each in new]), None))
+
+    def requests(bound: Adapter | None) -> list[PopulationDraw]:
+        return [
+            PopulationDraw(
+                contexts,
+                bound,
+                joined_words([each.mask for each in questions], runtime.limits.vocab_size),
+                1.0 if heat is None else heat,
+                None if heat is None else np.array([each.seed for each in questions], np.uint64),
+                origins,
+                came_from=() if origins is None else origins.handles,
+            )
+            for questions, contexts, origins in sequences
+        ]
+
+    most = runtime.thread.max_weight
+    found, parts = await runtime.draws(ask, requests, adapter, most, timeout)
+    ordered = iter([*going, *new])
+    over: list[SequenceHandle] = []
+    for result, part in zip(found, parts, strict=True):
+        answered, moved = _Answered(part.contexts, part.handle), 0
+        lengths = part.contexts.lengths.tolist()
+        of_part = zip(islice(ordered, len(part)), _each(result), lengths, strict=True)
+        for number, (question, answer, length) in enumerate(of_part):
+            question.answer = answer
+            context, before = question.context, question.place
+            if context._place is before and not context._is_closed:
+                context._place = (answered, number, length)
+                del context._tail[: question.added]
+                moved += 1
+                if (left := before[0]) is not None:
+                    left.extended_by -= 1
+                    if question.words is not None and not left.extended_by:
+                        over.append(left.handle)  # no sequence extends these by number
+        answered.extended_by = moved
+        if not moved:
+            over.append(answered.handle)
+    if over:
+        runtime.give_back(over)
+
+
+def _each(found: torch.Tensor | BatchDraw) -> Iterable[torch.Tensor | Draw]:
+    """Return the rows or the draws of a request one by one."""
+    if isinstance(found, torch.Tensor):
+        return found.unbind()
+    columns = zip(*[each.tolist() for each in found], strict=True)
+    return map(Draw.of, columns, repeat(found.weights_version))
+
+
+def _extensions(going: list[_Question]) -> tuple[list[_Question], Contexts, Origins | None]:
+    """Return questions about sequences that each extend an answered one by a token, in the order of
+    these, with the sequences and their origins."""
+    several = [cast("_Answered", each) for each in dict.fromkeys(each.place[0] for each in going)]
+    numbers = np.array([each.place[1] for each in going])
+    if len(several) > 1:
+        counts = np.array([each.handle.count for each in several])
+        starts = dict(zip(several, counts.cumsum() - counts, strict=True))
+        numbers += [starts[cast("_Answered", each.place[0])] for each in going]
+    if (np.diff(numbers) < 0).any():
+        order = np.argsort(numbers, kind="stable")
+        numbers, going = numbers[order], [going[place] for place in order.tolist()]
+    for each in several:  # contexts that do not ask now keep their sequences
+        each.handle.idle = each.extended_by
+    for question in going:
+        cast("_Answered", question.place[0]).handle.idle -= 1
+    tokens = np.array([each.token for each in going], np.uint32)
+    contexts = Contexts.grown([each.contexts for each in several], numbers, tokens)
+    origins = Origins(tuple(each.handle for each in several), numbers, contexts.lengths - 1)
+    return going, contexts, origins.needed()

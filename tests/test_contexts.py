@@ -1,0 +1,394 @@
+"""Contexts: one request for all that ask at once, and each caller on its own. The walk in
+``test_populations`` compares their answers."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import genrt
+from genrt.contexts import Context
+from genrt.engines.exact import ExactEngine, NGram
+from genrt.errors import (
+    Closed,
+    ContextTooLong,
+    EngineFailed,
+    InvalidRequest,
+    NotFinite,
+    TimedOut,
+    UnknownAdapter,
+)
+from genrt.lm import AsyncLM
+from genrt.questions.draws import PopulationDraw
+from genrt.questions.request import Request
+from tests.engines.test_exact import adapter_directory
+from tests.inside import engine_of
+
+SIZE, LONGEST = 7, 24
+MODEL = NGram.random(SIZE, order=2, seed=3, zeros=0.2)
+
+
+class Seen(ExactEngine):
+    """An exact engine that records its flushes, and fails as told.
+
+    Attributes:
+        not_finite: the last token of contexts with rows that are not finite.
+        fails: whether steps fail.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(MODEL, max_model_len=LONGEST)
+        self.flushes: list[list[Request]] = []
+        self.not_finite: int | None = None
+        self.fails = False
+        logits = self._model.logits
+
+        def answered(contexts: Any, adapter: Any) -> torch.Tensor:
+            found: torch.Tensor = logits(contexts, adapter).clone()
+            found[[each[-1] == self.not_finite for each in contexts]] = torch.nan
+            return found
+
+        self._model.logits = answered  # type: ignore[method-assign]
+
+    def submit(self, requests: Any) -> None:
+        self.flushes.append([*requests])
+        super().submit(requests)
+
+    def step(self) -> Any:
+        if self.fails:
+            raise RuntimeError("scripted failure")
+        return super().step()
+
+
+@pytest.fixture
+def lm() -> Iterator[AsyncLM]:
+    with genrt.load(engine=Seen, cache_bytes=0) as opened:
+        yield opened
+
+
+def seen(lm: AsyncLM) -> Seen:
+    found = engine_of(lm)
+    assert isinstance(found, Seen)
+    return found
+
+
+async def test_questions_of_one_turn_are_one_request(
+    lm: AsyncLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One for each temperature, and one for rows, in one flush a step; also after forks and closings."""
+    sent: list[list[int]] = []
+    ask = lm._asker.ask
+
+    async def recorded(requests: Any, **options: Any) -> Any:
+        assert all(isinstance(each, PopulationDraw) for each in requests)
+        sent.append([len(each) for each in requests])
+        return await ask(requests, **options)
+
+    monkeypatch.setattr(lm._asker, "ask", recorded)
+    several = [lm.context([n % SIZE, 1]) for n in range(8)]
+
+    async def step(heat: float = 1.0, rows: int = 0) -> None:
+        questions: list[Any] = [each.draw(temperature=heat) for each in several[rows:]]
+        questions += [each.logprobs() for each in several[:rows]]
+        await asyncio.gather(*questions)
+        for each in several:
+            each.append(2)
+
+    for _ in range(3):
+        await step()
+    assert sent == [[8], [8], [8]]
+    several[:4] = [each.fork() for each in several[4:]]
+    await step()
+    await step(0.5, rows=3)
+    assert sent[3:] == [[8], [5], [3]]
+    flushes = seen(lm).flushes
+    assert len(flushes) == 5
+
+
+async def test_a_draw_depends_on_its_seed_and_sequence_alone(lm: AsyncLM) -> None:
+    """Not on other contexts, on a mask's form, or on the loop that asks."""
+    several = [lm.context([n % SIZE, 3]) for n in range(5)]
+    allowed = [0, 2, 5]
+    packed = torch.tensor([sum(1 << token for token in allowed)], dtype=torch.int32)
+    flags = torch.zeros(SIZE, dtype=torch.bool)
+    flags[allowed] = True
+    masks: list[Any] = [packed, flags, allowed, np.array(allowed), {*allowed}]
+    together = await asyncio.gather(
+        *(each.draw(mask=mask, seed=9) for each, mask in zip(several, masks, strict=True))
+    )
+    for each, drawn in zip(several, together, strict=True):
+        assert drawn == await lm.draw(each.token_ids, mask=allowed, seed=9)
+        assert drawn == await each.draw(mask=allowed, seed=9)
+        assert drawn == await asyncio.to_thread(each.draw_sync, mask=allowed, seed=9)
+        elsewhere = asyncio.to_thread(asyncio.run, each.draw(mask=allowed, seed=9))
+        assert drawn == await elsewhere
+    mixed = await asyncio.gather(several[0].draw(seed=1), several[1].draw(mask=packed, seed=1))
+    assert mixed[0] == await lm.draw(several[0].token_ids, seed=1)
+    assert mixed[1] == await lm.draw(several[1].token_ids, seed=1, mask=allowed)
+
+
+async def test_draws_without_a_seed_are_independent(lm: AsyncLM) -> None:
+    drawn = await asyncio.gather(*(lm.context([1]).draw() for _ in range(200)))
+    assert len({each.token_id for each in drawn}) > 2
+
+
+async def test_other_questions_are_those_of_the_runtime(lm: AsyncLM) -> None:
+    context, ids = lm.context([1, 2, 3]), [1, 2, 3]
+    for _ in range(2):
+        assert torch.equal(await context.logprobs(), await lm.next_token_logprobs(ids))
+        for found, wanted in [
+            (await context.top_logprobs(3), await lm.top_logprobs(ids, 3)),
+            (context.top_logprobs_sync(3), await lm.top_logprobs(ids, 3)),
+        ]:
+            assert found.token_ids.tolist() == wanted.token_ids.tolist()
+        wanted_scores = await lm.score(ids, [4, 0])
+        assert torch.equal(await context.score([4, 0]), wanted_scores)
+        assert torch.equal(context.score_sync([4, 0]), wanted_scores)
+        wanted_entries = await lm.token_logprobs(ids, [0, 5])
+        assert torch.equal(await context.token_logprobs([0, 5]), wanted_entries)
+        assert torch.equal(context.token_logprobs_sync([0, 5]), wanted_entries)
+        assert torch.equal(context.logprobs_sync(), await lm.next_token_logprobs(ids))
+        context.append(6)
+        ids.append(6)
+
+
+async def test_a_question_is_about_the_sequence_of_its_call(lm: AsyncLM) -> None:
+    """Whatever happens to the context before the answer."""
+    for change in (
+        lambda c: c.append(5),
+        lambda c: c.extend([5, 6]),
+        lambda c: c.cut(1),
+        lambda c: (c.cut(2), c.append(0)),
+        lambda c: c.close(),
+    ):
+        context = lm.context([1, 2])
+        for _ in range(2):
+            await context.draw()
+            context.append(3)
+        before = context.token_ids
+        question = asyncio.ensure_future(context.draw(seed=4))
+        await asyncio.sleep(0)
+        change(context)
+        after = context.token_ids
+        assert await question == await lm.draw(before, seed=4)
+        assert context.token_ids == after
+        if change(copy.copy(lm.context([1, 2]))) is None and not repr(context).endswith("closed)"):
+            assert await context.draw(seed=5) == await lm.draw(after, seed=5)
+
+
+async def test_one_that_leaves_is_missed_by_no_other(lm: AsyncLM) -> None:
+    several = [lm.context([n % SIZE]) for n in range(6)]
+    tasks = [asyncio.ensure_future(each.draw(seed=n)) for n, each in enumerate(several)]
+    late = asyncio.ensure_future(lm.context([2, 2]).draw(timeout=0.0))
+    for passes in (0, 1, 1, 1):
+        for _ in range(passes):
+            await asyncio.sleep(0)
+        tasks.pop().cancel()
+    with pytest.raises(TimedOut):
+        await late
+    for n, drawn in enumerate(await asyncio.gather(*tasks)):
+        assert drawn == await lm.draw([n], seed=n)
+    for each in several:
+        each.append(1)
+    drawn_next = await asyncio.gather(*(each.draw(seed=1) for each in several))
+    for n, drawn in enumerate(drawn_next):
+        assert drawn == await lm.draw([n % SIZE, 1], seed=1)
+
+
+async def test_questions_that_all_leave_are_withdrawn(lm: AsyncLM) -> None:
+    for passes in range(8):
+        tasks = [asyncio.ensure_future(lm.context([n]).draw()) for n in range(3)]
+        for _ in range(passes):
+            await asyncio.sleep(0)
+        for each in tasks:
+            each.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    await lm.draw([1])
+    counted = lm.statistics().batcher
+    assert (counted.queued, counted.in_flight, counted.waiting) == (0, 0, 0)
+    assert counted.questions == counted.answered + counted.cancelled + counted.deduplicated or (
+        counted.cancelled > 0
+    )
+
+
+async def test_a_row_that_is_not_finite_fails_its_context_alone(lm: AsyncLM) -> None:
+    seen(lm).not_finite = 4
+    several = [lm.context([n]) for n in range(SIZE)]
+    for ask in (lambda each: each.draw(seed=2), lambda each: each.logprobs()):
+        found = await asyncio.gather(*map(ask, several), return_exceptions=True)
+        assert [isinstance(each, NotFinite) for each in found] == [n == 4 for n in range(SIZE)]
+    errors = await asyncio.gather(
+        *(lm.context([4]).draw() for _ in range(2)), return_exceptions=True
+    )
+    assert errors[0] is not errors[1]
+    assert all(isinstance(each, NotFinite) for each in errors)
+
+
+async def test_a_step_that_fails_fails_its_questions_and_no_later_one(lm: AsyncLM) -> None:
+    several = [lm.context([n]) for n in range(3)]
+    await asyncio.gather(*(each.draw() for each in several))
+    for each in several:
+        each.append(1)
+    seen(lm).fails = True
+    found = await asyncio.gather(*(each.draw() for each in several), return_exceptions=True)
+    assert [type(each) for each in found] == [EngineFailed] * 3
+    assert len({*map(id, found)}) == 3
+    seen(lm).fails = False
+    for n, drawn in enumerate(await asyncio.gather(*(each.draw(seed=3) for each in several))):
+        assert drawn == await lm.draw([n, 1], seed=3)
+
+
+async def test_adapters(lm: AsyncLM, tmp_path: Path) -> None:
+    table = NGram.random(SIZE, order=2, seed=9).table
+    await lm.add_adapter("a", adapter_directory(tmp_path / "a", table))
+    own, base = lm.context([1, 2], adapter="a"), lm.context([1, 2])
+    other = lm.context(base, adapter="a")
+    assert (own.adapter, base.adapter, other.adapter, own.fork().adapter) == ("a", None, "a", "a")
+    for context, adapter in ((own, "a"), (base, None), (other, "a")):
+        assert await context.draw(seed=3) == await lm.draw([1, 2], seed=3, adapter=adapter)
+    found = await asyncio.gather(*(each.draw(seed=5) for each in (own, base, other)))
+    assert found[0] == found[2] != found[1]
+    lm.remove_adapter("a")
+    with pytest.raises(UnknownAdapter, match="'a'"):
+        await own.draw()
+    with pytest.raises(UnknownAdapter, match="'b'"):
+        lm.context([1], adapter="b")
+    assert (await base.draw(seed=5)) == found[1]
+
+
+async def test_begin_fork_cut_and_text() -> None:
+    with genrt.load() as lm:
+        context = lm.context("Hello")
+        assert context.text == "Hello"
+        assert context.token_ids == lm.encode("Hello")
+        context.extend(lm.encode(" there"))
+        assert context.text == "Hello there"
+        for fork in (
+            context.fork(),
+            copy.copy(context),
+            copy.deepcopy(context),
+            lm.context(context),
+        ):
+            fork.append(fork.token_ids[-1])
+            assert len(fork) == len(context) + 1
+            fork.cut(10**6)
+            assert len(fork) == len(context) + 1
+            fork.cut(2)
+            assert fork.token_ids == context.token_ids[:2]
+        assert repr(context) == f"Context({len(context)} tokens, adapter=None)"
+
+
+async def test_what_is_wrong_says_so_at_the_call(lm: AsyncLM) -> None:
+    context = lm.context([1])
+    for wrong in ([], "", 3, [SIZE], [-1], [1.5], None, [[1]], [True, "a"]):
+        with pytest.raises(InvalidRequest):
+            lm.context(wrong)  # type: ignore[arg-type]
+    for token in (-1, SIZE, 1.0, "1", None, [1], True):
+        with pytest.raises(InvalidRequest, match="token_id"):
+            context.append(token)  # type: ignore[arg-type]
+    for more in ([SIZE], [-1], 3, "x", None):
+        with pytest.raises(InvalidRequest):
+            context.extend(more)  # type: ignore[arg-type]
+    for length in (0, -1, 1.0, None, "1"):
+        with pytest.raises(InvalidRequest, match="length"):
+            context.cut(length)  # type: ignore[arg-type]
+    options: list[dict[str, Any]] = [
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"temperature": "hot"},
+        {"seed": -1},
+        {"seed": 1.5},
+        {"mask": torch.zeros(3, dtype=torch.int32)},
+        {"mask": [True, False]},
+        {"mask": [SIZE]},
+        {"timeout": -1},
+        {"timeout": "soon"},
+    ]
+    for wrong_options in options:
+        with pytest.raises(InvalidRequest):
+            await context.draw(**wrong_options)
+    assert context.token_ids == [1]
+    context.extend([1] * (LONGEST - 1))
+    await context.draw()
+    context.append(1)
+    for question in (context.draw, context.logprobs):
+        with pytest.raises(ContextTooLong, match="max_model_len"):
+            await question()
+    context.cut(3)
+    await context.draw()
+
+
+async def test_closed(lm: AsyncLM) -> None:
+    with lm.context([1, 2]) as context:
+        await context.draw()
+    context.close()
+    assert context.token_ids == [1, 2]
+    assert repr(context) == "Context(2 tokens, adapter=None, closed)"
+    for question in (
+        context.draw(),
+        context.logprobs(),
+        context.top_logprobs(1),
+        context.score([1]),
+    ):
+        with pytest.raises(Closed, match="context is closed"):
+            await question
+    for change in (lambda: context.append(1), lambda: context.cut(1), context.fork):
+        with pytest.raises(Closed, match="context is closed"):
+            change()
+    other = lm.context([1])
+    waiting = asyncio.ensure_future(other.draw())
+    await asyncio.sleep(0)
+    lm.close()
+    with pytest.raises(Closed):
+        await waiting
+    with pytest.raises(Closed):
+        await other.draw()
+    with pytest.raises(Closed):
+        other.draw_sync()
+    del other
+    gc.collect()
+
+
+def test_contexts_outlive_their_loops(lm: AsyncLM) -> None:
+    """One loop after another, and one that is closed in the middle of a question."""
+    context = lm.context([1])
+
+    async def step() -> int:
+        context.append((await context.draw(seed=2)).token_id)
+        return len(context)
+
+    assert [asyncio.run(step()) for _ in range(3)] == [2, 3, 4]
+    loop = asyncio.new_event_loop()
+    loop.set_exception_handler(lambda *_: None)  # it would log the lost task
+    task = loop.create_task(context.draw())
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    del task, loop
+    gc.collect()
+    assert asyncio.run(step()) == 5
+
+
+@pytest.mark.parametrize("length", [1, 3])
+async def test_over_a_connection(length: int) -> None:
+    with genrt.load(MODEL, engine="exact") as served:
+        async with (
+            genrt.serving(served, port=0) as server,
+            await AsyncLM.connect(str(server.url)) as lm,
+        ):
+            several = [lm.context([n] * length) for n in range(SIZE)]
+            for step in range(3):
+                found = await asyncio.gather(*(each.draw(seed=step) for each in several))
+                rows = await asyncio.gather(*(each.logprobs() for each in several))
+                for each, drawn, row in zip(several, found, rows, strict=True):
+                    assert drawn == await served.draw(each.token_ids, seed=step)
+                    assert torch.equal(row, await served.next_token_logprobs(each.token_ids))
+                    each.append(drawn.token_id)
+            assert all(isinstance(each, Context) for each in several)
