@@ -187,7 +187,7 @@ def _packed_population(
     """Return a population as a JSON value; add its arrays."""
     is_known, is_held = far.sent(draw)
     contexts, masks, origins = draw.contexts, draw.masks, draw.origins
-    arrays.append(draw.seeds)
+    arrays.append(cast("np.ndarray", draw.seeds))
     if masks is not None:
         arrays.append(masks)
     if origins is not None:
