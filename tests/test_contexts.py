@@ -160,6 +160,27 @@ async def test_other_questions_are_those_of_the_runtime(lm: AsyncLM) -> None:
         ids.append(6)
 
 
+async def test_whole_texts_after_a_context() -> None:
+    with genrt.load(MODEL, engine="exact") as lm:
+        context = lm.context([1, 2, 3])
+        await context.draw()
+        context.append(4)
+        ids = context.token_ids
+        way: Any = {"max_tokens": 5, "seed": 3}
+        wanted = await lm.sample(ids, **way)
+        assert await context.sample(**way) == context.sample_sync(**way) == wanted
+        text = await lm.generate(ids, **way)
+        found = await context.generate(**way), context.generate_sync(**way)
+        assert [each.token_ids for each in found] == [text.token_ids] * 2
+        assert context.token_ids == ids
+        with pytest.raises(InvalidRequest, match="has its adapter"):
+            await context.sample(max_tokens=1, adapter=None)
+        context.close()
+        for question in (context.sample(max_tokens=1), context.generate(max_tokens=1)):
+            with pytest.raises(Closed, match="context is closed"):
+                await question
+
+
 async def test_a_question_is_about_the_sequence_of_its_call(lm: AsyncLM) -> None:
     """Whatever happens to the context before the answer."""
     for change in (
