@@ -346,7 +346,7 @@ class Context:
         async def ask(requests: Sequence[Request], *, timeout: float | None) -> list[Result]:
             return asker.ask_sync(requests, timeout=timeout)
 
-        sent(_answer(self._runtime, ask, [asked], timeout))
+        sent(_ask_together(self._runtime, ask, [asked], timeout))
         return asked.answer
 
 
@@ -483,7 +483,7 @@ class Gatherer:
     async def _answer_each(self, gathered: _Gathered, group: list[_Question]) -> None:
         """Ask these questions, of one kind, and resolve their futures."""
         try:
-            await _answer(self.runtime, self.runtime.asker.ask, group)
+            await _ask_together(self.runtime, self.runtime.asker.ask, group)
         except NotFinite as error:
             if len(group) > 1:  # the rows of others are finite
                 await together([self._answer_each(gathered, [each]) for each in group])
@@ -504,7 +504,7 @@ def _fail(group: Sequence[_Question], error: GenrtError) -> None:
             each.waits_for.set_exception(error.fresh())
 
 
-async def _answer(
+async def _ask_together(
     runtime: PopulationRuntime, ask: Ask, group: list[_Question], timeout: float | None = None
 ) -> None:
     """Answer questions of one kind. Their contexts then extend the answered sequences."""
