@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
+from genrt.engines.protocol import failure
 from genrt.errors import Closed, GenrtError, InvalidRequest, NotFinite
 from genrt.numbers import check_float, check_int, check_timeout
 from genrt.populations import Ask, PopulationRuntime
@@ -489,8 +490,12 @@ class Gatherer:
                 await together([self._answer_each(gathered, [each]) for each in group])
             else:
                 _fail(group, error)
-        except GenrtError as error:
-            _fail(group, error)
+        except Exception as error:
+            _fail(group, failure(error))
+        except asyncio.CancelledError:  # also by a caller that cancels every task of the loop
+            for each in group:
+                each.waits_for.cancel()
+            raise
         else:
             gathered.returning += len(group)
             for each in group:
@@ -499,6 +504,7 @@ class Gatherer:
 
 
 def _fail(group: Sequence[_Question], error: GenrtError) -> None:
+    """Fail these questions, each with its own exception object."""
     for each in group:
         if not each.waits_for.done():
             each.waits_for.set_exception(error.fresh())
