@@ -11,18 +11,20 @@ from __future__ import annotations
 import asyncio
 import math
 from array import array
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, repeat
-from typing import Any, Self, TypeAlias, cast
+from typing import Any, Self, TypeAlias, Unpack, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
-from genrt.errors import Closed, GenrtError, NotFinite
+from genrt.engines.protocol import failure
+from genrt.errors import Closed, GenrtError, InvalidRequest, NotFinite
 from genrt.numbers import check_float, check_int, check_timeout
 from genrt.populations import Ask, PopulationRuntime
+from genrt.questions.completions import Completion, GenerateOptions, SampleOptions
 from genrt.questions.contexts import Adapter, TokenIds, check_seed, id_words
 from genrt.questions.draws import PopulationDraw
 from genrt.questions.masks import Mask, joined_words, packed_words
@@ -33,6 +35,7 @@ from genrt.questions.scores import joined_scores, score_requests
 from genrt.questions.sequences import Contexts, Origins, SequenceHandle
 from genrt.runtime.ask import blocking_question, sent, within
 from genrt.runtime.concurrency import together
+from genrt.runtime.texts import Texts
 from genrt.tokens import encoding
 from genrt.tokens.sampling import BatchDraw, Draw, TopLogprobs
 
@@ -185,11 +188,30 @@ class Context:
         requests = score_requests(*own, in_one=self._runtime.thread.capabilities.scores)
         return joined_scores(await self._ask(requests[0], timeout=timeout), requests)[0]
 
+    async def sample(
+        self, *, timeout: float | None = None, **options: Unpack[SampleOptions]
+    ) -> list[int]:
+        """Draw up to ``max_tokens`` tokens after the sequence in the engine's own decode loop, as
+        ``AsyncLM.sample`` does with these options; append nothing."""
+        given: Any = {**options, "adapter": self._own_adapter(options)}
+        requests = self._gatherer.texts.samples([self._words()], given, method="sample")
+        return list((await self._ask(requests, timeout=timeout))[0])
+
+    async def generate(self, **options: Unpack[GenerateOptions]) -> Completion:
+        """Draw the text after the sequence in the engine's own decode loop, as ``AsyncLM.generate`` does
+        with these options; append nothing. The completion's ``token_ids`` may be passed to
+        ``extend``."""
+        given = {**options, "adapter": self._own_adapter(options)}
+        requests, timeout = self._gatherer.texts.requests([self._words()], given)
+        return cast("Completion", (await self._ask(requests, timeout=timeout))[0])
+
     draw_sync = blocking_question(draw)
     logprobs_sync = blocking_question(logprobs)
     top_logprobs_sync = blocking_question(top_logprobs)
     token_logprobs_sync = blocking_question(token_logprobs)
     score_sync = blocking_question(score)
+    sample_sync = blocking_question(sample)
+    generate_sync = blocking_question(generate)
 
     # -- changes ------------------------------------------------------------------------------
 
@@ -268,6 +290,13 @@ class Context:
         self._check_open()
         return self._runtime.adapters.bound(self._adapter)
 
+    def _own_adapter(self, options: Mapping[str, Any]) -> str | None:
+        """Return this context's adapter. Raises InvalidRequest if options name one, or Closed."""
+        self._check_open()
+        if "adapter" in options:
+            raise InvalidRequest("a context has its adapter: lm.context(context, adapter=…)")
+        return self._adapter
+
     def _words(self) -> array[int]:
         """Return the sequence as 32-bit numbers."""
         words, (answered, number, _) = array("I"), self._place
@@ -318,7 +347,7 @@ class Context:
         async def ask(requests: Sequence[Request], *, timeout: float | None) -> list[Result]:
             return asker.ask_sync(requests, timeout=timeout)
 
-        sent(_answer(self._runtime, ask, [asked], timeout))
+        sent(_ask_together(self._runtime, ask, [asked], timeout))
         return asked.answer
 
 
@@ -396,8 +425,9 @@ class Gatherer:
     once a pass of the loop brings no further question.
     """
 
-    def __init__(self, runtime: PopulationRuntime) -> None:
+    def __init__(self, runtime: PopulationRuntime, texts: Texts) -> None:
         self.runtime = runtime
+        self.texts = texts
         self._loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _Gathered] = WeakKeyDictionary()
 
     def _of(self, loop: asyncio.AbstractEventLoop) -> _Gathered:
@@ -454,14 +484,18 @@ class Gatherer:
     async def _answer_each(self, gathered: _Gathered, group: list[_Question]) -> None:
         """Ask these questions, of one kind, and resolve their futures."""
         try:
-            await _answer(self.runtime, self.runtime.asker.ask, group)
+            await _ask_together(self.runtime, self.runtime.asker.ask, group)
         except NotFinite as error:
             if len(group) > 1:  # the rows of others are finite
                 await together([self._answer_each(gathered, [each]) for each in group])
             else:
                 _fail(group, error)
-        except GenrtError as error:
-            _fail(group, error)
+        except Exception as error:
+            _fail(group, failure(error))
+        except asyncio.CancelledError:  # also by a caller that cancels every task of the loop
+            for each in group:
+                each.waits_for.cancel()
+            raise
         else:
             gathered.returning += len(group)
             for each in group:
@@ -470,12 +504,13 @@ class Gatherer:
 
 
 def _fail(group: Sequence[_Question], error: GenrtError) -> None:
+    """Fail these questions, each with its own exception object."""
     for each in group:
         if not each.waits_for.done():
             each.waits_for.set_exception(error.fresh())
 
 
-async def _answer(
+async def _ask_together(
     runtime: PopulationRuntime, ask: Ask, group: list[_Question], timeout: float | None = None
 ) -> None:
     """Answer questions of one kind. Their contexts then extend the answered sequences."""

@@ -155,7 +155,7 @@ class AsyncLM:
         own = self._limits, self._adapters, self._nonces
         self._texts = Texts(self._thread, *own)
         self._populations = PopulationRuntime(self._thread, self._asker, *own)
-        self._contexts = Gatherer(self._populations)
+        self._contexts = Gatherer(self._populations, self._texts)
 
     def _of_seed(self, seed: int) -> Self:
         """Return an equal runtime with its own seed."""

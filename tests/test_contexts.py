@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import genrt
+from genrt import contexts
 from genrt.contexts import Context
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.errors import (
@@ -160,6 +161,27 @@ async def test_other_questions_are_those_of_the_runtime(lm: AsyncLM) -> None:
         ids.append(6)
 
 
+async def test_whole_texts_after_a_context() -> None:
+    with genrt.load(MODEL, engine="exact") as lm:
+        context = lm.context([1, 2, 3])
+        await context.draw()
+        context.append(4)
+        ids = context.token_ids
+        way: Any = {"max_tokens": 5, "seed": 3}
+        wanted = await lm.sample(ids, **way)
+        assert await context.sample(**way) == context.sample_sync(**way) == wanted
+        text = await lm.generate(ids, **way)
+        found = await context.generate(**way), context.generate_sync(**way)
+        assert [each.token_ids for each in found] == [text.token_ids] * 2
+        assert context.token_ids == ids
+        with pytest.raises(InvalidRequest, match="has its adapter"):
+            await context.sample(max_tokens=1, adapter=None)
+        context.close()
+        for question in (context.sample(max_tokens=1), context.generate(max_tokens=1)):
+            with pytest.raises(Closed, match="context is closed"):
+                await question
+
+
 async def test_a_question_is_about_the_sequence_of_its_call(lm: AsyncLM) -> None:
     """Whatever happens to the context before the answer."""
     for change in (
@@ -244,6 +266,27 @@ async def test_a_step_that_fails_fails_its_questions_and_no_later_one(lm: AsyncL
     seen(lm).fails = False
     for n, drawn in enumerate(await asyncio.gather(*(each.draw(seed=3) for each in several))):
         assert drawn == await lm.draw([n, 1], seed=3)
+
+
+async def test_an_error_of_genrt_or_a_cancelled_flush_leaves_nobody_waiting(
+    lm: AsyncLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("scripted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(contexts, "joined_words", fails)
+        asked = (lm.context([n]).draw() for n in range(3))
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        assert [type(each) for each in found] == [EngineFailed] * 3
+    question = asyncio.ensure_future(lm.context([1]).draw())
+    for _ in range(3):
+        await asyncio.sleep(0)
+    for task in asyncio.all_tasks() - {asyncio.current_task(), question}:
+        task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await question
+    assert await lm.context([1]).draw(seed=1) == await lm.draw([1], seed=1)
 
 
 async def test_adapters(lm: AsyncLM, tmp_path: Path) -> None:

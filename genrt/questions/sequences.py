@@ -88,7 +88,7 @@ class Sequences:
         each_one = check_contexts(contexts)
         check_int("the number of contexts", len(each_one), 0, MOST_SEQUENCES)
         words = [np.frombuffer(id_words(each, limits.vocab_size), np.uint32) for each in each_one]
-        return cls(*_stacked(words))
+        return cls(*_padded_table(words))
 
     @classmethod
     def joined(cls, several: Sequence[Sequences]) -> Self:
@@ -172,7 +172,7 @@ class Contexts:
     @classmethod
     def of(cls, words: Sequence[np.ndarray]) -> Self:
         """Return these sequences, each uint32 ``[length]``."""
-        table, lengths = _stacked(words)
+        table, lengths = _padded_table(words)
         return cls(table, np.arange(len(words)), lengths)
 
     @classmethod
@@ -415,7 +415,7 @@ def _flat_array(
     return found if len(found) else found.astype(np.int64)
 
 
-def _stacked(words: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+def _padded_table(words: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Return sequences as a table, uint32 ``[n, longest]``, and their lengths, int64 ``[n]``."""
     lengths = np.array([len(each) for each in words], np.int64)
     table = np.zeros((len(words), int(lengths.max(initial=0))), np.uint32)
