@@ -31,7 +31,8 @@ class ReplicaLimits:
     """The bounds of one replica.
 
     Attributes:
-        stall_seconds: a replica that is at one step, or one change, for longer is killed.
+        stall_seconds: a replica that is at one step, or one change, for longer is killed. How long one
+            may take to open is not bounded.
         most_restarts: how often it is started again at most.
 
     Raises:

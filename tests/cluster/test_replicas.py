@@ -27,7 +27,7 @@ from genrt.questions.request import Request
 from genrt.questions.sequences import SequenceHandle
 from tests.apart import drawn_apart_sync
 from tests.cluster.here import replicas_of
-from tests.population_walk import EVENTS, walk
+from tests.population_walk import EVENTS, HeldContexts, walk
 from tests.population_walk import Runtime as Walked
 from tests.runtime.test_pauses import SleepyEngine
 from tests.scoring_engine import ScoringEngine
@@ -111,7 +111,9 @@ async def test_each_draw_is_its_own_context_s_when_replicas_die(
 
     without = {"evicted", "not_finite", "restarted", "updated"}
     events = [each for each in EVENTS if each not in without]
-    await walk(Walked(two, alone, events, tolerance=1e-5, breaks=killed), seed=0, steps=30)
+    for begin in (AsyncLM.population, HeldContexts.begin):
+        own = Walked(two, alone, events, tolerance=1e-5, breaks=killed, begin=begin)
+        await walk(own, seed=0, steps=30)
 
 
 def appended(contexts: list[list[int]], token_ids: list[int]) -> None:
