@@ -76,8 +76,8 @@ class ReplicasHere:
         self.kill(number)
 
     def hang(self, number: int) -> None:
-        """Have a replica that serves answer nothing from now on, until it is killed. How long one may take
-        to open is not bounded, so one that does not serve dies instead."""
+        """Have a replica that serves answer nothing from now on, until it is killed. One that opens dies
+        instead, because the time for that is not bounded."""
         if self.opened[number]:
             self._loop.call_soon_threadsafe(setattr, self._lives[number], "is_hung", True)
         else:
