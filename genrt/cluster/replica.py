@@ -140,7 +140,10 @@ class Replica:
             self._news.set()
 
     async def answers(self) -> Packed:
-        """Wait for answers, and return all that there are. Raises EngineDied after a failure."""
+        """Wait for answers, and return all that there are. Raises EngineDied after a failure, and before
+        ``prepare``: a call for an earlier life would take the answers of this one."""
+        if self._lm is None:
+            raise EngineDied("it was started again")
         await self._news.wait()
         self._news.clear()
         if self._failed is not None:

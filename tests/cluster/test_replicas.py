@@ -266,6 +266,20 @@ async def test_an_adapter_is_in_all_replicas_or_in_none(tmp_path: Path) -> None:
         assert len(await lm.sample([1], max_tokens=2, adapter="a")) == 2
 
 
+@pytest.mark.promise(number=39)
+async def test_a_call_of_an_earlier_life_takes_no_answers_of_the_next() -> None:
+    """A replica dies between two calls, and the second one reaches its next life."""
+    with genrt.load(MODEL, engine="exact", replicas=2, replica_limits=QUICK) as lm:
+        replicas_of(lm).die(0)
+        late = asyncio.wrap_future(replicas_of(lm).call(0, "answers"))
+        with pytest.raises(genrt.EngineDied, match="started again"):
+            await asyncio.wait_for(late, 60)
+        await asyncio.to_thread(until, lm, "healthy", 1)
+        contexts = [[each, 3] for each in range(11)]
+        found = await lm.batch_next_token_logprobs(contexts, timeout=60)
+        assert torch.allclose(found, torch.stack([*map(MODEL.row, contexts)]), atol=1e-5)
+
+
 async def storm(replicas: int, kills: int, seconds: float) -> tuple[int, int]:
     """Have replicas die or hang at random under load; return how many questions were right, and how many
     were told why not."""
