@@ -126,10 +126,12 @@ def packed_flush(asked: Sequence[tuple[int, Request]], far: FarSequences) -> Pac
     for ticket, request in asked:
         if isinstance(request, PopulationDraw):
             entry = _packed_population(request, far, arrays)
-            populations.append({"ticket": ticket, "adapter": _name(request.adapter), **entry})
+            populations.append(
+                {"ticket": ticket, "adapter": _adapter_name(request.adapter), **entry}
+            )
         else:
-            (plain if _is_plain(request) else objects).append((ticket, request))
-    wire = flush_of([request for _, request in plain], "", name_of=_name)
+            (plain if _is_simple(request) else objects).append((ticket, request))
+    wire = flush_of([request for _, request in plain], "", name_of=_adapter_name)
     header = {
         "tickets": [ticket for ticket, _ in plain],
         "populations": populations,
@@ -158,10 +160,10 @@ def unpacked_flush(
 
 def place_of(request: Request) -> int:
     """Return the place of a question's kind in a message."""
-    return 0 if isinstance(request, PopulationDraw) else 1 if _is_plain(request) else 2
+    return 0 if isinstance(request, PopulationDraw) else 1 if _is_simple(request) else 2
 
 
-def _is_plain(request: Request) -> bool:
+def _is_simple(request: Request) -> bool:
     """Return whether the wire format has this question."""
     if isinstance(request, ReadRequest):
         return type(request.wanted) in KINDS
@@ -169,7 +171,7 @@ def _is_plain(request: Request) -> bool:
     return is_score or isinstance(request, LogprobsRequest)
 
 
-def _name(adapter: Adapter | None) -> str | None:
+def _adapter_name(adapter: Adapter | None) -> str | None:
     """Return an adapter and its version as one name."""
     return None if adapter is None else f"{adapter.version} {adapter.name}"
 

@@ -138,7 +138,7 @@ class PopulationDraw(Request):
         contexts: the sequences, at least one.
         masks: uint8 ``[n, size]``, each as in ``DrawToken``; ``None`` allows every token.
         temperature: of all draws.
-        seeds: uint64 ``[n]``, one for each draw; ``None`` asks for the rows.
+        seeds: uint64 ``[n]``, one for each draw; without them, the request is for the rows.
         origins: where to find the sequences that these extend, if each extends one by a single token.
         came_from: the handles of all sequences that these extend, which stay known until then.
         handle: stands for these sequences in later origins.

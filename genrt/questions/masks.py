@@ -70,8 +70,8 @@ def packed_words(mask: Mask, vocab_size: int) -> torch.Tensor:
 
 
 def joined_words(masks: Sequence[torch.Tensor | None], vocab_size: int) -> np.ndarray | None:
-    """Return packed tensors as uint8 ``[n, size]``; ``None`` if each of them is ``None``, which allows
-    every token."""
+    """Return packed tensors as uint8 ``[n, size]``. A missing mask allows every token; without any mask,
+    return ``None``."""
     given = next((mask for mask in masks if mask is not None), None)
     if given is None:
         return None
