@@ -127,11 +127,11 @@ def packed_flush(asked: Sequence[tuple[int, Request]], far: FarSequences) -> Pac
         if isinstance(request, PopulationDraw):
             entry = _packed_population(request, far, arrays)
             populations.append(
-                {"ticket": ticket, "adapter": _adapter_name(request.adapter), **entry}
+                {"ticket": ticket, "adapter": _versioned_name(request.adapter), **entry}
             )
         else:
             (plain if _is_simple(request) else objects).append((ticket, request))
-    wire = flush_of([request for _, request in plain], "", name_of=_adapter_name)
+    wire = flush_of([request for _, request in plain], "", name_of=_versioned_name)
     header = {
         "tickets": [ticket for ticket, _ in plain],
         "populations": populations,
@@ -171,7 +171,7 @@ def _is_simple(request: Request) -> bool:
     return is_score or isinstance(request, LogprobsRequest)
 
 
-def _adapter_name(adapter: Adapter | None) -> str | None:
+def _versioned_name(adapter: Adapter | None) -> str | None:
     """Return an adapter and its version as one name."""
     return None if adapter is None else f"{adapter.version} {adapter.name}"
 
