@@ -9,8 +9,8 @@ Rule:
 from __future__ import annotations
 
 import asyncio
-import math
 from array import array
+from collections import Counter
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, repeat
@@ -22,11 +22,11 @@ import torch
 
 from genrt.engines.protocol import failure
 from genrt.errors import Closed, GenrtError, InvalidRequest, NotFinite
-from genrt.numbers import check_float, check_int, check_timeout
+from genrt.numbers import check_int, check_timeout
 from genrt.populations import Ask, PopulationRuntime
 from genrt.questions.completions import Completion, GenerateOptions, SampleOptions
 from genrt.questions.contexts import Adapter, TokenIds, check_seed, id_words
-from genrt.questions.draws import PopulationDraw
+from genrt.questions.draws import PopulationDraw, draw_temperature
 from genrt.questions.masks import Mask, joined_words, packed_words
 from genrt.questions.reads import candidates_request, top_request
 from genrt.questions.request import Request, Result
@@ -150,10 +150,9 @@ class Context:
         """
         runtime = self._runtime
         packed = None if mask is None else packed_words(mask, runtime.limits.vocab_size)
-        if type(temperature) is not float or not 0.0 <= temperature < math.inf:
-            temperature = check_float("temperature", temperature, 0.0, math.inf)
+        heat = draw_temperature(temperature)
         own = next(runtime.nonces) if seed is None else cast("int", check_seed(seed))
-        question = self._question(temperature, packed, own)
+        question = self._question(heat, packed, own)
         return cast("Draw", await self._ask(question, timeout=timeout))
 
     async def logprobs(self, *, timeout: float | None = None) -> torch.Tensor:
@@ -406,16 +405,11 @@ class _Flush:
 
 @dataclass(slots=True)
 class _Gathered:
-    """The questions that one event loop has gathered.
-
-    Attributes:
-        returning: how many contexts were answered since the last flush.
-        tasks: of the flushes under way.
-    """
+    """The questions that one event loop has gathered, and how many contexts were answered since the last
+    flush."""
 
     questions: list[_Question] = field(default_factory=list)
     returning: int = 0
-    tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
 
 class Gatherer:
@@ -474,10 +468,8 @@ class Gatherer:
             if not each.waits_for.done():
                 groups.setdefault(each.kind, []).append(each)
         for group in groups.values():
-            task = loop.create_task(self._answer_each(gathered, group))
-            gathered.tasks.add(task)
-            task.add_done_callback(gathered.tasks.discard)
-            flush = _Flush(task, len(group))
+            # The questions keep the task, and their callers keep these.
+            flush = _Flush(loop.create_task(self._answer_each(gathered, group)), len(group))
             for each in group:
                 each.flush = flush
 
@@ -487,7 +479,8 @@ class Gatherer:
             await _ask_together(self.runtime, self.runtime.asker.ask, group)
         except NotFinite as error:
             if len(group) > 1:  # the rows of others are finite
-                await together([self._answer_each(gathered, [each]) for each in group])
+                waiting = [each for each in group if not each.waits_for.done()]
+                await together([self._answer_each(gathered, [each]) for each in waiting])
             else:
                 _fail(group, error)
         except Exception as error:
@@ -564,10 +557,10 @@ async def _ask_together(
         runtime.give_back(over)
 
 
-def _each(found: torch.Tensor | BatchDraw) -> Iterable[torch.Tensor | Draw]:
+def _each(found: list[torch.Tensor] | BatchDraw) -> Iterable[torch.Tensor | Draw]:
     """Return the rows or the draws of a request one by one."""
-    if isinstance(found, torch.Tensor):
-        return found.unbind()
+    if not isinstance(found, BatchDraw):
+        return found
     columns = zip(*[each.tolist() for each in found], strict=True)
     return map(Draw.of, columns, repeat(found.weights_version))
 
@@ -575,7 +568,11 @@ def _each(found: torch.Tensor | BatchDraw) -> Iterable[torch.Tensor | Draw]:
 def _extensions(going: list[_Question]) -> tuple[list[_Question], Contexts, Origins | None]:
     """Return questions about sequences that each extend an answered one by a token, in the order of
     these, with the sequences and their origins."""
-    several = [cast("_Answered", each) for each in dict.fromkeys(each.place[0] for each in going)]
+    different = {each.context: each for each in going}.values()  # one may have asked twice
+    asked = Counter(cast("_Answered", each.place[0]) for each in different)
+    several = [*asked]
+    for each, count in asked.items():  # contexts that do not ask now keep their sequences
+        each.handle.idle = each.extended_by - count
     numbers = np.array([each.place[1] for each in going])
     if len(several) > 1:
         counts = np.array([each.handle.count for each in several])
@@ -584,10 +581,6 @@ def _extensions(going: list[_Question]) -> tuple[list[_Question], Contexts, Orig
     if (np.diff(numbers) < 0).any():
         order = np.argsort(numbers, kind="stable")
         numbers, going = numbers[order], [going[place] for place in order.tolist()]
-    for each in several:  # contexts that do not ask now keep their sequences
-        each.handle.idle = each.extended_by
-    for question in going:
-        cast("_Answered", question.place[0]).handle.idle -= 1
     tokens = np.array([each.token for each in going], np.uint32)
     contexts = Contexts.grown([each.contexts for each in several], numbers, tokens)
     origins = Origins(tuple(each.handle for each in several), numbers, contexts.lengths - 1)

@@ -106,6 +106,7 @@ class HeldContexts:
     async def logprobs(self, *, where: Sequence[bool]) -> torch.Tensor:
         asked = [each for each, is_in in zip(self.contexts, where, strict=True) if is_in]
         rows = await together([each.logprobs() for each in asked])
+        assert all(row.untyped_storage().nbytes() == row.nbytes for row in rows)
         return torch.stack(rows) if rows else torch.empty(0, self.vocab_size)
 
     async def score(self, continuations: Sequence[Sequence[int]]) -> list[torch.Tensor]:

@@ -112,14 +112,19 @@ def draw_request(
     """Return the request for a draw; ``nonce`` decides it unless a seed or temperature 0 does. Raises
     InvalidRequest for a bad argument, ContextTooLong for too many token ids."""
     row = row_request(limits, token_ids, adapter)
-    if type(temperature) is not float or not 0.0 <= temperature < math.inf:
-        temperature = check_float("temperature", temperature, 0.0, math.inf)
-    seed = check_seed(seed)
+    temperature, seed = draw_temperature(temperature), check_seed(seed)
     packed = None if mask is None else packed_mask(mask, limits.vocab_size)
     if temperature == 0.0:
         return ReadRequest(row, DrawToken(packed, 0.0))
     own = nonce if seed is None else None
     return ReadRequest(row, DrawToken(packed, temperature, seed, own))
+
+
+def draw_temperature(temperature: float) -> float:
+    """Return the temperature of a draw. Raises InvalidRequest unless it is finite and at least 0."""
+    if type(temperature) is float and 0.0 <= temperature < math.inf:
+        return temperature  # at once, for the many draws of a step
+    return check_float("temperature", temperature, 0.0)
 
 
 def batch_draw(draws: Sequence[Draw]) -> BatchDraw:
@@ -206,16 +211,14 @@ class PopulationDraw(Request):
             )
 
     def draw(self, rows: Sequence[Tensor] | Tensor, places: np.ndarray | None = None) -> Tensor:
-        """Return the draws as ``draw_from_rows`` does, or a copy of the rows."""
+        """Return the draws as ``draw_from_rows`` does. Without seeds, return the rows: a copy of a
+        tensor's, or a view of separate ones."""
         rows = rows[: len(self)] if places is None else rows
         if self.seeds is None:
             if not isinstance(rows, Tensor):
                 return gather_rows(rows)
-            return (
-                rows.clone()
-                if places is None
-                else rows[moved(torch.from_numpy(places), rows.device)]
-            )
+            at = np.arange(len(self)) if places is None else places
+            return rows.index_select(0, moved(torch.from_numpy(at), rows.device))
         heats = None if self.temperature == 1.0 else np.full(len(self), self.temperature)
         return draw_from_rows(rows, self.seeds, self.masks, heats, places)
 
@@ -239,8 +242,8 @@ def population_draw(
     """Return the request for draws after these contexts, or ``None`` if there are none. They are the
     sequences at ``places`` of a caller with ``count`` sequences; ``masks`` has one for each of these.
     Raises InvalidRequest for bad masks or a bad parameter."""
-    temperature = check_float("temperature", temperature, 0.0)
-    seed, packed = check_seed(seed), packed_masks(masks, count, vocab_size)
+    temperature, seed = draw_temperature(temperature), check_seed(seed)
+    packed = packed_masks(masks, count, vocab_size)
     if not len(contexts):
         return None
     seeds = np.fromiter(nonces, np.uint64, len(places)) if seed is None else seeds_at(seed, places)

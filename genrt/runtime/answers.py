@@ -42,7 +42,7 @@ from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest, not_finite
 from genrt.questions.sequences import Origins, SequenceHandle
 from genrt.runtime.cache import RowCache
-from genrt.tokens.rows import Leaving
+from genrt.tokens.rows import Leaving, separate_copies
 from genrt.tokens.sampling import BatchDraw
 
 __all__ = ["MAX_PREFIXES", "AnsweringEngine"]
@@ -380,12 +380,11 @@ class AnsweringEngine:
         rows = self._found.pop(population)
         try:
             whole = population.draw([rows.found[row] for row in rows.wanted])
-            if population.seeds is None:
-                found: BatchDraw | Tensor = self._rows(population, whole)
-            else:
-                on_host = Leaving(whole)
+            drawn: Leaving | Tensor = whole
+            if population.seeds is not None:
+                drawn = Leaving(whole)
                 self.expect(population.rows, whole[:, 0])  # before anything waits for the tokens
-                found = self._arrived(population, on_host)
+            found = self._arrived(population, drawn)
         except Exception as error:
             return Finished(population, error=survived(error))
         if self.capabilities.populates:
@@ -401,13 +400,11 @@ class AnsweringEngine:
         if end.error is not None:
             return end
         try:
-            found: BatchDraw | Tensor
-            if population.seeds is None:
-                found = self._rows(population, cast("Tensor", end.result))
-                is_finite = not found[:, 0].isnan().any()  # NaN logits make the whole row NaN
-            else:
-                found = draws = self._arrived(population, cast("Leaving", end.result))
-                is_finite = not np.isnan(draws.log_mass.numpy()).any()
+            drawn: Any = end.result
+            found = self._arrived(population, drawn)
+            # One entry is enough: NaN logits make the whole row NaN.
+            numbers = found.log_mass if isinstance(found, BatchDraw) else drawn[:, 0]
+            is_finite = not numbers.isnan().any()
         except Exception as error:
             return Finished(population, error=survived(error))
         if not is_finite:
@@ -415,14 +412,15 @@ class AnsweringEngine:
             return Finished(population, error=not_finite())
         return Finished(population, found)
 
-    def _rows(self, population: PopulationDraw, rows: Tensor) -> Tensor:
+    def _arrived(
+        self, population: PopulationDraw, drawn: Leaving | Tensor
+    ) -> BatchDraw | list[Tensor]:
+        """Wait for draws on their way to the host and return them; return rows in storages of their
+        own."""
         self._reads += len(population)
-        return rows
-
-    def _arrived(self, population: PopulationDraw, on_host: Leaving) -> BatchDraw:
-        """Wait for draws on their way to the host and return them."""
-        found = on_host.arrived().numpy()
-        self._reads += len(population)
+        if isinstance(drawn, Tensor):
+            return separate_copies(drawn.unbind())
+        found = drawn.arrived().numpy()
         if self.engine.device.type != "cpu":
             self._bytes_to_host += found.nbytes
         token_ids = torch.from_numpy(found[:, 0].astype(np.int64))
