@@ -31,8 +31,6 @@ from genrt.cluster.replica import Replica
 from genrt.engines.folders import Folder, sweep
 from genrt.errors import EngineNotInstalled, EngineUnsupported, GenrtError, InvalidRequest
 
-__all__ = ["Actors", "Gone", "RayConnection", "connection"]
-
 OWN_RAY = {
     "RAY_agent_register_timeout_ms": "300000",
     "RAY_gcs_server_port_wait_time_s": "300",

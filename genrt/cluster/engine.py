@@ -62,8 +62,6 @@ from genrt.questions.reads import Candidates, TopTokens
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
 
-__all__ = ["ReplicaEngine", "joined_parts", "open_replicas", "sum_counters"]
-
 MOST_ASKED = 2
 """How many replicas a question is asked of at most."""
 

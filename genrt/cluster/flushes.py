@@ -36,18 +36,6 @@ from genrt.questions.scores import ScoreRequest
 from genrt.questions.sequences import Contexts, Origins, SequenceHandle
 from genrt.tokens.sampling import BatchDraw, Draw, TopLogprobs
 
-__all__ = [
-    "Answers",
-    "FarSequences",
-    "HandleNumbers",
-    "Packed",
-    "packed_answers",
-    "packed_flush",
-    "place_of",
-    "unpacked_answers",
-    "unpacked_flush",
-]
-
 MOST_HELD = 2**28
 """The most bytes of sequences that the other end of a connection holds."""
 

@@ -14,15 +14,6 @@ from typing import Any, TypedDict
 
 from genrt.errors import InvalidRequest
 
-__all__ = [
-    "ReplicaLimits",
-    "ReplicaOptions",
-    "add_replica_arguments",
-    "check_replicas",
-    "gpus_of",
-    "replica_options",
-]
-
 MOST_REPLICAS = 1024
 
 

@@ -26,17 +26,6 @@ from genrt.questions.request import Request
 from genrt.runtime.ask import within
 from genrt.runtime.concurrency import aside
 
-__all__ = [
-    "Outcome",
-    "ProgramLoop",
-    "ProgramRequest",
-    "packed_outcome",
-    "pickle_program",
-    "program_outcome",
-    "run_program",
-    "unpickle_program",
-]
-
 RUNTIME = "the runtime"
 """The mark in place of the runtime."""
 

@@ -49,19 +49,6 @@ from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.sequences import SequenceHandle
 
-__all__ = [
-    "RANKED",
-    "Follower",
-    "RankedEngine",
-    "Ranks",
-    "are_launched",
-    "die_with",
-    "follow",
-    "open_ranked",
-    "progress_of",
-    "with_ranks",
-]
-
 END_SECONDS = 3.0
 """How long a rank may take to end by itself before it is killed."""
 

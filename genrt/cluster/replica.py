@@ -35,8 +35,6 @@ from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.batcher import Waiter
 from genrt.runtime.streams import NativeFlow
 
-__all__ = ["Facts", "Replica", "Settings", "stored"]
-
 T = TypeVar("T")
 
 StoredTensors = Sequence[tuple[str, str, np.ndarray]]

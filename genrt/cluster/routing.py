@@ -22,8 +22,6 @@ from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest
 
-__all__ = ["Router", "work_of"]
-
 BLOCK_TOKENS = 16
 """The tokens of a block of vLLM's KV cache."""
 

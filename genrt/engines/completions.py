@@ -29,8 +29,6 @@ from genrt.tokens.detokenizing import TextStream
 from genrt.tokens.rows import normalised
 from genrt.tokens.spellings import Spellings
 
-__all__ = ["CompletionState", "unsupported"]
-
 NO_TOKEN = (
     "its options leave no token to draw: structure, bad_words, logit_bias or min_tokens "
     "rule out all"

@@ -16,8 +16,6 @@ import tempfile
 import weakref
 from pathlib import Path
 
-__all__ = ["Folder", "sweep"]
-
 MOST_SWEPT = 64
 """The most folders that one sweep removes, because callers wait for it."""
 

@@ -19,20 +19,6 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = [
-    "Capabilities",
-    "Engine",
-    "EngineStatistics",
-    "Finished",
-    "FullEngine",
-    "ReplicaStatistics",
-    "capabilities_of",
-    "check_supported",
-    "failure",
-    "survived",
-    "tokenizer_of",
-]
-
 NO_CPU_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 """The text of torch's RuntimeError for a CPU without memory."""
 

@@ -17,8 +17,6 @@ import numpy as np
 
 from genrt.questions.contexts import TOKEN_BYTES, Adapter
 
-__all__ = ["Packed", "Residents"]
-
 Packed: TypeAlias = Callable[[int], bytes]
 """Returns the context of a sequence by number."""
 

@@ -24,24 +24,6 @@ from genrt.engines.folders import Folder
 from genrt.errors import EngineDied, EngineFailed, EngineUnsupported, InvalidWeights
 from genrt.numbers import named, shown
 
-__all__ = [
-    "KeptWeights",
-    "Layout",
-    "NamedTensors",
-    "Receiving",
-    "SavedWeights",
-    "Sleeping",
-    "TensorForm",
-    "TensorsIn",
-    "Weights",
-    "check_complete",
-    "check_tensors",
-    "forms_in",
-    "layout_of",
-    "weight_files",
-    "weights_of",
-]
-
 INDEX_NAME = "model.safetensors.index.json"
 
 SHARD_BYTES = 2**30

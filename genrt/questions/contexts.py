@@ -15,26 +15,6 @@ import torch
 from genrt.errors import InvalidRequest
 from genrt.numbers import check_int, shown
 
-__all__ = [
-    "LAST_SEED",
-    "TOKEN_BYTES",
-    "Adapter",
-    "Limits",
-    "Table",
-    "TokenIds",
-    "abbreviated",
-    "advice_for",
-    "check_contexts",
-    "check_seed",
-    "deciding_seed",
-    "host_array",
-    "id_words",
-    "is_plain_sequence",
-    "nonces_of",
-    "seed_at",
-    "seeds_at",
-]
-
 Table: TypeAlias = torch.Tensor | np.ndarray
 """Numbers in a tensor, on any device, or in an array."""
 

@@ -34,16 +34,6 @@ from genrt.tokens.sampling import (
     seeded_uniforms,
 )
 
-__all__ = [
-    "DrawToken",
-    "PopulationDraw",
-    "batch_draw",
-    "draw_request",
-    "launch_draws",
-    "merge_draws",
-    "population_draw",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class DrawToken(Wanted):

@@ -31,18 +31,6 @@ from genrt.questions.contexts import (
 )
 from genrt.questions.rows import LogprobsRequest
 
-__all__ = [
-    "MOST_SEQUENCES",
-    "Contexts",
-    "Flags",
-    "Integers",
-    "Origins",
-    "SequenceHandle",
-    "Sequences",
-    "check_flags",
-    "check_integers",
-]
-
 Integers: TypeAlias = Sequence[int] | np.ndarray | torch.Tensor
 """An integer for each sequence."""
 

@@ -22,8 +22,6 @@ from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.concurrency import AT_ONCE_BYTES, in_background
 from genrt.runtime.thread import COMPUTES, EngineThread
 
-__all__ = ["AdapterNames"]
-
 
 class AdapterNames:
     """The present adapters by name. Safe from any thread.

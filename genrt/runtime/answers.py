@@ -45,8 +45,6 @@ from genrt.runtime.cache import RowCache
 from genrt.tokens.rows import Leaving, separate_copies
 from genrt.tokens.sampling import BatchDraw
 
-__all__ = ["MAX_PREFIXES", "AnsweringEngine"]
-
 MAX_PREFIXES = 64
 """The maximum pinned prefixes of a runtime: an engine may look at each of them after every step."""
 

@@ -32,17 +32,6 @@ from genrt.runtime.batcher import Batcher, Waiter
 from genrt.runtime.concurrency import twin_of
 from genrt.runtime.streams import Flow, NativeFlow, Stream, StreamBuffer, SyncStream
 
-__all__ = [
-    "MAX_UNAWAITED",
-    "Asker",
-    "asked_in_turn",
-    "blocking_chunks",
-    "blocking_question",
-    "blocking_stream",
-    "sent",
-    "within",
-]
-
 MAX_UNAWAITED = 64
 """The maximum requests in a row without waiting; after these a task lets others run."""
 

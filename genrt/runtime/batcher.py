@@ -64,21 +64,6 @@ from genrt.runtime.statistics import BatcherStatistics
 from genrt.runtime.streams import StreamBuffer, Streams
 from genrt.tokens.rows import separate_copies, stacked
 
-__all__ = [
-    "DROPPED",
-    "MAX_PASSES",
-    "RETURN_SHARE",
-    "WAITERS_A_PASS",
-    "Batcher",
-    "Entry",
-    "Hold",
-    "Outcome",
-    "Pending",
-    "Waiter",
-    "deliver",
-    "outcomes",
-]
-
 T = TypeVar("T")
 
 MAX_PASSES = 100

@@ -20,8 +20,6 @@ from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
 from genrt.tokens.rows import separate_copies
 
-__all__ = ["CacheStatistics", "RowCache"]
-
 
 @dataclass(frozen=True, slots=True)
 class CacheStatistics:

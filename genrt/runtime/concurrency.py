@@ -26,21 +26,6 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeAlias, TypeVar
 
 from genrt.errors import GenrtError
 
-__all__ = [
-    "AT_ONCE_BYTES",
-    "ConcurrentCalls",
-    "Turns",
-    "aside",
-    "blocking",
-    "blocking_generator",
-    "blocking_twin",
-    "follow",
-    "in_background",
-    "resolve",
-    "together",
-    "twin_of",
-]
-
 P = ParamSpec("P")
 S = TypeVar("S")
 T = TypeVar("T")

@@ -69,8 +69,6 @@ from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.batcher import DROPPED, Batcher, Hold, Pending
 from genrt.runtime.concurrency import Turns
 
-__all__ = ["Lifecycle", "PauseOptions", "State", "check_pending"]
-
 T = TypeVar("T")
 
 State: TypeAlias = Literal["running", "draining", "still", "updating", "moving", "asleep"]

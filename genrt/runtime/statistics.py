@@ -8,8 +8,6 @@ from typing import Any, TypeVar
 from genrt.engines.protocol import EngineStatistics, ReplicaStatistics
 from genrt.runtime.cache import CacheStatistics
 
-__all__ = ["NO_COUNTERS", "BatcherStatistics", "Statistics"]
-
 Part = TypeVar("Part", bound=Any)
 
 NO_COUNTERS = {

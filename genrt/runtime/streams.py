@@ -28,16 +28,6 @@ from typing import Any, Generic, Self, TypeAlias, TypeVar, cast
 from genrt.errors import GenrtError, InvalidRequest, StreamCut
 from genrt.questions.completions import Completion, CompletionRequest, Delta, Streamed, Told
 
-__all__ = [
-    "READER_SECONDS",
-    "Flow",
-    "NativeFlow",
-    "Stream",
-    "StreamBuffer",
-    "Streams",
-    "SyncStream",
-]
-
 T = TypeVar("T")
 
 Outputs: TypeAlias = tuple[Any, ...]

@@ -24,8 +24,6 @@ from genrt.runtime.adapters import AdapterNames
 from genrt.runtime.thread import EngineThread
 from genrt.tokens import encoding
 
-__all__ = ["Texts"]
-
 TimedRequests: TypeAlias = tuple[list[CompletionRequest], float | None]
 """Requests with their timeout in seconds."""
 

@@ -36,8 +36,6 @@ from genrt.runtime.batcher import Batcher, Hold
 from genrt.runtime.cache import RowCache
 from genrt.runtime.lifecycle import Lifecycle
 
-__all__ = ["COMPUTES", "EngineThread", "LoopThread"]
-
 T = TypeVar("T")
 
 COMPUTES = object()

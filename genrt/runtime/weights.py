@@ -56,8 +56,6 @@ from genrt.runtime.concurrency import AT_ONCE_BYTES, Turns, aside, follow
 from genrt.runtime.lifecycle import check_pending
 from genrt.runtime.thread import EngineThread
 
-__all__ = ["Transfers", "Update", "UpdateOptions", "WeightUpdates", "WeightsSource"]
-
 T = TypeVar("T")
 
 Chunk: TypeAlias = Mapping[str, Tensor] | NamedTensors

@@ -16,17 +16,6 @@ from genrt.lm import AsyncLM
 from genrt.numbers import named
 from genrt.tokens.encoding import encode_prompt
 
-__all__ = [
-    "Bodies",
-    "JSONBody",
-    "TokenList",
-    "check_front_end_body",
-    "contexts_of",
-    "json_bytes",
-    "longest_text",
-    "parse_body",
-]
-
 T = TypeVar("T")
 B = TypeVar("B", bound="JSONBody")
 

@@ -31,8 +31,6 @@ from genrt.runtime.ask import Asker
 from genrt.runtime.streams import NativeFlow
 from genrt.server.gate import CLOSING, HTTPError, http_error
 
-__all__ = ["TASKS", "RuntimeClient", "TextFailed"]
-
 TASKS: tuple[SupportedTask, ...] = ("generate",)
 """The tasks of vLLM's front ends that a runtime supports."""
 

@@ -23,8 +23,6 @@ from genrt.numbers import check_float, check_int, named
 from genrt.questions.contexts import check_seed
 from genrt.server.gate import ServerLimits, check_key
 
-__all__ = ["add_arguments", "run"]
-
 NO_VLLM = "vLLM is missing: pip install 'genrt[cpu]', or 'genrt[cuda]' on a GPU machine"
 
 KEY_VARIABLE = "GENRT_API_KEY"

@@ -30,18 +30,6 @@ from genrt.errors import (
 )
 from genrt.numbers import check_float, check_int
 
-__all__ = [
-    "CLOSING",
-    "ClientLeft",
-    "Gate",
-    "HTTPError",
-    "ServerLimits",
-    "check_key",
-    "error_event",
-    "http_error",
-    "is_loopback",
-]
-
 logger = logging.getLogger("genrt.server")
 
 EVENTS = b"text/event-stream"

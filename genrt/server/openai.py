@@ -50,8 +50,6 @@ from genrt.server.client import TASKS, RuntimeClient, TextFailed
 from genrt.server.gate import HTTPError
 from genrt.server.routes import BODIES, JSON
 
-__all__ = ["HONOURED", "front_end_options", "openai_application", "options_of"]
-
 PREFIX, MARK = "required_prefix_token_ids", "prompt_token_ids"
 
 TEXT_KEYS = {"prompt", "prompt_token_offsets"}

@@ -40,8 +40,6 @@ from genrt.runtime.weights import Transfers
 from genrt.server.bodies import Bodies, JSONBody, TokenList, contexts_of, json_bytes, parse_body
 from genrt.server.gate import ClientLeft, HTTPError, ServerLimits, error_event, http_error
 
-__all__ = ["BODIES", "JSON", "OwnRoutes", "TrainerRoutes"]
-
 T = TypeVar("T")
 B = TypeVar("B", bound=JSONBody)
 

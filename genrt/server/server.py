@@ -27,8 +27,6 @@ from genrt.server.gate import Gate, HTTPError, ServerLimits, check_key
 from genrt.server.routes import OwnRoutes, TrainerRoutes
 from genrt.server.status import status_routes
 
-__all__ = ["ClientConnection", "Connections", "Server", "listening_socket", "serving"]
-
 HEAD_BYTES = 2**16
 """The longest head of a request, and the longest line between the chunks of a body."""
 

@@ -17,8 +17,6 @@ from genrt.runtime.statistics import NO_COUNTERS, Statistics
 from genrt.server.bodies import json_bytes
 from genrt.server.routes import JSON
 
-__all__ = ["status_routes"]
-
 PAGE = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "connect-src 'self'; img-src data:",

@@ -13,8 +13,6 @@ from typing import Any
 from genrt.errors import EngineDied, EngineFailed, EngineUnsupported, GenrtError, InvalidRequest
 from genrt.numbers import check_float
 
-__all__ = ["ServerBusy", "ServerConnection"]
-
 MOST_ANSWERED = 2**28
 """The bound on the answer to a GET, in bytes."""
 

@@ -44,8 +44,6 @@ from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest
 
-__all__ = ["RemoteEngine"]
-
 MOST_IN_BODY = 2**24
 """The approximate bound on the contexts and masks of one call, in bytes; more take several steps."""
 

@@ -43,20 +43,6 @@ from genrt.questions.scores import ScoreRequest, text_score_request
 from genrt.tokens.sampling import Draw, TopLogprobs
 from genrt.tokens.vocabulary import BytesTokenizer
 
-__all__ = [
-    "KINDS",
-    "AnotherModel",
-    "Question",
-    "answer_bytes",
-    "answers_of",
-    "answers_to",
-    "error_of",
-    "flush_of",
-    "flush_to",
-    "packed_tokenizer",
-    "unpacked_tokenizer",
-]
-
 Question: TypeAlias = LogprobsRequest | ReadRequest | ScoreRequest
 """The requests that a connection carries."""
 

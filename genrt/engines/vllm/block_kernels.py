@@ -6,8 +6,6 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["copy_words"]
-
 
 def copy_words(bases: torch.Tensor, pairs: torch.Tensor, words: int, stride: int) -> None:
     """Copy block ``pairs[i, 0]`` to block ``pairs[i, 1]`` in every layer, without synchronizing.

@@ -28,17 +28,6 @@ if TYPE_CHECKING:
     from vllm.v1.sample.logits_processor import BatchUpdate
     from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 
-__all__ = [
-    "CaptureV1",
-    "CaptureV2",
-    "FiniteCheck",
-    "RemoteStore",
-    "RowStore",
-    "WorkerRows",
-    "install_capture",
-    "log_probabilities",
-]
-
 
 @torch.inference_mode()
 def log_probabilities(logits: torch.Tensor, *, may_overwrite: bool = False) -> torch.Tensor:

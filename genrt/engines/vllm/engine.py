@@ -57,8 +57,6 @@ from genrt.questions.scores import ScoreRequest
 from genrt.questions.sequences import SequenceHandle
 from genrt.tokens.rows import Leaving
 
-__all__ = ["VLLMEngine", "changes_with_length", "without_layers"]
-
 Sent: TypeAlias = LogprobsRequest | ScoreRequest | TextRequest
 """A question that is sent to vLLM as one request."""
 

@@ -26,8 +26,6 @@ from genrt.errors import EngineUnsupported, InvalidAdapter, UnknownAdapter
 from genrt.questions.contexts import Adapter
 from genrt.questions.rows import LogprobsRequest
 
-__all__ = ["VLLMAdapters"]
-
 PARTIAL = ("layers_to_transform", "layers_pattern", "exclude_modules")
 """Options by which an adapter leaves out some layers of its ``target_modules``."""
 

@@ -34,8 +34,6 @@ from genrt.engines.vllm.steps import shut_down
 from genrt.engines.vllm.structures import check_structures_config
 from genrt.errors import EngineUnsupported, InvalidRequest, ModelNotFound
 
-__all__ = ["check_version", "configure", "open_vllm", "reserved_share", "rounding_error"]
-
 SUPPORTED = ((0, 32), (0, 34))
 """The supported versions of vLLM: from the first version up to, but without, the second."""
 

@@ -27,8 +27,6 @@ from genrt.questions.sequences import Contexts, SequenceHandle
 from genrt.tokens.rows import Leaving, gather_rows
 from genrt.tokens.sampling import DrawGraphs
 
-__all__ = ["EarlyDelivery", "LaunchedDraws", "SeatedPopulations"]
-
 MOST_FORKS = 64
 """The most forks that are made for sequences before the next question, while the forward runs."""
 

@@ -25,8 +25,6 @@ from genrt.errors import UnknownAdapter
 from genrt.questions.contexts import Adapter
 from genrt.questions.rows import LogprobsRequest
 
-__all__ = ["PrefixBlocks"]
-
 SHARE = 0.5
 """The part of the KV cache that prefixes may hold; the rest is for running requests."""
 

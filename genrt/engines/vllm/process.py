@@ -24,8 +24,6 @@ import torch
 
 from genrt.errors import EngineUnsupported
 
-__all__ = ["Globals", "ThreadTurns", "gloo_on_loopback", "heap_kept", "process_kept", "undisturbed"]
-
 F32 = "TRITON_F32_DEFAULT"
 GLOO = "GLOO_SOCKET_IFNAME"
 V2 = "VLLM_USE_V2_MODEL_RUNNER"

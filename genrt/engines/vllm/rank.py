@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.executor import Executor
 
-__all__ = ["LAUNCHED", "Rank", "Share", "broadcast_from_rank0", "keep_local", "leave_ranks"]
-
 LAUNCHED = "external_launcher"  # vLLM's name of its executor for ranks that it does not launch
 
 

@@ -15,8 +15,6 @@ from genrt.questions.completions import CompletionRequest, Decoding
 if TYPE_CHECKING:
     from vllm.parser import Parser
 
-__all__ = ["NO_PARSER", "NO_TOKENIZER", "Reasoning", "ReasoningParsers"]
-
 NO_PARSER = (
     "split_reasoning needs the parser of the model's reasoning: load with engine_options="
     "{'reasoning_parser': …} and vLLM's name of the parser"

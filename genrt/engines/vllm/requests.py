@@ -18,18 +18,6 @@ from genrt.engines.protocol import failure
 from genrt.errors import EngineDied, EngineUnsupported, GenrtError, InvalidRequest, ModelNotFound
 from genrt.models import offline_advice
 
-__all__ = [
-    "FIRST",
-    "LAW",
-    "NOT_COMPUTED",
-    "OPEN",
-    "SEED",
-    "TICKET",
-    "as_genrt_error",
-    "core_request",
-    "row_params",
-]
-
 TICKET = "genrt_ticket"  # the number by which the capture knows a request for a row
 OPEN = "genrt_open"  # of a request to keep open after its row
 FIRST = "genrt_first"  # the first wanted position, counted from 0, of a score

@@ -29,17 +29,6 @@ from genrt.tokens.rows import moved
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-__all__ = [
-    "NextTokens",
-    "Prepared",
-    "RowLaunches",
-    "Runner",
-    "RunnerV1",
-    "RunnerV2",
-    "read_elsewhere",
-    "step_rows",
-]
-
 
 @dataclass(slots=True)
 class NextTokens:

@@ -30,8 +30,6 @@ from genrt.engines.vllm.requests import FIRST, OPEN
 from genrt.engines.vllm.runners import NextTokens
 from genrt.engines.vllm.seats import Fork, Seat, Seats
 
-__all__ = ["OpenScheduler", "most_blocks", "needed_blocks"]
-
 MOST_RECORDS = 65_536
 """The most open requests where KV blocks are the only bound."""
 

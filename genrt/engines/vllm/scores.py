@@ -23,8 +23,6 @@ from genrt.errors import EngineFailed, EngineUnsupported
 from genrt.questions.scores import ScoreRequest, Wanted, score_entries
 from genrt.tokens.rows import Leaving, moved
 
-__all__ = ["Positions", "attach", "positions_of"]
-
 
 class Span(NamedTuple):
     """The part of a request that a step computes: ``length`` tokens from number ``computed`` on. Their

@@ -20,8 +20,6 @@ from genrt.launches import Staged, room_for
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-__all__ = ["BlockCopies", "Fork", "Seat", "SeatTables", "Seats", "copies", "last_seats"]
-
 
 class Fork(NamedTuple):
     """A request that is to continue from the first ``length`` tokens of ``donor``, all computed."""

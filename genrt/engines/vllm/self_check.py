@@ -16,8 +16,6 @@ from genrt.errors import EngineUnsupported, GenrtError, NotFinite
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest
 
-__all__ = ["run_self_check"]
-
 LIKELY = -15.0  # rows are compared where a log-probability is above this value
 TF32 = 2.0**-10  # the rounding with which kernels may multiply in float32
 

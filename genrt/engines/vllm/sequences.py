@@ -19,8 +19,6 @@ from genrt.questions.contexts import Adapter
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest
 
-__all__ = ["OpenRequests", "repeated"]
-
 
 class OpenRequests:
     """The open requests of an engine with its scheduler in this process. ``steps`` computes them;

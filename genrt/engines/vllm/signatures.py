@@ -15,8 +15,6 @@ from typing import TypeAlias
 
 from genrt.errors import EngineUnsupported
 
-__all__ = ["TABLE", "Signatures", "check_signatures", "differences", "installed"]
-
 Signatures: TypeAlias = dict[str, str | None]
 """The parameters of methods by dotted name; ``None`` where a class does not define the method itself."""
 

@@ -20,9 +20,6 @@ from genrt.engines.vllm.scheduler import OpenScheduler
 from genrt.engines.vllm.seats import Seat
 from genrt.tokens.rows import Leaving, moved
 
-__all__ = ["CoreSteps", "DecodeSteps", "DecodedStep", "shut_down"]
-
-
 MISSES, RETRY, PATIENCE = 3, 16, 4
 """After ``MISSES`` prepared, or speculated, steps in a row that nobody used, only every ``RETRY``-th step
 tries again. After a row, ``PATIENCE`` steps of texts are not scheduled ahead: more rows are likely."""

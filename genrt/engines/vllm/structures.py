@@ -22,8 +22,6 @@ from vllm.v1.structured_output.request import get_structured_output_key
 from genrt.errors import InvalidRequest
 from genrt.structures.guides import Guide, Guides, Structure, compact_schema, texts_of_choice
 
-__all__ = ["NAME", "GuidedStructures", "check_structures_config"]
-
 NAME = "guidance"  # vLLM's name of the backend on llguidance
 
 _OPTIONS = {

@@ -47,15 +47,6 @@ from genrt.tokens.detokenizing import TextStream, ends_inside_character
 from genrt.tokens.sampling import GREEDY_BELOW
 from genrt.tokens.spellings import Spellings
 
-__all__ = [
-    "NativeText",
-    "TextRequest",
-    "VLLMTexts",
-    "check_v2",
-    "computed_token_count",
-    "new_token_count",
-]
-
 TextRequest: TypeAlias = SampleRequest | CompletionRequest | NativeRequest
 """A request that takes a slot of vLLM for many steps."""
 

@@ -25,8 +25,6 @@ from genrt.engines.vllm.requests import as_genrt_error
 from genrt.engines.weights import Layout, NamedTensors, SleepingPart, layout_of, weight_files
 from genrt.errors import EngineFailed, EngineUnsupported, InvalidWeights
 
-__all__ = ["VLLMWeights"]
-
 
 class VLLMWeights:
     """The weights in the workers of one engine. ``forget`` makes vLLM forget all sequences and blocks,
