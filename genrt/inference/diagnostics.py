@@ -32,7 +32,7 @@ Geyer (1992), *Practical Markov chain Monte Carlo*. Vehtari, Gelman, Simpson, Ca
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,7 +40,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from genrt.errors import InvalidRequest
 from genrt.inference.display.formatting import label
 from genrt.inference.resampling import Floats
 
@@ -98,24 +97,14 @@ class ChainStatistics:
 
     def __post_init__(self) -> None:
         functions = [self.log_weights, self.lengths.astype(np.float64)]
-        diagnoses = [*map(diagnosed, functions + _indicators(self.values, self.lengths.shape))]
+        diagnoses = [*map(diagnose, functions + _indicators(self.values, self.lengths.shape))]
         known = [each.ess_bulk for each in diagnoses if each.ess_bulk == each.ess_bulk]
         object.__setattr__(self, "ess", min(known, default=math.nan))
         known = [each.r_hat for each in diagnoses if each.r_hat == each.r_hat]
         object.__setattr__(self, "r_hat", max(known, default=math.nan))
 
 
-def diagnose(values: Sequence[Sequence[Any]], function: Callable[[Any], float]) -> Diagnosis:
-    """Diagnose chains by a function of their values. Raises InvalidRequest if it gives something that is
-    no number."""
-    try:
-        numbers = [[float(function(value)) for value in chain] for chain in values]
-    except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"chains are diagnosed by numbers: {error}") from error
-    return diagnosed(np.array(numbers, dtype=np.float64))
-
-
-def diagnosed(numbers: Floats) -> Diagnosis:
+def diagnose(numbers: Floats) -> Diagnosis:
     """Diagnose chains by numbers ``[chains, steps]``, infinite ones too; ``UNKNOWN`` if one is NaN."""
     if not numbers.size or np.isnan(numbers).any():
         return UNKNOWN

@@ -38,7 +38,7 @@ from genrt.inference import (
     stratified,
     systematic,
 )
-from genrt.inference.potentials import evaluate_potential
+from genrt.inference.checks import evaluate_potential
 from genrt.lm import AsyncLM
 from genrt.testing import (
     ExactPosterior,
