@@ -256,45 +256,6 @@ def test_evidence_and_posterior_are_right(name: str, ngram: NGram, data: st.Data
         asyncio.run(ALGORITHMS[name](case))  # type: ignore[arg-type]
 
 
-@settings(
-    max_examples=6,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
-@given(ngram=small_lms(max_vocab_size=4, max_order=1), data=st.data(), seed=st.integers(0, 2**64))
-def test_a_seed_makes_a_run_whatever_is_cached_or_batched(
-    ngram: NGram, data: st.DataObject, seed: int
-) -> None:
-    def samplers(case: Case) -> list[Any]:
-        model = case.text_model()
-        return [
-            SMC(model, num_particles=6),
-            SMC(case.text_model(twist=case.twist), num_particles=6, resample=partial),
-            SMC(by_hand(case), num_particles=6),
-            MetropolisHastings(model, num_chains=3, num_steps=3),
-            Rejection(model, num_samples=3, max_texts=9),
-        ]
-
-    async def runs(case: Case) -> list[Any]:
-        results = [await sampler.run(seed) for sampler in samplers(case)]
-        return [
-            (result.token_ids, result.log_weights.tolist(), repr(result.log_evidence))
-            for result in results
-        ]
-
-    with (
-        genrt.load(ngram, engine="exact") as lm,
-        genrt.load(ngram, engine="exact", cache_bytes=0, max_batch_size=1) as other,
-    ):
-        case = drawn(data, ngram, lm)
-        first = asyncio.run(runs(case))
-        assert asyncio.run(runs(case)) == first
-        if "constraint" not in case.options:
-            assert asyncio.run(runs(Case(ngram, other, case.options, case.twist))) == first
-
-
 def test_the_cases_have_dead_ends_and_checked_constraints() -> None:
     """What is drawn above is worth drawing: the same strategies, with the same options."""
     seen: set[str] = set()

@@ -6,32 +6,28 @@ walks it, and every law here follows from that. Statistical tests have fixed see
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection
 
 import numpy as np
 import pytest
+from genrt.inference.proposals import Proposal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.integrate import quad
 
 import genrt
-from genrt.constraints import Constraint, predicate
+from genrt.constraints import predicate
 from genrt.engines.exact import NGram
-from genrt.inference import SMC, TextModel, awrs, importance_sampling
+from genrt.inference import TextModel, awrs, importance_sampling
 from genrt.inference.awrs import draw_allowed, log_mean_rate
 from genrt.inference.model import DEAD
-from genrt.inference.proposals import Proposal
-from genrt.lm import AsyncLM
 from genrt.testing import (
-    ExactPosterior,
     assert_samples_from,
     assert_unbiased,
     assert_weighted_samples_from,
-    exact_posterior,
 )
 from genrt.tokens.texts import Text
 
@@ -233,47 +229,6 @@ async def test_what_the_check_raises_is_raised() -> None:
 
 
 # -- in a sampler -----------------------------------------------------------------------------
-
-MODEL = NGram.random([b"a", b"b", b"ab", b"ba", b""], seed=3, zeros=0.25, eos_token_id=4)
-
-
-def few_as(text: Text) -> bool:
-    return text.bytes.count(b"a") <= 3 and (not text.finished or text.bytes.endswith(b"b"))
-
-
-def judged(lm: AsyncLM) -> Constraint:
-    return predicate(few_as, lm)
-
-
-def never(lm: AsyncLM) -> Constraint:
-    return predicate(lambda text: not text.finished, lm, name="never")
-
-
-async def runs_of(smc: SMC, count: int) -> list[tuple[tuple[tuple[int, ...], ...], Floats]]:
-    results = await asyncio.gather(*(smc.run(seed) for seed in range(count)))
-    return [(result.token_ids, result.log_weights) for result in results]
-
-
-def expect(runs: list[tuple[tuple[tuple[int, ...], ...], Floats]], exact: ExactPosterior) -> None:
-    assert_weighted_samples_from(
-        runs, exact.token_ids, log_evidence=exact.log_evidence, highest=None
-    )
-
-
-async def test_particles_that_can_only_die_do() -> None:
-    with genrt.load(MODEL, engine="exact") as lm:
-        model = TextModel(lm, [0], max_tokens=3, constraint=never(lm))
-        result = await SMC(model, num_particles=5).run(0)
-    assert result.log_evidence == -math.inf
-    assert result.posterior() == []
-
-
-async def test_tempered_rows_are_its_law() -> None:
-    with genrt.load(MODEL, engine="exact") as lm:
-        model = TextModel(lm, [0], max_tokens=4, constraint=judged(lm), temperature=2.0)
-        exact = exact_posterior(MODEL, [0], max_tokens=4, constraint=judged(lm), temperature=2.0)
-        [(texts, log_weights)] = await runs_of(importance_sampling(model, num_particles=1500), 1)
-    expect([((text,), w[None]) for text, w in zip(texts, log_weights, strict=True)], exact)
 
 
 LARGE = NGram.random([*(f"{i:x} ".encode() for i in range(399)), b""], seed=8, eos_token_id=399)
