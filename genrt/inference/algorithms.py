@@ -91,7 +91,7 @@ class Algorithm(ABC, Generic[M, S, I]):
 
     @abstractmethod
     def result(self, state: S, *, infos: Sequence[I] = ()) -> Result:
-        """Return the result of a run that came to this state, with the records of its steps."""
+        """Return the result of a run at this state, with the records of all steps."""
 
 
 def result_of(
@@ -110,6 +110,6 @@ def result_of(
 
 
 def runtime_of(model: Any) -> AsyncLM | None:
-    """Return the model's runtime; ``None`` if it has none."""
+    """Return the model's runtime; ``None`` without one."""
     lm = getattr(model, "lm", None)
     return lm if isinstance(lm, AsyncLM) else None

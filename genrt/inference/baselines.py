@@ -109,8 +109,8 @@ class Rejection(Algorithm[TextModel, RejectionState, None]):
         return enough or state.drawn >= self._max_texts
 
     async def step(self, state: RejectionState) -> tuple[RejectionState, None]:
-        """Draw one more batch, up to the last text that is wanted; none if the state is done. A cancelled
-        or failed step leaves ``state`` unchanged.
+        """Draw one more batch, up to the last text that is wanted; no text if the state is done. A
+        cancelled or failed step leaves ``state`` unchanged.
 
         Raises:
             InvalidRequest: a potential above the bound.

@@ -127,7 +127,7 @@ def check_log_weights(values: Any) -> NDArray[np.float64]:
 
 
 async def evaluate_potential(name: str, potential: Potential, texts: Sequence[Text]) -> list[float]:
-    """Return the log-weights of these texts; equal texts in one call. ``name`` is for messages.
+    """Return the texts' log-weights; equal texts are one call. ``name`` is for messages.
 
     A plain function is called in another thread, for one text after the other; a coroutine function on
     the running loop, for all texts at once. The first exception is raised. After it, or a

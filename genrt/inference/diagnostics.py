@@ -43,15 +43,6 @@ from numpy.typing import NDArray
 from genrt.inference.display.formatting import label
 from genrt.inference.resampling import Floats
 
-INDICATED = 10
-"""For this many of the commonest values, how often chains are at each is diagnosed."""
-
-FEWEST_STEPS = 4
-"""With fewer steps a half has no autocorrelation."""
-
-MANY_CHAINS, LONG = 4, 100
-"""Fewer chains than ``MANY_CHAINS`` need at least ``LONG`` steps for a diagnosis."""
-
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
@@ -111,7 +102,7 @@ def diagnose(numbers: Floats) -> Diagnosis:
     chains, steps = numbers.shape
     if steps == 1:
         return Diagnosis(float(chains), float(chains), math.nan)
-    if steps < FEWEST_STEPS or (chains < MANY_CHAINS and steps < LONG):
+    if steps < 4 or (chains < 4 and steps < 100):  # too few for an autocorrelation, or an agreement
         return UNKNOWN
     scores = _halves(_normal_scores(numbers))
     if (scores == scores[0, 0]).all():
@@ -136,13 +127,13 @@ def key_of(value: Any) -> Hashable:
 
 
 def _indicators(values: Sequence[Sequence[Any]], shape: tuple[int, ...]) -> list[Floats]:
-    """Return an indicator for each of the commonest values: 1 where a chain is at that value, else 0."""
+    """Return an indicator for each of the ten commonest values: 1 where a chain is there, else 0."""
     places: dict[Hashable, int] = {}
     codes = np.array(
         [places.setdefault(key_of(value), len(places)) for chain in values for value in chain],
         dtype=np.int64,
     )
-    commonest = np.argsort(-np.bincount(codes), kind="stable")[:INDICATED]
+    commonest = np.argsort(-np.bincount(codes), kind="stable")[:10]
     return [(codes == code).astype(np.float64).reshape(shape) for code in commonest]
 
 

@@ -168,8 +168,8 @@ class MetropolisHastings(Algorithm[Model, Chains, Moves]):
         return Chains(tuple(chains), state.step + 1, state.seed), moves
 
     def result(self, state: Chains, *, infos: Sequence[Moves] = ()) -> Result:
-        """Return every text after these moves of one run, weighted alike, without those of the warm-up,
-        with the chains' mixing."""
+        """Return every text after these moves of one run, weighted alike, with the chains' mixing. Moves
+        of the warm-up do not count."""
         infos = [info for info in infos if info.step > self._warm_up]
         places = [place for place, chain in enumerate(state.chains) if chain]
         particles = [info.particles[place] for info in infos for place in places]

@@ -34,7 +34,7 @@ SHOWN = 10
 """The rows of a posterior's table; the rest is one row more."""
 
 COLUMNS, TITLE = 100, 1500
-"""The most columns of a value in the table, and the most characters of it in a title."""
+"""The most columns of a value in the table, and the most characters of its title."""
 
 STYLE = f"""
 .genrt {{ font: 13px/1.45 system-ui, sans-serif; }}

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def steps_figure(infos: Sequence[Info]) -> Figure:
-    """Draw the curves of ESS, log evidence and log-weights over the steps, of which there is at least
-    one. Raises ExtraNotInstalled if matplotlib is missing."""
+    """Draw the curves of ESS, log evidence and log-weights over one or more steps. Raises
+    ExtraNotInstalled if matplotlib is missing."""
     try:
         from matplotlib import pyplot
         from matplotlib.ticker import MaxNLocator
@@ -75,7 +75,7 @@ def _relative_quantiles(info: Info) -> Floats:
 
 
 def frame(columns: Mapping[str, Any], *, rows: str, numbers: Iterable[int]) -> DataFrame:
-    """Return a table of these columns, with numbered rows. Raises ExtraNotInstalled if pandas is
+    """Return a table with these columns and numbered rows. Raises ExtraNotInstalled if pandas is
     missing."""
     try:
         import pandas
