@@ -171,6 +171,16 @@ class TextModel:
         max_steps: ``max_tokens``: a step draws one token of every text.
     """
 
+    lm: AsyncLM
+    prompt: tuple[int, ...]
+    constraint: Constraint | None
+    potential: Potential | None
+    temperature: float
+    adapter: str | None
+    eos_token_id: int | None
+    ends: Ends
+    max_steps: int
+
     def __init__(
         self,
         lm: AsyncLM,
@@ -249,16 +259,10 @@ class TextModel:
                 "this one has masks: leave the proposal out"
             )
         self._block = _block_size(lm, proposal, block, proposal_adapter, longest)
-        self.lm: AsyncLM = lm
-        self.prompt: tuple[int, ...] = ids
-        self.constraint: Constraint | None = constraint
-        self.potential: Potential | None = potential
-        self.temperature: float = temperature
-        self.adapter: str | None = checks.adapter_name(adapter)
-        self.eos_token_id: int | None = eos_token_id
-        self.ends: Ends = ends
-        self.max_steps: int = max_tokens
-        self._twist, self._byte_vocab = twist, lm.byte_vocab
+        self.lm, self.prompt, self.adapter = lm, ids, checks.adapter_name(adapter)
+        self.constraint, self.potential, self._twist = constraint, potential, twist
+        self.max_steps, self.temperature, self.ends = max_tokens, temperature, ends
+        self.eos_token_id, self._byte_vocab = eos_token_id, lm.byte_vocab
         self._proposer, self._proposer_adapter = lm, self.adapter
         if isinstance(proposal, AsyncLM):
             self._proposer, self._proposer_adapter = proposal, checks.adapter_name(proposal_adapter)
