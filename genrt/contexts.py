@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, repeat
-from typing import Any, Self, TypeAlias, Unpack, cast
+from typing import Any, Self, TypeAlias, TypeVar, Unpack, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -39,23 +39,33 @@ from genrt.runtime.texts import Texts
 from genrt.tokens import encoding
 from genrt.tokens.sampling import BatchDraw, Draw, TopLogprobs
 
-__all__ = ["Context", "Gatherer", "begin_context"]
+__all__ = ["Context", "Gatherer", "begin_context", "take_over"]
+
+
+C = TypeVar("C", bound="Context")
 
 
 def begin_context(
-    gatherer: Gatherer, prompt: str | TokenIds | Context, adapter: str | None
-) -> Context:
-    """Return a context that begins with a prompt, as ``AsyncLM.context`` does."""
+    gatherer: Gatherer, prompt: str | TokenIds | Context, adapter: str | None, kind: type[C]
+) -> C:
+    """Return a context of this class that begins with a prompt, as ``AsyncLM.context`` does."""
     runtime = gatherer.runtime
     runtime.adapters.bound(adapter)
     given: Any = prompt
     if isinstance(given, Context):
         if given._gatherer is gatherer and given.adapter == adapter:
-            return given.fork()
+            return given.copied(kind)
         given = given.token_ids
     elif isinstance(given, str):
         given = encoding.encode_prompt(runtime.thread.engine.tokenizer, given)
-    return Context(gatherer, adapter, id_words(given, runtime.limits.vocab_size))
+    return kind(gatherer, adapter, id_words(given, runtime.limits.vocab_size))
+
+
+def take_over(context: Context, equal: Context) -> None:
+    """Make a context extend the computed sequence that an equal one extends; that one closes."""
+    context._place, equal._place = equal._place, context._place
+    context._tail, equal._tail = equal._tail, context._tail
+    equal.close()
 
 
 @dataclass(slots=True, eq=False)
@@ -119,6 +129,11 @@ class Context:
         """The text of the sequence, special tokens included. Raises InvalidRequest without a
         tokenizer."""
         return encoding.decode(self._runtime.thread.engine.tokenizer, self._words())
+
+    @property
+    def is_closed(self) -> bool:
+        """True after ``close``."""
+        return self._is_closed
 
     def __len__(self) -> int:
         return self._place[2] + len(self._tail)
@@ -250,8 +265,12 @@ class Context:
 
     def fork(self) -> Self:
         """Return a copy, which shares the computed tokens."""
+        return self.copied(type(self))
+
+    def copied(self, kind: type[C]) -> C:
+        """Return a copy of another class, as ``fork`` does."""
         self._check_open()
-        copy = type(self)(self._gatherer, self._adapter, self._tail)
+        copy = kind(self._gatherer, self._adapter, self._tail)
         if (answered := self._place[0]) is not None:
             copy._place = self._place
             answered.extended_by += 1
