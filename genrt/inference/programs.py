@@ -55,6 +55,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from genrt.constraints.protocols import PackedState
 from genrt.contexts import Context, begin_context, take_over
 from genrt.errors import InvalidRequest
 from genrt.inference import checks
@@ -261,7 +262,8 @@ class Execution:
         A mask of no mass kills the particle, and its program does not go on.
 
         Args:
-            mask: the tokens that may be drawn, as ``AsyncLM.draw`` takes them.
+            mask: the tokens that may be drawn, as ``AsyncLM.draw`` takes them. After a context, the masks
+                of all particles' states are computed together.
             temperature: of the row; other than 1, the tempered row is the law. Not with a mask, whose
                 mass is the row's own.
             adapter: by name; a context has its own.
@@ -275,19 +277,25 @@ class Execution:
         if check_float("temperature", temperature) != 1 and mask is not None:
             raise InvalidRequest("sample takes a mask or a temperature, not both: leave one out")
         tempered = checks.check_temperature(temperature)
-        packed = None if mask is None else packed_mask(mask, self.lm.vocab_size)
+        allowed: Any = mask
+        key: Any = mask
+        # A text leads to the same state when the program runs again, as long as the record keeps it.
+        if mask is not None and not (
+            isinstance(mask, PackedState) and isinstance(token_ids, Context)
+        ):
+            packed = packed_mask(mask, self.lm.vocab_size)
+            allowed, key = np.frombuffer(packed, np.int32), hash(packed)
         given = _argument_hash("sample", token_ids, adapter)
-        asked = ("sample", given, hash(packed), tempered, adapter)
+        asked = ("sample", given, key, tempered, adapter)
         if (recorded := await self._recorded(asked, due=self._has_sampled)) is not None:
             return int(recorded.outcome)
         self._has_sampled = True
-        words = None if packed is None else np.frombuffer(packed, np.int32)
         seed = int(self._rng.integers(2**63))
         if isinstance(token_ids, Context):
-            drawn = await token_ids.draw(mask=words, temperature=temperature, seed=seed)
+            drawn = await token_ids.draw(mask=allowed, temperature=temperature, seed=seed)
         else:
             drawn = await self.lm.draw(
-                token_ids, mask=words, temperature=temperature, seed=seed, adapter=adapter
+                token_ids, mask=allowed, temperature=temperature, seed=seed, adapter=adapter
             )
         if mask is not None:
             self._weigh(drawn.log_mass)

@@ -923,6 +923,29 @@ async def on_contexts(p: Execution) -> tuple[int, ...]:
     return (*first.token_ids, *second.token_ids, *third.token_ids)
 
 
+def stated(lm: AsyncLM) -> Any:
+    """A text of ``constrained`` by a context and the constraint's states."""
+    start = regex(PATTERN, lm).start()
+
+    async def program(p: Execution) -> tuple[int, ...]:
+        context, state = p.context(PROMPT), start
+        while (token := await p.sample(context, mask=state)) != EOS:
+            context.append(token)
+            state = state.advance(token)
+        return tuple(context.token_ids[len(PROMPT) :])
+
+    return program
+
+
+@pytest.mark.parametrize("kind", [Program, lambda *own: Forgetful(Program(*own))])
+async def test_a_state_as_the_mask_draws_as_its_mask(kind: Any) -> None:
+    with genrt.load(MODEL, engine="exact") as lm:
+        masked = SMC(Program(lm, constrained(lm, max_tokens=9)), num_particles=9)
+        expected = await masked.run(1)
+        again = await SMC(kind(lm, stated(lm)), num_particles=9).run(1)
+    assert same(again, expected)
+
+
 @pytest.mark.parametrize("when", [0.0, 0.7, every_step])
 async def test_contexts_draw_as_their_tokens_do(when: Any) -> None:
     """Whether particles are copied, go on, or run again."""
@@ -935,22 +958,26 @@ async def test_contexts_draw_as_their_tokens_do(when: Any) -> None:
         assert same(await again.run(3), expected)
 
 
-async def test_copied_particles_extend_what_their_parents_computed() -> None:
+async def test_copied_particles_extend_what_their_parents_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Every draw after the first extends a sequence by its number, also after resampling and in a copy
-    that has run again."""
+    that has run again; a step is one request."""
     sent: list[PopulationDraw] = []
-
-    class Seen(ExactEngine):
-        def submit(self, requests: Any) -> None:
-            sent.extend(requests)
-            super().submit(requests)
 
     async def program(p: Execution) -> None:
         context = p.context([0])
         for _ in range(4):
             context.append(await p.sample(context, mask=[0, 1, 2]))
 
-    with genrt.load(engine=lambda: Seen(MODEL)) as lm:
+    with genrt.load(MODEL, engine="exact") as lm:
+        ask = lm._asker.ask
+
+        async def recorded(requests: Any, **options: Any) -> Any:
+            sent.extend(requests)
+            return await ask(requests, **options)
+
+        monkeypatch.setattr(lm._asker, "ask", recorded)
         await SMC(Program(lm, program), num_particles=8, resample_when=every_step).run(0)
     assert [len(each) for each in sent] == [8] * 4
     assert [each.origins is None for each in sent] == [True, False, False, False]
