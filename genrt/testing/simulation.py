@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-import zlib
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +15,7 @@ import torch
 
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.engines.protocol import Engine, Finished, FullEngine, capabilities_of
-from genrt.errors import EngineDied, EngineFailed, InvalidRequest, NotFinite, OutOfMemory
+from genrt.errors import EngineDied, EngineFailed, InvalidRequest
 from genrt.lm import AsyncLM
 from genrt.questions.completions import Decoding
 from genrt.questions.request import Request
@@ -38,14 +37,10 @@ class Faults:
     Attributes:
         step: the probability that a call of ``step`` raises, for everything in progress.
         death: the probability that the engine dies in a call of ``step``.
-        not_finite: the share of contexts without a finite row; the tokens decide which contexts.
-        out_of_memory_above: the number of requests that fit into a step; ``None``: any number.
     """
 
     step: float = 0.0
     death: float = 0.0
-    not_finite: float = 0.0
-    out_of_memory_above: int | None = None
 
 
 def run_simulated(
@@ -202,17 +197,8 @@ class _FaultyEngine:
         if sent := self._some([*self._queued]):
             for request in sent:
                 del self._queued[request]
-            sound = [each for each in sent if not self._is_poisoned(each)]
-            poisoned = [each for each in sent if each not in sound]
-            self._done += [Finished(e, error=NotFinite(f"{e} has no finite row")) for e in poisoned]
-            self._running |= dict.fromkeys(sound)
-            if sound:
-                self._inner.submit(sound)
-        most = faults.out_of_memory_above
-        if most is not None and len(self._running) > most:
-            count = len(self._running)
-            self.cancel([*self._queued, *self._running, *(end.request for end in self._done)])
-            raise OutOfMemory(f"{count} requests do not fit into a step, {most} do")
+            self._running |= dict.fromkeys(sent)
+            self._inner.submit(sent)
         for end in self._inner.step() if self._running else ():
             self._running.pop(end.request, None)
             self._done.append(end)
@@ -246,10 +232,6 @@ class _FaultyEngine:
 
     def _is_due(self, probability: float) -> bool:
         return probability > 0.0 and self._chance.random() < probability
-
-    def _is_poisoned(self, request: Request) -> bool:
-        share = zlib.crc32(repr(request.token_ids).encode()) / 2**32
-        return share < self._faults.not_finite
 
     def _some(self, things: list[Any]) -> list[Any]:
         """Return the first of these, and others at random."""

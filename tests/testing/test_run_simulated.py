@@ -10,7 +10,7 @@ import torch
 
 import genrt
 from genrt.engines.exact import NGram
-from genrt.errors import EngineDied, EngineFailed, OutOfMemory
+from genrt.errors import EngineDied, EngineFailed
 from genrt.lm import AsyncLM
 from genrt.testing import Faults, run_simulated
 
@@ -85,8 +85,6 @@ def test_a_sampler_meets_every_fault() -> None:
     assert max(failures) > 2
     with pytest.raises(EngineDied):
         run_simulated(particles, seed=0, faults=Faults(death=1.0))
-    with pytest.raises(OutOfMemory):
-        run_simulated(particles, seed=0, faults=Faults(out_of_memory_above=0))
 
 
 def test_texts_and_streams_are_those_of_the_model() -> None:
@@ -167,4 +165,4 @@ async def wrong(lm: AsyncLM) -> None:
 )
 def test_a_wrong_sampler_is_found(sampler: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        run_simulated(sampler, seed=7, faults=Faults(not_finite=float(sampler is forgetful)))
+        run_simulated(sampler, seed=7, faults=Faults(step=float(sampler is forgetful)))

@@ -110,7 +110,6 @@ class VLLMEngine:
                 device=self.device,
             )
             self._open = OpenRequests(core.scheduler, steps)
-            core.scheduler.prefixes, self.prefixes.residents = self.prefixes, self._open.residents
         self._populations = SeatedPopulations(self._open, self._adapters)
         self._decoded: list[tuple[Purpose, str]] = []  # requests of the last decode step
         drawn_here = self.runner == "V1" and on_cpu
