@@ -75,8 +75,8 @@ def heap_kept() -> Iterator[None]:
     frozen garbage would stay in memory."""
     with _OPENING:
         functions, has_frozen = (gc.freeze, gc.unfreeze), gc.get_freeze_count() > 0
-        # ``gc.unfreeze`` thaws every object. If the user has frozen objects, vLLM must not freeze more; if
-        # not, thaw all at the end.
+        # ``gc.unfreeze`` thaws every object. If the user has frozen objects, vLLM must not freeze more;
+        # else all are thawed at the end.
         if has_frozen:
             gc.freeze = gc.unfreeze = lambda: None
         try:
@@ -217,7 +217,9 @@ class ThreadTurns:
         with self._changed:
             if self._holder != own:
                 if self._depth or self.waiting:
-                    self._wait(own)
+                    self.waiting.append(own)
+                    self._changed.wait_for(lambda: not self._depth and self.waiting[0] == own)
+                    self.waiting.remove(own)
                 self._holder = own
             self._depth += 1
 
@@ -228,14 +230,6 @@ class ThreadTurns:
                 self._holder = None
                 if self.waiting:
                     self._changed.notify_all()
-
-    def _wait(self, own: int) -> None:
-        self.waiting.append(own)
-        try:
-            self._changed.wait_for(lambda: not self._depth and self.waiting[0] == own)
-        finally:  # also after an interrupt: then it may be the next thread's turn
-            self.waiting.remove(own)
-            self._changed.notify_all()
 
 
 _TURNS = ThreadTurns()

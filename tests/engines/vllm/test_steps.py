@@ -127,22 +127,6 @@ async def test_the_rest_of_a_step_is_answered_from_the_step_of_all(runtimes: Run
 
 
 @pytest.mark.usefixtures("always")
-async def test_forks_are_evicted_and_forgotten_as_all_residents(runtimes: Runtimes) -> None:
-    lm, quiet = runtimes
-    rng, [population] = random.Random(7), begun(lm, COUNT)
-    for step in range(12):
-        await same(population, quiet, seed=100 * step)
-        population.resample(halved(rng))
-        if step % 4 == 3:
-            crowd = [[rng.randrange(300) for _ in range(40)] for _ in range(60)]
-            await lm.batch_next_token_logprobs(crowd)
-    forget(lm)
-    assert held(lm) == (0, 0, 0)
-    await same(population, quiet, seed=5)
-    closed([population], lm)
-
-
-@pytest.mark.usefixtures("always")
 async def test_adapters_keep_their_steps_ahead_apart(llama: Path, loras: tuple[Path, Path]) -> None:
     """Two adapters and the base model in turns and together; one is replaced under its population."""
     rng = random.Random(2)
