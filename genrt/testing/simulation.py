@@ -50,8 +50,6 @@ def run_simulated(
     model: NGram | Callable[[], Engine] | None = None,
     faults: Faults | None = None,
     cancel_after: int | None = None,
-    cache_bytes: int = 2**20,
-    max_batch_size: int | None = None,
 ) -> T:
     """Return the result of your own sampler on a simulated runtime.
 
@@ -67,8 +65,6 @@ def run_simulated(
         faults: the engine's faults; no faults by default.
         cancel_after: the number of events (callbacks, engine steps, …) after which the sampler is
             cancelled if it has not ended; ``None``: never.
-        cache_bytes: as for ``genrt.load``.
-        max_batch_size: as for ``genrt.load``.
 
     Raises:
         AssertionError: the sampler waits forever, or left tasks, questions or unread errors behind. The
@@ -90,12 +86,11 @@ def run_simulated(
         rounds.append(VirtualRounds(round, clock))
         return rounds[-1]
 
-    cache = RowCache(cache_bytes)
+    cache = RowCache(2**20)
     time = clock.time
     thread = EngineThread(
         lambda: _FaultyEngine(open_engine(), faults or Faults(), chance),
         cache,
-        max_batch_size=max_batch_size,
         make_batcher=partial(_AwaitedBatcher, clock=time),
         make_thread=make_rounds,
     )

@@ -84,7 +84,7 @@ def test_models_of_all_kinds_come(what: str, wanted: Callable[[torch.Tensor], bo
 
 
 def test_models_shrink_to_what_matters() -> None:
-    few = small_lms(max_vocab_size=3, max_order=1)
+    few = small_lms(max_vocab_size=2, max_order=1)
     model = simplest(few, lambda model: bool((model.table[..., 1] == -math.inf).any()))
     assert model.vocab_size == 2
     assert model.order == 0

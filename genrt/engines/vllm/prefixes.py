@@ -59,7 +59,7 @@ class PrefixBlocks:
     @property
     def tokens(self) -> int:
         """The number of tokens held."""
-        return self._held * self._block_size
+        return int(self._held * self._block_size)
 
     @property
     def _held(self) -> int:

@@ -218,8 +218,11 @@ class ThreadTurns:
             if self._holder != own:
                 if self._depth or self.waiting:
                     self.waiting.append(own)
-                    self._changed.wait_for(lambda: not self._depth and self.waiting[0] == own)
-                    self.waiting.remove(own)
+                    try:
+                        self._changed.wait_for(lambda: not self._depth and self.waiting[0] == own)
+                    finally:  # also after an interrupt: then it may be the next thread's turn
+                        self.waiting.remove(own)
+                        self._changed.notify_all()
                 self._holder = own
             self._depth += 1
 
