@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from benchmarks import fidelity, overheads, plots, pressure, replicas, sharing, step, two_runtimes
-from benchmarks.step_modes import GENRT_MODES, MODES, Measured
+from benchmarks.step_modes import GENRT_MODES, MODES
 from genrt.cluster import engine
 from tests.cluster.here import ReplicasHere
 
@@ -160,35 +160,6 @@ def test_a_step_is_measured_in_every_mode(
     assert results["decode"]["ratio_to_decode"] == 1.0
     assert results["fresh"]["speedup_over_fresh"] == 1.0
     assert results["fresh"]["computed_tokens_per_particle_step"] >= 1.0
-
-
-def test_a_summary_compares_modes_within_a_repeat() -> None:
-    samples = {
-        "fresh": {0: Measured(40.0, computed_tokens=8.0), 2: Measured(90.0, computed_tokens=9.0)},
-        "decode": {0: Measured(2.0), 1: Measured(4.0), 2: Measured(6.0)},
-        "resident": {
-            0: Measured(2.0, 1.0, 1.0, 64.0),
-            1: Measured(8.0, 1.0, 1.5, 64.0),
-            2: Measured(9.0, 2.0, 2.0, 64.0),
-        },
-    }
-    assert step.summary("resident", samples) == {
-        "mode": "resident",
-        "ms_per_step": 8.0,
-        "quartiles": [5.0, 8.5],
-        "ratio_to_decode": 1.5,
-        "ratio_quartiles": [1.25, 1.75],
-        "speedup_over_fresh": 15.0,
-        "engine_steps_per_step": 1.0,
-        "computed_tokens_per_particle_step": 1.5,
-        "host_bytes_per_step": 64.0,
-        "ms_to_begin": None,
-    }
-    alone = step.summary("resident", {"resident": {0: Measured(3.0)}})
-    assert alone["ms_per_step"] == 3.0
-    assert alone["quartiles"] == [3.0, 3.0]
-    assert [alone[key] for key in NEEDS_OTHERS] == [None, None, None]
-    assert alone["engine_steps_per_step"] is None
 
 
 # -- plots ------------------------------------------------------------------------------------

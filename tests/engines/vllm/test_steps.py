@@ -24,7 +24,6 @@ from tests.engines.vllm.ahead import (
     halved,
     run_always_ahead,
     same,
-    two_runtimes,
 )
 from tests.engines.vllm.small import begin, decode_steps_of, forget, held, on_engine
 from tests.inside import engine_of, populations_of
@@ -127,10 +126,17 @@ async def test_the_rest_of_a_step_is_answered_from_the_step_of_all(runtimes: Run
 
 
 @pytest.mark.usefixtures("always")
-async def test_adapters_keep_their_steps_ahead_apart(llama: Path, loras: tuple[Path, Path]) -> None:
+async def test_adapters_keep_their_steps_ahead_apart(
+    adaptable: AsyncLM, llama: Path, loras: tuple[Path, Path]
+) -> None:
     """Two adapters and the base model in turns and together; one is replaced under its population."""
-    rng = random.Random(2)
-    with two_runtimes(llama, enable_lora=True, max_loras=2, max_lora_rank=8) as (lm, quiet):
+    rng, lm = random.Random(2), adaptable
+    begin(lm, ahead=True)
+    began = lm.statistics().engine.speculated
+    options = {"dtype": "float32"}
+    with genrt.load(
+        str(llama), engine="transformers", engine_options=options, cache_bytes=0
+    ) as quiet:
         for each in (lm, quiet):
             for name, path in zip("ab", loras, strict=True):
                 await each.add_adapter(name, path)
@@ -145,7 +151,7 @@ async def test_adapters_keep_their_steps_ahead_apart(llama: Path, loras: tuple[P
             for population in drawn:
                 population.resample(halved(rng))
             await all_the_same(drawn, quiet, seed=step, adapters=asked)
-        assert lm.statistics().engine.speculated > 0
+        assert lm.statistics().engine.speculated > began
         for population in populations.values():
             population.close()
         forget(lm)  # the rows by which adapters are tested

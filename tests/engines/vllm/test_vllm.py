@@ -293,27 +293,6 @@ def test_samples_get_the_slots_of_cancelled_ones_and_never_those_of_rows(
     assert len(ends[0].result or ()) == 4
 
 
-@pytest.mark.parametrize("fails", ["the step", "the row"])
-def test_a_failing_probe_takes_nothing_from_the_requests_in_progress(
-    one_slot: VLLMEngine, monkeypatch: pytest.MonkeyPatch, fails: str
-) -> None:
-    def put(store: RowStore, tickets: Sequence[int], logits: torch.Tensor) -> None:
-        if fails == "the step":
-            raise RuntimeError("scripted failure")
-        poisoned(store, tickets, torch.full_like(logits, float("nan")))
-
-    poisoned = RowStore.put
-    bystander = SampleRequest((1, 2), max_tokens=1, temperature=0.0)
-    one_slot.submit([bystander])
-    with monkeypatch.context() as patch:
-        patch.setattr(RowStore, "put", put)
-        with pytest.raises(EngineFailed):
-            one_slot.probe([LogprobsRequest((3,))])
-    [end] = one_slot.step()
-    assert end.request == bystander
-    assert (end.error is None) == (fails == "the row")
-
-
 # -- adapters -------------------------------------------------------------------------------------
 
 

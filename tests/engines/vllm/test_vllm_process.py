@@ -213,29 +213,6 @@ def test_a_vllm_that_keeps_them_elsewhere_is_refused(monkeypatch: pytest.MonkeyP
         Globals()
 
 
-def test_only_an_engine_in_float32_has_triton_multiply_in_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv(F32, raising=False)
-    first, second = Globals(), Globals()
-    with first:
-        first.multiply_in_float32()
-        assert os.environ[F32] == "ieee"
-    assert F32 not in os.environ
-    with second:
-        assert F32 not in os.environ
-    with first, first:
-        assert os.environ[F32] == "ieee"
-    assert F32 not in os.environ
-    monkeypatch.setenv(F32, "tf32x3")
-    with first:
-        assert os.environ[F32] == "ieee"
-    assert os.environ[F32] == "tf32x3"
-    with second:
-        second.multiply_in_float32()
-        assert os.environ[F32] == "tf32x3"
-
-
 def test_engines_know_their_dtype_and_leave_vllms_globals_and_each_other_as_they_were(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
