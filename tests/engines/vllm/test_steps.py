@@ -25,7 +25,7 @@ from tests.engines.vllm.ahead import (
     run_always_ahead,
     same,
 )
-from tests.engines.vllm.small import begin, decode_steps_of, forget, held, on_engine
+from tests.engines.vllm.small import begin, decode_steps_of, held, on_engine
 from tests.inside import engine_of, populations_of
 
 pytestmark = pytest.mark.vllm
@@ -154,7 +154,6 @@ async def test_adapters_keep_their_steps_ahead_apart(
         assert lm.statistics().engine.speculated > began
         for population in populations.values():
             population.close()
-        forget(lm)  # the rows by which adapters are tested
         assert held(lm) == (0, 0, 0)
 
 
