@@ -22,14 +22,14 @@ BYTES = NGram.random(
 
 @pytest.mark.proof
 @pytest.mark.vllm
-@pytest.mark.embedded
-def test_all_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_are_measured(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "smc.json"
-    arguments = f"smc --quick --particles 3 --repeats 2 --json {file}".split()
+    small = '--options {"max_num_seqs":8,"kv_cache_memory_bytes":67108864}'
+    arguments = f"smc --quick --particles 3 --model {llama} {small} --json {file}".split()
     monkeypatch.setattr(sys, "argv", arguments)
     smc.main()
     [result] = map(json.loads, file.read_text().splitlines())
-    assert (result["model"], result["particles"]) == ("embedded", 3)
+    assert (result["model"], result["particles"]) == (str(llama), 3)
     for ratios in (result["of_population"], result["of_draw"]):
         assert 0 < ratios[0] <= ratios[1] <= ratios[2]
     assert result["versions"]["torch"] == torch.__version__
