@@ -30,8 +30,6 @@ from genrt.errors import (
     ModelNotFound,
 )
 
-ROOT = Path(__file__).parent.parent
-
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
