@@ -81,7 +81,7 @@ def words(lm: AsyncLM, **options: Any) -> TextModel:
 
 
 def smc(model: Any, **options: Any) -> SMC:
-    return SMC(model, **({"num_particles": 8, "resample_when": 0.9} | options))
+    return SMC(model, **({"num_particles": 8, "resample_when": 1.0} | options))
 
 
 SAMPLERS: dict[str, Callable[[AsyncLM, AsyncLM], Any]] = {
@@ -94,14 +94,12 @@ SAMPLERS: dict[str, Callable[[AsyncLM, AsyncLM], Any]] = {
         words(lm, potential=likes_b_later, twist=likes_b), resample=residual
     ),
     "SMC, strings": lambda lm, small: smc(text(lm, stop=["bb", "aba", END_TOKEN], twist=likes_b)),
-    "SMC, no stop": lambda lm, small: smc(
-        words(lm, stop=None), resample=partial, resample_when=1.0
-    ),
+    "SMC, no stop": lambda lm, small: smc(words(lm, stop=None), resample=partial),
     "SMC, tempered": lambda lm, small: smc(words(lm, temperature=0.7, stop=[END_TOKEN, 0])),
     "SMC, by rejection": lambda lm, small: smc(text(lm, constraint=predicate(even, lm))),
-    "SMC, in blocks": lambda lm, small: smc(words(lm, proposal=small, block=3), resample_when=1.0),
+    "SMC, in blocks": lambda lm, small: smc(words(lm, proposal=small, block=3)),
     "program": lambda lm, small: smc(Program(lm, by_hand)),
-    "infilling": lambda lm, small: smc(infilling(lm, [0], [1, 0], max_tokens=2)),
+    "infilling": lambda lm, small: smc(infilling(lm, [0], [1], max_tokens=3)),
     "chains": lambda lm, small: MetropolisHastings(
         words(lm, twist=likes_b, potential=likes_b), num_chains=4, num_steps=6, warm_up=2
     ),
