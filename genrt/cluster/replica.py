@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from genrt.cluster.flushes import Answers, Packed, packed_answers, unpacked_flush
+from genrt.cluster.flushes import Answers, PackedFlush, packed_answers, unpacked_flush
 from genrt.cluster.programs import ProgramLoop, ProgramRequest
 from genrt.engines.folders import Folder
 from genrt.engines.protocol import check_supported, survived
@@ -123,21 +123,18 @@ class Replica:
 
     # -- questions ----------------------------------------------------------------------------
 
-    async def flush(self, message: Packed) -> None:
+    async def flush(self, message: PackedFlush) -> None:
         """Take the questions of a message; ``answers`` returns their ends."""
         if self._lm is None:  # they were for an earlier life
             return
         try:
-            for ticket, request in unpacked_flush(message, self._handles, self._lm._limits):
-                if isinstance(request, GenrtError):
-                    self._end(ticket, request)
-                else:
-                    self._ask(ticket, request)
+            for ticket, request in unpacked_flush(message, self._handles):
+                self._ask(ticket, request)
         except Exception as error:
             self._failed = EngineDied(f"a flush could not be read: {error}")
             self._news.set()
 
-    async def answers(self) -> Packed:
+    async def answers(self) -> Answers:
         """Wait for answers, and return all that there are. Raises EngineDied after a failure, and before
         ``prepare``: a call for an earlier life would take the answers of this one."""
         if self._lm is None:

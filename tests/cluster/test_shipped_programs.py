@@ -38,7 +38,7 @@ from genrt.inference import (
     infilling,
 )
 from genrt.lm import AsyncLM
-from tests.cluster.test_replicas import QUICK, adapter_in
+from tests.cluster.test_replicas import adapter_in
 
 VOCABULARY = [b"a", b"b", b"c", b"ab", b" ", b"1", b"2", b""]
 MODEL = NGram.random(VOCABULARY, order=2, seed=4, eos_token_id=7)
@@ -53,7 +53,7 @@ def runtimes(here: None) -> Iterator[Runtimes]:
     """One engine, and two replicas."""
     with (
         genrt.load(MODEL, engine="exact", seed=3) as one,
-        genrt.load(MODEL, engine="exact", seed=3, replicas=2, replica_limits=QUICK) as two,
+        genrt.load(MODEL, engine="exact", seed=3, replicas=2) as two,
     ):
         yield one, two
 
@@ -268,7 +268,7 @@ async def _dies(lm: AsyncLM, lives: Path, times: int) -> int:
 
 @pytest.mark.promise(number=39)
 async def test_a_program_whose_replica_dies_is_run_again_on_another(tmp_path: Path) -> None:
-    with genrt.load(MODEL, engine="exact", replicas=2, replica_limits=QUICK) as lm:
+    with genrt.load(MODEL, engine="exact", replicas=2) as lm:
         (tmp_path / "one").mkdir()
         assert await lm.run(partial(_dies, lives=tmp_path / "one", times=1)) == 1
         (tmp_path / "all").mkdir()

@@ -57,22 +57,15 @@ T = TypeVar("T")
 U4, I8, F4, F8 = (np.dtype(each) for each in ("<u4", "<i8", "<f4", "<f8"))
 
 
-def flush_of(
-    asked: Sequence[Question],
-    model: str,
-    *,
-    name_of: Callable[[Adapter | None], str | None] = lambda adapter: (
-        adapter.name if adapter else None
-    ),
-) -> bytes:
-    """Return questions as bytes, for the model of this fingerprint; ``name_of`` names adapters."""
+def flush_of(asked: Sequence[Question], model: str) -> bytes:
+    """Return questions as bytes, for the model of this fingerprint."""
     contexts: dict[bytes, int] = {}
     masks: dict[bytes, int] = {}
     adapters: dict[str | None, int] = {}
     questions: list[list[Any]] = []
     for each in asked:
         row = each.row if isinstance(each, ReadRequest) else each
-        name = name_of(row.adapter)
+        name = row.adapter.name if row.adapter else None
         kind, more = "row", list[Any]()
         wanted = each.wanted if isinstance(each, ReadRequest) else None
         if isinstance(wanted, DrawToken):
