@@ -63,8 +63,8 @@ MOST_ASKED = 2
 """How many replicas a question is asked of at most."""
 
 STALL_SECONDS = 600.0
-"""A replica that is at one step, or one change, for longer is killed. How long one may take to open is not
-bounded."""
+"""A replica that is at one step, or one change, for longer is killed. It may take as long as it likes to
+open."""
 
 MOST_FAILURES = 3
 """A replica that fails so many questions in a row is killed."""
