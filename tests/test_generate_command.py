@@ -113,7 +113,7 @@ def test_a_job_goes_on_with_another_number_of_replicas(
         (["--engine", "other"], "engine must be one of"),
         (["--limit", "0"], "limit"),
         (["--replicas", "0"], "replicas must be from 1"),
-        (["--cluster", "auto"], "say how many with --replicas N"),
+        (["--cluster", "auto"], "say how many with replicas=…"),
         (["--regex", "("], "regex: "),
         (["--grammar", "start: ("], "grammar: "),
         (["--schema", "SCHEMA"], "json_schema: "),

@@ -57,7 +57,6 @@ from genrt.questions.contexts import Adapter
 from genrt.questions.draws import DrawToken, PopulationDraw
 from genrt.questions.reads import Candidates, TopTokens
 from genrt.questions.request import Request
-from genrt.questions.rows import LogprobsRequest
 
 MOST_ASKED = 2
 """How many replicas a question is asked of at most."""
@@ -143,10 +142,8 @@ class ReplicaEngine:
         self._adapters: dict[Adapter, dict[str, bytes]] = {}
         self._refusals: list[GenrtError] = []
         self._facts: Facts | None = None
-        self._keeps_prefixes = False
         self._past = EngineStatistics()
         self._is_closed = False
-        self.prefixes = _ReplicaPrefixes(self)
         self.weights = _ReplicaWeights(self)
         try:
             self._open()
@@ -363,12 +360,11 @@ class ReplicaEngine:
             self.weights.version,
             self.weights.tensors,
             tuple(self._adapters.items()),
-            tuple(self.prefixes) if self._keeps_prefixes else (),
         )
         self._call(replica, "prepare", wanted, then=self._prepared)
 
     def _prepared(self, replica: _ReplicaRecord, facts: Facts) -> None:
-        self._facts, self._keeps_prefixes = self._facts or facts, facts.keeps_prefixes
+        self._facts = self._facts or facts
         if replica.heard != replica.life:
             replica.restarts += replica.heard >= 0
             replica.heard = replica.life
@@ -547,25 +543,6 @@ def _given_up(reason: str) -> EngineFailed:
     return EngineFailed(
         f"{MOST_ASKED} replicas died with this question in flight, which may be why: {reason}"
     )
-
-
-class _ReplicaPrefixes(dict[LogprobsRequest, None]):
-    """The prefixes of every replica, also of replicas that start later."""
-
-    def __init__(self, engine: ReplicaEngine) -> None:
-        self._engine = engine
-
-    def keep(self, prefix: LogprobsRequest) -> None:
-        self[prefix] = None
-        self._tell("keep", prefix)
-
-    def release(self, prefix: LogprobsRequest) -> None:
-        if self.pop(prefix, self) is None:
-            self._tell("release", prefix)
-
-    def _tell(self, name: str, prefix: LogprobsRequest) -> None:
-        if self._engine._keeps_prefixes:
-            self._engine._tell("do", f"full.prefixes.{name}", prefix)
 
 
 class _ReplicaWeights:

@@ -50,12 +50,14 @@ def add_replica_arguments(parser: argparse.ArgumentParser) -> None:
         "--replicas",
         type=int,
         metavar="N",
+        default=None,
         help="the number of engines, each an actor of Ray; GPUs are distributed evenly (default: one, "
         "in this process)",
     )
     group.add_argument(
         "--cluster",
         metavar="ADDRESS",
+        default=None,
         help='the address of a Ray cluster; "auto" for the running one, or else a new one on this host '
         '(default: "local", a new one)',
     )

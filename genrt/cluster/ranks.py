@@ -60,16 +60,12 @@ RANKED = MappingProxyType({"PYTHONHASHSEED": "0"})
 
 SHARED_MEMORY = Path("/dev/shm")
 
-OTHER_SIZES = (
+NOT_RANKS = (
     "pipeline_parallel_size",
     "data_parallel_size",
     "prefill_context_parallel_size",
     "decode_context_parallel_size",
     "nnodes",
-)
-"""vLLM's options for what ranks do not do."""
-
-OTHER_WAYS = (
     "distributed_executor_backend",
     "scheduler_cls",
     "async_scheduling",
@@ -78,7 +74,7 @@ OTHER_WAYS = (
     "ec_transfer_config",
     "kv_events_config",
 )
-"""vLLM's options that keep its executor, if they are given."""
+"""vLLM's options that keep its executor: for what ranks do not do."""
 
 PROGRAM = (
     "import sys; sys.path[:] = {path!r}; "
@@ -97,9 +93,9 @@ def are_launched(options: Mapping[str, Any]) -> bool:
 def with_ranks(options: dict[str, Any]) -> dict[str, Any]:
     """Return options of vLLM's with genrt's ranks, if they are of tensor parallelism alone."""
     size = options.get("tensor_parallel_size")
-    if not isinstance(size, int) or size < 2 or any(options.get(each) for each in OTHER_WAYS):
-        return options
-    if any(options.get(each, 1) != 1 for each in OTHER_SIZES):
+    others = [options.get(each) for each in NOT_RANKS]
+    is_other = any(each is True or each not in (None, False, 1) for each in others)
+    if not isinstance(size, int) or size < 2 or is_other:
         return options
     return options | {"distributed_executor_backend": LAUNCHED}
 

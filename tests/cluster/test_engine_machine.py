@@ -25,7 +25,7 @@ from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
 
-FACTS = Facts(9, 100, 64, packed_tokenizer(None), None, False, False, False)
+FACTS = Facts(9, 100, 64, packed_tokenizer(None), None, False, False)
 
 
 @dataclass(slots=True)
