@@ -213,14 +213,6 @@ async def test_one_that_is_almost_certain_and_refused_leaves_the_rest_as_it_is()
     assert_unbiased([math.exp(w) * 1e18 for _, w in draws], 2.0, highest=4.0)
 
 
-async def test_what_the_check_raises_is_raised() -> None:
-    async def check(token_ids: list[int]) -> list[bool]:
-        raise LookupError(*token_ids)
-
-    with pytest.raises(LookupError, match="0"):
-        await draw_allowed(np.ones(1), check, np.random.default_rng(0))
-
-
 # -- in a sampler -----------------------------------------------------------------------------
 
 

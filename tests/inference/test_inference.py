@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 import genrt
 from genrt.constraints import ConstraintState, predicate, regex
 from genrt.engines.exact import NGram
-from genrt.errors import ContextTooLong, InvalidRequest, UnknownAdapter
+from genrt.errors import ContextTooLong, InvalidRequest
 from genrt.inference import (
     SMC,
     BestOfN,
@@ -282,24 +281,6 @@ async def test_a_failing_constraint_fails_its_run_alone() -> None:
         assert same(ran, expected)
 
 
-async def test_texts_are_the_bytes_of_their_tokens() -> None:
-    model = NGram(
-        [b"\xc3", b"\xa9", b"x", b"eos"],
-        torch.log(torch.tensor([0.3, 0.3, 0.3, 0.1])),
-        eos_token_id=3,
-    )
-    with genrt.load(model, engine="exact") as lm:
-        smc = smc_of(lm, PROMPT, num_particles=20, max_tokens=4, constraint=regex("(é|x)+", lm))
-        result = await smc.run(0)
-        alive = [
-            text for text, w in zip(result.texts, result.log_weights, strict=True) if w > -math.inf
-        ]
-        assert any("é" in text for text in alive)
-        assert all(re.fullmatch("(é|x)+", text) for text in alive)
-        cut = await smc_of(lm, PROMPT, num_particles=20, max_tokens=1).run(0)
-        assert set(cut.texts) == {"", "x", "\ufffd\\xc3", "\ufffd\\xa9"}
-
-
 def test_a_posterior_adds_up_equal_texts_and_leaves_out_the_dead() -> None:
     result = Result(
         texts=("b", "a", "c", "a", "d"),
@@ -342,13 +323,6 @@ async def test_a_constraint_needs_an_end_token() -> None:
             smc_of(lm, PROMPT, num_particles=2, max_tokens=2, constraint=Failing())
         result = await smc_of(lm, PROMPT, num_particles=2, max_tokens=3).run(0)
     assert [len(token_ids) for token_ids in result.token_ids] == [3, 3]
-
-
-async def test_an_unknown_adapter_is_refused_by_the_model() -> None:
-    with genrt.load(MODEL, engine="exact") as lm:
-        smc = smc_of(lm, PROMPT, num_particles=2, max_tokens=3, adapter="absent")
-        with pytest.raises(UnknownAdapter):
-            await smc.run(0)
 
 
 @pytest.mark.parametrize(

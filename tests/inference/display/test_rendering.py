@@ -130,14 +130,6 @@ def test_a_run_in_which_everything_died_says_so() -> None:
     assert repr(result) == "Result(20 particles, 0 alive, 4 steps, log_evidence=-inf, ess=0.0)"
 
 
-@pytest.mark.parametrize("log_evidence", [1e300, -1e300, 123456789012.0])
-def test_enormous_evidence_is_shown_with_an_exponent(log_evidence: float) -> None:
-    result = result_of(["a"], [1.0], log_evidence)
-    for shown in (repr(result), str(result), "".join(parsed(result).itertext())):
-        assert f"{log_evidence:.6g}" in shown.replace("\N{MINUS SIGN}", "-")
-        assert "000000" not in shown
-
-
 def test_nothing_at_all_is_shown_as_such() -> None:
     result = result_of([], [], -math.inf)
     assert "There are no particles" in "".join(parsed(result).itertext())
