@@ -169,8 +169,8 @@ def test_tokens_without_a_spelling_are_their_numbers() -> None:
     assert f"⟨{first}⟩" in result.genealogy().svg
 
 
-def test_without_steps_there_is_no_genealogy_no_curve_and_no_table_of_steps() -> None:
+def test_without_steps_there_is_no_genealogy_and_no_table_of_steps() -> None:
     result = Result(("a",), ((0,),), ("a",), np.zeros(1), math.nan)
-    for show in (result.genealogy, result.plot, lambda: result.to_pandas(steps=True)):
+    for show in (result.genealogy, lambda: result.to_pandas(steps=True)):
         with pytest.raises(InvalidRequest, match="no steps"):
             show()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 import genrt
+from genrt.errors import ExtraNotInstalled
 from genrt.inference import (
     SMC,
     MetropolisHastings,
@@ -235,3 +237,49 @@ def test_lines_are_abbreviated_to_a_width_that_counts_wide_characters_twice() ->
 )
 def test_printable_text_is_what_python_would_escape(text: str, shown: str) -> None:
     assert printable(text) == shown
+
+
+# -- tables of pandas ----------------------------------------------------------------------------
+
+
+def test_a_table_has_a_row_for_each_particle(real: Result) -> None:
+    table = real.to_pandas()
+    assert list(table.columns) == ["text", "tokens", "value", "log_weight", "weight", "alive"]
+    assert tuple(table.text) == real.texts
+    assert tuple(table.tokens) == real.token_ids
+    assert tuple(table.value) == real.values
+    assert table.log_weight.tolist() == real.log_weights.tolist()
+    assert table.weight.tolist() == real.weights.tolist()
+    assert table.alive.tolist() == np.isfinite(real.log_weights).tolist()
+    assert table.index.name == "particle"
+    table["log_weight"] = 0.0
+    assert real.log_weights.any()
+    by_value = table.groupby("value").weight.sum()
+    assert {value: by_value[value] for value, _ in real.posterior()} == pytest.approx(
+        dict(real.posterior())
+    )
+
+
+def test_a_table_has_a_row_for_each_step(real: Result) -> None:
+    table = real.to_pandas(steps=True)
+    assert table.index.tolist() == [info.step for info in real.infos]
+    assert table.index.name == "step"
+    for name in ("resampled", "ess", "log_evidence", "unfinished"):
+        assert table[name].tolist() == [getattr(info, name) for info in real.infos]
+    assert table.ancestors.tolist() == [len(set(info.ancestors)) for info in real.infos]
+    assert table.alive.tolist() == [np.isfinite(i.log_weights).sum() for i in real.infos]
+    assert table.ancestors[table.resampled].max() < len(real.texts)
+
+
+@pytest.mark.parametrize(
+    "values", [[(1, 2), (3, 4)], [[1], [2, 3]], [{"a": 1}, None], [np.ones(2), np.ones(2)]]
+)
+def test_a_value_stays_one_cell(values: list[object]) -> None:
+    table = result_of(values, [1.0, 3.0]).to_pandas()
+    assert [value is again for value, again in zip(values, table.value, strict=True)] == [True] * 2
+
+
+def test_without_pandas_it_is_named(real: Result, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ExtraNotInstalled, match=r'pandas.*pip install "genrt\[plot\]"'):
+        real.to_pandas()
