@@ -257,7 +257,7 @@ def drawn(data: st.DataObject, ngram: NGram, lm: AsyncLM) -> Case:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 @settings(
-    max_examples=12,
+    max_examples=10,
     deadline=None,
     derandomize=True,
     database=None,
@@ -275,7 +275,7 @@ def test_the_cases_have_dead_ends_and_checked_constraints() -> None:
     seen: set[str] = set()
 
     @settings(
-        max_examples=60,
+        max_examples=40,
         deadline=None,
         derandomize=True,
         database=None,
