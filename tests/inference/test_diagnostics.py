@@ -227,9 +227,3 @@ def test_the_worst_of_weights_lengths_and_common_values_is_reported() -> None:
         assert worse.r_hat == pytest.approx(diagnose(slow).r_hat)
     unhashable = statistics_of([[[value] for value in chain] for chain in slow.tolist()])
     assert (unhashable.ess, unhashable.r_hat) == (by_value.ess, by_value.r_hat)
-
-
-def test_chains_at_one_value_are_unknown() -> None:
-    found = statistics_of([["a"] * 50] * 8)
-    assert math.isnan(found.ess)
-    assert math.isnan(found.r_hat)

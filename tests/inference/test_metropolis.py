@@ -119,16 +119,6 @@ async def test_moves_leave_the_law_as_it_is(name: str) -> None:
         assert 0.2 < rate <= 1
 
 
-async def test_without_weights_and_with_one_length_every_move_is_taken() -> None:
-    endless = NGram.random([b"a", b"b", b"c"], seed=1)
-    with genrt.load(endless, engine="exact") as lm:
-        model = TextModel(lm, PROMPT, max_tokens=4)
-        state = await exact_chains(model, 50)
-        _, moves = await moved(model, state, steps=5)
-    assert all(made.accepted.all() and not made.log_ratios.any() for made in moves)
-    assert {int(cut) for made in moves for cut in made.cuts} == {0, 1, 2, 3}
-
-
 async def test_ratios_are_those_of_the_detailed_balance() -> None:
     """By hand, from the texts before and after: weights of suffixes, and how many cuts there are."""
     with genrt.load(MODEL, engine="exact") as lm:

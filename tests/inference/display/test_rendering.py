@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import sys
 import xml.etree.ElementTree as ET
@@ -15,7 +14,6 @@ import pytest
 import genrt
 from genrt.errors import ExtraNotInstalled
 from genrt.inference import (
-    SMC,
     MetropolisHastings,
     Result,
     TextModel,
@@ -190,27 +188,6 @@ def test_chains_are_shown_with_how_well_they_mixed(lm: AsyncLM) -> None:
         assert "too few steps, or all at one value: unknown" in shown
         assert "nan" not in shown
     assert "2 chains, ess=nan, r_hat=nan" in repr(unknown)
-
-
-class Own:
-    """A model of the user's own, without a runtime: one step, and two values."""
-
-    max_steps = 1
-
-    def __init__(self, lm: AsyncLM) -> None:
-        self._model = TextModel(lm, [0], max_tokens=1)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "lm":
-            raise AttributeError(name)
-        return getattr(self._model, name)
-
-
-def test_a_model_without_a_runtime_has_no_statistics_and_tokens_without_names(lm: AsyncLM) -> None:
-    with lm:
-        result = asyncio.run(SMC(Own(lm), num_particles=3).run(0))
-    assert result.statistics is None
-    assert f"⟨{result.infos[0].token_ids[0]}⟩" in result.genealogy().svg
 
 
 def test_lines_are_abbreviated_to_a_width_that_counts_wide_characters_twice() -> None:
