@@ -250,7 +250,8 @@ class VLLMEngine:
         return sent
 
     def settle(self, population: PopulationDraw) -> None:
-        self._populations.settle(population)
+        if self._open is not None:
+            self._populations.settle(population)
 
     def release(self, asked: Sequence[SequenceHandle]) -> None:
         self._abort(self._populations.release(asked))
