@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import string
 import zlib
@@ -52,6 +53,7 @@ _RULES: dict[str, Callable[..., Any]] = {
     "never": lambda text: False,
     # Refuses no prefix, so a text fails only at its end.
     "never_finished": lambda text: not text.finished,
+    "even_when_finished": lambda text: not text.finished or len(text.bytes) % 2 == 0,
     # Does not depend on bytes alone.
     "at_most_tokens": lambda text, most: len(text.token_ids) <= most,
     "without": lambda text, part: part.encode() not in text.bytes,
@@ -74,6 +76,20 @@ class Judgement:
 
     def __repr__(self) -> str:
         return f"{self.name}({', '.join(map(repr, self.arguments))})"
+
+
+class Asynchronous:
+    """The same judgement as a coroutine function."""
+
+    def __init__(self, judgement: Judgement) -> None:
+        self.judgement = judgement
+
+    async def __call__(self, text: Text) -> Any:
+        await asyncio.sleep(0)
+        return self.judgement(text)
+
+    def __repr__(self) -> str:
+        return f"asynchronous({self.judgement})"
 
 
 def seeds() -> SearchStrategy[int]:
@@ -178,7 +194,7 @@ def constraints(lm: AsyncLM) -> SearchStrategy[Constraint]:
 def potentials(
     *, lowest: float = -6.0, highest: float = 0.0, zeros: bool = True
 ) -> SearchStrategy[Potential]:
-    """Draw log-weights of texts, finished or not, by their bytes.
+    """Draw log-weights of texts, finished or not, by their bytes: plain and coroutine functions.
 
     Args:
         lowest: the lower bound of finite log-weights.
@@ -193,15 +209,17 @@ def potentials(
     value = st.one_of(st.just(highest), st.floats(lowest, highest))
     if zeros:
         value = st.one_of(value, st.just(-math.inf))
-    values = st.lists(value, min_size=1, max_size=7)
-    return values.map(lambda drawn: Judgement("tabled", *drawn))
+    return _also_asynchronous(
+        st.lists(value, min_size=1, max_size=7).map(lambda values: Judgement("tabled", *values))
+    )
 
 
-def _rules(alphabet: list[str]) -> SearchStrategy[Judgement]:
+def _rules(alphabet: list[str]) -> SearchStrategy[Judgement | Asynchronous]:
     """Draw predicates. A predicate that refuses a prefix refuses all texts that start with it."""
     characters = st.sampled_from(alphabet)
     rules: dict[str, list[SearchStrategy[Any]]] = {
         "always": [],
+        "even_when_finished": [],
         "at_most_tokens": [st.integers(0, 3)],
         "without": [characters],
         "containing": [characters],
@@ -209,7 +227,15 @@ def _rules(alphabet: list[str]) -> SearchStrategy[Judgement]:
         "never_finished": [],
         "never": [],
     }
-    return st.one_of([st.builds(Judgement, st.just(name), *of) for name, of in rules.items()])
+    return _also_asynchronous(
+        st.one_of([st.builds(Judgement, st.just(name), *of) for name, of in rules.items()])
+    )
+
+
+def _also_asynchronous(
+    plain: SearchStrategy[Judgement],
+) -> SearchStrategy[Judgement | Asynchronous]:
+    return st.one_of(plain, plain.map(Asynchronous))
 
 
 def _row_weights(size: int, *, zeros: bool) -> SearchStrategy[list[float]]:
