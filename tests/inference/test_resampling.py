@@ -151,20 +151,6 @@ def test_weights_that_are_whole_numbers_of_children_have_these(
         assert np.array_equal(np.bincount(resample(rng, log_weights), minlength=n), children)
 
 
-@pytest.mark.parametrize("shift", [0.0, 700.0, -700.0])
-def test_what_residual_gives_for_certain_is_the_whole_part(shift: float) -> None:
-    """Of weights k / m with k and N integers the whole part of N k / m is known exactly."""
-    rng = np.random.default_rng(1)
-    for _ in range(100):
-        n = int(rng.integers(1, 200))
-        parts = rng.integers(0, 12, n)
-        parts[rng.integers(n)] += 1
-        with np.errstate(divide="ignore"):
-            log_weights = np.log(parts) + shift
-        counts = np.bincount(residual(rng, log_weights), minlength=n)
-        assert np.all(counts >= n * parts // parts.sum())
-
-
 @given(st.lists(st.floats(-700, 700), min_size=1, max_size=30))
 def test_ess_and_mean_of_weights(values: list[float]) -> None:
     log_weights = np.array(values)

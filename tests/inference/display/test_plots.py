@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import sys
-import types
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from genrt.errors import ExtraNotInstalled, InvalidRequest
+from genrt.errors import ExtraNotInstalled
 from genrt.inference import Result
 from tests import runs
-from tests.inference.display.test_rendering import Rude, result_of
-
-
-class Recorded:
-    """A function, and what it returned."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-        self.returned: list[Any] = []
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        self.returned.append(self._function(*args, **options))
-        return self.returned[-1]
+from tests.inference.display.test_rendering import result_of
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +20,11 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Result:
     return runs.run(tmp_path_factory.mktemp("runs") / "model")
 
 
-def test_a_figure_draws_the_infos_and_the_posterior(real: Result) -> None:
-    from matplotlib.patches import Rectangle
+def test_a_figure_draws_the_infos(real: Result) -> None:
+    from matplotlib import pyplot
 
-    ess, evidence, weights, posterior = real.plot().axes
+    ess, evidence, weights = real.plot().axes
+    assert pyplot.get_fignums() == []  # a notebook shows the figure where it is returned alone
     steps = [info.step for info in real.infos]
     lines = {str(line.get_label()): line for line in (*ess.lines, *evidence.lines, *weights.lines)}
     for label, values in {
@@ -59,60 +44,20 @@ def test_a_figure_draws_the_infos_and_the_posterior(real: Result) -> None:
         dotted = [line for line in axes.lines if line.get_linestyle() == ":"]
         marks = [float(np.asarray(line.get_xdata())[0]) for line in dotted]
         assert marks == resampled
-    bars = [bar.get_width() for bar in posterior.patches if isinstance(bar, Rectangle)]
-    assert bars == pytest.approx([weight for _, weight in real.posterior()])
-    assert len(posterior.get_yticklabels()) == len(bars)
-
-
-def test_texts_of_any_content_are_drawn_without_a_warning(tmp_path: Path) -> None:
-    texts = ["$\\frac{$", "\N{CJK UNIFIED IDEOGRAPH-65E5}", "\x1b[2J", "", "x" * 500, "<&>", "$a$"]
-    figure = result_of(texts, [1.0] * len(texts)).plot()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        figure.savefig(tmp_path / "figure.png")
-    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
-    [axes] = figure.axes
-    labels = [label.get_text() for label in axes.get_yticklabels()]
-    assert labels[0] == texts[0]
-    assert labels[1:4] == ["\N{REPLACEMENT CHARACTER}", r"\x1b[2J", "(empty)"]
-    assert max(map(len, labels)) <= 48
 
 
 @pytest.mark.parametrize(
-    ("result", "panels"),
-    [
-        (runs.drawn(20, 4, dying=1.0), 4),
-        (runs.drawn(1, 1, dying=0.0), 4),
-        (runs.drawn(200, 30), 4),
-        (result_of(["a"], [1.0]), 1),
-        (result_of([], []), 1),
-        (result_of([Rude()], [1.0]), 1),
-    ],
-    ids=["all dead", "one step", "many", "without steps", "without particles", "rude"],
+    "result",
+    [runs.drawn(20, 4, dying=1.0), runs.drawn(1, 1, dying=0.0), runs.drawn(200, 30)],
+    ids=["all dead", "one step", "many"],
 )
-def test_a_figure_of_any_result_is_drawn(result: Result, panels: int, tmp_path: Path) -> None:
+def test_a_figure_of_any_run_is_drawn_without_a_warning(result: Result, tmp_path: Path) -> None:
     figure = result.plot()
-    figure.savefig(tmp_path / "figure.svg")
-    assert len(figure.axes) == panels
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        figure.savefig(tmp_path / "figure.svg")
+    assert len(figure.axes) == 3
     assert (tmp_path / "figure.svg").stat().st_size > 1000
-
-
-def test_a_figure_is_none_of_pyplots(real: Result, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
-    assert len(real.plot().axes) == 4
-
-
-def test_a_notebook_shows_the_figure_where_it_is_returned_and_once(
-    real: Result, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from matplotlib import pyplot
-
-    monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
-    monkeypatch.setattr(pyplot, "figure", made := Recorded(pyplot.figure))
-    assert real.plot() is made.returned[0]
-    assert len(made.returned) == 1
-    assert pyplot.get_fignums() == []
 
 
 def test_a_table_has_a_row_for_each_particle(real: Result) -> None:
@@ -164,16 +109,11 @@ def test_numbers_can_be_counted_with() -> None:
     assert table.value.dtype.kind == "i"
 
 
-def test_without_steps_there_is_no_table_of_them() -> None:
-    with pytest.raises(InvalidRequest, match="no steps"):
-        result_of(["a"], [1.0], math.nan).to_pandas(steps=True)
-
-
 @pytest.mark.parametrize("package", ["matplotlib", "pandas"])
 def test_what_is_missing_is_named(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
-    result = result_of(["a"], [1.0])
+    result = runs.drawn(2, 2)
     with pytest.raises(ExtraNotInstalled, match=rf'{package}.*pip install "genrt\[plot\]"'):
         result.plot() if package == "matplotlib" else result.to_pandas()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import pickle
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
@@ -15,17 +14,11 @@ import pytest
 import genrt
 from genrt.inference import (
     SMC,
-    BestOfN,
-    Execution,
     MetropolisHastings,
-    Program,
-    Rejection,
     Result,
     TextModel,
-    importance_sampling,
 )
 from genrt.inference.display.formatting import (
-    escape_attribute,
     label,
     printable,
     shorten,
@@ -63,7 +56,7 @@ def test_the_table_is_the_posterior(real: Result) -> None:
     root = parsed(real)
     posterior = real.posterior()
     assert len(posterior) <= 10
-    shown = dict(zip(cells(root, "text"), cells(root, "weight")[::2], strict=False))
+    shown = dict(zip(cells(root, "text"), cells(root, "weight")[::2], strict=True))
     assert shown == {shorten(label(text), 100): f"{weight:.4f}" for text, weight in posterior}
     counts = [int(count) for count in cells(root, "weight")[1 : 2 * len(posterior) : 2]]
     assert sum(counts) == np.isfinite(real.log_weights).sum()
@@ -133,7 +126,7 @@ def test_a_run_in_which_everything_died_says_so() -> None:
     for shown in ("".join(parsed(result).itertext()), str(result)):
         assert "Every particle died" in shown
         assert "\N{MINUS SIGN}\N{INFINITY}" in shown
-    assert "died: 20" in result._repr_html_()
+    assert "died: 20 of 20" in result._repr_html_()
     assert repr(result) == "Result(20 particles, 0 alive, 4 steps, log_evidence=-inf, ess=0.0)"
 
 
@@ -178,43 +171,10 @@ def test_values_of_any_type_are_shown() -> None:
     assert "0.2222  [1, 2]" in str(result)
 
 
-async def counted(p: Execution) -> dict[str, Any]:
-    token_ids = [0, await p.sample([0])]
-    p.observe(-0.1 * token_ids[1])
-    return {"drawn": token_ids[1:], "twice": await p.uniform() < 0.5}
-
-
 @pytest.fixture
 def lm(tmp_path: Path) -> AsyncLM:
     runs.MODEL.save(tmp_path / "model")
     return genrt.load(str(tmp_path / "model"), engine="exact")
-
-
-def test_results_of_every_algorithm_are_shown_and_count_what_was_asked(lm: AsyncLM) -> None:
-    text = TextModel(lm, [0], max_tokens=4)
-    algorithms: dict[str, Any] = {
-        "SMC": SMC(text, num_particles=4),
-        "importance": importance_sampling(text, num_particles=4),
-        "program": SMC(Program(lm, counted), num_particles=4),
-        "MH": MetropolisHastings(text, num_chains=2, num_steps=3),
-        "rejection": Rejection(text, num_samples=3, max_texts=30),
-        "best": BestOfN(text, n=3),
-    }
-    with lm:
-        results: dict[str, Result] = {}
-        for name, algorithm in algorithms.items():
-            before = lm.statistics()
-            results[name] = asyncio.run(algorithm.run(0))
-            assert results[name].statistics == lm.statistics().since(before)
-    for name, result in results.items():
-        root = parsed(result)
-        assert result.statistics is not None
-        shown = "".join(root.itertext())
-        assert f"{result.statistics.batcher.questions:,}asked" in shown
-        assert ("genealogy" in shown) == (name in ("SMC", "importance", "program"))
-        assert ("log evidence" in shown) == (name not in ("MH", "best"))
-        assert "nan" not in shown
-        assert str(result)
 
 
 def test_chains_are_shown_with_how_well_they_mixed(lm: AsyncLM) -> None:
@@ -236,8 +196,6 @@ def test_chains_are_shown_with_how_well_they_mixed(lm: AsyncLM) -> None:
         assert "too few steps, or all at one value: unknown" in shown
         assert "nan" not in shown
     assert "2 chains, ess=nan, r_hat=nan" in repr(unknown)
-    again = pickle.loads(pickle.dumps(result))  # noqa: S301
-    assert str(again) == str(result)
 
 
 class Own:
@@ -258,7 +216,6 @@ def test_a_model_without_a_runtime_has_no_statistics_and_tokens_without_names(lm
     with lm:
         result = asyncio.run(SMC(Own(lm), num_particles=3).run(0))
     assert result.statistics is None
-    assert "runtime" not in result._repr_html_()
     assert f"⟨{result.infos[0].token_ids[0]}⟩" in result.genealogy().svg
 
 
@@ -270,17 +227,6 @@ def test_lines_are_abbreviated_to_a_width_that_counts_wide_characters_twice() ->
     assert short.count("\N{HORIZONTAL ELLIPSIS}") == 1
     assert shorten("a" * 21, 21) == "a" * 21
     assert len(shorten("a" + "\N{COMBINING TILDE}" * 5000, 10)) <= 80
-
-
-@pytest.mark.parametrize("text", ["<" * 99, "é" * 99, "\N{GRINNING FACE}" * 99, "&lt;" * 30])
-@pytest.mark.parametrize("most", [10, 50, 400, 10_000])
-def test_attributes_are_bounded_in_bytes_and_never_cut_an_entity(text: str, most: int) -> None:
-    shown = escape_attribute(text, most=most)
-    assert len(shown.encode()) <= most
-    value = ET.fromstring(f'<a b="{shown}"/>').get("b")
-    assert value is not None
-    assert text.startswith(value.removesuffix("\N{HORIZONTAL ELLIPSIS}"))
-    assert (value == text) == (len(escape_attribute(text, most=10**6).encode()) <= most)
 
 
 @pytest.mark.parametrize(
