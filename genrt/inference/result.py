@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from genrt.errors import InvalidRequest
+from genrt.errors import ExtraNotInstalled, InvalidRequest
 from genrt.inference.diagnostics import ChainStatistics, Diagnosis, diagnose, key_of
-from genrt.inference.display import plots
 from genrt.inference.display.formatting import BLUE, count_of, fixed, label, number, shorten
 from genrt.inference.display.genealogy import Genealogy
 from genrt.inference.model import Deaths, Info
@@ -27,7 +26,6 @@ from genrt.numbers import check_int
 from genrt.runtime.statistics import Statistics
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
     from pandas import DataFrame
 
 SHOWN = 10
@@ -59,8 +57,7 @@ STYLE = f"""
 class Result:
     r"""Weighted texts, and the history of the particles: plain data, independent of the runtime.
 
-    ``print`` shows the posterior's table; Jupyter shows it with the genealogy of the particles; ``plot``
-    draws the curves of the weights.
+    ``print`` shows the posterior's table; Jupyter shows it with the genealogy of the particles.
 
     Attributes:
         texts: the particles' bytes as UTF-8, dead ones as far as they got. A byte that is not UTF-8, as
@@ -206,20 +203,10 @@ class Result:
         self._check_steps()
         return Genealogy(self.infos, self._tokens, check_int("lineages", lineages, 1))
 
-    def plot(self) -> Figure:
-        """Draw the curves of ESS, log evidence and log-weights over the steps.
-
-        A notebook shows the figure; ``result.plot().savefig("run.png")`` writes it to a file.
-
-        Raises:
-            InvalidRequest: there are no steps.
-            ExtraNotInstalled: matplotlib is missing.
-        """
-        self._check_steps()
-        return plots.steps_figure(self.infos)
-
     def to_pandas(self, *, steps: bool = False) -> DataFrame:
         """Return a table with a row for each particle, or for each step.
+
+        ``to_pandas(steps=True)[["ess", "log_evidence"]].plot(subplots=True)`` draws curves.
 
         Args:
             steps: the steps instead of the particles: whether resampled, how many distinct ancestors,
@@ -229,18 +216,36 @@ class Result:
             InvalidRequest: there are no steps.
             ExtraNotInstalled: pandas is missing.
         """
+        try:
+            import pandas
+        except ImportError as error:
+            raise ExtraNotInstalled(
+                'tables need pandas, which is not installed: pip install "genrt[plot]"'
+            ) from error
         if steps:
             self._check_steps()
-            return plots.steps_frame(self.infos)
-        columns: dict[str, Any] = {
-            "text": self.texts,
-            "tokens": self.token_ids,
-            "value": self.values,
-            "log_weight": self.log_weights,
+            columns = {
+                "resampled": [info.resampled for info in self.infos],
+                "ancestors": [len(np.unique(info.ancestors)) for info in self.infos],
+                "alive": [int((info.log_weights > -math.inf).sum()) for info in self.infos],
+                "unfinished": [info.unfinished for info in self.infos],
+                "ess": [info.ess for info in self.infos],
+                "log_evidence": [info.log_evidence for info in self.infos],
+            }
+            numbers = pandas.Index([info.step for info in self.infos], name="step")
+            return pandas.DataFrame(columns, index=numbers)
+        # As objects, lists and tuples among the values stay whole, one in a cell.
+        kinds = {*map(type, self.values)}
+        dtype = None if kinds and kinds <= {bool, int, float} else object
+        table = {
+            "text": pandas.Series(self.texts, dtype=object),
+            "tokens": pandas.Series(list(self.token_ids), dtype=object),
+            "value": pandas.Series(list(self.values), dtype=dtype),
+            "log_weight": np.array(self.log_weights),
             "weight": self.weights,
             "alive": self.log_weights > -math.inf,
         }
-        return plots.frame(columns, rows="particle", numbers=range(len(self.texts)))
+        return pandas.DataFrame(table).rename_axis("particle")
 
     def _check_steps(self) -> None:
         if not self.infos:

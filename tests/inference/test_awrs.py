@@ -148,17 +148,6 @@ def test_other_rates_agree_with_quadrature(rates: list[float]) -> None:
     assert math.exp(log_mean_rate(np.array(rates))) == pytest.approx(expected, rel=1e-10)
 
 
-@given(st.lists(st.floats(-30, 5), min_size=2, max_size=12), st.floats(-50, 50))
-@settings(deadline=None)
-def test_the_mean_rate_scales_and_lies_between_its_bounds(logs: list[float], by: float) -> None:
-    found = log_mean_rate(np.exp(logs))
-    assert log_mean_rate(np.exp(np.array(logs) + by)) == pytest.approx(found + by, abs=1e-9)
-    # By Jensen E[1 / T] >= 1 / E[T]; and T is at least the sum of its two longest waits.
-    assert found >= -np.logaddexp.reduce(-np.array(logs)) - 1e-9
-    first, second = sorted(logs)[:2]
-    assert found <= log_mean_rate(np.exp([first, second])) + 1e-9
-
-
 # -- what is asked ----------------------------------------------------------------------------
 
 
@@ -211,14 +200,6 @@ async def test_one_that_is_almost_certain_and_refused_leaves_the_rest_as_it_is()
     draws = [await drawn(weights, {2, 4}, seed=seed) for seed in range(300)]
     assert_samples_from([token_id for token_id, _ in draws], {2: 0.5, 4: 0.5})
     assert_unbiased([math.exp(w) * 1e18 for _, w in draws], 2.0, highest=4.0)
-
-
-async def test_what_the_check_raises_is_raised() -> None:
-    async def check(token_ids: list[int]) -> list[bool]:
-        raise LookupError(*token_ids)
-
-    with pytest.raises(LookupError, match="0"):
-        await draw_allowed(np.ones(1), check, np.random.default_rng(0))
 
 
 # -- in a sampler -----------------------------------------------------------------------------

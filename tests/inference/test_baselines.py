@@ -177,11 +177,3 @@ async def test_a_constraint_of_little_mass_leaves_no_run_without_a_text() -> Non
         results = await asyncio.gather(*(BestOfN(model, n=2).run(seed) for seed in range(20)))
     assert mass < 0.01
     assert all(result.posterior() == [("abababab", 1.0)] for result in results)
-
-
-async def test_without_any_valid_text_there_is_no_best() -> None:
-    with genrt.load(LIVELY, engine="exact") as lm:
-        model = TextModel(lm, PROMPT, max_tokens=3, constraint=regex("x", lm))
-        result = await BestOfN(model, n=5).run(0)
-    assert result.posterior() == []
-    assert len(result.texts) == 5

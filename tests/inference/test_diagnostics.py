@@ -70,19 +70,6 @@ def test_the_effective_sample_size_is_that_of_the_theory(
     assert chains == 1 or all(each.r_hat < most for each in found)
 
 
-def test_the_worth_of_a_mean_is_told_apart_from_that_of_the_bulk() -> None:
-    """Most values are independent; the mean is that of rare ones, at which chains stay."""
-    means, found = [], []
-    for seed in range(100):
-        rng = np.random.default_rng(seed)
-        numbers = rng.standard_normal((4, 400)) + 100 * two_states(rng, 4, 400, 0.05, 0.95)
-        means.append(numbers.mean())
-        found.append(diagnose(numbers))
-    worth = (1 + 100**2 * 0.05 * 0.95) / np.mean((np.array(means) - 5) ** 2)
-    assert statistics.median(each.ess_bulk for each in found) > 3 * worth
-    assert 0.6 * worth < statistics.median(each.ess_mean for each in found) < 2 * worth
-
-
 def by_definition(numbers: Floats) -> tuple[float, float, float]:
     """Both ESS and R-hat of finite numbers, by loops over the docstring's formulas."""
     chains, steps = numbers.shape
@@ -240,9 +227,3 @@ def test_the_worst_of_weights_lengths_and_common_values_is_reported() -> None:
         assert worse.r_hat == pytest.approx(diagnose(slow).r_hat)
     unhashable = statistics_of([[[value] for value in chain] for chain in slow.tolist()])
     assert (unhashable.ess, unhashable.r_hat) == (by_value.ess, by_value.r_hat)
-
-
-def test_chains_at_one_value_are_unknown() -> None:
-    found = statistics_of([["a"] * 50] * 8)
-    assert math.isnan(found.ess)
-    assert math.isnan(found.r_hat)

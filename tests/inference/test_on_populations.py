@@ -1,12 +1,11 @@
 """Inference on populations: the place of a text in the population of the step before, which a history
-does not hold; on vLLM each step goes on by number, and losses change no text.
+does not hold; on vLLM each step goes on by number.
 
 ``test_samplers.py`` has the same on the exact engine, for every algorithm.
 """
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import gc
 import pickle
@@ -15,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,7 +25,6 @@ from genrt.inference.texts import Trail
 from genrt.lm import AsyncLM
 from genrt.populations import Population
 from genrt.tokens.texts import Text
-from tests.inference.test_samplers import without_places
 from tests.inside import engine_of, populations_of
 
 NGRAM = NGram.random([b"a", b"b", b"ab", b"ba", b""], seed=3, zeros=0.1, eos_token_id=4)
@@ -142,32 +139,3 @@ async def test_steps_go_on_by_number_on_vllm(lm: AsyncLM) -> None:
     after = lm.statistics().engine
     assert after.computed_tokens - before.computed_tokens < len(PROMPT) + 8 * 20
     del populations_of(engine_of(lm)).go_on
-
-
-LOSSES = {2: "evict", 4: "cancel", 6: "forget", 8: "restart", 11: "evict", 12: "cancel"}
-
-
-@pytest.mark.vllm
-async def test_losses_between_steps_change_no_text(lm: AsyncLM) -> None:
-    """Beside an undisturbed run of the same seed."""
-    model = TextModel(lm, PROMPT, max_tokens=14, stop=None)
-    smc = SMC(model, num_particles=12, resample_when=1.0)
-    quiet = [state async for state, _ in smc.steps(smc.init(9))]
-    state = smc.init(9)
-    for step, wanted in enumerate(quiet):
-        match LOSSES.get(step):
-            case "restart":
-                await lm.arestart()
-            case "evict":
-                await lm.batch_next_token_logprobs([[number, 3, 2] for number in range(64)])
-            case "cancel":
-                cancelled = asyncio.ensure_future(smc.step(state))
-                await asyncio.sleep(0.0)
-                cancelled.cancel()
-                await asyncio.gather(cancelled, return_exceptions=True)
-            case "forget":
-                state = without_places(state)
-        state, _ = await smc.step(state)
-        assert told(state)[0] == told(wanted)[0]
-        assert np.allclose(state.log_weights, wanted.log_weights, atol=1e-3)
-    assert lm.statistics().batcher.in_flight == 0

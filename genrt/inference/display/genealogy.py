@@ -7,7 +7,7 @@ from the beginning to a leaf: a particle of the last step, one that died, or one
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -27,13 +27,13 @@ from genrt.inference.display.formatting import (
     width,
 )
 from genrt.inference.model import DEAD, Info
-from genrt.inference.resampling import normalized_weights
+from genrt.inference.resampling import Floats, normalized_weights
 
 Node: TypeAlias = tuple[int, int]
 """The place of a step in the infos, and a particle."""
 
-End: TypeAlias = Literal["survived", "died", "dropped", "forked"]
-"""How a branch ends: at the last step, by dying, without children, or with several."""
+End: TypeAlias = Literal["survived", "died", "dropped"]
+"""How a lineage ends: at the last step, by dying, or without children."""
 
 FONT = "ui-monospace,'SFMono-Regular',Menlo,Consolas,'DejaVu Sans Mono',monospace"
 CHARACTER, ROW, TOP, LEFT, RIGHT = 6.65, 24.0, 34.0, 60.0, 104.0
@@ -50,21 +50,20 @@ LEAVES: dict[End, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Branch:
-    """A stretch of the tree without forks.
+class Lineage:
+    """The path to a leaf.
 
     Attributes:
-        row: its place in the picture; a branch and its first child share one.
-        parent: the index of the branch that it grew from, ``None`` at the beginning.
-        nodes: its particles, step by step.
-        share: the posterior weight of all descendants of its last particle, shown or not.
+        path: its particles, step by step.
+        own: how many of the last ones no lineage before it has.
+        parent: the place of the lineage that has the one before them, ``None`` at the beginning.
+        end: how it ends.
     """
 
-    row: int
+    path: tuple[Node, ...]
+    own: int
     parent: int | None
-    nodes: tuple[Node, ...]
     end: End
-    share: float
 
 
 def leaves_of(infos: Sequence[Info]) -> dict[End, list[Node]]:
@@ -94,50 +93,34 @@ def leaves_of(infos: Sequence[Info]) -> dict[End, list[Node]]:
     }
 
 
-def branches_of(infos: Sequence[Info], ends: Mapping[Node, End]) -> list[Branch]:
-    """Return the branches that lead to these leaves, each after its parent: depth first, heavier children
-    before lighter ones, so that no two cross."""
-    log_weights = infos[-1].log_weights
-    alive = bool((log_weights > -math.inf).any())
-    shares = [normalized_weights(log_weights) if alive else np.zeros(len(log_weights))]
-    for info in reversed(infos[1:]):
-        shares.append(np.bincount(info.ancestors, shares[-1], len(log_weights)).astype(np.float64))
-    shares.reverse()
-    children: defaultdict[Node | None, list[Node]] = defaultdict(list)
+def lineages_of(infos: Sequence[Info], ends: Mapping[Node, End]) -> list[Lineage]:
+    """Return the lineages of these leaves, in the order of their particles from the first step on, so
+    that no two lines cross."""
+    paths = []
     for leaf in ends:
-        node: Node | None = leaf
-        while node is not None:
-            step, particle = node
-            parent = (step - 1, int(infos[step].ancestors[particle])) if step else None
-            is_known = parent in children
-            children[parent].append(node)
-            node = None if is_known else parent
-    for nodes in children.values():
-        nodes.sort(key=lambda node: (shares[node[0]][node[1]], -node[1]))
-    branches: list[Branch] = []
-    waiting: list[tuple[Node, int | None]] = [(node, None) for node in children[None]]
-    row = 0
-    while waiting:
-        first, above = waiting.pop()
-        path = [first]
-        while len(following := children.get(path[-1], [])) == 1:
-            path.append(following[0])
-        step, particle = path[-1]
-        end = ends.get(path[-1], "forked")
-        branches.append(Branch(row, above, tuple(path), end, float(shares[step][particle])))
-        waiting += [(each, len(branches) - 1) for each in following]
-        row += not following
-    return branches
+        path = [leaf]
+        while path[-1][0]:
+            step, particle = path[-1]
+            path.append((step - 1, int(infos[step].ancestors[particle])))
+        paths.append(tuple(reversed(path)))
+    found: list[Lineage] = []
+    rows: dict[Node, int] = {}
+    for row, nodes in enumerate(sorted(paths, key=lambda path: [each for _, each in path])):
+        known = sum(node in rows for node in nodes)
+        parent = rows[nodes[known - 1]] if known else None
+        found.append(Lineage(nodes, len(nodes) - known, parent, ends[nodes[-1]]))
+        rows |= dict.fromkeys(nodes[known:], row)
+    return found
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Genealogy:
     """The family tree of a run's particles.
 
-    In its picture columns are steps and lines are lineages, with their tokens above. A line is as wide as
-    the posterior share of its descendants. It ends in a cross where a particle died, in a ring where
-    resampling removed one, and in a bar of its share at the last step. Dashed vertical lines are
-    resamplings. Jupyter shows it.
+    In its picture columns are steps and lines are lineages, with their tokens above, from the step on at
+    which they leave another. A line ends in a cross where a particle died, in a ring where resampling
+    removed one, and in a bar of its posterior weight at the last step; its width shows the weight, too.
+    Dashed vertical lines are resamplings. Jupyter shows it.
     """
 
     infos: tuple[Info, ...]
@@ -172,12 +155,12 @@ class Genealogy:
     def _picture(self, colour: str, paper: str = "") -> str:
         leaves = leaves_of(self.infos)
         ends = self._shown(leaves)
-        branches = branches_of(self.infos, ends)
+        lineages = lineages_of(self.infos, ends)
         shown = Counter(ends.values())
-        labels = (self._label(node) for branch in branches for node in branch.nodes)
+        labels = (self._label(node) for each in lineages for node in each.path)
         widest = CHARACTER * max(map(width, labels), default=0) + 12
         column = min(max(NARROWEST, widest), WIDEST, LONGEST / len(self.infos))
-        bottom = TOP + (1 + max((branch.row for branch in branches), default=-1)) * ROW
+        bottom = TOP + len(lineages) * ROW
         legend = [
             f"{words}: {shown[end]:,} of {len(leaves[end]):,}"
             for end, words in LEAVES.items()
@@ -194,7 +177,10 @@ class Genealogy:
             f'viewBox="0 0 {wide:.0f} {high:.0f}" role="img" aria-label="Genealogy of particles" '
             f'{colour} font-family="system-ui,sans-serif" font-size="10" fill="none">{paper}'
         )
-        lines = [self._line(branches, branch, column) for branch in branches]
+        log_weights = self.infos[-1].log_weights
+        alive = bool(leaves["survived"])
+        weights = normalized_weights(log_weights) if alive else np.zeros(len(log_weights))
+        lines = [self._line(row, each, column, weights) for row, each in enumerate(lineages)]
         notes = ['<g fill="currentColor" opacity="0.85">', *texts, "</g></svg>"]
         return "\n".join([head, *self._axis(column, bottom), *lines, *notes])
 
@@ -217,50 +203,41 @@ class Genealogy:
         dashed = '<g stroke="currentColor" stroke-dasharray="2 3" opacity="0.4">'
         return [dashed, *lines, "</g>", *numbers]
 
-    def _line(self, branches: Sequence[Branch], branch: Branch, column: float) -> str:
-        """Draw a branch: its line from its parent's end, its ending, its tokens above it."""
-        colour = BLUE if branch.share > 0 else ORANGE if branch.end == "died" else GREY
-        y, left = _y(branch.row), LEFT + column * branch.nodes[0][0] + 5
-        right = LEFT + column * (branch.nodes[-1][0] + 1) - 5
-        x, above = 12.0, _y(0)
-        if branch.parent is not None:
-            x, above = left - 10, _y(branches[branch.parent].row)
+    def _line(self, row: int, lineage: Lineage, column: float, weights: Floats) -> str:
+        """Draw a lineage: its line from its parent's, its ending, its own tokens above it."""
+        colour = {"survived": BLUE, "died": ORANGE, "dropped": GREY}[lineage.end]
+        own = lineage.path[-lineage.own :]
+        step, particle = own[-1]
+        share = float(weights[particle]) if lineage.end == "survived" else 0.0
+        y, left = _y(row), LEFT + column * own[0][0] + 5
+        right = LEFT + column * (own[-1][0] + 1) - 5
+        x, above = (12.0, _y(0)) if lineage.parent is None else (left - 10, _y(lineage.parent))
         middle = (x + left) / 2
         marks = {
             "died": f'<path d="M{right - 4:.1f} {y - 4:.1f}l8 8m0-8l-8 8" stroke="{colour}"/>',
             "dropped": f'<circle cx="{right + 3:.1f}" cy="{y:.1f}" r="3" stroke="{colour}"/>',
             "survived": f'<rect x="{right + 10:.1f}" y="{y - 5:.1f}" height="10" fill="{colour}" '
-            f'width="{max(50 * branch.share, 0.5):.1f}" fill-opacity="0.55"/><text '
-            f'x="{right + 14 + 50 * branch.share:.1f}" y="{y + 3.5:.1f}" fill="currentColor">'
-            f"{branch.share:.3f}</text>",
+            f'width="{max(50 * share, 0.5):.1f}" fill-opacity="0.55"/><text '
+            f'x="{right + 14 + 50 * share:.1f}" y="{y + 3.5:.1f}" fill="currentColor">'
+            f"{share:.3f}</text>",
         }
         room = int((column - 10) / CHARACTER)
         spans = [
             f'<tspan x="{LEFT + column * node[0] + 7:.1f}">{escape_text(shorten(token, room))}</tspan>'
-            for node in branch.nodes
+            for node in own
             if room > 0 and (token := self._label(node))
         ]
+        drawn = [int(self.infos[place].token_ids[each]) for place, each in lineage.path]
+        text = said([token_id for token_id in drawn if token_id != DEAD], self.tokens)
+        log_weight = number(float(self.infos[step].log_weights[particle]))
         return (
-            f'<g class="{branch.end}"><title>{self._title(branch)}</title><path d="M{x:.1f} '
-            f"{above:.1f}C{middle:.1f} {above:.1f} {middle:.1f} {y:.1f} {left:.1f} {y:.1f}"
-            f'H{right:.1f}" stroke="{colour}" stroke-opacity="0.75" '
-            f'stroke-width="{0.9 + 5.1 * math.sqrt(branch.share):.1f}"/>{marks.get(branch.end, "")}'
+            f'<g class="{lineage.end}"><title>{escape_text(shorten(text, 300))}\nparticle {particle} of '
+            f"step {self.infos[step].step}: {lineage.end}, log-weight {log_weight}</title>"
+            f'<path d="M{x:.1f} {above:.1f}C{middle:.1f} {above:.1f} {middle:.1f} {y:.1f} {left:.1f} '
+            f'{y:.1f}H{right:.1f}" stroke="{colour}" stroke-opacity="0.75" '
+            f'stroke-width="{0.9 + 5.1 * math.sqrt(share):.1f}"/>{marks[lineage.end]}'
             f'<text y="{y - 6:.1f}" fill="currentColor" font-family="{FONT}" font-size="11" '
             f'xml:space="preserve" style="white-space:pre">{"".join(spans)}</text></g>'
-        )
-
-    def _title(self, branch: Branch) -> str:
-        """Return the text of a branch's last particle, and its weight."""
-        step, particle = last = branch.nodes[-1]
-        log_weight, token_ids = float(self.infos[step].log_weights[particle]), []
-        while step >= 0:
-            token_ids.append(int(self.infos[step].token_ids[particle]))
-            particle = int(self.infos[step].ancestors[particle])
-            step -= 1
-        text = said([each for each in reversed(token_ids) if each != DEAD], self.tokens)
-        return (
-            f"{escape_text(shorten(text, 300))}\nparticle {last[1]} of step "
-            f"{self.infos[last[0]].step}: {branch.end}, log-weight {number(log_weight)}"
         )
 
 

@@ -6,6 +6,7 @@ import math
 import re
 import xml.etree.ElementTree as ET
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 from genrt.errors import InvalidRequest
 from genrt.inference import Result
 from genrt.inference.display.formatting import printable
-from genrt.inference.display.genealogy import Branch, Node, branches_of, leaves_of
+from genrt.inference.display.genealogy import Lineage, Node, leaves_of, lineages_of
 from tests import runs
 
 EVERYTHING = 10_000
@@ -45,62 +46,43 @@ def expected_leaves(result: Result) -> dict[Node, str]:
     return leaves
 
 
-def branches(result: Result, lineages: int) -> list[Branch]:
+def lineages(result: Result, most: int) -> list[Lineage]:
     leaves = leaves_of(result.infos)
-    return branches_of(result.infos, result.genealogy(lineages=lineages)._shown(leaves))
-
-
-def edges(found: list[Branch]) -> dict[Node, Node | None]:
-    """The parent of every node."""
-    parents: dict[Node, Node | None] = {}
-    for branch in found:
-        above = None if branch.parent is None else found[branch.parent].nodes[-1]
-        for node in branch.nodes:
-            assert node not in parents
-            parents[node], above = above, node
-    return parents
+    return lineages_of(result.infos, result.genealogy(lineages=most)._shown(leaves))
 
 
 @pytest.mark.parametrize("name", RESULTS)
-def test_the_whole_tree_is_that_of_the_ancestors_and_no_lines_cross(name: str) -> None:
+def test_the_lineages_are_those_of_the_ancestors_and_no_lines_cross(name: str) -> None:
     result = RESULTS[name]
-    found = branches(result, EVERYTHING)
-    for (step, particle), parent in edges(found).items():
-        ancestor = int(result.infos[step].ancestors[particle])
-        assert parent == ((step - 1, ancestor) if step else None)
-    leaves = {branch.nodes[-1]: branch.end for branch in found if branch.end != "forked"}
-    assert leaves == expected_leaves(result)
-    rows = [(branch.row, step) for branch in found for step, _ in branch.nodes]
-    assert len(set(rows)) == len(rows)
-    for index, branch in enumerate(found):
-        if branch.end == "survived":
-            assert branch.share == pytest.approx(result.weights[branch.nodes[-1][1]])
-        children = [each for each in found if each.parent == index]
-        if children:
-            assert len(children) > 1
-            assert branch.share == pytest.approx(sum(each.share for each in children))
-            assert min(each.row for each in children) == branch.row
-    for step in range(len(result.infos)):
-        begun = sorted(
-            (branch.row, -1 if branch.parent is None else found[branch.parent].row)
-            for branch in found
-            if branch.nodes[0][0] == step
-        )
-        assert [parent for _, parent in begun] == sorted(parent for _, parent in begun)
+    found = lineages(result, EVERYTHING)
+    assert {each.path[-1]: each.end for each in found} == expected_leaves(result)
+    owner: dict[Node, int] = {}
+    for row, lineage in enumerate(found):
+        assert [step for step, _ in lineage.path] == list(range(len(lineage.path)))
+        for (_, before), (step, particle) in pairwise(lineage.path):
+            assert before == result.infos[step].ancestors[particle]
+        known, own = lineage.path[: -lineage.own], lineage.path[-lineage.own :]
+        assert not set(own) & owner.keys()
+        assert set(known) <= owner.keys()
+        assert lineage.parent == (owner[known[-1]] if known else None)
+        # Between a line and its parent's are lines that leave the same stem, there or later.
+        for other in found[row if lineage.parent is None else lineage.parent : row]:
+            assert other.path[: len(known)] == known
+        owner |= dict.fromkeys(own, row)
 
 
 @pytest.mark.parametrize("name", RESULTS)
-@pytest.mark.parametrize("lineages", [1, 3, 7])
-def test_a_choice_of_lineages_is_a_part_of_the_whole_tree(name: str, lineages: int) -> None:
+@pytest.mark.parametrize("most", [1, 3, 7])
+def test_a_choice_of_lineages_is_a_part_of_all(name: str, most: int) -> None:
     result = RESULTS[name]
-    found = branches(result, lineages)
-    assert edges(found).items() <= edges(branches(result, EVERYTHING)).items()
+    found, everything = lineages(result, most), lineages(result, EVERYTHING)
+    assert {each.path for each in found} <= {each.path for each in everything}
     total = Counter(expected_leaves(result).values())
-    shown = Counter(branch.end for branch in found if branch.end != "forked")
-    assert shown.total() == min(lineages, total.total())
+    shown = Counter(each.end for each in found)
+    assert shown.total() == min(most, total.total())
     assert (shown["survived"] > 0) == (total["survived"] > 0)
     others = total["died"] + total["dropped"]
-    assert lineages < 3 or not others or shown["died"] + shown["dropped"]
+    assert most < 3 or not others or shown["died"] + shown["dropped"]
 
 
 def test_distinct_texts_come_before_equal_ones() -> None:
@@ -123,8 +105,8 @@ def test_the_picture_has_every_token_in_its_column_and_every_text_in_a_title(
     result = runs.run(tmp_path / "model")
     root = drawing(result.genealogy(lineages=EVERYTHING).svg)
     shown = sorted(span.text or "" for span in root.iter(f"{SVG}tspan"))
-    found = branches(result, EVERYTHING)
-    drawn = [result.infos[step].token_ids[n] for branch in found for step, n in branch.nodes]
+    nodes = {node for each in lineages(result, EVERYTHING) for node in each.path}
+    drawn = [result.infos[step].token_ids[particle] for step, particle in nodes]
     assert len(shown) == sum(token_id != -1 for token_id in drawn)
     assert {"<script>&", r"\x1b[2J", r"\u202e", r"\xc3", "\N{OPEN BOX}" * 2, r"\n"} <= set(shown)
     titles = [title.text or "" for title in root.iter(f"{SVG}title")]
@@ -169,8 +151,8 @@ def test_tokens_without_a_spelling_are_their_numbers() -> None:
     assert f"⟨{first}⟩" in result.genealogy().svg
 
 
-def test_without_steps_there_is_no_genealogy_no_curve_and_no_table_of_steps() -> None:
+def test_without_steps_there_is_no_genealogy_and_no_table_of_steps() -> None:
     result = Result(("a",), ((0,),), ("a",), np.zeros(1), math.nan)
-    for show in (result.genealogy, result.plot, lambda: result.to_pandas(steps=True)):
+    for show in (result.genealogy, lambda: result.to_pandas(steps=True)):
         with pytest.raises(InvalidRequest, match="no steps"):
             show()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
+import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import genrt
+from genrt.errors import ExtraNotInstalled
 from genrt.inference import (
-    SMC,
     MetropolisHastings,
     Result,
     TextModel,
@@ -130,14 +130,6 @@ def test_a_run_in_which_everything_died_says_so() -> None:
     assert repr(result) == "Result(20 particles, 0 alive, 4 steps, log_evidence=-inf, ess=0.0)"
 
 
-@pytest.mark.parametrize("log_evidence", [1e300, -1e300, 123456789012.0])
-def test_enormous_evidence_is_shown_with_an_exponent(log_evidence: float) -> None:
-    result = result_of(["a"], [1.0], log_evidence)
-    for shown in (repr(result), str(result), "".join(parsed(result).itertext())):
-        assert f"{log_evidence:.6g}" in shown.replace("\N{MINUS SIGN}", "-")
-        assert "000000" not in shown
-
-
 def test_nothing_at_all_is_shown_as_such() -> None:
     result = result_of([], [], -math.inf)
     assert "There are no particles" in "".join(parsed(result).itertext())
@@ -198,27 +190,6 @@ def test_chains_are_shown_with_how_well_they_mixed(lm: AsyncLM) -> None:
     assert "2 chains, ess=nan, r_hat=nan" in repr(unknown)
 
 
-class Own:
-    """A model of the user's own, without a runtime: one step, and two values."""
-
-    max_steps = 1
-
-    def __init__(self, lm: AsyncLM) -> None:
-        self._model = TextModel(lm, [0], max_tokens=1)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "lm":
-            raise AttributeError(name)
-        return getattr(self._model, name)
-
-
-def test_a_model_without_a_runtime_has_no_statistics_and_tokens_without_names(lm: AsyncLM) -> None:
-    with lm:
-        result = asyncio.run(SMC(Own(lm), num_particles=3).run(0))
-    assert result.statistics is None
-    assert f"⟨{result.infos[0].token_ids[0]}⟩" in result.genealogy().svg
-
-
 def test_lines_are_abbreviated_to_a_width_that_counts_wide_characters_twice() -> None:
     wide = "\N{CJK UNIFIED IDEOGRAPH-65E5}" * 30
     assert width(wide) == 60
@@ -243,3 +214,49 @@ def test_lines_are_abbreviated_to_a_width_that_counts_wide_characters_twice() ->
 )
 def test_printable_text_is_what_python_would_escape(text: str, shown: str) -> None:
     assert printable(text) == shown
+
+
+# -- tables of pandas ----------------------------------------------------------------------------
+
+
+def test_a_table_has_a_row_for_each_particle(real: Result) -> None:
+    table = real.to_pandas()
+    assert list(table.columns) == ["text", "tokens", "value", "log_weight", "weight", "alive"]
+    assert tuple(table.text) == real.texts
+    assert tuple(table.tokens) == real.token_ids
+    assert tuple(table.value) == real.values
+    assert table.log_weight.tolist() == real.log_weights.tolist()
+    assert table.weight.tolist() == real.weights.tolist()
+    assert table.alive.tolist() == np.isfinite(real.log_weights).tolist()
+    assert table.index.name == "particle"
+    table["log_weight"] = 0.0
+    assert real.log_weights.any()
+    by_value = table.groupby("value").weight.sum()
+    assert {value: by_value[value] for value, _ in real.posterior()} == pytest.approx(
+        dict(real.posterior())
+    )
+
+
+def test_a_table_has_a_row_for_each_step(real: Result) -> None:
+    table = real.to_pandas(steps=True)
+    assert table.index.tolist() == [info.step for info in real.infos]
+    assert table.index.name == "step"
+    for name in ("resampled", "ess", "log_evidence", "unfinished"):
+        assert table[name].tolist() == [getattr(info, name) for info in real.infos]
+    assert table.ancestors.tolist() == [len(set(info.ancestors)) for info in real.infos]
+    assert table.alive.tolist() == [np.isfinite(i.log_weights).sum() for i in real.infos]
+    assert table.ancestors[table.resampled].max() < len(real.texts)
+
+
+@pytest.mark.parametrize(
+    "values", [[(1, 2), (3, 4)], [[1], [2, 3]], [{"a": 1}, None], [np.ones(2), np.ones(2)]]
+)
+def test_a_value_stays_one_cell(values: list[object]) -> None:
+    table = result_of(values, [1.0, 3.0]).to_pandas()
+    assert [value is again for value, again in zip(values, table.value, strict=True)] == [True] * 2
+
+
+def test_without_pandas_it_is_named(real: Result, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ExtraNotInstalled, match=r'pandas.*pip install "genrt\[plot\]"'):
+        real.to_pandas()
