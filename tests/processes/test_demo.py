@@ -123,7 +123,7 @@ def test_errors_are_one_line(
         (("--prompt", ""), "--prompt is empty"),
         (("--engine", "exact"), "--engine exact has no model of its own: give --model"),
         (("--replicas", "0"), "replicas must be from 1"),
-        (("--replica-limits", "{}"), "say how many with --replicas N"),
+        (("--cluster", "auto"), "say how many with replicas=…"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_loaded(
