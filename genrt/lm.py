@@ -122,7 +122,7 @@ class AsyncLM:
         self._cache = cache
         self._limits = Limits(engine.vocab_size, engine.max_model_len)
         has_own = bool(thread.capabilities.reads)
-        self._adapters = AdapterNames(thread, thread.answering.full.adapters if has_own else {})
+        self._adapters = AdapterNames(thread, thread.answering.engine.adapters if has_own else {})
         self._weights = WeightUpdates(thread, cache)
         thread.belong_to(self)
         self._asker = asker = Asker(thread, self._adapters)

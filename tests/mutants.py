@@ -148,10 +148,10 @@ cluster.engine: test_engine_machine.py -k walk
     replica.settings == self._settings -> True
 runtime.batcher: test_new_weights.py test_run_simulated.py -k version or weights or update
   Batcher.join: questions run by half of the new weights
-    self.holds and requests -> False
-  Batcher._is_passed_unseen: weights are replaced under what was asked before
-    instead return self._is_watched
-  Batcher.take_down: a stream goes on by other weights than it began with
+    self.barriers and requests -> False
+  Batcher._has_just_drained: weights are replaced under what was asked before
+    instead return self._is_draining
+  Batcher.lift_barrier: a stream goes on by other weights than it began with
     self._in_line() -> ()
 runtime.weights: test_new_weights.py
   Update.finish: rows of the old weights stay cached
@@ -169,7 +169,7 @@ runtime.batcher: test_batcher.py
     -> entry is None or entry.waiters.pop(waiter, None) is None
   Batcher._drop: what was cancelled in the queue is sent all the same
     self._ready.pop(entry, 0) -> 0
-  Batcher.leave: the engine is not told of a withdrawn request
+  Batcher.cancel: the engine is not told of a withdrawn request
     without self._wake
   Batcher._register: a request that was withdrawn stays so when it is asked again
     without self._withdrawn.pop

@@ -399,7 +399,7 @@ async def test_a_sleep_that_is_cancelled_while_memory_is_moved_wakes(ahead: bool
     await world.go("pr" * 6)
     assert sleep.cancelled()
     assert not world.thread.engine.weights.asleep  # type: ignore[attr-defined]
-    assert world.thread.lifecycle.state == ("still" if ahead else "running")
+    assert world.thread.lifecycle.state == ("drained" if ahead else "running")
     await world.end()
 
 
@@ -422,7 +422,7 @@ async def test_a_pause_and_a_sleep_in_it_that_are_both_cancelled_leave_nothing(p
     await world.done(sleep)
     await world.go("pr" * 4)
     if sleep.cancelled():
-        assert world.thread.lifecycle.state == ("still" if is_paused else "running")
+        assert world.thread.lifecycle.state == ("drained" if is_paused else "running")
     await world.end()
 
 
@@ -504,7 +504,7 @@ async def test_an_adapter_is_loaded_once_all_memory_is_awake() -> None:
 STATES: list[tuple[State, dict[str, Any], str]] = [
     ("running", {}, ""),
     ("draining", {"pause": None}, "prp"),
-    ("still", {"pause": None}, "pr" * 8),
+    ("drained", {"pause": None}, "pr" * 8),
     ("updating", {"update": None}, "pr" * 20),
     ("asleep", {"sleep": 1}, "pr" * 8),
     ("asleep", {"sleep": 1, "sleep deeply": InvalidRequest}, "pr" * 8),

@@ -411,7 +411,7 @@ async def test_a_question_is_answered_by_one_version_throughout(pending: Any) ->
     fenced: list[AsyncLM] = []
 
     def no_fence_is_up() -> bool:  # before the update the text could end, and be of the old weights
-        return not any(each.weights_version or thread_of(each).batcher.holds for each in fenced)
+        return not any(each.weights_version or thread_of(each).batcher.barriers for each in fenced)
 
     async with genrt.load(engine=lambda: Held(gate, no_fence_is_up)) as lm:
         fenced.append(lm)

@@ -133,7 +133,7 @@ async def test_a_pause_that_is_resumed_before_it_begins_says_so_and_holds_nobody
 
     with monkeypatch.context() as patched:
         patched.setattr(pauses, "_called", late)
-        with pytest.raises(InvalidRequest, match="resumed before it stood still"):
+        with pytest.raises(InvalidRequest, match="resumed before its earlier questions"):
             await lm.pause()
     await lm.next_token_logprobs([1], timeout=60)
     await lm.pause()
@@ -153,7 +153,7 @@ async def test_a_pause_that_is_resumed_while_a_step_runs_ends() -> None:
         lm.resume()
         again = asyncio.ensure_future(lm.pause())
         gate.open()
-        with pytest.raises(InvalidRequest, match="resumed before it stood still"):
+        with pytest.raises(InvalidRequest, match="resumed before its earlier questions"):
             await asyncio.wait_for(pause, 60)
         await asyncio.wait_for(again, 60)
         await asked

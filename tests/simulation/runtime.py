@@ -156,9 +156,9 @@ class ObservedBatcher(Batcher):
         self._runtime.registering(waiter)
         return super()._register(waiter)
 
-    def leave(self, waiter: Waiter) -> None:
+    def cancel(self, waiter: Waiter) -> None:
         self._runtime.leaving(waiter)
-        super().leave(waiter)
+        super().cancel(waiter)
 
     def _take(self) -> tuple[list[Request], list[Request], list[Adapter], list[Waiter]]:
         taken = super()._take()

@@ -309,9 +309,9 @@ class LawsV2:
         return sampled, logits.float().index_copy(0, index, processed[index].float())
 
 
-def install_capture(model_runner: Any) -> RowStore:
-    """Return the row store of a runner's capture, and change its sampler: it returns log-probabilities of
-    the law to requests that want them.
+def connect_capture(model_runner: Any) -> RowStore:
+    """Find the capture that vLLM has installed in a runner, connect it to the sampler, and return its row
+    store. The sampler then returns log-probabilities of the law to requests that want them.
 
     Raises:
         EngineUnsupported: the runner has no capture.
@@ -355,10 +355,10 @@ class WorkerRows:
 
     model_runner: Any
 
-    def genrt_install(self) -> None:
-        """Install the capture, as ``install_capture`` does; the store stays in the worker."""
+    def genrt_connect(self) -> None:
+        """Connect the capture, as ``connect_capture`` does; the store stays in the worker."""
         runner = self.model_runner
-        install_capture(runner)
+        connect_capture(runner)
         # On a CPU, vLLM allocates a later pipeline stage's input buffers only if it compiles the model.
         if runner.device.type == "cpu" and not get_pp_group().is_first_rank:
             runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
@@ -388,7 +388,7 @@ class RemoteStore:
 
     def __init__(self, call: Callable[..., list[Any]], device: torch.device) -> None:
         self._call, self._device = call, device
-        call("genrt_install")
+        call("genrt_connect")
 
     def take(self, tickets: Iterable[int]) -> list[torch.Tensor | None]:
         replies = [r for r in self._call("genrt_take", args=([*tickets],)) if r is not None]

@@ -28,7 +28,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from genrt.engines.protocol import EngineStatistics, Finished
-from genrt.engines.vllm.capture import FiniteCheck, RemoteStore, RowStore, install_capture
+from genrt.engines.vllm.capture import FiniteCheck, RemoteStore, RowStore, connect_capture
 from genrt.engines.vllm.lora import VLLMAdapters
 from genrt.engines.vllm.populations import SeatedPopulations
 from genrt.engines.vllm.prefixes import PrefixBlocks
@@ -88,7 +88,7 @@ class VLLMEngine:
         with self._globals:
             if isinstance(llm_engine.model_executor, UniProcExecutor):
                 model_runner = core.model_executor.driver_worker.worker.model_runner
-                self._store = install_capture(model_runner)
+                self._store = connect_capture(model_runner)
             else:
                 self._store = RemoteStore(self._core.collective_rpc, self.device)
         self._positions = positions_of(config, model_runner, core.scheduler, own_processors)

@@ -222,7 +222,7 @@ def test_wide_rows_are_normalised_in_float32_to_its_rounding(dtype: torch.dtype)
 
 @pytest.mark.promise(number=24)
 def test_a_runner_without_the_capture_or_with_another_sampler_is_refused() -> None:
-    from genrt.engines.vllm.capture import install_capture
+    from genrt.engines.vllm.capture import connect_capture
 
     def runner(*captures: Any, **more: Any) -> Any:
         sampler = SimpleNamespace(logits_processors=[*captures])
@@ -236,7 +236,7 @@ def test_a_runner_without_the_capture_or_with_another_sampler_is_refused() -> No
         ("gathers log-probabilities otherwise", runner(input_batch=batch)),
     ):
         with pytest.raises(EngineUnsupported, match=message):
-            install_capture(wrong)
+            connect_capture(wrong)
 
 
 # -- log-probabilities of the law ------------------------------------------------------------------
