@@ -237,7 +237,7 @@ inference.smc: test_inference.py test_algorithms.py
     np.full(count, state.log_evidence) -> np.zeros(count)
   SMC.step: resampling leaves the particles where they are
     [state.particles[ancestor] for ancestor in ancestors.tolist()] -> particles
-inference.text_model: test_blocks.py -k not vllm and (weight or twist or rejection or question)
+inference.text_model: test_blocks.py -k not vllm and weight
   TextModel._block_weights: what a token was drawn with is left out of its weight
     block.logprob -> 0.0
 inference.text_model: test_stops.py
