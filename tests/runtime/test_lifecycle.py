@@ -403,29 +403,6 @@ async def test_a_sleep_that_is_cancelled_while_memory_is_moved_wakes(ahead: bool
     await world.end()
 
 
-@pytest.mark.parametrize("passes", range(8))
-async def test_a_pause_and_a_sleep_in_it_that_are_both_cancelled_leave_nothing(passes: int) -> None:
-    world = World()
-    pause, sleep = world.begin("pause"), world.begin("sleep")
-    for _ in range(passes):
-        await world.go("pr")
-    is_paused = pause.done()
-
-    def cancel_both() -> None:
-        pause.cancel()
-        sleep.cancel()
-
-    world.thread.engine.weights.in_move = cancel_both  # type: ignore[attr-defined]
-    await world.go("r")
-    world.thread.engine.weights.in_move = lambda: None  # type: ignore[attr-defined]
-    cancel_both()
-    await world.done(sleep)
-    await world.go("pr" * 4)
-    if sleep.cancelled():
-        assert world.thread.lifecycle.state == ("still" if is_paused else "running")
-    await world.end()
-
-
 async def test_weights_that_were_dropped_and_not_kept_never_answer() -> None:
     world = World()
 
@@ -465,39 +442,6 @@ async def test_a_wake_up_that_fails_leaves_the_engine_asleep() -> None:
         world.lm.resume()
     assert world.thread.lifecycle.state == "asleep"
     world.thread.engine.weights.wakes = True  # type: ignore[attr-defined]
-    await world.end()
-
-
-async def test_an_adapter_goes_after_an_update_and_after_a_sleep() -> None:
-    world = World()
-    adding = world.begin("add_adapter")
-    await world.go("pr" * 4)
-    adding.result()
-    sleep = world.begin("sleep")
-    await world.go("pr" * 8)
-    sleep.result()
-    world.begin("remove_adapter")
-    await world.go("pr" * 4)
-    assert len([*world.thread.adapters]) == 1
-    world.begin("wake_up")
-    await world.go("pr" * 4)
-    assert len([*world.thread.adapters]) == 0
-    await world.end()
-
-
-async def test_an_adapter_is_loaded_once_all_memory_is_awake() -> None:
-    """vLLM compares rows with and without it, which takes the KV cache."""
-    world = World()
-    for name in ("sleep", "wake the weights", "add_adapter", "update"):
-        world.begin(name)
-        await world.go("pr" * 40)
-    _, _, adding, update = world.begun
-    update.result()
-    assert not adding.done()
-    world.begin("wake_up")
-    await world.done(adding)
-    adding.result()
-    assert world.lm.adapters == ("a",)
     await world.end()
 
 
