@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-import genrt
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.engines.weights import SLEEPING_PARTS, NamedTensors, SleepingPart, TensorForm
 from genrt.errors import EngineDied, EngineFailed, GenrtError, InvalidRequest
@@ -26,8 +25,8 @@ from genrt.runtime.cache import RowCache
 from genrt.runtime.lifecycle import State
 from genrt.runtime.thread import EngineThread, LoopThread
 from genrt.runtime.weights import Transfers
-from tests.inside import engine_of, system_thread, unlogged, weight_copies_of
-from tests.scripted import Gate, ProtocolViolation
+from tests.inside import system_thread, unlogged, weight_copies_of
+from tests.scripted import ProtocolViolation
 
 SIZE = 3
 MODELS = [NGram.random(SIZE, order=1, seed=seed) for seed in range(12)]
@@ -597,28 +596,6 @@ async def test_an_update_whose_trainer_hangs_ends_with_its_engine(how: str) -> N
 
 
 # -- with threads -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("level", [1, 2])
-async def test_nothing_falls_while_another_thread_moves_memory(level: int) -> None:
-    gate = Gate()
-    async with genrt.load(engine=StrictEngine) as lm:
-        await lm.next_token_logprobs([0])
-        engine_of(lm).weights.in_move = gate.go_through
-        sleep = asyncio.ensure_future(lm.sleep(level))
-        await asyncio.to_thread(gate.wait_until_held)
-        with pytest.raises(InvalidRequest, match="the engine sleeps"):
-            lm.resume()
-        asked = asyncio.ensure_future(lm.next_token_logprobs([1]))
-        sleep.cancel()
-        await asyncio.wait([sleep])
-        with pytest.raises(InvalidRequest, match="the engine sleeps"):
-            lm.resume()
-        assert not asked.done()
-        gate.open()
-        assert torch.allclose(await asked, MODELS[0].row([1]), atol=1e-6)
-        await lm.sleep(level)
-        await lm.wake_up()
 
 
 @pytest.mark.parametrize("level", [1, 2])
