@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import genrt
-from genrt.cluster.options import add_replica_arguments, check_replicas, replica_options
+from genrt.cluster.options import add_replica_arguments, replica_options
 from genrt.errors import InvalidRequest
 
 __all__ = ["add_arguments", "run"]
@@ -145,7 +145,6 @@ def _run(given: dict[str, Any]) -> int:
     from genrt.questions.completions import TurnOptions
 
     replicas = replica_options(given)
-    check_replicas(**replicas)
     for name in ("command", "run", *replicas):
         given.pop(name, None)
     engine, options = given.pop("engine"), given.pop("engine_options")

@@ -426,7 +426,7 @@ class AsyncLM:
         """Return a sequence that begins with a prompt, for one coroutine; computes nothing yet. A context
         as the prompt is forked. Raises InvalidRequest for a wrong prompt; UnknownAdapter.
         """
-        return begin_context(self._contexts, prompt, adapter)
+        return begin_context(self._contexts, prompt, adapter, Context)
 
     def population(
         self, prompt: Prompts, n: int | None = None, *, adapter: str | None = None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast
 
 from genrt import models
 from genrt.cluster.engine import open_replicas
-from genrt.cluster.options import ReplicaLimits, check_replicas, gpus_of
+from genrt.cluster.options import check_replicas, gpus_of
 from genrt.cluster.ranks import RANKED, are_launched, open_ranked, with_ranks
 from genrt.engines import check_choice, open_engine
 from genrt.engines.folders import sweep
@@ -70,7 +70,6 @@ class LoadOptions(TypedDict, total=False):
             again; without any replica the engine is dead. GPUs are distributed evenly; replicas with
             several GPUs do not share them. The row cache is in the host's memory. An engine function must
             be picklable.
-        replica_limits: when a replica is killed, and how often it is started again.
         cluster: the Ray cluster: its address for ``ray.init``; ``"auto"`` for the running one, or else
             one on this host that ends with the runtime; ``"local"``, the default, always for the latter,
             or for the one that this process has.
@@ -87,7 +86,6 @@ class LoadOptions(TypedDict, total=False):
     restart: Literal["auto"] | None
     seed: int | None
     replicas: int | None
-    replica_limits: ReplicaLimits | None
     cluster: str | None
 
 
@@ -146,7 +144,6 @@ def _start(
     restart: str | None = None,
     seed: int | None = None,
     replicas: int | None = None,
-    replica_limits: ReplicaLimits | None = None,
     cluster: str | None = None,
 ) -> tuple[EngineThread, RowCache]:
     cache_bytes = check_int("cache_bytes", cache_bytes, 0)
@@ -158,7 +155,7 @@ def _start(
     if seed is not None:
         seed = check_int("seed", seed, 0)
     check_bool("residency", residency)
-    check_replicas(replicas, replica_limits, cluster)
+    check_replicas(replicas, cluster)
     replicas = None if replicas is None else operator.index(replicas)
     if not isinstance(restart, str | None) or restart not in (None, "auto"):
         raise InvalidRequest(f'restart must be "auto" or None, got {named(restart)}')
@@ -205,8 +202,7 @@ def _start(
         each = 0 if engine == "exact" else each
         environment = RANKED if is_ranked else {}
         opens = partial(aload, engine=make, cache_bytes=0)
-        own = replicas, replica_limits, cluster
-        return open_replicas(opens, *own, gpus=each, environment=environment)
+        return open_replicas(opens, replicas, cluster, gpus=each, environment=environment)
 
     cache = RowCache(cache_bytes)
     thread = EngineThread(

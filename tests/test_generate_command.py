@@ -19,7 +19,6 @@ import pytest
 import genrt
 from genrt import loading
 from genrt.__main__ import main
-from genrt.cluster.options import ReplicaLimits
 from genrt.engines.adapters import least_lora_rank
 from genrt.errors import EngineFailed, InvalidRequest
 from genrt.generate import OPTIONS
@@ -90,16 +89,14 @@ def test_a_job_goes_on_with_another_number_of_replicas(
     loaded: list[Any] = []
 
     def load(*arguments: Any, **options: Any) -> AsyncLM:
-        loaded.append([options.pop(each) for each in ("replicas", "replica_limits", "cluster")])
+        loaded.append([options.pop(each) for each in ("replicas", "cluster")])
         return loading.load(*arguments, **options)
 
     monkeypatch.setattr(genrt, "load", load, raising=False)
     assert generate(folder, "--limit", "2") == 0
-    limits = ["--replica-limits", '{"most_restarts": 7}']
-    assert generate(folder, "--replicas", "2", "--cluster", "10.0.0.1:6379", *limits) == 0
+    assert generate(folder, "--replicas", "2", "--cluster", "10.0.0.1:6379") == 0
     assert len(lines_of(folder)) == 6
-    found = ReplicaLimits(most_restarts=7)
-    assert loaded == [[None, None, None], [2, found, "10.0.0.1:6379"]]
+    assert loaded == [[None, None], [2, "10.0.0.1:6379"]]
 
 
 @pytest.mark.parametrize(
@@ -118,7 +115,7 @@ def test_a_job_goes_on_with_another_number_of_replicas(
         (["--engine", "other"], "engine must be one of"),
         (["--limit", "0"], "limit"),
         (["--replicas", "0"], "replicas must be from 1"),
-        (["--cluster", "auto"], "say how many with --replicas N"),
+        (["--cluster", "auto"], "say how many with replicas=…"),
         (["--regex", "("], "regex: "),
         (["--grammar", "start: ("], "grammar: "),
         (["--schema", "SCHEMA"], "json_schema: "),

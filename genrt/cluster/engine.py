@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import os
 import queue
 import time
 from collections import deque
@@ -24,7 +23,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
-from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
@@ -33,13 +31,12 @@ import torch
 
 from genrt.cluster.actors import Actors, Gone
 from genrt.cluster.flushes import (
+    Answers,
     FarSequences,
     HandleNumbers,
-    Packed,
     packed_flush,
     unpacked_answers,
 )
-from genrt.cluster.options import ReplicaLimits
 from genrt.cluster.replica import Facts, Settings, stored
 from genrt.cluster.routing import Router
 from genrt.engines.protocol import EngineStatistics, Finished, ReplicaStatistics
@@ -60,10 +57,13 @@ from genrt.questions.contexts import Adapter
 from genrt.questions.draws import DrawToken, PopulationDraw
 from genrt.questions.reads import Candidates, TopTokens
 from genrt.questions.request import Request
-from genrt.questions.rows import LogprobsRequest
 
 MOST_ASKED = 2
 """How many replicas a question is asked of at most."""
+
+STALL_SECONDS = 600.0
+"""A replica that is at one step, or one change, for longer is killed. It may take as long as it likes to
+open."""
 
 MOST_FAILURES = 3
 """A replica that fails so many questions in a row is killed."""
@@ -102,6 +102,7 @@ class ReplicaEngine:
     Args:
         replicas: ``Actors``, or other replicas with its methods; this closes them.
         count: how many.
+        stall_seconds: as ``STALL_SECONDS``.
         seed: of the router's generator; it decides no answer.
         clock: monotonic seconds.
 
@@ -119,12 +120,12 @@ class ReplicaEngine:
         replicas: Any,
         count: int,
         *,
-        limits: ReplicaLimits | None = None,
+        stall_seconds: float = STALL_SECONDS,
         seed: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._set, self._clock = replicas, clock
-        self._stall_seconds = (limits or ReplicaLimits()).stall_seconds
+        self._stall_seconds = stall_seconds
         self._numbers = HandleNumbers()
         self._replicas = [_ReplicaRecord(n, FarSequences(self._numbers)) for n in range(count)]
         self._router = Router(count, seed=seed)
@@ -141,10 +142,8 @@ class ReplicaEngine:
         self._adapters: dict[Adapter, dict[str, bytes]] = {}
         self._refusals: list[GenrtError] = []
         self._facts: Facts | None = None
-        self._keeps_prefixes = False
         self._past = EngineStatistics()
         self._is_closed = False
-        self.prefixes = _ReplicaPrefixes(self)
         self.weights = _ReplicaWeights(self)
         try:
             self._open()
@@ -300,7 +299,7 @@ class ReplicaEngine:
     def _listen(self, replica: _ReplicaRecord) -> None:
         self._call(replica, "answers", then=self._answered)
 
-    def _answered(self, replica: _ReplicaRecord, message: Packed) -> None:
+    def _answered(self, replica: _ReplicaRecord, message: Answers) -> None:
         self._listen(replica)
         answers = unpacked_answers(message, replica.asked)
         replica.counted = answers.statistics
@@ -361,12 +360,11 @@ class ReplicaEngine:
             self.weights.version,
             self.weights.tensors,
             tuple(self._adapters.items()),
-            tuple(self.prefixes) if self._keeps_prefixes else (),
         )
         self._call(replica, "prepare", wanted, then=self._prepared)
 
     def _prepared(self, replica: _ReplicaRecord, facts: Facts) -> None:
-        self._facts, self._keeps_prefixes = self._facts or facts, facts.keeps_prefixes
+        self._facts = self._facts or facts
         if replica.heard != replica.life:
             replica.restarts += replica.heard >= 0
             replica.heard = replica.life
@@ -547,25 +545,6 @@ def _given_up(reason: str) -> EngineFailed:
     )
 
 
-class _ReplicaPrefixes(dict[LogprobsRequest, None]):
-    """The prefixes of every replica, also of replicas that start later."""
-
-    def __init__(self, engine: ReplicaEngine) -> None:
-        self._engine = engine
-
-    def keep(self, prefix: LogprobsRequest) -> None:
-        self[prefix] = None
-        self._tell("keep", prefix)
-
-    def release(self, prefix: LogprobsRequest) -> None:
-        if self.pop(prefix, self) is None:
-            self._tell("release", prefix)
-
-    def _tell(self, name: str, prefix: LogprobsRequest) -> None:
-        if self._engine._keeps_prefixes:
-            self._engine._tell("do", f"full.prefixes.{name}", prefix)
-
-
 class _ReplicaWeights:
     """The weights of an engine with replicas, which can sleep if their engines can.
 
@@ -684,8 +663,7 @@ def joined_parts(told: deque[Told] | None) -> Told | None:
 def open_replicas(
     make: Callable[[], Awaitable[Any]],
     replicas: int,
-    limits: ReplicaLimits | None,
-    cluster: str | None = None,
+    cluster: str | None,
     *,
     gpus: int,
     environment: Mapping[str, str] = MappingProxyType({}),
@@ -699,23 +677,5 @@ def open_replicas(
     Raises:
         EngineNotInstalled, EngineUnsupported, InvalidRequest: as ``Actors``.
     """
-    limits = limits or ReplicaLimits()
-    actors = Actors(
-        make,
-        cluster or "local",
-        replicas=replicas,
-        gpus=gpus,
-        here=len(_visible_gpus()),
-        environment=environment,
-        restarts=limits.most_restarts,
-    )
-    return ReplicaEngine(actors, replicas, limits=limits)
-
-
-def _visible_gpus() -> list[str]:
-    """Return the names of the GPUs that this process may use, without using one."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        # As CUDA reads it: nothing after an invalid name is visible. Slurm gives "NoDevFiles".
-        return [*takewhile(lambda each: each not in ("", "-1", "NoDevFiles"), chosen.split(","))]
-    return [str(number) for number in range(torch.cuda.device_count())]
+    actors = Actors(make, cluster or "local", replicas=replicas, gpus=gpus, environment=environment)
+    return ReplicaEngine(actors, replicas, stall_seconds=STALL_SECONDS)

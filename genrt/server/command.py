@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from genrt.cluster.options import add_replica_arguments, check_replicas, replica_options
+from genrt.cluster.options import add_replica_arguments, replica_options
 from genrt.engines.adapters import check_adapter_directory, least_lora_rank
 from genrt.errors import EngineNotInstalled, ExtraNotInstalled, InvalidRequest
 from genrt.loading import load
@@ -83,7 +83,6 @@ def run(options: argparse.Namespace) -> int:
     check_float("shutdown_seconds", options.shutdown_seconds, 0.0, 1e6)
     check_seed(options.seed)
     replicas = replica_options(vars(options))
-    check_replicas(**replicas)
     if options.trainers and replicas["replicas"] is not None:
         raise InvalidRequest(
             "--trainers sends weights to one engine: leave out --replicas. A runtime over replicas takes "

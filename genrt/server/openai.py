@@ -7,7 +7,6 @@ Routes that would change the engine for its other users, or the process, are rem
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 from argparse import Namespace
@@ -19,7 +18,6 @@ from typing import Any, NoReturn, TypeAlias
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -48,7 +46,6 @@ from genrt.questions.contexts import id_words
 from genrt.server.bodies import Bodies, check_front_end_body, json_bytes
 from genrt.server.client import TASKS, RuntimeClient, TextFailed
 from genrt.server.gate import HTTPError
-from genrt.server.routes import BODIES, JSON
 
 PREFIX, MARK = "required_prefix_token_ids", "prompt_token_ids"
 
@@ -181,8 +178,6 @@ async def openai_application(
     _keep_failures(application)
     routes = application.router.routes
     routes[:] = [each for each in routes if getattr(each, "path", None) not in CLOSED]
-    if application.openapi_url is not None:
-        application.router.routes.insert(0, _schema_route(application))
     return _with_checks(application, bodies), client
 
 
@@ -237,32 +232,6 @@ def _check_response(data: bytes, bodies: Bodies) -> None:
         except Exception as error:
             message = f"input[{place}] is not an item of a response: see OpenAI's API"
             raise InvalidRequest(message) from error
-
-
-def _schema_route(application: Any) -> Route:
-    """Return the route of the OpenAPI schema, with genrt's own routes; made once, in a thread."""
-    made: list[bytes] = []
-
-    def make() -> bytes:
-        schema = application.openapi()
-        for path, kind in BODIES.items():
-            content = {JSON: {"schema": kind.model_json_schema()}}
-            about = (kind.__doc__ or "").partition("\n")[0]
-            schema["paths"][path] = {
-                "post": {
-                    "summary": about,
-                    "requestBody": {"content": content, "required": True},
-                    "responses": {"200": {"description": "Successful Response"}},
-                }
-            }
-        return json_bytes(schema)
-
-    async def schema(_: Request) -> Response:
-        if not made:
-            made.append(await asyncio.to_thread(make))
-        return Response(made[0], media_type=JSON)
-
-    return Route(application.openapi_url, schema, include_in_schema=False)
 
 
 class _ServedAdapters(UserDict[str, LoRARequest]):

@@ -105,15 +105,6 @@ class UpdateBody(JSONBody):
     update_info: dict[str, Any] | list[dict[str, Any]]
 
 
-BODIES: dict[str, type[JSONBody]] = {
-    "/v1/next_token_logprobs": RowsBody,
-    "/v1/draw": DrawBody,
-    "/v1/score": ScoreBody,
-    "/v1/infer": InferBody,
-}
-"""The bodies of genrt's own JSON routes."""
-
-
 async def _body_data(request: Request, kind: str) -> bytes:
     """Return the body. Other content types are refused: pages of other sites may send some unasked."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != kind:

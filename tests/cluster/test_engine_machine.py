@@ -15,19 +15,17 @@ import torch
 from genrt.cluster.actors import Gone
 from genrt.cluster.engine import MOST_ASKED, ReplicaEngine
 from genrt.cluster.flushes import Answers, packed_answers, unpacked_flush
-from genrt.cluster.options import ReplicaLimits
 from genrt.cluster.replica import Facts, Settings
 from genrt.engines.adapters import CONFIG_NAME
 from genrt.engines.protocol import EngineStatistics
 from genrt.engines.remote.wire import packed_tokenizer
 from genrt.engines.weights import SLEEPING_PARTS, SleepingPart
 from genrt.errors import EngineDied, EngineFailed, InvalidAdapter, InvalidRequest
-from genrt.questions.contexts import Adapter, Limits
+from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
 
-FACTS = Facts(9, 100, 64, packed_tokenizer(None), None, False, False, False)
-LIMITS = ReplicaLimits(stall_seconds=0.4)
+FACTS = Facts(9, 100, 64, packed_tokenizer(None), None, False, False)
 
 
 @dataclass(slots=True)
@@ -125,7 +123,7 @@ class ScriptedReplicas:
         return FACTS
 
     def _flush(self, number: int, life: Scripted, message: Any) -> None:
-        for ticket, request in unpacked_flush(message, {}, Limits(9, 100)):
+        for ticket, request in unpacked_flush(message, {}):
             assert isinstance(request, LogprobsRequest)
             self.times[request.packed] = self.times.get(request.packed, 0) + 1
             if life.settings is None:
@@ -171,7 +169,7 @@ class ScriptedReplicas:
 def test_a_walk_loses_nothing_and_asks_no_stale_replica(seed: int, tmp_path: Path) -> None:
     (tmp_path / CONFIG_NAME).write_text("{}")
     replicas, chosen = ScriptedReplicas(4, seed), random.Random(seed)
-    engine = ReplicaEngine(replicas, 4, limits=LIMITS, seed=seed, clock=replicas.clock)
+    engine = ReplicaEngine(replicas, 4, stall_seconds=0.4, seed=seed, clock=replicas.clock)
     replicas.dies = 0.02
     asked: dict[Request, int] = {}
     adapters: list[Adapter] = []
@@ -286,7 +284,7 @@ def test_a_walk_loses_nothing_and_asks_no_stale_replica(seed: int, tmp_path: Pat
 
 def test_replicas_that_may_not_start_again_are_an_engine_that_died() -> None:
     replicas = ScriptedReplicas(2, 0)
-    engine = ReplicaEngine(replicas, 2, limits=LIMITS, clock=replicas.clock)
+    engine = ReplicaEngine(replicas, 2, stall_seconds=0.4, clock=replicas.clock)
     request = LogprobsRequest([1])
     engine.submit([request])
     for life in replicas.lives:
@@ -300,7 +298,7 @@ def test_replicas_that_may_not_start_again_are_an_engine_that_died() -> None:
 def sleeping(count: int) -> tuple[ScriptedReplicas, ReplicaEngine]:
     """Replicas that sleep."""
     replicas = ScriptedReplicas(count, 0)
-    engine = ReplicaEngine(replicas, count, limits=LIMITS, clock=replicas.clock)
+    engine = ReplicaEngine(replicas, count, stall_seconds=0.4, clock=replicas.clock)
     assert engine.weights.sleep(1) == 10 * count
     return replicas, engine
 
@@ -343,7 +341,7 @@ def test_replicas_none_of_which_wakes_up_sleep_on() -> None:
 
 def test_a_sleep_does_not_wait_for_a_replica_that_is_being_opened() -> None:
     replicas = ScriptedReplicas(2, 0)
-    engine = ReplicaEngine(replicas, 2, limits=LIMITS, clock=replicas.clock)
+    engine = ReplicaEngine(replicas, 2, stall_seconds=0.4, clock=replicas.clock)
     replicas.opens = False
     replicas.die(0)
     for _ in range(50):

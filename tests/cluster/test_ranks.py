@@ -219,7 +219,6 @@ def test_what_nobody_goes_on_from_is_forgotten_everywhere() -> None:
     engine.go_on(population)
     engine.step()
     assert len(follower.handles) == 1
-    assert not follower._requests
     assert not follower._tickets
     del population
     engine.submit([A])

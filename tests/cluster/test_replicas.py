@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 import genrt
-from genrt.cluster.options import ReplicaLimits
+from genrt.cluster import engine as engine_module
 from genrt.cluster.routing import Router
 from genrt.engines.adapters import CONFIG_NAME, WEIGHTS_NAME
 from genrt.engines.exact import ExactEngine, NGram
@@ -26,7 +26,7 @@ from genrt.questions.draws import PopulationDraw
 from genrt.questions.request import Request
 from genrt.questions.sequences import SequenceHandle
 from tests.apart import drawn_apart_sync
-from tests.cluster.here import replicas_of
+from tests.cluster.here import ReplicasHere, replicas_of
 from tests.population_walk import EVENTS, HeldContexts, walk
 from tests.population_walk import Runtime as Walked
 from tests.runtime.test_pauses import SleepyEngine
@@ -34,7 +34,6 @@ from tests.scoring_engine import ScoringEngine
 from tests.waiting import until as happened
 
 MODEL = NGram.random(11, order=2, seed=5)
-QUICK = ReplicaLimits(stall_seconds=0.4, most_restarts=1000)
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -52,6 +51,13 @@ def until(lm: AsyncLM, states: str, restarts: int = 0) -> None:
         assert time.monotonic() < end, found
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "STALL_SECONDS", 0.4)
+        yield
+
+
 @pytest.fixture(scope="module")
 def alone(here: None) -> Iterator[AsyncLM]:
     with genrt.load(MODEL, engine="exact", seed=7) as lm:
@@ -59,8 +65,8 @@ def alone(here: None) -> Iterator[AsyncLM]:
 
 
 @pytest.fixture(scope="module")
-def two(here: None) -> Iterator[AsyncLM]:
-    with genrt.load(MODEL, engine="exact", replicas=2, replica_limits=QUICK) as lm:
+def two(here: None, quick: None) -> Iterator[AsyncLM]:
+    with genrt.load(MODEL, engine="exact", replicas=2) as lm:
         yield lm
 
 
@@ -227,7 +233,7 @@ def test_new_weights_reach_all_replicas_and_those_that_come_later() -> None:
     new = MODEL.with_table(table)
     contexts = [[a, b] for a in range(11) for b in range(11)]
     expected = torch.stack([new.row(each) for each in contexts])
-    with genrt.load(MODEL, engine="exact", replicas=3, replica_limits=QUICK) as lm:
+    with genrt.load(MODEL, engine="exact", replicas=3) as lm:
         old = lm.batch_next_token_logprobs_sync(contexts)
         assert lm.update_weights_sync({"table": table}) == 1
         assert torch.allclose(lm.batch_next_token_logprobs_sync(contexts), expected, atol=1e-5)
@@ -249,7 +255,7 @@ async def test_an_adapter_is_in_all_replicas_or_in_none(tmp_path: Path) -> None:
     bad = adapter_in(tmp_path / "bad", table[0])
     contexts = [[each, 2] for each in range(11)]
     expected = torch.stack([MODEL.with_table(table).row(each) for each in contexts])
-    with genrt.load(MODEL, engine="exact", replicas=2, replica_limits=QUICK) as lm:
+    with genrt.load(MODEL, engine="exact", replicas=2) as lm:
         with pytest.raises(InvalidAdapter):
             await lm.add_adapter("a", bad)
         await lm.add_adapter("a", good)
@@ -269,7 +275,7 @@ async def test_an_adapter_is_in_all_replicas_or_in_none(tmp_path: Path) -> None:
 @pytest.mark.promise(number=39)
 async def test_a_call_of_an_earlier_life_takes_no_answers_of_the_next() -> None:
     """A replica dies between two calls, and the second one reaches its next life."""
-    with genrt.load(MODEL, engine="exact", replicas=2, replica_limits=QUICK) as lm:
+    with genrt.load(MODEL, engine="exact", replicas=2) as lm:
         replicas_of(lm).die(0)
         late = asyncio.wrap_future(replicas_of(lm).call(0, "answers"))
         with pytest.raises(genrt.EngineDied, match="started again"):
@@ -280,13 +286,16 @@ async def test_a_call_of_an_earlier_life_takes_no_answers_of_the_next() -> None:
         assert torch.allclose(found, torch.stack([*map(MODEL.row, contexts)]), atol=1e-5)
 
 
-async def storm(replicas: int, kills: int, seconds: float) -> tuple[int, int]:
+async def storm(
+    patch: pytest.MonkeyPatch, replicas: int, kills: int, seconds: float
+) -> tuple[int, int]:
     """Have replicas die or hang at random under load; return how many questions were right, and how many
     were told why not."""
-    right, limits = 0, ReplicaLimits(stall_seconds=replicas / 8, most_restarts=1000)
+    right = 0
+    patch.setattr(engine_module, "STALL_SECONDS", replicas / 8)
     why: list[str] = []
     chosen = random.Random(1)
-    with genrt.load(MODEL, engine="exact", replicas=replicas, replica_limits=limits) as lm:
+    with genrt.load(MODEL, engine="exact", replicas=replicas) as lm:
         ended, answered = asyncio.Event(), asyncio.Event()
 
         async def client(number: int) -> None:
@@ -323,23 +332,25 @@ async def storm(replicas: int, kills: int, seconds: float) -> tuple[int, int]:
 
 
 @pytest.mark.promise(number=39)
-async def test_deaths_under_load_lose_nothing() -> None:
-    right, told = await storm(4, 6, 60.0)
+async def test_deaths_under_load_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    right, told = await storm(monkeypatch, 4, 6, 60.0)
     assert right >= 100
     assert told <= right // 10
 
 
 @pytest.mark.proof
 @pytest.mark.promise(number=39)
-async def test_a_hundred_deaths_of_32_replicas_lose_nothing() -> None:
-    right, told = await storm(32, 100, 60.0)
+async def test_a_hundred_deaths_of_32_replicas_lose_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right, told = await storm(monkeypatch, 32, 100, 60.0)
     assert right >= 1_900
     assert told <= right // 10
 
 
 @pytest.mark.promise(number=39)
 async def test_a_replica_that_hangs_is_replaced_and_its_questions_are_answered() -> None:
-    with genrt.load(MODEL, engine="exact", replicas=2, replica_limits=QUICK) as lm:
+    with genrt.load(MODEL, engine="exact", replicas=2) as lm:
         for number in range(2):
             replicas_of(lm).hang(number)
         contexts = [[each, 3] for each in range(11)]
@@ -354,7 +365,7 @@ async def test_a_replica_that_dies_in_its_sleep_is_opened_when_the_runtime_wakes
     victims: list[int],
 ) -> None:
     """Until then its memory is somebody else's."""
-    with genrt.load(engine=SleepyEngine, replicas=2, replica_limits=QUICK) as lm:
+    with genrt.load(engine=SleepyEngine, replicas=2) as lm:
         await lm.sleep()
         for number in victims:
             replicas_of(lm).die(number)
@@ -376,7 +387,7 @@ async def test_scores_are_one_question_whichever_replica_is_asked(alone: AsyncLM
     """Whole rows too; a death in between is not seen."""
     contexts = [[each % 11, 3] for each in range(24)]
     after = [[each % 5, 7, each % 3] for each in range(24)]
-    options: dict[str, Any] = {"replicas": 2, "replica_limits": QUICK, "cache_bytes": 0}
+    options: dict[str, Any] = {"replicas": 2, "cache_bytes": 0}
     with genrt.load(engine=_scores, **options) as lm:
         expected = await alone.batch_score(contexts, after)
         for _ in range(2):
@@ -416,17 +427,17 @@ class _Mortal(ExactEngine):
 
 def test_a_question_that_kills_replicas_is_told_so_and_the_others_are_answered() -> None:
     engine = partial(_dies_of, 10)
-    with genrt.load(engine=engine, replicas=2, replica_limits=QUICK) as lm:
+    with genrt.load(engine=engine, replicas=2) as lm:
         with pytest.raises(EngineFailed, match="2 replicas died"):
             lm.next_token_logprobs_sync([10])
         assert torch.allclose(lm.next_token_logprobs_sync([1]), MODEL.row([1]), atol=1e-5)
 
 
-def test_replicas_that_may_not_be_restarted_are_an_engine_that_died() -> None:
-    limits = ReplicaLimits(most_restarts=0)
-    with genrt.load(
-        engine=partial(_dies_of, 10), replicas=1, replica_limits=limits, restart="auto"
-    ) as lm:
+def test_replicas_that_may_not_be_restarted_are_an_engine_that_died(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ReplicasHere, "restarts", 0)
+    with genrt.load(engine=partial(_dies_of, 10), replicas=1, restart="auto") as lm:
         with pytest.raises(EngineDied, match="may not be started again"):
             lm.next_token_logprobs_sync([10])
         lm.restart()
@@ -442,5 +453,3 @@ def test_an_engine_that_does_not_open_says_why() -> None:
         genrt.load(engine=_refuses, replicas=2)
     with pytest.raises(InvalidRequest, match="replicas"):
         genrt.load(MODEL, engine="exact", replicas=0)
-    with pytest.raises(InvalidRequest, match="say how many"):
-        genrt.load(MODEL, engine="exact", replica_limits=QUICK)

@@ -70,7 +70,6 @@ async def test_questions_and_half_a_body_are_answered_with_503(
         gate = server.gate
         assert gate is not None
         await until(lambda: gate.serving == len(sent))
-        await until(lambda: gate.held_bytes > len(rows))
         await asyncio.to_thread(server.close)
         for connection in connections:
             with connection:
@@ -78,7 +77,6 @@ async def test_questions_and_half_a_body_are_answered_with_503(
             assert found.startswith(b"HTTP/1.1 503")
             assert b"connection: close" in found
             assert b"closing" in found
-    assert gate.held_bytes == 0
     assert errors_in(caplog) == []
 
 

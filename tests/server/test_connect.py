@@ -623,54 +623,6 @@ def test_a_token_that_is_not_in_the_vocabulary_is_no_answer(wanted: Any, result:
         answers_to(answers_of([result], {}), [asked], 4)
 
 
-ROW = LogprobsRequest((1, 2))
-EVEN = torch.full((4,), -math.log(4.0))
-MASKED = DrawToken(bytes([0b0101]), seed=3)
-
-
-@pytest.mark.parametrize(
-    ("asked", "result"),
-    [
-        (ROW, EVEN + 0.01),
-        (ROW, torch.tensor([0.0, -math.inf, -math.inf, math.nan])),
-        (ROW, torch.tensor([math.inf, 0.0, 0.0, 0.0])),
-        (ROW, torch.full((4,), -math.inf)),
-        (ReadRequest(ROW, MASKED), Draw(1, -0.5, -0.5)),
-        (ReadRequest(ROW, MASKED), Draw(0, math.nan, -0.5)),
-        (ReadRequest(ROW, MASKED), Draw(0, -0.5, math.nan)),
-        (ReadRequest(ROW, MASKED), Draw(0, -0.5, 0.5)),
-        (ReadRequest(ROW, MASKED), Draw(0, math.inf, -0.5)),
-        (ReadRequest(ROW, MASKED), Draw(-1, -0.5, -0.5)),
-        (ReadRequest(ROW, DrawToken(None, seed=3)), Draw(-1, -math.inf, -math.inf)),
-        (ReadRequest(ROW, DrawToken(None, seed=3)), Draw(2, -0.5, -0.5)),
-        (ReadRequest(ROW, DrawToken(None, 0.0, seed=3)), Draw(2, -0.5, 0.0)),
-        (ReadRequest(ROW, Candidates((0, 1))), torch.tensor([-0.1, -0.1])),
-        (ReadRequest(ROW, Candidates((0, 0))), torch.tensor([-0.5, -0.6])),
-        (ReadRequest(ROW, Candidates((0, 1))), torch.tensor([math.nan, -1.0])),
-        (ReadRequest(ROW, Candidates((0,))), torch.tensor([0.5])),
-        (ReadRequest(ROW, TopTokens(2)), TopLogprobs(torch.tensor([1, 1]), EVEN[:2])),
-        (ReadRequest(ROW, TopTokens(2)), TopLogprobs(torch.tensor([1, 4]), EVEN[:2])),
-        (ReadRequest(ROW, TopTokens(2)), TopLogprobs(torch.tensor([1, -1]), EVEN[:2])),
-        (ReadRequest(ROW, TopTokens(2)), TopLogprobs(torch.tensor([1, 2]), -EVEN[:2])),
-        (
-            ReadRequest(ROW, TopTokens(2)),
-            TopLogprobs(torch.tensor([1, 2]), torch.tensor([-3.0, -1.0])),
-        ),
-        (ScoreRequest(ROW.packed, 1), torch.tensor([0.5])),
-        (ScoreRequest(ROW.packed, 1), torch.tensor([math.nan])),
-        (ScoreRequest(ROW.packed, 1, None, 0, "greedy"), torch.tensor([[-0.5], [2.0]])),
-    ],
-)
-def test_an_answer_that_no_model_gives_fails_for_its_question_alone(
-    asked: Any, result: Any
-) -> None:
-    data = answers_of([EVEN, result, Draw(2, -0.5, -0.5)], {})
-    found, _ = answers_to(data, [LogprobsRequest((3,)), asked, ReadRequest(ROW, MASKED)], 4)
-    assert type(found[1]) is EngineFailed
-    assert torch.equal(found[0], EVEN)
-    assert found[2] == Draw(2, -0.5, -0.5)
-
-
 @pytest.mark.promise(number=35)
 @settings(deadline=None)
 @given(asked=flushes(), data=st.data())

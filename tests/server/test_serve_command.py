@@ -20,7 +20,6 @@ import pytest
 
 import genrt
 from genrt.__main__ import main
-from genrt.cluster.options import ReplicaLimits
 from genrt.engines.exact import NGram
 from genrt.errors import Closed
 from genrt.server import command
@@ -69,16 +68,8 @@ NOTHING = [
         (["--engine", "transformers", "--", "--max-num-seqs", "3"], "the engine is transformers"),
         (["--replicas", "0"], "replicas must be from 1"),
         (["--replicas", "2", "--trainers"], "leave out --replicas"),
-        (["--cluster", "auto"], "say how many with --replicas N"),
-        (["--replica-limits", "{}"], "say how many with --replicas N"),
+        (["--cluster", "auto"], "say how many with replicas=…"),
         (["--replicas", "2", "--cluster", ""], "cluster must be"),
-        (["--replicas", "2", "--replica-limits", "{"], "--replica-limits is not JSON"),
-        (["--replicas", "2", "--replica-limits", "[1]"], "must be a JSON object"),
-        (
-            ["--replicas", "2", "--replica-limits", '{"patience": 1}'],
-            "has no 'patience': there are",
-        ),
-        (["--replicas", "2", "--replica-limits", '{"most_restarts": -1}'], "most_restarts must be"),
     ],
 )
 def test_wrong_arguments_are_told_before_a_model_is_loaded(
@@ -248,13 +239,10 @@ def test_a_server_that_still_loads_is_told_to_end(llama: Path) -> None:
 
 
 def test_replicas_are_loaded_as_the_arguments_say(loaded: list[dict[str, Any]]) -> None:
-    limits = ["--replica-limits", '{"most_restarts": 1, "stall_seconds": 60}']
-    for arguments in ([], ["--replicas", "3", "--cluster", "local", *limits]):
+    for arguments in ([], ["--replicas", "3", "--cluster", "local"]):
         assert main(["serve", "a/model", "--port", "0", *arguments]) == 1
-    names = ("replicas", "cluster", "replica_limits")
-    assert [loaded[0][each] for each in names] == [None] * 3
-    found = ReplicaLimits(most_restarts=1, stall_seconds=60)
-    assert [loaded[1][each] for each in names] == [3, "local", found]
+    found = [(each["replicas"], each["cluster"]) for each in loaded]
+    assert found == [(None, None), (3, "local")]
 
 
 @pytest.mark.proof

@@ -110,7 +110,6 @@ class VLLMEngine:
                 device=self.device,
             )
             self._open = OpenRequests(core.scheduler, steps)
-            core.scheduler.prefixes, self.prefixes.residents = self.prefixes, self._open.residents
         self._populations = SeatedPopulations(self._open, self._adapters)
         self._decoded: list[tuple[Purpose, str]] = []  # requests of the last decode step
         drawn_here = self.runner == "V1" and on_cpu
@@ -486,10 +485,11 @@ class VLLMEngine:
 
     def add_adapter(self, adapter: Adapter, path: Path) -> None:
         self._adapters.check_enabled()
+        if self._open is not None:  # its adapters' slots may be given to the new one
+            self._open.steps.discard()
         try:
             with self._globals:
                 self._adapters.add(adapter, path)
-            self._adapters.check_base(adapter, self.probe, self._unused_context())
         except BaseException:
             self.remove_adapter(adapter)
             raise
@@ -502,35 +502,15 @@ class VLLMEngine:
             self._adapters.remove(adapter)
 
     def probe(self, requests: Sequence[LogprobsRequest] | Sequence[ScoreRequest]) -> list[Tensor]:
-        """Return rows or scores that the engine itself needs; raise the error of one of them, or of the
-        step. The next ``step`` returns other requests that end meanwhile."""
+        """Return rows or scores while nothing else is in progress; raise the error of one of them."""
         self.submit(requests)
         ends: dict[Request, Finished] = {}
-        others: list[Finished] = []
-        try:
-            while len(ends) < len(requests):
-                bystanders = {each for each in self._under_way() if each not in requests}
-                try:
-                    finished = self.step()
-                except GenrtError as error:
-                    others += [Finished(each, error=error.fresh()) for each in bystanders]
-                    raise
-                others += [end for end in finished if end.request not in requests]
-                ends |= {end.request: end for end in finished if end.request in requests}
-        finally:
-            self._ended += others
+        while len(ends) < len(requests):
+            ends |= {end.request: end for end in self.step()}
         for end in ends.values():
             if end.error is not None:
                 raise end.error
         return [cast("Tensor", ends[request].result) for request in requests]
-
-    def _under_way(self) -> list[Request]:
-        return [*self._in_progress.values(), *self._texts.waiting]
-
-    def _unused_context(self) -> tuple[int, ...]:
-        """Return a context that no request in progress has."""
-        used = {request.token_ids for request in self._under_way()}
-        return next((token,) for token in range(self.vocab_size) if (token,) not in used)
 
     def start_counting(self) -> None:
         """Reset the counters after the self-test."""

@@ -29,7 +29,6 @@ from genrt.engines.vllm.reasoning import NO_TOKENIZER, ReasoningParsers
 from genrt.engines.vllm.requests import NOT_COMPUTED, as_genrt_error
 from genrt.engines.vllm.scheduler import OpenScheduler
 from genrt.engines.vllm.self_check import run_self_check
-from genrt.engines.vllm.signatures import check_signatures
 from genrt.engines.vllm.steps import shut_down
 from genrt.engines.vllm.structures import check_structures_config
 from genrt.errors import EngineUnsupported, InvalidRequest, ModelNotFound
@@ -71,7 +70,6 @@ def open_vllm(
         EngineFailed: vLLM raised any other error; the message contains it.
     """
     check_version(vllm.__version__)
-    check_signatures(vllm.__version__)
     own = Globals()
     preload = os.environ.get("LD_PRELOAD")
     with own, gloo_on_loopback(), undisturbed():
@@ -94,7 +92,6 @@ def open_vllm(
         finally:
             envs.enable_envs_cache()  # the engines' steps read it
     try:
-        check_signatures(vllm.__version__)  # opening has imported more modules
         engine = VLLMEngine(llm_engine, own, own_processors=bool(options.get("logits_processors")))
     except BaseException as error:
         with own:

@@ -74,27 +74,6 @@ def context(*slots: int) -> Any:
     return SimpleNamespace(idx_mapping_np=np.array(slots, dtype=np.int32))
 
 
-@pytest.mark.promise(number=3)
-@pytest.mark.parametrize("tickets", [[7, None, 8], [None, None]], ids=str)
-@pytest.mark.parametrize("version", [1, 2])
-def test_each_ticket_gets_its_own_row_and_the_logits_are_left_alone(
-    version: int, tickets: list[int | None]
-) -> None:
-    logits, wanted = logits_of(*tickets), [each for each in tickets if each is not None]
-    before = logits.clone()
-    capture, places = (v1(), ()) if version == 1 else (v2(), (context(*range(len(tickets))),))
-    if version == 1:
-        assert capture.is_argmax_invariant() is False
-        capture.update_state(update(len(tickets), added=enumerate(tickets)))
-    else:
-        for slot, ticket in enumerate(tickets):
-            assert capture.add_request(slot, params(ticket)) is (ticket is not None)
-    assert capture.apply(logits, *places) is logits
-    assert torch.equal(logits, before)
-    assert taken(capture.store, *wanted) == wanted
-    assert len(capture.store) == 0
-
-
 @pytest.mark.promise(number=18)
 def test_v1_seeded_draws_are_of_the_seed_and_the_tokens_before_and_follow_moves() -> None:
     """From vLLM's generator, whatever is discarded; twice the same two requests, the second time chunked,

@@ -107,7 +107,7 @@ async def walked(
     assert statistics.extended > 0
 
 
-WALKS = [(0, 24), *(pytest.param(seed, 100, marks=pytest.mark.proof) for seed in range(1, 3))]
+WALKS = [(0, 24), pytest.param(1, 100, marks=pytest.mark.proof)]
 
 
 @pytest.mark.promise(number=36)
@@ -122,9 +122,9 @@ async def test_each_draw_is_its_own_context_s_on_vllm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     await walked(runtimes, [llama, other], seed, steps, BREAKS)
-    held = HeldContexts.begin
-    await walked(runtimes, [llama, other], seed + 100, steps, BREAKS, begin=held)
     if "ahead" in request.node.callspec.id:
+        held = HeldContexts.begin
+        await walked(runtimes, [llama, other], seed + 100, steps, BREAKS, begin=held)
         run_always_ahead(monkeypatch)
         await walked(runtimes, [llama, other], seed, steps, (*BREAKS, "restarted"))
 
@@ -201,18 +201,6 @@ async def test_what_a_copy_goes_on_from_is_given_back_with_the_copy(empty: Async
     assert held(empty) == (0, 0, 0)
 
 
-async def test_closed_in_the_middle_of_a_draw_it_gives_back_what_that_took(empty: AsyncLM) -> None:
-    population = empty.population([1, 2, 3], COUNT)
-    await grown(population, 3)
-    draw = asyncio.ensure_future(population.draw())
-    await asyncio.sleep(0)
-    population.close()
-    assert len((await draw).token_ids) == COUNT
-    resident, _, known = held(empty)
-    assert resident <= 1  # the questions before it, whose sequences went on
-    assert known == 0
-
-
 async def test_closed_contexts_give_back_all_they_took(empty: AsyncLM) -> None:
     """Closed by hand, by ``with``, as garbage, and in the middle of a question."""
 
@@ -265,17 +253,3 @@ async def test_a_context_computes_a_token_a_step_beside_idle_ones_and_forks(
     await step([*several[: half // 2], *forks])  # of one request with the idle ones
     idle = several[half // 2 :]
     assert await step(idle) == (len(idle), len(idle))
-
-
-@pytest.mark.proof
-async def test_four_thousand_short_lived_populations_leave_nothing(empty: AsyncLM) -> None:
-    for number in range(200):
-        several = [empty.population([number % 300, number // 300, 2, n], 2) for n in range(20)]
-        await asyncio.gather(*(grown(population, 1) for population in several))
-        for population in several[::2]:
-            population.close()
-        del population, several
-    gc.collect()
-    resident, _, known = held(empty)
-    assert resident <= 200
-    assert known <= 1

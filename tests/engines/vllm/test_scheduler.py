@@ -86,7 +86,7 @@ def scheduler(*, held: int = 0, free: int = 0, tokens: int = 8_192, **fields: An
         get_computed_blocks=lambda _: (SimpleNamespace(blocks=(blocks,)), len(blocks) * SIZE, 0)
     )
     return SimpleNamespace(
-        **{"running": [], "requests": {}, "prefixes": None} | fields,
+        **{"running": [], "requests": {}} | fields,
         block_size=SIZE,
         max_num_scheduled_tokens=tokens,
         kv_cache_manager=manager,
@@ -96,7 +96,6 @@ def scheduler(*, held: int = 0, free: int = 0, tokens: int = 8_192, **fields: An
 DONOR = request(8 * SIZE, name="donor", computed=3 * SIZE)
 LONG = request(8 * SIZE)
 RUNNING = [request(10 * SIZE, computed=4 * SIZE), request(SIZE + 3, computed=SIZE + 2)]
-PREFIXES = SimpleNamespace(shared=lambda _: 5)
 
 
 @pytest.mark.parametrize(
@@ -118,8 +117,6 @@ PREFIXES = SimpleNamespace(shared=lambda _: 5)
         # A donor gives no more than it has computed.
         ({"requests": {"donor": DONOR}}, [LONG], "donor", 10 - 3),
         ({"requests": {"donor": DONOR}}, [LONG], "gone", 10),
-        # Kept prefixes are held.
-        ({"prefixes": PREFIXES}, [LONG], None, 5),
     ],
 )
 def test_the_blocks_that_waiting_requests_need(

@@ -346,39 +346,6 @@ def test_a_run_of_smc_is_the_same_with_residency_and_without_it_but_with_a_cache
         assert result.log_evidence == pytest.approx(first.log_evidence, abs=SMC_TOLERANCE)
 
 
-def test_a_step_of_the_same_batch_finds_lengths_and_blocks_alone(
-    roomy: AsyncLM, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Sequences of different lengths, in any order, over the edges of blocks, with forks; a sample and a
-    new sequence are vLLM's own steps."""
-    begin(roomy, ahead=False)
-    choose, repeated, repeat = random.Random(3), list[int](), RunnerV1._repeat
-
-    def counted(self: RunnerV1, *arguments: Any) -> None:
-        repeated.append(arguments[1])
-        repeat(self, *arguments)
-
-    monkeypatch.setattr(RunnerV1, "_repeat", counted)
-
-    def step(contexts: list[list[int]]) -> list[list[int]]:
-        contexts = [[*context, choose.randrange(320)] for context in contexts]
-        choose.shuffle(contexts)
-        check(roomy, [contexts], oracle)
-        return contexts
-
-    contexts = step([[choose.randrange(320) for _ in range(50 + n)] for n in range(8)])
-    for _ in range(20):
-        contexts = step(contexts)
-    assert repeated == [8] * 19  # the first was found whole
-    roomy.sample_sync([1, 2, 3], max_tokens=3)
-    contexts = step(step(contexts))
-    contexts = step([*contexts[:4], *contexts[:4]])
-    contexts = step([*contexts, [5, 6, 7]])
-    for _ in range(3):
-        contexts = step(contexts)
-    assert repeated[19:] == [8, 8, 9, 9]
-
-
 @pytest.mark.promise(number=14)
 async def test_many_adapters_residents_stay_apart(
     adaptable: AsyncLM, loras: tuple[Path, Path]

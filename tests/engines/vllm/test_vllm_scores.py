@@ -17,7 +17,7 @@ import torch
 
 import genrt
 from genrt.engines.vllm.scores import Positions, positions_of
-from genrt.errors import EngineFailed, NotFinite
+from genrt.errors import NotFinite
 from genrt.lm import AsyncLM
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest
@@ -256,28 +256,6 @@ def test_a_row_that_is_not_finite_fails_its_score_alone(
         assert isinstance(score, NotFinite) or close(score, score_of(*text))
     assert close(lm.score_sync(*texts[1]), score_of(*texts[1]))
     assert left_over(engine_of(lm)) == {}
-
-
-def test_after_a_failed_step_scores_are_right(
-    lm: AsyncLM, score_of: Oracle, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = tokens(20, 1), tokens(120, 2)
-    model, calls = runner_of(lm).model, list[int]()
-    compute = model.compute_logits
-
-    def fails(hidden_states: torch.Tensor) -> torch.Tensor:
-        calls.append(len(hidden_states))
-        if len(calls) == 2:
-            raise RuntimeError("scripted failure")
-        found: torch.Tensor = compute(hidden_states)
-        return found
-
-    with monkeypatch.context() as patch:
-        patch.setattr(model, "compute_logits", fails)
-        with pytest.raises(EngineFailed, match="scripted failure"):
-            lm.score_sync(*text)
-    assert left_over(engine_of(lm)) == {}
-    assert close(lm.score_sync(*text), score_of(*text))
 
 
 def test_positions_that_vllm_does_not_show_are_missed(
