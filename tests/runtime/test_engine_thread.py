@@ -29,7 +29,6 @@ from genrt.errors import Closed, EngineDied, EngineFailed, EngineUnsupported
 from genrt.lm import AsyncLM
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
-from genrt.runtime import concurrency
 from genrt.runtime import thread as engine_thread
 from genrt.runtime.ask import Asker
 from genrt.runtime.batcher import Batcher
@@ -130,12 +129,11 @@ def test_an_interrupt_while_loading_abandons_it(monkeypatch: pytest.MonkeyPatch)
         return engine
 
     def interrupted(*_: Any) -> None:
-        gate.wait_until_held()
         raise KeyboardInterrupt
 
     monkeypatch.setattr(engine, "close", closed.set)
     with monkeypatch.context() as patched:
-        patched.setattr(concurrency, "_wait", interrupted)
+        patched.setattr(concurrent.futures, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             genrt.load(engine=slow)
     gate.open()
@@ -612,7 +610,6 @@ PROGRAMS = {
 SERVER = """
 import asyncio, gc, json, os, signal, sys, tempfile, threading
 import genrt
-from genrt.runtime import concurrency
 from genrt.runtime import thread as engine_thread
 from tests.inside import thread_of
 from tests.scripted import ScriptedEngine
