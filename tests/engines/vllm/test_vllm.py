@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
-import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -394,24 +393,6 @@ async def test_a_score_is_its_adapters(adaptable: AsyncLM, loras: tuple[Path, Pa
     assert float((found[1] - found[2]).abs().max()) > 0.1
     await lm.add_adapter("a", loras[1])  # other weights under the same name
     assert worst([await lm.score(before, after, adapter="a")], [found[2]]) < TOLERANCE
-
-
-async def test_a_step_without_base_requests_has_all_slots_for_adapters(
-    adaptable: AsyncLM, loras: tuple[Path, Path]
-) -> None:
-    """Two and the base fit into one step, so three do too, in any order."""
-    for name, path in zip("abc", (*loras, loras[0]), strict=True):
-        await adaptable.add_adapter(name, path)
-    for step in range(3):
-        names = random.Random(step).sample("abc", 3)
-        asked = [([step, n], name) for n in range(3) for name in names]
-        rows = await asyncio.gather(
-            *(adaptable.next_token_logprobs(context, adapter=name) for context, name in asked)
-        )
-        for (context, name), row in zip(asked, rows, strict=True):
-            alone = await adaptable.next_token_logprobs([*context], adapter=name)
-            assert worst([row], [alone]) < TOLERANCE
-            assert name != "c" or worst([row], [rows[asked.index((context, "a"))]]) < TOLERANCE
 
 
 @pytest.mark.promise(number=25)
