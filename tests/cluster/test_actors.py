@@ -93,14 +93,6 @@ def test_without_ray_replicas_say_what_to_install(monkeypatch: pytest.MonkeyPatc
         genrt.load(MODEL, engine="exact", replicas=1)
 
 
-def test_what_is_no_cluster_is_refused() -> None:
-    for wrong in ("", 3, b"auto", ["auto"]):
-        with pytest.raises(InvalidRequest, match="cluster must be"):
-            genrt.load(MODEL, engine="exact", replicas=1, cluster=wrong)  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequest, match="say how many"):
-        genrt.load(MODEL, engine="exact", cluster="auto")
-
-
 class FakeNode:
     """The processes of a local Ray."""
 

@@ -23,7 +23,6 @@ from safetensors.torch import save_file
 import genrt
 from genrt.constraints import regex
 from genrt.engines.exact import ExactEngine, NGram
-from genrt.engines.remote.connection import ServerBusy
 from genrt.engines.remote.engine import RemoteEngine
 from genrt.engines.remote.wire import (
     answers_of,
@@ -158,14 +157,6 @@ async def test_a_sampler_written_for_one_runs_on_the_other(lm: AsyncLM, server: 
         assert here.log_evidence == pytest.approx(there.log_evidence, abs=1e-6)
         # Draws are answered over there: no row of a step comes here.
         assert remote.statistics().engine.rows == 0
-
-
-async def test_what_is_asked_together_is_one_call(lm: AsyncLM, server: Server) -> None:
-    async with await AsyncLM.connect(str(server.url), api_key=KEY, cache_bytes=0) as remote:
-        before = remote.statistics().engine.steps
-        questions = [remote.draw([1, each], seed=each) for each in range(7)]
-        await asyncio.gather(*questions, remote.next_token_logprobs([2]), remote.score([1], [2, 3]))
-        assert remote.statistics().engine.steps == before + 1
 
 
 async def test_a_flush_that_is_larger_than_a_call_takes_several(lm: AsyncLM) -> None:
@@ -439,32 +430,6 @@ async def test_nobody_waits_for_a_server_that_is_silent(server: Server) -> None:
             await question
         await until(lambda: not engine.is_alive())
         await until(lambda: not thread.is_alive())
-
-
-def test_patience_with_a_busy_server_begins_anew_with_every_question(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = remote_engine(server, timeout=0.17)  # for a busy server too
-    asked = engine._asked
-    busy = [True]
-
-    def ask(questions: Any) -> list[Any]:
-        if busy[0]:
-            raise ServerBusy(0.0)
-        return asked(questions)
-
-    monkeypatch.setattr(engine, "_asked", ask)
-    engine.submit([logprobs(1)])
-    while engine._waited < 0.12:  # of which each step is 0.05
-        assert engine.step() == []
-    with pytest.raises(EngineFailed, match="busy"):
-        engine.step()
-    engine.submit([logprobs(2)])
-    assert engine.step() == []
-    busy[0] = False
-    [end] = engine.step()
-    assert end.error is None
-    engine.close()
 
 
 async def test_another_runtime_of_the_same_name_is_another_server() -> None:
