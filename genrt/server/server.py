@@ -185,12 +185,11 @@ class Server:
             server_header=False,
             timeout_keep_alive=75,
         )
-        ends = [] if client is None else [client.cancel_all]
-        ends.append(self.gate.cancel_all)
+        cancel_all = self.gate.cancel_all
 
         async def end() -> None:
             await asyncio.sleep(self._shutdown_seconds)
-            for each in (*ends, server.abort_all):  # of which each ends remaining requests
+            for each in (cancel_all, server.abort_all):  # of which each ends remaining requests
                 each()
                 await asyncio.sleep(1.0)
 

@@ -297,18 +297,6 @@ def test_a_rank_that_ends_by_itself_is_told_and_one_that_closes_is_not(
     assert not quiet
 
 
-def test_a_process_with_ranks_dies_with_any_of_them() -> None:
-    code = (
-        "import genrt.cluster.ranks as r, threading\n"
-        "r.PROGRAM = 'import sys; sys.exit(5)'\n"
-        "ranks = r.Ranks(2)\n"
-        "threading.Event().wait()\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=300)
-    assert ended.returncode == 1
-    assert b"rank 1 ended with status 5" in ended.stderr
-
-
 def test_a_rank_dies_with_its_parent_whatever_it_is_at() -> None:
     """Also where it waits for another rank in native code, for which a process that sleeps stands."""
     code = (

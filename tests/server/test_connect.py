@@ -365,17 +365,6 @@ async def test_what_is_no_genrt_server_or_has_no_vocabulary_is_refused(server: S
             await AsyncLM.connect(url, timeout=20)
 
 
-async def test_an_answer_is_not_read_for_ever(server: Server) -> None:
-    """What follows is of a server that is still there."""
-    row = torch.full((8,), -math.log(8.0))
-    right = answers_of([row], {})
-    with canned(*opening_of(server), ok(right + bytes(2**23)), ok(right)) as url:
-        async with await AsyncLM.connect(url) as remote:
-            with pytest.raises(genrt.EngineFailed, match="is over 4"):
-                await remote.next_token_logprobs([1])
-            assert torch.equal(await remote.next_token_logprobs([1]), row)
-
-
 # -- servers that are lost, silent, busy or others by now ------------------------------------------
 
 
@@ -602,20 +591,6 @@ def test_a_flush_that_was_changed_on_its_way_is_refused_or_another(
     except InvalidRequest:
         return
     assert len(found) <= 9
-
-
-def test_a_header_of_any_json_is_refused() -> None:
-    right = {"model": "m", "contexts": [], "adapters": [], "masks": 0, "questions": []}
-    odd: list[Any] = [None, -1, 10**30, 1.5, "x", [None], [[]], [["row"]], {"a": 1}]
-    odd.append([["row", 0, 0]])
-    for name in right:
-        for value in odd:
-            if value == right[name] or (name, value) == ("adapters", [None]):
-                continue
-            header = json.dumps(right | {name: value}).encode()
-            data = len(header).to_bytes(4, "little") + header
-            with pytest.raises(InvalidRequest):
-                flush_to(data, LIMITS, lambda name: None, model="m", most=9)
 
 
 # -- tokenizers -----------------------------------------------------------------------------------

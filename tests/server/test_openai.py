@@ -135,14 +135,6 @@ async def test_a_prompt_that_ends_inside_a_character_is_in_no_text(
         assert "".join(parts) == own.text
 
 
-async def test_an_adapter_is_called_by_its_name(lm: AsyncLM, client: openai.AsyncOpenAI) -> None:
-    asked: Any = {"prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0.0}
-    style = await client.completions.create(model="style", **asked)
-    base = await client.completions.create(model="tiny", **asked)
-    own = await lm.generate([5, 6, 7], max_tokens=8, temperature=0.0, adapter="style")
-    assert style.choices[0].text == own.text != base.choices[0].text
-
-
 async def test_several_texts_and_the_prompt_before_them(client: openai.AsyncOpenAI) -> None:
     asked: Any = {"model": "tiny", "prompt": "Paris is", "max_tokens": 6, "n": 3, "seed": 5}
     found = await client.completions.create(**asked, echo=True)
