@@ -191,10 +191,10 @@ class Execution:
         pause: _Pause | None,
         computed: Computed = (),
     ) -> None:
-        """``computed`` are forks of the contexts that the recorded execution had at its pause."""
         self.lm = lm
         self._contexts: list[weakref.ref[ParticleContext]] = []
         self._computed = computed
+        """Forks of the contexts that the recorded execution had at its pause."""
         self._choices = list(choices)
         self._to_replay = deque(choices)
         self._pause = pause
