@@ -94,12 +94,6 @@ def test_only_the_last_k_tokens_count_and_short_contexts_are_padded() -> None:
     assert torch.equal(NGram.random(5, order=0).row([1]), NGram.random(5, order=0).row([]))
 
 
-@pytest.mark.parametrize(("zeros", "impossible"), [(0.0, 0), (0.5, 2), (0.99, 3), (1.0, 3)])
-def test_random_models_have_the_zeros_asked_for(zeros: float, impossible: int) -> None:
-    table = NGram.random(4, order=2, zeros=zeros).table
-    assert set((table == -math.inf).sum(-1).flatten().tolist()) == {impossible}
-
-
 @pytest.mark.parametrize(
     "table",
     [

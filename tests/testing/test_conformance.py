@@ -155,7 +155,7 @@ BROKEN: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "seed ignored": (lambda: sample(seed=None), "seeded sample"),
     "unseeded alike": (lambda: sample(seed=lambda r: r.seed or 5), "independent"),
     "temperature ignored": (lambda: sample(temperature=1.0), "temperature 0"),
-    "min_p ignored": (lambda: sample(min_p=0.0), "min_p=1"),
+    "top_k ignored": (lambda: sample(top_k=0), "top_k=1"),
     "stop ignored": (lambda: sample(stop_token_ids=frozenset()), "before its stop token"),
     "too short": (lambda: sample(max_tokens=lambda r: max(1, r.max_tokens - 1)), "not max_tokens"),
     "one token short": (lambda: {"max_model_len": 65}, "failed: ContextTooLong"),

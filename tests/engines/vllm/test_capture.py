@@ -220,22 +220,6 @@ def test_wide_rows_are_normalised_in_float32_to_its_rounding(dtype: torch.dtype)
         assert abs(float(found.double().logsumexp(dim=-1))) <= 3e-7
 
 
-@pytest.mark.parametrize("own_processors", [True, False])
-def test_the_v1_runner_lists_output_tokens_only_for_processors_of_the_users(
-    own_processors: bool,
-) -> None:
-    from genrt.engines.vllm.capture import install_capture
-
-    capture = v1()
-    batch = SimpleNamespace(
-        logitsprocs=SimpleNamespace(all=[object(), capture]), logitsprocs_need_output_token_ids=True
-    )
-    sampler = SimpleNamespace(topk_topp_sampler=SimpleNamespace(forward=None), gather_logprobs=None)
-    runner = SimpleNamespace(input_batch=batch, sampler=sampler, device=torch.device("cuda"))
-    assert install_capture(runner, own_processors) is capture.store
-    assert batch.logitsprocs_need_output_token_ids is own_processors
-
-
 @pytest.mark.promise(number=24)
 def test_a_runner_without_the_capture_or_with_another_sampler_is_refused() -> None:
     from genrt.engines.vllm.capture import install_capture
@@ -252,7 +236,7 @@ def test_a_runner_without_the_capture_or_with_another_sampler_is_refused() -> No
         ("gathers log-probabilities otherwise", runner(input_batch=batch)),
     ):
         with pytest.raises(EngineUnsupported, match=message):
-            install_capture(wrong, own_processors=True)
+            install_capture(wrong)
 
 
 # -- log-probabilities of the law ------------------------------------------------------------------

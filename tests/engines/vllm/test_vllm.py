@@ -455,14 +455,6 @@ def test_what_cannot_be_opened_is_refused_with_the_reason(
         load(llama)
 
 
-def test_the_row_cache_and_a_full_steps_rows_are_left_out_of_vllms_memory() -> None:
-    from genrt.engines.vllm.opening import reserved_share
-
-    gib = 2**30
-    share = reserved_share(8 * gib, cache_bytes=gib, max_num_seqs=1024, vocab_size=2**17)
-    assert share == (1 + 1.5) / 8
-
-
 @pytest.mark.promise(number=24)
 def test_the_self_test_refuses_a_vllm_that_mixes_rows_up(
     llama: Path, monkeypatch: pytest.MonkeyPatch
