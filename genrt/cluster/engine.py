@@ -52,8 +52,8 @@ from genrt.errors import (
     NotFinite,
     OutOfMemory,
 )
+from genrt.questions.arguments import Adapter
 from genrt.questions.completions import Decoding, Delta, NativeRequest, Streamed, Told
-from genrt.questions.contexts import Adapter
 from genrt.questions.draws import DrawToken, PopulationDraw
 from genrt.questions.reads import Candidates, TopTokens
 from genrt.questions.request import Request

@@ -21,7 +21,7 @@ from genrt.engines.protocol import EngineStatistics
 from genrt.engines.remote.wire import packed_tokenizer
 from genrt.engines.weights import SLEEPING_PARTS, SleepingPart
 from genrt.errors import EngineDied, EngineFailed, InvalidAdapter, InvalidRequest
-from genrt.questions.contexts import Adapter
+from genrt.questions.arguments import Adapter
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
 

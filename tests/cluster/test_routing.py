@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from genrt.cluster.programs import ProgramRequest
 from genrt.cluster.routing import MARGIN, Router
-from genrt.questions.contexts import Limits
+from genrt.questions.arguments import Limits
 from genrt.questions.draws import PopulationDraw
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.sequences import Sequences

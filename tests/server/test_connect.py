@@ -35,7 +35,7 @@ from genrt.engines.remote.wire import (
 from genrt.errors import EngineFailed, EngineUnsupported, InvalidRequest, NotFinite
 from genrt.inference import SMC, TextModel
 from genrt.lm import AsyncLM
-from genrt.questions.contexts import Adapter, Limits
+from genrt.questions.arguments import Adapter, Limits
 from genrt.questions.draws import DrawToken
 from genrt.questions.reads import Candidates, ReadRequest, TopTokens
 from genrt.questions.rows import LogprobsRequest

@@ -36,7 +36,7 @@ from genrt.errors import (
     UnknownAdapter,
 )
 from genrt.numbers import check_int
-from genrt.questions.contexts import TOKEN_BYTES, Adapter
+from genrt.questions.arguments import TOKEN_BYTES, Adapter
 from genrt.questions.draws import DrawToken, PopulationDraw, batch_draw
 from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request

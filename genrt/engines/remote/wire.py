@@ -28,7 +28,7 @@ from genrt import errors
 from genrt.engines.folders import Folder
 from genrt.errors import EngineFailed, GenrtError, InvalidRequest
 from genrt.numbers import check_int
-from genrt.questions.contexts import Adapter, Limits
+from genrt.questions.arguments import Adapter, Limits
 from genrt.questions.draws import DrawToken, draw_request
 from genrt.questions.reads import (
     Candidates,
