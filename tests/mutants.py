@@ -214,7 +214,7 @@ runtime.adapters: test_lm.py
 questions.draws: test_answers.py test_draw.py
   DrawToken.answer: the draws of a step share their randomness
     [deciding_seed(each) for each in wanted] -> [deciding_seed(wanted[0]) for each in wanted]
-questions.contexts: test_engine.py
+questions.arguments: test_engine.py
   Adapter: the version of an adapter's weights is no part of the key
     version: int -> version: int = __import__('dataclasses').field(compare=False)
 questions.scores: test_arguments.py test_draw.py

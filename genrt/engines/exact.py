@@ -15,7 +15,7 @@ from genrt.engines.stepping import SteppedEngine, SteppedModel
 from genrt.engines.weights import Layout, NamedTensors, TensorForm
 from genrt.errors import InvalidAdapter, InvalidRequest, ModelNotFound
 from genrt.numbers import check_float, check_int
-from genrt.questions.contexts import Adapter
+from genrt.questions.arguments import Adapter
 from genrt.tokens.vocabulary import BytesTokenizer
 
 _FILE_NAME = "ngram.safetensors"

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
+from genrt.questions.arguments import Adapter
 from genrt.questions.completions import SampleRequest
-from genrt.questions.contexts import Adapter
 from genrt.questions.rows import LogprobsRequest
 from genrt.testing.witness import (
     Witness,

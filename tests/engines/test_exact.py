@@ -15,8 +15,8 @@ from scipy.stats import chi2
 
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.errors import InvalidAdapter, InvalidRequest, ModelNotFound
+from genrt.questions.arguments import Adapter
 from genrt.questions.completions import SampleRequest
-from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
 from genrt.testing import check_engine

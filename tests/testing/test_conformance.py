@@ -16,8 +16,8 @@ from torch import Tensor
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.engines.protocol import Engine, EngineStatistics, Finished
 from genrt.errors import EngineFailed
+from genrt.questions.arguments import Adapter
 from genrt.questions.completions import SampleRequest
-from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request
 from genrt.testing import check_engine
 from tests.inside import in_progress

@@ -48,8 +48,8 @@ from genrt.engines.vllm.texts import (
 )
 from genrt.engines.vllm.weights import VLLMWeights
 from genrt.errors import EngineDied, EngineFailed, GenrtError
+from genrt.questions.arguments import Adapter
 from genrt.questions.completions import Decoding, Streamed, Told
-from genrt.questions.contexts import Adapter
 from genrt.questions.draws import PopulationDraw
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest, not_finite
