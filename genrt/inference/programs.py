@@ -63,7 +63,7 @@ from genrt.inference.model import DEAD, Growth
 from genrt.inference.resampling import Floats, normalized_weights
 from genrt.lm import AsyncLM
 from genrt.numbers import check_float
-from genrt.questions.contexts import TokenIds
+from genrt.questions.arguments import TokenIds
 from genrt.questions.masks import Mask, packed_mask
 from genrt.runtime.concurrency import together
 from genrt.tokens.texts import decoded
@@ -191,10 +191,10 @@ class Execution:
         pause: _Pause | None,
         computed: Computed = (),
     ) -> None:
-        """``computed`` are forks of the contexts that the recorded execution had at its pause."""
         self.lm = lm
         self._contexts: list[weakref.ref[ParticleContext]] = []
         self._computed = computed
+        """Forks of the contexts that the recorded execution had at its pause."""
         self._choices = list(choices)
         self._to_replay = deque(choices)
         self._pause = pause

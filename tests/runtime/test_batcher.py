@@ -13,7 +13,7 @@ import torch
 
 from genrt.engines.protocol import Finished
 from genrt.errors import Closed, EngineFailed, OutOfMemory, UnknownAdapter
-from genrt.questions.contexts import Adapter
+from genrt.questions.arguments import Adapter
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.ask import MAX_UNAWAITED

@@ -28,8 +28,8 @@ from torch import Tensor
 from genrt.engines.protocol import Finished
 from genrt.errors import WAS_CLOSED, Closed, EngineDied, GenrtError, NotFinite
 from genrt.lm import AsyncLM
+from genrt.questions.arguments import Adapter
 from genrt.questions.completions import Completion, CompletionRequest, Delta
-from genrt.questions.contexts import Adapter
 from genrt.questions.draws import PopulationDraw
 from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request, Result
