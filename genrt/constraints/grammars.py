@@ -21,7 +21,6 @@ from genrt.structures.guides import (
     name_of_regex,
     syntax_advice,
 )
-from genrt.structures.json_grammar import Whitespace
 from genrt.structures.matching import (
     Tokens,
     Words,
@@ -30,6 +29,7 @@ from genrt.structures.matching import (
     new_matcher,
     new_tokenizer,
 )
+from genrt.structures.schemas import Whitespace
 from genrt.tokens.vocabulary import checked_token_id
 
 if TYPE_CHECKING:
