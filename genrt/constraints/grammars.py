@@ -44,8 +44,8 @@ def regex(pattern: str, lm: AsyncLM) -> MaskedConstraint:
     character.
 
     The dialect is a part of Python's ``re``, and means what ``re.fullmatch`` means;
-    docs/guide/structures.md lists it: classes, ``\d \w \s`` over Unicode, repetition, alternation, groups,
-    the flags ``i``, ``s`` and ``x``. ``^`` and ``$`` may stand at the ends of an alternative; laziness
+    docs/guide/structures.md lists it: classes, ``\d \w \s`` over Unicode, repetition, alternation,
+    groups, the flags ``i``, ``s`` and ``x``. ``^`` and ``$`` may stand at the ends of an alternative; laziness
     (``*?``) is without effect. Look-around, ``\b``, back-references and ambiguous forms are refused.
 
     The first constraint over an ``lm`` also reads its vocabulary, about 0.1 s for 50,000 tokens.
@@ -76,7 +76,7 @@ def json_schema(
     llguidance compiles the schema. Keywords and combinations with which a text might be invalid are
     refused by name (``not``, ``if``, ``contains``, ``uniqueItems``, a ``oneOf`` whose schemas may hold
     together, …), and so are formats that are not known, keywords that look misspelt, and schemas that
-    contain themselves without end; docs/guide/structures.md lists them. Check them by a predicate instead:
+    contain themselves without end; docs/guide/structures.md lists them. Check them by a predicate:
     ``all_of(json_schema(…), predicate(…))``.
 
     A schema that would take many seconds is refused: beyond 10,000 for ``minItems`` and ``maxItems``,
