@@ -45,8 +45,9 @@ def regex(pattern: str, lm: AsyncLM) -> MaskedConstraint:
 
     The dialect is a part of Python's ``re``, and means what ``re.fullmatch`` means;
     docs/guide/structures.md lists it: classes, ``\d \w \s`` over Unicode, repetition, alternation,
-    groups, the flags ``i``, ``s`` and ``x``. ``^`` and ``$`` may stand at the ends of an alternative; laziness
-    (``*?``) is without effect. Look-around, ``\b``, back-references and ambiguous forms are refused.
+    groups, the flags ``i``, ``s`` and ``x``. ``^`` and ``$`` may stand at the ends of an alternative;
+    laziness (``*?``) is without effect. Look-around, ``\b``, back-references and ambiguous forms are
+    refused.
 
     The first constraint over an ``lm`` also reads its vocabulary, about 0.1 s for 50,000 tokens.
 

@@ -222,7 +222,7 @@ BAD: dict[str, list[tuple[Any, str]]] = {
         ("start: a\na[temperature=0.5]: /a*/", "option temperature"),
         ("start: /(?=a)/", "look-around"),
         ("start: 'a'", "single quote at line 1"),
-        ("start: /a/m", "the flag MULTILINE"),
+        ("start: /a/m", "the flag m of"),
         ('start: %json {"not": {}}', "'not', which cannot be compiled"),
         ('start: "\ud800"', "lone surrogate"),
     ],
