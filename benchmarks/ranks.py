@@ -47,13 +47,10 @@ from benchmarks import fidelity, step, step_modes
 from benchmarks.checkpoints import checkpoint
 from benchmarks.setups import Setup, append, prepared
 from benchmarks.step_modes import SHORT, Measured, Particles, ask_all, clock, packed_masks, timed
-from genrt.cluster.options import ReplicaLimits
 
 OPEN_SECONDS, ANSWER_SECONDS, CLOSE_SECONDS = 300.0, 180.0, 20.0
 WARM_STEPS, WALK_STEPS, LIKELY = 4, 12, math.log(1e-4)
 ROOM = 1.25  # KV memory of an engine, in that of all particles at their longest
-# Ranks that die are not started again: that would be timed.
-LIMITS = ReplicaLimits(stall_seconds=120.0, most_restarts=0)
 
 ASKED = ("population", "population-resample", "batch-draw")
 PARTS: dict[str, Sequence[str]] = {"decode": ["decode"], "ranks": ASKED}
@@ -119,7 +116,7 @@ def opened(name: str, model: str, options: dict[str, Any]) -> Iterator[Callable[
         yield lambda mode, **job: step_modes.decode(llm, particles_of(**job), job["steps"])
         llm.llm_engine.engine_core.shutdown()  # or its process is waited for
         return
-    ranked: dict[str, Any] = {"replicas": 1, "replica_limits": LIMITS} if name in ON_TWO else {}
+    ranked: dict[str, Any] = {"replicas": 1} if name in ON_TWO else {}
     keeps = name != "check-fresh"
     lm = genrt.load(model, engine_options=options, cache_bytes=0, residency=keeps, **ranked)
     modes = step_modes.GENRT_MODES | {"batch-draw": batch_draw}

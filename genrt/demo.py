@@ -8,7 +8,7 @@ import sys
 import time
 
 import genrt
-from genrt.cluster.options import add_replica_arguments, check_replicas, replica_options
+from genrt.cluster.options import add_replica_arguments, replica_options
 from genrt.constraints import regex
 from genrt.engines import ENGINES
 from genrt.engines.exact import NGram
@@ -84,7 +84,7 @@ def _check_arguments(args: argparse.Namespace) -> None:
         raise InvalidRequest(
             "--engine exact has no model of its own: give --model, a directory that NGram.save wrote"
         )
-    check_replicas(**replica_options(vars(args)))
+    replica_options(vars(args))
     with genrt.load(NGram.random(2, eos_token_id=1), engine="exact") as any_lm:
         regex(args.pattern, any_lm)
 

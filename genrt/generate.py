@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import genrt
-from genrt.cluster.options import add_replica_arguments, check_replicas, replica_options
+from genrt.cluster.options import add_replica_arguments, replica_options
 from genrt.errors import InvalidRequest
 
 __all__ = ["add_arguments", "run"]
@@ -51,8 +51,6 @@ prompt-template       TEXT       the prompt, {column} standing for a value of th
 messages-column       NAME       the column that has a conversation, as JSON
 system-message        TEXT       put before every conversation (or @FILE)
 chat                  flag       the template's text is a message of the user's
-chat-template-kwargs  JSON       for the chat template
-input-format          NAME       jsonl, csv or tsv (default: by INPUT's name)
 limit                 N          only the first N rows
 
 the model
@@ -70,34 +68,20 @@ top-k                 N
 seed                  N          row i is drawn with N + i (default: 0)
 timeout               SECONDS    for each row
 stop                  STOP       ends the text; may be repeated
-stop-token-ids        ID+
-min-tokens            N
-bad-words             TEXT+
-logit-bias            BIAS       added to logits, by token id
 logprobs              N          in the lines, with N likeliest tokens each
-logprobs-mode         NAME       raw_logprobs (default) or processed_logprobs
-presence-penalty      X
-frequency-penalty     X
-repetition-penalty    X
-ignore-eos            flag
-include-stop-str-in-output  flag
-skip-special-tokens   switch
 schema                FILE       a JSON schema
 regex                 PATTERN
 grammar               TEXT       (or @FILE)
 choice                TEXT+
-split-reasoning       switch     needs vLLM's option reasoning_parser (default: in chats, with that)
+options               JSON       others of lm.chat by name, as {"min_tokens": 8, "ignore_eos": true}
 
 the job
 keep-columns          NAME*      the columns that lines repeat: none without names (default: all)
-retry-errors          TYPE*      run rows with an error again, or only with these types of errors
+retry-errors          flag       run rows with an error again
 overwrite             flag       start over
 num-retries-invalid   N          redraw invalid texts, up to N times (default: 0)
-sort-by-length        flag       longest prompts first; the remaining rows are then in memory
 concurrency           N          rows under way at once
 max-consecutive-failures  N      stop after so many in a row; 0 is no bound (default: 10)
-heartbeat             SECONDS    between two lines of progress; 0 is never (default: 15)
-log-prompts           flag       log failed rows with their prompts and error messages
 """
 """Groups of options: name, kind, help. Names and defaults are those of ``Job`` and ``lm.chat``."""
 
@@ -116,19 +100,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_replica_arguments(parser)
     kinds: dict[str, dict[str, Any]] = {
         "flag": {"action": "store_true"},
-        "switch": {"action": argparse.BooleanOptionalAction},
         "N": {"type": int},
         "X": {"type": float},
         "SECONDS": {"type": float},
         "TEXT": {"type": _text_or_file},
         "JSON": {"type": _json},
-        "BIAS": {"metavar": "JSON", "type": _parse_bias},
         "FILE": {"type": _file, "dest": "json_schema"},
         "STOP": {"metavar": "TEXT", "action": "append"},
-        "ID+": {"metavar": "ID", "nargs": "+", "type": int},
         "TEXT+": {"metavar": "TEXT", "nargs": "+"},
         "NAME*": {"metavar": "NAME", "nargs": "*"},
-        "TYPE*": {"metavar": "TYPE", "nargs": "*"},
     }
     for section in OPTIONS.replace("\n    ", " ").strip().split("\n\n"):
         title, *lines = section.split("\n")
@@ -139,7 +119,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             if "action" not in given:
                 given = {"metavar": kind, **given}
             group.add_argument(f"--{name}", help=" ".join(words) or None, **given)
-    parser.set_defaults(engine="vllm", engine_options={})
+    parser.set_defaults(engine="vllm", engine_options={}, options={})
 
 
 def run(args: argparse.Namespace) -> int:
@@ -161,15 +141,19 @@ def _run(given: dict[str, Any]) -> int:
     from genrt.engines import check_choice
     from genrt.engines.adapters import least_lora_rank
     from genrt.generation.jobs import Job
+    from genrt.numbers import check_options
+    from genrt.questions.completions import TurnOptions
 
     replicas = replica_options(given)
-    check_replicas(**replicas)
     for name in ("command", "run", *replicas):
         given.pop(name, None)
     engine, options = given.pop("engine"), given.pop("engine_options")
     model, adapter = given.pop("model", None), given.pop("adapter", None)
-    if given.get("retry_errors") == []:
-        given["retry_errors"] = True
+    others = given.pop("options")
+    check_options("--options", others, TurnOptions.__annotations__)
+    if "logit_bias" in others:  # the keys of JSON are texts
+        others["logit_bias"] = _parse_bias(others["logit_bias"])
+    given |= others
     if adapter is not None:
         if not Path(adapter).is_dir():
             raise InvalidRequest(f"--adapter {adapter} is not a directory")
@@ -234,8 +218,8 @@ def _json(text: str) -> dict[str, Any]:
     return value
 
 
-def _parse_bias(text: str) -> dict[int, float]:
+def _parse_bias(bias: Any) -> dict[int, float]:
     try:
-        return {int(token): bias for token, bias in _json(text).items()}
-    except ValueError as error:
-        raise argparse.ArgumentTypeError("its keys must be token ids") from error
+        return {int(token): number for token, number in dict(bias).items()}
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest("logit_bias in --options must map token ids to numbers") from error

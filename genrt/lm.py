@@ -22,8 +22,7 @@ from genrt.engines.weights import SleepingPart
 from genrt.errors import EngineFailed, InvalidRequest
 from genrt.numbers import check_int, check_timeout, named
 from genrt.populations import Population, PopulationRuntime, Prompts, begin, draw_batch
-from genrt.questions.completions import Completion, GenerateOptions, SampleOptions, TurnOptions
-from genrt.questions.contexts import (
+from genrt.questions.arguments import (
     Limits,
     TokenIds,
     check_contexts,
@@ -31,6 +30,7 @@ from genrt.questions.contexts import (
     id_words,
     nonces_of,
 )
+from genrt.questions.completions import Completion, GenerateOptions, SampleOptions, TurnOptions
 from genrt.questions.draws import draw_request
 from genrt.questions.masks import Mask, Masks
 from genrt.questions.reads import (
@@ -426,7 +426,7 @@ class AsyncLM:
         """Return a sequence that begins with a prompt, for one coroutine; computes nothing yet. A context
         as the prompt is forked. Raises InvalidRequest for a wrong prompt; UnknownAdapter.
         """
-        return begin_context(self._contexts, prompt, adapter)
+        return begin_context(self._contexts, prompt, adapter, Context)
 
     def population(
         self, prompt: Prompts, n: int | None = None, *, adapter: str | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import logging
 import math
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast
 
 from genrt import models
 from genrt.cluster.engine import open_replicas
-from genrt.cluster.options import ReplicaLimits, check_replicas, gpus_of
+from genrt.cluster.options import check_replicas, gpus_of
 from genrt.cluster.ranks import RANKED, are_launched, open_ranked, with_ranks
 from genrt.engines import check_choice, open_engine
 from genrt.engines.folders import sweep
@@ -25,7 +24,7 @@ from genrt.errors import EngineUnsupported, InvalidRequest
 from genrt.lm import AsyncLM
 from genrt.numbers import check_bool, check_float, check_int, check_options, named, shown
 from genrt.runtime.cache import RowCache
-from genrt.runtime.concurrency import aside
+from genrt.runtime.concurrency import aside, blocking
 from genrt.runtime.thread import EngineThread
 
 if TYPE_CHECKING:
@@ -71,7 +70,6 @@ class LoadOptions(TypedDict, total=False):
             again; without any replica the engine is dead. GPUs are distributed evenly; replicas with
             several GPUs do not share them. The row cache is in the host's memory. An engine function must
             be picklable.
-        replica_limits: when a replica is killed, and how often it is started again.
         cluster: the Ray cluster: its address for ``ray.init``; ``"auto"`` for the running one, or else
             one on this host that ends with the runtime; ``"local"``, the default, always for the latter,
             or for the one that this process has.
@@ -88,7 +86,6 @@ class LoadOptions(TypedDict, total=False):
     restart: Literal["auto"] | None
     seed: int | None
     replicas: int | None
-    replica_limits: ReplicaLimits | None
     cluster: str | None
 
 
@@ -109,29 +106,23 @@ def load(
         EngineNotInstalled, EngineUnsupported, ModelNotFound: with advice.
         InvalidRequest: an option or an engine is unknown, or an option is out of range.
     """
-    thread, cache = _start(model, options)
-    began = time.monotonic()
-    try:
-        while not concurrent.futures.wait([thread.opened], PROGRESS_SECONDS).done:
-            _log_progress(model, options, began)
-        return _compare_vocabulary(
-            AsyncLM(thread, cache, thread.opened.result(), seed=_option_seed(options))
-        )
-    except BaseException:
-        thread.close(wait=False)
-        raise
+    return blocking(aload(model, **options), undo=AsyncLM.close)
 
 
 async def aload(
     model: str | os.PathLike[str] | NGram | None = None, **options: Unpack[LoadOptions]
 ) -> AsyncLM:
     """Open a model as ``load`` does, without blocking the event loop. Cancelling abandons the loading."""
-    thread, cache = _start(model, options)
+    check_options("load", options, LoadOptions.__annotations__)
+    thread, cache = _start(model, **options)
     began, opened = time.monotonic(), asyncio.wrap_future(thread.opened)
+    name, engine = model or "the embedded model", options.get("engine", "vllm")
+    seed = options.get("seed")
     try:
         while not (await asyncio.wait([opened], timeout=PROGRESS_SECONDS))[0]:
-            _log_progress(model, options, began)
-        lm = AsyncLM(thread, cache, await opened, seed=_option_seed(options))
+            log.info("loading %s on engine %s: %.0f s", name, engine, time.monotonic() - began)
+        seed = None if seed is None else operator.index(seed)
+        lm = AsyncLM(thread, cache, await opened, seed=seed)
         return await aside(partial(_compare_vocabulary, lm))
     except BaseException:
         opened.cancel()
@@ -139,24 +130,7 @@ async def aload(
         raise
 
 
-def _option_seed(options: LoadOptions) -> int | None:
-    seed = options.get("seed")
-    return None if seed is None else operator.index(seed)
-
-
-def _log_progress(model: object, options: LoadOptions, began: float) -> None:
-    name, engine = model or "the embedded model", options.get("engine", "vllm")
-    log.info("loading %s on engine %s: %.0f s", name, engine, time.monotonic() - began)
-
-
 def _start(
-    model: str | os.PathLike[str] | NGram | None, given: LoadOptions
-) -> tuple[EngineThread, RowCache]:
-    check_options("load", given, LoadOptions.__annotations__)
-    return _start_checked(model, **given)
-
-
-def _start_checked(
     model: str | os.PathLike[str] | NGram | None,
     *,
     engine: str | Callable[[], Engine] = "vllm",
@@ -170,7 +144,6 @@ def _start_checked(
     restart: str | None = None,
     seed: int | None = None,
     replicas: int | None = None,
-    replica_limits: ReplicaLimits | None = None,
     cluster: str | None = None,
 ) -> tuple[EngineThread, RowCache]:
     cache_bytes = check_int("cache_bytes", cache_bytes, 0)
@@ -182,7 +155,7 @@ def _start_checked(
     if seed is not None:
         seed = check_int("seed", seed, 0)
     check_bool("residency", residency)
-    check_replicas(replicas, replica_limits, cluster)
+    check_replicas(replicas, cluster)
     replicas = None if replicas is None else operator.index(replicas)
     if not isinstance(restart, str | None) or restart not in (None, "auto"):
         raise InvalidRequest(f'restart must be "auto" or None, got {named(restart)}')
@@ -229,8 +202,7 @@ def _start_checked(
         each = 0 if engine == "exact" else each
         environment = RANKED if is_ranked else {}
         opens = partial(aload, engine=make, cache_bytes=0)
-        own = replicas, replica_limits, cluster
-        return open_replicas(opens, *own, gpus=each, environment=environment)
+        return open_replicas(opens, replicas, cluster, gpus=each, environment=environment)
 
     cache = RowCache(cache_bytes)
     thread = EngineThread(

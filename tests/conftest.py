@@ -135,7 +135,7 @@ def local_ray() -> Iterator[None]:
     """A local Ray, which all runtimes of this process with replicas share."""
     from genrt.cluster.actors import connection
 
-    connection.join("local", replicas=2)
+    connection.join("local", 2)
     yield
     connection.leave()
 

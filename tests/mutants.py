@@ -214,7 +214,7 @@ runtime.adapters: test_lm.py
 questions.draws: test_answers.py test_draw.py
   DrawToken.answer: the draws of a step share their randomness
     [deciding_seed(each) for each in wanted] -> [deciding_seed(wanted[0]) for each in wanted]
-questions.contexts: test_engine.py
+questions.arguments: test_engine.py
   Adapter: the version of an adapter's weights is no part of the key
     version: int -> version: int = __import__('dataclasses').field(compare=False)
 questions.scores: test_arguments.py test_draw.py
@@ -240,8 +240,8 @@ inference.smc: test_inference.py test_algorithms.py
 inference.text_model: test_blocks.py -k not vllm and (weight or twist or rejection or question)
   TextModel._block_weights: what a token was drawn with is left out of its weight
     block.logprob -> 0.0
-inference.proposals: test_inference.py test_stops.py
-  _draw_tokens: a weight grows by the token's probability, not by the mass of what may follow
+inference.text_model: test_stops.py
+  TextModel._draw: a weight grows by the token's probability, not by the mass of what may follow
     found.log_mass -> found.logprobs
 inference.awrs: test_awrs.py
   draw_allowed: one accepted token is enough

@@ -16,6 +16,8 @@ import torch
 
 import genrt
 from genrt import contexts
+from genrt.constraints import abitmasks, all_of, predicate, regex
+from genrt.constraints.products import fill
 from genrt.contexts import Context
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.errors import (
@@ -30,6 +32,7 @@ from genrt.errors import (
 from genrt.lm import AsyncLM
 from genrt.questions.draws import PopulationDraw
 from genrt.questions.request import Request
+from genrt.tokens.sampling import Draw
 from tests.engines.test_exact import adapter_directory
 from tests.inside import engine_of
 
@@ -435,3 +438,68 @@ async def test_over_a_connection(length: int) -> None:
                     assert torch.equal(row, await served.next_token_logprobs(each.token_ids))
                     each.append(drawn.token_id)
             assert all(isinstance(each, Context) for each in several)
+
+
+# -- masks of states --------------------------------------------------------------------------
+
+BYTES = NGram.random([b"a", b"b", b"ab", b"ba", b""], seed=3, zeros=0.25, eos_token_id=4)
+
+
+async def some_a(text: str) -> bool:
+    """A text of at most five letters, without bb."""
+    return len(text) < 6 and "bb" not in text
+
+
+async def test_a_state_gives_its_mask_and_all_are_computed_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of grammars and predicates, with the seeds of their masks; blocking too."""
+    filled: list[int] = []
+
+    def counted(states: Any) -> None:
+        filled.append(len(states))
+        fill(states)
+
+    monkeypatch.setattr(contexts, "fill", counted)
+    with genrt.load(BYTES, engine="exact") as lm:
+        starts = [regex("(a|b)*b", lm).start(), regex("b+a", lm).start()]
+        both = all_of(regex("[ab]*", lm), predicate(some_a, lm)).start()
+        several = [lm.context([n]) for n in range(3)]
+        await asyncio.gather(*[c.draw(mask=m) for c, m in zip(several, starts, strict=False)])
+        assert filled == [2]
+        first = [*starts, both]
+        for states in (first, [each.advance(1) for each in first]):
+            masks = await abitmasks(states)
+            pairs = [*zip(several, states, strict=True)]
+            found = await asyncio.gather(*[c.draw(mask=m, seed=9) for c, m in pairs])
+            asked = zip(several, masks, strict=True)
+            assert found == [await c.draw(mask=m, seed=9) for c, m in asked]
+            assert found[:2] == [c.draw_sync(mask=m, seed=9) for c, m in pairs[:2]]
+        with pytest.raises(InvalidRequest, match="token by token"):
+            several[2].draw_sync(mask=both)
+        assert await lm.draw([0], mask=starts[0], seed=3) == await lm.draw(
+            [0], mask=starts[0].mask(), seed=3
+        )
+
+
+async def test_a_state_that_fails_fails_alone() -> None:
+    """A predicate's exception, and a state over another vocabulary."""
+
+    def fails(text: str) -> bool:
+        raise ZeroDivisionError("scripted")
+
+    larger = NGram.random([b"a", b"b", *[b"c"] * 40, b""], seed=3, eos_token_id=42)
+    with genrt.load(BYTES, engine="exact") as lm, genrt.load(larger, engine="exact") as other:
+        wrong = predicate(fails, lm).start(), regex("a+", other).start()
+        several = [lm.context([0]) for _ in range(3)]
+        good, raised, refused = await asyncio.gather(
+            several[0].draw(mask=regex("b", lm).start()),
+            several[1].draw(mask=wrong[0]),
+            several[2].draw(mask=wrong[1]),
+            return_exceptions=True,
+        )
+    assert isinstance(good, Draw)
+    assert good.token_id == 1
+    assert isinstance(raised, ZeroDivisionError)
+    assert isinstance(refused, InvalidRequest)
+    assert "another vocabulary" in str(refused)

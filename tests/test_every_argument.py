@@ -39,7 +39,6 @@ from genrt.generation import (
     rollout,
     rollout_samples,
     splice_turn,
-    verify_right_padding,
 )
 from genrt.inference import SMC, BestOfN, MetropolisHastings, Program, Rejection, TextModel
 from genrt.lm import AsyncLM
@@ -346,11 +345,6 @@ CALLS: dict[str, Call] = {
         BATCH,
         [*BATCH, "stop_strings"],
     ),
-    "verify_right_padding": (
-        lambda lm, **a: verify_right_padding(**a),
-        {"data": BATCH, "pad_value": 0},
-        ["data", "pad_value", "raise_error"],
-    ),
     "splice_turn": (
         lambda lm, **a: splice_turn(**a),
         {"model_ids": [1], "template_prefix_ids": [1], "template_ids": [1], "eos_token_id": 1},
@@ -434,11 +428,7 @@ def test_a_wrong_argument_of_other_calls_is_refused_or_taken(name: str, letters:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        name
-        for name in CALLS
-        if name not in ("load", "verify_right_padding", "splice_turn", "Job", "strings")
-    ],
+    [name for name in CALLS if name not in ("load", "splice_turn", "Job", "strings")],
 )
 def test_a_call_takes_a_runtime_alone(name: str) -> None:
     call, right, _ = CALLS[name]

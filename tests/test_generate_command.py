@@ -19,7 +19,6 @@ import pytest
 import genrt
 from genrt import loading
 from genrt.__main__ import main
-from genrt.cluster.options import ReplicaLimits
 from genrt.engines.adapters import least_lora_rank
 from genrt.errors import EngineFailed, InvalidRequest
 from genrt.generate import OPTIONS
@@ -90,16 +89,14 @@ def test_a_job_goes_on_with_another_number_of_replicas(
     loaded: list[Any] = []
 
     def load(*arguments: Any, **options: Any) -> AsyncLM:
-        loaded.append([options.pop(each) for each in ("replicas", "replica_limits", "cluster")])
+        loaded.append([options.pop(each) for each in ("replicas", "cluster")])
         return loading.load(*arguments, **options)
 
     monkeypatch.setattr(genrt, "load", load, raising=False)
     assert generate(folder, "--limit", "2") == 0
-    limits = ["--replica-limits", '{"most_restarts": 7}']
-    assert generate(folder, "--replicas", "2", "--cluster", "10.0.0.1:6379", *limits) == 0
+    assert generate(folder, "--replicas", "2", "--cluster", "10.0.0.1:6379") == 0
     assert len(lines_of(folder)) == 6
-    found = ReplicaLimits(most_restarts=7)
-    assert loaded == [[None, None, None], [2, found, "10.0.0.1:6379"]]
+    assert loaded == [[None, None], [2, "10.0.0.1:6379"]]
 
 
 @pytest.mark.parametrize(
@@ -112,11 +109,13 @@ def test_a_job_goes_on_with_another_number_of_replicas(
         (["--prompt-template", "{absent}", "--overwrite"], "no column 'absent'"),
         (["--prompt-template", "{text", "--overwrite"], "the template has {"),
         (["--seed", "-1"], "seed"),
-        (["--heartbeat", "-1"], "heartbeat"),
+        (["--options", '{"min_tokens": -1}'], "min_tokens"),
+        (["--options", '{"min_token": 1}'], "did you mean min_tokens?"),
+        (["--options", '{"logit_bias": {"a": 1}}'], "must map token ids"),
         (["--engine", "other"], "engine must be one of"),
         (["--limit", "0"], "limit"),
         (["--replicas", "0"], "replicas must be from 1"),
-        (["--cluster", "auto"], "say how many with --replicas N"),
+        (["--cluster", "auto"], "say how many with replicas=…"),
         (["--regex", "("], "regex: "),
         (["--grammar", "start: ("], "grammar: "),
         (["--schema", "SCHEMA"], "json_schema: "),
@@ -147,7 +146,7 @@ def test_what_is_refused_opens_no_model_and_changes_nothing(
         ["--prompt-template", "@no/such/file"],
         ["--engine-options", "["],
         ["--engine-options", "[]"],
-        ["--logit-bias", '{"a": 1}'],
+        ["--options", "[]"],
         ["--temperature", "hot"],
         ["--unknown"],
     ],
@@ -162,28 +161,14 @@ def test_arguments_that_cannot_be_read_end_with_code_2(
 
 
 REACHED: list[tuple[list[str], Any]] = [
-    *(
-        ([name], True)
-        for name in (
-            *("overwrite", "chat", "sort-by-length", "log-prompts", "ignore-eos"),
-            *("split-reasoning", "include-stop-str-in-output", "skip-special-tokens"),
-        )
-    ),
-    *(([name, "2"], 2) for name in ("limit", "top-k", "min-tokens", "logprobs", "concurrency")),
+    *(([name], True) for name in ("overwrite", "chat", "retry-errors")),
+    *(([name, "2"], 2) for name in ("limit", "top-k", "logprobs", "concurrency")),
     *(([name, "2"], 2) for name in ("max-consecutive-failures", "num-retries-invalid", "seed")),
-    *(([name, "0.5"], 0.5) for name in ("top-p", "min-p", "timeout", "heartbeat", "temperature")),
-    *(([f"{name}-penalty", "0.5"], 0.5) for name in ("presence", "frequency", "repetition")),
+    *(([name, "0.5"], 0.5) for name in ("top-p", "min-p", "timeout", "temperature")),
     *(([name, "a"], "a") for name in ("system-message", "messages-column", "regex", "grammar")),
-    *(([name, "a", "b"], ["a", "b"]) for name in ("bad-words", "choice", "keep-columns")),
-    (["retry-errors", "TimedOut"], ["TimedOut"]),
-    (["retry-errors"], True),
+    *(([name, "a", "b"], ["a", "b"]) for name in ("choice", "keep-columns")),
     (["keep-columns"], []),
     (["stop", "a"], ["a"]),
-    (["stop-token-ids", "3", "4"], [3, 4]),
-    (["chat-template-kwargs", '{"a": 1}'], {"a": 1}),
-    (["logit-bias", '{"3": 1.5}'], {3: 1.5}),
-    (["input-format", "jsonl"], "jsonl"),
-    (["logprobs-mode", "processed_logprobs"], "processed_logprobs"),
     (["prompt-template", "@FOLDER/template"], "say\n{text}"),
     (["schema", "FOLDER/schema"], '{"type": "object"}'),
 ]
@@ -207,13 +192,14 @@ def test_every_option_reaches_the_job(folder: Path, monkeypatch: pytest.MonkeyPa
         name = "json_schema" if option == "schema" else option.replace("-", "_")
         assert given[name] == value
         options.add(option)
-    assert generate(folder, "--no-skip-special-tokens") == 2
-    assert given["skip_special_tokens"] is False
+    assert generate(folder, "--options", '{"ignore_eos": true, "logit_bias": {"3": 1.5}}') == 2
+    assert (given["ignore_eos"], given["logit_bias"]) == (True, {3: 1.5})
     assert "temperature" not in given
     lines = [line.split() for line in OPTIONS.splitlines() if line[:1].islower()]
     names = {words[0] for words in lines if words[1:] and words[1].strip("+*").isupper()}
-    names |= {words[0] for words in lines if words[1:2] in (["flag"], ["switch"])}
-    assert names == options | {"max-tokens", "model", "engine", "engine-options", "adapter"}
+    names |= {words[0] for words in lines if words[1:2] == ["flag"]}
+    names -= {"max-tokens", "model", "engine", "engine-options", "adapter", "options"}
+    assert names == options
 
 
 def test_texts_may_be_an_adapters(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,13 +35,13 @@ ROOMS = (
     "testing",
     "server",
     "inference",
-    "constraints",
     "interop",
     "generation",
     "loading.py",
     "lm.py",
     "contexts.py",
     "populations.py",
+    "constraints",
     "cluster",
     "runtime",
     "engines",
@@ -521,5 +521,5 @@ def test_type_checkers_see_a_checkout_that_is_installed_for_development() -> Non
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
     assert settings["distutils"]["editable_wheel"] == {"mode": "compat"}
     assert settings["setuptools"]["package-data"] == {
-        "genrt": ["py.typed", "engines/vllm/*.json", "server/*.html", "server/*.css", "server/*.js"]
+        "genrt": ["py.typed", "server/*.html", "server/*.css", "server/*.js"]
     }

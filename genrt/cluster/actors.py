@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import queue
 import select
 import socket
 import tempfile
@@ -24,12 +23,14 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from genrt.cluster.ranks import die_with
 from genrt.cluster.replica import Replica
 from genrt.engines.folders import Folder, sweep
 from genrt.errors import EngineNotInstalled, EngineUnsupported, GenrtError, InvalidRequest
+
+T = TypeVar("T")
 
 OWN_RAY = {
     "RAY_agent_register_timeout_ms": "300000",
@@ -41,6 +42,9 @@ OWN_RAY = {
 
 AGENT_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port")
 """Ports of Ray's dashboard agent, which a local Ray does without."""
+
+MOST_RESTARTS = 20
+"""How often Ray starts an actor again at most."""
 
 END_SECONDS, EXIT_SECONDS = 3.0, 10.0
 """How long actors may take to close their engines, and to give their memory back once killed."""
@@ -67,14 +71,9 @@ class RayConnection:
         self._is_ours = self.is_local = False
         self._folder: Folder | None = None
         self._node: Any = None
-        self._starts: queue.SimpleQueue[tuple[Future[bool], Callable[[], bool]]] = (
-            queue.SimpleQueue()
-        )
-        self._starter: threading.Thread | None = None
 
-    def join(self, cluster: str, *, replicas: int = 1, gpus: int = 0) -> Any:
-        """Return Ray, connected to a cluster; a new one has so many GPUs, and workers ready for so many
-        replicas.
+    def join(self, cluster: str, replicas: int) -> Any:
+        """Return Ray, connected to a cluster; a new one has workers ready for so many replicas.
 
         Raises:
             EngineNotInstalled: Ray is missing.
@@ -90,9 +89,7 @@ class RayConnection:
             if not ray.is_initialized():
                 self._is_ours = True
                 try:
-                    self.is_local = self._started(
-                        partial(self._connect, ray, cluster, replicas, gpus)
-                    )
+                    self.is_local = _on_own_thread(partial(self._connect, ray, cluster, replicas))
                 except Exception as error:
                     self._end(ray)
                     raise EngineUnsupported(f"no Ray cluster at {cluster!r}: {error}") from error
@@ -113,24 +110,6 @@ class RayConnection:
             if not self._users and self._is_ours:
                 self._end(ray)
 
-    def _started(self, start: Callable[[], bool]) -> bool:
-        """Call a function on a thread that lives as long as this process: Ray's processes die with the
-        thread that started them."""
-        if self._starter is None:
-            self._starter = threading.Thread(target=self._start_all, daemon=True)
-            self._starter.start()
-        found: Future[bool] = Future()
-        self._starts.put((found, start))
-        return found.result()
-
-    def _start_all(self) -> None:
-        while True:
-            found, start = self._starts.get()
-            try:
-                found.set_result(start())
-            except Exception as error:
-                found.set_exception(error)
-
     def _end(self, ray: Any) -> None:
         self._is_ours = self.is_local = False
         ray.shutdown()
@@ -141,7 +120,7 @@ class RayConnection:
             self._folder.close()
             self._folder = None
 
-    def _connect(self, ray: Any, cluster: str, replicas: int, gpus: int) -> bool:
+    def _connect(self, ray: Any, cluster: str, replicas: int) -> bool:
         """Connect to a cluster; return whether it was started here. No usage is reported unless the
         cluster's owner allows it."""
         quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
@@ -160,7 +139,7 @@ class RayConnection:
         target = tempfile.mkdtemp(prefix="genrt-")
         (self._folder.path / "link").symlink_to(target)
         with _on_loopback(ray):
-            self._node = _local_node(target, replicas, gpus)
+            self._node = _local_node(target, replicas)
             ray.init(self._node.address, _node_ip_address="127.0.0.1", **quiet)
         return True
 
@@ -168,7 +147,23 @@ class RayConnection:
 connection = RayConnection()
 
 
-def _local_node(folder: str, workers: int, gpus: int) -> Any:
+def _on_own_thread(start: Callable[[], T]) -> T:
+    """Call a function on a thread that lives as long as this process: Ray's processes die with the thread
+    that started them."""
+    found: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            found.set_result(start())
+        except Exception as error:
+            found.set_exception(error)
+        threading.Event().wait()
+
+    threading.Thread(target=run, name="genrt-ray", daemon=True).start()
+    return found.result()
+
+
+def _local_node(folder: str, workers: int) -> Any:
     """Start the processes of a Ray on this host: its store of states, its scheduler, and so many workers.
 
     ``ray.init`` starts its dashboard, autoscaler and log monitor as well. Its scheduler gives up unless
@@ -205,9 +200,7 @@ def _local_node(folder: str, workers: int, gpus: int) -> Any:
     parameters = RayParams(
         node_ip_address="127.0.0.1",
         temp_dir=folder,
-        # Without a number, Ray would put all replicas on the first GPU, and start a worker per core.
-        num_cpus=workers,
-        num_gpus=gpus,
+        num_cpus=workers,  # Ray would start a worker per core
         runtime_env_agent_port=reserved.getsockname()[1],
         dashboard_agent_listen_port=0,
         no_monitor=True,
@@ -259,8 +252,8 @@ class ReplicaActor(Replica):
         die_with(os.getppid())
 
     async def process(self) -> tuple[str, int]:
-        """Return the identity of this host's processes, and the number of this one."""
-        return _processes_here(), os.getpid()
+        """Return Ray's name of this host, and the number of this process."""
+        return ray_host(), os.getpid()
 
 
 class Actors:
@@ -272,9 +265,7 @@ class Actors:
             ``"local"`` always a new one, unless this process has one; otherwise an address for
             ``ray.init``.
         gpus: how many GPUs each replica takes.
-        here: how many GPUs a new Ray has.
         environment: the environment variables of actors, beside Ray's own.
-        restarts: how often each actor is started again.
 
     Raises:
         EngineNotInstalled, EngineUnsupported: as ``RayConnection.join``, or too few GPUs.
@@ -288,11 +279,9 @@ class Actors:
         *,
         replicas: int,
         gpus: int,
-        here: int,
         environment: Mapping[str, str],
-        restarts: int,
     ) -> None:
-        self._ray = ray = connection.join(cluster, replicas=replicas, gpus=here)
+        self._ray = ray = connection.join(cluster, replicas)
         self._is_closed = False
         try:
             share = _gpus_of_each(ray, replicas, gpus)
@@ -301,7 +290,7 @@ class Actors:
                 num_cpus=0,
                 num_gpus=share,
                 max_concurrency=10_000,
-                max_restarts=restarts,
+                max_restarts=MOST_RESTARTS,
                 scheduling_strategy="SPREAD",
                 **({"runtime_env": {"env_vars": dict(environment)}} if environment else {}),
             )
@@ -355,7 +344,7 @@ class Actors:
             stops = [each.stop.remote() for each in self._handles]
             self._ray.wait(stops, num_returns=len(stops), timeout=END_SECONDS)
             known, _ = self._ray.wait(places, num_returns=len(places), timeout=0)
-            here = _processes_here()
+            here = ray_host()
             ends = [_end_of(pid) for there, pid in self._ray.get(known) if there == here]
         for each in self._handles:
             with contextlib.suppress(Exception):
@@ -390,11 +379,12 @@ def _gpus_of_each(ray: Any, replicas: int, gpus: int) -> float:
     return gpus
 
 
-def _processes_here() -> str:
-    """Return an identity of the processes of this host, as this one sees them."""
-    return (
-        f"{Path('/proc/sys/kernel/random/boot_id').read_text()}{os.readlink('/proc/self/ns/pid')}"
-    )
+def ray_host() -> str:
+    """Return Ray's name of this process's host."""
+    import ray
+
+    found: str = ray.get_runtime_context().get_node_id()
+    return found
 
 
 def _end_of(pid: int) -> int | None:

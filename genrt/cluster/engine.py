@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import os
 import queue
 import time
 from collections import deque
@@ -24,7 +23,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
-from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
@@ -33,13 +31,12 @@ import torch
 
 from genrt.cluster.actors import Actors, Gone
 from genrt.cluster.flushes import (
+    Answers,
     FarSequences,
     HandleNumbers,
-    Packed,
     packed_flush,
     unpacked_answers,
 )
-from genrt.cluster.options import ReplicaLimits
 from genrt.cluster.replica import Facts, Settings, stored
 from genrt.cluster.routing import Router
 from genrt.engines.protocol import EngineStatistics, Finished, ReplicaStatistics
@@ -55,15 +52,18 @@ from genrt.errors import (
     NotFinite,
     OutOfMemory,
 )
+from genrt.questions.arguments import Adapter
 from genrt.questions.completions import Decoding, Delta, NativeRequest, Streamed, Told
-from genrt.questions.contexts import Adapter
 from genrt.questions.draws import DrawToken, PopulationDraw
 from genrt.questions.reads import Candidates, TopTokens
 from genrt.questions.request import Request
-from genrt.questions.rows import LogprobsRequest
 
 MOST_ASKED = 2
 """How many replicas a question is asked of at most."""
+
+STALL_SECONDS = 600.0
+"""A replica that is at one step, or one change, for longer is killed. It may take as long as it likes to
+open."""
 
 MOST_FAILURES = 3
 """A replica that fails so many questions in a row is killed."""
@@ -76,7 +76,7 @@ class _ReplicaRecord:
     Attributes:
         state: as ``ReplicaStatistics`` has it.
         life: counts deaths; messages of an earlier life are ignored.
-        heard: the life in which it opened last.
+        is_open: whether it has opened in this life.
         settings: the number of its settings, or of those that it is receiving.
         asked: its unanswered questions, by ticket.
         pulse: since when it owes a sign of life, if it does.
@@ -86,7 +86,7 @@ class _ReplicaRecord:
     far: FarSequences
     state: str = "restarting"
     life: int = 0
-    heard: int = -1
+    is_open: bool = False
     settings: int = -1
     restarts: int = 0
     asked: dict[int, Request] = field(default_factory=dict)
@@ -102,6 +102,7 @@ class ReplicaEngine:
     Args:
         replicas: ``Actors``, or other replicas with its methods; this closes them.
         count: how many.
+        stall_seconds: as ``STALL_SECONDS``.
         seed: of the router's generator; it decides no answer.
         clock: monotonic seconds.
 
@@ -119,12 +120,12 @@ class ReplicaEngine:
         replicas: Any,
         count: int,
         *,
-        limits: ReplicaLimits | None = None,
+        stall_seconds: float = STALL_SECONDS,
         seed: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._set, self._clock = replicas, clock
-        self._stall_seconds = (limits or ReplicaLimits()).stall_seconds
+        self._stall_seconds = stall_seconds
         self._numbers = HandleNumbers()
         self._replicas = [_ReplicaRecord(n, FarSequences(self._numbers)) for n in range(count)]
         self._router = Router(count, seed=seed)
@@ -141,10 +142,8 @@ class ReplicaEngine:
         self._adapters: dict[Adapter, dict[str, bytes]] = {}
         self._refusals: list[GenrtError] = []
         self._facts: Facts | None = None
-        self._keeps_prefixes = False
         self._past = EngineStatistics()
         self._is_closed = False
-        self.prefixes = _ReplicaPrefixes(self)
         self.weights = _ReplicaWeights(self)
         try:
             self._open()
@@ -300,7 +299,7 @@ class ReplicaEngine:
     def _listen(self, replica: _ReplicaRecord) -> None:
         self._call(replica, "answers", then=self._answered)
 
-    def _answered(self, replica: _ReplicaRecord, message: Packed) -> None:
+    def _answered(self, replica: _ReplicaRecord, message: Answers) -> None:
         self._listen(replica)
         answers = unpacked_answers(message, replica.asked)
         replica.counted = answers.statistics
@@ -361,15 +360,14 @@ class ReplicaEngine:
             self.weights.version,
             self.weights.tensors,
             tuple(self._adapters.items()),
-            tuple(self.prefixes) if self._keeps_prefixes else (),
         )
         self._call(replica, "prepare", wanted, then=self._prepared)
 
     def _prepared(self, replica: _ReplicaRecord, facts: Facts) -> None:
-        self._facts, self._keeps_prefixes = self._facts or facts, facts.keeps_prefixes
-        if replica.heard != replica.life:
-            replica.restarts += replica.heard >= 0
-            replica.heard = replica.life
+        self._facts = self._facts or facts
+        if not replica.is_open:
+            replica.is_open = True
+            replica.restarts += replica.life > 0
             self._listen(replica)
         if replica.settings == self._settings:
             replica.state = "healthy"
@@ -418,7 +416,7 @@ class ReplicaEngine:
     def _lost(self, replica: _ReplicaRecord, reason: str, *, is_final: bool = False) -> None:
         """Ask the questions of a dead replica again; the next tick prepares it, unless it is final."""
         replica.state, replica.reason = "retired" if is_final else "dead", reason
-        replica.life += 1
+        replica.life, replica.is_open = replica.life + 1, False
         replica.pulse, replica.failures = None, 0
         replica.far = FarSequences(self._numbers)
         counted, replica.counted = replica.counted, EngineStatistics()
@@ -428,7 +426,13 @@ class ReplicaEngine:
         for request in lost.values():
             del self._at[request]
             if request in self._moved:
-                self._end(request, _given_up(reason))
+                self._end(
+                    request,
+                    EngineFailed(
+                        f"{MOST_ASKED} replicas died with this question in flight, which may be why: "
+                        f"{reason}"
+                    ),
+                )
             else:
                 self._moved[request], self._waiting[request] = replica.number, None
 
@@ -449,13 +453,12 @@ class ReplicaEngine:
 
     def _tick(self, replica: _ReplicaRecord) -> None:
         """Prepare a replica that is dead, and kill one that has been at one thing for too long."""
-        is_open = replica.heard == replica.life
         if replica.state == "dead" and not self.weights.asleep:
             self._prepare(replica)
         elif replica.pulse is not None:
             if self._clock() - replica.pulse > self._stall_seconds:
                 self._give_up(replica, f"it did nothing for {self._stall_seconds:g} s")
-        elif is_open and (replica.asked or replica.state == "restarting"):
+        elif replica.is_open and (replica.asked or replica.state == "restarting"):
             replica.pulse = self._clock()
             self._call(replica, "do", "statistics", then=_has_pulse)
 
@@ -514,7 +517,7 @@ class ReplicaEngine:
     def _tell(self, name: str, *arguments: Any) -> None:
         """Have every open replica do something, some time."""
         for each in self._replicas:
-            if each.heard == each.life:
+            if each.is_open:
                 self._call(each, name, *arguments)
 
     def renew(self) -> None:
@@ -539,31 +542,6 @@ def _has_pulse(replica: _ReplicaRecord, _: object) -> None:
 def _is_the_engines(error: object) -> bool:
     """Return whether an error is the engine's, and not of the question alone."""
     return isinstance(error, EngineFailed) and not isinstance(error, OutOfMemory | NotFinite)
-
-
-def _given_up(reason: str) -> EngineFailed:
-    return EngineFailed(
-        f"{MOST_ASKED} replicas died with this question in flight, which may be why: {reason}"
-    )
-
-
-class _ReplicaPrefixes(dict[LogprobsRequest, None]):
-    """The prefixes of every replica, also of replicas that start later."""
-
-    def __init__(self, engine: ReplicaEngine) -> None:
-        self._engine = engine
-
-    def keep(self, prefix: LogprobsRequest) -> None:
-        self[prefix] = None
-        self._tell("keep", prefix)
-
-    def release(self, prefix: LogprobsRequest) -> None:
-        if self.pop(prefix, self) is None:
-            self._tell("release", prefix)
-
-    def _tell(self, name: str, prefix: LogprobsRequest) -> None:
-        if self._engine._keeps_prefixes:
-            self._engine._tell("do", f"full.prefixes.{name}", prefix)
 
 
 class _ReplicaWeights:
@@ -684,8 +662,7 @@ def joined_parts(told: deque[Told] | None) -> Told | None:
 def open_replicas(
     make: Callable[[], Awaitable[Any]],
     replicas: int,
-    limits: ReplicaLimits | None,
-    cluster: str | None = None,
+    cluster: str | None,
     *,
     gpus: int,
     environment: Mapping[str, str] = MappingProxyType({}),
@@ -699,23 +676,5 @@ def open_replicas(
     Raises:
         EngineNotInstalled, EngineUnsupported, InvalidRequest: as ``Actors``.
     """
-    limits = limits or ReplicaLimits()
-    actors = Actors(
-        make,
-        cluster or "local",
-        replicas=replicas,
-        gpus=gpus,
-        here=len(_visible_gpus()),
-        environment=environment,
-        restarts=limits.most_restarts,
-    )
-    return ReplicaEngine(actors, replicas, limits=limits)
-
-
-def _visible_gpus() -> list[str]:
-    """Return the names of the GPUs that this process may use, without using one."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        # As CUDA reads it: nothing after an invalid name is visible. Slurm gives "NoDevFiles".
-        return [*takewhile(lambda each: each not in ("", "-1", "NoDevFiles"), chosen.split(","))]
-    return [str(number) for number in range(torch.cuda.device_count())]
+    actors = Actors(make, cluster or "local", replicas=replicas, gpus=gpus, environment=environment)
+    return ReplicaEngine(actors, replicas, stall_seconds=STALL_SECONDS)

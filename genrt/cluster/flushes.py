@@ -1,7 +1,4 @@
-"""Flushes and their answers as JSON and arrays, between a runtime and its replicas, or the ranks of one.
-
-Rows, reads and scores travel in the wire format of ``AsyncLM.connect``, populations as arrays. Texts and
-programs travel as objects, which the channel serializes.
+"""Flushes and their answers as values to pickle, between a runtime and its replicas, or the ranks of one.
 
 Rules:
     Every question has a ticket, by which its answer is known.
@@ -11,12 +8,11 @@ Rules:
 
 from __future__ import annotations
 
-import json
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, replace
-from typing import Any, NamedTuple, cast
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -24,30 +20,14 @@ import torch
 from torch import Tensor
 
 from genrt.engines.protocol import EngineStatistics
-from genrt.engines.remote.wire import KINDS, error_of, flush_of, flush_to
-from genrt.errors import GenrtError
 from genrt.questions.completions import Completion, Told
-from genrt.questions.contexts import Adapter, Limits
 from genrt.questions.draws import PopulationDraw
-from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request
-from genrt.questions.rows import LogprobsRequest
-from genrt.questions.scores import ScoreRequest
 from genrt.questions.sequences import Contexts, Origins, SequenceHandle
 from genrt.tokens.sampling import BatchDraw, Draw, TopLogprobs
 
 MOST_HELD = 2**28
 """The most bytes of sequences that the other end of a connection holds."""
-
-MOST_QUESTIONS = 2**31
-
-
-class Packed(NamedTuple):
-    """A message: JSON, arrays, and objects that the channel serializes."""
-
-    header: bytes
-    arrays: Sequence[np.ndarray] = ()
-    objects: Sequence[Any] = ()
 
 
 # -- handles of populations -------------------------------------------------------------------------
@@ -104,128 +84,81 @@ class FarSequences:
 # -- flushes ----------------------------------------------------------------------------------------
 
 
-def packed_flush(asked: Sequence[tuple[int, Request]], far: FarSequences) -> Packed:
-    """Return tickets and questions as a message. Messages with populations have to be read in the order
+class _SentPopulation(NamedTuple):
+    """A population on its way.
+
+    Attributes:
+        number: of its handle.
+        extended: the numbers of the handles that it extends, with their counts, and the numbers and the
+            lengths of its origins, if it has origins.
+        sequences: its last tokens, or a table and its lengths.
+        is_held: whether the other end is to hold them from now on.
+        rest: the adapter, masks, temperature, seeds and version.
+    """
+
+    number: int
+    extended: tuple[list[tuple[int, int]], np.ndarray, np.ndarray] | None
+    sequences: np.ndarray | tuple[np.ndarray, np.ndarray]
+    is_held: bool
+    rest: tuple[Any, ...]
+
+
+PackedFlush: TypeAlias = list[tuple[int, "Request | _SentPopulation"]]
+
+
+def packed_flush(asked: Sequence[tuple[int, Request]], far: FarSequences) -> PackedFlush:
+    """Return tickets and questions as they travel. Messages with populations have to be read in the order
     in which they were made."""
-    plain: list[tuple[int, Any]] = []
-    populations: list[dict[str, Any]] = []
-    arrays: list[np.ndarray] = []
-    objects: list[tuple[int, Request]] = []
-    for ticket, request in asked:
-        if isinstance(request, PopulationDraw):
-            entry = _packed_population(request, far, arrays)
-            populations.append(
-                {"ticket": ticket, "adapter": _versioned_name(request.adapter), **entry}
-            )
-        else:
-            (plain if _is_simple(request) else objects).append((ticket, request))
-    wire = flush_of([request for _, request in plain], "", name_of=_versioned_name)
-    header = {
-        "tickets": [ticket for ticket, _ in plain],
-        "populations": populations,
-        "version": asked[0][1].weights_version if asked else 0,
-    }
-    arrays.append(np.frombuffer(wire, np.uint8))
-    return Packed(json.dumps(header).encode(), arrays, objects)
+    return [
+        (ticket, _sent(each, far) if isinstance(each, PopulationDraw) else each)
+        for ticket, each in asked
+    ]
 
 
 def unpacked_flush(
-    message: Packed, table: dict[int, SequenceHandle], limits: Limits
-) -> Iterator[tuple[int, Request | GenrtError]]:
-    """Yield the tickets and questions of a message, an error in place of one that is wrong. ``table`` has
-    the known handles of populations, and gets the new ones."""
-    header = json.loads(message.header)
-    version, arrays = header["version"], iter(message.arrays)
-    for entry in header["populations"]:
-        ticket, adapter = entry["ticket"], _adapter(entry["adapter"])
-        yield ticket, _population(entry, adapter, arrays, table).of_weights(version)
-    wire = next(arrays).tobytes()
-    found = flush_to(wire, limits, _adapter, model="", most=MOST_QUESTIONS)
-    for ticket, plain in zip(header["tickets"], found, strict=True):
-        yield ticket, plain if isinstance(plain, GenrtError) else plain.of_weights(version)
-    yield from message.objects
+    message: PackedFlush, table: dict[int, SequenceHandle]
+) -> Iterator[tuple[int, Request]]:
+    """Yield the tickets and questions of a message. ``table`` has the known handles of populations, and
+    gets the new ones."""
+    for ticket, each in message:
+        yield ticket, _came(each, table) if isinstance(each, _SentPopulation) else each
 
 
-def place_of(request: Request) -> int:
-    """Return the place of a question's kind in a message."""
-    return 0 if isinstance(request, PopulationDraw) else 1 if _is_simple(request) else 2
-
-
-def _is_simple(request: Request) -> bool:
-    """Return whether the wire format has this question."""
-    if isinstance(request, ReadRequest):
-        return type(request.wanted) in KINDS
-    is_score = isinstance(request, ScoreRequest) and request.wanted != "rows"
-    return is_score or isinstance(request, LogprobsRequest)
-
-
-def _versioned_name(adapter: Adapter | None) -> str | None:
-    """Return an adapter and its version as one name."""
-    return None if adapter is None else f"{adapter.version} {adapter.name}"
-
-
-def _adapter(name: str | None) -> Adapter | None:
-    if name is None:
-        return None
-    version, _, own = name.partition(" ")
-    return Adapter(own, int(version))
-
-
-def _packed_population(
-    draw: PopulationDraw, far: FarSequences, arrays: list[np.ndarray]
-) -> dict[str, Any]:
-    """Return a population as a JSON value; add its arrays."""
+def _sent(draw: PopulationDraw, far: FarSequences) -> _SentPopulation:
     is_known, is_held = far.sent(draw)
-    contexts, masks, origins = draw.contexts, draw.masks, draw.origins
-    arrays.append(cast("np.ndarray", draw.seeds))
-    if masks is not None:
-        arrays.append(masks)
+    contexts, origins, extended = draw.contexts, draw.origins, None
     if origins is not None:
-        arrays += [origins.numbers, origins.lengths]
-    if is_known:
-        arrays.append(contexts.last_tokens.astype(np.uint32))
-    else:
+        numbers = [(far.numbers.of(each), each.count) for each in origins.handles]
+        extended = numbers, origins.numbers, origins.lengths
+    sequences: Any = contexts.last_tokens.astype(np.uint32)
+    if not is_known:
         lengths = contexts.lengths
-        rows = contexts.table[contexts.places, : int(lengths.max())]
-        arrays += [lengths, rows]
-    handles = () if origins is None else origins.handles
-    return {
-        "number": far.numbers.of(draw.handle),
-        "temperature": draw.temperature,
-        "has_masks": masks is not None,
-        "is_known": is_known,
-        "is_held": is_held,
-        "has_origins": origins is not None,
-        "handles": [(far.numbers.of(each), each.count) for each in handles],
-    }
+        sequences = contexts.table[contexts.places, : int(lengths.max())], lengths
+    rest = draw.adapter, draw.masks, draw.temperature, draw.seeds, draw.weights_version
+    return _SentPopulation(far.numbers.of(draw.handle), extended, sequences, is_held, rest)
 
 
-def _population(
-    entry: dict[str, Any],
-    adapter: Adapter | None,
-    arrays: Iterator[np.ndarray],
-    table: dict[int, SequenceHandle],
-) -> PopulationDraw:
+def _came(sent: _SentPopulation, table: dict[int, SequenceHandle]) -> PopulationDraw:
     def known(number: int, count: int) -> SequenceHandle:
         if number not in table:
             table[number] = SequenceHandle(count)
         return table[number]
 
-    seeds, origins = next(arrays), None
-    masks = next(arrays) if entry["has_masks"] else None
-    if entry["has_origins"]:
-        handles = tuple(known(*each) for each in entry["handles"])
-        origins = Origins(handles, next(arrays), next(arrays))
-    if origins is not None and entry["is_known"]:
-        before = [cast("Contexts", each.contexts) for each in origins.handles]
-        contexts = Contexts.grown(before, origins.numbers, next(arrays))
-    else:
-        lengths, rows = next(arrays), next(arrays)
+    origins = None
+    if sent.extended is not None:
+        numbers, *places = sent.extended
+        origins = Origins(tuple(known(*each) for each in numbers), *places)
+    if isinstance(sent.sequences, tuple):
+        rows, lengths = sent.sequences
         contexts = Contexts(rows, np.arange(len(rows)), lengths)
-    handle = known(entry["number"], len(contexts))
-    if entry["is_held"]:  # a copy: the channel frees its memory as a whole
+    else:
+        before = [cast("Contexts", each.contexts) for each in cast("Origins", origins).handles]
+        contexts = Contexts.grown(before, cast("Origins", origins).numbers, sent.sequences)
+    handle = known(sent.number, len(contexts))
+    if sent.is_held:  # a copy: the channel frees its memory as a whole
         handle.contexts = contexts = contexts.kept()
-    draw = PopulationDraw(contexts, adapter, masks, entry["temperature"], seeds, origins)
+    adapter, masks, temperature, seeds, version = sent.rest
+    draw = PopulationDraw(contexts, adapter, masks, temperature, seeds, origins, version)
     object.__setattr__(draw, "handle", handle)
     return draw
 
@@ -240,64 +173,44 @@ class Answers(NamedTuple):
         ends: the tickets of ended questions, each with its result or its error.
         told: the tickets of streams, each with a part.
         statistics: the counters of the engine.
+        stacked: on their way, the tickets of tensors of one shape, such as rows, with all as one array.
     """
 
     ends: list[tuple[int, Any]]
     told: list[tuple[int, Told]]
     statistics: EngineStatistics
+    stacked: Sequence[tuple[list[int], np.ndarray]] = ()
 
 
-def packed_answers(answers: Answers) -> Packed:
-    """Return answers as a message. Tensors of one shape, such as rows, are one array."""
-    header: dict[str, Any] = {"errors": [], "draws": [], "columns": []}
+def packed_answers(answers: Answers) -> Answers:
+    """Return answers as they travel."""
     tensors: dict[tuple[Any, ...], list[tuple[int, Tensor]]] = {}  # by shape and device
-    draws: list[Draw] = []
-    columns: list[Tensor] = []
-    objects: list[tuple[bool, int, Any]] = []
+    ends: list[tuple[int, Any]] = []
     for ticket, result in answers.ends:
-        if isinstance(result, GenrtError):
-            header["errors"].append((ticket, type(result).__name__, str(result)))
-        elif isinstance(result, Tensor):
+        if isinstance(result, Tensor):
             tensors.setdefault((*result.shape, result.device), []).append((ticket, result))
-        elif isinstance(result, Draw):
-            header["draws"].append(ticket)
-            draws.append(result)
+            continue
+        if isinstance(result, Completion):  # the other end has the prompt
+            result = replace(result, prompt_token_ids=())
         elif isinstance(result, BatchDraw | TopLogprobs):
-            kind = "populations" if isinstance(result, BatchDraw) else "tops"
-            header["columns"].append((kind, ticket))
-            columns += result
-        else:
-            if isinstance(result, Completion):  # the other end has the prompt
-                result = replace(result, prompt_token_ids=())
-            objects.append((True, ticket, result))
-    objects += [(False, *each) for each in answers.told]
-    header["tensors"] = [[ticket for ticket, _ in each] for each in tensors.values()]
-    header["statistics"] = astuple(answers.statistics)
-    arrays = [torch.stack([t for _, t in each]).cpu().numpy() for each in tensors.values()]
-    arrays += [np.array(draws, np.float64), *(each.numpy() for each in columns)]
-    return Packed(json.dumps(header).encode(), arrays, objects)
+            result = type(result)(*(cast("Tensor", each.numpy()) for each in result))
+        ends.append((ticket, result))
+    stacked = [
+        ([ticket for ticket, _ in each], torch.stack([row for _, row in each]).cpu().numpy())
+        for each in tensors.values()
+    ]
+    return Answers(ends, answers.told, answers.statistics, stacked)
 
 
-def unpacked_answers(message: Packed, asked: Mapping[int, Request]) -> Answers:
+def unpacked_answers(message: Answers, asked: Mapping[int, Request]) -> Answers:
     """Return the answers of a message to these questions, by ticket; other answers are ignored."""
-    header = json.loads(message.header)
-    # Arrays of the channel are read-only, and keep its memory.
-    arrays = iter([torch.from_numpy(np.array(each)) for each in message.arrays])
-    ends: list[tuple[int, Any]] = [(t, error_of(*each)) for t, *each in header["errors"]]
-    for tickets in header["tensors"]:
-        ends += zip(tickets, next(arrays), strict=True)
-    for ticket, (token, *weights) in zip(header["draws"], next(arrays).tolist(), strict=True):
-        ends.append((ticket, Draw(int(token), *weights)))
-    for kind, ticket in header["columns"]:
-        found: Any = BatchDraw if kind == "populations" else TopLogprobs
-        ends.append((ticket, found(*(next(arrays) for _ in found._fields))))
-    told: list[tuple[int, Told]] = []
-    for is_end, ticket, value in message.objects:
-        (ends if is_end else told).append((ticket, value))
+    ends = [*message.ends]
+    for tickets, rows in message.stacked:
+        ends += zip(tickets, _owned(rows), strict=True)
     return Answers(
         [(t, _of(each, asked[t])) for t, each in ends if t in asked],
-        [(t, each) for t, each in told if t in asked],
-        EngineStatistics(*header["statistics"]),
+        [(t, each) for t, each in message.told if t in asked],
+        message.statistics,
     )
 
 
@@ -306,6 +219,13 @@ def _of(result: Any, request: Request) -> Any:
     if isinstance(result, Completion):
         prompt, version = request.token_ids, request.weights_version
         return replace(result, prompt_token_ids=prompt, weights_version=version)
+    if isinstance(result, BatchDraw | TopLogprobs):
+        result = type(result)(*map(_owned, result))
     if isinstance(result, Draw | BatchDraw):
         result.weights_version = request.weights_version
     return result
+
+
+def _owned(numbers: Any) -> Tensor:
+    """Return a copy: arrays of a channel are read-only, and keep its memory."""
+    return torch.from_numpy(np.array(numbers))

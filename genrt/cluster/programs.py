@@ -15,10 +15,9 @@ import io
 import pickle
 import threading
 import traceback
-from collections.abc import Awaitable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 from genrt.errors import EngineFailed, EngineUnsupported, InvalidRequest, NotFinite, OutOfMemory
 from genrt.numbers import check_timeout, shown
@@ -28,6 +27,9 @@ from genrt.runtime.concurrency import aside
 
 RUNTIME = "the runtime"
 """The mark in place of the runtime."""
+
+Outcome: TypeAlias = tuple[Any, BaseException | None]
+"""The value that a program returned, and its error."""
 
 REFUSED = (
     *("add_adapter", "remove_adapter", "update_weights", "pause", "sleep", "wake_up", "close"),
@@ -63,23 +65,6 @@ class ProgramRequest(Request):
         return f"ProgramRequest({len(self.packed)} bytes, seed={self.seed})"
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The value that a program returned, or its error; ``traceback`` says where in a replica."""
-
-    value: Any = None
-    error: BaseException | None = None
-    traceback: str = ""
-
-    def result(self) -> Any:
-        """Return the value, or raise the error."""
-        if self.error is not None:
-            if self.traceback:
-                self.error.add_note(f"In the replica:\n{self.traceback}")
-            raise self.error
-        return self.value
-
-
 async def run_program(lm: Any, work: object, seed: int, timeout: float | None) -> Any:
     """Run a program for a runtime, and return its result; see ``AsyncLM.run``."""
     if not callable(work) and not callable(getattr(work, "run", None)):
@@ -91,7 +76,7 @@ async def run_program(lm: Any, work: object, seed: int, timeout: float | None) -
     await lm._ask(())  # which a closed runtime refuses
     if not getattr(lm._thread.engine, "runs_programs", False):
         own = program_outcome(work, lm._of_seed(seed), seed)
-        return (await (own if seconds is None else within(seconds, own))).result()
+        return _value_or_raise(await (own if seconds is None else within(seconds, own)))
     try:
         request = ProgramRequest(pickle_program(work, lm), seed)
     except Exception as error:
@@ -106,46 +91,36 @@ async def run_program(lm: Any, work: object, seed: int, timeout: float | None) -
         raise InvalidRequest(
             f"what the program returned cannot be read here: {type(error).__name__}: {error}"
         ) from error
-    return outcome.result()
+    return _value_or_raise(outcome)
 
 
-class ProgramLoop:
-    """The event loop of a replica's programs, on a thread that starts with the first one."""
-
-    def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    def start(self, request: ProgramRequest, lm: Any) -> asyncio.Future[list[bytes]]:
-        """Run a program over a runtime; return the future of its packed outcome, which can be cancelled
-        and raises EngineFailed if the engine failed."""
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            run = self._loop.run_forever
-            threading.Thread(target=run, name="genrt-programs", daemon=True).start()
-        running = _packed_run(request, lm._of_seed(request.seed))
-        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(running, self._loop))
-
-    def close(self) -> None:
-        """Cancel all programs."""
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._cancel_all)
-
-    def _cancel_all(self) -> None:
-        for task in asyncio.all_tasks(self._loop):
-            task.cancel()
+def _value_or_raise(outcome: Outcome) -> Any:
+    value, error = outcome
+    if error is not None:
+        raise error
+    return value
 
 
-async def _packed_run(request: ProgramRequest, lm: Any) -> list[bytes]:
+def program_loop() -> asyncio.AbstractEventLoop:
+    """Start an event loop for a replica's programs, on its own thread."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="genrt-programs", daemon=True).start()
+    return loop
+
+
+async def packed_run(request: ProgramRequest, lm: Any) -> list[bytes]:
+    """Run a program over a runtime of its own; return its packed outcome. Raises EngineFailed if the
+    engine failed."""
     vars(lm).update({name: partial(_refuse, name) for name in REFUSED})
+    error: BaseException | None
     try:
         work = await aside(partial(unpickle_program, request.packed, lm))
-        outcome = await program_outcome(work, lm, request.seed)
-    except BaseException as error:  # the program's own, and not the end of this process
-        outcome = Outcome(error=error)
-    failed = outcome.error
-    if isinstance(failed, EngineFailed) and not isinstance(failed, OutOfMemory | NotFinite):
-        raise failed
-    return [await aside(partial(packed_outcome, outcome, lm))]
+        value, error = await program_outcome(work, lm, request.seed)
+    except BaseException as raised:  # the program's own, and not the end of this process
+        value, error = None, raised
+    if isinstance(error, EngineFailed) and not isinstance(error, OutOfMemory | NotFinite):
+        raise error
+    return [await aside(partial(packed_outcome, value, error, lm))]
 
 
 def _refuse(name: str, *_: Any, **__: Any) -> Any:
@@ -163,13 +138,9 @@ async def program_outcome(work: Any, lm: Any, seed: int) -> Outcome:
             raise InvalidRequest(
                 f"the program returned {shown(running)}, which cannot be awaited: make it an async def"
             )
-        return Outcome(await _awaited(running))
+        return await running, None
     except Exception as error:
-        return Outcome(error=error)
-
-
-async def _awaited(running: Awaitable[Any]) -> Any:
-    return await running
+        return None, error
 
 
 def pickle_program(value: object, lm: Any) -> bytes:
@@ -195,19 +166,19 @@ def unpickle_program(data: bytes, lm: Any) -> Any:
     return Unpacking(io.BytesIO(data)).load()
 
 
-def packed_outcome(outcome: Outcome, lm: Any) -> bytes:
+def packed_outcome(value: object, error: BaseException | None, lm: Any) -> bytes:
     """Return an outcome as bytes; one that cannot be sent as the error that says so."""
-    error = outcome.error
-    where = "" if error is None else "".join(traceback.format_exception(error))
     try:
-        data = pickle_program(Outcome(outcome.value, error, where), lm)
+        if error is not None:
+            error.add_note(f"In the replica:\n{''.join(traceback.format_exception(error))}")
+        data = pickle_program((value, error), lm)
         if error is not None:
             unpickle_program(data, lm)  # which some errors cannot be
     except Exception as failed:
         what = "returned" if error is None else "raised"
         refused = InvalidRequest(
-            f"the program {what} {shown(outcome.value if error is None else error)}, which cannot be "
-            f"sent back from its replica: {type(failed).__name__}: {failed}"
+            f"the program {what} {shown(value if error is None else error)}, which cannot be sent back "
+            f"from its replica: {type(failed).__name__}: {failed}"
         )
-        data = pickle_program(Outcome(None, refused, where), lm)
+        data = pickle_program((None, refused), lm)
     return data

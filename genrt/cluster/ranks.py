@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from operator import attrgetter
@@ -32,9 +33,8 @@ import torch
 from genrt.cluster.flushes import (
     FarSequences,
     HandleNumbers,
-    Packed,
+    PackedFlush,
     packed_flush,
-    place_of,
     unpacked_flush,
 )
 from genrt.engines import open_engine
@@ -43,7 +43,7 @@ from genrt.engines.protocol import EngineStatistics, Finished
 from genrt.engines.vllm.rank import LAUNCHED, Rank, Share, broadcast_from_rank0, leave_ranks
 from genrt.engines.weights import KeptWeights, NamedTensors, TensorsIn
 from genrt.errors import EngineDied, EngineUnsupported, GenrtError
-from genrt.questions.contexts import Adapter, Limits
+from genrt.questions.arguments import Adapter
 from genrt.questions.draws import PopulationDraw
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
@@ -60,16 +60,12 @@ RANKED = MappingProxyType({"PYTHONHASHSEED": "0"})
 
 SHARED_MEMORY = Path("/dev/shm")
 
-OTHER_SIZES = (
+NOT_RANKS = (
     "pipeline_parallel_size",
     "data_parallel_size",
     "prefill_context_parallel_size",
     "decode_context_parallel_size",
     "nnodes",
-)
-"""vLLM's options for what ranks do not do."""
-
-OTHER_WAYS = (
     "distributed_executor_backend",
     "scheduler_cls",
     "async_scheduling",
@@ -78,7 +74,7 @@ OTHER_WAYS = (
     "ec_transfer_config",
     "kv_events_config",
 )
-"""vLLM's options that keep its executor, if they are given."""
+"""vLLM's options that keep its executor: for what ranks do not do."""
 
 PROGRAM = (
     "import sys; sys.path[:] = {path!r}; "
@@ -97,9 +93,9 @@ def are_launched(options: Mapping[str, Any]) -> bool:
 def with_ranks(options: dict[str, Any]) -> dict[str, Any]:
     """Return options of vLLM's with genrt's ranks, if they are of tensor parallelism alone."""
     size = options.get("tensor_parallel_size")
-    if not isinstance(size, int) or size < 2 or any(options.get(each) for each in OTHER_WAYS):
-        return options
-    if any(options.get(each, 1) != 1 for each in OTHER_SIZES):
+    others = [options.get(each) for each in NOT_RANKS]
+    is_other = any(each is True or each not in (None, False, 1) for each in others)
+    if not isinstance(size, int) or size < 2 or is_other:
         return options
     return options | {"distributed_executor_backend": LAUNCHED}
 
@@ -212,6 +208,17 @@ class Ranks:
         if own is not None:
             raise own
 
+    def do(self, engine: Any, name: str, *arguments: Any) -> Any:
+        """Call a method of all engines, and return the result of rank 0's. Raises as ``agreed``."""
+        self.tell("do", name, *arguments)
+        result, refused = None, None
+        try:
+            result = attrgetter(name)(engine)(*arguments)
+        except GenrtError as error:
+            refused = error
+        self.agreed(refused)
+        return result
+
     def part(self) -> None:
         """Have them close their engines, as this process does next. From now on they may end.
         Idempotent."""
@@ -258,8 +265,8 @@ class RankedEngine:
         self._is_closed = False
         self._tickets: dict[Request, int] = {}
         self._last = 0
-        self.prefixes = _RankedPrefixes(engine.prefixes, ranks)
-        self.weights = _RankedWeights(engine.weights, ranks)
+        self.prefixes = _RankedPrefixes(engine, ranks)
+        self.weights = _RankedWeights(engine, ranks)
 
     vocab_size, max_model_len = _passed("vocab_size"), _passed("max_model_len")
     max_batch_size, device = _passed("max_batch_size"), _passed("device")
@@ -269,7 +276,6 @@ class RankedEngine:
     statistics = _passed("statistics")
 
     def submit(self, requests: Sequence[Request]) -> None:
-        requests = sorted(requests, key=place_of)  # as the others read them
         self._ranks.tell("submit", self._packed(requests))
         self._engine.submit(requests)
 
@@ -311,14 +317,14 @@ class RankedEngine:
         self._engine.expect(rows, token_ids.contiguous(), told)
 
     def add_adapter(self, adapter: Adapter, path: Path) -> None:
-        _agreed(self._ranks, self._engine, "add_adapter", adapter, path)
+        self._ranks.do(self._engine, "add_adapter", adapter, path)
 
     def remove_adapter(self, adapter: Adapter) -> None:
-        _agreed(self._ranks, self._engine, "remove_adapter", adapter)
+        self._ranks.do(self._engine, "remove_adapter", adapter)
 
     def forget_residents(self) -> bool:
         """Forget unused sequences in all ranks; return whether rank 0 has."""
-        return bool(_agreed(self._ranks, self._engine, "forget_residents"))
+        return bool(self._ranks.do(self._engine, "forget_residents"))
 
     def close(self) -> None:
         if not self._is_closed:
@@ -328,7 +334,7 @@ class RankedEngine:
             leave_ranks()
             self._ranks.close()
 
-    def _packed(self, requests: Sequence[Request]) -> Packed:
+    def _packed(self, requests: Sequence[Request]) -> PackedFlush:
         for each in requests:
             self._last += 1
             self._tickets[each] = self._last
@@ -338,72 +344,46 @@ class RankedEngine:
 class _RankedPrefixes:
     """The contexts that all ranks keep."""
 
-    def __init__(self, prefixes: Any, ranks: Ranks) -> None:
-        self._prefixes, self._ranks = prefixes, ranks
+    def __init__(self, engine: Any, ranks: Ranks) -> None:
+        self._engine, self._ranks = engine, ranks
 
     def __contains__(self, prefix: LogprobsRequest) -> bool:
-        return prefix in self._prefixes
+        return prefix in self._engine.prefixes
 
     def keep(self, prefix: LogprobsRequest) -> None:
-        _agreed(self._ranks, self._prefixes, "keep", prefix, of="prefixes.")
+        self._ranks.do(self._engine, "prefixes.keep", prefix)
 
     def release(self, prefix: LogprobsRequest) -> None:
-        _agreed(self._ranks, self._prefixes, "release", prefix, of="prefixes.")
+        self._ranks.do(self._engine, "prefixes.release", prefix)
 
 
 class _RankedWeights:
     """The weights in all ranks, which each reads from files by itself."""
 
-    def __init__(self, weights: Any, ranks: Ranks) -> None:
-        self._engine, self._ranks = weights, ranks
-        self._files = KeptWeights()
+    def __init__(self, engine: Any, ranks: Ranks) -> None:
+        self._engine, self._files = engine.weights, KeptWeights()
+        for each in ("begin", "finish", "sleep", "wake_up"):
+            setattr(self, each, partial(ranks.do, engine, f"weights.{each}"))
+        self._load = partial(ranks.do, engine, "weights.load")
 
+    begin: Callable[[], None]
+    finish: Callable[[], None]
+    sleep: Callable[[int], int]
+    wake_up: Callable[[Collection[str]], None]
     layout, checkpoint = _passed("layout"), _passed("checkpoint")
     asleep, check_sleep = _passed("asleep"), _passed("check_sleep")
 
     def load(self, tensors: NamedTensors) -> None:
         """Load tensors, which travel as files."""
-        saved = None
-        if not isinstance(tensors, TensorsIn):
-            saved = self._files.begin()
-            saved.add(tensors)
-            tensors = TensorsIn(saved.files())
+        if isinstance(tensors, TensorsIn):
+            self._load(tensors)
+            return
+        saved = self._files.begin()
         try:
-            self._agreed("load", tensors)
+            saved.add(tensors)
+            self._load(TensorsIn(saved.files()))
         finally:
-            if saved is not None:
-                saved.drop()
-
-    def begin(self) -> None:
-        """Begin an update in all ranks."""
-        self._agreed("begin")
-
-    def finish(self) -> None:
-        """Have all ranks compute by the new weights."""
-        self._agreed("finish")
-
-    def sleep(self, level: int) -> int:
-        """Give back the memory of all ranks; return how many bytes became free at rank 0."""
-        return int(self._agreed("sleep", level))
-
-    def wake_up(self, parts: Collection[str]) -> None:
-        """Have these parts of the memory back, in all ranks."""
-        self._agreed("wake_up", frozenset(parts))
-
-    def _agreed(self, name: str, *arguments: Any) -> Any:
-        return _agreed(self._ranks, self._engine, name, *arguments, of="weights.")
-
-
-def _agreed(ranks: Ranks, here: Any, name: str, *arguments: Any, of: str = "") -> Any:
-    """Call a method in all ranks, and return the result of rank 0. Raises as ``Ranks.agreed``."""
-    ranks.tell("do", of + name, *arguments)
-    result, refused = None, None
-    try:
-        result = getattr(here, name)(*arguments)
-    except GenrtError as error:
-        refused = error
-    ranks.agreed(refused)
-    return result
+            saved.drop()
 
 
 # -- the other ranks --------------------------------------------------------------------------------
@@ -419,43 +399,40 @@ class Follower:
 
     def __init__(self, engine: Any, answer: Callable[[bool, str], object]) -> None:
         self._engine, self._answer = engine, answer
-        self._limits = Limits(engine.vocab_size, engine.max_model_len)
-        self._requests: dict[int, Any] = {}
-        self._tickets: dict[Any, int] = {}
+        self._tickets: dict[Request, int] = {}
         self.handles: dict[int, SequenceHandle] = {}
 
     def take(self, name: str, *arguments: Any) -> None:
         """Repeat a call. Raises RuntimeError if the ranks have parted."""
         getattr(self, f"_take_{name}")(*arguments)
 
-    def _read(self, message: Packed) -> list[tuple[int, Any]]:
-        return [*unpacked_flush(message, self.handles, self._limits)]
+    def _read(self, message: PackedFlush) -> dict[Any, int]:
+        return {request: ticket for ticket, request in unpacked_flush(message, self.handles)}
 
-    def _take_submit(self, message: Packed) -> None:
-        asked = self._read(message)
-        self._remember(asked)
-        self._engine.submit([request for _, request in asked])
+    def _take_submit(self, message: PackedFlush) -> None:
+        self._tickets |= (asked := self._read(message))
+        self._engine.submit([*asked])
 
     def _take_step(self, progress: Progress) -> None:
         own = progress_of(self._engine.statistics())
         if own != progress:
             raise RuntimeError(f"the ranks have parted: {own} here, {progress} in rank 0")
         for end in self._engine.step():
-            self._requests.pop(self._tickets.pop(end.request, 0), None)
+            self._tickets.pop(end.request, None)
 
-    def _take_cancel(self, tickets: list[int]) -> None:
-        requests = [self._requests.pop(each) for each in tickets if each in self._requests]
-        for each in requests:
+    def _take_cancel(self, tickets: Collection[int]) -> None:
+        gone = [request for request, ticket in self._tickets.items() if ticket in tickets]
+        for each in gone:
             del self._tickets[each]
-        self._engine.cancel(requests)
+        self._engine.cancel(gone)
 
-    def _take_go_on(self, message: Packed) -> None:
-        asked = self._read(message)
-        if self._engine.go_on(asked[0][1]):
-            self._remember(asked)
+    def _take_go_on(self, message: PackedFlush) -> None:
+        [(population, ticket)] = self._read(message).items()
+        if self._engine.go_on(population):
+            self._tickets[population] = ticket
 
-    def _take_settle(self, message: Packed) -> None:
-        self._engine.settle(self._read(message)[0][1])
+    def _take_settle(self, message: PackedFlush) -> None:
+        self._engine.settle(*self._read(message))
 
     def _take_speculate(self, request_ids: list[str]) -> None:
         """Run a step with the tokens that rank 0 has drawn, on its device."""
@@ -477,11 +454,6 @@ class Follower:
             self._answer(False, str(error))
         else:
             self._answer(True, "")
-
-    def _remember(self, asked: Sequence[tuple[int, Any]]) -> None:
-        for ticket, request in asked:
-            self._requests[ticket] = request
-            self._tickets[request] = ticket
 
 
 def follow(port: int, parent: int) -> None:

@@ -18,15 +18,15 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from genrt.cluster.flushes import Answers, Packed, packed_answers, unpacked_flush
-from genrt.cluster.programs import ProgramLoop, ProgramRequest
+from genrt.cluster.flushes import Answers, PackedFlush, packed_answers, unpacked_flush
+from genrt.cluster.programs import ProgramRequest, packed_run, program_loop
 from genrt.engines.folders import Folder
 from genrt.engines.protocol import check_supported, survived
 from genrt.engines.remote.wire import packed_tokenizer
 from genrt.engines.weights import weights_of
 from genrt.errors import EngineDied, EngineUnsupported, GenrtError
+from genrt.questions.arguments import Adapter
 from genrt.questions.completions import CompletionRequest, NativeRequest, Told
-from genrt.questions.contexts import Adapter
 from genrt.questions.reads import HostRow, ReadRequest
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
@@ -52,7 +52,6 @@ class Facts:
     tokenizer: bytes
     sleep_refused: str | None
     scores: bool
-    keeps_prefixes: bool
     is_vllm: bool
 
 
@@ -69,7 +68,6 @@ class Settings:
     weights: int = 0
     tensors: tuple[Any, ...] = ()
     adapters: tuple[tuple[Adapter, Mapping[str, bytes]], ...] = ()
-    prefixes: tuple[LogprobsRequest, ...] = ()
 
 
 class Replica:
@@ -87,7 +85,7 @@ class Replica:
         self._told: list[tuple[int, Told]] = []
         self._news = asyncio.Event()
         self._failed: EngineDied | None = None
-        self._programs = ProgramLoop()
+        self._program_loop: asyncio.AbstractEventLoop | None = None
 
     async def prepare(self, make: Callable[[], Awaitable[Any]], wanted: Settings) -> Facts:
         """Open the runtime, the first time, and give it these settings.
@@ -104,8 +102,6 @@ class Replica:
             await self.remove_adapter(adapter)
         for adapter, files in wanted.adapters:
             await self.add_adapter(adapter, files)
-        for prefix in wanted.prefixes:
-            await self.do("full.prefixes.keep", prefix)
         return await self._on_engine(_facts)
 
     def _load(
@@ -123,21 +119,18 @@ class Replica:
 
     # -- questions ----------------------------------------------------------------------------
 
-    async def flush(self, message: Packed) -> None:
+    async def flush(self, message: PackedFlush) -> None:
         """Take the questions of a message; ``answers`` returns their ends."""
         if self._lm is None:  # they were for an earlier life
             return
         try:
-            for ticket, request in unpacked_flush(message, self._handles, self._lm._limits):
-                if isinstance(request, GenrtError):
-                    self._end(ticket, request)
-                else:
-                    self._ask(ticket, request)
+            for ticket, request in unpacked_flush(message, self._handles):
+                self._ask(ticket, request)
         except Exception as error:
             self._failed = EngineDied(f"a flush could not be read: {error}")
             self._news.set()
 
-    async def answers(self) -> Packed:
+    async def answers(self) -> Answers:
         """Wait for answers, and return all that there are. Raises EngineDied after a failure, and before
         ``prepare``: a call for an earlier life would take the answers of this one."""
         if self._lm is None:
@@ -171,7 +164,11 @@ class Replica:
             return
         future: asyncio.Future[Any]
         if isinstance(request, ProgramRequest):
-            future = self._programs.start(request, lm)
+            self._program_loop = self._program_loop or program_loop()
+            running = packed_run(request, lm._of_seed(request.seed))
+            future = asyncio.wrap_future(
+                asyncio.run_coroutine_threadsafe(running, self._program_loop)
+            )
             self._withdraw[ticket] = future.cancel
         elif getattr(request, "streamed", False):
             future = asyncio.ensure_future(self._streamed(ticket, request))
@@ -257,7 +254,7 @@ class Replica:
 
     async def stop(self) -> None:
         """Close the runtime."""
-        self._programs.close()
+        await self.cancel([*self._withdraw])
         if self._lm is not None:
             await self._lm.aclose()
 
@@ -306,6 +303,5 @@ def _facts(answering: AnsweringEngine) -> Facts:
         packed_tokenizer(engine.tokenizer),
         refused or None,
         answering.capabilities.scores,
-        answering.capabilities.keeps_prefixes,
         answering.capabilities.serves_vllm,
     )

@@ -6,11 +6,17 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Self, cast
+from typing import Any, Literal, Self, cast
 
 import numpy as np
 
-from genrt.constraints.protocols import MaskedConstraint, PackedState, lm_of, tokens_of
+from genrt.constraints.protocols import (
+    HasTokens,
+    MaskedConstraint,
+    PackedState,
+    lm_of,
+    tokens_of,
+)
 from genrt.errors import InvalidConstraint
 from genrt.numbers import displayed
 from genrt.structures.guides import (
@@ -32,14 +38,11 @@ from genrt.structures.matching import (
 from genrt.structures.schemas import Whitespace
 from genrt.tokens.vocabulary import checked_token_id
 
-if TYPE_CHECKING:
-    from genrt.lm import AsyncLM
-
 QUICK = 300e-6
 """The seconds for which masks are computed one after another, before threads compute the rest."""
 
 
-def regex(pattern: str, lm: AsyncLM) -> MaskedConstraint:
+def regex(pattern: str, lm: HasTokens) -> MaskedConstraint:
     r"""Return the constraint of the texts that ``pattern`` matches from their first to their last
     character.
 
@@ -59,7 +62,7 @@ def regex(pattern: str, lm: AsyncLM) -> MaskedConstraint:
 
 
 def json_schema(
-    schema: dict[str, Any] | str | bool | type, lm: AsyncLM, *, whitespace: Whitespace = "spaced"
+    schema: dict[str, Any] | str | bool | type, lm: HasTokens, *, whitespace: Whitespace = "spaced"
 ) -> MaskedConstraint:
     """Return the constraint of the JSON texts of the values that are valid under a schema, in the order
     of its properties.
@@ -101,7 +104,7 @@ def json_schema(
 
 
 def grammar(
-    text: str, lm: AsyncLM, *, syntax: Literal["lark", "ebnf"] = "lark"
+    text: str, lm: HasTokens, *, syntax: Literal["lark", "ebnf"] = "lark"
 ) -> MaskedConstraint:
     r"""Return the constraint of the texts that a context-free grammar derives from its rule ``start``
     (Lark) or ``root`` (EBNF).
@@ -155,7 +158,7 @@ class _Vocabulary:
         self.tokenizer: Any = new_tokenizer(tokens)
 
     @staticmethod
-    def of(lm: AsyncLM) -> _Vocabulary:
+    def of(lm: HasTokens) -> _Vocabulary:
         tokens = tokens_of(lm)
         vocabulary = _vocabularies.get(lm)
         if vocabulary is None:
@@ -200,7 +203,7 @@ class _Vocabulary:
         return True
 
 
-_vocabularies: weakref.WeakKeyDictionary[AsyncLM, _Vocabulary] = weakref.WeakKeyDictionary()
+_vocabularies: weakref.WeakKeyDictionary[HasTokens, _Vocabulary] = weakref.WeakKeyDictionary()
 
 
 class _CompiledConstraint:
@@ -320,7 +323,7 @@ class GrammarState(PackedState):
         )
 
 
-def strings(texts: Iterable[str], lm: AsyncLM) -> MaskedConstraint:
+def strings(texts: Iterable[str], lm: HasTokens) -> MaskedConstraint:
     """Return the constraint of exactly these texts, in any order. One may be a prefix of another, or
     empty. Compiling takes about 0.1 s for a thousand texts.
 

@@ -6,11 +6,17 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 
-from genrt.constraints.protocols import Constraint, PackedState, check_positive, tokens_of
+from genrt.constraints.protocols import (
+    Constraint,
+    HasTokens,
+    PackedState,
+    check_positive,
+    tokens_of,
+)
 from genrt.errors import InvalidConstraint, InvalidRequest
 from genrt.numbers import displayed
 from genrt.runtime.concurrency import ConcurrentCalls
@@ -18,12 +24,9 @@ from genrt.structures.matching import Tokens, Words
 from genrt.tokens.texts import Predicate, Text
 from genrt.tokens.vocabulary import checked_token_id
 
-if TYPE_CHECKING:
-    from genrt.lm import AsyncLM
-
 
 def predicate(
-    function: Predicate, lm: AsyncLM, *, name: str | None = None, max_concurrent: int = 64
+    function: Predicate, lm: HasTokens, *, name: str | None = None, max_concurrent: int = 64
 ) -> Constraint:
     """Return the constraint of the texts that ``function`` accepts.
 

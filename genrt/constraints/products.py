@@ -7,7 +7,7 @@ import math
 import threading
 from collections.abc import Iterable, Sequence
 from functools import reduce
-from typing import TYPE_CHECKING, Any, Self, overload
+from typing import Any, Self, overload
 
 import numpy as np
 from cachetools import LRUCache
@@ -18,6 +18,7 @@ from genrt.constraints.protocols import (
     CheckedState,
     Constraint,
     ConstraintState,
+    HasTokens,
     MaskedConstraint,
     PackedState,
     State,
@@ -32,9 +33,6 @@ from genrt.runtime.concurrency import together
 from genrt.structures.matching import Tokens, Words, has_bit, packed, unpacked
 from genrt.tokens.texts import Potential, Text
 from genrt.tokens.vocabulary import checked_token_id
-
-if TYPE_CHECKING:
-    from genrt.lm import AsyncLM
 
 
 @overload
@@ -281,7 +279,7 @@ async def _awords(states: Sequence[State]) -> tuple[Words, int]:
 
 
 def potential(
-    constraint: Constraint, *, lm: AsyncLM | None = None, cache_size: int = 1024
+    constraint: Constraint, *, lm: HasTokens | None = None, cache_size: int = 1024
 ) -> Potential:
     """Return the constraint's indicator as a log-weight: 0 for a finished text of the set, and for an
     unfinished text that the masks lead to; otherwise -inf.

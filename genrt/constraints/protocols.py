@@ -6,7 +6,7 @@ import copyreg
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, Self, TypeAlias, TypeGuard, runtime_checkable
+from typing import Any, Protocol, Self, TypeAlias, TypeGuard, runtime_checkable
 
 from torch import Tensor
 
@@ -15,8 +15,19 @@ from genrt.numbers import displayed
 from genrt.structures.matching import Tokens, Words, packed, unpacked
 from genrt.tokens.vocabulary import checked_token_id
 
-if TYPE_CHECKING:
-    from genrt.lm import AsyncLM
+
+class HasTokens(Protocol):
+    """A runtime, as far as constraints use it."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        ...
+
+    @property
+    def byte_vocab(self) -> Sequence[bytes]:
+        """The bytes of each token."""
+        ...
 
 
 @runtime_checkable
@@ -118,7 +129,7 @@ def check_positive(name: str, value: object) -> None:
         raise InvalidConstraint(f"{name} is {displayed(value)}: give an integer of at least 1")
 
 
-def tokens_of(lm: AsyncLM) -> Tokens:
+def tokens_of(lm: HasTokens) -> Tokens:
     """Return the tokens of a runtime, cached after the first call.
 
     Raises:
@@ -134,7 +145,7 @@ def tokens_of(lm: AsyncLM) -> Tokens:
     return tokens
 
 
-def lm_of(tokens: Tokens) -> AsyncLM:
+def lm_of(tokens: Tokens) -> HasTokens:
     """Return the runtime that ``tokens_of`` read these tokens from. Raises InvalidConstraint if it no
     longer exists."""
     for held in _tokens.keyrefs():  # a copy, because other threads may add runtimes meanwhile
@@ -143,7 +154,7 @@ def lm_of(tokens: Tokens) -> AsyncLM:
     raise InvalidConstraint("the runtime whose tokens these are is gone: keep it")
 
 
-_tokens: weakref.WeakKeyDictionary[AsyncLM, Tokens] = weakref.WeakKeyDictionary()
+_tokens: weakref.WeakKeyDictionary[HasTokens, Tokens] = weakref.WeakKeyDictionary()
 
 # In another process, an unpickled constraint uses the tokens of the runtime there.
 copyreg.pickle(Tokens, lambda tokens: (tokens_of, (lm_of(tokens),)))

@@ -28,7 +28,7 @@ from genrt.errors import (
     OutOfMemory,
 )
 from genrt.models import offline_advice
-from genrt.questions.contexts import Adapter
+from genrt.questions.arguments import Adapter
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -102,7 +102,7 @@ class TransformersEngine(SteppedEngine):
 
     Raises:
         InvalidRequest: ``max_model_len`` is unknown, or longer than the model takes.
-        EngineUnsupported: the network's head is of another kind; see ``_Network._probe``.
+        EngineUnsupported: the network does not take ``logits_to_keep``.
     """
 
     def __init__(
@@ -132,7 +132,8 @@ class _Network(SteppedModel):
         # By the names of the checkpoint: layers of adapters change the names in the network.
         self._parameters = dict(network.named_parameters(remove_duplicate=False))
         self._input_device = self._network.get_input_embeddings().weight.device
-        probe = self._probe()
+        with _translated(type(network).__name__):
+            probe = self.logits([(0,), (0, 0, 0)], None)
         self.vocab_size, self.device = probe.shape[-1], probe.device
 
     def __repr__(self) -> str:
@@ -182,51 +183,20 @@ class _Network(SteppedModel):
         lengths = torch.tensor([len(context) for context in contexts])
         token_ids = pad_sequence([torch.tensor(context) for context in contexts], batch_first=True)
         attention_mask = (torch.arange(token_ids.shape[1]) < lengths[:, None]).long()
-        with torch.no_grad(), _head_sees_only(self._network, lengths - 1):
+        # The head computes the last positions alone: all of them would take too much memory.
+        positions, places = torch.unique(lengths - 1, return_inverse=True)
+        with torch.no_grad():
             logits: Tensor = self._network(
                 input_ids=token_ids.to(self._input_device),
                 attention_mask=attention_mask.to(self._input_device),
                 use_cache=False,
+                logits_to_keep=positions.to(self._input_device),
             ).logits
-        return logits[:, 0]
-
-    def _probe(self) -> Tensor:
-        """Return the logits of a forward over two contexts. Raises EngineUnsupported unless the output
-        embeddings are a module that is called with all hidden states: it gets the last ones alone."""
-        contexts = torch.zeros(2, 3, dtype=torch.int64, device=self._input_device)
-        with _translated(type(self._network).__name__), torch.no_grad():
-            with _head_sees_only(self._network, torch.tensor([0, 2])):
-                picked: Tensor = self._network(input_ids=contexts, use_cache=False).logits
-            whole: Tensor = self._network(input_ids=contexts, use_cache=False).logits
-        fits = picked.shape[:2] == (2, 1) and whole.shape[:2] == (2, 3)
-        if not fits or not torch.allclose(
-            picked[:, 0].float(),
-            whole[[0, 1], [0, 2]].float(),
-            rtol=0.05,
-            atol=0.05,
-            equal_nan=True,
-        ):
+        if logits.shape[1] != len(positions):
             raise EngineUnsupported(
-                f"{type(self._network).__name__} does not compute its logits from the hidden states "
-                "by its output embeddings alone: use engine 'vllm' for it"
+                f"{type(self._network).__name__} ignores logits_to_keep: use engine 'vllm' for it"
             )
-        return picked
-
-
-@contextmanager
-def _head_sees_only(network: Any, positions: Tensor) -> Iterator[None]:
-    """Give the head one hidden state per context, so that no ``[n, T, V]`` tensor is ever made."""
-
-    def pick(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        hidden = inputs[0]
-        rows = torch.arange(len(positions), device=hidden.device)
-        return (hidden[rows, positions.to(hidden.device)].unsqueeze(1), *inputs[1:])
-
-    handle = network.get_output_embeddings().register_forward_pre_hook(pick)
-    try:
-        yield
-    finally:
-        handle.remove()
+        return logits[torch.arange(len(contexts), device=logits.device), places.to(logits.device)]
 
 
 @contextmanager

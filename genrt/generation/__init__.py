@@ -20,11 +20,9 @@ from genrt.generation.rollouts import (
     Rollout,
     RolloutOptions,
     StopStrings,
-    StopTokenIds,
     rollout,
     rollout_samples,
     rollout_sync,
-    verify_right_padding,
 )
 from genrt.generation.valid import (
     Prompts,
@@ -36,7 +34,7 @@ from genrt.generation.valid import (
     generate_valid,
     generate_valid_sync,
 )
-from genrt.generation.validators import Fault, Parse, Validate
+from genrt.generation.validators import Fault, Validate
 
 __all__ = [
     "AskOptions",
@@ -50,7 +48,6 @@ __all__ = [
     "ManyOptions",
     "Message",
     "OnError",
-    "Parse",
     "PolicyGeneration",
     "Prompt",
     "Prompts",
@@ -60,7 +57,6 @@ __all__ = [
     "Rollout",
     "RolloutOptions",
     "StopStrings",
-    "StopTokenIds",
     "Trajectory",
     "UntilValid",
     "ValidOptions",
@@ -73,5 +69,4 @@ __all__ = [
     "rollout_samples",
     "rollout_sync",
     "splice_turn",
-    "verify_right_padding",
 ]

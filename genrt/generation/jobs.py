@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import itertools
 import json
 import logging
@@ -12,27 +11,27 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self, Unpack, cast
 
 from genrt.errors import InvalidRequest, JobRefused, OutputFailed, UnknownAdapter
 from genrt.generation.concurrent_map import ConcurrentMap
-from genrt.generation.journal import REMEDY, Journal, describe, directory_digest, model_revision
+from genrt.generation.journal import REMEDY, Journal, describe, directory_digest
 from genrt.generation.many import Failed, Item, ItemRunner, check_lm
 from genrt.generation.tables import Row, RowPrompts, check_files, format_of, read_rows, value_of
 from genrt.generation.validators import Fault, JSONSchema, RecordValidator, Validate
 from genrt.lm import AsyncLM
 from genrt.numbers import (
     check_bool,
-    check_float,
     check_int,
     check_timeout,
     json_number,
     named,
     shown,
 )
+from genrt.questions.arguments import Limits, check_seed, seed_at
 from genrt.questions.completions import (
     STRUCTURES,
     Completion,
@@ -40,7 +39,6 @@ from genrt.questions.completions import (
     TurnOptions,
     completion_requests,
 )
-from genrt.questions.contexts import Limits, check_seed, seed_at
 from genrt.runtime.concurrency import aside, blocking_twin
 from genrt.structures.guides import Guides
 
@@ -48,6 +46,9 @@ log = logging.getLogger("genrt.generation")
 
 ANY_MODEL = Limits(2**31 - 1, 2**31 - 1)
 """Limits of a hypothetical model, to check options before a model is loaded."""
+
+BEAT_SECONDS = 15.0
+"""The interval of log messages with a job's progress."""
 
 
 @dataclass(slots=True)
@@ -162,22 +163,19 @@ class Job:
         validate: Validate | None = None,
         model: str | os.PathLike[str] | None = None,
         model_options: Mapping[str, Any] | None = None,
-        input_format: str | None = None,
         limit: int | None = None,
         keep_columns: Sequence[str] | None = None,
-        retry_errors: bool | Collection[str] = False,
+        retry_errors: bool = False,
         overwrite: bool = False,
         num_retries_invalid: int = 0,
-        sort_by_length: bool = False,
         concurrency: int | None = None,
         max_consecutive_failures: int = 10,
-        heartbeat: float = 15.0,
-        log_prompts: bool = False,
         **options: Unpack[TurnOptions],
     ) -> None:
         """
         Args:
-            input: the file of rows. It is read once before the first row runs.
+            input: the file of rows, ``.jsonl``, ``.ndjson``, ``.csv`` or ``.tsv``. It is read once before
+                the first row runs.
             output: the file of lines, in an existing directory.
             prompt_template: the prompt of a row, with the names of columns: ``"Summarize: {text}"``.
                 ``{{`` and ``}}`` are braces; values other than str are written as JSON.
@@ -188,25 +186,17 @@ class Job:
             validate: validates the texts, as for ``generate_valid``; by default ``json_schema``. Values
                 are written as JSON. A function runs on the loop.
             model: identifies the model for later runs: a directory, which is compared by its content, or
-                a name, which is compared with its revision in the hub's cache. By default the source of
-                the tokenizer.
+                a name. By default the source of the tokenizer.
             model_options: other options that decide the model's answers. They are only compared.
-            input_format: ``"jsonl"``, ``"csv"`` or ``"tsv"``; by default by the suffix of the input.
             limit: use only the first rows.
             keep_columns: the columns that lines repeat as ``input``; by default all.
-            retry_errors: whether rows with an error run again, or the types of these errors.
+            retry_errors: whether rows with an error run again.
             overwrite: whether to start over if the output exists.
             num_retries_invalid: how often an invalid text is drawn again, with other seeds. The last draw
                 is written.
-            sort_by_length: whether the longest prompts run first, so that the last steps stay full. The
-                remaining rows are then in memory; otherwise they are streamed.
             concurrency: the number of running rows; by default it keeps the engine's steps full.
             max_consecutive_failures: the run stops after this number of failed rows in a row; 0 is no
                 bound. Rows that are themselves wrong (any InvalidRequest) do not count.
-            heartbeat: seconds between two lines of progress in the log, with the remaining time. The
-                output is then synchronized with the disk. 0 disables it.
-            log_prompts: whether warnings about failed rows include the rows and the messages of errors,
-                which may quote prompts.
             options: the options of ``lm.chat``. ``timeout`` is for each row; ``seed`` is 0 by default,
                 and with ``None`` every run draws other texts.
 
@@ -216,7 +206,7 @@ class Job:
         """
         self._input, self._output = _path("input", input), _path("output", output)
         check_files(self._input, self._output)
-        self._form = format_of(self._input, input_format)
+        self._form = format_of(self._input)
         if "json_schema" in options:
             options = {**options, "json_schema": JSONSchema(options["json_schema"]).schema}
         validator = options.get("json_schema") if validate is None else validate
@@ -252,19 +242,12 @@ class Job:
             self._parts["model_options"] = _as_json("model_options", model_options)
         self._model = None if model is None else str(_path("model", model))
         self._limit = sys.maxsize if limit is None else check_int("limit", limit, 1, sys.maxsize)
-        self._retry_errors = (
-            retry_errors
-            if isinstance(retry_errors, bool)
-            else frozenset(_names("retry_errors", retry_errors))
-        )
+        self._retry_errors = check_bool("retry_errors", retry_errors)
         self._overwrite = check_bool("overwrite", overwrite)
-        self._sort_by_length = check_bool("sort_by_length", sort_by_length)
         self._options["concurrency"] = (
             None if concurrency is None else check_int("concurrency", concurrency, 1)
         )
         self._max_failures = check_int("max_consecutive_failures", max_consecutive_failures, 0)
-        self._heartbeat = check_float("heartbeat", heartbeat, 0.0, threading.TIMEOUT_MAX)
-        self._log_prompts = check_bool("log_prompts", log_prompts)
 
     def __repr__(self) -> str:
         return f"Job({str(self._input)!r}, {str(self._output)!r})"
@@ -323,9 +306,6 @@ class Job:
             found["model"] = directory_digest(Path(model))
         elif model is not None:
             found["model"] = model
-            options = self._parts.get("model_options") or {}
-            if (revision := model_revision(model, options.get("revision"))) is not None:
-                found["model_revision"] = revision
         return found
 
 
@@ -370,15 +350,13 @@ class JobRun:
             description = job._description(model, adapter, lm)
             self._weights_version = description["weights_version"]
             max_rows = job._input.stat().st_size
-            journal.read(description, max_rows, job._retry_errors, overwrite=job._overwrite)
+            again = {"retry_errors": job._retry_errors, "overwrite": job._overwrite}
+            journal.read(description, max_rows, **again)
             self._compare()
             if self._is_closed:
                 return
             journal.start()
             self._rows = itertools.islice(read_rows(job._input, job._form), self._report.rows)
-            if job._sort_by_length:
-                todo = [row for row in self._rows if not journal.has(row.index)]
-                self._rows = sorted(todo, key=job._prompts.length, reverse=True)
 
     def _compare(self) -> None:
         """Read the input once. Finished rows must be unchanged, and all columns known."""
@@ -422,15 +400,14 @@ class JobRun:
             self._adapter = lm.adapter_files(name)
         self._began = time.monotonic()
         runner = ItemRunner(lm, cast("Any", job._options))
-        beats = asyncio.create_task(self._beat(job._heartbeat)) if job._heartbeat else None
+        beats = asyncio.create_task(self._beat())
         try:
             if self._report.left:
                 await runner.check()
                 await runner.probe()
                 await self._run_rows(lm, runner, rows)
         finally:
-            if beats is not None:
-                beats.cancel()
+            beats.cancel()
         return self.report()
 
     run_sync = blocking_twin(run)
@@ -485,13 +462,12 @@ class JobRun:
             if isinstance(result, Failed):
                 return _RowResult(row, result, tokens=tokens)
             tokens += len(result.token_ids)
-            values, faults = list[Any](), list[Fault]()
+            value, fault = None, None
             if job._validator is not None:
-                await job._validator.validate(result.text, values, faults)
-            if not faults or attempt == job._num_retries:
+                value, fault = await job._validator.validate(result.text)
+            if fault is None or attempt == job._num_retries:
                 break
-        output = _as_json("the value that validate returned", values[0]) if values else None
-        fault = faults[0] if faults else None
+        output = _as_json("the value that validate returned", value)
         return _RowResult(row, result, options.get("seed"), tokens, output, fault)
 
     def _settle(self, lm: AsyncLM, answer: _RowResult) -> None:
@@ -533,8 +509,7 @@ class JobRun:
             if report.stopped:
                 return False
             self._failures.append(name)
-        details = f": {error}; the row is {row.columns}" if job._log_prompts else ""
-        log.warning("row %d failed with %s%s", row.index, name, details)
+        log.warning("row %d failed with %s", row.index, name)
         report.failed[name] += 1
         if len(self._failures) == job._max_failures > 0:
             report.stopped = (
@@ -566,10 +541,10 @@ class JobRun:
             "error_type": None if error is None else type(error).__name__,
         }
 
-    async def _beat(self, seconds: float) -> None:
-        """Log the progress and synchronize the output, every ``seconds``."""
+    async def _beat(self) -> None:
+        """Log the progress and synchronize the output, every ``BEAT_SECONDS``."""
         while True:
-            await asyncio.sleep(seconds)
+            await asyncio.sleep(BEAT_SECONDS)
             log.info("%s: %s", self._job._output, self.report().progress)
             try:
                 await aside(self._journal.sync)
@@ -647,7 +622,7 @@ def _names(name: str, value: object) -> tuple[str, ...]:
 
 
 def _validator_identity(validate: Any) -> Any:
-    """Return a schema, or a function's name and source."""
+    """Return a schema, or a function's name."""
     if validate is None:
         return None
     if isinstance(validate, Mapping | str):
@@ -655,12 +630,7 @@ def _validator_identity(validate: Any) -> Any:
     for of_model in ("model_json_schema", "json_schema"):  # a pydantic model, a TypeAdapter
         if callable(schema := getattr(validate, of_model, None)):
             return schema()
-    function = validate if hasattr(validate, "__code__") else type(validate)
-    try:
-        source = inspect.getsource(function)
-    except (OSError, TypeError):  # typed at a prompt
-        source = getattr(getattr(function, "__code__", None), "co_code", b"").hex()
-    return f"{getattr(function, '__qualname__', '')} {source}"
+    return getattr(validate, "__qualname__", type(validate).__qualname__)
 
 
 def _as_json(name: str, value: Any) -> Any:

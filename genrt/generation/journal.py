@@ -10,7 +10,7 @@ import logging
 import os
 import shutil
 from array import array
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -83,8 +83,8 @@ class Journal:
         self,
         description: Mapping[str, Any],
         max_rows: int,
-        retried: bool | Collection[str],
         *,
+        retry_errors: bool,
         overwrite: bool,
     ) -> None:
         """Lock the output and read the finished rows, below ``max_rows``. Nothing is changed yet.
@@ -108,7 +108,7 @@ class Journal:
                 ) from error
             if not overwrite and self.path.exists() and self.path.stat().st_size:
                 before = self._read_description()
-                self._read_lines(max_rows, retried)
+                self._read_lines(max_rows, retry_errors=retry_errors)
         if self.finished or self._retried:
             self._parts = {**before, **description}  # parts that this runtime does not know stay
             if changed := list(_changes(before, description)):
@@ -134,20 +134,18 @@ class Journal:
             )
         return parts
 
-    def _read_lines(self, max_rows: int, retried: bool | Collection[str]) -> None:
+    def _read_lines(self, max_rows: int, *, retry_errors: bool) -> None:
         with self.path.open("rb") as file:
             for number, line in enumerate(file):
                 if not line.endswith(b"\n"):
                     break  # of a killed process; start cuts it off
                 self._size += len(line)
-                index, digest, error_type = self._parse_line(number + 1, line)
+                index, digest, is_error = self._parse_line(number + 1, line)
                 if index >= max_rows:
                     raise JobRefused(
                         f"{self.path} has row {index}, which the input is too short for: {REMEDY}"
                     )
-                if error_type is not None and (
-                    retried if isinstance(retried, bool) else error_type in retried
-                ):
+                if is_error and retry_errors:
                     self._retried.add(number)
                     continue
                 if index >= len(self.digests):
@@ -156,15 +154,14 @@ class Journal:
                     raise JobRefused(f"{self.path} has row {index} twice: {REMEDY}")
                 self.digests[index] = digest
                 self.finished += 1
-                self.failed += error_type is not None
+                self.failed += is_error
 
-    def _parse_line(self, number: int, line: bytes) -> tuple[int, int, str | None]:
+    def _parse_line(self, number: int, line: bytes) -> tuple[int, int, bool]:
         with contextlib.suppress(ValueError, TypeError, KeyError):
             entry = parse_json(line)
-            index, digest, error_type = entry["index"], entry["digest"], entry["error_type"]
-            digest = int(digest, 16)
+            index, digest = entry["index"], int(entry["digest"], 16)
             if type(index) is int and index >= 0 and 0 < digest < 2**64:
-                return index, digest, None if error_type is None else str(error_type)
+                return index, digest, entry["error_type"] is not None
         raise JobRefused(
             f"line {number} of {self.path} was not written by a job: fix or delete it, or {REMEDY}"
         )
@@ -295,17 +292,6 @@ def directory_digest(directory: Path, *, is_adapter: bool = False) -> str:
         digests = readers.map(lambda file, identity: _sha256_of(file, *identity), files, identities)
         found = {file.name: digest for file, digest in zip(files, digests, strict=True)}
     return DIGEST + hashlib.sha256(json.dumps(found).encode()).hexdigest()
-
-
-def model_revision(name: str, revision: str | None) -> str | None:
-    """Return the commit of a model of the hub in the local cache, ``None`` if it is not there."""
-    from huggingface_hub import try_to_load_from_cache
-
-    try:
-        found = try_to_load_from_cache(name, "config.json", revision=revision)
-    except ValueError:  # not a name of the hub
-        return None
-    return Path(found).parent.name if isinstance(found, str) else None
 
 
 @lru_cache(1024)

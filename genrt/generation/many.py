@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import (
     AsyncGenerator,
     AsyncIterable,
@@ -22,16 +21,16 @@ from genrt.generation.concurrent_map import ConcurrentMap, Source
 from genrt.lm import AsyncLM
 from genrt.numbers import check_bool, check_int, check_options, check_timeout, named, shown
 from genrt.progress import progress_bar
+from genrt.questions.arguments import TokenIds, check_seed, seed_at
 from genrt.questions.completions import STRUCTURES, Completion, GenerateOptions, TurnOptions
-from genrt.questions.contexts import TokenIds, check_seed, seed_at
 from genrt.runtime.concurrency import blocking_generator, twin_of
 from genrt.runtime.streams import Stream
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-OnError: TypeAlias = Literal["raise", "return", "warn"]
-"""How an item's error is reported: raised; yielded as ``Failed``; or yielded, with a warning."""
+OnError: TypeAlias = Literal["raise", "return"]
+"""How an item's error is reported: raised, or yielded as ``Failed``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +42,11 @@ class Item:
         messages: a conversation, as for ``AsyncLM.chat``, instead of a prompt.
         options: override the options of the call, one by one. A structure replaces the call's structure.
             A ``seed`` is used as it is.
-        tools: as for ``AsyncLM.chat``, with messages; by default the call's.
-        chat_template_kwargs: likewise.
     """
 
     prompt: str | TokenIds | None = None
     messages: Sequence[Mapping[str, Any]] | None = None
     options: GenerateOptions = field(default_factory=GenerateOptions)
-    tools: Sequence[Any] | None = None
-    chat_template_kwargs: Mapping[str, Any] | None = None
 
 
 Prompt: TypeAlias = str | TokenIds | Sequence[Mapping[str, Any]] | Item
@@ -134,9 +129,8 @@ def generate_many(
 
     An item fails alone: a wrong prompt or option, a context too long, a failed step, a timeout. With
     ``on_error="raise"`` its error is raised after the results before it, with a note that names the item.
-    ``"return"`` yields ``Failed`` instead of the completion; ``"warn"`` also warns (RuntimeWarning) about
-    the first error of each type. A closed runtime or a dead engine ends everything. A source that
-    raises ends everything after the results of the items before.
+    ``"return"`` yields ``Failed`` instead of the completion. A closed runtime or a dead engine ends
+    everything. A source that raises ends everything after the results of the items before.
 
     Leaving early cancels the running items and closes an asynchronous source: by ``aclose()``, by
     cancellation, or by ``break`` and exceptions in an ``async for`` without another reference to the
@@ -157,7 +151,7 @@ def generate_many(
     if not isinstance(items, Iterable | AsyncIterable) or getattr(items, "ndim", 1) == 0:
         raise InvalidRequest(f"items must be an iterable or async iterable, got {shown(items)}")
     if not isinstance(on_error, str) or on_error not in get_args(OnError):
-        raise InvalidRequest(f"on_error must be 'raise', 'return' or 'warn', got {named(on_error)}")
+        raise InvalidRequest(f"on_error must be 'raise' or 'return', got {named(on_error)}")
     return _run_many(runner, items, on_error, in_order=in_order, progress=progress)
 
 
@@ -240,19 +234,19 @@ class ItemRunner:
             return Failed(error, None if stream is None else stream.partial)
 
     def _question(self, number: int, item: Any) -> Coroutine[Any, Any, Completion] | Stream:
-        options, chat = self._given, self._chat
+        options = self._given
         if self._seed is not None:
             options = {**options, "seed": seed_at(self._seed, number)}
         is_chat = isinstance(item, list | tuple) and bool(item) and isinstance(item[0], Mapping)
         if isinstance(item, Item):
-            options, chat = _item_options(options, item), _chat_options(chat, item)
+            options = _item_options(options, item)
             is_chat = item.messages is not None
             item = item.messages if is_chat else item.prompt
         elif isinstance(item, Mapping):
             raise InvalidRequest(
                 "an item must be a prompt or a conversation: give [message] or Item(…)"
             )
-        lm, given = self._lm, cast("Any", {**options, **chat} if is_chat else options)
+        lm, given = self._lm, cast("Any", {**options, **self._chat} if is_chat else options)
         if options.get("timeout") is None:
             return lm.chat(item, **given) if is_chat else lm.generate(item, **given)
         return lm.stream_chat(item, **given) if is_chat else lm.stream(item, **given)
@@ -271,13 +265,6 @@ def _item_options(options: dict[str, Any], item: Item) -> dict[str, Any]:
     return {**options, **own}
 
 
-def _chat_options(chat: dict[str, Any], item: Item) -> dict[str, Any]:
-    own = {name: getattr(item, name) for name in chat}
-    if item.messages is None and any(value is not None for value in own.values()):
-        raise InvalidRequest("tools and chat_template_kwargs are for an Item's messages")
-    return {name: chat[name] if own[name] is None else own[name] for name in chat}
-
-
 async def _run_many(
     runner: ItemRunner, items: Source, on_error: OnError, *, in_order: bool, progress: bool
 ) -> AsyncGenerator[tuple[int, Any], None]:
@@ -288,25 +275,16 @@ async def _run_many(
     texts: ConcurrentMap[Completion | Failed] = ConcurrentMap(
         items, runner.run, concurrency=concurrency, max_ahead=max_ahead, in_order=in_order
     )
-    failures, warned = 0, set[type[Exception]]()
+    failures = 0
     try:
         with progress_bar("texts", length_hint(items) or None, shown=progress, unit="text") as step:
             while (taken := await texts.take()) is not None:
                 number, result = taken
                 if isinstance(result, Failed):
                     failures += 1
-                    error, kind = result.error, type(result.error)
                     if on_error == "raise":
-                        error.add_note(f"item {number} of generate_many")
-                        raise error
-                    if on_error == "warn" and kind not in warned:
-                        warned.add(kind)
-                        warnings.warn(
-                            f"item {number} failed: {kind.__name__}: {error} (further "
-                            f"{kind.__name__} of this call are not shown)",
-                            RuntimeWarning,
-                            stacklevel=2,
-                        )
+                        result.error.add_note(f"item {number} of generate_many")
+                        raise result.error
                 step(failed=failures)
                 yield taken
     finally:

@@ -17,15 +17,12 @@ from genrt.errors import ContextTooLong, InvalidRequest, TimedOut
 from genrt.generation.many import Failed, Item, check_lm, generate_many
 from genrt.lm import AsyncLM
 from genrt.numbers import check_bool, check_int, check_options, named, shown
+from genrt.questions.arguments import check_seed, host_array, id_words, seed_at
 from genrt.questions.completions import Completion, CompletionOptions
-from genrt.questions.contexts import LAST_SEED, check_seed, host_array, id_words, seed_at
 from genrt.runtime.concurrency import blocking
 
 StopStrings: TypeAlias = str | Sequence[str] | Sequence[Sequence[str] | None] | None
 """Texts that end every sample, or a list with such texts or ``None`` for each sample."""
-
-StopTokenIds: TypeAlias = Collection[int] | Sequence[Collection[int] | None] | None
-"""Tokens that end every sample, or a list with such tokens or ``None`` for each sample."""
 
 OnTimeout: TypeAlias = Literal["raise", "truncate"]
 """How a timeout of a sample is handled."""
@@ -41,9 +38,7 @@ class RolloutOptions(CompletionOptions, total=False):
             is within it too.
         stop_strings: a text or a list of texts for all samples, or a list with a list (or ``None``)
             for each.
-        stop_token_ids: as ``stop_strings``, but token ids.
-        seed: sample ``i`` is drawn with seed ``seed + i``; or a seed for each sample. By default samples
-            are independent.
+        seed: sample ``i`` is drawn with seed ``seed + i``. By default samples are independent.
         adapter: the name of an adapter; by default the base model.
         timeout: seconds for each sample, from its request on.
         on_timeout: "raise", the default, raises TimedOut and cancels the other samples; "truncate"
@@ -55,8 +50,7 @@ class RolloutOptions(CompletionOptions, total=False):
     pad_value: Required[int]
     max_new_tokens: int | None
     stop_strings: StopStrings
-    stop_token_ids: StopTokenIds  # type: ignore[misc]
-    seed: int | Sequence[int] | None
+    seed: int | None
     adapter: str | None
     timeout: float | None
     on_timeout: OnTimeout
@@ -172,11 +166,10 @@ class PolicyGeneration:
     ) -> None:
         check_bool("colocated", colocated)
         given: dict[str, Any] = {**options}
-        for name in ("stop_strings", "stop_token_ids"):
-            if _is_per_sample(given.get(name)):
-                raise InvalidRequest(
-                    f"{name} here are for all samples: give those of each with the batch"
-                )
+        if _is_per_sample(given.get("stop_strings")):
+            raise InvalidRequest(
+                "stop_strings here are for all samples: give those of each with the batch"
+            )
         ids, lengths = (torch.empty(shape, dtype=torch.int64) for shape in ((0, 0), (0,)))
         _RolloutBatch(lm, ids, lengths, options)  # checks the options
         stops = given.pop("stop_strings", None)
@@ -275,18 +268,15 @@ class _RolloutBatch:
                 f"row {long[0]} has {lengths[long[0]]} tokens, over max_model_len={lm.max_model_len}"
             )
         self._like = input_ids
-        count = len(ids)
-        own: list[dict[str, Any]] = [
-            {"seed": seed} for seed in _sample_seeds(given.pop("seed", None), count)
-        ]
-        for option, of_all in (("stop", "stop_strings"), ("stop_token_ids", "stop_token_ids")):
-            stops = given.pop(of_all, None)
-            if not _is_per_sample(stops):
-                given |= {} if stops is None else {option: stops}
-                continue
-            _check_batch_count(of_all, len(stops), count)
-            for own_options, own_stops in zip(own, stops, strict=True):
-                own_options |= {} if own_stops is None else {option: own_stops}
+        seed = check_seed(given.pop("seed", None))
+        stops = given.pop("stop_strings", None)
+        if not _is_per_sample(stops):
+            given |= {} if stops is None else {"stop": stops}
+            stops = [None] * len(ids)
+        elif len(stops) != len(ids):
+            raise InvalidRequest(
+                f"stop_strings is given for {len(stops)} samples, and the batch has {len(ids)}"
+            )
         most = given.pop("max_new_tokens", None)
         most = None if most is None else check_int("max_new_tokens", most, 1)
         least = check_int("min_tokens", given.pop("min_tokens", 0), 0, most)
@@ -304,8 +294,10 @@ class _RolloutBatch:
             id_words(prompt, lm.vocab_size, name=f"token ids of row {number}")
             if room := lm.max_model_len - len(prompt):
                 room = room if most is None else min(most, room)
-                limits = {"max_tokens": room, "min_tokens": min(least, room)}
-                self._items[number] = Item(prompt, options=cast("Any", limits | own[number]))
+                own: dict[str, Any] = {"max_tokens": room, "min_tokens": min(least, room)}
+                own |= {} if seed is None else {"seed": seed_at(seed, number)}
+                own |= {} if stops[number] is None else {"stop": stops[number]}
+                self._items[number] = Item(prompt, options=cast("Any", own))
             else:
                 self._full[number] = tuple(prompt)
 
@@ -365,55 +357,6 @@ def _is_per_sample(given: object) -> bool:
     )
 
 
-def _check_batch_count(name: str, found: int, count: int) -> None:
-    if found != count:
-        raise InvalidRequest(f"{name} is given for {found} samples, and the batch has {count}")
-
-
-def _sample_seeds(given: Any, count: int) -> Sequence[int | None]:
-    if given is None:
-        return [None] * count
-    if not isinstance(given, list | tuple | range) and getattr(given, "ndim", 0) != 1:
-        first = cast("int", check_seed(given))
-        return [seed_at(first, number) for number in range(count)]
-    _check_batch_count("seed", len(given), count)
-    return [
-        check_int(f"seed of row {number}", each, 0, LAST_SEED) for number, each in enumerate(given)
-    ]
-
-
-FIELDS = {"input_ids": "input_lengths", "output_ids": "unpadded_sequence_lengths"}
-"""The fields of batches, with the fields of their lengths."""
-
-
-def verify_right_padding(
-    data: Mapping[str, Any], pad_value: int, *, raise_error: bool = True
-) -> tuple[bool, str | None]:
-    """Return ``(True, None)`` for a batch with right padding. Otherwise raise InvalidRequest with the
-    wrong row, position and value, or without ``raise_error`` return ``(False, message)``.
-
-    The batch is ``input_ids`` with ``input_lengths``, or ``output_ids`` with
-    ``unpadded_sequence_lengths``: integers ``[batch, time]`` and ``[batch]``. Each row has only
-    ``pad_value`` after its length. Before it, ``pad_value`` is a token like any other.
-    """
-    check_bool("raise_error", raise_error)
-    pad_value = _check_pad_value(pad_value)
-    if not isinstance(data, Mapping):
-        raise InvalidRequest(f"data must be a mapping of fields, got {shown(data)}")
-    try:
-        found = [name for name, lengths in FIELDS.items() if name in data and lengths in data]
-        if not found:
-            pairs = ", or ".join(f"{name} and {lengths}" for name, lengths in FIELDS.items())
-            names = ", ".join(map(repr, list(data)[:10])) or "nothing"
-            raise InvalidRequest(f"data must have {pairs}: it has {names}")
-        _unpadded(data[found[0]], data[FIELDS[found[0]]], pad_value, found[0])
-    except InvalidRequest as error:
-        if raise_error:
-            raise
-        return False, str(error)
-    return True, None
-
-
 def _check_pad_value(pad_value: int) -> int:
     if pad_value is None:
         raise InvalidRequest(
@@ -423,23 +366,21 @@ def _check_pad_value(pad_value: int) -> int:
     return check_int("pad_value", pad_value, -(2**63), 2**63 - 1)
 
 
-def _unpadded(
-    ids: Tensor, lengths: Tensor, pad_value: int, name: str = "input_ids"
-) -> tuple[np.ndarray, np.ndarray]:
+def _unpadded(ids: Tensor, lengths: Tensor, pad_value: int) -> tuple[np.ndarray, np.ndarray]:
     """Return a batch padded on the right, int64 ``[batch, time]``, and its lengths, on the host."""
-    tokens = _integer_array(ids, name, 2)
-    counts = _integer_array(lengths, FIELDS[name], 1)
+    tokens = _integer_array(ids, "input_ids", 2)
+    counts = _integer_array(lengths, "input_lengths", 1)
     if not torch.iinfo(ids.dtype).min <= pad_value <= torch.iinfo(ids.dtype).max:
         raise InvalidRequest(
-            f"pad_value={shown(pad_value)} does not fit {ids.dtype}, the dtype of {name}"
+            f"pad_value={shown(pad_value)} does not fit {ids.dtype}, the dtype of input_ids"
         )
     batch, width = tokens.shape
     if len(counts) != batch:
-        raise InvalidRequest(f"{name} has {batch} rows, and {FIELDS[name]} {len(counts)} lengths")
+        raise InvalidRequest(f"input_ids has {batch} rows, and input_lengths {len(counts)} lengths")
     out = np.flatnonzero((counts < 0) | (counts > width))
     if len(out):
         raise InvalidRequest(
-            f"row {out[0]}: {FIELDS[name]} says {counts[out[0]]}, and {name} is {width} wide"
+            f"row {out[0]}: input_lengths says {counts[out[0]]}, and input_ids is {width} wide"
         )
     wrong = (tokens != pad_value) & (np.arange(width) >= counts[:, None])
     if wrong.any():
@@ -447,7 +388,7 @@ def _unpadded(
         is_left = counts[row] and tokens[row, 0] == pad_value
         advice = "; it looks padded on the left" if is_left else ""
         raise InvalidRequest(
-            f"row {row}, position {position} of {name}: there is {tokens[row, position]} behind the "
+            f"row {row}, position {position} of input_ids: there is {tokens[row, position]} behind the "
             f"row's {counts[row]} tokens, where padding must be {pad_value}{advice}"
         )
     return tokens, counts

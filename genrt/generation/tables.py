@@ -20,9 +20,6 @@ from genrt.numbers import check_bool, named, shown
 FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "tsv"}
 """The formats by file suffix."""
 
-CONVERTED = {".parquet": "read_parquet", ".json": "read_json", ".xlsx": "read_excel"}
-"""The pandas functions that read other formats, by file suffix."""
-
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -39,24 +36,13 @@ class Row:
     digest: int
 
 
-def format_of(path: Path, chosen: str | None = None) -> str:
-    """Return the chosen format of a file, by default by its suffix. Raises InvalidRequest if it is
-    unknown."""
-    known = sorted(set(FORMATS.values()))
-    ending = path.suffix.lower()
-    if chosen is None and (reader := CONVERTED.get(ending)) is not None:
+def format_of(path: Path) -> str:
+    """Return the format of a file, by its suffix. Raises InvalidRequest if it is unknown."""
+    if (found := FORMATS.get(path.suffix.lower())) is None:
         raise InvalidRequest(
-            f"a job reads {', '.join(known)}, and {path} is none of these: convert it, as with "
-            f'pandas.{reader}("{path.name}").to_json("{path.stem}.jsonl", orient="records", lines=True)'
+            f"a job reads {', '.join(FORMATS)}, and {path} has another suffix: rename or convert it"
         )
-    if chosen is None and (chosen := FORMATS.get(ending)) is None:
-        raise InvalidRequest(
-            f"the name of {path} does not say its format: give --input-format (input_format=), one of "
-            f"{known}"
-        )
-    if not isinstance(chosen, str) or chosen not in known:
-        raise InvalidRequest(f"input_format must be one of {known}, got {named(chosen)}")
-    return chosen
+    return found
 
 
 def read_rows(path: Path, form: str) -> Iterator[Row]:
@@ -142,14 +128,6 @@ def _csv_lines(path: Path, form: str) -> Iterator[dict[str, Any]]:
 
 
 def _checked_header(path: Path, names: list[str]) -> list[str]:
-    for separator in ";|\t,":
-        if len(names) == 1 and separator in names[0]:
-            form = {"\t": "tsv", ",": "csv"}.get(separator, "")
-            advice = f"give --input-format {form} (input_format=)" if form else "convert it to CSV"
-            raise InvalidRequest(
-                f"the header of {path} is one column, {names[0]!r}, with {separator!r} between names: "
-                f"{advice}"
-            )
     if empty := [place for place, name in enumerate(names, 1) if not name.strip()]:
         raise InvalidRequest(f"column {empty[0]} of {path} has no name in the header")
     if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -171,11 +149,9 @@ def check_files(source: Path, output: Path) -> None:
         raise InvalidRequest(f"{source} is not a file: a job reads its input more than once")
     if not os.access(source, os.R_OK):
         raise InvalidRequest(f"{source} cannot be read: its permissions forbid it")
-    ending = output.suffix.lower()
-    if FORMATS.get(ending, "jsonl") != "jsonl" or ending in CONVERTED.keys() - {".json"}:
+    if FORMATS.get(output.suffix.lower(), "jsonl") != "jsonl":
         raise InvalidRequest(
-            f"the output is a line of JSON for each row, and its name says {ending}: call it "
-            f"{output.with_suffix('.jsonl').name}"
+            f"the output is a line of JSON for each row: call it {output.with_suffix('.jsonl').name}"
         )
 
 
@@ -250,14 +226,6 @@ class RowPrompts:
         if self._system_message is not None:
             messages = [{"role": "system", "content": self._system_message}, *messages]
         return messages
-
-    def length(self, row: Row) -> int:
-        """Return the approximate length of a row's prompt; 0 if it has none."""
-        try:
-            prompt = self.of(row.columns)
-        except InvalidRequest:
-            return 0
-        return len(prompt) if isinstance(prompt, str) else len(str(prompt))
 
 
 def _columns_of(template: str) -> tuple[str, ...]:

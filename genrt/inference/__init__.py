@@ -15,13 +15,12 @@ The algorithms, each with ``init(seed)``, ``step(state)``, ``run(seed)`` and ``r
 
 from __future__ import annotations
 
-from genrt.inference.baselines import BestOfN, BestOfNState, Rejection, RejectionState, SampledText
+from genrt.inference.baselines import BestOfN, Rejection, RejectionState
 from genrt.inference.diagnostics import ChainStatistics, Diagnosis
 from genrt.inference.display.genealogy import Genealogy
-from genrt.inference.ends import END_TOKEN
 from genrt.inference.infilling import infilling
 from genrt.inference.metropolis import Chains, MetropolisHastings, Moves
-from genrt.inference.model import Growth, Model, Particle
+from genrt.inference.model import Deaths, Growth, Info, Model, Particle, State
 from genrt.inference.programs import Execution, Program
 from genrt.inference.resampling import (
     Resampler,
@@ -35,14 +34,13 @@ from genrt.inference.resampling import (
 )
 from genrt.inference.result import Result
 from genrt.inference.smc import SMC, importance_sampling
-from genrt.inference.state import Deaths, Info, State
 from genrt.inference.text_model import TextModel, TextParticle
+from genrt.inference.texts import END_TOKEN
 
 __all__ = [
     "END_TOKEN",
     "SMC",
     "BestOfN",
-    "BestOfNState",
     "ChainStatistics",
     "Chains",
     "Deaths",
@@ -60,7 +58,6 @@ __all__ = [
     "RejectionState",
     "Resampler",
     "Result",
-    "SampledText",
     "State",
     "TextModel",
     "TextParticle",

@@ -3,44 +3,36 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
-import numpy as np
-
-from genrt.inference.checks import token_bytes
-from genrt.inference.model import DEAD, Model
+from genrt.inference.model import Model
 from genrt.inference.resampling import Floats
 from genrt.inference.result import Result
-from genrt.inference.state import Info
 from genrt.lm import AsyncLM
 from genrt.progress import progress_bar
 from genrt.runtime.concurrency import blocking_twin
-from genrt.runtime.statistics import Statistics
 
 M = TypeVar("M", bound=Model)
 S = TypeVar("S")
 I = TypeVar("I")  # noqa: E741
-K = TypeVar("K")
 
 
-class Algorithm(ABC, Generic[M, S, I, K]):
-    """An algorithm for a model: states ``S``, records of steps ``I``, parts ``K`` of them for a result.
+class Algorithm(ABC, Generic[M, S, I]):
+    """An algorithm for a model: states ``S``, records of steps ``I``.
 
     It holds no state of a run, so it may run many times, at once and on several event loops.
     """
 
     _name: str
     _total: int | None = None
+    _needs_infos = False
+    """Whether a result has parts of the steps' records."""
 
     def __init__(self, model: M) -> None:
-        self._model = model
-
-    @property
-    def model(self) -> M:
+        self.model = model
         """The model that runs."""
-        return self._model
 
     @abstractmethod
     def init(self, seed: int) -> S:
@@ -75,30 +67,31 @@ class Algorithm(ABC, Generic[M, S, I, K]):
             on_step: called after every step.
             progress: show a bar, in a notebook or on stderr.
         """
-        state, counted, kept = self.init(seed), start_counting(self._model), list[K]()
+        state, infos, lm = self.init(seed), list[I](), runtime_of(self.model)
+        before = None if lm is None else lm.statistics()
         with progress_bar(self._name, self._total, shown=progress) as show:
             while not self.is_done(state):
                 state, info = await self.step(state)
-                kept += self._kept(state, info)
+                if self._needs_infos:
+                    infos.append(info)
                 show(**self._figures(state, info))
                 if on_step is not None:
                     on_step(state, info)
-        return replace(self._result(state, kept), statistics=counted())
+        result = self.result(state, infos=infos)
+        if lm is None or before is None:
+            return result
+        return replace(result, statistics=lm.statistics().since(before))
 
     run_sync = blocking_twin(run)
     """``run``, blocking: in another thread, which also calls ``on_step``. An interrupt cancels it."""
-
-    def _kept(self, state: S, info: I) -> list[K]:
-        """Return the part of a step that the result needs."""
-        return []
 
     def _figures(self, state: S, info: I) -> dict[str, Any]:
         """Return the figures of the progress bar."""
         return {}
 
     @abstractmethod
-    def _result(self, state: S, kept: list[K]) -> Result:
-        """Return the result of a run."""
+    def result(self, state: S, *, infos: Sequence[I] = ()) -> Result:
+        """Return the result of a run at this state, with the records of all steps."""
 
 
 def result_of(
@@ -116,21 +109,7 @@ def result_of(
     )
 
 
-def start_counting(model: Any) -> Callable[[], Statistics | None]:
-    """Return a function that returns the work of the model's runtime from now on, for any caller;
-    ``None`` if the model has no runtime."""
+def runtime_of(model: Any) -> AsyncLM | None:
+    """Return the model's runtime; ``None`` without one."""
     lm = getattr(model, "lm", None)
-    if not isinstance(lm, AsyncLM):
-        return lambda: None
-    before = lm.statistics()
-    return lambda: lm.statistics().since(before)
-
-
-def drawn_tokens(model: Any, infos: Iterable[Info]) -> dict[int, bytes]:
-    """Return the bytes of every token that was drawn, by its id; ``{}`` if the model has no runtime."""
-    lm = getattr(model, "lm", None)
-    if not isinstance(lm, AsyncLM):
-        return {}
-    drawn = set().union(*(np.unique(info.token_ids).tolist() for info in infos)) - {DEAD}
-    vocabulary = token_bytes(lm)
-    return {each: vocabulary[each] for each in sorted(drawn)}
+    return lm if isinstance(lm, AsyncLM) else None

@@ -10,12 +10,12 @@ is unbiased for k >= 2 (Haldane 1945; Girshick, Mosteller & Savage 1946). The co
 accepted one (von Neumann 1951).
 
 **Best of N** ranks N texts by a score and takes the best: a common baseline, but not a sample of any
-posterior. With a constraint the texts are drawn under its masks, as SMC draws them. Each has the weight
-of an importance sample of p(x) 1[x in C], which the ranking ignores.
+posterior. With a constraint the texts are drawn under its masks, as SMC draws them.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,30 +26,19 @@ import numpy as np
 from genrt.constraints import potential as indicator
 from genrt.errors import InvalidRequest
 from genrt.inference.algorithms import Algorithm, result_of
-from genrt.inference.checks import check_callable, frozen, seeds_of_step, state_of
-from genrt.inference.potentials import evaluate_potential
-from genrt.inference.resampling import Floats
+from genrt.inference.checks import (
+    check_callable,
+    evaluate_potential,
+    frozen,
+    seeds_of_step,
+    state_of,
+)
+from genrt.inference.model import Deaths, State
 from genrt.inference.result import Result
 from genrt.inference.smc import importance_sampling
-from genrt.inference.state import Deaths
 from genrt.inference.text_model import TextModel, TextParticle
-from genrt.inference.trails import Trail
 from genrt.numbers import check_float, check_int
 from genrt.tokens.texts import Potential, Text
-
-
-@dataclass(frozen=True, slots=True)
-class SampledText:
-    """A whole text of the language model.
-
-    Attributes:
-        log_weight: its potential, or its score; -inf if the constraint is not satisfied.
-        kept: whether rejection accepts it, or it is the best of N.
-    """
-
-    text: Text
-    log_weight: float
-    kept: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +51,7 @@ class RejectionState:
     seed: int
 
 
-_Texts = tuple[SampledText, ...]
-
-
-class Rejection(Algorithm[TextModel, RejectionState, _Texts, None]):
+class Rejection(Algorithm[TextModel, RejectionState, None]):
     """Rejection sampling for a ``TextModel``: independent texts of its target, weighted alike. It is slow
     where the target has little mass.
 
@@ -122,8 +108,8 @@ class Rejection(Algorithm[TextModel, RejectionState, _Texts, None]):
         enough = len(state_of(RejectionState, state).texts) >= self._num_samples
         return enough or state.drawn >= self._max_texts
 
-    async def step(self, state: RejectionState) -> tuple[RejectionState, tuple[SampledText, ...]]:
-        """Draw one more batch, up to the last text that is wanted; an empty one if the state is done. A
+    async def step(self, state: RejectionState) -> tuple[RejectionState, None]:
+        """Draw one more batch, up to the last text that is wanted; no text if the state is done. A
         cancelled or failed step leaves ``state`` unchanged.
 
         Raises:
@@ -140,24 +126,21 @@ class Rejection(Algorithm[TextModel, RejectionState, _Texts, None]):
         log_weights = await _scored("constraint", self._indicator, texts, log_weights)
         log_weights = await _scored("potential", self.model.potential, texts, log_weights)
         thresholds = np.log1p(-np.random.default_rng(own).random(count))
-        batch: list[SampledText] = []
+        kept, drawn = list[Text](), 0
         for text, log_weight, threshold in zip(texts, log_weights, thresholds, strict=True):
             if log_weight > self._bound:
                 raise InvalidRequest(
                     f"the potential of {str(text)!r} is {log_weight}, above the bound {self._bound}: "
                     "give a higher bound="
                 )
-            if missing > 0:
-                kept = bool(threshold <= log_weight - self._bound)
-                batch.append(SampledText(text, log_weight, kept))
-                missing -= kept
-        kept_now = tuple(each.text for each in batch if each.kept)
-        after = RejectionState(
-            state.texts + kept_now, state.drawn + len(batch), state.step + 1, state.seed
-        )
-        return after, tuple(batch)
+            if len(kept) < missing:
+                drawn += 1
+                kept += [text] * bool(threshold <= log_weight - self._bound)
+        return RejectionState(
+            (*state.texts, *kept), state.drawn + drawn, state.step + 1, state.seed
+        ), None
 
-    def result(self, state: RejectionState) -> Result:
+    def result(self, state: RejectionState, *, infos: Sequence[None] = ()) -> Result:
         """Return the accepted texts, weighted alike, and the estimate of the evidence."""
         kept, drawn = len(state.texts), state.drawn
         if kept < self._num_samples:
@@ -165,40 +148,14 @@ class Rejection(Algorithm[TextModel, RejectionState, _Texts, None]):
         else:
             share = (kept - 1) / (drawn - 1) if kept > 1 else math.nan
         log_share = -math.inf if share == 0 else math.log(share)
-        return _weighted(self.model, state.texts, np.zeros(kept), log_share + self._bound)
+        particles = map(TextParticle.of, state.texts)
+        return result_of(self.model, particles, frozen(np.zeros(kept)), log_share + self._bound)
 
-    def _figures(self, state: RejectionState, info: _Texts) -> dict[str, Any]:
+    def _figures(self, state: RejectionState, info: None) -> dict[str, Any]:
         return {"kept": f"{len(state.texts)}/{self._num_samples}", "drawn": state.drawn}
 
-    def _result(self, state: RejectionState, kept: list[None]) -> Result:
-        return self.result(state)
 
-
-@dataclass(frozen=True, slots=True)
-class BestOfNState:
-    """Texts and their scores.
-
-    Attributes:
-        texts: dead ones are prefixes.
-        scores: -inf for the dead, which met a dead end of the constraint, or ``max_tokens``.
-        log_weights: the weights of the texts as importance samples of the model's own texts under the
-            constraint, without the potential; 0 without a constraint, -inf for the dead.
-    """
-
-    texts: tuple[Text, ...]
-    scores: tuple[float, ...]
-    log_weights: tuple[float, ...]
-    step: int
-    seed: int
-
-    @property
-    def best(self) -> int | None:
-        """The index of the first text of the highest score; ``None`` if all scores are -inf."""
-        highest = max(self.scores, default=-math.inf)
-        return None if highest == -math.inf else self.scores.index(highest)
-
-
-class BestOfN(Algorithm[TextModel, BestOfNState, _Texts, None]):
+class BestOfN(Algorithm[TextModel, State, None]):
     """The best of N texts, drawn under the model's constraint, by its potential. A run makes one step;
     its result has all N texts, the best with the only positive weight, and a log evidence of NaN.
 
@@ -227,63 +184,47 @@ class BestOfN(Algorithm[TextModel, BestOfNState, _Texts, None]):
     def __repr__(self) -> str:
         return f"BestOfN({self.model!r}, n={self._n})"
 
-    def init(self, seed: int) -> BestOfNState:
-        """Return the state before any text; the seed is an integer from 0 on."""
-        return BestOfNState((), (), (), 0, check_int("seed", seed, 0))
+    def init(self, seed: int) -> State:
+        """Return N texts without tokens; the seed is an integer from 0 on."""
+        start, scores = self.model.start(), frozen(np.zeros(self._n))
+        return State((start,) * self._n, scores, 0, check_int("seed", seed, 0))
 
-    def is_done(self, state: BestOfNState) -> bool:
-        """Return whether a step was made."""
-        return state_of(BestOfNState, state).step > 0
+    def is_done(self, state: State) -> bool:
+        """Return whether the texts were drawn."""
+        return state_of(State, state).step > 0
 
-    async def step(self, state: BestOfNState) -> tuple[BestOfNState, tuple[SampledText, ...]]:
-        """Draw N more texts at once; ``kept`` marks the best of all so far, if it is among these. A
-        cancelled or failed step leaves ``state`` unchanged.
+    async def step(self, state: State) -> tuple[State, None]:
+        """Draw N texts at once. Their log-weights are their scores: -inf for texts that met a dead end of
+        the constraint, or ``max_tokens``. A cancelled or failed step leaves ``state`` unchanged.
 
         Raises:
             GenrtError: any error of the model.
         """
-        _, models = seeds_of_step(state_of(BestOfNState, state).seed, state.step)
+        _, models = seeds_of_step(state_of(State, state).seed, state.step)
+        particles: Sequence[TextParticle]
         if self.model.constraint is None:
             texts = await _whole_texts(self.model, self._n, models)
-            log_weights = [0.0] * self._n
+            particles, log_weights = [*map(TextParticle.of, texts)], [0.0] * self._n
         else:
-            sampler = importance_sampling(self.model.unweighted(), num_particles=self._n)
+            unweighted = copy.copy(self.model)
+            unweighted.potential = unweighted._twist = None
+            sampler = importance_sampling(unweighted, num_particles=self._n)
             drawn = sampler.init(models)
             while not drawn.done:
                 drawn, _ = await sampler.step(drawn)
-            texts = [each.generated for each in drawn.particles]
-            log_weights = drawn.log_weights.tolist()
-        scores = await _scored("score", self._score, texts, log_weights)
-        after = BestOfNState(
-            (*state.texts, *texts),
-            (*state.scores, *scores),
-            (*state.log_weights, *log_weights),
-            state.step + 1,
-            state.seed,
-        )
-        first = len(state.texts)
-        return after, tuple(
-            SampledText(text, score, first + place == after.best)
-            for place, (text, score) in enumerate(zip(texts, scores, strict=True))
-        )
+            particles, log_weights = drawn.particles, drawn.log_weights.tolist()
+            texts = [each.generated for each in particles]
+        scores = frozen(np.array(await _scored("score", self._score, texts, log_weights)))
+        return State(tuple(particles), scores, state.step + 1, state.seed), None
 
-    def result(self, state: BestOfNState) -> Result:
-        """Return all texts so far; the best alone has a weight."""
-        log_weights = np.full(len(state.texts), -math.inf)
-        if state.best is not None:
-            log_weights[state.best] = 0.0
-        dead = [
-            (len(text.token_ids), log_weight > -math.inf)
-            for text, log_weight, score in zip(
-                state.texts, state.log_weights, state.scores, strict=True
-            )
-            if score == -math.inf
-        ]
-        deaths = Deaths.of(self.model, dead)
-        return _weighted(self.model, state.texts, log_weights, math.nan, deaths=deaths)
-
-    def _result(self, state: BestOfNState, kept: list[None]) -> Result:
-        return self.result(state)
+    def result(self, state: State, *, infos: Sequence[None] = ()) -> Result:
+        """Return all texts. The first one of the highest score alone has a weight."""
+        log_weights = np.full(len(state.particles), -math.inf)
+        best = int(np.argmax(state.log_weights))
+        if state.log_weights[best] > -math.inf:
+            log_weights[best] = 0.0
+        deaths = Deaths.of(self.model, state)
+        return result_of(self.model, state.particles, frozen(log_weights), math.nan, deaths=deaths)
 
 
 async def _whole_texts(model: TextModel, count: int, seed: int) -> list[Text]:
@@ -298,13 +239,10 @@ async def _whole_texts(model: TextModel, count: int, seed: int) -> list[Text]:
     )
     texts = []
     for token_ids in sampled:
-        text = Text(token_ids, b"".join(map(model.lm.byte_vocab.__getitem__, token_ids)))
-        if model.ends.strings:
-            text = Text()
-            for token_id in token_ids:
+        text = Text()
+        for token_id in token_ids:
+            if not text.finished:
                 text = model.extended(text, token_id)
-                if text.finished:
-                    break
         texts.append(Text(text.token_ids, text.bytes, finished=True))
     return texts
 
@@ -319,18 +257,9 @@ async def _scored(
     name: str, judge: Potential | None, texts: Sequence[Text], log_weights: Sequence[float]
 ) -> list[float]:
     """Return the judge's value of each text, 0 without one; -inf for texts of weight 0."""
-    places = [place for place, each in enumerate(log_weights) if each > -math.inf]
-    scores = [-math.inf] * len(texts)
-    found = [0.0] * len(places)
+    alive = [text for text, each in zip(texts, log_weights, strict=True) if each > -math.inf]
+    found = [0.0] * len(alive)
     if judge is not None:
-        found = await evaluate_potential(name, judge, [texts[place] for place in places])
-    for place, value in zip(places, found, strict=True):
-        scores[place] = value
-    return scores
-
-
-def _weighted(
-    model: TextModel, texts: Sequence[Text], log_weights: Floats, log_evidence: float, **fields: Any
-) -> Result:
-    particles = (TextParticle(Trail.of(text), None) for text in texts)
-    return result_of(model, particles, frozen(log_weights), log_evidence, **fields)
+        found = await evaluate_potential(name, judge, alive)
+    values = iter(found)
+    return [next(values) if each > -math.inf else -math.inf for each in log_weights]

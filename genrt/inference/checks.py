@@ -1,4 +1,4 @@
-"""Arguments of models and algorithms, checked; the seeds of their steps."""
+"""Checks of arguments, and of the log-weights that users' functions give; the seeds of steps."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from genrt.constraints.protocols import tokens_of, words_of
 from genrt.errors import EngineUnsupported, InvalidRequest
 from genrt.lm import AsyncLM
 from genrt.numbers import check_float, displayed, is_truth_value
-from genrt.questions.contexts import advice_for, host_array, id_words
+from genrt.questions.arguments import advice_for, host_array, id_words
+from genrt.runtime.concurrency import ConcurrentCalls
 from genrt.structures.matching import Tokens
+from genrt.tokens.texts import Potential, Text
 
 A = TypeVar("A", bound=NDArray[Any])
 S = TypeVar("S")
@@ -122,6 +124,34 @@ def check_log_weights(values: Any) -> NDArray[np.float64]:
     if not (array < math.inf).all():
         raise InvalidRequest("a log-weight is finite, or -inf")
     return array.astype(np.float64)
+
+
+async def evaluate_potential(name: str, potential: Potential, texts: Sequence[Text]) -> list[float]:
+    """Return the texts' log-weights; equal texts are one call. ``name`` is for messages.
+
+    A plain function is called in another thread, for one text after the other; a coroutine function on
+    the running loop, for all texts at once. The first exception is raised. After it, or a
+    cancellation, no call continues, except a plain one that has begun. Raises InvalidRequest for a
+    log-weight that is not a number, NaN or +inf.
+    """
+    distinct = list(dict.fromkeys(texts))
+    answers: dict[int, Any] = {}
+    asked = ConcurrentCalls(potential, max_concurrent=max(1, len(distinct)))
+    await asked.about(dict(enumerate(distinct)), answers.__setitem__)
+    by_text = {
+        text: _checked_weight(name, text, answers[number]) for number, text in enumerate(distinct)
+    }
+    return [by_text[text] for text in texts]
+
+
+def _checked_weight(name: str, text: Text, answer: Any) -> float:
+    try:
+        return check_log_weight(answer)
+    except InvalidRequest as error:
+        raise InvalidRequest(
+            f"the {name} gave {answer!r} for {str(text)!r}: {error}; what rules texts out can also be a "
+            "constraint"
+        ) from error
 
 
 def constraint_start(lm: AsyncLM, constraint: Any) -> ConstraintState | CheckedState:

@@ -32,7 +32,7 @@ Geyer (1992), *Practical Markov chain Monte Carlo*. Vehtari, Gelman, Simpson, Ca
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,18 +40,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from genrt.errors import InvalidRequest
 from genrt.inference.display.formatting import label
 from genrt.inference.resampling import Floats
-
-INDICATED = 10
-"""For this many of the commonest values, how often chains are at each is diagnosed."""
-
-FEWEST_STEPS = 4
-"""With fewer steps a half has no autocorrelation."""
-
-MANY_CHAINS, LONG = 4, 100
-"""Fewer chains than ``MANY_CHAINS`` need at least ``LONG`` steps for a diagnosis."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,31 +88,21 @@ class ChainStatistics:
 
     def __post_init__(self) -> None:
         functions = [self.log_weights, self.lengths.astype(np.float64)]
-        diagnoses = [*map(diagnosed, functions + _indicators(self.values, self.lengths.shape))]
+        diagnoses = [*map(diagnose, functions + _indicators(self.values, self.lengths.shape))]
         known = [each.ess_bulk for each in diagnoses if each.ess_bulk == each.ess_bulk]
         object.__setattr__(self, "ess", min(known, default=math.nan))
         known = [each.r_hat for each in diagnoses if each.r_hat == each.r_hat]
         object.__setattr__(self, "r_hat", max(known, default=math.nan))
 
 
-def diagnose(values: Sequence[Sequence[Any]], function: Callable[[Any], float]) -> Diagnosis:
-    """Diagnose chains by a function of their values. Raises InvalidRequest if it gives something that is
-    no number."""
-    try:
-        numbers = [[float(function(value)) for value in chain] for chain in values]
-    except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"chains are diagnosed by numbers: {error}") from error
-    return diagnosed(np.array(numbers, dtype=np.float64))
-
-
-def diagnosed(numbers: Floats) -> Diagnosis:
+def diagnose(numbers: Floats) -> Diagnosis:
     """Diagnose chains by numbers ``[chains, steps]``, infinite ones too; ``UNKNOWN`` if one is NaN."""
     if not numbers.size or np.isnan(numbers).any():
         return UNKNOWN
     chains, steps = numbers.shape
     if steps == 1:
         return Diagnosis(float(chains), float(chains), math.nan)
-    if steps < FEWEST_STEPS or (chains < MANY_CHAINS and steps < LONG):
+    if steps < 4 or (chains < 4 and steps < 100):  # too few for an autocorrelation, or an agreement
         return UNKNOWN
     scores = _halves(_normal_scores(numbers))
     if (scores == scores[0, 0]).all():
@@ -147,13 +127,13 @@ def key_of(value: Any) -> Hashable:
 
 
 def _indicators(values: Sequence[Sequence[Any]], shape: tuple[int, ...]) -> list[Floats]:
-    """Return an indicator for each of the commonest values: 1 where a chain is at that value, else 0."""
+    """Return an indicator for each of the ten commonest values: 1 where a chain is there, else 0."""
     places: dict[Hashable, int] = {}
     codes = np.array(
         [places.setdefault(key_of(value), len(places)) for chain in values for value in chain],
         dtype=np.int64,
     )
-    commonest = np.argsort(-np.bincount(codes), kind="stable")[:INDICATED]
+    commonest = np.argsort(-np.bincount(codes), kind="stable")[:10]
     return [(codes == code).astype(np.float64).reshape(shape) for code in commonest]
 
 

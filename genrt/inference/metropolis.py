@@ -39,25 +39,16 @@ from genrt.inference.model import Growth, Model, checked_model, grown
 from genrt.inference.result import Result
 from genrt.numbers import check_int, displayed
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Chain:
-    """A chain's present text: the growths from its start to a finished particle."""
-
-    growths: tuple[Growth, ...]
-
-    @property
-    def particle(self) -> Any:
-        """The finished particle."""
-        return self.growths[-1].particle
+Chain: TypeAlias = tuple[Growth, ...]
+"""A chain's present text: the growths from its start to a finished particle. Empty if a chain found no
+first text of positive weight."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chains:
-    """All chains after ``step`` moves of each. ``None`` is a chain that found no first text of positive
-    weight."""
+    """All chains after ``step`` moves of each."""
 
-    chains: tuple[Chain | None, ...]
+    chains: tuple[Chain, ...]
     step: int
     seed: int
 
@@ -71,19 +62,19 @@ class Moves:
         cuts: int64 ``[chains]``, the step before which each text was cut.
         accepted: bool ``[chains]``, whether the new suffix was taken.
         log_ratios: float64 ``[chains]``, the logarithms of the acceptance ratios; they may exceed 0.
+        particles: the finished particle of each chain after the step; ``None`` without a text.
+        log_weights: float64 ``[chains]``, the gains of each text; NaN without a text.
     """
 
     step: int
     cuts: NDArray[np.int64]
     accepted: NDArray[np.bool_]
     log_ratios: NDArray[np.float64]
+    particles: tuple[Any, ...]
+    log_weights: NDArray[np.float64]
 
 
-_Visits: TypeAlias = dict[int, tuple[Any, float]]
-"""The chains' particles after a step, each with its log-weight, by the number of the chain."""
-
-
-class MetropolisHastings(Algorithm[Model, Chains, Moves, tuple[_Visits, Moves]]):
+class MetropolisHastings(Algorithm[Model, Chains, Moves]):
     """Chains for one model, side by side: each step makes one move of every chain, in one batch.
 
     ::
@@ -96,6 +87,7 @@ class MetropolisHastings(Algorithm[Model, Chains, Moves, tuple[_Visits, Moves]])
     """
 
     _name = "MH"
+    _needs_infos = True
 
     def __init__(
         self,
@@ -129,11 +121,11 @@ class MetropolisHastings(Algorithm[Model, Chains, Moves, tuple[_Visits, Moves]])
 
     def __repr__(self) -> str:
         numbers = f"num_chains={self._num_chains}, num_steps={self._num_steps}"
-        return f"MetropolisHastings({self._model!r}, {numbers})"
+        return f"MetropolisHastings({self.model!r}, {numbers})"
 
     def init(self, seed: int) -> Chains:
         """Return chains without texts; the seed is an integer from 0 on."""
-        return Chains((None,) * self._num_chains, 0, check_int("seed", seed, 0))
+        return Chains(((),) * self._num_chains, 0, check_int("seed", seed, 0))
 
     def is_done(self, state: Chains) -> bool:
         """Return whether each chain has made ``num_steps`` moves."""
@@ -149,91 +141,71 @@ class MetropolisHastings(Algorithm[Model, Chains, Moves, tuple[_Visits, Moves]])
         """
         own, models = seeds_of_step(state_of(Chains, state).seed, state.step)
         rng, seeds = np.random.default_rng(own), np.random.SeedSequence(models)
+        chains, cuts = list(state.chains), np.zeros(len(state.chains), dtype=np.int64)
         if state.step == 0:
-            return await self._begun(state, seeds)
-        chains = list(state.chains)
-        here = {place: chain for place, chain in enumerate(chains) if chain is not None}
-        places = list(here)
-        cuts = np.zeros(len(chains), dtype=np.int64)
-        cuts[places] = [rng.integers(len(chain.growths)) for chain in here.values()]
-        thresholds = np.log1p(-rng.random(len(here)))
-        prefixes = [chain.growths[: cuts[place]] for place, chain in here.items()]
-        moved = await self._finished(prefixes, seeds)
-        ratios = np.full(len(chains), -math.inf)
-        ratios[places] = list(map(_log_acceptance, here.values(), moved, cuts[places]))
-        accepted = np.zeros(len(chains), dtype=np.bool_)
-        accepted[places] = thresholds <= ratios[places]
-        for place, new in zip(places, moved, strict=True):
-            if accepted[place]:
-                chains[place] = Chain(new)
-        moves = Moves(state.step, frozen(cuts), frozen(accepted), frozen(ratios))
+            await self._begin(chains, seeds)
+            accepted = np.array([bool(chain) for chain in chains])
+            ratios = np.where(accepted, 0.0, -math.inf)
+        else:
+            places = [place for place, chain in enumerate(chains) if chain]
+            cuts[places] = [rng.integers(len(chains[place])) for place in places]
+            thresholds = np.log1p(-rng.random(len(places)))
+            prefixes = [chains[place][: cuts[place]] for place in places]
+            moved = await self._finished(prefixes, seeds)
+            accepted, ratios = np.zeros(len(chains), np.bool_), np.full(len(chains), -math.inf)
+            for place, new, threshold in zip(places, moved, thresholds, strict=True):
+                ratios[place] = _log_acceptance(chains[place], new, cuts[place])
+                if threshold <= ratios[place]:
+                    accepted[place], chains[place] = True, new
+        moves = Moves(
+            state.step,
+            frozen(cuts),
+            frozen(accepted),
+            frozen(ratios),
+            tuple(chain[-1].particle if chain else None for chain in chains),
+            frozen(np.array([_gained(chain) if chain else math.nan for chain in chains])),
+        )
         return Chains(tuple(chains), state.step + 1, state.seed), moves
 
-    def result(self, states: Sequence[Chains], *, moves: Sequence[Moves] = ()) -> Result:
-        """Return every text of these states of one run, weighted alike, with the chains' mixing.
-
-        Args:
-            states: in order, from the first step's on.
-            moves: the moves before them, for the acceptance rates; without them these are NaN.
-
-        Raises:
-            InvalidRequest: the states are of different runs, or one has not begun.
-        """
-        visits = [_visits(state) for state in states]
-        places = list(visits[0]) if visits else []
-        if any(list(step) != places for step in visits):
-            raise InvalidRequest(
-                "the states have different chains: give those of one run, from the first step's on"
-            )
-        return self._made(visits, moves, of=max((len(state.chains) for state in states), default=0))
-
-    def _kept(self, state: Chains, info: Moves) -> list[tuple[_Visits, Moves]]:
-        return [(_visits(state), info)] if state.step > self._warm_up + 1 else []
-
-    def _figures(self, state: Chains, info: Moves) -> dict[str, Any]:
-        return {"accepted": f"{info.accepted.mean():.2f}"}
-
-    def _result(self, state: Chains, kept: list[tuple[_Visits, Moves]]) -> Result:
-        visits, moves = [visit for visit, _ in kept], [move for _, move in kept]
-        return self._made(visits, moves, of=len(state.chains))
-
-    def _made(self, visits: Sequence[_Visits], moves: Sequence[Moves], *, of: int) -> Result:
-        """Return the result of these visits, of so many chains in all."""
-        places = list(visits[0]) if visits else []
-        particles = [particle for step in visits for particle, _ in step.values()]
-        count, shape = len(places), (len(visits), len(places))
-        log_weights = np.array([gained for step in visits for _, gained in step.values()])
+    def result(self, state: Chains, *, infos: Sequence[Moves] = ()) -> Result:
+        """Return every text after these moves of one run, weighted alike, with the chains' mixing. Moves
+        of the warm-up do not count."""
+        infos = [info for info in infos if info.step > self._warm_up]
+        places = [place for place, chain in enumerate(state.chains) if chain]
+        particles = [info.particles[place] for info in infos for place in places]
+        values = tuple(map(self.model.value, particles))
+        count, shape = len(places), (len(infos), len(places))
+        log_weights = np.array([info.log_weights[places] for info in infos])
+        accepted = sum((info.accepted[places] for info in infos), start=np.zeros(count))
         lengths = np.array([len(particle.token_ids) for particle in particles], dtype=np.int64)
-        accepted = [made.accepted[places] for made in moves if made.step > 0]
-        values = tuple(map(self._model.value, particles))
         chains = ChainStatistics(
             values=tuple(values[place::count] for place in range(count)),
             log_weights=frozen(log_weights.reshape(shape).T.copy()),
             lengths=frozen(lengths.reshape(shape).T.copy()),
-            acceptance=frozen(np.mean(accepted, axis=0) if accepted else np.full(count, math.nan)),
-            missing=of - count,
+            acceptance=frozen(accepted / max(len(infos), 1)),
+            missing=len(state.chains) - count,
         )
         zeros = frozen(np.zeros(len(particles)))
-        return result_of(self._model, particles, zeros, math.nan, chains=chains)
+        return result_of(self.model, particles, zeros, math.nan, chains=chains)
 
-    async def _begun(self, state: Chains, seeds: np.random.SeedSequence) -> tuple[Chains, Moves]:
-        chains: list[Chain | None] = list(state.chains)
+    def _figures(self, state: Chains, info: Moves) -> dict[str, Any]:
+        return {"accepted": f"{info.accepted.mean():.2f}"}
+
+    async def _begin(self, chains: list[Chain], seeds: np.random.SeedSequence) -> None:
+        """Draw first texts of positive weight, for the chains without one, in a bounded number of
+        attempts."""
         for _ in range(self._attempts):
-            missing = [place for place, chain in enumerate(chains) if chain is None]
+            missing = [place for place, chain in enumerate(chains) if not chain]
             if not missing:
                 break
             begun = await self._finished([()] * len(missing), seeds)
             for place, growths in zip(missing, begun, strict=True):
                 if growths[-1].log_weight > -math.inf:
-                    chains[place] = Chain(growths)
-        found = np.array([chain is not None for chain in chains])
-        cuts, log_ratios = np.zeros(len(chains), np.int64), np.where(found, 0.0, -math.inf)
-        moves = Moves(0, frozen(cuts), frozen(found), frozen(log_ratios))
-        return Chains(tuple(chains), 1, state.seed), moves
+                    chains[place] = growths
 
     async def _finished(
-        self, prefixes: Sequence[tuple[Growth, ...]], seeds: np.random.SeedSequence
-    ) -> list[tuple[Growth, ...]]:
+        self, prefixes: Sequence[Chain], seeds: np.random.SeedSequence
+    ) -> list[Chain]:
         """Grow each prefix to its end, or until it dies."""
         histories = [list(prefix) for prefix in prefixes]
         while True:
@@ -241,27 +213,21 @@ class MetropolisHastings(Algorithm[Model, Chains, Moves, tuple[_Visits, Moves]])
             if not places:
                 return [tuple(growths) for growths in histories]
             particles = [
-                histories[place][-1].particle if histories[place] else self._model.start()
+                histories[place][-1].particle if histories[place] else self.model.start()
                 for place in places
             ]
-            growths = await grown(self._model, particles, model_seed(seeds.spawn(1)[0]))
+            growths = await grown(self.model, particles, model_seed(seeds.spawn(1)[0]))
             for place, growth in zip(places, growths, strict=True):
                 histories[place].append(growth)
-
-
-def _visits(state: Chains) -> _Visits:
-    return {
-        place: (chain.particle, sum(growth.log_weight for growth in chain.growths))
-        for place, chain in enumerate(state.chains)
-        if chain is not None
-    }
 
 
 def _goes_on(growths: Sequence[Growth]) -> bool:
     return not growths or (growths[-1].log_weight > -math.inf and not growths[-1].particle.finished)
 
 
-def _log_acceptance(chain: Chain, new: Sequence[Growth], cut: int) -> float:
-    gained = sum(growth.log_weight for growth in new[cut:])
-    lost = sum(growth.log_weight for growth in chain.growths[cut:])
-    return gained - lost + math.log(len(chain.growths) / len(new))
+def _gained(growths: Sequence[Growth]) -> float:
+    return float(sum(growth.log_weight for growth in growths))
+
+
+def _log_acceptance(old: Chain, new: Chain, cut: int) -> float:
+    return _gained(new[cut:]) - _gained(old[cut:]) + math.log(len(old) / len(new))

@@ -3,11 +3,11 @@ r"""Particle programs: you write one particle as a coroutine, the algorithms run
 ::
 
     async def haiku(p):
-        tokens = p.lm.encode("An old silent pond")
-        while len(tokens) < 20:
-            tokens.append(await p.sample(tokens))
-            p.observe(-abs(len(p.lm.decode(tokens)) - 60) / 10)
-        return p.lm.decode(tokens)
+        context = p.context("An old silent pond")
+        while len(context) < 20:
+            context.append(await p.sample(context))
+            p.observe(-abs(len(context.text) - 60) / 10)
+        return context.text
 
     result = await SMC(Program(lm, haiku), num_particles=32).run(seed=0)
 
@@ -23,10 +23,10 @@ so a changed weight counts before the next draw.
 
 Resampling may copy a particle, and a coroutine cannot be copied. So a particle is the list of its
 choices: one child continues where its parent stopped; the others first replay the recorded choices,
-without questions to the model. Therefore a program must be a function of its choices: all randomness
-comes from ``p``, and side effects are repeated. The program itself awaits its draws, not tasks that it
-starts, and no ``asyncio.timeout`` or task group may be open around them, because another task continues
-the program afterwards.
+without questions to the model, and their contexts then become forks of the parent's. Therefore a program
+must be a function of its choices: all randomness comes from ``p``, and side effects are repeated. The
+program itself awaits its draws, not tasks that it starts, and no ``asyncio.timeout`` or task group may be
+open around them, because another task continues the program afterwards.
 
 A replay is compared with the record: the contexts, masks, temperatures and adapters of draws, the texts
 of conditions, the values of choices. Observations and the probabilities of choices may differ by
@@ -44,23 +44,26 @@ import functools
 import inspect
 import math
 import types
+import weakref
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence, Set
+from collections.abc import Callable, Coroutine, Generator, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from types import CoroutineType
-from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, NamedTuple, Self, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from genrt.constraints.protocols import PackedState
+from genrt.contexts import Context, begin_context, take_over
 from genrt.errors import InvalidRequest
 from genrt.inference import checks
 from genrt.inference.model import DEAD, Growth
 from genrt.inference.resampling import Floats, normalized_weights
 from genrt.lm import AsyncLM
 from genrt.numbers import check_float
-from genrt.questions.contexts import TokenIds
+from genrt.questions.arguments import TokenIds
 from genrt.questions.masks import Mask, packed_mask
 from genrt.runtime.concurrency import together
 from genrt.tokens.texts import decoded
@@ -70,6 +73,9 @@ M = TypeVar("M", bound=Callable[..., Any])
 
 Weights: TypeAlias = Sequence[float] | NDArray[np.floating[Any]] | torch.Tensor
 """A user's own log-weights, on any device."""
+
+Computed: TypeAlias = Sequence[tuple[int, Context | None]]
+"""Forks of an execution's contexts, with their histories."""
 
 DrawKey: TypeAlias = tuple[Any, ...]
 """A draw of a program: its method, and digests of its ``ARGUMENTS``."""
@@ -139,14 +145,56 @@ def _tracked(method: M) -> M:
     return cast("M", call)
 
 
+class ParticleContext(Context):
+    """A context of a program, made by ``Execution.context``. It has all that a ``Context`` has.
+
+    Attributes:
+        history: a digest of its prompt, its adapter and all changes.
+    """
+
+    __slots__ = ("_execution", "history")
+
+    history: int
+    _execution: Execution
+
+    def _belong(self, execution: Execution, history: int) -> Self:
+        self._execution, self.history = execution, history
+        execution._contexts.append(weakref.ref(self))
+        return self
+
+    def append(self, token_id: int) -> None:
+        super().append(token_id)
+        self.history = hash((self.history, token_id))
+
+    def extend(self, token_ids: TokenIds) -> None:
+        super().extend(token_ids)
+        self.history = hash((self.history, _argument_hash("extend", token_ids)))
+
+    def cut(self, length: int) -> None:
+        super().cut(length)
+        self.history = hash((self.history, "cut", length))
+
+    def fork(self) -> Self:
+        return super().fork()._belong(self._execution, self.history)
+
+
 class Execution:
     """The argument of a program: one particle's own randomness, and its weight.
 
     ``lm`` is the runtime, for everything else: rows, scores, other draws with seeds.
     """
 
-    def __init__(self, lm: AsyncLM, choices: Sequence[_Choice], pause: _Pause | None) -> None:
+    def __init__(
+        self,
+        lm: AsyncLM,
+        choices: Sequence[_Choice],
+        pause: _Pause | None,
+        computed: Computed = (),
+    ) -> None:
         self.lm = lm
+        self._contexts: list[weakref.ref[ParticleContext]] = []
+        self._computed = computed
+        """Forks of the contexts that the recorded execution had at its pause."""
         self._choices = list(choices)
         self._to_replay = deque(choices)
         self._pause = pause
@@ -184,46 +232,71 @@ class Execution:
         self._log_weight = 0.0
         self._drawn = DEAD
 
+    def context(
+        self, prompt: str | TokenIds | Context, *, adapter: str | None = None
+    ) -> ParticleContext:
+        """Return a sequence of this particle that begins with a prompt, as ``AsyncLM.context`` does.
+
+        ``sample`` after it is as fast as a ``TextModel``. When the particle is copied, the copy's
+        contexts share all that was computed.
+        """
+        made = begin_context(self.lm._contexts, prompt, adapter, ParticleContext)
+        begun: Hashable = tuple(made.token_ids)
+        if isinstance(prompt, ParticleContext):
+            begun = prompt.history
+        return made._belong(self, hash((begun, adapter)))
+
     @_tracked
     async def sample(
         self,
-        token_ids: TokenIds,
+        token_ids: TokenIds | Context,
         *,
         mask: Mask | None = None,
         temperature: float = 1.0,
         adapter: str | None = None,
     ) -> int:
-        """Draw a token from the row after ``token_ids``, restricted to ``mask`` if there is one.
+        """Draw a token from the row after ``token_ids`` or a context of ``p.context``, restricted to
+        ``mask`` if there is one. Append nothing.
 
         With a mask the log-weight gains its mass, the logarithm of the probability that the row gives it.
         A mask of no mass kills the particle, and its program does not go on.
 
         Args:
-            mask: the tokens that may be drawn, as ``AsyncLM.draw`` takes them.
+            mask: the tokens that may be drawn, as ``AsyncLM.draw`` takes them. After a context, the masks
+                of all particles' states are computed together.
             temperature: of the row; other than 1, the tempered row is the law. Not with a mask, whose
                 mass is the row's own.
-            adapter: by name.
+            adapter: by name; a context has its own.
 
         Raises:
             InvalidRequest: a temperature with a mask, one that is not above 0, a ``sample`` in another
-                task than the program's, or what ``AsyncLM.draw`` refuses.
+                task than the program's, another context than ``p.context`` makes, or what
+                ``AsyncLM.draw`` refuses.
             ContextTooLong, UnknownAdapter, EngineFailed, Closed: as ``AsyncLM.draw``.
         """
         if check_float("temperature", temperature) != 1 and mask is not None:
             raise InvalidRequest("sample takes a mask or a temperature, not both: leave one out")
         tempered = checks.check_temperature(temperature)
-        packed = None if mask is None else packed_mask(mask, self.lm.vocab_size)
-        asked = ("sample", _argument_hash("sample", token_ids), hash(packed), tempered, adapter)
+        allowed: Any = mask
+        key: Any = mask
+        # A text leads to the same state when the program runs again, as long as the record keeps it.
+        if mask is not None and not (
+            isinstance(mask, PackedState) and isinstance(token_ids, Context)
+        ):
+            packed = packed_mask(mask, self.lm.vocab_size)
+            allowed, key = np.frombuffer(packed, np.int32), hash(packed)
+        given = _argument_hash("sample", token_ids, adapter)
+        asked = ("sample", given, key, tempered, adapter)
         if (recorded := await self._recorded(asked, due=self._has_sampled)) is not None:
             return int(recorded.outcome)
         self._has_sampled = True
-        drawn = await self.lm.draw(
-            token_ids,
-            mask=None if packed is None else np.frombuffer(packed, np.int32),
-            temperature=temperature,
-            seed=int(self._rng.integers(2**63)),
-            adapter=adapter,
-        )
+        seed = int(self._rng.integers(2**63))
+        if isinstance(token_ids, Context):
+            drawn = await token_ids.draw(mask=allowed, temperature=temperature, seed=seed)
+        else:
+            drawn = await self.lm.draw(
+                token_ids, mask=allowed, temperature=temperature, seed=seed, adapter=adapter
+            )
         if mask is not None:
             self._weigh(drawn.log_mass)
         if drawn.token_id == DEAD:
@@ -234,18 +307,23 @@ class Execution:
 
     @_tracked
     async def condition(
-        self, token_ids: TokenIds, continuation: TokenIds, *, adapter: str | None = None
+        self, token_ids: TokenIds | Context, continuation: TokenIds, *, adapter: str | None = None
     ) -> None:
-        """Observe that ``continuation`` follows ``token_ids``: the log-weight gains its log-probability.
+        """Observe that ``continuation`` follows ``token_ids``, or a context: the log-weight gains its
+        log-probability. Append nothing.
 
         Raises:
             InvalidRequest, ContextTooLong, UnknownAdapter, EngineFailed, Closed: as ``AsyncLM.score``.
         """
-        texts = _argument_hash("condition", token_ids), _argument_hash("condition", continuation)
+        given = _argument_hash("condition", token_ids, adapter)
+        texts = given, _argument_hash("condition", continuation)
         total, size, conditions = self._weighed
         self._weighed = _Weighed(total, size, conditions + hash((*texts, adapter)))
         if self._is_live:
-            scores = await self.lm.score(token_ids, continuation, adapter=adapter)
+            if isinstance(token_ids, Context):
+                scores = await token_ids.score(continuation)
+            else:
+                scores = await self.lm.score(token_ids, continuation, adapter=adapter)
             self._weigh(float(scores.double().sum()))
 
     def observe(self, log_weight: float) -> None:
@@ -337,6 +415,11 @@ class Execution:
             if self._pause is not None:
                 _check_same(self._pause, asked, self._weighed)
             self._is_live = True
+            for own, (history, equal) in zip(self._contexts, self._computed, strict=False):
+                context = own()
+                if context is not None and equal is not None and context.history == history:
+                    take_over(context, equal)
+            self._computed = ()
         elif due or self._has_weighed or self._log_weight == -math.inf:
             self._pause = _Pause(asked, self._weighed)
             await _pause()
@@ -388,7 +471,13 @@ def _comparable(value: Any) -> Any:
     return value
 
 
-def _argument_hash(method: str, token_ids: TokenIds) -> int:
+def _argument_hash(method: str, token_ids: TokenIds | Context, adapter: str | None = None) -> int:
+    if isinstance(token_ids, ParticleContext):
+        if adapter is not None:
+            raise InvalidRequest("a context has its adapter: p.context(prompt, adapter=…)")
+        return token_ids.history
+    if isinstance(token_ids, Context):
+        raise InvalidRequest(f"{method} got a context of the runtime: begin it by p.context(…)")
     if isinstance(token_ids, np.ndarray | torch.Tensor):
         token_ids = token_ids.tolist()
     try:
@@ -424,6 +513,14 @@ class _Trace:
     finished: bool = False
     value: Any = None
     live: list[tuple[Execution, Coroutine[Any, Any, Any]]] = field(default_factory=list)
+
+    def forked(self) -> list[tuple[int, Context | None]]:
+        """Return forks of the execution's contexts, with their histories; ``None`` for a closed one."""
+        kept = [each() for live in self.live for each in live[0]._contexts]
+        return [
+            (0, None) if each is None or each.is_closed else (each.history, each.copied(Context))
+            for each in kept
+        ]
 
 
 class Program:
@@ -474,16 +571,26 @@ class Program:
     async def grow(self, particles: Sequence[_Trace], seed: int) -> list[Growth]:
         """Run all executions at once, each to its next resampling point or to its end."""
         seeds = np.random.SeedSequence(seed).spawn(len(particles))
+        seen: set[_Trace] = set()
+        computed: list[Computed] = []
+        for particle in particles:
+            computed.append(particle.forked() if particle in seen else ())
+            seen.add(particle)
         return await together(
-            self._grown(particle, np.random.default_rng(each))
-            for particle, each in zip(particles, seeds, strict=True)
+            self._grown(particle, np.random.default_rng(each), contexts)
+            for particle, each, contexts in zip(particles, seeds, computed, strict=True)
         )
 
-    async def _grown(self, particle: _Trace, rng: np.random.Generator) -> Growth:
+    async def _grown(
+        self,
+        particle: _Trace,
+        rng: np.random.Generator,
+        computed: Computed,
+    ) -> Growth:
         try:
             execution, coroutine = particle.live.pop()
         except IndexError:
-            execution = Execution(self._lm, particle.choices, particle.pause)
+            execution = Execution(self._lm, particle.choices, particle.pause, computed)
             coroutine = self._function(execution)
             if not inspect.iscoroutine(coroutine):
                 raise InvalidRequest(

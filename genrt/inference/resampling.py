@@ -27,11 +27,6 @@ above -inf, N indices, index i in expectation N w_i / sum_j w_j times; every chi
 Or ``-> (ancestors, log_weights)`` of the children, whose weights add up to those of their parent in
 expectation. Weights of 0 have no children that weigh anything."""
 
-EPSILON = float(np.finfo(np.float64).eps)
-
-BAND = 2.0
-"""``partial`` keeps weights within this factor of the mean."""
-
 
 def multinomial(rng: np.random.Generator, log_weights: Floats) -> Ancestors:
     """Draw N independent ancestors, and sort them: the simplest scheme, and the most random (Gordon et
@@ -68,7 +63,7 @@ def partial(rng: np.random.Generator, log_weights: Floats) -> tuple[Ancestors, F
     systematically, each child with their mean weight: less randomness than resampling all, and fewer
     forks (Bolić, Djurić & Hong 2003)."""
     relative = _expected(log_weights)
-    [others] = np.nonzero((_round_whole(relative * BAND, log_weights) < 1) | (relative > BAND))
+    [others] = np.nonzero((_round_whole(2 * relative, log_weights) < 1) | (relative > 2))
     ancestors, weights = np.arange(len(log_weights)), log_weights.copy()
     if relative[others].sum() > 0:
         ancestors[others] = others[systematic(rng, log_weights[others])]
@@ -116,12 +111,14 @@ def _expected(log_weights: Floats) -> Floats:
 def _round_whole(counts: Floats, log_weights: Floats) -> Floats:
     """Return counts made of these weights, whole where only rounding keeps them from being whole.
 
-    A log-weight l is a float, so its weight has a relative error of about ``EPSILON * abs(l)`` however it
-    is computed, and exponentials, sums and products add a few units of ``EPSILON``. Without this 49 equal
+    A log-weight l is a float of precision eps, so its weight has a relative error of about eps * abs(l)
+    however it is computed, and exponentials, sums and products add a few eps. Without this 49 equal
     weights would expect 0.9999999999999998 children each, and so no certain one.
     """
     count = len(log_weights)
-    error = 4 * EPSILON * (abs(float(log_weights.max())) + math.log2(count) + 4)
+    error = (
+        4 * float(np.finfo(np.float64).eps) * (abs(float(log_weights.max())) + math.log2(count) + 4)
+    )
     nearest: Floats = np.rint(counts)
     # Bounded so that N counts together gain less than one, however large the log-weights are.
     is_whole = abs(counts - nearest) <= min(error, 0.25 / count) * nearest

@@ -2,35 +2,62 @@
 
 from __future__ import annotations
 
+import html
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from genrt.errors import InvalidRequest
-from genrt.inference.diagnostics import ChainStatistics, Diagnosis, diagnose
-from genrt.inference.display import plots, rendering
+from genrt.errors import ExtraNotInstalled, InvalidRequest
+from genrt.inference.diagnostics import ChainStatistics, Diagnosis, diagnose, key_of
+from genrt.inference.display.formatting import BLUE, count_of, fixed, label, number, shorten
 from genrt.inference.display.genealogy import Genealogy
-from genrt.inference.display.summary import Summary
-from genrt.inference.resampling import Ancestors, Floats
-from genrt.inference.state import Deaths, Info
+from genrt.inference.model import Deaths, Info
+from genrt.inference.resampling import (
+    Ancestors,
+    Floats,
+    effective_sample_size,
+    normalized_weights,
+)
 from genrt.numbers import check_int
 from genrt.runtime.statistics import Statistics
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
     from pandas import DataFrame
+
+SHOWN = 10
+"""The rows of a posterior's table; the rest is one row more."""
+
+COLUMNS, TITLE = 100, 1500
+"""The most columns of a value in the table, and the most characters of its title."""
+
+STYLE = f"""
+.genrt {{ font: 13px/1.45 system-ui, sans-serif; }}
+.genrt .figures {{ display: flex; flex-wrap: wrap; gap: 6px 28px; margin: 2px 0 10px; }}
+.genrt .figures div {{ white-space: nowrap; }}
+.genrt b {{ font-weight: 600; font-size: 15px; }}
+.genrt .note {{ opacity: .65; }}
+.genrt table {{ border-collapse: collapse; margin: 0 0 12px; border: 0; font-size: 13px; }}
+.genrt tr, .genrt tr:hover, .genrt tr:nth-child(even) {{ background: none; }}
+.genrt th, .genrt td {{ border: 0; padding: 2px 10px 2px 0; text-align: left; vertical-align: top; }}
+.genrt th {{ font-weight: 400; opacity: .65; }}
+.genrt td.weight {{ text-align: right; font-variant-numeric: tabular-nums; }}
+.genrt td.text {{ font-family: ui-monospace, Menlo, Consolas, monospace; white-space: pre-wrap;
+  overflow-wrap: anywhere; }}
+.genrt .bar {{ width: 120px; height: 10px; margin-top: 5px; }}
+.genrt .bar div {{ height: 10px; border-radius: 1px; background: {BLUE}; opacity: .75; }}
+.genrt summary {{ cursor: pointer; margin: 0 0 6px; }}
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Result:
     r"""Weighted texts, and the history of the particles: plain data, independent of the runtime.
 
-    ``print`` shows the posterior's table; Jupyter shows it with the genealogy of the particles and
-    the runtime's statistics; ``plot`` draws the curves of the weights.
+    ``print`` shows the posterior's table; Jupyter shows it with the genealogy of the particles.
 
     Attributes:
         texts: the particles' bytes as UTF-8, dead ones as far as they got. A byte that is not UTF-8, as
@@ -67,7 +94,9 @@ class Result:
         Of weighted particles it is Kong's. Of chains it is ``ChainStatistics.ess``, a bulk ESS, NaN if
         unknown.
         """
-        return self._summary.ess
+        if not self._alive:
+            return 0.0
+        return effective_sample_size(self.log_weights) if self.chains is None else self.chains.ess
 
     @property
     def ancestors(self) -> tuple[Ancestors, ...]:
@@ -77,7 +106,12 @@ class Result:
     @property
     def weights(self) -> Floats:
         """The normalised weights, float64 ``[N]``; all 0 if every particle died."""
-        return self._summary.weights
+        return normalized_weights(self.log_weights) if self._alive else np.zeros(len(self.values))
+
+    @property
+    def _alive(self) -> int:
+        """How many particles have a positive weight."""
+        return int((self.log_weights > -math.inf).sum())
 
     def posterior(self, *, of: Callable[[Any], Any] | None = None) -> list[tuple[Any, float]]:
         """Return the distinct values with their normalised weights, heaviest first; ``[]`` if all are
@@ -90,8 +124,9 @@ class Result:
         Raises:
             InvalidRequest: values that are not hashable: give ``of``.
         """
+        weights = self.weights.tolist()
         parts: defaultdict[Any, list[float]] = defaultdict(list)
-        for value, weight in zip(self.values, self.weights.tolist(), strict=True):
+        for value, weight in zip(self.values, weights, strict=True):
             if weight > 0:
                 each = value if of is None else of(value)
                 try:
@@ -102,8 +137,8 @@ class Result:
                         "a function that makes of a value what can, such as of=str"
                     ) from error
         # Exact sums, so that the posterior adds up to 1.
-        whole = math.fsum(self.weights.tolist())
-        total = {each: math.fsum(weights) / whole for each, weights in parts.items()}
+        whole = math.fsum(weights)
+        total = {each: math.fsum(own) / whole for each, own in parts.items()}
         return sorted(total.items(), key=lambda entry: (-entry[1], str(entry[0])))
 
     def expectation(self, function: Callable[[Any], float]) -> float:
@@ -112,7 +147,7 @@ class Result:
         Raises:
             InvalidRequest: the function returns something that is not a number.
         """
-        mean = 0.0 if self._summary.alive else math.nan
+        mean = 0.0 if self._alive else math.nan
         for value, weight in zip(self.values, self.weights, strict=True):
             if weight > 0:
                 found = function(value)
@@ -132,9 +167,8 @@ class Result:
         """
         rng = np.random.default_rng(check_int("seed", seed, 0))
         size = check_int("count", count, 0)
-        if not self._summary.alive:
-            why = str(self.deaths) or "nothing has a positive weight"
-            raise InvalidRequest(f"every particle died ({why}): there is nothing to draw from")
+        if not self._alive:
+            raise InvalidRequest(f"{self._explain_empty()} There is nothing to draw from.")
         chosen = rng.choice(len(self.values), size, p=self.weights)
         return [self.values[index] for index in chosen]
 
@@ -150,7 +184,11 @@ class Result:
                 "this result has no chains, and its particles' weights make its ess: MetropolisHastings "
                 "has chains"
             )
-        return diagnose(self.chains.values, function)
+        try:
+            numbers = [[float(function(value)) for value in chain] for chain in self.chains.values]
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest(f"chains are diagnosed by numbers: {error}") from error
+        return diagnose(np.array(numbers, dtype=np.float64))
 
     def genealogy(self, *, lineages: int = 24) -> Genealogy:
         """Return the family tree of the particles, with their tokens, as a picture.
@@ -162,24 +200,13 @@ class Result:
         Raises:
             InvalidRequest: the result has no steps; or ``lineages`` is under 1.
         """
-        if not self.infos:
-            raise InvalidRequest(
-                "this result has no steps, and so no genealogy: SMC and importance sampling keep them"
-            )
+        self._check_steps()
         return Genealogy(self.infos, self._tokens, check_int("lineages", lineages, 1))
-
-    def plot(self) -> Figure:
-        """Draw the posterior as bars; ESS, log evidence and log-weights as curves, if there were steps.
-
-        A notebook shows the figure; ``result.plot().savefig("run.png")`` writes it to a file.
-
-        Raises:
-            ExtraNotInstalled: matplotlib is missing.
-        """
-        return plots.figure_of(self._summary)
 
     def to_pandas(self, *, steps: bool = False) -> DataFrame:
         """Return a table with a row for each particle, or for each step.
+
+        ``to_pandas(steps=True)[["ess", "log_evidence"]].plot(subplots=True)`` draws curves.
 
         Args:
             steps: the steps instead of the particles: whether resampled, how many distinct ancestors,
@@ -189,33 +216,161 @@ class Result:
             InvalidRequest: there are no steps.
             ExtraNotInstalled: pandas is missing.
         """
+        try:
+            import pandas
+        except ImportError as error:
+            raise ExtraNotInstalled(
+                'tables need pandas, which is not installed: pip install "genrt[plot]"'
+            ) from error
         if steps:
-            return plots.steps_frame(self.infos, self._summary.curves)
-        return plots.particles_frame(
-            self.texts, self.token_ids, self.values, self.log_weights, self.weights
-        )
+            self._check_steps()
+            columns = {
+                "resampled": [info.resampled for info in self.infos],
+                "ancestors": [len(np.unique(info.ancestors)) for info in self.infos],
+                "alive": [int((info.log_weights > -math.inf).sum()) for info in self.infos],
+                "unfinished": [info.unfinished for info in self.infos],
+                "ess": [info.ess for info in self.infos],
+                "log_evidence": [info.log_evidence for info in self.infos],
+            }
+            numbers = pandas.Index([info.step for info in self.infos], name="step")
+            return pandas.DataFrame(columns, index=numbers)
+        # As objects, lists and tuples among the values stay whole, one in a cell.
+        kinds = {*map(type, self.values)}
+        dtype = None if kinds and kinds <= {bool, int, float} else object
+        table = {
+            "text": pandas.Series(self.texts, dtype=object),
+            "tokens": pandas.Series(list(self.token_ids), dtype=object),
+            "value": pandas.Series(list(self.values), dtype=dtype),
+            "log_weight": np.array(self.log_weights),
+            "weight": self.weights,
+            "alive": self.log_weights > -math.inf,
+        }
+        return pandas.DataFrame(table).rename_axis("particle")
+
+    def _check_steps(self) -> None:
+        if not self.infos:
+            raise InvalidRequest("this result has no steps: SMC and importance sampling keep them")
 
     def __repr__(self) -> str:
-        return rendering.to_line(self._summary)
+        parts = [count_of(len(self.values), "particle"), f"{self._alive:,} alive"]
+        if self.infos:
+            parts.append(count_of(len(self.infos), "step"))
+        if self.chains is None:
+            parts.append(f"log_evidence={fixed(self.log_evidence)}, ess={self.ess:.1f}")
+        else:
+            parts.append(count_of(len(self.chains.values), "chain"))
+            parts.append(f"ess={self.ess:.1f}, r_hat={self.chains.r_hat:.2f}")
+        parts += [f'{weight:.3f} "{shorten(each, 60)}"' for each, weight, _ in self._rows()[:1]]
+        return f"Result({', '.join(parts)})"
 
     def __str__(self) -> str:
-        return rendering.to_text(self._summary)
+        figures = list(self._figures())
+        name_width, figure_width, _ = (
+            max(map(len, column)) for column in zip(*figures, strict=True)
+        )
+        lines = [
+            f"{name:<{name_width}}  {figure:>{figure_width}}  {note}".rstrip()
+            for name, figure, note in figures
+        ]
+        rows = self._rows()
+        lines += ["", "weight  value" if rows else self._explain_empty()]
+        lines += [f"{weight:.4f}  {shorten(each, COLUMNS)}" for each, weight, _ in rows]
+        return "\n".join(lines)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """Show the result in a terminal's IPython."""
         printer.text(repr(self) if cycle else str(self))
 
     def _repr_html_(self) -> str:
-        return rendering.to_html(self._summary, self.genealogy() if self.infos else None)
+        """Return the figures, the posterior and the genealogy as a piece of HTML of bounded size, without
+        scripts and external parts, in the colours of the page."""
+        figures = [
+            f'<div><span class="note">{name}</span> <b>{figure}</b> '
+            f'<span class="note">{html.escape(note)}</span></div>'
+            for name, figure, note in self._figures()
+        ]
+        parts = [
+            '<div class="genrt">',
+            f"<style>{STYLE}</style>",
+            '<div class="figures">',
+            *figures,
+        ]
+        parts += ["</div>", *self._table()]
+        if self.infos:
+            picture = self.genealogy()._repr_html_()
+            parts.append(f'<details open=""><summary>genealogy</summary>{picture}</details>')
+        return "\n".join([*parts, "</div>"])
 
-    @property
-    def _summary(self) -> Summary:
-        return Summary(
-            self.values,
-            self.log_weights,
-            self.log_evidence,
-            self.infos,
-            self.statistics,
-            self.chains,
-            self.deaths,
-        )
+    def _table(self) -> Iterable[str]:
+        rows = self._rows()
+        if not rows:
+            yield f"<p>{self._explain_empty()}</p>"
+            return
+        names = "<th>weight</th><th></th><th>particles</th><th>value</th>"
+        yield f'<table class="posterior"><thead><tr>{names}</tr></thead><tbody>'
+        for place, (value, weight, particles) in enumerate(rows):
+            bar = (
+                f'<div class="bar"><div style="width:{100 * weight / rows[0][1]:.1f}%"></div></div>'
+            )
+            shown = shorten(value, COLUMNS)
+            title = f' title="{html.escape(value[:TITLE])}"' if shown != value else ""
+            # A right-to-left text keeps its direction, but an escape in it must not be reversed.
+            direction = "ltr" if "\\" in shown else "auto"
+            yield (
+                f'<tr><td class="weight">{weight:.4f}</td><td>{bar if place < SHOWN else ""}</td>'
+                f'<td class="weight">{particles:,}</td><td class="text"{title}>'
+                f'<bdi dir="{direction}">{html.escape(shown)}</bdi></td></tr>'
+            )
+        yield "</tbody></table>"
+
+    def _rows(self) -> list[tuple[str, float, int]]:
+        """Return the heaviest distinct values, each as one printable line, with its weight and its number
+        of particles; all others together in one row."""
+        total: dict[Any, list[Any]] = {}
+        for value, weight in zip(self.values, self.weights.tolist(), strict=True):
+            if weight > 0:
+                entry = total.setdefault(key_of(value), [value, 0.0, 0])
+                entry[1] += weight
+                entry[2] += 1
+        distinct = sorted(total.values(), key=lambda entry: -entry[1])
+        rows = [(label(value), weight, count) for value, weight, count in distinct[:SHOWN]]
+        if others := distinct[SHOWN:]:
+            _, weights, counts = zip(*others, strict=True)
+            rows.append((f"({count_of(len(others), 'value')} more)", sum(weights), sum(counts)))
+        return rows
+
+    def _explain_empty(self) -> str:
+        """Say why there is no posterior."""
+        if not self.values:
+            return "There are no particles."
+        return f"Every particle died: {str(self.deaths) or 'nothing has a positive weight'}."
+
+    def _figures(self) -> Iterable[tuple[str, str, str]]:
+        """Yield name, figure and note."""
+        count, alive = len(self.values), self._alive
+        note = f"{alive:,} {'of them alive' if self.infos else 'of positive weight'}"
+        yield "particles", f"{count:,}", note * (alive < count)
+        if not math.isnan(self.log_evidence):
+            note = f"Z = {math.exp(self.log_evidence):.3g}" if self.log_evidence < 700 else ""
+            yield "log evidence", number(self.log_evidence), note
+        if self.chains is not None and alive:
+            chains = self.chains
+            missing = f"; {chains.missing:,} more found no text" if chains.missing else ""
+            steps = count_of(len(chains.values[0]), "step")
+            yield "chains", f"{len(chains.values):,}", f"of {steps} each{missing}"
+            known = chains.ess == chains.ess
+            note = "by autocorrelation" if known else "too few steps, or all at one value: unknown"
+            yield "ESS", f"{chains.ess:,.1f}" if known else number(math.nan), note
+            known = chains.r_hat == chains.r_hat
+            yield (
+                "R-hat",
+                number(chains.r_hat, digits=2),
+                "1 if chains agree" if known else "unknown",
+            )
+            yield "accepted", f"{chains.acceptance.mean():.2f}", "of the moves"
+        else:
+            yield "ESS", f"{self.ess:,.1f}", ""
+        if self.infos:
+            often = sum(info.resampled for info in self.infos)
+            note = f"resampled before {often:,} of them" if often else "never resampled"
+            yield "steps", f"{len(self.infos):,}", note

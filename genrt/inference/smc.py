@@ -19,27 +19,24 @@ large language models via sequential Monte Carlo*.
 
 from __future__ import annotations
 
-import inspect
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from genrt.errors import InvalidRequest
-from genrt.inference.algorithms import Algorithm, drawn_tokens, result_of
-from genrt.inference.checks import check_callable, frozen, seeds_of_step, state_of
-from genrt.inference.model import DEAD, Model, checked_model, grown
+from genrt.inference.algorithms import Algorithm, result_of, runtime_of
+from genrt.inference.checks import check_callable, frozen, seeds_of_step, state_of, token_bytes
+from genrt.inference.model import DEAD, Deaths, Info, Model, State, checked_model, grown
 from genrt.inference.resampling import Ancestors, Floats, Resampler, systematic
 from genrt.inference.result import Result
-from genrt.inference.state import Deaths, Info, State
 from genrt.numbers import check_float, check_int, displayed
 
 Rule: TypeAlias = Callable[[State], bool]
 """Returns whether to resample before the next step."""
 
 
-class SMC(Algorithm[Model, State, Info, Info]):
+class SMC(Algorithm[Model, State, Info]):
     """Sequential Monte Carlo for one model; the module's docstring has the mathematics.
 
     ::
@@ -53,6 +50,7 @@ class SMC(Algorithm[Model, State, Info, Info]):
     """
 
     _name = "SMC"
+    _needs_infos = True
 
     def __init__(
         self,
@@ -85,12 +83,12 @@ class SMC(Algorithm[Model, State, Info, Info]):
         self._resample = resample
 
     def __repr__(self) -> str:
-        return f"SMC({self._model!r}, num_particles={self._num_particles})"
+        return f"SMC({self.model!r}, num_particles={self._num_particles})"
 
     def init(self, seed: int) -> State:
         """Return N particles without tokens, of weight 1; the seed is an integer from 0 on."""
         return State(
-            particles=(self._model.start(),) * self._num_particles,
+            particles=(self.model.start(),) * self._num_particles,
             log_weights=frozen(np.zeros(self._num_particles)),
             step=0,
             seed=check_int("seed", seed, 0),
@@ -120,7 +118,7 @@ class SMC(Algorithm[Model, State, Info, Info]):
         increments, token_ids = np.zeros(len(before)), np.full(len(before), DEAD)
         if unfinished:
             growing, places = [particles[index] for index in unfinished], np.array(unfinished)
-            growths = await grown(self._model, growing, seed)
+            growths = await grown(self.model, growing, seed)
             longer, increments[places], token_ids[places] = zip(*growths, strict=True)
             for index, particle in zip(unfinished, longer, strict=True):
                 particles[index] = particle
@@ -140,36 +138,31 @@ class SMC(Algorithm[Model, State, Info, Info]):
     def result(self, state: State, *, infos: Sequence[Info] = ()) -> Result:
         """Return a state as a result, with the infos of the steps before it. Before the last step the
         texts are prefixes, and so the evidence is that of prefixes."""
-        dead = (
-            (len(each.token_ids), each.finished)
-            for each, log_weight in zip(state.particles, state.log_weights, strict=True)
-            if log_weight == -math.inf
-        )
         return result_of(
-            self._model,
+            self.model,
             state.particles,
             state.log_weights,
             state.log_evidence,
             infos=tuple(infos),
-            deaths=Deaths.of(self._model, dead),
-            _tokens=drawn_tokens(self._model, infos),
+            deaths=Deaths.of(self.model, state),
+            _tokens=self._drawn_tokens(infos),
         )
 
-    def _kept(self, state: State, info: Info) -> list[Info]:
-        return [info]
+    def _drawn_tokens(self, infos: Sequence[Info]) -> dict[int, bytes]:
+        """Return the bytes of every token that was drawn, by its id; ``{}`` without a runtime."""
+        if (lm := runtime_of(self.model)) is None:
+            return {}
+        drawn = set().union(*(np.unique(info.token_ids).tolist() for info in infos)) - {DEAD}
+        vocabulary = token_bytes(lm)
+        return {each: vocabulary[each] for each in sorted(drawn)}
 
     def _figures(self, state: State, info: Info) -> dict[str, Any]:
         return {"going": f"{info.unfinished}/{len(state.particles)}", "ESS": f"{info.ess:.1f}"}
-
-    def _result(self, state: State, kept: list[Info]) -> Result:
-        return self.result(state, infos=kept)
 
     def _is_due(self, state: State) -> bool:
         if callable(self._resample_when):
             answer: Any = self._resample_when(state)
             if not isinstance(answer, bool | np.bool_ | int):
-                if inspect.iscoroutine(answer):
-                    answer.close()
                 raise InvalidRequest(
                     f"resample_when gave a {type(answer).__name__}: give a rule that returns True or "
                     "False"

@@ -52,26 +52,51 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, Self
+from typing import Any, Literal, NamedTuple, Self, TypeAlias, cast
 
-from genrt.constraints import CheckedState, Constraint
+import numpy as np
+import torch
+from torch import Tensor
+
+from genrt.constraints import CheckedState, Constraint, ConstraintState, abitmasks
 from genrt.constraints.products import are_quick, fill
+from genrt.constraints.protocols import words_of
 from genrt.errors import ContextTooLong, InvalidConstraint, InvalidRequest
-from genrt.inference import checks
-from genrt.inference.ends import END_TOKEN, Ends, Stop, parse_stop
+from genrt.inference import awrs, checks
 from genrt.inference.model import DEAD, Growth
-from genrt.inference.potentials import evaluate_potential
-from genrt.inference.proposals import Proposal, Proposals, ProposedTokens, State
-from genrt.inference.trails import Frontier, Trail
+from genrt.inference.resampling import Floats
+from genrt.inference.texts import END_TOKEN, Ends, Stop, Trail, parse_stop
 from genrt.lm import AsyncLM
 from genrt.numbers import check_int, displayed
+from genrt.populations import Population
+from genrt.questions.arguments import seeds_at
 from genrt.runtime.concurrency import together
+from genrt.tokens import sampling
 from genrt.tokens.texts import Potential, Text, decoded
+
+State: TypeAlias = ConstraintState | CheckedState
+
+Proposal: TypeAlias = Literal["mask", "awrs"] | AsyncLM
+"""How a ``TextModel`` draws: under masks, by rejection, or from another model."""
+
+
+class ProposedTokens(NamedTuple):
+    """Tokens that were drawn, one after each text.
+
+    Attributes:
+        token_ids: each is a token, or ``DEAD``.
+        log_masses: the logarithms of the allowed masses, or of unbiased estimates.
+        logprobs: log q of the drawn tokens, for another model's proposals; under rejection log(q / w) for
+            an estimate w of the mass, so that p / q stays unbiased.
+    """
+
+    token_ids: list[int]
+    log_masses: list[float]
+    logprobs: list[float]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,6 +132,11 @@ class TextParticle:
     log_twist: float = 0.0
     block: Block | None = None
 
+    @classmethod
+    def of(cls, text: Text) -> Self:
+        """Return the particle of a text, without a constraint's state."""
+        return cls(Trail.of(text), None)
+
     @property
     def generated(self) -> Text:
         """The text, without the prompt and without the end token."""
@@ -128,7 +158,28 @@ class TextModel:
 
     Many algorithms may run one model at once. Equal prefixes share one row, one mask and one call of a
     potential in every step.
+
+    Attributes:
+        lm: the runtime.
+        prompt: the prompt's token ids.
+        constraint: the texts that count.
+        potential: the log-weights of finished texts.
+        temperature: the temperature of the rows.
+        adapter: the name of the adapter.
+        eos_token_id: the model's own end token.
+        ends: the ways in which a text ends.
+        max_steps: ``max_tokens``: a step draws one token of every text.
     """
+
+    lm: AsyncLM
+    prompt: tuple[int, ...]
+    constraint: Constraint | None
+    potential: Potential | None
+    temperature: float
+    adapter: str | None
+    eos_token_id: int | None
+    ends: Ends
+    max_steps: int
 
     def __init__(
         self,
@@ -174,8 +225,7 @@ class TextModel:
         ids = checks.prompt_ids(checks.check_runtime(lm), prompt)
         max_tokens = check_int("max_tokens", max_tokens, 1, 2**31)
         temperature = checks.check_temperature(temperature)
-        is_other = isinstance(proposal, AsyncLM)
-        if not is_other and (
+        if not isinstance(proposal, AsyncLM) and (
             not isinstance(proposal, str | None) or proposal not in (None, "mask", "awrs")
         ):
             raise InvalidRequest(
@@ -209,21 +259,15 @@ class TextModel:
                 "this one has masks: leave the proposal out"
             )
         self._block = _block_size(lm, proposal, block, proposal_adapter, longest)
-        self._lm, self._adapter = lm, checks.adapter_name(adapter)
-        self._constraint, self._potential, self._twist = constraint, potential, twist
-        self._byte_vocab = lm.byte_vocab
-        self._proposals = Proposals(
-            lm=proposal if isinstance(proposal, AsyncLM) else lm,
-            prompt=ids,
-            kind="awrs" if proposal == "awrs" or (is_asked and proposal != "mask") else "mask",
-            is_constrained=constraint is not None,
-            ends=ends,
-            eos_token_id=eos_token_id,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            adapter=checks.adapter_name(proposal_adapter) if is_other else self._adapter,
-            is_weighed_later=is_other,
-        )
+        self.lm, self.prompt, self.adapter = lm, ids, checks.adapter_name(adapter)
+        self.constraint, self.potential, self._twist = constraint, potential, twist
+        self.max_steps, self.temperature, self.ends = max_tokens, temperature, ends
+        self.eos_token_id, self._byte_vocab = eos_token_id, lm.byte_vocab
+        self._proposer, self._proposer_adapter = lm, self.adapter
+        if isinstance(proposal, AsyncLM):
+            self._proposer, self._proposer_adapter = proposal, checks.adapter_name(proposal_adapter)
+        self._rejects = is_asked and proposal != "mask"
+        """Whether tokens are drawn by rejection."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the parts that the runtime at the other end does not have."""
@@ -231,64 +275,13 @@ class TextModel:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._start = None if self._constraint is None else self._constraint.start()
+        self._start = None if self.constraint is None else self.constraint.start()
         self._byte_vocab = self.lm.byte_vocab
 
     def __repr__(self) -> str:
-        what = {"constraint": self._constraint, "potential": self._potential, "twist": self._twist}
+        what = {"constraint": self.constraint, "potential": self.potential, "twist": self._twist}
         given = "".join(f", {name}={each!r}" for name, each in what.items() if each is not None)
         return f"TextModel({len(self.prompt)} tokens, max_tokens={self.max_steps}{given})"
-
-    @property
-    def lm(self) -> AsyncLM:
-        """The runtime."""
-        return self._lm
-
-    @property
-    def prompt(self) -> tuple[int, ...]:
-        """The prompt's token ids."""
-        return self._proposals.prompt
-
-    @property
-    def constraint(self) -> Constraint | None:
-        """The texts that count."""
-        return self._constraint
-
-    @property
-    def potential(self) -> Potential | None:
-        """The log-weights of finished texts."""
-        return self._potential
-
-    @property
-    def temperature(self) -> float:
-        """The temperature of the rows."""
-        return self._proposals.temperature
-
-    @property
-    def adapter(self) -> str | None:
-        """The name of the adapter."""
-        return self._adapter
-
-    @property
-    def eos_token_id(self) -> int | None:
-        """The token that ends a text."""
-        return self._proposals.eos_token_id
-
-    @property
-    def ends(self) -> Ends:
-        """The ways in which a text ends."""
-        return self._proposals.ends
-
-    @property
-    def max_steps(self) -> int:
-        """``max_tokens``: a step draws one token of every text."""
-        return self._proposals.max_tokens
-
-    def unweighted(self) -> Self:
-        """Return the model of the same texts under the same constraint, without potential and twist."""
-        model = copy.copy(self)
-        model._potential = model._twist = None
-        return model
 
     def start(self) -> TextParticle:
         """Return the empty text."""
@@ -318,7 +311,7 @@ class TextModel:
         """Grow each text by one token, in one question to the proposing model; masks are computed
         meanwhile. If it is another model, this one weighs complete blocks in one question."""
         start = self._start if self.ends.never and not particles[0].trail.count else None
-        if start is not None and self._proposals.is_complete(start):
+        if start is not None and self._is_complete(start):
             # The empty text is the only one.
             nothing = [Growth(each, 0.0, DEAD) for each in particles]
             return await self._judged(particles, await self._ended(nothing, [True] * len(nothing)))
@@ -326,40 +319,32 @@ class TextModel:
             return await self._judged(particles, (await self._one_longer(particles, seed))[1])
         going = [place for place, each in enumerate(particles) if not each.trail.finished]
         grown = [Growth(each, 0.0, DEAD) for each in particles]
-        steps: dict[int, tuple[int, float]] = {}
+        steps: dict[int, tuple[tuple[int, ...], float]] = {}
         if going:
             drawn, longer = await self._one_longer([particles[place] for place in going], seed)
             own = zip(drawn.token_ids, drawn.logprobs, strict=True)
-            for place, step, growth in zip(going, own, longer, strict=True):
-                steps[place], grown[place] = step, growth
+            for place, (token_id, logprob), growth in zip(going, own, longer, strict=True):
+                steps[place], grown[place] = ((token_id,), logprob), growth
         over: dict[int, Block] = {}
         for place, (particle, growth) in enumerate(zip(particles, grown, strict=True)):
             if growth.log_weight == -math.inf:
                 continue
-            block: Block = particle.block or Block(particle.trail)
-            if place in steps:
-                token_id, logprob = steps[place]
-                block = replace(
-                    block,
-                    token_ids=(*block.token_ids, token_id),
-                    logprob=block.logprob + logprob,
-                )
-            block = replace(block, steps=block.steps + 1)
+            old = particle.block or Block(particle.trail)
+            token_ids, logprob = steps.get(place, ((), 0.0))
+            block = Block(
+                old.before, old.token_ids + token_ids, old.logprob + logprob, old.steps + 1
+            )
             is_over = block.steps == min(self._block, self.max_steps - block.before.count)
             if is_over:
                 over[place] = block
-            grown[place] = growth._replace(
-                log_weight=0.0,
-                particle=replace(
-                    growth.particle, block=None if is_over else block, log_twist=particle.log_twist
-                ),
-            )
+            own_block = None if is_over else block
+            waiting = replace(growth.particle, block=own_block, log_twist=particle.log_twist)
+            grown[place] = growth._replace(log_weight=0.0, particle=waiting)
         if over:
-            places = list(over)
-            gained = zip(places, await self._block_weights([*over.values()]), strict=True)
+            gained = zip(over, await self._block_weights([*over.values()]), strict=True)
             weighed = [grown[place]._replace(log_weight=gain) for place, gain in gained]
-            found = await self._judged([particles[place] for place in places], weighed)
-            for place, growth in zip(places, found, strict=True):
+            found = await self._judged([particles[place] for place in over], weighed)
+            for place, growth in zip(over, found, strict=True):
                 grown[place] = growth
         return grown
 
@@ -369,13 +354,121 @@ class TextModel:
         """Draw a token after each text; return the tokens, and the texts, which gain the masses."""
         trails = [particle.trail for particle in particles]
         states = [particle.constraint_state for particle in particles]
-        population = self._proposals.population(trails)
-        drawn = await self._proposals.draw(population, trails, states, seed)
-        grown = await self._grown(particles, drawn, Frontier(population))
+        population = self._population(trails)
+        drawn = await self._draw(population, trails, states, seed)
+        grown = await self._grown(particles, drawn, [population])
         if self._start is not None and self.ends.never:
-            complete = await asyncio.to_thread(self._proposals.complete, grown)
-            grown = await self._ended(grown, complete)
+            grown = await self._ended(grown, await asyncio.to_thread(self._complete, grown))
         return drawn, grown
+
+    def _population(self, trails: Sequence[Trail]) -> Population:
+        """Return the population of these texts after the prompt: the previous one, extended, if all texts
+        are from it and it was not taken."""
+        frontier, lm, adapter = trails[0].frontier, self._proposer, self._proposer_adapter
+        if frontier is not None and all(each.frontier is frontier for each in trails):
+            with contextlib.suppress(IndexError):
+                population = frontier.pop()
+                numbers = [each.number for each in trails]
+                if numbers != list(range(len(population))):
+                    population.resample(numbers)
+                population.append([each.token_id for each in trails])
+                return population
+        if not any(each.count for each in trails):
+            return lm.population(self.prompt, len(trails), adapter=adapter)
+        contexts = [self.prompt + each.text.token_ids for each in trails]
+        return lm.population(contexts, adapter=adapter)
+
+    async def _draw(
+        self,
+        population: Population,
+        trails: Sequence[Trail],
+        states: Sequence[State | None],
+        seed: int,
+    ) -> ProposedTokens:
+        """Draw a token after each text of a population, in one question to the model; masks are computed
+        meanwhile. ``states`` are the constraint's."""
+        at_last = [each.count + 1 >= self.max_steps for each in trails]
+        if self._rejects:
+            rows = await population.logprobs()
+            checked = cast("Sequence[CheckedState]", states)
+            return await self._draw_by_rejection(rows, checked, at_last, seed)
+        if self.temperature != 1 and self._block is None:
+            rows, masks = await asyncio.gather(population.logprobs(), self._masks(states, at_last))
+            found = await asyncio.to_thread(self._draw_tempered, rows, masks, seed)
+        else:
+            masks = await self._masks(states, at_last)
+            found = await population.draw(masks=masks, temperature=self.temperature, seed=seed)
+        log_masses = [0.0] * len(trails) if masks is None else found.log_mass.tolist()
+        return ProposedTokens(found.token_ids.tolist(), log_masses, found.logprobs.tolist())
+
+    async def _masks(
+        self, states: Sequence[State | None], at_last: Sequence[bool]
+    ) -> Tensor | None:
+        """Return the packed masks of the allowed tokens, int32 ``[n, ceil(V / 32)]``; at the last token,
+        only the end. ``None`` without a constraint."""
+        if self._start is None:
+            return None
+        masks = await abitmasks(cast("Sequence[State]", states))
+        stops = _packed_tokens(self.ends.token_ids, masks.shape[1])
+        if self.ends.token_ids != {self.eos_token_id}:
+            end = _packed_tokens({self.eos_token_id}, masks.shape[1])
+            may_end = (masks & end).any(dim=1)
+            masks &= ~(end | stops)
+            masks[may_end] |= stops
+        if self.ends.token_ids and any(at_last):
+            masks[torch.tensor(at_last)] &= stops
+        return masks
+
+    def _draw_tempered(self, rows: Tensor, masks: Tensor | None, seed: int) -> sampling.BatchDraw:
+        """Draw from tempered rows under masks, with their masses, as ``batch_draw`` does from rows."""
+        seeds = seeds_at(seed, np.arange(len(rows)))
+        return sampling.draw(
+            sampling.truncate(rows, temperature=self.temperature),
+            mask=None if masks is None else masks.view(torch.uint8).to(rows.device),
+            uniforms=sampling.seeded_uniforms(seeds).to(rows.device),
+        )
+
+    async def _draw_by_rejection(
+        self, rows: Tensor, states: Sequence[CheckedState], at_last: Sequence[bool], seed: int
+    ) -> ProposedTokens:
+        weights, endings = await asyncio.to_thread(self._weights, rows, states, at_last)
+        rngs = [*map(np.random.default_rng, np.random.SeedSequence(seed).spawn(len(states)))]
+        found = await together(
+            awrs.draw_allowed(row, state.check, rng)
+            for row, state, rng in zip(weights, states, rngs, strict=True)
+        )
+        drawn = []
+        for place, (token_id, log_mass) in enumerate(found):
+            weight = weights[place, token_id]
+            if self._block is not None and self.ends.token_ids and token_id == self.eos_token_id:
+                # Choose one of the stop tokens, because the weighing model needs its probability.
+                stop = int(rngs[place].choice(len(endings[place]), p=endings[place] / weight))
+                token_id, weight = sorted(self.ends.token_ids)[stop], endings[place, stop]
+            logprob = math.log(weight) - log_mass if token_id != DEAD else -math.inf
+            drawn.append((token_id, log_mass, logprob))
+        return ProposedTokens(*map(list, zip(*drawn, strict=True)))
+
+    def _weights(
+        self, rows: Tensor, states: Sequence[CheckedState], at_last: Sequence[bool]
+    ) -> tuple[Floats, Floats]:
+        """Return the tokens' probabilities ``[n, V]``, 0 where the constraint is not checked, with
+        the sum of all stop tokens at the end token; and the probability of each stop token, in order."""
+        if self.temperature != 1:
+            rows = sampling.truncate(rows, temperature=self.temperature)
+        weights: Floats = rows.cpu().double().exp().numpy()
+        distinct = {id(state): state for state in states}
+        allowed = {key: state.mask().cpu().numpy() for key, state in distinct.items()}
+        stops = sorted(self.ends.token_ids)
+        endings = weights[:, stops]
+        for row, state, is_last in zip(weights, states, at_last, strict=True):
+            ending = row[stops].sum()
+            row[stops] = 0.0
+            # The end token stands for all stop tokens in the check of the constraint.
+            row[self.eos_token_id] = ending
+            row[~allowed[id(state)]] = 0.0
+            if stops and is_last:
+                row[np.arange(len(row)) != self.eos_token_id] = 0.0
+        return weights, endings
 
     async def _block_weights(self, blocks: Sequence[Block]) -> list[float]:
         """Return the gains of log-weights by these blocks: one question to the model."""
@@ -389,7 +482,7 @@ class TextModel:
         ]
 
     async def _grown(
-        self, particles: Sequence[TextParticle], drawn: ProposedTokens, frontier: Frontier
+        self, particles: Sequence[TextParticle], drawn: ProposedTokens, frontier: list[Population]
     ) -> list[Growth]:
         token_ids = drawn.token_ids
         if self._start is not None and self.ends.token_ids:
@@ -424,7 +517,10 @@ class TextModel:
         return [after[key] for key in keys]
 
     def _longer(
-        self, particles: Sequence[TextParticle], token_ids: Sequence[int], frontier: Frontier
+        self,
+        particles: Sequence[TextParticle],
+        token_ids: Sequence[int],
+        frontier: list[Population],
     ) -> list[Trail]:
         """Return the texts as ``extended`` does, without a look at them where no string may end one."""
         ends, strings, vocab = self.ends.token_ids, self.ends.strings, self._byte_vocab
@@ -442,11 +538,24 @@ class TextModel:
             trails.append(trail)
         return trails
 
+    def _complete(self, grown: Sequence[Growth]) -> list[bool]:
+        """Return whether each text ends here, without a stop."""
+        return [
+            token_id != DEAD
+            and (each.trail.count >= self.max_steps or self._is_complete(each.constraint_state))
+            for each, _, token_id in grown
+        ]
+
+    def _is_complete(self, state: State) -> bool:
+        """Return whether the constraint allows at most the end."""
+        words = words_of(state)[0]
+        return not (words & ~_packed_tokens({self.eos_token_id}, len(words)).numpy()).any()
+
     async def _ended(self, grown: Sequence[Growth], complete: Sequence[bool]) -> list[Growth]:
         """Finish the complete texts; a text that the constraint does not accept is dead."""
         ending = [each.particle for each, ends in zip(grown, complete, strict=True) if ends]
         states = {id(each.constraint_state): each.constraint_state for each in ending}
-        answers = await together([self._proposals.accepts(state) for state in states.values()])
+        answers = await together([self._accepts(state) for state in states.values()])
         accepts = dict(zip(states, answers, strict=True))
         ended = list(grown)
         for place, (particle, log_weight, token_id) in enumerate(grown):
@@ -459,20 +568,26 @@ class TextModel:
                 ended[place] = Growth(particle, -math.inf, DEAD)
         return ended
 
+    async def _accepts(self, state: State) -> bool:
+        """Return whether a text may end here."""
+        if isinstance(state, CheckedState):
+            return (await state.check([cast("int", self.eos_token_id)]))[0]
+        return state.accepting
+
     async def _judged(
         self, particles: Sequence[TextParticle], grown: Sequence[Growth]
     ) -> list[Growth]:
         """Weigh texts that are finished now by the potential, and the others by the twist."""
-        is_weighed = self._potential is not None or self._twist is not None
+        is_weighed = self.potential is not None or self._twist is not None
         if not (is_weighed or any(each.log_twist for each in particles)):
             return list(grown)
         twists = {place: 0.0 for place, each in enumerate(grown) if each.log_weight > -math.inf}
-        judges = ("potential", self._potential, True), ("twist", self._twist, False)
+        judges = ("potential", self.potential, True), ("twist", self._twist, False)
         for name, function, finished in judges:
             places = [place for place in twists if grown[place].particle.finished == finished]
             if function is not None and places:
                 texts = [grown[place].particle.generated for place in places]
-                values = await evaluate_potential(name, function, texts)
+                values = await checks.evaluate_potential(name, function, texts)
                 twists.update(zip(places, values, strict=True))
         judged = list(grown)
         for place, twist in twists.items():
@@ -482,6 +597,15 @@ class TextModel:
                 particle = replace(particle, log_twist=twist)
             judged[place] = Growth(particle, gained, token_id)
         return judged
+
+
+def _packed_tokens(token_ids: Iterable[int | None], count: int) -> Tensor:
+    """Return the packed mask of these tokens, int32 ``[count]``."""
+    words = np.zeros(count, np.uint32)
+    for token_id in token_ids:
+        if token_id is not None:
+            words[token_id // 32] |= np.uint32(1 << token_id % 32)
+    return torch.from_numpy(words.view(np.int32))
 
 
 def _block_size(lm: AsyncLM, proposal: Any, block: Any, adapter: Any, longest: int) -> int | None:

@@ -9,14 +9,14 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
 
 from genrt.errors import InvalidRequest
 from genrt.numbers import is_truth_value
-from genrt.questions.contexts import (
+from genrt.questions.arguments import (
     Table,
     TokenIds,
     host_array,
@@ -24,10 +24,21 @@ from genrt.questions.contexts import (
     is_plain_sequence,
 )
 
-Mask: TypeAlias = torch.Tensor | np.ndarray | Sequence[int] | Set[int]
-"""The tokens that may be drawn: bool ``[vocab_size]``, token ids as a sequence, a set or int64, or a
-packed bitmask, int32 ``[ceil(vocab_size / 32)]`` with token ``i`` at bit ``i % 32`` of word ``i // 32``.
-"""
+
+class MaskedState(Protocol):
+    """A state of a constraint."""
+
+    def mask(self) -> torch.Tensor:
+        """Return the allowed tokens, bool ``[vocab_size]``."""
+
+    def advance(self, token_id: int) -> Any:
+        """Return the state after another token."""
+
+
+Mask: TypeAlias = torch.Tensor | np.ndarray | Sequence[int] | Set[int] | MaskedState
+"""The tokens that may be drawn: a constraint's state; bool ``[vocab_size]``; token ids as a sequence, a
+set or int64; or a packed bitmask, int32 ``[ceil(vocab_size / 32)]`` with token ``i`` at bit ``i % 32`` of
+word ``i // 32``."""
 
 Masks: TypeAlias = Sequence[Mask | None] | torch.Tensor | np.ndarray
 """A mask for each context, or a bool or packed matrix of them."""
@@ -40,6 +51,8 @@ def packed_mask(mask: Mask, vocab_size: int) -> bytes:
         InvalidRequest: another form or length, or an ambiguous form.
     """
     words = -(-vocab_size // 32)
+    if hasattr(mask, "advance"):
+        mask = _mask_of_state(mask)
     if not isinstance(mask, torch.Tensor | np.ndarray):
         bits = _bits_of_ids(_ids(mask, vocab_size), vocab_size)
     elif (kind := str(mask.dtype).removeprefix("torch.").lstrip("<>")) in ("int32", "i4"):
@@ -138,11 +151,7 @@ def _without_excess(packed: np.ndarray, vocab_size: int) -> np.ndarray:
 def _ids(mask: Sequence[int] | Set[int], vocab_size: int) -> Sequence[int]:
     """Return a mask's token ids. Raises InvalidRequest for bools and constraints."""
     if hasattr(mask, "start") and not isinstance(mask, range):
-        raise InvalidRequest(
-            "mask is a constraint: give the mask of a state, at first constraint.start().mask()"
-        )
-    if hasattr(mask, "mask"):
-        raise InvalidRequest(f"mask is a {type(mask).__name__}: give its mask, state.mask()")
+        raise InvalidRequest("mask is a constraint: give a state, at first constraint.start()")
     given = tuple(mask) if isinstance(mask, Set) else mask
     if isinstance(given, Sequence) and any(
         kind in (bool, np.bool_) or (kind is torch.Tensor and any(map(is_truth_value, given)))
@@ -150,6 +159,16 @@ def _ids(mask: Sequence[int] | Set[int], vocab_size: int) -> Sequence[int]:
     ):
         raise InvalidRequest(f"mask is a sequence of bool: {_mask_advice(vocab_size)}")
     return given
+
+
+def _mask_of_state(state: Any) -> torch.Tensor:
+    if hasattr(state, "check"):
+        raise InvalidRequest(
+            "mask is a state that checks single tokens, as of a predicate: give its mask, "
+            "(await abitmasks([state]))[0], or draw after a context, which asks it"
+        )
+    mask: torch.Tensor = state.mask()
+    return mask
 
 
 def _bits_of_ids(token_ids: TokenIds, vocab_size: int) -> np.ndarray:

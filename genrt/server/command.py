@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from genrt.cluster.options import add_replica_arguments, check_replicas, replica_options
+from genrt.cluster.options import add_replica_arguments, replica_options
 from genrt.engines.adapters import check_adapter_directory, least_lora_rank
 from genrt.errors import EngineNotInstalled, ExtraNotInstalled, InvalidRequest
 from genrt.loading import load
 from genrt.numbers import check_float, check_int, named
-from genrt.questions.contexts import check_seed
+from genrt.questions.arguments import check_seed
 from genrt.server.gate import ServerLimits, check_key
 
 NO_VLLM = "vLLM is missing: pip install 'genrt[cpu]', or 'genrt[cuda]' on a GPU machine"
@@ -83,7 +83,6 @@ def run(options: argparse.Namespace) -> int:
     check_float("shutdown_seconds", options.shutdown_seconds, 0.0, 1e6)
     check_seed(options.seed)
     replicas = replica_options(vars(options))
-    check_replicas(**replicas)
     if options.trainers and replicas["replicas"] is not None:
         raise InvalidRequest(
             "--trainers sends weights to one engine: leave out --replicas. A runtime over replicas takes "

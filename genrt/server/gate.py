@@ -9,7 +9,6 @@ import hmac
 import ipaddress
 import json
 import logging
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
@@ -39,9 +38,6 @@ CLOSING = "the server is closing: ask again later"
 
 BUSY = "the server is busy: ask again a second later"
 
-PIECE = 2**16
-"""How many bytes of an answer are passed on at once."""
-
 KINDS = {
     400: "BadRequestError",
     401: "AuthenticationError",
@@ -68,13 +64,8 @@ class ServerLimits:
     Attributes:
         body_bytes: the largest body of a request.
         body_seconds: how long a client may take to send a body.
-        head_seconds: how long a client may take to send the head of a request.
-        send_seconds: how long a client may leave an answer unread; a long answer has a second more for
-            each MiB.
-        connections: how many connections are open at once, at most three quarters of the process's
-            descriptors. One more closes the oldest idle one.
+        connections: how many connections are open at once; requests of more get a 503.
         requests: how many requests are served at once; more get a 429.
-        held_bytes: how many bytes all bodies and answers may take together.
         values: how many values the JSON of a body may have; lists and members of objects, a 64th.
         contexts: the most contexts, continuations and particles of one request to genrt's own routes.
         answer_bytes: the largest answer of genrt's own routes.
@@ -83,11 +74,8 @@ class ServerLimits:
 
     body_bytes: int = 2**25
     body_seconds: float = 30.0
-    head_seconds: float = 10.0
-    send_seconds: float = 60.0
     connections: int = 4096
     requests: int = 1024
-    held_bytes: int = 2**30
     values: int = 2**20
     contexts: int = 4096
     answer_bytes: int = 2**28
@@ -141,7 +129,7 @@ def error_event(error: HTTPError) -> bytes:
 
 
 class ClientLeft(Exception):
-    """The client has disconnected, or does not read its answer."""
+    """The client has disconnected."""
 
 
 def is_loopback(host: str) -> bool:
@@ -183,9 +171,6 @@ class Gate:
         api_key: the key that requests must show, if any.
         limits: of requests and answers.
         is_healthy: decides whether ``/health`` is answered with 200 or 503.
-
-    Attributes:
-        held_bytes: the bytes of all bodies and answers under way.
     """
 
     def __init__(
@@ -201,7 +186,6 @@ class Gate:
         self._limits = limits
         self._is_healthy = is_healthy
         self._answers: set[_AnswerStream] = set()
-        self.held_bytes = 0
 
     @property
     def serving(self) -> int:
@@ -219,7 +203,7 @@ class Gate:
         """Serve one request."""
         if scope["type"] != "http":
             raise RuntimeError(f"the server speaks HTTP only, not {scope['type']}")
-        answer = _AnswerStream(send, self._limits.send_seconds, self._hold)
+        answer = _AnswerStream(send)
         error: HTTPError
         try:
             if scope["path"] == "/health" and scope["method"] in ("GET", "HEAD"):
@@ -242,8 +226,6 @@ class Gate:
         except ClientLeft:
             return  # uvicorn closes a connection whose answer has no end
         except Exception as failed:
-            if answer.is_left:
-                return  # the client's absence made the application fail
             found = _error_in(failed)
             if found is None:
                 logger.exception("%s %s failed", scope["method"], scope["path"])
@@ -253,12 +235,6 @@ class Gate:
             await error.response(scope, receive, send)
         elif answer.has_events:
             await send({"type": "http.response.body", "body": error_event(error)})
-
-    def _hold(self, count: int) -> None:
-        """Add to the bytes held; less than 0 frees some. Raises HTTPError for too many."""
-        if count > 0 and self.held_bytes + count > self._limits.held_bytes:
-            raise HTTPError(429, BUSY, retry_after="1")
-        self.held_bytes += count
 
     def _check(self, scope: Scope) -> None:
         """Raise HTTPError unless the request shows the key, or names a loopback host without one."""
@@ -292,7 +268,7 @@ class Gate:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read the whole body, within the limits, and have the application serve the request."""
-        limits, body, held = self._limits, bytearray(), 0
+        limits, body = self._limits, bytearray()
         too_large = HTTPError(413, f"the body is over {limits.body_bytes} bytes")
         for name, value in scope["headers"]:
             if name == b"content-length" and (len(value) > 18 or int(value) > limits.body_bytes):
@@ -305,11 +281,9 @@ class Gate:
                     if message["type"] == "http.disconnect":
                         raise ClientLeft
                     part, more = message.get("body", b""), message.get("more_body", False)
-                    if held + len(part) > limits.body_bytes:
-                        raise too_large
-                    self._hold(len(part))
-                    held += len(part)
                     body += part
+                    if len(body) > limits.body_bytes:
+                        raise too_large
             parts = [bytes(body)]
             body.clear()
 
@@ -324,57 +298,23 @@ class Gate:
                 raise
             late = f"the body took over {limits.body_seconds:g} s"
             raise HTTPError(408, late, connection="close") from None
-        finally:
-            self._hold(-held)
 
 
 class _AnswerStream:
     """The answer to one request."""
 
-    def __init__(self, send: Send, send_seconds: float, hold: Callable[[int], None]) -> None:
+    def __init__(self, send: Send) -> None:
         self._send = send
-        self._send_seconds = send_seconds
-        self._hold = hold
-        self._start: Message | None = None
         self.is_begun = self.has_events = False
-        self.is_left = False  # whether the client does not read it
         self.time = asyncio.timeout(None)  # it ends the request when the server closes
 
     async def send(self, message: Message) -> None:
-        """Send a part. Raises ClientLeft, and HTTPError if all clients' answers take too many bytes."""
+        """Send a part."""
         if message["type"] == "http.response.start":
             kinds = [value for name, value in message["headers"] if name == b"content-type"]
-            self.has_events = self.is_begun = any(each.startswith(EVENTS) for each in kinds)
-            if self.has_events:
-                await self._sent(message, math.inf)
-            else:
-                self._start = message  # sent with the body, which may be too large
-            return
-        body = memoryview(message.get("body", b""))
-        size = len(body)
-        # Answers of one piece are bounded by the number of requests; a stream cannot be refused any more.
-        held = size if size > PIECE and not self.has_events else 0
-        self._hold(held)
-        try:
-            late = asyncio.get_running_loop().time() + self._send_seconds + size / 2**20
-            if self._start is not None:
-                start, self._start, self.is_begun = self._start, None, True
-                await self._sent(start, late)
-            while len(body) > PIECE:
-                await self._sent({**message, "body": body[:PIECE], "more_body": True}, late)
-                body = body[PIECE:]
-            await self._sent({**message, "body": body}, late)
-        finally:
-            self._hold(-held)
-
-    async def _sent(self, message: Message, late: float) -> None:
-        now = asyncio.get_running_loop().time()
-        try:
-            async with asyncio.timeout_at(min(late, now + self._send_seconds)):
-                await self._send(message)
-        except TimeoutError:
-            self.is_left = True
-            raise ClientLeft from None
+            self.has_events = any(each.startswith(EVENTS) for each in kinds)
+            self.is_begun = True
+        await self._send(message)
 
 
 def _error_in(failed: BaseException) -> HTTPError | None:

@@ -7,7 +7,6 @@ Routes that would change the engine for its other users, or the process, are rem
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 from argparse import Namespace
@@ -19,7 +18,6 @@ from typing import Any, NoReturn, TypeAlias
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -44,11 +42,10 @@ from genrt.errors import EngineFailed, InvalidRequest
 from genrt.generation.conversations import splice_turn
 from genrt.lm import AsyncLM
 from genrt.numbers import named, shown
-from genrt.questions.contexts import id_words
+from genrt.questions.arguments import id_words
 from genrt.server.bodies import Bodies, check_front_end_body, json_bytes
 from genrt.server.client import TASKS, RuntimeClient, TextFailed
 from genrt.server.gate import HTTPError
-from genrt.server.routes import BODIES, JSON
 
 PREFIX, MARK = "required_prefix_token_ids", "prompt_token_ids"
 
@@ -79,7 +76,6 @@ GIVEN_ELSEWHERE = {
 
 # fmt: off
 HONOURED = frozenset((
-    "allow_credentials", "allowed_headers", "allowed_methods", "allowed_origins",
     "anthropic_disabled_thinking_effort", "chat_template", "chat_template_content_format",
     "cohere_format", "cohere_is_reasoning_model", "default_chat_template_kwargs",
     "disable_fastapi_docs", "enable_auto_tool_choice", "enable_force_include_usage",
@@ -167,8 +163,7 @@ async def openai_application(
     arguments.disable_log_stats = True  # the runtime counts
     try:
         validate_api_server_args(arguments)
-        # Other origins are let in in front of all routes, these and genrt's own.
-        own = Namespace(**vars(arguments) | {"allowed_origins": []})
+        own = Namespace(**vars(arguments) | {"allowed_origins": []})  # no page of another site
         application = build_app(own, TASKS, config.model_config)
         await init_app_state(client, application.state, arguments, TASKS)
     except (KeyError, TypeError, ValueError) as error:
@@ -181,8 +176,6 @@ async def openai_application(
     _keep_failures(application)
     routes = application.router.routes
     routes[:] = [each for each in routes if getattr(each, "path", None) not in CLOSED]
-    if application.openapi_url is not None:
-        application.router.routes.insert(0, _schema_route(application))
     return _with_checks(application, bodies), client
 
 
@@ -237,32 +230,6 @@ def _check_response(data: bytes, bodies: Bodies) -> None:
         except Exception as error:
             message = f"input[{place}] is not an item of a response: see OpenAI's API"
             raise InvalidRequest(message) from error
-
-
-def _schema_route(application: Any) -> Route:
-    """Return the route of the OpenAPI schema, with genrt's own routes; made once, in a thread."""
-    made: list[bytes] = []
-
-    def make() -> bytes:
-        schema = application.openapi()
-        for path, kind in BODIES.items():
-            content = {JSON: {"schema": kind.model_json_schema()}}
-            about = (kind.__doc__ or "").partition("\n")[0]
-            schema["paths"][path] = {
-                "post": {
-                    "summary": about,
-                    "requestBody": {"content": content, "required": True},
-                    "responses": {"200": {"description": "Successful Response"}},
-                }
-            }
-        return json_bytes(schema)
-
-    async def schema(_: Request) -> Response:
-        if not made:
-            made.append(await asyncio.to_thread(make))
-        return Response(made[0], media_type=JSON)
-
-    return Route(application.openapi_url, schema, include_in_schema=False)
 
 
 class _ServedAdapters(UserDict[str, LoRARequest]):

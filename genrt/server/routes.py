@@ -31,7 +31,7 @@ from genrt.errors import (
 from genrt.inference import SMC, Info, Result, State, TextModel
 from genrt.lm import AsyncLM
 from genrt.numbers import json_number
-from genrt.questions.contexts import LAST_SEED
+from genrt.questions.arguments import LAST_SEED
 from genrt.questions.reads import HostRow, ReadRequest
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest
@@ -103,15 +103,6 @@ class UpdateBody(JSONBody):
     """Body of ``/update_weights``."""
 
     update_info: dict[str, Any] | list[dict[str, Any]]
-
-
-BODIES: dict[str, type[JSONBody]] = {
-    "/v1/next_token_logprobs": RowsBody,
-    "/v1/draw": DrawBody,
-    "/v1/score": ScoreBody,
-    "/v1/infer": InferBody,
-}
-"""The bodies of genrt's own JSON routes."""
 
 
 async def _body_data(request: Request, kind: str) -> bytes:

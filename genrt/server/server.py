@@ -6,17 +6,14 @@ import asyncio
 import atexit
 import concurrent.futures
 import contextlib
-import resource
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import uvicorn
-from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Router
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from starlette.types import Receive, Scope, Send
 
 from genrt.errors import EngineFailed, InvalidRequest
 from genrt.lm import AsyncLM
@@ -29,156 +26,6 @@ from genrt.server.status import status_routes
 
 HEAD_BYTES = 2**16
 """The longest head of a request, and the longest line between the chunks of a body."""
-
-READ_BYTES = 2**13
-"""How many bytes of a connection are parsed before others have their turn."""
-
-OVERHEAD_BYTES = 2**17
-"""How many bytes the framing of a body may take, beside an eighth of the body."""
-
-REFUSED_BYTES = 2**28
-"""How many bytes of a refused body are read, so that the client reads the refusal."""
-
-
-class Connections:
-    """The open connections, at most ``most``. The longest idle one makes room for another; if all have a
-    request, a new one is closed."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._open: set[ClientConnection] = set()
-        self._idle: dict[ClientConnection, None] = {}  # without a request, oldest first
-
-    def __len__(self) -> int:
-        return len(self._open)
-
-    def add(self, connection: ClientConnection) -> bool:
-        """Take in a connection; return whether there is room for it."""
-        if len(self._open) >= self._most:
-            oldest = next(iter(self._idle), None)
-            if oldest is None:
-                return False
-            self.remove(oldest)
-            oldest.abort()
-        self._open.add(connection)
-        self._idle[connection] = None
-        return True
-
-    def mark_idle(self, connection: ClientConnection) -> None:
-        """Note that a connection has no request."""
-        if connection in self._open:
-            self._idle[connection] = None
-
-    def mark_busy(self, connection: ClientConnection) -> None:
-        """Note that a connection has a request."""
-        self._idle.pop(connection, None)
-
-    def remove(self, connection: ClientConnection) -> None:
-        """Forget a closed connection."""
-        self._open.discard(connection)
-        self._idle.pop(connection, None)
-
-    def abort_all(self) -> None:
-        """Close all connections at once."""
-        for each in [*self._open]:
-            each.abort()
-
-
-class ClientConnection(asyncio.BufferedProtocol):
-    """One client's connection: bounds in front of ``http``, uvicorn's protocol.
-
-    uvicorn waits for ever for the head of a request, and parses all that it has of a body at once.
-    """
-
-    http: H11Protocol
-
-    def __init__(self, connections: Connections, head_seconds: float) -> None:
-        self._connections = connections
-        self._head_seconds = head_seconds
-        self._buffer = bytearray(READ_BYTES)
-        self._transport: Any = None
-        self._late: asyncio.TimerHandle | None = None
-        self._is_idle = True
-        self._most_received = OVERHEAD_BYTES  # of the request in progress
-        self._received = 0
-
-    def connection_made(self, transport: Any) -> None:
-        self._transport = transport
-        if not self._connections.add(self):
-            transport.abort()
-        self.http.connection_made(transport)
-        self._expect_head()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
-        self._connections.remove(self)
-        self.http.connection_lost(exc)
-
-    def pause_writing(self) -> None:
-        self.http.pause_writing()
-
-    def resume_writing(self) -> None:
-        self.http.resume_writing()
-
-    def eof_received(self) -> None:
-        self.http.eof_received()
-
-    def get_buffer(self, sizehint: int) -> bytearray:
-        return self._buffer
-
-    def buffer_updated(self, nbytes: int) -> None:
-        self._received += nbytes
-        if self._received > self._most_received:
-            self.abort()
-            return
-        if self._is_idle and self._late is None:
-            self._expect_head()
-        self.http.data_received(bytes(memoryview(self._buffer)[:nbytes]))
-
-    def abort(self) -> None:
-        """Close the connection at once."""
-        self._transport.abort()
-
-    async def serve(self, application: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request of this connection."""
-        self._is_idle = False
-        self._stop_timer()
-        self._connections.mark_busy(self)
-        self._received, self._most_received = 0, OVERHEAD_BYTES
-        has_more = True
-
-        async def counted() -> Message:
-            nonlocal has_more
-            message = await receive()
-            if message["type"] == "http.request":
-                has_more = message.get("more_body", False)
-                size = len(message.get("body", b""))
-                self._most_received += size + size // 8
-            return message
-
-        try:
-            await application(scope, counted, send)
-        finally:
-            is_whole = any(name == b"content-length" for name, _ in scope["headers"])
-            if has_more and is_whole:  # a body in chunks would be parsed chunk by chunk
-                self._most_received = REFUSED_BYTES
-            self._is_idle = True
-            self._connections.mark_idle(self)
-
-    def _expect_head(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._late = loop.call_later(self._head_seconds, self._give_up)
-
-    def _stop_timer(self) -> None:
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
-
-    def _give_up(self) -> None:
-        if not self._transport.is_closing():
-            head = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\n"
-            self._transport.write(head + b"connection: close\r\n\r\n")
-            self._transport.close()
 
 
 class Server:
@@ -245,12 +92,6 @@ class Server:
         self._thread: threading.Thread | None = None
         self._uvicorn: uvicorn.Server | None = None
         self._is_closing = False
-        self._connections: Connections | None = None
-
-    @property
-    def connections(self) -> int:
-        """How many connections are open."""
-        return 0 if self._connections is None else len(self._connections)
 
     def start(self) -> Self:
         """Start to listen, and return once questions are answered.
@@ -262,9 +103,6 @@ class Server:
         if self._thread is not None:
             raise InvalidRequest("a server starts once: make another with serving")
         listening = listening_socket(self._host, self._port)
-        # Otherwise the kernel keeps the unread data of ended connections for ever.
-        milliseconds = int(1000 * min(self._limits.send_seconds, 2e6))
-        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, milliseconds))
         started: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._thread = threading.Thread(
             target=self._run, args=(listening, started), name="genrt-server", daemon=True
@@ -328,41 +166,16 @@ class Server:
             raise InvalidRequest(
                 "options are for vLLM's front end: this runtime has another engine"
             )
-        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        most = 2**20 if descriptors == resource.RLIM_INFINITY else descriptors * 3 // 4
-        self._connections = connections = Connections(min(limits.connections, most))
         self.gate = Gate(
             Router(own, redirect_slashes=False, default=openai or _missing),
             api_key=self._api_key,
             limits=limits,
             is_healthy=lambda: lm._thread.alive,
         )
-        application: ASGIApp = self.gate
-        if arguments is not None and arguments.allowed_origins:
-            # In front of the gate: a browser's preflight request has no key.
-            application = CORSMiddleware(
-                application,
-                allow_origins=arguments.allowed_origins,
-                allow_methods=arguments.allowed_methods,
-                allow_headers=arguments.allowed_headers,
-                allow_credentials=arguments.allow_credentials,
-            )
-
-        async def serve(scope: Scope, receive: Receive, send: Send) -> None:
-            connection: ClientConnection = scope["state"]["connection"]
-            await connection.serve(application, scope, receive, send)
-
-        def connect(
-            config: Any, server_state: Any, app_state: Any, _loop: Any = None
-        ) -> ClientConnection:
-            connection = ClientConnection(connections, limits.head_seconds)
-            state = {**app_state, "connection": connection}
-            connection.http = H11Protocol(config, server_state, state, _loop)
-            return connection
-
         config = uvicorn.Config(
-            serve,
-            http=cast("Any", connect),
+            self.gate,
+            http="h11",
+            limit_concurrency=limits.connections + 1,  # it is how many are too many
             h11_max_incomplete_event_size=HEAD_BYTES,
             ws="none",
             lifespan="off",  # vLLM's would freeze the process's garbage collector
@@ -372,13 +185,11 @@ class Server:
             server_header=False,
             timeout_keep_alive=75,
         )
-        ends = [self.gate.cancel_all, connections.abort_all]
-        if client is not None:
-            ends.insert(0, client.cancel_all)
+        cancel_all = self.gate.cancel_all
 
         async def end() -> None:
             await asyncio.sleep(self._shutdown_seconds)
-            for each in ends:  # of which each ends remaining requests
+            for each in (cancel_all, server.abort_all):  # of which each ends remaining requests
                 each()
                 await asyncio.sleep(1.0)
 
@@ -426,6 +237,11 @@ class _Uvicorn(uvicorn.Server):
     ) -> None:
         super().__init__(config)
         self._on_started, self._end = on_started, end
+
+    def abort_all(self) -> None:
+        """Close all connections at once."""
+        for each in [*self.server_state.connections]:
+            each.transport.abort()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

@@ -15,9 +15,8 @@ from torch import Tensor
 from genrt.constraints import CheckedState, Constraint, ConstraintState, amasks
 from genrt.engines.exact import NGram
 from genrt.errors import InvalidRequest
-from genrt.inference.checks import check_temperature
-from genrt.inference.ends import END_TOKEN, Ends, Stop, parse_stop
-from genrt.inference.potentials import evaluate_potential
+from genrt.inference.checks import check_temperature, evaluate_potential
+from genrt.inference.texts import END_TOKEN, Ends, Stop, parse_stop
 from genrt.numbers import check_int
 from genrt.runtime.concurrency import blocking
 from genrt.tokens import sampling

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-import zlib
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +15,7 @@ import torch
 
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.engines.protocol import Engine, Finished, FullEngine, capabilities_of
-from genrt.errors import EngineDied, EngineFailed, InvalidRequest, NotFinite, OutOfMemory
+from genrt.errors import EngineDied, EngineFailed, InvalidRequest
 from genrt.lm import AsyncLM
 from genrt.questions.completions import Decoding
 from genrt.questions.request import Request
@@ -38,14 +37,10 @@ class Faults:
     Attributes:
         step: the probability that a call of ``step`` raises, for everything in progress.
         death: the probability that the engine dies in a call of ``step``.
-        not_finite: the share of contexts without a finite row; the tokens decide which contexts.
-        out_of_memory_above: the number of requests that fit into a step; ``None``: any number.
     """
 
     step: float = 0.0
     death: float = 0.0
-    not_finite: float = 0.0
-    out_of_memory_above: int | None = None
 
 
 def run_simulated(
@@ -55,8 +50,6 @@ def run_simulated(
     model: NGram | Callable[[], Engine] | None = None,
     faults: Faults | None = None,
     cancel_after: int | None = None,
-    cache_bytes: int = 2**20,
-    max_batch_size: int | None = None,
 ) -> T:
     """Return the result of your own sampler on a simulated runtime.
 
@@ -72,8 +65,6 @@ def run_simulated(
         faults: the engine's faults; no faults by default.
         cancel_after: the number of events (callbacks, engine steps, …) after which the sampler is
             cancelled if it has not ended; ``None``: never.
-        cache_bytes: as for ``genrt.load``.
-        max_batch_size: as for ``genrt.load``.
 
     Raises:
         AssertionError: the sampler waits forever, or left tasks, questions or unread errors behind. The
@@ -95,12 +86,11 @@ def run_simulated(
         rounds.append(VirtualRounds(round, clock))
         return rounds[-1]
 
-    cache = RowCache(cache_bytes)
+    cache = RowCache(2**20)
     time = clock.time
     thread = EngineThread(
         lambda: _FaultyEngine(open_engine(), faults or Faults(), chance),
         cache,
-        max_batch_size=max_batch_size,
         make_batcher=partial(_AwaitedBatcher, clock=time),
         make_thread=make_rounds,
     )
@@ -202,17 +192,8 @@ class _FaultyEngine:
         if sent := self._some([*self._queued]):
             for request in sent:
                 del self._queued[request]
-            sound = [each for each in sent if not self._is_poisoned(each)]
-            poisoned = [each for each in sent if each not in sound]
-            self._done += [Finished(e, error=NotFinite(f"{e} has no finite row")) for e in poisoned]
-            self._running |= dict.fromkeys(sound)
-            if sound:
-                self._inner.submit(sound)
-        most = faults.out_of_memory_above
-        if most is not None and len(self._running) > most:
-            count = len(self._running)
-            self.cancel([*self._queued, *self._running, *(end.request for end in self._done)])
-            raise OutOfMemory(f"{count} requests do not fit into a step, {most} do")
+            self._running |= dict.fromkeys(sent)
+            self._inner.submit(sent)
         for end in self._inner.step() if self._running else ():
             self._running.pop(end.request, None)
             self._done.append(end)
@@ -246,10 +227,6 @@ class _FaultyEngine:
 
     def _is_due(self, probability: float) -> bool:
         return probability > 0.0 and self._chance.random() < probability
-
-    def _is_poisoned(self, request: Request) -> bool:
-        share = zlib.crc32(repr(request.token_ids).encode()) / 2**32
-        return share < self._faults.not_finite
 
     def _some(self, things: list[Any]) -> list[Any]:
         """Return the first of these, and others at random."""

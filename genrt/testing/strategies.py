@@ -20,7 +20,7 @@ from genrt.tokens.texts import Potential, Text
 
 if TYPE_CHECKING:
     from hypothesis import strategies as st
-    from hypothesis.strategies import DrawFn, SearchStrategy
+    from hypothesis.strategies import SearchStrategy
 else:
 
     class _Strategies:
@@ -40,14 +40,6 @@ else:
 
 LETTERS = [b"a", b"b", b"ab", b"ba"] + [letter.encode() for letter in string.ascii_lowercase[2:]]
 """Tokens in the order of preference: two letters, their combinations, and further letters."""
-
-SPLIT = [
-    (b"\xc3", b"\xa9"),
-    (b"\xe2\x82", b"\xac"),
-    (b"\xe2", b"\x82\xac"),
-    (b"\xf0\x9f", b"\x99\x82"),
-]
-"""Characters in two pieces."""
 
 NEAR_ZERO = (-75.0, -55.0)
 """Log-weights of very unlikely tokens, about 1e-32 to 1e-24, which float32 can still represent."""
@@ -125,13 +117,9 @@ def small_lms(
     *,
     min_vocab_size: int = 2,
     max_vocab_size: int = 4,
-    min_order: int = 0,
     max_order: int = 2,
     eos: bool = True,
     zeros: bool = True,
-    near_zeros: bool = True,
-    duplicates: bool = False,
-    split_characters: bool = False,
 ) -> SearchStrategy[NGram]:
     """Draw exact models of any distribution.
 
@@ -140,52 +128,47 @@ def small_lms(
     rows. With few tokens and a small ``max_tokens``, enumeration takes milliseconds.
 
     Args:
-        min_vocab_size: including the end token; more if the other options need more.
+        min_vocab_size: including the end token.
         max_order: the largest number of context tokens that count. The model's table has one dimension
             more.
         eos: whether there is an end token; it is the last one.
         zeros: whether tokens may be impossible, and so whole texts, and prefixes without a possible end.
-        near_zeros: whether tokens may be almost impossible, with probabilities of about 1e-30.
-        duplicates: have two tokens of equal bytes.
-        split_characters: have two tokens that form a character only together.
+            Without it the least probability is about 1e-30.
 
     Raises:
-        InvalidRequest: sizes or orders out of range, or too few tokens for the options.
+        InvalidRequest: a size or the order is out of range.
         EngineNotInstalled: Hypothesis is missing.
     """
-    least = max(1, 2 * split_characters) + duplicates + eos
-    if not 1 <= min_vocab_size <= max_vocab_size <= len(LETTERS) or max_vocab_size < least:
+    if not 1 + eos <= min_vocab_size <= max_vocab_size <= len(LETTERS):
         raise InvalidRequest(
             f"min_vocab_size={min_vocab_size} and max_vocab_size={max_vocab_size}: give sizes in order, "
-            f"the larger one from {least}, which these options take, to {len(LETTERS)}"
+            f"from {1 + eos} to {len(LETTERS)}"
         )
-    if not 0 <= min_order <= max_order or max_vocab_size ** (max_order + 1) > 4096:
+    if max_order < 0 or max_vocab_size ** (max_order + 1) > 4096:
         raise InvalidRequest(
-            f"min_order={min_order} and max_order={max_order}: give orders from 0 up, so low that "
+            f"max_order={max_order}: give an order from 0 up, so low that "
             "max_vocab_size ** (max_order + 1) is at most 4096"
         )
 
     def model(shape: tuple[int, int]) -> SearchStrategy[NGram]:
         size, order = shape
         rows = st.lists(
-            _row_weights(size, zeros=zeros, near_zeros=near_zeros),
+            _row_weights(size, zeros=zeros),
             min_size=size**order,
             max_size=size**order,
         )
         return st.builds(
             NGram,
-            _vocabularies(size, eos=eos, duplicates=duplicates, split_characters=split_characters),
+            _vocabularies(size, eos=eos),
             rows.map(lambda drawn: torch.tensor(drawn).view([size] * (order + 1))),
             eos_token_id=st.just(size - 1 if eos else None),
         )
 
-    sizes = st.integers(max(least, min_vocab_size), max_vocab_size)
-    return st.tuples(sizes, st.integers(min_order, max_order)).flatmap(model)
+    sizes = st.integers(min_vocab_size, max_vocab_size)
+    return st.tuples(sizes, st.integers(0, max_order)).flatmap(model)
 
 
-def constraints(
-    lm: AsyncLM, *, predicates: bool = True, max_length: int = 4
-) -> SearchStrategy[Constraint]:
+def constraints(lm: AsyncLM) -> SearchStrategy[Constraint]:
     """Draw constraints over this runtime's texts.
 
     They are finite sets of strings, regular expressions, predicates, and products of two constraints.
@@ -195,22 +178,16 @@ def constraints(
     The runtime must be open, so draw them in the body of a test: ``data.draw(constraints(lm))``, with
     ``data=st.data()``.
 
-    Args:
-        predicates: whether there may be predicates, which are checked token by token.
-        max_length: the most characters in a string of a finite set.
-
     Raises:
         EngineNotInstalled: Hypothesis is missing.
     """
     alphabet = _alphabet(lm.byte_vocab)
-    texts = st.text(st.sampled_from(alphabet), max_size=max_length)
-    kinds: list[SearchStrategy[Constraint]] = [
+    texts = st.text(st.sampled_from(alphabet), max_size=4)
+    each = st.one_of(
         st.lists(texts, min_size=1, max_size=5, unique=True).map(lambda some: strings(some, lm)),
         _patterns(alphabet).map(lambda pattern: regex(pattern, lm)),
-    ]
-    if predicates:
-        kinds.append(_rules(alphabet).map(lambda rule: predicate(rule, lm, name=repr(rule))))
-    each = st.one_of(kinds)
+        _rules(alphabet).map(lambda rule: predicate(rule, lm, name=repr(rule))),
+    )
     return st.one_of(each, st.tuples(each, each).map(lambda both: all_of(*both)))
 
 
@@ -261,14 +238,12 @@ def _also_asynchronous(
     return st.one_of(plain, plain.map(Asynchronous))
 
 
-def _row_weights(size: int, *, zeros: bool, near_zeros: bool) -> SearchStrategy[list[float]]:
+def _row_weights(size: int, *, zeros: bool) -> SearchStrategy[list[float]]:
     """Draw the log-weights of one row: uniform, arbitrary, or a single token."""
-    entries = [st.just(0.0), st.floats(-8, 0, width=32)]
-    if near_zeros:
-        entries.append(st.floats(*NEAR_ZERO, width=32))
+    entries = [st.just(0.0), st.floats(-8, 0, width=32), st.floats(*NEAR_ZERO, width=32)]
     if zeros:
         entries.append(st.just(-math.inf))
-    rest = -math.inf if zeros else NEAR_ZERO[0] if near_zeros else -8.0
+    rest = -math.inf if zeros else NEAR_ZERO[0]
 
     def alone(place: int) -> list[float]:
         return [0.0 if token == place else rest for token in range(size)]
@@ -283,22 +258,13 @@ def _row_weights(size: int, *, zeros: bool, near_zeros: bool) -> SearchStrategy[
     )
 
 
-def _vocabularies(
-    size: int, *, eos: bool, duplicates: bool, split_characters: bool
-) -> SearchStrategy[list[bytes]]:
-    @st.composite
-    def vocabularies(draw: DrawFn) -> list[bytes]:
-        tokens: list[bytes] = [*draw(st.sampled_from(SPLIT))] if split_characters else []
-        others = size - eos - duplicates - len(tokens)
-        letters = st.sampled_from(LETTERS[: others + 4])
-        tokens += draw(st.lists(letters, min_size=others, max_size=others, unique=True))
-        if duplicates:
-            tokens.append(draw(st.sampled_from(tokens)))
-        if eos:
-            tokens.append(draw(st.sampled_from([b"", b"<end>"])))
+def _vocabularies(size: int, *, eos: bool) -> SearchStrategy[list[bytes]]:
+    letters = st.sampled_from(LETTERS[: size - eos + 4])
+    tokens = st.lists(letters, min_size=size - eos, max_size=size - eos, unique=True)
+    if not eos:
         return tokens
-
-    return vocabularies()
+    ends = st.sampled_from([b"", b"<end>"])
+    return st.tuples(tokens, ends).map(lambda drawn: [*drawn[0], drawn[1]])
 
 
 def _alphabet(vocabulary: list[bytes]) -> list[str]:

@@ -9,6 +9,8 @@ from typing import TypeAlias, cast
 
 from genrt.errors import InvalidRequest
 
+__all__ = ["Potential", "Predicate", "Text", "decoded"]
+
 Bytes: TypeAlias = bytes
 """``bytes``, for a class in which an attribute hides that name."""
 

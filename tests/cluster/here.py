@@ -38,7 +38,10 @@ class ReplicasHere:
 
     Attributes:
         lives: how many lives each replica has had.
+        restarts: how often each is started again.
     """
+
+    restarts = 1000
 
     def __init__(
         self,
@@ -46,10 +49,9 @@ class ReplicasHere:
         cluster: str,
         *,
         replicas: int,
-        restarts: int = 1000,
         **_: Any,
     ) -> None:
-        self._make, self._restarts = make, restarts
+        self._make = make
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -100,7 +102,7 @@ class ReplicasHere:
 
     def _begin(self, number: int, name: str, given: tuple[Any, ...], found: Future[Any]) -> None:
         life = self._lives[number]
-        if self.lives[number] > self._restarts + 1:
+        if self.lives[number] > self.restarts + 1:
             found.set_exception(Gone("it died", is_final=True))
             return
         life.calls[found] = self._loop.create_task(self._run(life, name, given, found))
@@ -122,7 +124,7 @@ class ReplicasHere:
         life = self._lives[number]
         self._lives[number] = Life(Replica())
         self.lives[number] += 1
-        is_final = self.lives[number] > self._restarts + 1
+        is_final = self.lives[number] > self.restarts + 1
         calls, life.calls = life.calls, {}
         for found, task in calls.items():
             task.cancel()

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 
 import genrt
+from genrt.cluster import engine
 from genrt.engines.adapters import CONFIG_NAME, WEIGHTS_NAME
 from genrt.engines.exact import NGram
 from genrt.inference import SMC, TextModel
 
 VOCABULARY = [b"a", b"b", b"c", b"ab", b" ", b"1", b"2", b""]
 MODEL = NGram.random(VOCABULARY, order=2, seed=4, eos_token_id=7)
-LIMITS = genrt.ReplicaLimits(stall_seconds=20.0, most_restarts=5)
 CONTEXTS = [[a, b] for a in range(8) for b in range(8)]
 OPTIONS: Any = {"engine": "exact", "seed": 7}
 
@@ -74,7 +74,8 @@ async def main() -> None:
         posterior = await SMC(TextModel(one, [0], max_tokens=6), num_particles=8).run(3)
     tell("ray is not imported", "ray" not in sys.modules)
     environment = dict(os.environ)
-    lm = await genrt.aload(MODEL, replicas=2, replica_limits=LIMITS, **OPTIONS)
+    engine.STALL_SECONDS = 20.0
+    lm = await genrt.aload(MODEL, replicas=2, **OPTIONS)
     import ray
 
     tell("the environment is as it was", dict(os.environ) == environment)

@@ -6,7 +6,6 @@ import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,8 +20,6 @@ import pytest
 import genrt
 from genrt.cluster import actors
 from genrt.cluster.actors import Actors, RayConnection
-from genrt.cluster.engine import _visible_gpus
-from genrt.cluster.options import gpus_of
 from genrt.engines.exact import NGram
 from genrt.errors import EngineNotInstalled, EngineUnsupported, InvalidRequest
 
@@ -71,36 +68,10 @@ def test_no_process_outlives_an_owner_that_is_killed_though_a_fork_of_it_lives_o
                 os.close(each)
 
 
-def test_the_end_of_a_process_is_waited_for_but_not_for_ever(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    command = [sys.executable, "-c", "input()"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) as child:
-        end = actors._end_of(child.pid)
-        assert end is not None
-        assert child.stdin is not None
-        monkeypatch.setattr(actors, "EXIT_SECONDS", 0.0)
-        actors._wait_for([os.dup(end)])
-        assert child.poll() is None
-        monkeypatch.setattr(actors, "EXIT_SECONDS", 60.0)
-        child.stdin.close()
-        actors._wait_for([end])
-        assert child.poll() is not None
-    assert actors._end_of(child.pid) is None
-
-
 def test_without_ray_replicas_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(EngineNotInstalled, match=r"pip install 'genrt\[ray\]'"):
         genrt.load(MODEL, engine="exact", replicas=1)
-
-
-def test_what_is_no_cluster_is_refused() -> None:
-    for wrong in ("", 3, b"auto", ["auto"]):
-        with pytest.raises(InvalidRequest, match="cluster must be"):
-            genrt.load(MODEL, engine="exact", replicas=1, cluster=wrong)  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequest, match="say how many"):
-        genrt.load(MODEL, engine="exact", cluster="auto")
 
 
 class FakeNode:
@@ -121,23 +92,27 @@ class FakeRay(SimpleNamespace):
     """Ray's connection, and a local cluster, which does not come up if it ``fails``."""
 
     def __init__(
-        self, *, running: bool = False, connected: bool = False, fails: bool = False
+        self,
+        *,
+        running: bool = False,
+        connected: bool = False,
+        fails: bool = False,
+        gpus: int = 1,
     ) -> None:
         super().__init__(running=running, connected=connected, calls=[], fails=fails, on_hosts=[])
-        self.gpus = 1
+        self.gpus = gpus
         self.get_runtime_context = lambda: SimpleNamespace(gcs_address="10.0.0.1:6379")
         self._private = SimpleNamespace(ray_constants=SimpleNamespace(ENABLE_RAY_CLUSTER=True))
 
     def is_initialized(self) -> bool:
         return bool(self.connected)
 
-    def start_node(self, folder: str, workers: int, gpus: int) -> FakeNode:
+    def start_node(self, folder: str, workers: int) -> FakeNode:
         self.calls.append("started")
         self.on_hosts.append(self._private.ray_constants.ENABLE_RAY_CLUSTER)
         os.environ.update(RAY_AUTH_MODE="token", PYTHONBREAKPOINT="ray's")
         if self.fails:
             raise RuntimeError("the raylet did not come up")
-        self.gpus = gpus
         return FakeNode(self.calls)
 
     def init(self, address: str, **options: Any) -> None:
@@ -177,107 +152,23 @@ def joined(monkeypatch: pytest.MonkeyPatch, ray: FakeRay) -> RayConnection:
 def test_the_last_runtime_ends_what_the_first_began(monkeypatch: pytest.MonkeyPatch) -> None:
     found = joined(monkeypatch, ray := FakeRay())
     for cluster in ("auto", "local"):
-        assert found.join(cluster) is ray
+        assert found.join(cluster, 1) is ray
     assert ray.calls == ["auto", "started", FakeNode.address]
     found.leave()
     assert ray.is_initialized()
     found.leave()
     assert not ray.is_initialized()
     assert ray.calls[3:] == ["shutdown", "killed"]
-    found.join("local")
+    found.join("local", 1)
     assert ray.is_initialized()
-
-
-def test_a_local_cluster_listens_on_loopback_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    joined(monkeypatch, ray := FakeRay()).join("auto")
-    assert ray.on_hosts == [True, False, False]
-    assert ray._private.ray_constants.ENABLE_RAY_CLUSTER is True
-    found = joined(monkeypatch, ray := FakeRay(fails=True))
-    with pytest.raises(EngineUnsupported, match="did not come up"):
-        found.join("local")
-    assert ray.calls == ["started", "shutdown"]
-    assert ray._private.ray_constants.ENABLE_RAY_CLUSTER is True
-
-
-class FakeProcesses:
-    """Ray's class for the processes of a node: its scheduler reads the ports of other services, and may
-    not come up."""
-
-    comes_up = True
-
-    def __init__(self, parameters: Any, *, head: bool, shutdown_at_exit: bool) -> None:
-        assert head
-        assert not shutdown_at_exit
-        self.node_id, self.parameters = "ab12", parameters
-        self.start_api_server(include_dashboard=None)
-        self.start_raylet("a", fallback="b")
-
-    def get_session_dir_path(self) -> str:
-        return str(self.parameters.temp_dir)
-
-    def start_api_server(self, **_: Any) -> None:
-        raise AssertionError("a local Ray has no dashboard")
-
-    def start_raylet(self, *arguments: str, **options: str) -> None:
-        assert (arguments, options) == (("a",), {"fallback": "b"})
-        self.ports = {
-            each.name: each.read_text() for each in Path(self.parameters.temp_dir).iterdir()
-        }
-        with socket.socket() as other, pytest.raises(OSError, match="in use"):
-            other.bind(("127.0.0.1", self.parameters.runtime_env_agent_port))
-        if not self.comes_up:
-            raise RuntimeError("the raylet did not come up")
-
-
-@pytest.mark.parametrize("comes_up", [True, False])
-def test_a_local_cluster_waits_for_no_dashboard(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, comes_up: bool
-) -> None:
-    """On a busy host Ray's scheduler gives up on the dashboard's agent, which is slow to start."""
-    monkeypatch.setitem(sys.modules, "ray._private.node", SimpleNamespace(Node=FakeProcesses))
-    parameter = SimpleNamespace(RayParams=SimpleNamespace)
-    monkeypatch.setitem(sys.modules, "ray._private.parameter", parameter)
-    monkeypatch.setattr(FakeProcesses, "comes_up", comes_up)
-    killed: list[Any] = []
-    kill = "kill_all_processes"
-    monkeypatch.setattr(FakeProcesses, kill, lambda self, **_: killed.append(self), raising=False)
-    if comes_up:
-        node = actors._local_node(str(tmp_path), 3, 2)
-        assert node.parameters.node_ip_address == "127.0.0.1"
-        assert (node.parameters.num_cpus, node.parameters.num_gpus) == (3, 2)
-        names = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port")
-        assert node.ports == {f"{name}_ab12": "-1" for name in names}
-        node.kill_all_processes()
-    else:
-        with pytest.raises(RuntimeError, match="did not come up"):
-            actors._local_node(str(tmp_path), 3, 2)
-    [node] = killed
-    with socket.socket() as other:  # the port is free again
-        other.bind(("127.0.0.1", node.parameters.runtime_env_agent_port))
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_the_environment_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
-    monkeypatch.setenv("PYTHONBREAKPOINT", "mine")
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    before = dict(os.environ)
-    found = joined(monkeypatch, FakeRay(fails=fails))
-    if fails:
-        with pytest.raises(EngineUnsupported):
-            found.join("auto")
-    else:
-        found.join("auto")
-        assert dict(os.environ) == before
-        found.leave()
-    assert dict(os.environ) == before
 
 
 def test_a_connection_of_the_users_is_taken_and_left(monkeypatch: pytest.MonkeyPatch) -> None:
     found = joined(monkeypatch, ray := FakeRay(connected=True))
     for cluster in ("auto", "10.0.0.1:6379"):
-        found.join(cluster)
+        found.join(cluster, 1)
     with pytest.raises(EngineUnsupported, match="cannot be to"):
-        found.join("10.0.0.2:6379")
+        found.join("10.0.0.2:6379", 1)
     found.leave()
     found.leave()
     assert ray.is_initialized()
@@ -287,17 +178,16 @@ def test_a_connection_of_the_users_is_taken_and_left(monkeypatch: pytest.MonkeyP
 def test_a_cluster_that_is_not_there_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     found = joined(monkeypatch, ray := FakeRay())
     with pytest.raises(EngineUnsupported, match="no Ray cluster at '10"):
-        found.join("10.0.0.9:6379")
+        found.join("10.0.0.9:6379", 1)
     assert ray.calls == ["10.0.0.9:6379", "shutdown"]
     ray.running = True
-    found.join("10.0.0.1:6379")
+    found.join("10.0.0.1:6379", 1)
     found.leave()
     assert ray.calls[-1] == "shutdown"
 
 
-def opened(make: Any, replicas: int, gpus: int, here: int) -> Actors:
-    own: dict[str, Any] = {"replicas": replicas, "gpus": gpus, "here": here}
-    return Actors(make, "auto", environment={}, restarts=1, **own)
+def opened(make: Any, replicas: int, gpus: int) -> Actors:
+    return Actors(make, "auto", environment={}, replicas=replicas, gpus=gpus)
 
 
 @pytest.mark.parametrize(
@@ -306,23 +196,23 @@ def opened(make: Any, replicas: int, gpus: int, here: int) -> Actors:
 def test_replicas_take_the_gpus_of_this_host(
     monkeypatch: pytest.MonkeyPatch, here: int, replicas: int, gpus: int, each: float
 ) -> None:
-    monkeypatch.setattr(actors, "connection", joined(monkeypatch, ray := FakeRay()))
-    opened(partial(int), replicas, gpus, here)
-    assert (ray.gpus, ray.calls[-1]) == (here, each)
+    monkeypatch.setattr(actors, "connection", joined(monkeypatch, ray := FakeRay(gpus=here)))
+    opened(partial(int), replicas, gpus)
+    assert ray.calls[-1] == each
 
 
 def test_replicas_without_gpus_are_refused_or_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other hosts may join a cluster; the one that genrt started has only this."""
-    monkeypatch.setattr(actors, "connection", joined(monkeypatch, ray := FakeRay()))
+    monkeypatch.setattr(actors, "connection", joined(monkeypatch, ray := FakeRay(gpus=3)))
     few = "2 replicas need 4 GPUs, and the cluster has 3"
     with pytest.raises(EngineUnsupported, match=few):
-        opened(partial(int), 2, 2, 3)
+        opened(partial(int), 2, 2)
     assert ray.calls[-2:] == ["shutdown", "killed"]
     for ray in (FakeRay(connected=True), FakeRay(running=True)):
         monkeypatch.setattr(actors, "connection", joined(monkeypatch, ray))
         few = "2 replicas need 2 GPUs, and the cluster has 1: they wait"
         with pytest.warns(RuntimeWarning, match=few):
-            opened(partial(int), 2, 1, 3)
+            opened(partial(int), 2, 1)
         assert ray.calls[-1] == 1
 
 
@@ -332,28 +222,22 @@ def test_a_failure_leaves_no_connection(monkeypatch: pytest.MonkeyPatch) -> None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(RuntimeWarning, match="they wait for more"):
-            opened(partial(int), 2, 1, 3)
+            opened(partial(int), 2, 1)
     assert ray.calls[-1] == "shutdown"
     with pytest.raises(InvalidRequest, match="cannot be sent to other processes"):
-        opened(FakeRay, 1, 1, 3)
+        opened(FakeRay, 1, 1)
     assert ray.calls[-1] == "shutdown"
 
 
-@pytest.mark.parametrize(
-    ("chosen", "found"),
-    [
-        ("3,5", ["3", "5"]),
-        ("GPU-x", ["GPU-x"]),
-        ("", []),
-        ("-1", []),
-        ("0,-1,1", ["0"]),
-        ("NoDevFiles", []),
-    ],
-)
-def test_gpus_are_those_that_cuda_sees(
-    monkeypatch: pytest.MonkeyPatch, chosen: str, found: list[str]
+def test_a_local_cluster_that_does_not_come_up_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
-    assert _visible_gpus() == found
-    assert gpus_of({"tensor_parallel_size": 2, "pipeline_parallel_size": 3}) == 6
-    assert gpus_of({}) == 1
+    monkeypatch.setenv("PYTHONBREAKPOINT", "mine")
+    before = dict(os.environ)
+    found = joined(monkeypatch, ray := FakeRay(fails=True))
+    with pytest.raises(EngineUnsupported, match="did not come up"):
+        found.join("local", 1)
+    assert ray.calls == ["started", "shutdown"]
+    assert ray.on_hosts == [False]  # it listens on 127.0.0.1 alone
+    assert ray._private.ray_constants.ENABLE_RAY_CLUSTER is True
+    assert dict(os.environ) == before

@@ -15,19 +15,17 @@ import torch
 from genrt.cluster.actors import Gone
 from genrt.cluster.engine import MOST_ASKED, ReplicaEngine
 from genrt.cluster.flushes import Answers, packed_answers, unpacked_flush
-from genrt.cluster.options import ReplicaLimits
 from genrt.cluster.replica import Facts, Settings
 from genrt.engines.adapters import CONFIG_NAME
 from genrt.engines.protocol import EngineStatistics
 from genrt.engines.remote.wire import packed_tokenizer
 from genrt.engines.weights import SLEEPING_PARTS, SleepingPart
 from genrt.errors import EngineDied, EngineFailed, InvalidAdapter, InvalidRequest
-from genrt.questions.contexts import Adapter, Limits
+from genrt.questions.arguments import Adapter
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
 
-FACTS = Facts(9, 100, 64, packed_tokenizer(None), None, False, False, False)
-LIMITS = ReplicaLimits(stall_seconds=0.4)
+FACTS = Facts(9, 100, 64, packed_tokenizer(None), None, False, False)
 
 
 @dataclass(slots=True)
@@ -125,7 +123,7 @@ class ScriptedReplicas:
         return FACTS
 
     def _flush(self, number: int, life: Scripted, message: Any) -> None:
-        for ticket, request in unpacked_flush(message, {}, Limits(9, 100)):
+        for ticket, request in unpacked_flush(message, {}):
             assert isinstance(request, LogprobsRequest)
             self.times[request.packed] = self.times.get(request.packed, 0) + 1
             if life.settings is None:
@@ -171,7 +169,7 @@ class ScriptedReplicas:
 def test_a_walk_loses_nothing_and_asks_no_stale_replica(seed: int, tmp_path: Path) -> None:
     (tmp_path / CONFIG_NAME).write_text("{}")
     replicas, chosen = ScriptedReplicas(4, seed), random.Random(seed)
-    engine = ReplicaEngine(replicas, 4, limits=LIMITS, seed=seed, clock=replicas.clock)
+    engine = ReplicaEngine(replicas, 4, stall_seconds=0.4, seed=seed, clock=replicas.clock)
     replicas.dies = 0.02
     asked: dict[Request, int] = {}
     adapters: list[Adapter] = []
@@ -284,23 +282,10 @@ def test_a_walk_loses_nothing_and_asks_no_stale_replica(seed: int, tmp_path: Pat
     engine.close()
 
 
-def test_replicas_that_may_not_start_again_are_an_engine_that_died() -> None:
-    replicas = ScriptedReplicas(2, 0)
-    engine = ReplicaEngine(replicas, 2, limits=LIMITS, clock=replicas.clock)
-    request = LogprobsRequest([1])
-    engine.submit([request])
-    for life in replicas.lives:
-        assert life.listener is not None
-        life.listener.set_exception(Gone("for good", is_final=True))
-    with pytest.raises(EngineDied, match="may not be started again: for good"):
-        engine.tend()
-    assert {each.state for each in engine.replicas()} == {"retired"}
-
-
 def sleeping(count: int) -> tuple[ScriptedReplicas, ReplicaEngine]:
     """Replicas that sleep."""
     replicas = ScriptedReplicas(count, 0)
-    engine = ReplicaEngine(replicas, count, limits=LIMITS, clock=replicas.clock)
+    engine = ReplicaEngine(replicas, count, stall_seconds=0.4, clock=replicas.clock)
     assert engine.weights.sleep(1) == 10 * count
     return replicas, engine
 
@@ -317,33 +302,9 @@ def settled(replicas: ScriptedReplicas, engine: ReplicaEngine) -> list[str]:
     return [each.state for each in engine.replicas()]
 
 
-def test_a_replica_that_does_not_wake_up_is_started_again() -> None:
-    replicas, engine = sleeping(3)
-    replicas.lives[1].wakes = False
-    engine.weights.wake_up(SLEEPING_PARTS)
-    assert settled(replicas, engine) == ["healthy"] * 3
-    assert [each.restarts for each in engine.replicas()] == [0, 1, 0]
-    engine.close()
-
-
-def test_replicas_none_of_which_wakes_up_sleep_on() -> None:
-    replicas, engine = sleeping(2)
-    for life in replicas.lives:
-        life.wakes = False
-    with pytest.raises(EngineFailed, match="no memory any more"):
-        engine.weights.wake_up(SLEEPING_PARTS)
-    assert engine.weights.asleep == SLEEPING_PARTS
-    assert [life.asleep for life in replicas.lives] == [SLEEPING_PARTS] * 2
-    for life in replicas.lives:
-        life.wakes = True
-    engine.weights.wake_up(SLEEPING_PARTS)
-    assert settled(replicas, engine) == ["healthy"] * 2
-    engine.close()
-
-
 def test_a_sleep_does_not_wait_for_a_replica_that_is_being_opened() -> None:
     replicas = ScriptedReplicas(2, 0)
-    engine = ReplicaEngine(replicas, 2, limits=LIMITS, clock=replicas.clock)
+    engine = ReplicaEngine(replicas, 2, stall_seconds=0.4, clock=replicas.clock)
     replicas.opens = False
     replicas.die(0)
     for _ in range(50):

@@ -6,27 +6,24 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from safetensors.torch import save_file
 
 import genrt
-from genrt.cluster.options import ReplicaLimits
-from genrt.cluster.routing import Router
+from genrt.cluster import engine as engine_module
 from genrt.engines.adapters import CONFIG_NAME, WEIGHTS_NAME
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.errors import EngineDied, EngineFailed, InvalidAdapter, InvalidRequest
 from genrt.lm import AsyncLM
-from genrt.questions.draws import PopulationDraw
-from genrt.questions.request import Request
-from genrt.questions.sequences import SequenceHandle
-from tests.apart import drawn_apart_sync
-from tests.cluster.here import replicas_of
+from genrt.server import serving
+from tests.cluster.here import ReplicasHere, replicas_of
 from tests.population_walk import EVENTS, HeldContexts, walk
 from tests.population_walk import Runtime as Walked
 from tests.runtime.test_pauses import SleepyEngine
@@ -34,7 +31,6 @@ from tests.scoring_engine import ScoringEngine
 from tests.waiting import until as happened
 
 MODEL = NGram.random(11, order=2, seed=5)
-QUICK = ReplicaLimits(stall_seconds=0.4, most_restarts=1000)
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -52,6 +48,13 @@ def until(lm: AsyncLM, states: str, restarts: int = 0) -> None:
         assert time.monotonic() < end, found
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "STALL_SECONDS", 0.4)
+        yield
+
+
 @pytest.fixture(scope="module")
 def alone(here: None) -> Iterator[AsyncLM]:
     with genrt.load(MODEL, engine="exact", seed=7) as lm:
@@ -59,8 +62,8 @@ def alone(here: None) -> Iterator[AsyncLM]:
 
 
 @pytest.fixture(scope="module")
-def two(here: None) -> Iterator[AsyncLM]:
-    with genrt.load(MODEL, engine="exact", replicas=2, replica_limits=QUICK) as lm:
+def two(here: None, quick: None) -> Iterator[AsyncLM]:
+    with genrt.load(MODEL, engine="exact", replicas=2) as lm:
         yield lm
 
 
@@ -116,67 +119,6 @@ async def test_each_draw_is_its_own_context_s_when_replicas_die(
         await walk(own, seed=0, steps=30)
 
 
-def appended(contexts: list[list[int]], token_ids: list[int]) -> None:
-    for context, token_id in zip(contexts, token_ids, strict=True):
-        context.append(token_id)
-
-
-@pytest.fixture
-def routes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[PopulationDraw, int]]:
-    """The arrays that were asked about, in order, and which replica was asked."""
-    found: list[tuple[PopulationDraw, int]] = []
-    route = Router.route
-
-    def seen(
-        self: Router, request: Request, usable: Sequence[int], extends: Sequence[int] = ()
-    ) -> int:
-        home = route(self, request, usable, extends)
-        if isinstance(request, PopulationDraw):
-            found.append((request, home))
-        return home
-
-    monkeypatch.setattr(Router, "route", seen)
-    return found
-
-
-@pytest.mark.promise(number=40)
-def test_a_large_batch_is_shared_and_deaths_are_not_seen(
-    two: AsyncLM, alone: AsyncLM, routes: list[tuple[PopulationDraw, int]]
-) -> None:
-    until(two, "healthy")
-    chance = random.Random(2)
-    contexts = [[n % 11, n // 11 % 11, n // 121] for n in range(128)]
-    homes: dict[SequenceHandle, int] = {}
-    victims = {8: 0, 11: 1}
-    for step in range(14):
-        found = two.batch_draw_sync(contexts, seed=1000 * step, timeout=60)
-        wanted = drawn_apart_sync(alone, contexts, seed=1000 * step)
-        assert found.token_ids.tolist() == wanted.token_ids.tolist()
-        assert torch.allclose(found.logprobs, wanted.logprobs, atol=1e-5)
-        parts = [each for each in routes if each[0].handle not in homes]
-        homes |= {part.handle: home for part, home in parts}
-        if step < 8:
-            assert [len(part) for part, _ in parts] == [64, 64]
-            assert {home for _, home in parts} == {0, 1}
-        appended(contexts, found.token_ids.tolist())
-        if step in (3, 5, 6):
-            contexts = [each.copy() for each in chance.choices(contexts, k=128)]
-        if step in victims:
-            replicas_of(two).die(victims[step])
-
-
-@pytest.mark.parametrize("count", [1, 64])
-def test_a_small_batch_is_one_replica_s(
-    two: AsyncLM, routes: list[tuple[PopulationDraw, int]], count: int
-) -> None:
-    until(two, "healthy")
-    contexts = [[count % 11, n % 11, n // 11] for n in range(count)]
-    for step in range(4):
-        appended(contexts, two.batch_draw_sync(contexts, seed=step).token_ids.tolist())
-    assert len(routes) == 4
-    assert len({home for _, home in routes}) == 1
-
-
 def test_a_stream_is_told_while_it_is_drawn(two: AsyncLM, alone: AsyncLM) -> None:
     options: Any = {"max_tokens": 20, "seed": 3}
     deltas = list(two.stream_sync([1], **options))
@@ -212,6 +154,25 @@ def test_statistics_are_a_sum_and_survive_a_death(two: AsyncLM) -> None:
     assert after.since(before).replicas == after.replicas
 
 
+def test_a_server_over_replicas(two: AsyncLM, alone: AsyncLM) -> None:
+    until(two, "healthy")
+    asked = {"prompts": [[0, 1], [2]], "seed": 9}
+    infer = {"prompt": [0], "particles": 8, "max_tokens": 6, "seed": 1}
+    answers = []
+    for lm in (alone, two):
+        with serving(lm) as server, httpx.Client(base_url=str(server.url), timeout=60) as client:
+            drawn = client.post("/v1/draw", json=asked).json()
+            posterior = client.post("/v1/infer", json=infer).json()["posterior"]
+            answers.append((drawn["data"], posterior))
+            metrics = client.get("/metrics").text
+            status = client.get("/v1/status").json()
+    assert answers[0][1] == answers[1][1]
+    for mine, theirs in zip(answers[0][0], answers[1][0], strict=True):
+        assert mine["token_id"] == theirs["token_id"]
+    assert '\ngenrt_replica_in_flight{replica="1"} 0\n' in metrics
+    assert [each["state"] for each in status["statistics"]["replicas"]] == ["healthy"] * 2
+
+
 def test_what_is_wrong_with_a_question_is_told_to_its_caller_alone(
     two: AsyncLM, alone: AsyncLM
 ) -> None:
@@ -227,7 +188,7 @@ def test_new_weights_reach_all_replicas_and_those_that_come_later() -> None:
     new = MODEL.with_table(table)
     contexts = [[a, b] for a in range(11) for b in range(11)]
     expected = torch.stack([new.row(each) for each in contexts])
-    with genrt.load(MODEL, engine="exact", replicas=3, replica_limits=QUICK) as lm:
+    with genrt.load(MODEL, engine="exact", replicas=3) as lm:
         old = lm.batch_next_token_logprobs_sync(contexts)
         assert lm.update_weights_sync({"table": table}) == 1
         assert torch.allclose(lm.batch_next_token_logprobs_sync(contexts), expected, atol=1e-5)
@@ -249,7 +210,7 @@ async def test_an_adapter_is_in_all_replicas_or_in_none(tmp_path: Path) -> None:
     bad = adapter_in(tmp_path / "bad", table[0])
     contexts = [[each, 2] for each in range(11)]
     expected = torch.stack([MODEL.with_table(table).row(each) for each in contexts])
-    with genrt.load(MODEL, engine="exact", replicas=2, replica_limits=QUICK) as lm:
+    with genrt.load(MODEL, engine="exact", replicas=2) as lm:
         with pytest.raises(InvalidAdapter):
             await lm.add_adapter("a", bad)
         await lm.add_adapter("a", good)
@@ -269,7 +230,7 @@ async def test_an_adapter_is_in_all_replicas_or_in_none(tmp_path: Path) -> None:
 @pytest.mark.promise(number=39)
 async def test_a_call_of_an_earlier_life_takes_no_answers_of_the_next() -> None:
     """A replica dies between two calls, and the second one reaches its next life."""
-    with genrt.load(MODEL, engine="exact", replicas=2, replica_limits=QUICK) as lm:
+    with genrt.load(MODEL, engine="exact", replicas=2) as lm:
         replicas_of(lm).die(0)
         late = asyncio.wrap_future(replicas_of(lm).call(0, "answers"))
         with pytest.raises(genrt.EngineDied, match="started again"):
@@ -280,13 +241,16 @@ async def test_a_call_of_an_earlier_life_takes_no_answers_of_the_next() -> None:
         assert torch.allclose(found, torch.stack([*map(MODEL.row, contexts)]), atol=1e-5)
 
 
-async def storm(replicas: int, kills: int, seconds: float) -> tuple[int, int]:
+async def storm(
+    patch: pytest.MonkeyPatch, replicas: int, kills: int, seconds: float
+) -> tuple[int, int]:
     """Have replicas die or hang at random under load; return how many questions were right, and how many
     were told why not."""
-    right, limits = 0, ReplicaLimits(stall_seconds=replicas / 8, most_restarts=1000)
+    right = 0
+    patch.setattr(engine_module, "STALL_SECONDS", replicas / 8)
     why: list[str] = []
     chosen = random.Random(1)
-    with genrt.load(MODEL, engine="exact", replicas=replicas, replica_limits=limits) as lm:
+    with genrt.load(MODEL, engine="exact", replicas=replicas) as lm:
         ended, answered = asyncio.Event(), asyncio.Event()
 
         async def client(number: int) -> None:
@@ -323,30 +287,20 @@ async def storm(replicas: int, kills: int, seconds: float) -> tuple[int, int]:
 
 
 @pytest.mark.promise(number=39)
-async def test_deaths_under_load_lose_nothing() -> None:
-    right, told = await storm(4, 6, 60.0)
+async def test_deaths_under_load_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    right, told = await storm(monkeypatch, 4, 6, 60.0)
     assert right >= 100
     assert told <= right // 10
 
 
 @pytest.mark.proof
 @pytest.mark.promise(number=39)
-async def test_a_hundred_deaths_of_32_replicas_lose_nothing() -> None:
-    right, told = await storm(32, 100, 60.0)
+async def test_a_hundred_deaths_of_32_replicas_lose_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right, told = await storm(monkeypatch, 32, 100, 60.0)
     assert right >= 1_900
     assert told <= right // 10
-
-
-@pytest.mark.promise(number=39)
-async def test_a_replica_that_hangs_is_replaced_and_its_questions_are_answered() -> None:
-    with genrt.load(MODEL, engine="exact", replicas=2, replica_limits=QUICK) as lm:
-        for number in range(2):
-            replicas_of(lm).hang(number)
-        contexts = [[each, 3] for each in range(11)]
-        found = await lm.batch_next_token_logprobs(contexts, timeout=60)
-        expected = torch.stack([MODEL.row(each) for each in contexts])
-        assert torch.allclose(found, expected, atol=1e-5)
-        assert replicas_of(lm).lives == [2, 2]
 
 
 @pytest.mark.parametrize("victims", [[0], [0, 1]])
@@ -354,7 +308,7 @@ async def test_a_replica_that_dies_in_its_sleep_is_opened_when_the_runtime_wakes
     victims: list[int],
 ) -> None:
     """Until then its memory is somebody else's."""
-    with genrt.load(engine=SleepyEngine, replicas=2, replica_limits=QUICK) as lm:
+    with genrt.load(engine=SleepyEngine, replicas=2) as lm:
         await lm.sleep()
         for number in victims:
             replicas_of(lm).die(number)
@@ -376,7 +330,7 @@ async def test_scores_are_one_question_whichever_replica_is_asked(alone: AsyncLM
     """Whole rows too; a death in between is not seen."""
     contexts = [[each % 11, 3] for each in range(24)]
     after = [[each % 5, 7, each % 3] for each in range(24)]
-    options: dict[str, Any] = {"replicas": 2, "replica_limits": QUICK, "cache_bytes": 0}
+    options: dict[str, Any] = {"replicas": 2, "cache_bytes": 0}
     with genrt.load(engine=_scores, **options) as lm:
         expected = await alone.batch_score(contexts, after)
         for _ in range(2):
@@ -416,17 +370,17 @@ class _Mortal(ExactEngine):
 
 def test_a_question_that_kills_replicas_is_told_so_and_the_others_are_answered() -> None:
     engine = partial(_dies_of, 10)
-    with genrt.load(engine=engine, replicas=2, replica_limits=QUICK) as lm:
+    with genrt.load(engine=engine, replicas=2) as lm:
         with pytest.raises(EngineFailed, match="2 replicas died"):
             lm.next_token_logprobs_sync([10])
         assert torch.allclose(lm.next_token_logprobs_sync([1]), MODEL.row([1]), atol=1e-5)
 
 
-def test_replicas_that_may_not_be_restarted_are_an_engine_that_died() -> None:
-    limits = ReplicaLimits(most_restarts=0)
-    with genrt.load(
-        engine=partial(_dies_of, 10), replicas=1, replica_limits=limits, restart="auto"
-    ) as lm:
+def test_replicas_that_may_not_be_restarted_are_an_engine_that_died(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ReplicasHere, "restarts", 0)
+    with genrt.load(engine=partial(_dies_of, 10), replicas=1, restart="auto") as lm:
         with pytest.raises(EngineDied, match="may not be started again"):
             lm.next_token_logprobs_sync([10])
         lm.restart()
@@ -442,5 +396,3 @@ def test_an_engine_that_does_not_open_says_why() -> None:
         genrt.load(engine=_refuses, replicas=2)
     with pytest.raises(InvalidRequest, match="replicas"):
         genrt.load(MODEL, engine="exact", replicas=0)
-    with pytest.raises(InvalidRequest, match="say how many"):
-        genrt.load(MODEL, engine="exact", replica_limits=QUICK)

@@ -21,9 +21,8 @@ from genrt.engines.adapters import CONFIG_NAME, WEIGHTS_NAME, check_adapter_dire
 from genrt.engines.exact import NGram
 from genrt.errors import EngineDied, InvalidAdapter, UnknownAdapter
 from genrt.lm import AsyncLM
-from genrt.questions.contexts import Adapter
+from genrt.questions.arguments import Adapter
 from genrt.runtime.concurrency import AT_ONCE_BYTES
-from tests.apart import drawn_apart_sync
 from tests.scripted import PATIENCE_SECONDS, Gate, ScriptedEngine, passes
 
 
@@ -109,26 +108,22 @@ def folders(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> tuple[
 
 
 @pytest.fixture(scope="module")
-def runtimes(kind: str, request: pytest.FixtureRequest) -> Iterator[tuple[AsyncLM, AsyncLM]]:
-    """A runtime, and one that no batch is asked of; neither has a cache."""
+def shared(kind: str, request: pytest.FixtureRequest) -> Iterator[AsyncLM]:
+    """A runtime without a cache."""
     vllm: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 8, "max_lora_rank": 8}
     vllm |= {"enable_lora": True, "kv_cache_memory_bytes": 2**26, "max_loras": 4}
-
-    def opened(engine: str) -> AsyncLM:
-        model: Any = MODEL if engine == "exact" else request.getfixturevalue("llama")
-        options = vllm if engine == "vllm" else {}
-        return genrt.load(model, engine=engine, engine_options=options, cache_bytes=0)
-
-    with opened(kind) as lm, opened("exact" if kind == "exact" else "transformers") as quiet:
-        yield lm, quiet
+    model: Any = MODEL if kind == "exact" else request.getfixturevalue("llama")
+    options = vllm if kind == "vllm" else {}
+    with genrt.load(model, engine=kind, engine_options=options, cache_bytes=0) as opened:
+        yield opened
 
 
 @pytest.fixture
-def lm(runtimes: tuple[AsyncLM, AsyncLM]) -> Iterator[AsyncLM]:
+def lm(shared: AsyncLM) -> Iterator[AsyncLM]:
     """The runtime, which has no adapter yet."""
-    yield runtimes[0]
-    for name in runtimes[0].adapters:
-        runtimes[0].remove_adapter(name)
+    yield shared
+    for name in shared.adapters:
+        shared.remove_adapter(name)
 
 
 def rows(lm: AsyncLM, name: str | None) -> torch.Tensor:
@@ -216,40 +211,6 @@ def test_an_adapter_whose_weights_do_not_fit_is_refused_by_name_and_changes_noth
 
 
 # -- while a batch grows ----------------------------------------------------------------------
-
-
-@pytest.mark.promise(number=14)
-def test_a_growing_batch_is_drawn_by_what_its_adapter_s_name_stands_for_now(
-    lm: AsyncLM, runtimes: tuple[AsyncLM, AsyncLM], folders: tuple[Path, Path]
-) -> None:
-    """Others draw after the same contexts, by another adapter and by none. What is expected has names
-    that nobody changes, on a runtime that no batch is asked of."""
-    first, second = folders
-    quiet = runtimes[1]
-    for each, known_as, folder in [
-        (lm, "a", first),
-        (lm, "b", second),
-        (quiet, "first", first),
-        (quiet, "second", second),
-    ]:
-        each.add_adapter_sync(known_as, folder)
-    contexts = [[*PROMPT, n] for n in range(4)]
-    means: dict[str | None, str | None] = {"a": "first", "b": "second", None: None}
-    for step in range(9):
-        if step == 3:
-            lm.remove_adapter("a")
-            lm.add_adapter_sync("a", second)
-            means["a"] = "second"
-        if step == 6:
-            lm.add_adapter_sync("a", first)
-            means["a"] = "first"
-        for name, meant in means.items():
-            found = lm.batch_draw_sync(contexts, seed=step, adapter=name)
-            wanted = drawn_apart_sync(quiet, contexts, seed=step, adapter=meant)
-            assert near(found.logprobs, wanted.logprobs), (step, name)
-            assert found.token_ids.tolist() == wanted.token_ids.tolist()
-        for context, token in zip(contexts, found.token_ids.tolist(), strict=True):
-            context.append(token)
 
 
 class Picky:
@@ -399,22 +360,6 @@ async def test_the_engine_answers_while_an_adapter_is_copied(copies: Copies) -> 
         await adding
         assert lm.adapters == ("a",)
     assert "genrt-engine" not in copies.threads
-
-
-async def test_of_two_adapters_of_one_name_the_later_call_wins(copies: Copies) -> None:
-    engine = ScriptedEngine()
-    async with genrt.load(engine=lambda: engine) as lm:
-        first = asyncio.ensure_future(lm.add_adapter("a", copies.large("first")))
-        await asyncio.to_thread(copies.gates["first"].wait_until_held)
-        second = copies.large("second")
-        copies.gates["second"].open()
-        await lm.add_adapter("a", second)
-        copies.gates["first"].open()
-        await first
-        await lm.next_token_logprobs([1])
-        assert [adapter.version for adapter in engine.adapters] == [2]
-        assert lm.adapters == ("a",)
-        assert copies.left() == 1
 
 
 async def test_who_leaves_while_an_adapter_is_copied_or_loaded_loads_none(copies: Copies) -> None:

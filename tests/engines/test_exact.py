@@ -15,12 +15,11 @@ from scipy.stats import chi2
 
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.errors import InvalidAdapter, InvalidRequest, ModelNotFound
+from genrt.questions.arguments import Adapter
 from genrt.questions.completions import SampleRequest
-from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
 from genrt.testing import check_engine
-from genrt.tokens.sampling import truncate
 
 LEVEL = 1e-4
 """Of the G-tests: the seeds are fixed, so a test either always passes or always fails."""
@@ -93,21 +92,6 @@ def test_only_the_last_k_tokens_count_and_short_contexts_are_padded() -> None:
     assert torch.equal(model.row([3]), model.row([0, 3]))
     assert torch.equal(model.row([]), model.row([0, 0]))
     assert torch.equal(NGram.random(5, order=0).row([1]), NGram.random(5, order=0).row([]))
-
-
-@pytest.mark.parametrize(("zeros", "impossible"), [(0.0, 0), (0.5, 2), (0.99, 3), (1.0, 3)])
-def test_random_models_have_the_zeros_asked_for(zeros: float, impossible: int) -> None:
-    table = NGram.random(4, order=2, zeros=zeros).table
-    assert set((table == -math.inf).sum(-1).flatten().tolist()) == {impossible}
-
-
-def test_random_models_name_their_tokens_apart_and_repeat_by_seed() -> None:
-    model = NGram.random(300, order=0, seed=5, eos_token_id=299)
-    assert len(set(model.vocabulary)) == 300
-    assert model.vocabulary[:2] == (b"a", b"b")
-    assert model.vocabulary[299] == b""
-    assert torch.equal(model.table, NGram.random(300, order=0, seed=5).table)
-    assert not torch.equal(model.table, NGram.random(300, order=0, seed=6).table)
 
 
 @pytest.mark.parametrize(
@@ -200,29 +184,6 @@ def test_two_thousand_samples_are_drawn_from_the_model() -> None:
         for text, logprob in model.enumerate([1, 2], 3, unfinished=True)
     }
     assert g_test(ask(engine, asked), law) > LEVEL
-
-
-def test_truncated_samples_are_drawn_from_the_truncated_rows() -> None:
-    model = NGram.random(12, seed=6)
-    engine = ExactEngine(model, max_batch_size=500)
-    ways: list[dict[str, float]] = [
-        {"temperature": 0.6},
-        {"temperature": 1.5, "top_k": 4},
-        {"top_p": 0.7},
-        {"temperature": 2.0, "min_p": 0.2, "top_p": 0.9},
-    ]
-    asked: list[Request] = [
-        SampleRequest((3,), max_tokens=1, seed=seed, **way)  # type: ignore[arg-type]
-        for seed in range(2000)
-        for way in ways
-    ]
-    outcomes = ask(engine, asked)
-    for index, way in enumerate(ways):
-        row = truncate(model.row([3]), **way).tolist()  # type: ignore[arg-type]
-        law: dict[tuple[int, ...], float] = {
-            (token,): logprob for token, logprob in enumerate(row) if logprob > -math.inf
-        }
-        assert g_test(outcomes[index :: len(ways)], law) > LEVEL
 
 
 @pytest.mark.promise(number=13)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -112,14 +110,6 @@ def test_what_is_another_users_is_left_alone(there: Path, monkeypatch: pytest.Mo
     assert not path.exists()
 
 
-def test_a_sweep_is_bounded(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folders, "MOST_SWEPT", 3)
-    for number in range(5):
-        dead(there, f"genrt-weights-{{host}}-{{pid}}-1-{number}")
-    sweep()
-    assert len(kinds(there)) == 2
-
-
 def test_the_memory_that_dead_ranks_shared_goes_too(
     there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,31 +129,6 @@ def test_the_folder_that_a_dead_owner_linked_to_goes_too(there: Path, tmp_path: 
     sweep()
     assert not target.exists()
     assert kinds(there) == []
-
-
-def test_a_folder_stays_as_long_as_the_one_that_it_links_to(
-    there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As while processes of Ray still write there: a later sweep removes both."""
-    target, rmtree = tmp_path / "ray", shutil.rmtree
-    target.mkdir()
-
-    def writing(path: Path, **options: Any) -> None:
-        if path != target:
-            rmtree(path, **options)
-
-    folder = Folder("ray")
-    (folder.path / "link").symlink_to(target)
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", writing)
-        folder.close()
-        [left] = there.iterdir()
-        name = f"genrt-ray-{folders._host()}-{os.getpid()}-1-abc"  # of a dead process
-        left.rename(there / name)
-        sweep()
-        assert (target.exists(), kinds(there)) == (True, ["ray"])
-    sweep()
-    assert (target.exists(), kinds(there)) == (False, [])
 
 
 def test_the_folder_that_it_links_to_goes_with_its_object(there: Path, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,8 +22,8 @@ from genrt.errors import (
     OutOfMemory,
     UnknownAdapter,
 )
+from genrt.questions.arguments import Adapter
 from genrt.questions.completions import CompletionRequest, Decoding, SampleRequest
-from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
 
@@ -103,21 +102,6 @@ def expect_right(ends: dict[Request, Finished], requests: Sequence[LogprobsReque
         result = ends[request].result
         assert isinstance(result, Tensor)
         torch.testing.assert_close(result, wanted(request.token_ids))
-
-
-def test_rows_of_a_large_vocabulary_sum_to_one() -> None:
-    class Wide(Script):
-        vocab_size = 128_256
-
-        def logits(self, contexts: Sequence[Sequence[int]], adapter: Adapter | None) -> Tensor:
-            shape, generator = (len(contexts), self.vocab_size), torch.Generator().manual_seed(0)
-            return 20 + 5 * torch.randn(shape, generator=generator)
-
-    engine, requests = stepper(Wide()), questions(1, 2, 3)
-    engine.submit(requests)
-    for end in drain(engine, 3).values():
-        assert isinstance(end.result, Tensor)
-        assert abs(float(end.result.double().logsumexp(-1))) <= 3e-7
 
 
 @pytest.mark.promise(number=19)
@@ -201,16 +185,6 @@ def test_a_poisoned_request_fails_alone(worst: float) -> None:
     expect_right(ends, sound)
     assert all(isinstance(ends[request].error, NotFinite) for request in poisoned)
     assert engine.statistics().failed == 2
-
-
-def test_a_context_is_packed_and_unpacked() -> None:
-    request = LogprobsRequest((7, 0, 2**32 - 1), Adapter("a", 1))
-    assert request.token_ids == (7, 0, 2**32 - 1)
-    assert (len(request), request.last_token) == (3, 2**32 - 1)
-    assert request == LogprobsRequest([7, 0, 2**32 - 1], Adapter("a", 1)) != LogprobsRequest((7,))
-    assert replace(request, adapter=None) == LogprobsRequest(request.token_ids)
-    with pytest.raises(InvalidRequest, match="no token id is negative"):
-        LogprobsRequest((1, -1))
 
 
 def test_a_request_that_cannot_be_computed_gets_its_own_error_and_disturbs_nobody() -> None:

@@ -7,7 +7,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from genrt.errors import (
     InvalidRequest,
     ModelNotFound,
 )
-from genrt.questions.contexts import Adapter
+from genrt.questions.arguments import Adapter
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
 from genrt.testing import check_engine
@@ -145,26 +144,26 @@ def test_other_architectures_compute_their_own_logits(make: Callable[[], Any]) -
     expect_close(rows_of(engine, asked), wanted)
 
 
-def test_the_head_sees_one_hidden_state_per_context(llama: Path) -> None:
+def test_the_head_sees_the_last_positions_alone(llama: Path) -> None:
     network = plain_network(llama)
     engine = TransformersEngine(network)
     shapes: list[torch.Size] = []
     network.lm_head.register_forward_hook(lambda _module, _inputs, out: shapes.append(out.shape))
-    rows_of(engine, contexts(3, 50, 7))
-    assert shapes == [(3, 1, 320)]
+    rows_of(engine, contexts(3, 50, 7, 50))
+    assert shapes == [(4, 3, 320)]
 
 
 @pytest.mark.promise(number=24)
-def test_a_network_that_bypasses_its_head_is_refused(llama: Path) -> None:
+def test_a_network_that_computes_all_logits_or_takes_no_such_option_is_refused(llama: Path) -> None:
     network = plain_network(llama)
-
-    def bypass(input_ids: Tensor, **inputs: Any) -> Any:
-        hidden = network.model(input_ids=input_ids, **inputs).last_hidden_state
-        return SimpleNamespace(logits=hidden @ network.lm_head.weight.T)
-
-    network.forward = bypass
-    with pytest.raises(EngineUnsupported, match="output embeddings"):
-        TransformersEngine(network)
+    forward = network.forward
+    for other, message in (
+        (lambda logits_to_keep, **inputs: forward(**inputs), "ignores logits_to_keep"),
+        (lambda input_ids, attention_mask, use_cache: None, "unexpected keyword argument"),
+    ):
+        network.forward = other
+        with pytest.raises(EngineUnsupported, match=message):
+            TransformersEngine(network)
 
 
 def test_adapters_give_the_rows_of_peft_and_leave_the_base_alone(

@@ -32,7 +32,7 @@ def rows(number: int, *, first: int = 0) -> list[dict[str, Any]]:
 
 def job(directory: Path, **options: Any) -> Job:
     """A job from ``in.jsonl`` to ``out.jsonl``."""
-    given: dict[str, Any] = {"prompt_template": "say {text}", "max_tokens": 6, "heartbeat": 0}
+    given: dict[str, Any] = {"prompt_template": "say {text}", "max_tokens": 6}
     if "messages_column" in options:
         del given["prompt_template"]
     return Job(directory / "in.jsonl", directory / "out.jsonl", **(given | options))

@@ -25,7 +25,6 @@ from genrt.generation import (
     rollout,
     rollout_samples,
     rollout_sync,
-    verify_right_padding,
 )
 from genrt.lm import AsyncLM
 from tests.generation.test_many import EOS, MODEL, ROOM, Engine, nothing_left
@@ -73,7 +72,8 @@ def check(found: Rollout, before: Tensor, lengths: Tensor, pad: int) -> None:
     assert found.logprobs.shape == (batch, width)
     assert found.truncated.shape == found.generation_lengths.shape == (batch,)
     assert torch.equal(found.unpadded_sequence_lengths, lengths + found.generation_lengths)
-    assert verify_right_padding(found.as_dict(), pad) == (True, None)
+    after = torch.arange(width) >= found.unpadded_sequence_lengths[:, None]
+    assert (found.output_ids[after] == pad).all()
     for row, completion in enumerate(found.completions):
         length, end = int(lengths[row]), int(found.unpadded_sequence_lengths[row])
         assert torch.equal(found.output_ids[row, :length], before[row, :length])
@@ -86,7 +86,6 @@ def check(found: Rollout, before: Tensor, lengths: Tensor, pad: int) -> None:
 
 prompts_of = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=SHORT), max_size=5)
 stops_of_one = st.none() | st.lists(st.sampled_from(["a", "b", "ab", "cd", " c"]), max_size=2)
-tokens_of_one = st.none() | st.lists(st.integers(0, 3), max_size=2)
 
 
 @settings(deadline=None, max_examples=40)
@@ -103,6 +102,7 @@ tokens_of_one = st.none() | st.lists(st.integers(0, 3), max_size=2)
             "temperature": st.sampled_from([0.5, 2.0]),
             "top_k": st.integers(1, 3),
             "min_tokens": st.just(1),
+            "stop_token_ids": st.lists(st.integers(0, 3), max_size=2),
             "logprobs_mode": st.sampled_from(["raw_logprobs", "processed_logprobs"]),
             "concurrency": st.integers(1, 3),
         },
@@ -123,10 +123,9 @@ def test_a_batch_is_what_its_prompts_are_one_by_one(
     count = len(prompts)
     ids, lengths = padded(prompts, pad, extra, dtype)
     stops = data.draw(st.lists(stops_of_one, min_size=count, max_size=count))
-    tokens = data.draw(st.lists(tokens_of_one, min_size=count, max_size=count))
     own = {} if seed is None else {"seed": seed}
     asked: dict[str, Any] = {"pad_value": pad, "max_new_tokens": most, **options, **own}
-    found = rollout_sync(lm, ids, lengths, stop_strings=stops, stop_token_ids=tokens, **asked)
+    found = rollout_sync(lm, ids, lengths, stop_strings=stops, **asked)
     check(found, ids, lengths, pad)
     assert len(found.completions) == count
     longest = max(found.generation_lengths.tolist(), default=0)
@@ -144,7 +143,6 @@ def test_a_batch_is_what_its_prompts_are_one_by_one(
             continue
         alone: dict[str, Any] = {"max_tokens": room if most is None else min(room, most)}
         alone |= {"stop": stops[row]} if stops[row] is not None else {}
-        alone |= {"stop_token_ids": tokens[row]} if tokens[row] is not None else {}
         alone |= {name: each for name, each in options.items() if name != "concurrency"}
         expected = lm.generate_sync(prompt, seed=(seed + row) % 2**63, logprobs=0, **alone)
         assert drawn == expected.token_ids
@@ -184,9 +182,8 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"pad_value": 2**40, "input_ids": BATCH.int()}, "does not fit torch.int32"),
     ({"stop_strings": [["a"]]}, "stop_strings is given for 1 samples, and the batch has 2"),
     ({"stop_strings": [["a"], 5]}, "stop must be a list of texts, got 5"),
-    ({"stop_token_ids": [[1], [2], [3]]}, "stop_token_ids is given for 3 samples"),
-    ({"seed": [1]}, "seed is given for 1 samples"),
-    ({"seed": [1, -1]}, "seed of row 1 must be from 0"),
+    ({"stop_token_ids": [[1], [2]]}, "stop_token_ids must be int"),
+    ({"seed": [1]}, "seed must be an int"),
     ({"max_new_tokens": 2, "min_tokens": 3}, "min_tokens must be from 0 to 2"),
     ({"pad_value": None}, "pad_value must be an int, got None"),
     ({"max_tokens": 2}, "no option 'max_tokens': did you mean max_new_tokens"),
@@ -221,7 +218,7 @@ async def test_types_must_hold_the_vocabulary(lm: AsyncLM) -> None:
 async def test_an_empty_batch_has_every_field_and_its_options_are_checked() -> None:
     async with await genrt.aload(MODEL, engine="exact") as lm:
         ids, lengths = torch.empty(0, 7, dtype=torch.int32), torch.empty(0, dtype=torch.int64)
-        found = await rollout(lm, ids, lengths, pad_value=0, stop_strings=[], seed=[])
+        found = await rollout(lm, ids, lengths, pad_value=0, stop_strings=[], seed=1)
         check(found, ids, lengths, 0)
         assert found.output_ids.shape == (0, 7)
         assert [each async for each in rollout_samples(lm, ids, lengths, pad_value=0)] == []
@@ -242,27 +239,18 @@ async def test_an_empty_batch_has_every_field_and_its_options_are_checked() -> N
     data=st.data(),
 )
 def test_wrong_padding_is_told_by_row_position_and_value(
-    prompts: list[list[int]], pad: int, extra: int, data: st.DataObject
+    lm: AsyncLM, prompts: list[list[int]], pad: int, extra: int, data: st.DataObject
 ) -> None:
     ids, lengths = padded(prompts, pad, extra)
-    fields = data.draw(
-        st.sampled_from(
-            [("input_ids", "input_lengths"), ("output_ids", "unpadded_sequence_lengths")]
-        )
-    )
-    batch = UserDict(zip(fields, (ids, lengths), strict=True), other=1)
-    assert verify_right_padding(batch, pad) == (True, None)
     places = (torch.arange(ids.shape[1]) >= lengths[:, None]).nonzero().tolist()
     if not places:
         return
     row, position = data.draw(st.sampled_from(places))
     value = data.draw(st.integers(-3, 3).filter(lambda each: each != pad))
     ids[row, position] = value
-    right, message = verify_right_padding(batch, pad, raise_error=False)
-    assert not right
-    assert f"row {row}, position {position} of {fields[0]}: there is {value}" in str(message)
-    with pytest.raises(InvalidRequest, match=f"row {row}, position {position}"):
-        verify_right_padding(batch, pad)
+    message = f"row {row}, position {position} of input_ids: there is {value}"
+    with pytest.raises(InvalidRequest, match=message):
+        rollout_sync(lm, ids, lengths, pad_value=pad)
 
 
 # -- errors, cancellation, restart -----------------------------------------------------------------
@@ -409,7 +397,7 @@ def test_a_trainers_mistakes_are_told(lm: AsyncLM) -> None:
             policy.generate(batch)  # type: ignore[arg-type]
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"stop_strings": [["a"], None]}, "here are for all samples"),
-        ({"seed": [1]}, "seed is given for 1 samples"),
+        ({"seed": [1]}, "seed must be an int"),
     ]
     for options, message in wrong:
         with pytest.raises(InvalidRequest, match=message):

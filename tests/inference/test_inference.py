@@ -1,14 +1,13 @@
-"""SMC: its laws against enumeration on the exact engine, and what a run promises.
+"""SMC: deaths, states and infos, questions, posteriors.
 
-The laws of all algorithms and schemes are in ``test_algorithms.py``.
+The laws of all algorithms are in ``test_algorithms.py`` and ``test_samplers.py``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,31 +17,24 @@ import torch
 import genrt
 from genrt.constraints import ConstraintState, predicate, regex
 from genrt.engines.exact import NGram
-from genrt.errors import ContextTooLong, InvalidRequest, UnknownAdapter
+from genrt.errors import ContextTooLong, InvalidRequest
 from genrt.inference import (
     SMC,
     BestOfN,
     Deaths,
     Execution,
-    Info,
+    Growth,
+    MetropolisHastings,
     Program,
-    Resampler,
     Result,
     State,
     TextModel,
     effective_sample_size,
-    importance_sampling,
     log_mean_exp,
-    multinomial,
-    residual,
-    stratified,
-    systematic,
 )
 from genrt.lm import AsyncLM
-from genrt.testing import assert_weighted_samples_from, exact_posterior
-from genrt.tokens import sampling
+from tests.inference.test_samplers import figures
 
-RESAMPLERS: list[Resampler] = [multinomial, stratified, systematic, residual]
 PROMPT = [0]
 EOS = 4
 MODEL = NGram.random([b"a", b"b", b"ab", b"ba", b""], seed=3, zeros=0.25, eos_token_id=EOS)
@@ -54,53 +46,6 @@ def smc_of(lm: AsyncLM, prompt: Any, **options: Any) -> SMC:
     names = ("num_particles", "resample_when", "resample")
     algorithm = {name: options.pop(name) for name in names if name in options}
     return SMC(TextModel(lm, prompt, **options), **algorithm)
-
-
-async def many(smc: SMC, count: int) -> list[Result]:
-    return await asyncio.gather(*(smc.run(seed) for seed in range(count)))
-
-
-# -- laws against enumeration -----------------------------------------------------------------
-
-
-async def test_evidence_and_posterior_are_unbiased() -> None:
-    """One case by name; ``test_algorithms.py`` has every algorithm and scheme on drawn cases."""
-    with genrt.load(MODEL, engine="exact") as lm:
-        own: dict[str, Any] = {"max_tokens": 5, "constraint": regex("(a|b){3,5}b", lm)}
-        exact = exact_posterior(MODEL, PROMPT, **own)
-        results = await many(smc_of(lm, PROMPT, num_particles=8, resample_when=1.0, **own), 80)
-    runs = [(result.token_ids, result.log_weights) for result in results]
-    assert_weighted_samples_from(runs, exact.token_ids, log_evidence=exact.log_evidence)
-    assert any(-math.inf in result.log_weights for result in results), "dead ends are included"
-
-
-async def test_temperature_is_a_law_of_its_own() -> None:
-    tempered = MODEL.with_table(
-        sampling.truncate(MODEL.table.view(-1, 5), temperature=0.5).view(5, 5)
-    )
-    results = []
-    for model, temperature in ((MODEL, 0.5), (tempered, 1.0)):
-        with genrt.load(model, engine="exact") as lm:
-            smc = smc_of(
-                lm,
-                PROMPT,
-                num_particles=16,
-                max_tokens=5,
-                constraint=regex("(a|b)+", lm),
-                temperature=temperature,
-            )
-            results.append(await smc.run(0))
-    assert results[0].token_ids == results[1].token_ids
-    np.testing.assert_allclose(results[0].log_weights, results[1].log_weights, atol=1e-5)
-
-
-async def test_at_the_last_step_only_the_end_is_left() -> None:
-    with genrt.load(MODEL, engine="exact") as lm:
-        result = await smc_of(
-            lm, PROMPT, num_particles=3, max_tokens=1, constraint=regex("a?", lm)
-        ).run(0)
-    assert result.token_ids == ((), (), ())
-    assert result.log_evidence == pytest.approx(float(MODEL.row(PROMPT)[EOS]))
 
 
 # -- dead ends --------------------------------------------------------------------------------
@@ -234,54 +179,9 @@ async def test_the_dead_are_not_asked_about_and_have_no_children(resample_when: 
 # -- what a run promises ----------------------------------------------------------------------
 
 
-def same(first: Result, second: Result) -> bool:
-    return (
-        first.token_ids == second.token_ids
-        and first.texts == second.texts
-        and first.log_weights.tolist() == second.log_weights.tolist()
-        and [a.tolist() for a in first.ancestors] == [a.tolist() for a in second.ancestors]
-    )
-
-
 def an_smc(lm: AsyncLM, **options: Any) -> SMC:
     options = {"num_particles": 16, "max_tokens": 6, "resample_when": 0.9} | options
     return smc_of(lm, PROMPT, constraint=regex("(a|b){3,5}b", lm), **options)
-
-
-@pytest.mark.promise(number=16)
-@pytest.mark.parametrize("resample", RESAMPLERS)
-async def test_a_seed_makes_a_run(resample: Resampler) -> None:
-    results = []
-    runtimes: list[dict[str, Any]] = [{}, {"cache_bytes": 0}, {"max_batch_size": 1}]
-    for options in [*runtimes, {"cache_bytes": 40}]:
-        with genrt.load(MODEL, engine="exact", **options) as lm:
-            results.append(await an_smc(lm, resample=resample).run(7))
-    assert all(same(result, results[0]) for result in results[1:])
-    with genrt.load(MODEL, engine="exact") as lm:
-        assert not same(await an_smc(lm, resample=resample).run(8), results[0])
-
-
-def test_a_seed_makes_a_run_on_every_event_loop() -> None:
-    with genrt.load(MODEL, engine="exact") as lm:
-        smc = an_smc(lm)
-        assert same(asyncio.run(smc.run(3)), asyncio.run(smc.run(3)))
-
-
-async def test_a_run_is_its_steps_and_goes_on_from_any_of_them() -> None:
-    with genrt.load(MODEL, engine="exact") as lm:
-        smc = an_smc(lm)
-        states, infos = [smc.init(1)], []
-        async for state, info in smc.steps(states[0]):
-            states.append(state)
-            infos.append(info)
-        seen: list[tuple[State, Info]] = []
-        whole = await smc.run(1, on_step=lambda state, info: seen.append((state, info)))
-        assert same(smc.result(states[-1], infos=infos), whole)
-        assert [info.step for _, info in seen] == [info.step for info in infos]
-        for start, state in enumerate(states):
-            steps = [(state, None), *[step async for step in smc.steps(state)]]
-            rest = [info for _, info in steps if info is not None]
-            assert same(smc.result(steps[-1][0], infos=infos[:start] + rest), whole)
 
 
 async def test_states_and_infos_tell_what_happened() -> None:
@@ -327,14 +227,6 @@ async def test_resampling_is_due_by_the_number_of_particles_that_there_are(
     assert len(info.ancestors) == count
 
 
-async def test_a_states_arrays_cannot_be_changed() -> None:
-    with genrt.load(MODEL, engine="exact") as lm:
-        state, info = await an_smc(lm).step(an_smc(lm).init(0))
-    for array in (state.log_weights, info.ancestors, info.log_increments):
-        with pytest.raises(ValueError, match="read-only"):
-            array[0] = 0
-
-
 async def test_a_step_is_one_question_for_each_distinct_prefix() -> None:
     with genrt.load(MODEL, engine="exact") as lm:
         smc = smc_of(lm, PROMPT, num_particles=64, max_tokens=4)
@@ -346,24 +238,6 @@ async def test_a_step_is_one_question_for_each_distinct_prefix() -> None:
         statistics = lm.statistics()
     assert statistics.engine.rows == len(prefixes)
     assert statistics.batcher.flushes == state.step
-
-
-async def test_a_cancelled_step_leaves_the_state_as_it_was() -> None:
-    with genrt.load(MODEL, engine="exact") as lm:
-        smc = an_smc(lm)
-        expected = await smc.run(2)
-        state, infos = smc.init(2), []
-        for turns in range(100):
-            if state.done:
-                break
-            cancelled = asyncio.ensure_future(smc.step(state))
-            for _ in range(turns % 8):
-                await asyncio.sleep(0)
-            cancelled.cancel()
-            await asyncio.gather(cancelled, return_exceptions=True)
-            state, info = await smc.step(state)
-            infos.append(info)
-        assert same(smc.result(state, infos=infos), expected)
 
 
 class Failing:
@@ -396,34 +270,7 @@ async def test_a_failing_constraint_fails_its_run_alone() -> None:
         assert isinstance(failed, InvalidRequest)
         assert str(failed) == "the third token"
         assert isinstance(ran, Result)
-        assert same(ran, expected)
-
-
-async def test_importance_sampling_is_smc_that_never_resamples() -> None:
-    with genrt.load(MODEL, engine="exact") as lm:
-        model = TextModel(lm, PROMPT, max_tokens=6, constraint=regex("(a|b){3,5}b", lm))
-        sampled = await importance_sampling(model, num_particles=16).run(4)
-        assert same(sampled, await an_smc(lm, resample_when=0.0).run(4))
-        assert not any(info.resampled for info in sampled.infos)
-        assert (await an_smc(lm, resample_when=1.0).run(4)).infos[-1].resampled
-
-
-async def test_texts_are_the_bytes_of_their_tokens() -> None:
-    model = NGram(
-        [b"\xc3", b"\xa9", b"x", b"eos"],
-        torch.log(torch.tensor([0.3, 0.3, 0.3, 0.1])),
-        eos_token_id=3,
-    )
-    with genrt.load(model, engine="exact") as lm:
-        smc = smc_of(lm, PROMPT, num_particles=20, max_tokens=4, constraint=regex("(é|x)+", lm))
-        result = await smc.run(0)
-        alive = [
-            text for text, w in zip(result.texts, result.log_weights, strict=True) if w > -math.inf
-        ]
-        assert any("é" in text for text in alive)
-        assert all(re.fullmatch("(é|x)+", text) for text in alive)
-        cut = await smc_of(lm, PROMPT, num_particles=20, max_tokens=1).run(0)
-        assert set(cut.texts) == {"", "x", "\ufffd\\xc3", "\ufffd\\xa9"}
+        assert figures(ran) == figures(expected)
 
 
 def test_a_posterior_adds_up_equal_texts_and_leaves_out_the_dead() -> None:
@@ -437,18 +284,12 @@ def test_a_posterior_adds_up_equal_texts_and_leaves_out_the_dead() -> None:
     texts, weights = zip(*result.posterior(), strict=True)
     assert texts == ("a", "c", "b")
     assert weights == pytest.approx((0.4, 0.4, 0.2))
-
-
-@pytest.mark.parametrize("distinct", [1, 2, 7, 1000])
-def test_a_posterior_sums_to_one(distinct: int) -> None:
-    for seed in range(20):
-        log_weights = np.random.default_rng(seed).normal(size=1000) * 2 - 800
+    for distinct in (1, 2, 7, 1000):  # sums are exact, so that weights add up to 1
+        log_weights = np.random.default_rng(distinct).normal(size=1000) * 2 - 800
         values = tuple(f"{place % distinct}" for place in range(1000))
-        result = Result(values, ((),) * 1000, values, log_weights, -800.0)
-        weights = [weight for _, weight in result.posterior()]
-        assert len(weights) == distinct
-        assert math.fsum(weights) == pytest.approx(1, abs=2**-52, rel=0)
-        assert distinct > 7 or sum(weights) == pytest.approx(1, abs=2**-51, rel=0)
+        posterior = Result(values, ((),) * 1000, values, log_weights, -800.0).posterior()
+        assert len(posterior) == distinct
+        assert math.fsum(weight for _, weight in posterior) == pytest.approx(1, abs=2**-52, rel=0)
 
 
 # -- wrong use --------------------------------------------------------------------------------
@@ -470,8 +311,72 @@ async def test_a_constraint_needs_an_end_token() -> None:
     assert [len(token_ids) for token_ids in result.token_ids] == [3, 3]
 
 
-async def test_an_unknown_adapter_is_refused_by_the_model() -> None:
+@pytest.mark.parametrize(
+    "rule", [lambda state: None, lambda state: "no", lambda state: np.array([1, 0])]
+)
+def test_a_rule_that_gives_no_truth_value_is_refused(rule: Any) -> None:
     with genrt.load(MODEL, engine="exact") as lm:
-        smc = smc_of(lm, PROMPT, num_particles=2, max_tokens=3, adapter="absent")
-        with pytest.raises(UnknownAdapter):
-            await smc.run(0)
+        smc = SMC(TextModel(lm, PROMPT, max_tokens=2), num_particles=2, resample_when=rule)
+        with pytest.raises(
+            InvalidRequest, match=r"resample_when gave a .*: give a rule that returns"
+        ):
+            smc.run_sync(0)
+
+
+@pytest.mark.parametrize("chosen", [[[0], [0, 1]], ([0, 1], "ab"), ([0, 1], [None, 0]), None, {}])
+def test_a_resampler_that_gives_no_ancestors_is_refused(chosen: Any) -> None:
+    with genrt.load(MODEL, engine="exact") as lm:
+        smc = SMC(
+            TextModel(lm, PROMPT, max_tokens=2),
+            num_particles=2,
+            resample_when=lambda state: True,
+            resample=lambda rng, log_weights: chosen,
+        )
+        with pytest.raises(InvalidRequest, match="the resampler gave"):
+            smc.run_sync(0)
+
+
+class Wrong:
+    """A model that says something else of its first growth than it should."""
+
+    max_steps = 2
+
+    def __init__(self, lm: AsyncLM, gain: float | None) -> None:
+        self._model, self._gain = TextModel(lm, PROMPT, max_tokens=2), gain
+
+    def start(self) -> Any:
+        return self._model.start()
+
+    async def grow(self, particles: Sequence[Any], seed: int) -> list[Growth]:
+        first, *others = await self._model.grow(particles, seed)
+        return others if self._gain is None else [first._replace(log_weight=self._gain), *others]
+
+    def text(self, particle: Any) -> str:
+        return self._model.text(particle)
+
+    def value(self, particle: Any) -> Any:
+        return self._model.value(particle)
+
+
+@pytest.mark.parametrize(
+    ("gain", "message"),
+    [(math.nan, "gained nan"), (math.inf, "gained inf"), (None, "gave 2 growths of 3 particles")],
+)
+@pytest.mark.parametrize("name", ["SMC", "Metropolis-Hastings"])
+def test_every_algorithm_refuses_what_a_wrong_model_gives(
+    name: str, gain: float | None, message: str
+) -> None:
+    with genrt.load(MODEL, engine="exact") as lm:
+        wrong = Wrong(lm, gain)
+        algorithm: Any = SMC(wrong, num_particles=3)
+        if name != "SMC":
+            algorithm = MetropolisHastings(wrong, num_chains=3, num_steps=2)
+        with pytest.raises(InvalidRequest, match=message):
+            algorithm.run_sync(0)
+
+
+def test_a_model_without_a_runtime_has_no_statistics_and_tokens_without_names() -> None:
+    with genrt.load(MODEL, engine="exact") as lm:
+        result = SMC(Wrong(lm, 0.0), num_particles=3).run_sync(0)
+    assert result.statistics is None
+    assert f"⟨{result.infos[0].token_ids[0]}⟩" in result.genealogy().svg

@@ -14,7 +14,7 @@ import pytest
 import genrt
 from genrt.constraints import predicate, strings
 from genrt.engines.exact import NGram
-from genrt.errors import ContextTooLong, GenrtError, InvalidRequest
+from genrt.errors import ContextTooLong
 from genrt.inference import SMC, infilling
 from genrt.testing import assert_variance_bounded, assert_weighted_samples_from
 
@@ -40,8 +40,9 @@ def by_hand(wanted: Any, longest: int) -> dict[str, float]:
     return {text: weight for text, weight in weights.items() if weight > 0}
 
 
-@pytest.mark.parametrize("resample_when", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("kind", ["anything", "strings", "predicate"])
+@pytest.mark.parametrize(
+    ("kind", "resample_when"), [("anything", 0.0), ("strings", 0.5), ("predicate", 1.0)]
+)
 async def test_gaps_have_their_law_and_the_evidence_is_the_sum(
     kind: str, resample_when: float
 ) -> None:
@@ -73,12 +74,10 @@ async def test_gaps_have_their_law_and_the_evidence_is_the_sum(
     )
 
 
-@pytest.mark.parametrize("suffix", [SUFFIX, SUFFIX * 3])
-async def test_the_evidence_varies_no_more_than_that_of_gaps_of_even_lengths(
-    suffix: list[int],
-) -> None:
+async def test_the_evidence_varies_no_more_than_that_of_gaps_of_even_lengths() -> None:
     """The reference draws a length, then its tokens: its variance is known. A gap that hardly ever ends
     before ``max_tokens`` is unbiased too, and its evidence is too small in every run."""
+    suffix = SUFFIX * 3
     evidence = square = 0.0
     for gap in gaps(3):
         ids = [0, *gap]
@@ -95,39 +94,6 @@ async def test_the_evidence_varies_no_more_than_that_of_gaps_of_even_lengths(
         evidence,
         relative_variance=10 * (square / evidence**2 - 1) / 16,
     )
-
-
-CONTEXT = 1024
-LONG = [0] * 600
-WRONG: dict[str, tuple[dict[str, Any], type[GenrtError], str]] = {
-    "no runtime": ({"lm": MODEL}, InvalidRequest, "lm is a NGram: give what genrt.load returned"),
-    "an empty prefix": ({"prefix": ""}, InvalidRequest, "the prefix is empty"),
-    "an empty suffix": ({"suffix": []}, InvalidRequest, "the suffix is empty"),
-    "no prefix": ({"prefix": None}, InvalidRequest, "the prefix is a NoneType: give a str"),
-    "a suffix without order": ({"suffix": {0, 1}}, InvalidRequest, "the suffix is a set"),
-    "a suffix of bytes": ({"suffix": b"a"}, InvalidRequest, "the suffix must be a sequence of int"),
-    "a token of another": (
-        {"suffix": [0, 4]},
-        InvalidRequest,
-        "the suffix .* position 1 there is 4",
-    ),
-    "a negative length": ({"max_tokens": -1}, InvalidRequest, "max_tokens must be from 0 to"),
-    "a length in half": ({"max_tokens": 1.5}, InvalidRequest, "max_tokens must be an int"),
-    "a truth value": ({"max_tokens": True}, InvalidRequest, "max_tokens must be an int"),
-    "a length of the vocabulary's": ({"max_tokens": 10**9}, ContextTooLong, "shorten one of them"),
-    "too much in all": ({"prefix": LONG, "suffix": LONG}, ContextTooLong, "a context of 1202"),
-    "a pattern": ({"constraint": "a*"}, InvalidRequest, "the constraint is a str: give one of"),
-    "an adapter by number": ({"adapter": 1}, InvalidRequest, "the adapter is 1: give its name"),
-}
-
-
-@pytest.mark.parametrize("mistake", WRONG)
-def test_a_mistake_in_an_argument_is_named_at_the_call(mistake: str) -> None:
-    wrong, error, message = WRONG[mistake]
-    with genrt.load(MODEL, engine="exact", engine_options={"max_model_len": CONTEXT}) as lm:
-        right: dict[str, Any] = {"lm": lm, "prefix": [0], "suffix": SUFFIX, "max_tokens": 3}
-        with pytest.raises(error, match=message):
-            infilling(**(right | wrong))
 
 
 def test_prefix_gap_and_suffix_may_fill_the_context() -> None:

@@ -25,6 +25,7 @@ from genrt.engines.exact import ExactEngine, NGram
 from genrt.errors import GenrtError, InvalidRequest, UnknownAdapter
 from genrt.inference import SMC, Execution, Program, Result, TextModel, importance_sampling
 from genrt.lm import AsyncLM
+from genrt.questions.draws import PopulationDraw
 from genrt.testing import assert_samples_from, assert_weighted_samples_from
 
 PROMPT = [0]
@@ -772,6 +773,9 @@ def offering(act: Callable[[Execution], Any]) -> Any:
         (lambda p: p.sample([0], mask=[9]), InvalidRequest, "mask"),
         (lambda p: p.sample([0], adapter="absent"), UnknownAdapter, "absent"),
         (lambda p: p.condition([0], [9]), InvalidRequest, "vocabulary"),
+        (lambda p: p.context([9]), InvalidRequest, "vocabulary"),
+        (lambda p: p.sample(p.lm.context([0])), InvalidRequest, "begin it by p.context"),
+        (lambda p: p.sample(p.context([0]), adapter="x"), InvalidRequest, "has its adapter"),
         (
             lambda p: p.observe(math.nan),
             InvalidRequest,
@@ -886,6 +890,112 @@ async def test_a_text_model_and_a_program_of_it_draw_alike_in_one_runtime() -> N
             await SMC(Program(lm, constrained(lm)), num_particles=9).run(1),
         )
     assert all(map(same, together, alone))
+
+
+# -- contexts ---------------------------------------------------------------------------------
+
+
+async def on_lists(p: Execution) -> tuple[int, ...]:
+    """Two texts, one of which begins with the other's first token; both are weighed."""
+    first = [0, await p.sample([0], mask=[1, 2, 3])]
+    second = [*first]
+    for _ in range(3):
+        first.append(await p.sample(first, mask=[0, 1, 2]))
+        second += [await p.sample(second), 1]
+        await p.condition(second, [1, 2])
+    third = [*first[:2], await p.sample(first[:2])]
+    return (*first, *second, *third)
+
+
+async def on_contexts(p: Execution) -> tuple[int, ...]:
+    """The same by contexts."""
+    first = p.context([0])
+    first.append(await p.sample(first, mask=[1, 2, 3]))
+    second, unused = first.fork(), p.context(first)
+    unused.close()
+    for _ in range(3):
+        first.append(await p.sample(first, mask=[0, 1, 2]))
+        second.extend([await p.sample(second), 1])
+        await p.condition(second, [1, 2])
+    third = first.fork()
+    third.cut(2)
+    third.append(await p.sample(third))
+    return (*first.token_ids, *second.token_ids, *third.token_ids)
+
+
+def stated(lm: AsyncLM) -> Any:
+    """A text of ``constrained`` by a context and the constraint's states."""
+    start = regex(PATTERN, lm).start()
+
+    async def program(p: Execution) -> tuple[int, ...]:
+        context, state = p.context(PROMPT), start
+        while (token := await p.sample(context, mask=state)) != EOS:
+            context.append(token)
+            state = state.advance(token)
+        return tuple(context.token_ids[len(PROMPT) :])
+
+    return program
+
+
+@pytest.mark.parametrize("kind", [Program, lambda *own: Forgetful(Program(*own))])
+async def test_a_state_as_the_mask_draws_as_its_mask(kind: Any) -> None:
+    with genrt.load(MODEL, engine="exact") as lm:
+        masked = SMC(Program(lm, constrained(lm, max_tokens=9)), num_particles=9)
+        expected = await masked.run(1)
+        again = await SMC(kind(lm, stated(lm)), num_particles=9).run(1)
+    assert same(again, expected)
+
+
+@pytest.mark.parametrize("when", [0.0, 0.7, every_step])
+async def test_contexts_draw_as_their_tokens_do(when: Any) -> None:
+    """Whether particles are copied, go on, or run again."""
+    with genrt.load(MODEL, engine="exact") as lm:
+        expected = await SMC(Program(lm, on_lists), num_particles=12, resample_when=when).run(3)
+        smc = SMC(Program(lm, on_contexts), num_particles=12, resample_when=when)
+        forgetful: Any = Forgetful(Program(lm, on_contexts))
+        again = SMC(forgetful, num_particles=12, resample_when=when)
+        assert same(await smc.run(3), expected)
+        assert same(await again.run(3), expected)
+
+
+async def test_copied_particles_extend_what_their_parents_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every draw after the first extends a sequence by its number, also after resampling and in a copy
+    that has run again; a step is one request."""
+    sent: list[PopulationDraw] = []
+
+    async def program(p: Execution) -> None:
+        context = p.context([0])
+        for _ in range(4):
+            context.append(await p.sample(context, mask=[0, 1, 2]))
+
+    with genrt.load(MODEL, engine="exact") as lm:
+        ask = lm._asker.ask
+
+        async def recorded(requests: Any, **options: Any) -> Any:
+            sent.extend(requests)
+            return await ask(requests, **options)
+
+        monkeypatch.setattr(lm._asker, "ask", recorded)
+        await SMC(Program(lm, program), num_particles=8, resample_when=every_step).run(0)
+    assert [len(each) for each in sent] == [8] * 4
+    assert [each.origins is None for each in sent] == [True, False, False, False]
+
+
+async def test_a_context_that_is_changed_otherwise_is_no_function_of_the_choices() -> None:
+    runs = itertools.count()
+
+    async def program(p: Execution) -> None:
+        context, run = p.context([0]), next(runs)
+        for _ in range(3):
+            await p.sample(context)
+            context.append(run % 4)
+
+    with genrt.load(MODEL, engine="exact") as lm:
+        model: Any = Forgetful(Program(lm, program))
+        with pytest.raises(InvalidRequest, match="sample was given another token_ids"):
+            await SMC(model, num_particles=3).run(1)
 
 
 class Mute(ExactEngine):

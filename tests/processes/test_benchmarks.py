@@ -7,7 +7,6 @@ engines in its process use, so it gets a process of its own, which runs beside t
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
@@ -19,15 +18,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-import genrt
-from benchmarks import fidelity, overheads, plots, pressure, replicas, sharing, step, two_runtimes
-from benchmarks.step_modes import GENRT_MODES, MODES, Measured, Particles
+from benchmarks import (
+    fidelity,
+    overheads,
+    plots,
+    pressure,
+    replicas,
+    sharing,
+    smc,
+    step,
+    two_runtimes,
+)
+from benchmarks.step_modes import GENRT_MODES, MODES
 from genrt.cluster import engine
-from genrt.engines.exact import ExactEngine, NGram
-from genrt.engines.protocol import Finished
-from genrt.questions.request import Request
 from tests.cluster.here import ReplicasHere
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -168,85 +172,6 @@ def test_a_step_is_measured_in_every_mode(
     assert results["fresh"]["computed_tokens_per_particle_step"] >= 1.0
 
 
-def test_a_summary_compares_modes_within_a_repeat() -> None:
-    samples = {
-        "fresh": {0: Measured(40.0, computed_tokens=8.0), 2: Measured(90.0, computed_tokens=9.0)},
-        "decode": {0: Measured(2.0), 1: Measured(4.0), 2: Measured(6.0)},
-        "resident": {
-            0: Measured(2.0, 1.0, 1.0, 64.0),
-            1: Measured(8.0, 1.0, 1.5, 64.0),
-            2: Measured(9.0, 2.0, 2.0, 64.0),
-        },
-    }
-    assert step.summary("resident", samples) == {
-        "mode": "resident",
-        "ms_per_step": 8.0,
-        "quartiles": [5.0, 8.5],
-        "ratio_to_decode": 1.5,
-        "ratio_quartiles": [1.25, 1.75],
-        "speedup_over_fresh": 15.0,
-        "engine_steps_per_step": 1.0,
-        "computed_tokens_per_particle_step": 1.5,
-        "host_bytes_per_step": 64.0,
-        "ms_to_begin": None,
-    }
-    alone = step.summary("resident", {"resident": {0: Measured(3.0)}})
-    assert alone["ms_per_step"] == 3.0
-    assert alone["quartiles"] == [3.0, 3.0]
-    assert [alone[key] for key in NEEDS_OTHERS] == [None, None, None]
-    assert alone["engine_steps_per_step"] is None
-
-
-@pytest.mark.parametrize("count", [1, 2, 5, 8])
-def test_resampled_particles_share_all_but_their_last_token(count: int) -> None:
-    particles = Particles(count, 20, 7, 3, vocab_size=10**9, seed=0)
-    assert len({tuple(context[:7]) for context in particles.contexts}) == 1
-    assert len({tuple(context) for context in particles.contexts}) == count
-    for number in range(3):
-        before = [list(context) for context in particles.contexts]
-        particles.resample(number)
-        survivors = {tuple(context) for context in particles.contexts}
-        assert len(survivors) == count - count // 2
-        assert survivors <= set(map(tuple, before))
-        particles.extend(number)
-        assert len({tuple(context) for context in particles.contexts}) == count
-        assert {len(context) for context in particles.contexts} == {21 + number}
-
-
-@pytest.mark.parametrize(
-    ("benchmark", "mistakes"),
-    [
-        (step, "particles 0|steps 0|modes fast|shared 129|options [1]|options {|plot x.png"),
-        (pressure, "rounds 2|kv-share 1|particles -1|options [1]"),
-    ],
-)
-def test_bad_arguments_end_a_run_before_anything_is_opened(
-    benchmark: types.ModuleType,
-    mistakes: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    for mistake in [*mistakes.split("|"), "json /no/such/directory/x.json"]:
-        option, value = mistake.split()
-        monkeypatch.setattr(sys, "argv", ["benchmark", f"--{option}", value])
-        with pytest.raises(SystemExit, match="2"):
-            benchmark.parsed()
-        said = capsys.readouterr().err.splitlines()[-1]
-        assert "error: " in said
-        assert benchmark is pressure or option in said or value in said
-
-
-def test_a_plot_wants_the_mode_that_its_ratios_are_to(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(plots, "available", lambda: True)
-    monkeypatch.setattr(sys, "argv", ["step", "--plot", "x.png", "--modes", "draw", "cached"])
-    with pytest.raises(SystemExit, match="2"):
-        step.parsed()
-    assert "add it to --modes" in capsys.readouterr().err
-
-
 # -- plots ------------------------------------------------------------------------------------
 
 
@@ -269,24 +194,10 @@ def result_of(mode: str, particles: int, ratio: float | None, **more: Any) -> di
 RESULTS = [
     result_of("decode", 16, 1.0),
     result_of("resident", 64, 1.25),
-    result_of("resident", 16, 9.0),
-    result_of("resident", 16, 0.75),
     result_of("draw", 16, None),
-    result_of("batch", 16, -3.0),
-    result_of("cached", 16, 0.01),
     result_of("fresh", 16, 20.0, model="embedded", runner="V2", shared=4),
     {"worst": 0.1, "model": "of another benchmark"},
 ]
-
-
-def test_a_panel_is_a_model_on_a_device_and_the_last_result_counts() -> None:
-    tiny, embedded = plots.panels(RESULTS)
-    assert tiny.title == "tiny, context 8\nd, runner V1"
-    assert embedded.title == "embedded, context 8, 4 of them shared\nd, runner V2"
-    assert tiny.counts == [16, 64]
-    assert tiny.decode == {16: 2.0}
-    assert {mode: sorted(bars) for mode, bars in tiny.bars.items()} == {"resident": [16, 64]}
-    assert tiny.bars["resident"][16] == pytest.approx((0.75, 0.675, 0.825))
 
 
 @pytest.mark.parametrize("installed", [False, True])
@@ -311,121 +222,6 @@ def test_plots_are_drawn_where_matplotlib_is_and_refused_where_it_is_not(
 
 
 # -- pressure ---------------------------------------------------------------------------------
-
-
-class Forgetful(ExactEngine):
-    """Breaks every ``k``-th of its rows; ``k = 0`` breaks none."""
-
-    def __init__(self, k: int, shape: int) -> None:
-        super().__init__(NGram.random(8, seed=0))
-        self._k, self._shape, self._rows = k, shape, 0
-
-    def step(self) -> list[Finished]:
-        return [self._broken(end) for end in super().step()]
-
-    def _broken(self, end: Finished) -> Finished:
-        self._rows += 1
-        if not self._k or self._rows % self._k:
-            return end
-        if self._shape:
-            return Finished(end.request, torch.zeros(self._shape))
-        return Finished(end.request, error=genrt.EngineFailed("forgotten"))
-
-
-class Silent(ExactEngine):
-    """Takes questions and answers none."""
-
-    def __init__(self) -> None:
-        super().__init__(NGram.random(8, seed=0))
-        self._asked: list[Request] = []
-
-    def submit(self, requests: Any) -> None:
-        self._asked += requests
-
-    def cancel(self, requests: Any) -> None:
-        self._asked = [request for request in self._asked if request not in requests]
-
-
-async def under_pressure(engine: Any, *, patience: float = 60.0) -> dict[str, Any]:
-    """Three groups of at most 8 particles, 4 rounds of 2 steps."""
-    particles = Particles(20, 5, 0, 8, vocab_size=8, seed=0)
-    async with await genrt.aload(engine=engine, cache_bytes=0) as lm:
-        result, asked = await pressure.run(
-            lm, particles, group=8, rounds=4, steps=2, patience=patience
-        )
-        return result | pressure.compared(lm, asked)
-
-
-async def test_under_pressure_every_question_is_counted_and_compared() -> None:
-    result = await under_pressure(lambda: Forgetful(0, 0))
-    assert (result["questions"], result["missing"]) == (20 * (1 + 4 * 2), 0)
-    assert (result["finished"], result["error"]) == (True, None)
-    assert result["flat"] is True
-    assert len(result["resident_mib"]) == 5
-    assert result["engine_steps"] >= 4 * 3 * 2
-    assert (result["compared"], result["largest_difference"]) == (16, 0.0)
-
-
-async def test_a_round_that_hangs_ends_the_case() -> None:
-    result = await under_pressure(Silent, patience=0.01)
-    assert (result["questions"], result["missing"], result["finished"]) == (8, 8, False)
-    assert "was not over" in result["error"]
-    assert result["flat"] is False
-
-
-@pytest.mark.parametrize(
-    ("samples", "grown", "flat"),
-    [
-        ([0.0, 900.0, 1000.0, 1063.0], 63.0, True),
-        ([0.0, 900.0, 1000.0, 1064.0], 64.0, False),
-        ([0.0, 900.0, 10_000.0, 10_001.0, 10_099.0], 99.0, True),
-        ([0.0, 900.0, 10_000.0, 10_001.0, 10_100.0], 100.0, False),
-        ([0.0, 900.0, 800.0, 700.0], -100.0, True),
-        ([0.0, 900.0, 800.0], None, False),
-        ([], None, False),
-    ],
-)
-def test_flat_is_within_a_percent_or_64_mib_after_the_second_round(
-    samples: list[float], grown: float | None, flat: bool
-) -> None:
-    assert pressure.growth(samples) == grown
-    assert pressure.is_flat(samples) is flat
-
-
-@pytest.mark.parametrize(
-    ("verdict", "status"), [({}, 0), ({"flat": False}, 1), ({"missing": 1, "error": "why"}, 1)]
-)
-def test_the_exit_status_is_the_verdict(
-    verdict: dict[str, Any],
-    status: int,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    names = "case questions contexts fits ms_per_question computed_tokens_per_question"
-    names += " engine_steps extended forked evicted resident compared largest_difference"
-    names += " between_contexts resident_growth_mib"
-    result = dict.fromkeys(names.split(), 1) | {
-        "missing": 0,
-        "error": None,
-        "flat": True,
-        "resident_mib": [1.0, 2.0],
-        "device_mib": None,
-    }
-    file = tmp_path / "pressure.json"
-    results = [result | verdict, result]
-    monkeypatch.setattr(pressure, "measure", lambda arguments: iter(results))
-    monkeypatch.setattr(sys, "argv", ["pressure", "--json", str(file)])
-    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
-    if status:
-        with pytest.raises(SystemExit, match="1"):
-            pressure.main()
-    else:
-        pressure.main()
-    assert [json.loads(line) for line in file.read_text().splitlines()] == results
-    output = capsys.readouterr().out
-    assert ("NOT FLAT" in output) is ("flat" in verdict)
-    assert ("why" in output) is ("error" in verdict)
 
 
 @pytest.mark.proof
@@ -463,3 +259,16 @@ def test_a_small_kv_memory_is_survived(
         assert result["engine_steps"] >= result["contexts"] * 3 / 4
         assert result["compared"] == 16
         assert result["largest_difference"] < 1e-3 < result["between_contexts"]
+
+
+@pytest.mark.proof
+@pytest.mark.vllm
+def test_smc_is_measured_beside_the_questions_that_it_asks(
+    step_run: object, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = ["--options", '{"max_num_seqs": 8, "kv_cache_memory_bytes": 67108864}']
+    few = ["--particles", "3", "--model", str(llama)]
+    [result] = results_of(smc, tmp_path / "smc.json", monkeypatch, *few, *small)
+    for ratios in (result["of_population"], result["of_draw"]):
+        assert 0 < ratios[0] <= ratios[1] <= ratios[2]
+    assert [each["particle_steps"] > 0 for each in result["repeats"]] == [True, True]

@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-import genrt
 from genrt.__main__ import main
 from genrt.engines.exact import NGram
-from genrt.lm import AsyncLM
 
 PATTERN = "(a|b){2,4}"
 MODEL = NGram.random([b"a", b"b", b"\x1b[2J", b""], seed=5, eos_token_id=3)
@@ -79,20 +76,6 @@ def test_the_runtimes_figures_add_up(model: str, capsys: pytest.CaptureFixture[s
     assert "Loading" in captured.err
 
 
-def test_replicas_are_given_to_the_runtime(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their answers are those of one: see cluster/test_replicas.py."""
-    loaded: list[dict[str, Any]] = []
-    load = genrt.load
-
-    def one(_: object, **options: Any) -> AsyncLM:
-        loaded.append(options)
-        return load(MODEL, engine="exact")
-
-    monkeypatch.setattr(genrt, "load", one)
-    assert run_exact(model, "--pattern", PATTERN, "--particles", "2", "--replicas", "2") == 0
-    assert loaded[-1]["replicas"] == 2
-
-
 def test_a_run_in_which_all_particles_die_says_so(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -140,7 +123,7 @@ def test_errors_are_one_line(
         (("--prompt", ""), "--prompt is empty"),
         (("--engine", "exact"), "--engine exact has no model of its own: give --model"),
         (("--replicas", "0"), "replicas must be from 1"),
-        (("--replica-limits", "{}"), "say how many with --replicas N"),
+        (("--cluster", "auto"), "say how many with replicas=…"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_loaded(

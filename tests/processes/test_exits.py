@@ -44,7 +44,6 @@ def ask_long(lm):
 
 PROGRAMS = {
     "open and idle": "lm = load(); lm.next_token_logprobs_sync([1])",
-    "closed": "lm = load(); lm.next_token_logprobs_sync([1]); lm.close()",
     "a sync call in a thread that is waited for": """
         lm = load()
         said = []
@@ -60,17 +59,6 @@ PROGRAMS = {
             asyncio.create_task(lm.batch_next_token_logprobs([[n] for n in range(50)]))
             await asyncio.to_thread(stepping.acquire)
         asyncio.run(main())
-    """,
-    "while loading": """
-        begun = threading.Event()
-        from genrt.engines.vllm import opening
-        configure = opening.configure
-        def told(*arguments, **options):
-            begun.set()
-            return configure(*arguments, **options)
-        opening.configure = told
-        threading.Thread(target=load, daemon=True).start()
-        begun.wait()
     """,
     "while the weights are read": """
         begun = threading.Event()
@@ -147,26 +135,6 @@ def test_a_process_with_vllm_exits_as_it_should(ends: dict[str, children.End], n
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in STATUS])
 def test_it_says_nothing_of_its_own(ends: dict[str, children.End], name: str) -> None:
     assert ends[name].complaints == [], ends[name].err
-
-
-@pytest.mark.parametrize(
-    "folder", ["/home/genrt", "/home/my genrt copy", "/home/genrt/genrt", "/a b"]
-)
-def test_complaints_are_the_same_in_a_folder_of_any_name(folder: str) -> None:
-    packages = f"{folder}/.venv/lib/python3.11/site-packages"
-    harmless = [
-        f"INFO: loading {folder}/model with {packages}/vllm/envs.py",
-        "INFO: a cache in /tmp/pytest-of-genrt/genrt/model",
-    ]
-    complaints = [
-        f"{packages}/vllm/dispatcher.py:138: FutureWarning: `reduce_op` is deprecated",
-        f"{folder}/genrt/lm.py:12: ResourceWarning: not closed",
-        f'  File "{folder}/genrt/lm.py", line 12, in close',
-        "Traceback (most recent call last):",
-        "Exception in thread genrt-engine:",
-    ]
-    text = "\n".join([*harmless, *complaints])
-    assert children.complaints(text, root=Path(folder)) == complaints
 
 
 @pytest.mark.proof

@@ -1,5 +1,5 @@
 """A runtime on vLLM in a Jupyter kernel: the stop button in the middle of a long run, of blocking calls
-and of awaits, and a restart; both in the middle of a notebook's SMC, which then runs again.
+and of awaits; it and a restart in the middle of a notebook's SMC, which then runs again.
 Nothing is timed: a cell says that it is going, and is then interrupted."""
 
 from __future__ import annotations
@@ -123,23 +123,6 @@ def test_after_an_interrupt_the_next_cell_works(kernel: Kernel, name: str) -> No
         error, _ = kernel.run(textwrap.dedent(RUNS[name]), interrupt=True)
         assert error in ("KeyboardInterrupt", "CancelledError")
         assert kernel.run(CHECK) == ("", "True 0 0 0\n")
-
-
-@pytest.mark.promise(number=21)
-def test_a_restart_in_a_call_leaves_no_process_behind_and_loads_again(
-    kernel: Kernel, llama: Path
-) -> None:
-    """The kernel that the tests of this file share is as it was before, but another process."""
-    asking = "threading.Thread(target=lambda: [lm.sample_sync([1], max_tokens=300) for _ in range(9**9)])"
-    assert kernel.run(f"{asking}.start()") == ("", "")
-    before = kernel.session
-    assert children.in_session(before) != []
-    kernel.manager.restart_kernel()
-    kernel.client.wait_for_ready(timeout=PATIENCE_SECONDS)
-    assert kernel.session != before
-    assert children.in_session(before) == []
-    assert kernel.run(OPEN.format(model=str(llama)))[0] == ""
-    assert kernel.run(CHECK) == ("", "True 0 0 0\n")
 
 
 ENDLESS = """

@@ -3,9 +3,7 @@ alone, and no prompt."""
 
 from __future__ import annotations
 
-import inspect
 import ipaddress
-import itertools
 import json
 import re
 import shutil
@@ -17,10 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import genrt
-from genrt.engines.exact import NGram
 from genrt.errors import InvalidRequest, ModelNotFound
-from genrt.lm import AsyncLM
-from genrt.questions.completions import CompletionOptions, GenerateOptions, SampleOptions
 from tests import children
 
 pytestmark = [pytest.mark.vllm, pytest.mark.promise(number=25)]
@@ -214,13 +209,6 @@ def test_nothing_listens_on_a_network(ends: dict[str, children.End]) -> None:
     assert [each for each in listening if not address(each).is_loopback] == []
 
 
-def test_addresses_are_read_as_the_kernel_writes_them() -> None:
-    assert address("0100007F").is_loopback
-    assert address("00000000000000000000000001000000").is_loopback
-    assert str(address("020200C0")) == "192.0.2.2"
-    assert not address("00000000").is_loopback
-
-
 @pytest.mark.proof
 def test_no_prompt_is_in_a_log_or_an_error(ends: dict[str, children.End]) -> None:
     end = ends["tells"]
@@ -239,84 +227,3 @@ def test_no_prompt_is_in_a_log_or_an_error(ends: dict[str, children.End]) -> Non
     assert "[… 58 tokens, " in end.out
     assert parts_of_the_prompt(end.out) == []
     assert parts_of_the_prompt(end.err) == []
-
-
-MISPLACED: list[Any] = [
-    PROMPT,
-    [PROMPT],
-    tuple(PROMPT),
-    torch.tensor(PROMPT),
-    {"a": PROMPT},
-    [SECRET],
-    SECRET.encode(),
-    {SECRET: 1},
-    SECRET,
-]
-NAMES = ("adapter", "device", "name", "path")
-"""Parameters that take a str, which is then shown."""
-SOUND = {
-    "max_tokens": 2,
-    "k": 2,
-    "candidates": [1],
-    "continuation": [1],
-    "name": "a",
-    "path": "/no",
-}
-
-
-def told_of(error: BaseException | None) -> str:
-    """Everything that a traceback would show of an error and what it came of."""
-    told = ""
-    while error is not None:
-        told += f"{error!r} {error}\n"
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return told
-
-
-def test_a_prompt_in_the_place_of_any_argument_is_told_by_its_type() -> None:
-    kinds = (SampleOptions.__annotations__, inspect.signature(AsyncLM.draw).parameters)
-    options = {name for kind in kinds for name in kind} - {"self", "token_ids"}
-    asked = 0
-    with genrt.load(NGram.random(320, order=1), engine="exact") as lm:
-        for method in ("sample_sync", "batch_sample_sync", "draw_sync", "batch_draw_sync"):
-            for option, given in itertools.product(sorted(options), MISPLACED):
-                if not (isinstance(given, str) and option in NAMES):
-                    asked += asks(lm, method, {"max_tokens": 2} | {option: given})
-        for option, given in itertools.product(
-            sorted(GenerateOptions.__annotations__.keys() | CompletionOptions.__annotations__),
-            MISPLACED,
-        ):
-            if not (isinstance(given, str) and option in NAMES):
-                asked += asks(
-                    lm, "generate_sync", {"prompt": [1], "max_tokens": 2} | {option: given}
-                )
-        for name in [each for each in dir(lm) if each.endswith(("_sync", "encode", "decode"))]:
-            parameters = inspect.signature(getattr(lm, name)).parameters
-            needed = [p for p, each in parameters.items() if each.default is each.empty]
-            for parameter, given in itertools.product(parameters, MISPLACED):
-                if not (isinstance(given, str) and parameter in NAMES):
-                    sound = {each: SOUND.get(each, [[1]]) for each in needed}
-                    asked += asks(lm, name, sound | {parameter: given})
-    assert asked > 500
-
-
-def asks(lm: AsyncLM, name: str, arguments: dict[str, Any]) -> bool:
-    """Call it, see that no error of it tells the prompt, and return whether there was one."""
-    if name.endswith(("sample_sync", "draw_sync")):
-        first = "contexts" if name.startswith("batch") else "token_ids"
-        arguments = {first: [[1]] if first == "contexts" else [1]} | arguments
-    told = ""
-    try:
-        getattr(lm, name)(**arguments)
-    except Exception as error:
-        told = told_of(error)
-    assert parts_of_the_prompt(told) == [], (name, arguments)
-    return told != ""
-
-
-@pytest.mark.parametrize(
-    "text", [str(PROMPT), f"prompt_token_ids={PROMPT[5:8]}", " ".join(map(str, PROMPT)), SECRET]
-)
-def test_a_part_of_the_prompt_is_found(text: str) -> None:
-    assert parts_of_the_prompt(f"DEBUG 1, 2: {text}.")
-    assert not parts_of_the_prompt(str(PROMPT[::2]))

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from transformers import BatchEncoding
 
 from genrt.errors import ContextTooLong, InvalidRequest
+from genrt.questions.arguments import Adapter, Limits, check_contexts
 from genrt.questions.completions import SampleRequest, sample_requests
-from genrt.questions.contexts import Adapter, Limits, check_contexts
 from genrt.questions.rows import row_request
 
 masked: Any = np.ma.array

@@ -128,9 +128,16 @@ masked: Any = np.ma.array
 
 
 class State:
-    """A constraint's state, which has a mask and is none."""
+    """A constraint's state."""
 
-    def mask(self) -> None: ...
+    def mask(self) -> torch.Tensor:
+        return torch.arange(V) % 3 == 1
+
+    def advance(self, token_id: int) -> None: ...
+
+
+class CheckedState(State):
+    def check(self, token_ids: object) -> None: ...
 
 
 BITS = torch.ones(V, dtype=torch.bool)
@@ -160,8 +167,12 @@ WRONG: list[tuple[Any, str]] = [
         for flags in ([True, 3], {True}, [np.True_] * V, [torch.tensor(True)] * V, [*BITS])
     ),
     ([1.0], "there is a float"),
-    (State(), r"mask is a State: give its mask, state.mask\(\)"),
+    (CheckedState(), r"state that checks single tokens.*await abitmasks"),
 ]
+
+
+def test_a_state_stands_for_its_mask() -> None:
+    assert packed_mask(State(), V) == packed_mask(State().mask(), V)
 
 
 @pytest.mark.promise(number=29)

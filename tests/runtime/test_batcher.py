@@ -15,7 +15,7 @@ import torch
 
 from genrt.engines.protocol import Finished
 from genrt.errors import Closed, EngineFailed, OutOfMemory, UnknownAdapter
-from genrt.questions.contexts import Adapter
+from genrt.questions.arguments import Adapter
 from genrt.questions.draws import DrawToken
 from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request, Result

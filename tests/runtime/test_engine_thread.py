@@ -30,6 +30,7 @@ from genrt.errors import Closed, EngineDied, EngineFailed, EngineUnsupported
 from genrt.lm import AsyncLM
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
+from genrt.runtime import concurrency
 from genrt.runtime import thread as engine_thread
 from genrt.runtime.ask import Asker
 from genrt.runtime.batcher import Batcher
@@ -158,7 +159,7 @@ def test_an_interrupt_while_loading_abandons_it(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(engine, "close", closed.set)
     with monkeypatch.context() as patched:
-        patched.setattr(concurrent.futures, "wait", interrupted)
+        patched.setattr(concurrency, "_wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             genrt.load(engine=slow)
     gate.open()
@@ -662,6 +663,7 @@ PROGRAMS = {
 SERVER = """
 import asyncio, gc, json, os, signal, sys, tempfile, threading
 import genrt
+from genrt.runtime import concurrency
 from genrt.runtime import thread as engine_thread
 from tests.inside import thread_of
 from tests.scripted import ScriptedEngine

@@ -13,7 +13,7 @@ import torch
 
 from genrt.engines.protocol import Finished
 from genrt.errors import NotFinite
-from genrt.questions.contexts import nonces_of
+from genrt.questions.arguments import nonces_of
 from genrt.questions.draws import DrawToken, PopulationDraw, population_draw
 from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request

@@ -19,7 +19,7 @@ from genrt.errors import (
     UnknownAdapter,
 )
 from genrt.lm import AsyncLM
-from genrt.questions.contexts import Adapter
+from genrt.questions.arguments import Adapter
 from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.answers import MAX_PREFIXES
 from tests.inside import thread_of

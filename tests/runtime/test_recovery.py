@@ -20,7 +20,7 @@ from genrt.errors import (
     EngineUnsupported,
     OutOfMemory,
 )
-from genrt.questions.contexts import Adapter
+from genrt.questions.arguments import Adapter
 from genrt.questions.request import Request, Result
 from tests.scripted import (
     PATIENCE_SECONDS,

@@ -6,8 +6,6 @@ import asyncio
 import base64
 import contextlib
 import json
-import resource
-import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,22 +16,18 @@ import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from starlette.types import Receive, Scope, Send
 
 import genrt
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.errors import ContextTooLong, InvalidRequest
 from genrt.server import Server, ServerLimits, serving
 from genrt.server.bodies import Bodies, JSONBody, check_front_end_body, contexts_of, parse_body
-from genrt.server.gate import Gate as ServerGate
 from genrt.server.gate import check_key
-from genrt.server.server import Connections
 from tests.scripted import Gate, ScriptedEngine
-from tests.server.raw import answer_to, connected, post
-from tests.waiting import until
+from tests.server.raw import answer_to, connected
 
 KEY = "open-sesame-42"
-LIMITS = ServerLimits(body_bytes=4096, body_seconds=0.2, head_seconds=0.2, requests=4, contexts=8)
+LIMITS = ServerLimits(body_bytes=4096, body_seconds=0.2, requests=4, contexts=8)
 ROW = {"prompts": [[1]], "top": 1}
 BEARER = {"authorization": f"Bearer {KEY}"}
 
@@ -155,7 +149,6 @@ POST = f"POST /v1/draw HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n".e
     [
         (POST + b"content-length: %d\r\nconnection: close\r\n\r\n" % 10**15, 413),
         (POST + b"content-length: 9\r\n\r\n{", 408),
-        *((data, 408) for data in (b"", b"G", b"GET / HT", GET + b"host: x\r\n", POST[:30])),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01", 400),
         (b"GET / HTTP/9.9\r\nconnection: close\r\n\r\n", 400),
         (b"POST /v1/draw HTTP/1.1\r\ncontent-length: -1\r\n\r\n", 400),
@@ -205,7 +198,6 @@ def test_more_requests_than_are_served_at_once_are_told_to_come_again() -> None:
         held.open()
         assert [each.result(60).status_code for each in asking] == [200] * LIMITS.requests
         assert client.get("/v1/status").status_code == 200
-        assert gate.held_bytes == 0
 
 
 def test_arguments_are_checked(lm: genrt.AsyncLM) -> None:
@@ -219,168 +211,21 @@ def test_arguments_are_checked(lm: genrt.AsyncLM) -> None:
     for key in ("short", "", "has space in it", "ümläut-key", "new\nline-key", 12345678):
         with pytest.raises(InvalidRequest, match="api_key"):
             check_key(key, "127.0.0.1")  # type: ignore[arg-type]
-    names = ("body_bytes", "requests", "contexts", "send_seconds")
+    names = ("body_bytes", "requests", "contexts", "body_seconds")
     values: list[Any] = [0, -1, None, "8", float("nan")]
     for name, value in product(names, values):
         with pytest.raises(InvalidRequest, match=name):
             ServerLimits(**{name: value})
 
 
-# -- clients that do not read, or do not ask --------------------------------------------------------
-
-READ_BY_NOBODY = 2**23
-SCOPE = {"type": "http", "method": "GET", "path": "/", "headers": [(b"host", b"localhost")]}
-
-
-def gate_of(kind: bytes, size: int, **limits: Any) -> ServerGate:
-    """A gate before an application whose answers have this many bytes."""
-
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        headers = [(b"content-type", kind)]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": bytes(size)})
-
-    return ServerGate(answer, api_key=None, limits=ServerLimits(**limits))
-
-
-async def nothing_more() -> dict[str, Any]:
-    return {"type": "http.request", "body": b"", "more_body": False}
-
-
-@pytest.mark.parametrize("kind", [b"application/json", b"text/event-stream"])
-async def test_an_answer_that_nobody_reads_is_held_for_a_while(kind: bytes) -> None:
-    gate = gate_of(kind, READ_BY_NOBODY, send_seconds=0.01)
-    sent: list[int] = []
-
-    async def send(message: Any) -> None:
-        if message["type"] == "http.response.body":
-            assert gate.held_bytes == (0 if b"event" in kind else READ_BY_NOBODY)
-            sent.append(len(message["body"]))
-            await asyncio.Event().wait()
-
-    await gate(SCOPE, nothing_more, send)
-    assert sent == [2**16]
-    assert (gate.held_bytes, gate.serving) == (0, 0)
-
-
-@pytest.mark.parametrize(
-    ("kind", "size", "pieces"),
-    [
-        (b"application/json", 2**17 + 3, [(2**16, True), (2**16, True), (3, False)]),
-        (b"application/json", 2**16, [(2**16, False)]),
-        (b"text/event-stream", 2**17, [(2**16, True), (2**16, False)]),
-    ],
-)
-async def test_an_answer_leaves_whole_in_pieces(kind: bytes, size: int, pieces: list[Any]) -> None:
-    """Small ones and streams need no room: large answers that others leave unread would cut them."""
-    gate = gate_of(kind, size, **({} if len(pieces) == 3 else {"held_bytes": 10}))
-    sent: list[Any] = []
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    await gate(SCOPE, nothing_more, send)
-    assert sent[0]["status"] == 200
-    assert [(len(each["body"]), each.get("more_body", False)) for each in sent[1:]] == pieces
-
-
-async def test_answers_take_no_more_room_than_there_is_for_all() -> None:
-    """One that is on its way leaves no room for another, which is told so in place of its answer."""
-    gate = gate_of(b"application/json", 100_000, held_bytes=150_000)
-    is_read, statuses = asyncio.Event(), list[int]()
-
-    async def send(message: Any) -> None:
-        if message["type"] == "http.response.start":
-            statuses.append(message["status"])
-        elif message["body"][:1] == b"\0":
-            await is_read.wait()
-
-    first = asyncio.create_task(gate(SCOPE, nothing_more, send))
-    await until(lambda: gate.held_bytes)
-    await gate(SCOPE, nothing_more, send)
-    assert statuses == [200, 429]
-    is_read.set()
-    await first
-    await gate(SCOPE, nothing_more, send)
-    assert (statuses, gate.held_bytes) == ([200, 429, 200], 0)
-
-
-async def test_a_client_that_does_not_read_is_dropped() -> None:
-    """Also of what has left the application, and waits for the client in the kernel."""
-    model = NGram.random(500, seed=1)
-    with genrt.load(engine=lambda: ExactEngine(model, max_model_len=8)) as lm:
-        for contexts in (1500, 4000):
-            with (
-                serving(lm, limits=ServerLimits(send_seconds=0.2)) as server,
-                socket.socket() as connection,
-            ):
-                host, port = str(server.url).removeprefix("http://").split(":")
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-                connection.connect((host, int(port)))
-                body = b'{"prompts":[' + b",".join([b"[1]"] * contexts) + b"]}"
-                connection.sendall(post("/v1/next_token_logprobs", body))
-                for count in (1, 0):
-                    await until(lambda n=count, of=server: of.connections == n)  # type: ignore[misc]
-                assert server.gate is not None
-                assert server.gate.held_bytes == 0
-
-
 @pytest.mark.promise(number=35)
-@pytest.mark.parametrize(("connections", "descriptors"), [(6, 1000), (1000, 8)])
-def test_idle_connections_leave_room_for_others(
-    lm: genrt.AsyncLM, monkeypatch: pytest.MonkeyPatch, connections: int, descriptors: int
-) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (descriptors, descriptors))
-    with (
-        serving(lm, limits=ServerLimits(connections=connections)) as server,
-        contextlib.ExitStack() as opened,
-    ):
-        idle = [opened.enter_context(connected(server)) for _ in range(20)]
-        assert httpx.get(f"{server.url}/health").status_code == 200
-        assert server.connections <= 6
-        assert idle[0].recv(1) == b""  # the oldest make room
-
-
-@pytest.mark.promise(number=35)
-def test_a_refused_body_is_not_read_for_ever(locked: Server) -> None:
-    """In chunks as small as they can be it would take all of the event loop."""
-    head = b"POST /v1/draw HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
-    with connected(locked) as connection:
-        connection.sendall(head)
-        assert connection.recv(4096).startswith(b"HTTP/1.1 401")
-        with pytest.raises(ConnectionError):
-            connection.sendall(b"1\r\na\r\n" * 2_000_000)
-
-
-class Line:
-    """A connection, as far as the others see it."""
-
-    is_aborted = False
-
-    def abort(self) -> None:
-        self.is_aborted = True
-
-
-def test_who_makes_room_for_a_new_connection() -> None:
-    connections = Connections(2)
-    lines: list[Any] = [Line() for _ in range(5)]
-    asks, idle, new, busy, refused = lines
-    for each in (asks, idle):
-        assert connections.add(each)
-        connections.mark_busy(each)
-    connections.mark_idle(idle)
-    assert connections.add(new)
-    assert [each.is_aborted for each in lines] == [False, True, False, False, False]
-    assert connections.add(busy)
-    assert new.is_aborted
-    connections.mark_busy(busy)
-    assert not connections.add(refused)  # all have a request
-    connections.mark_idle(refused)  # which is not open
-    connections.remove(idle)  # when its transport says so
-    assert (len(connections), refused.is_aborted) == (2, False)
-    connections.abort_all()
-    assert asks.is_aborted
-    assert not refused.is_aborted
+def test_requests_of_more_connections_are_refused(lm: genrt.AsyncLM) -> None:
+    with serving(lm, limits=ServerLimits(connections=2)) as server, connected(server):
+        health = f"{server.url}/health"
+        with httpx.Client() as other:
+            assert other.get(health).status_code == 200
+            assert httpx.get(health).status_code == 503
+            assert other.get(health).status_code == 200
 
 
 # -- bodies that take long to read --------------------------------------------------------------------

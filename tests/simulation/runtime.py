@@ -23,8 +23,8 @@ from typing import Any, TypeVar, cast
 import torch
 
 from genrt.lm import AsyncLM
+from genrt.questions.arguments import Adapter
 from genrt.questions.completions import Completion, CompletionRequest, Delta
-from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.ask import Asker

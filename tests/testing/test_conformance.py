@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -17,8 +16,8 @@ from torch import Tensor
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.engines.protocol import Engine, EngineStatistics, Finished
 from genrt.errors import EngineFailed
+from genrt.questions.arguments import Adapter
 from genrt.questions.completions import SampleRequest
-from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request
 from genrt.testing import check_engine
 from tests.inside import in_progress
@@ -106,42 +105,6 @@ def rows_swapped(ends: Ends) -> Ends:
     ]
 
 
-def rows_by_place(self: Any, request: Any) -> Any:
-    """Right in order, wrong when shuffled: rows remembered by their place in the flush."""
-    remembered: dict[int, Any] = self.__dict__.setdefault("remembered", {})
-
-    def answer(ends: Ends) -> Ends:
-        return [
-            replace(end, result=remembered.setdefault(self.flush.index(end.request), end.result))
-            if end.request in self.flush and isinstance(end.result, Tensor)
-            else end
-            for end in ends
-        ]
-
-    self.answer = answer
-    return request
-
-
-def one_buffer() -> Callable[[Ends], Ends]:
-    """The rows of every step in the same memory."""
-    buffer = torch.zeros(256, MODEL.vocab_size)
-
-    def answer(ends: Ends) -> Ends:
-        for place, end in enumerate(ends):
-            if isinstance(end.result, Tensor):
-                buffer[place] = end.result
-                ends[place] = replace(end, result=buffer[place])
-        return ends
-
-    return answer
-
-
-def cancels_a_bystander(self: Any, requests: Sequence[Request]) -> None:
-    self.inner.cancel(requests)
-    if requests:
-        self.inner.cancel([*in_progress(self.inner)][:1])
-
-
 def samples_first(self: Any) -> Ends:
     """Nothing is computed beside a sample in progress."""
     running = [*in_progress(self.inner)]
@@ -152,26 +115,6 @@ def samples_first(self: Any) -> Ends:
         self.inner.submit(others)
         return cast(Ends, ends)
     return cast(Ends, self.inner.step())
-
-
-def of_the_batch() -> Any:
-    """One generator for the batch, so that a draw depends on its neighbours."""
-
-    def ask(self: Any, request: Any) -> Any:
-        if not isinstance(request, SampleRequest) or request.seed is None:
-            return request
-        return replace(request, seed=request.seed + 1000 * len(self.flush))
-
-    return {"ask": ask, "is_bound": True}
-
-
-def stop_token_returned(ends: Ends) -> Ends:
-    return [
-        replace(end, result=(*end.result, *end.request.stop_token_ids))
-        if isinstance(end.request, SampleRequest) and isinstance(end.result, tuple)
-        else end
-        for end in ends
-    ]
 
 
 def closes_once(self: Any) -> None:
@@ -186,19 +129,6 @@ def counts_idle_steps(self: Any) -> Ends:
     return Wrapper.step(self)
 
 
-def last_adapter(self: Any, requests: Sequence[Request]) -> None:
-    """As one version of vLLM on the CPU: base requests beside adapter requests get the adapter's."""
-
-    def logits(contexts: Any, adapter: Adapter | None) -> Any:
-        bound = [each.adapter for each in in_progress(self.inner) if each.adapter]
-        return own(contexts, adapter or next(iter(bound), None))
-
-    if "own" not in self.__dict__:
-        self.own = own = self.inner._model.logits
-        self.inner._model.logits = logits
-    Wrapper.submit(self, requests)
-
-
 def first_weights(self: Any, adapter: Adapter, path: Path) -> None:
     """Old weights under a new version."""
     known: dict[str, Path] = self.__dict__.setdefault("known", {})
@@ -207,27 +137,14 @@ def first_weights(self: Any, adapter: Adapter, path: Path) -> None:
 
 BROKEN: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "rows swapped": (lambda: {"answer": rows_swapped}, "in a flush and alone|shuffled"),
-    "rows by place": (lambda: {"ask": rows_by_place, "is_bound": True}, "apart"),
     "cancel ignored": (lambda: {"cancel": lambda self, requests: None}, "came back"),
-    "cancel takes a bystander": (
-        lambda: {"cancel": cancels_a_bystander},
-        "counts|not answered|was counted",
-    ),
-    "shared storage": (
-        lambda: {"answer": lambda ends: [replace(end, result=ends[0].result) for end in ends]},
-        "apart|alone",
-    ),
-    "rows in one buffer": (lambda: {"answer": one_buffer()}, "a later step has written"),
     "unnormalised": (lambda: rows(lambda row: row + 1), "not normalised"),
-    "double precision": (lambda: rows(lambda row: row.double()), "not float32"),
-    "not a number": (lambda: rows(lambda row: row * torch.nan), "has NaN"),
     "all rows alike": (
         lambda: rows(lambda row: torch.zeros_like(row).log_softmax(-1)),
         "all contexts have the same row",
     ),
     "answered twice": (lambda: {"answer": lambda ends: ends + ends[:1]}, "answered before"),
     "one is lost": (lambda: {"answer": lambda ends: ends[1:]}, "not answered"),
-    "nothing is answered": (lambda: {"answer": lambda ends: []}, "not answered"),
     "everything fails": (
         lambda: {
             "answer": lambda ends: [Finished(e.request, error=EngineFailed("no")) for e in ends]
@@ -236,40 +153,25 @@ BROKEN: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     "long samples first": (lambda: {"step": samples_first}, "held up"),
     "seed ignored": (lambda: sample(seed=None), "seeded sample"),
-    "seed of the batch": (lambda: of_the_batch(), "depends on its batch"),
     "unseeded alike": (lambda: sample(seed=lambda r: r.seed or 5), "independent"),
     "temperature ignored": (lambda: sample(temperature=1.0), "temperature 0"),
     "top_k ignored": (lambda: sample(top_k=0), "top_k=1"),
-    "top_p ignored": (lambda: sample(top_p=1.0), "top_p=1e-6"),
-    "min_p ignored": (lambda: sample(min_p=0.0), "min_p=1"),
     "stop ignored": (lambda: sample(stop_token_ids=frozenset()), "before its stop token"),
-    "stop token returned": (lambda: {"answer": stop_token_returned}, "before its stop token"),
     "too short": (lambda: sample(max_tokens=lambda r: max(1, r.max_tokens - 1)), "not max_tokens"),
     "one token short": (lambda: {"max_model_len": 65}, "failed: ContextTooLong"),
     "counts idle steps": (lambda: {"step": counts_idle_steps}, "must not be counted"),
     "counts no rows": (lambda: {"count": lambda all: replace(all, rows=0)}, "rows grew by 0"),
-    "counters shrink": (
-        lambda: {"count": lambda all: replace(all, computed_tokens=-all.computed_tokens)},
-        "computed_tokens has shrunk",
-    ),
-    "live statistics": (lambda: {"count": lambda all: SimpleNamespace(**asdict(all))}, "frozen"),
     "closes once": (lambda: {"close": closes_once}, "closed twice"),
     "adapters ignored": (
         lambda: {"ask": lambda request: replace(request, adapter=None)},
         "are those of the base model",
     ),
-    "mixed steps give the last adapter": (lambda: {"submit": last_adapter}, "other adapters"),
     "old weights": (lambda: {"add_adapter": first_weights}, "the same weights"),
 }
 
 
 def opened(changes: dict[str, Any]) -> Engine:
-    ask = changes.pop("ask", None)
-    is_bound = changes.pop("is_bound", False)
-    engine = Wrapper(**changes)
-    if ask is not None:
-        engine.ask = ask.__get__(engine) if is_bound else ask
-    return cast(Engine, engine)
+    return cast(Engine, Wrapper(**changes))
 
 
 def adapter_directories(root: Path) -> list[Path]:

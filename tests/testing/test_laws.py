@@ -134,7 +134,7 @@ RIGHT += [("unbounded", name) for name in UNBOUNDED] + [("samples", name) for na
 RIGHT += [("weights", ""), ("heavy weights", "")]
 
 
-@pytest.mark.parametrize("count", [1, 20, 300])
+@pytest.mark.parametrize("count", [1, 300])
 @pytest.mark.parametrize(("kind", "name"), RIGHT)
 def test_what_is_right_fails_no_more_often_than_the_level(kind: str, name: str, count: int) -> None:
     alarms = 0
@@ -228,13 +228,6 @@ def test_without_a_bound_too_large_a_mean_fails(highest: float | None) -> None:
         ([1e-3, 0.0], 1e-320, "Too large"),
     ):
         assert message in str(alarm(assert_unbiased, estimates, exact, highest=highest))
-
-
-def test_numbers_below_zero_have_bounds_too() -> None:
-    differences = np.random.default_rng(0).uniform(-1, 1, 1000)
-    assert_unbiased(differences, 0.0, lowest=-1.0)
-    for shift in (-0.3, 0.3):
-        assert alarm(assert_unbiased, (differences + shift).clip(-1, 1), 0.0, lowest=-1.0)
 
 
 def test_wrong_weights_are_found() -> None:
@@ -349,16 +342,8 @@ WRONG: list[tuple[Callable[..., None], dict[str, Any], list[tuple[dict[str, Any]
             ({"estimates": []}, "no estimates"),
             ({"estimates": ["x"]}, "no numbers"),
             ({"estimates": [[0.5, 0.5]]}, "shape"),
-            ({"exact": math.nan}, "exact must be"),
-            ({"lowest": -math.inf}, "lowest must be"),
-            ({"highest": math.nan}, "highest must be"),
-            ({"level": "small"}, "level must be"),
-            ({"level": 0.0}, "level is 0"),
             ({"level": 1}, "level is 1"),
-            ({"rtol": math.nan}, "rtol must be"),
-            ({"rtol": -1.0}, "rtol is -1"),
             ({"exact": 1.5}, "exact is 1.5, which is not between"),
-            ({"exact": -0.5}, "exact is -0.5, which is not between"),
         ],
     ),
     (
@@ -367,8 +352,6 @@ WRONG: list[tuple[Callable[..., None], dict[str, Any], list[tuple[dict[str, Any]
         [
             ({"exact": 0.0}, "exact is 0: give a number above 0"),
             ({"relative_variance": 0.0}, "relative_variance is 0: give a number above 0"),
-            ({"relative_variance": math.inf}, "relative_variance must be"),
-            ({"estimates": []}, "there are no estimates"),
         ],
     ),
     (
@@ -393,13 +376,11 @@ WRONG: list[tuple[Callable[..., None], dict[str, Any], list[tuple[dict[str, Any]
             ({"runs": [(["a"], ["x"])]}, "no numbers"),
             ({"probabilities": {}}, "add up to 0"),
             ({"log_evidence": 1.0}, "the evidence is 2.7.*highest=1"),
-            ({"log_evidence": math.inf}, "log_evidence must be"),
             (
                 {"log_evidence": -800.0},
                 "log_evidence is -800, whose exponential is no float: add a",
             ),
             ({"log_evidence": 800.0, "highest": None}, "log_evidence is 800, whose exponential"),
-            ({"rtol": 1.0}, "rtol is 1.0"),
         ],
     ),
 ]

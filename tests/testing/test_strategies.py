@@ -53,28 +53,19 @@ def simplest(strategy: Any, wanted: Callable[[Any], bool]) -> Any:
 # -- models -----------------------------------------------------------------------------------
 
 
-OPTIONS = ["eos", "zeros", "near_zeros", "duplicates", "split_characters"]
-
-
 @SETTINGS
-@given(st.data(), st.fixed_dictionaries(dict.fromkeys(OPTIONS, st.booleans())))
-def test_models_are_what_was_asked_for(data: st.DataObject, options: dict[str, bool]) -> None:
-    eos, zeros = options["eos"], options["zeros"]
-    model = data.draw(small_lms(max_vocab_size=5, max_order=1, **options))
+@given(st.data(), st.booleans(), st.booleans())
+def test_models_are_what_was_asked_for(data: st.DataObject, eos: bool, zeros: bool) -> None:
+    model = data.draw(small_lms(max_vocab_size=5, max_order=1, eos=eos, zeros=zeros))
     assert 2 <= model.vocab_size <= 5
     assert model.order in (0, 1)
     assert model.eos_token_id == (model.vocab_size - 1 if eos else None)
     table = model.table
     assert torch.allclose(table.exp().sum(-1), torch.ones(()), atol=1e-5)
     assert zeros or bool(table.isfinite().all())
-    assert options["near_zeros"] or zeros or float(table.min()) > -12
     tokens = model.vocabulary[: model.vocab_size - eos]
     assert all(tokens)
-    assert (len(set(tokens)) < len(tokens)) == options["duplicates"]
-    invalid = [token for token in tokens if token.decode(errors="replace").count("\ufffd")]
-    assert bool(invalid) == options["split_characters"]
-    if invalid:
-        assert (tokens[0] + tokens[1]).decode()
+    assert len(set(tokens)) == len(tokens)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +84,7 @@ def test_models_of_all_kinds_come(what: str, wanted: Callable[[torch.Tensor], bo
 
 
 def test_models_shrink_to_what_matters() -> None:
-    few = small_lms(max_vocab_size=3, max_order=1)
+    few = small_lms(max_vocab_size=2, max_order=1)
     model = simplest(few, lambda model: bool((model.table[..., 1] == -math.inf).any()))
     assert model.vocab_size == 2
     assert model.order == 0
@@ -128,11 +119,6 @@ def test_constraints_of_all_kinds_come() -> None:
             lambda each: b"ab" in texts_of(MODEL, each) and b"" not in texts_of(MODEL, each),
         ):
             found(some, wanted)
-        with pytest.raises(NoSuchExample):
-            found(
-                constraints(lm, predicates=False),
-                lambda each: isinstance(each.start(), CheckedState),
-            )
 
 
 def test_constraints_speak_of_characters_that_two_tokens_spell() -> None:
@@ -176,8 +162,8 @@ def test_tokens_and_seeds_are_in_range(token_ids: list[int], seed: int) -> None:
         (lambda: small_lms(min_vocab_size=0), "min_vocab_size=0"),
         (lambda: small_lms(min_vocab_size=5), "sizes in order"),
         (lambda: small_lms(max_vocab_size=99), "to 28"),
-        (lambda: small_lms(max_vocab_size=3, split_characters=True, duplicates=True), "from 4"),
-        (lambda: small_lms(min_order=3), "min_order=3"),
+        (lambda: small_lms(min_vocab_size=1), "from 2 to 28"),
+        (lambda: small_lms(max_order=-1), "max_order=-1"),
         (lambda: small_lms(max_order=9), "4096"),
         (lambda: potentials(lowest=1.0), "in order"),
         (lambda: potentials(lowest=-math.inf), "finite"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -71,27 +71,3 @@ def test_a_program_runs_as_on_asyncios_own_loop(loop: VirtualLoop, clock: Virtua
     assert virtual == own
     assert len(own) > 10
     assert loop.reports == []
-
-
-def fails(error: BaseException) -> Callable[[], None]:
-    def fail() -> None:
-        raise error
-
-    return fail
-
-
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
-def test_an_error_is_reported_and_an_interrupt_comes_out(
-    kind: type[BaseException], loop: VirtualLoop
-) -> None:
-    log: list[int] = []
-    error = ValueError("no")
-    for callback in (fails(error), fails(kind()), lambda: log.append(1)):
-        loop.call_soon(callback)
-    loop.run_one()
-    assert [report["exception"] for report in loop.reports] == [error]
-    with pytest.raises(kind):
-        loop.run_one()
-    assert not loop.is_running()
-    loop.run_one()
-    assert log == [1]

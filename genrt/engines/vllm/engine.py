@@ -48,8 +48,8 @@ from genrt.engines.vllm.texts import (
 )
 from genrt.engines.vllm.weights import VLLMWeights
 from genrt.errors import EngineDied, EngineFailed, GenrtError
+from genrt.questions.arguments import Adapter
 from genrt.questions.completions import Decoding, Streamed, Told
-from genrt.questions.contexts import Adapter
 from genrt.questions.draws import PopulationDraw
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest, not_finite
@@ -88,9 +88,9 @@ class VLLMEngine:
         with self._globals:
             if isinstance(llm_engine.model_executor, UniProcExecutor):
                 model_runner = core.model_executor.driver_worker.worker.model_runner
-                self._store = install_capture(model_runner, own_processors)
+                self._store = install_capture(model_runner)
             else:
-                self._store = RemoteStore(self._core.collective_rpc, own_processors, self.device)
+                self._store = RemoteStore(self._core.collective_rpc, self.device)
         self._positions = positions_of(config, model_runner, core.scheduler, own_processors)
         on_cpu, has_loras = self.device.type == "cpu", config.lora_config is not None
         self._adapters = VLLMAdapters(self._core, enabled=has_loras, base_needs_zero=on_cpu)
@@ -110,7 +110,6 @@ class VLLMEngine:
                 device=self.device,
             )
             self._open = OpenRequests(core.scheduler, steps)
-            core.scheduler.prefixes, self.prefixes.residents = self.prefixes, self._open.residents
         self._populations = SeatedPopulations(self._open, self._adapters)
         self._decoded: list[tuple[Purpose, str]] = []  # requests of the last decode step
         drawn_here = self.runner == "V1" and on_cpu
@@ -251,7 +250,8 @@ class VLLMEngine:
         return sent
 
     def settle(self, population: PopulationDraw) -> None:
-        self._populations.settle(population)
+        if self._open is not None:
+            self._populations.settle(population)
 
     def release(self, asked: Sequence[SequenceHandle]) -> None:
         self._abort(self._populations.release(asked))
@@ -486,10 +486,11 @@ class VLLMEngine:
 
     def add_adapter(self, adapter: Adapter, path: Path) -> None:
         self._adapters.check_enabled()
+        if self._open is not None:  # its adapters' slots may be given to the new one
+            self._open.steps.discard()
         try:
             with self._globals:
                 self._adapters.add(adapter, path)
-            self._adapters.check_base(adapter, self.probe, self._unused_context())
         except BaseException:
             self.remove_adapter(adapter)
             raise
@@ -502,35 +503,15 @@ class VLLMEngine:
             self._adapters.remove(adapter)
 
     def probe(self, requests: Sequence[LogprobsRequest] | Sequence[ScoreRequest]) -> list[Tensor]:
-        """Return rows or scores that the engine itself needs; raise the error of one of them, or of the
-        step. The next ``step`` returns other requests that end meanwhile."""
+        """Return rows or scores while nothing else is in progress; raise the error of one of them."""
         self.submit(requests)
         ends: dict[Request, Finished] = {}
-        others: list[Finished] = []
-        try:
-            while len(ends) < len(requests):
-                bystanders = {each for each in self._under_way() if each not in requests}
-                try:
-                    finished = self.step()
-                except GenrtError as error:
-                    others += [Finished(each, error=error.fresh()) for each in bystanders]
-                    raise
-                others += [end for end in finished if end.request not in requests]
-                ends |= {end.request: end for end in finished if end.request in requests}
-        finally:
-            self._ended += others
+        while len(ends) < len(requests):
+            ends |= {end.request: end for end in self.step()}
         for end in ends.values():
             if end.error is not None:
                 raise end.error
         return [cast("Tensor", ends[request].result) for request in requests]
-
-    def _under_way(self) -> list[Request]:
-        return [*self._in_progress.values(), *self._texts.waiting]
-
-    def _unused_context(self) -> tuple[int, ...]:
-        """Return a context that no request in progress has."""
-        used = {request.token_ids for request in self._under_way()}
-        return next((token,) for token in range(self.vocab_size) if (token,) not in used)
 
     def start_counting(self) -> None:
         """Reset the counters after the self-test."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import collections
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,15 +22,11 @@ from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.lora.request import LoRARequest
 
 from genrt.engines.adapters import CONFIG_NAME
-from genrt.errors import EngineUnsupported, InvalidAdapter, UnknownAdapter
-from genrt.questions.contexts import Adapter
-from genrt.questions.rows import LogprobsRequest
+from genrt.errors import InvalidAdapter, UnknownAdapter
+from genrt.questions.arguments import Adapter
 
 PARTIAL = ("layers_to_transform", "layers_pattern", "exclude_modules")
 """Options by which an adapter leaves out some layers of its ``target_modules``."""
-
-SAME_ROW, LIKELY = 0.05, -15.0
-"""The largest difference of one row in two batches, of log-probabilities over the second number."""
 
 
 class VLLMAdapters:
@@ -100,23 +96,6 @@ class VLLMAdapters:
         if not any(each.taken for each in fits):
             return "it has no weights of any layer"
         return None
-
-    def check_base(
-        self,
-        adapter: Adapter,
-        probe: Callable[[Sequence[LogprobsRequest]], list[Tensor]],
-        context: tuple[int, ...],
-    ) -> None:
-        """Raise EngineUnsupported if the base model's row after ``context`` differs beside the
-        adapter's."""
-        base, adapted = LogprobsRequest(context), LogprobsRequest(context, adapter)
-        [alone] = probe([base])
-        apart = probe([adapted, base])[1] - alone
-        if not bool(apart[alone > LIKELY].abs().max() < SAME_ROW):
-            raise EngineUnsupported(
-                "vLLM mixes up the base model and its adapters within a step; load one runtime for "
-                "each instead"
-            )
 
     def request(self, adapter: Adapter | None) -> LoRARequest | None:
         """Return vLLM's handle of an adapter; ``None`` for a base request without a zero adapter. Raises

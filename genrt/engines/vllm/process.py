@@ -69,37 +69,23 @@ def _environment() -> Iterator[None]:
                 os.environ.pop(key, None)
 
 
-class _Heap:
-    """The garbage collector's frozen objects."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._depth = 0
-
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Preserve the frozen state of every object, also in several threads at once. vLLM freezes all
-        objects, and frozen garbage would stay in memory."""
-        with self._lock:
-            self._depth += 1
-            if self._depth == 1:
-                self._functions, self._frozen = (gc.freeze, gc.unfreeze), gc.get_freeze_count() > 0
-                # ``gc.unfreeze`` thaws every object. If the user has frozen objects, vLLM must not freeze
-                # more; if not, thaw all at the end.
-                if self._frozen:
-                    gc.freeze = gc.unfreeze = lambda: None
+@contextmanager
+def heap_kept() -> Iterator[None]:
+    """Preserve the frozen state of every object, in one thread at a time. vLLM freezes all objects, and
+    frozen garbage would stay in memory."""
+    with _OPENING:
+        functions, has_frozen = (gc.freeze, gc.unfreeze), gc.get_freeze_count() > 0
+        # ``gc.unfreeze`` thaws every object. If the user has frozen objects, vLLM must not freeze more;
+        # else all are thawed at the end.
+        if has_frozen:
+            gc.freeze = gc.unfreeze = lambda: None
         try:
             yield
         finally:
-            with self._lock:
-                self._depth -= 1
-                if not self._depth:
-                    gc.freeze, gc.unfreeze = self._functions
-                    if not self._frozen:
-                        gc.unfreeze()
+            gc.freeze, gc.unfreeze = functions
+            if not has_frozen:
+                gc.unfreeze()
 
-
-heap_kept = _Heap().kept
 
 _PRECISIONS = (
     "cuda.matmul.fp32_precision",
@@ -231,7 +217,12 @@ class ThreadTurns:
         with self._changed:
             if self._holder != own:
                 if self._depth or self.waiting:
-                    self._wait(own)
+                    self.waiting.append(own)
+                    try:
+                        self._changed.wait_for(lambda: not self._depth and self.waiting[0] == own)
+                    finally:  # also after an interrupt: then it may be the next thread's turn
+                        self.waiting.remove(own)
+                        self._changed.notify_all()
                 self._holder = own
             self._depth += 1
 
@@ -242,14 +233,6 @@ class ThreadTurns:
                 self._holder = None
                 if self.waiting:
                     self._changed.notify_all()
-
-    def _wait(self, own: int) -> None:
-        self.waiting.append(own)
-        try:
-            self._changed.wait_for(lambda: not self._depth and self.waiting[0] == own)
-        finally:  # also after an interrupt: then it may be the next thread's turn
-            self.waiting.remove(own)
-            self._changed.notify_all()
 
 
 _TURNS = ThreadTurns()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
@@ -178,12 +177,6 @@ class RunnerV1:
         if runner.device.type == "cuda" and runner.prepare_inputs_event is None:
             # A step is prepared while the previous step's copies may still read the same buffers.
             runner.prepare_inputs_event = torch.Event(runner.device)
-        # On a CPU no running forward hides the cost of preparing a step. So the launch is found once for
-        # all steps with the same number of requests, which differ in tokens and lengths alone.
-        self._launch: tuple[int, Any, Any] | None = None
-        self._numbers = np.arange(runner.max_num_reqs)
-        differs = runner.uses_mrope or runner.lora_config or runner.speculative_config
-        self._repeats = runner.device.type == "cpu" and not differs
 
     def prepare(self, output: SchedulerOutput, before: Prepared | None = None) -> Prepared | None:
         """Prepare a step of one token for each request; ``None`` if its forward cannot run by itself.
@@ -238,61 +231,7 @@ class RunnerV1:
 
     def execute(self, output: SchedulerOutput) -> None:
         """Run the forward of a step of one token for each request."""
-        if self._launch is not None and self._is_alike(output, self._launch[0]):
-            return self._repeat(output, *self._launch)
-        self._launch = None
-        if not self._repeats:
-            return self._runner.execute_model(output)  # type: ignore[no-any-return]
-
-        def keep(_: object, __: object, inputs: dict[str, Any]) -> None:
-            given = {name for name, each in inputs.items() if each is not None}
-            if given == {"input_ids", "positions"}:  # both are the runner's buffers
-                context = replace(get_forward_context())  # the forward may change the original
-                self._launch = len(output.num_scheduled_tokens), context, inputs
-
-        hook = self._runner.model.register_forward_pre_hook(keep, with_kwargs=True)
-        try:
-            self._runner.execute_model(output)
-        finally:
-            hook.remove()
-
-    def _is_alike(self, output: SchedulerOutput, count: int) -> bool:
-        scheduled, batch = output.scheduled_cached_reqs.req_ids, self._runner.input_batch
-        is_whole = len(scheduled) == count and batch.req_id_to_index.keys() == {*scheduled}
-        gone = output.finished_req_ids or output.preempted_req_ids
-        others_tokens = batch.prev_sampled_token_ids is not None
-        return is_whole and not (gone or output.new_block_ids_to_zero or others_tokens)
-
-    def _repeat(self, output: SchedulerOutput, count: int, context: Any, inputs: Any) -> None:
-        """Do the work of ``execute_model`` that differs between steps and that genrt needs."""
-        runner, batch = self._runner, self._runner.input_batch
-        scheduled = output.scheduled_cached_reqs
-        at = [batch.req_id_to_index[each] for each in scheduled.req_ids]
-        batch.num_computed_tokens_cpu[at] = scheduled.num_computed_tokens
-        for place, new in enumerate(scheduled.new_block_ids):
-            if new is not None:
-                runner.requests[scheduled.req_ids[place]].block_ids[0].extend(new[0])
-                batch.block_table.append_row(new, at[place])
-        slots = {0: self._put_inputs(batch, self._numbers[:count])}
-        metadata, _ = runner._build_attention_metadata(count, count, 1, slot_mappings=slots)
-        with override_forward_context(replace(context, attn_metadata=metadata)):
-            hidden_states = runner._model_forward(**inputs)
-        logits = runner.model.compute_logits(hidden_states[:count])
-        runner.execute_model_state = SimpleNamespace(logits=logits)
-
-    def _put_inputs(self, batch: Any, places: np.ndarray) -> torch.Tensor:
-        """Write one token for each place to the input buffers; return the tokens' slots."""
-        runner, table, count = self._runner, batch.block_table[0], len(places)
-        computed, starts = batch.num_computed_tokens_cpu[:count], runner.query_start_loc.np
-        starts[:count], starts[count:] = places, count
-        runner.positions.numpy()[:count] = runner.num_computed_tokens.numpy()[:count] = computed
-        for lengths in (runner.seq_lens.numpy(), runner.optimistic_seq_lens_cpu.numpy()):
-            lengths[:count], lengths[count:] = computed + 1, 0
-        runner.input_ids.np[:count] = batch.token_ids_cpu[places, computed]
-        blocks, within = np.divmod(computed, table.block_size)
-        first = table.block_table.np[places, blocks].astype(np.int64) * table.block_size
-        table.slot_mapping.np[:count] = first + within
-        return table.slot_mapping.gpu[:count]  # type: ignore[no-any-return]
+        self._runner.execute_model(output)
 
     def reseat(self, seats: Sequence[Seat]) -> None:
         """Copy blocks, and make these requests continue as other sequences, one seat after the other."""

@@ -25,7 +25,6 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from genrt.engines.vllm.prefixes import PrefixBlocks
 from genrt.engines.vllm.requests import FIRST, OPEN
 from genrt.engines.vllm.runners import NextTokens
 from genrt.engines.vllm.seats import Fork, Seat, Seats
@@ -35,7 +34,7 @@ MOST_RECORDS = 65_536
 
 
 class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
-    """vLLM's ``scheduler_cls`` for engines with resident sequences; the engine sets ``prefixes``.
+    """vLLM's ``scheduler_cls`` for engines with resident sequences.
 
     While ``ahead`` is True, a step is scheduled as if every request of the unfinished previous step
     continued with one token.
@@ -47,7 +46,6 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         self.finished_req_ids: set[str]
         self.reset_preempted_req_ids: set[str]
         self.ahead = False
-        self.prefixes: PrefixBlocks | None = None
         self.parked: dict[str, Request] = {}
         self.computed_tokens = self.forked = self.reseated = 0
         self._stalled = False  # no waiting request ran: the next step assumes the blocks they need
@@ -362,10 +360,6 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         limit = () if max_cache_hit_length is None else (max_cache_hit_length,)  # new in vLLM 0.33
         found = super()._get_local_prefix_cache_hit(request, *limit)
         manager = self.kv_cache_manager
-        if self.prefixes is not None and manager.prefix_cache_lookup_enabled(request):
-            start = self.prefixes.start_of(request)
-            if start is not None and found[1] < start[1] <= min(limit, default=start[1]):
-                found = manager.create_kv_cache_blocks((start[0],)), start[1], 0, False
         donor_id, tokens = self._donors.get(request.request_id, ("", 0))
         donor = self.requests.get(donor_id)
         if donor is None:
@@ -415,16 +409,11 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
 
 
 def most_blocks(scheduler: Any, waiting: Iterable[Request]) -> int:
-    """Return an upper bound of ``needed_blocks``, as if requests shared only kept prefixes. It needs no
-    look-up for each block."""
+    """Return an upper bound of ``needed_blocks`` without a look-up for each block, as if none were
+    shared."""
     # Two blocks more than a waiting request's full ones: one for its last tokens, one for a copied block.
-    size, prefixes = scheduler.block_size, scheduler.prefixes
-    blocks: int = len(scheduler.running)
-    for request in waiting:
-        blocks += request.num_tokens // size + 2
-        if prefixes is not None:
-            blocks -= prefixes.shared(request)
-    return blocks
+    size, running = scheduler.block_size, len(scheduler.running)
+    return int(running + sum(request.num_tokens // size + 2 for request in waiting))
 
 
 def needed_blocks(
@@ -432,7 +421,7 @@ def needed_blocks(
 ) -> int:
     """Return the number of blocks for the requests that fit into one step's tokens. Blocks that others
     hold too are not counted; cached blocks without a holder are taken from the pool."""
-    size, prefixes = scheduler.block_size, scheduler.prefixes
+    size = scheduler.block_size
     blocks, tokens_left = 0, int(scheduler.max_num_scheduled_tokens)
     for request in scheduler.running:  # the rest of a prompt, or the next token
         blocks += max(request.num_tokens // size + 1 - request.num_computed_tokens // size, 1)
@@ -443,8 +432,6 @@ def needed_blocks(
         cached = scheduler.kv_cache_manager.get_computed_blocks(request)[0].blocks[0]
         held = sum(block.ref_cnt > 0 for block in cached)
         tokens = len(cached) * size
-        if prefixes is not None:
-            held = max(held, prefixes.shared(request))
         donor_id, of_donor = donors.get(request.request_id, ("", 0))
         donor = scheduler.requests.get(donor_id)
         if donor is not None:

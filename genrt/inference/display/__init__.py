@@ -1,1 +1,1 @@
-"""Results shown: as text, HTML and SVG, for matplotlib and pandas."""
+"""Results shown: what their text, HTML and SVG are made of."""

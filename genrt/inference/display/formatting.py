@@ -77,16 +77,6 @@ def escape_text(text: str) -> str:
     return html.escape(text, quote=False)
 
 
-def escape_attribute(text: str, *, most: int) -> str:
-    """Escape a printable text for an attribute between double quotes, in at most ``most`` bytes."""
-    whole = html.escape(text)
-    if len(whole.encode(errors="replace")) <= most:
-        return whole
-    lengths = accumulate(len(html.escape(each).encode(errors="replace")) for each in text)
-    place = bisect.bisect_right(list(lengths), most - len(ELLIPSIS.encode()))
-    return html.escape(text[:place]) + ELLIPSIS
-
-
 def fixed(value: float, *, digits: int = 3) -> str:
     """Format a number with this many digits after the point, or with an exponent if it is enormous."""
     return f"{value:.6g}" if 1e9 <= abs(value) < math.inf else f"{value:.{digits}f}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -107,7 +106,7 @@ async def walked(
     assert statistics.extended > 0
 
 
-WALKS = [(0, 24), *(pytest.param(seed, 100, marks=pytest.mark.proof) for seed in range(1, 3))]
+WALKS = [(0, 24), pytest.param(1, 100, marks=pytest.mark.proof)]
 
 
 @pytest.mark.promise(number=36)
@@ -122,9 +121,9 @@ async def test_each_draw_is_its_own_context_s_on_vllm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     await walked(runtimes, [llama, other], seed, steps, BREAKS)
-    held = HeldContexts.begin
-    await walked(runtimes, [llama, other], seed + 100, steps, BREAKS, begin=held)
     if "ahead" in request.node.callspec.id:
+        held = HeldContexts.begin
+        await walked(runtimes, [llama, other], seed + 100, steps, BREAKS, begin=held)
         run_always_ahead(monkeypatch)
         await walked(runtimes, [llama, other], seed, steps, (*BREAKS, "restarted"))
 
@@ -136,28 +135,6 @@ async def test_and_with_hardly_any_memory_and_steps_that_fail(
     with two_runtimes(llama, ahead=False, **TIGHT) as both:
         await walked(both, [llama, other], seed, steps)
         assert both[0].statistics().engine.evicted > 0
-
-
-# -- batches of lists -----------------------------------------------------------------------------
-
-
-async def test_a_batch_that_goes_on_computes_a_token_a_context(runtimes: Runtimes) -> None:
-    """As lists that grow and as new ones, also after resampling."""
-    lm, rng = runtimes[0], random.Random(3)
-    contexts = [[n, *range(30)] for n in range(COUNT)]
-    for step in range(12):
-        before = lm.statistics().engine
-        drawn = await lm.batch_draw(contexts, seed=step)
-        after = lm.statistics().engine
-        if step:
-            different = len({*map(tuple, contexts)})
-            assert after.computed_tokens - before.computed_tokens <= COUNT
-            assert after.rows - before.rows in range(different, COUNT + 1)
-            assert after.steps - before.steps == 1
-        for context, token_id in zip(contexts, drawn.token_ids.tolist(), strict=True):
-            context.append(token_id)
-        if step in (4, 8):
-            contexts = [each.copy() for each in rng.choices(contexts, k=COUNT)]
 
 
 # -- what is given back -------------------------------------------------------------------------
@@ -199,18 +176,6 @@ async def test_what_a_copy_goes_on_from_is_given_back_with_the_copy(empty: Async
     copy.close()
     copy.close()
     assert held(empty) == (0, 0, 0)
-
-
-async def test_closed_in_the_middle_of_a_draw_it_gives_back_what_that_took(empty: AsyncLM) -> None:
-    population = empty.population([1, 2, 3], COUNT)
-    await grown(population, 3)
-    draw = asyncio.ensure_future(population.draw())
-    await asyncio.sleep(0)
-    population.close()
-    assert len((await draw).token_ids) == COUNT
-    resident, _, known = held(empty)
-    assert resident <= 1  # the questions before it, whose sequences went on
-    assert known == 0
 
 
 async def test_closed_contexts_give_back_all_they_took(empty: AsyncLM) -> None:
@@ -265,17 +230,3 @@ async def test_a_context_computes_a_token_a_step_beside_idle_ones_and_forks(
     await step([*several[: half // 2], *forks])  # of one request with the idle ones
     idle = several[half // 2 :]
     assert await step(idle) == (len(idle), len(idle))
-
-
-@pytest.mark.proof
-async def test_four_thousand_short_lived_populations_leave_nothing(empty: AsyncLM) -> None:
-    for number in range(200):
-        several = [empty.population([number % 300, number // 300, 2, n], 2) for n in range(20)]
-        await asyncio.gather(*(grown(population, 1) for population in several))
-        for population in several[::2]:
-            population.close()
-        del population, several
-    gc.collect()
-    resident, _, known = held(empty)
-    assert resident <= 200
-    assert known <= 1

@@ -549,21 +549,6 @@ def test_a_prepared_step_is_told_of_new_blocks() -> None:
     assert seen(rows) == [6002.0, 6001.0]
 
 
-@pytest.mark.parametrize("places", [None, [2, 0]])
-def test_rows_that_are_lent_are_copied_for_those_who_keep_them(places: list[int] | None) -> None:
-    from genrt.engines.vllm.steps import DecodedStep
-
-    lent = torch.arange(9.0).view(3, 3)
-    ids = ["a", "b", "c"] if places is None else ["c", "a"]
-    own = DecodedStep(ids, lent, places, is_lent=True).own()
-    wanted = lent.clone() if places is None else lent[places].clone()
-    lent.zero_()
-    assert own.request_ids == ids
-    assert own.places is None
-    assert torch.equal(own.rows, wanted)
-    assert own.own().rows is own.rows
-
-
 def test_rows_are_made_of_what_lies_there_now_and_for_few_sizes_at_once() -> None:
     from genrt.engines.vllm import runners
 

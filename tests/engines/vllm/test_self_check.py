@@ -147,14 +147,11 @@ MODELS = [(FLOAT32, 0.2), (FLOAT32, 2.0), (FLOAT32, 8.0), (BFLOAT16, 2.0), (BFLO
 
 
 @pytest.mark.promise(number=24)
-@pytest.mark.parametrize("block_size", [16, 128])
 @pytest.mark.parametrize(("rounding", "scale"), MODELS)
 @pytest.mark.parametrize("name", FAULTS)
-def test_each_wrong_resident_is_found(
-    name: str, rounding: float, scale: float, block_size: int
-) -> None:
+def test_each_wrong_resident_is_found(name: str, rounding: float, scale: float) -> None:
     noise = 0.2 if rounding == BFLOAT16 else 0.0
-    engine = Engine(scale, fault=FAULTS[name], block_size=block_size, noise=noise)
+    engine = Engine(scale, fault=FAULTS[name], noise=noise)
     kept, warned = examined(engine, rounding)
     assert not kept
     assert ["resident sequences are off" in each for each in warned] == [True]

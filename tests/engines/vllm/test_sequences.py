@@ -346,37 +346,16 @@ def test_a_run_of_smc_is_the_same_with_residency_and_without_it_but_with_a_cache
         assert result.log_evidence == pytest.approx(first.log_evidence, abs=SMC_TOLERANCE)
 
 
-def test_a_step_of_the_same_batch_finds_lengths_and_blocks_alone(
-    roomy: AsyncLM, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+async def test_where_nothing_stays_resident_the_engine_survives_the_end_of_populations(
+    bare: AsyncLM, oracle: Oracle
 ) -> None:
-    """Sequences of different lengths, in any order, over the edges of blocks, with forks; a sample and a
-    new sequence are vLLM's own steps."""
-    begin(roomy, ahead=False)
-    choose, repeated, repeat = random.Random(3), list[int](), RunnerV1._repeat
-
-    def counted(self: RunnerV1, *arguments: Any) -> None:
-        repeated.append(arguments[1])
-        repeat(self, *arguments)
-
-    monkeypatch.setattr(RunnerV1, "_repeat", counted)
-
-    def step(contexts: list[list[int]]) -> list[list[int]]:
-        contexts = [[*context, choose.randrange(320)] for context in contexts]
-        choose.shuffle(contexts)
-        check(roomy, [contexts], oracle)
-        return contexts
-
-    contexts = step([[choose.randrange(320) for _ in range(50 + n)] for n in range(8)])
-    for _ in range(20):
-        contexts = step(contexts)
-    assert repeated == [8] * 19  # the first was found whole
-    roomy.sample_sync([1, 2, 3], max_tokens=3)
-    contexts = step(step(contexts))
-    contexts = step([*contexts[:4], *contexts[:4]])
-    contexts = step([*contexts, [5, 6, 7]])
-    for _ in range(3):
-        contexts = step(contexts)
-    assert repeated[19:] == [8, 8, 9, 9]
+    for _ in range(2):
+        with bare.population([7, 8, 9], 3) as population, bare.context([7, 8]) as context:
+            for seed in range(3):
+                population.append((await population.draw(seed=seed)).token_ids)
+                context.append((await context.draw(seed=seed)).token_id)
+            contexts = [*population]
+    expect_rows(oracle, contexts, await bare.batch_next_token_logprobs(contexts))
 
 
 @pytest.mark.promise(number=14)

@@ -24,9 +24,8 @@ from tests.engines.vllm.ahead import (
     halved,
     run_always_ahead,
     same,
-    two_runtimes,
 )
-from tests.engines.vllm.small import begin, decode_steps_of, forget, held, on_engine
+from tests.engines.vllm.small import begin, decode_steps_of, held, on_engine
 from tests.inside import engine_of, populations_of
 
 pytestmark = pytest.mark.vllm
@@ -127,26 +126,17 @@ async def test_the_rest_of_a_step_is_answered_from_the_step_of_all(runtimes: Run
 
 
 @pytest.mark.usefixtures("always")
-async def test_forks_are_evicted_and_forgotten_as_all_residents(runtimes: Runtimes) -> None:
-    lm, quiet = runtimes
-    rng, [population] = random.Random(7), begun(lm, COUNT)
-    for step in range(12):
-        await same(population, quiet, seed=100 * step)
-        population.resample(halved(rng))
-        if step % 4 == 3:
-            crowd = [[rng.randrange(300) for _ in range(40)] for _ in range(60)]
-            await lm.batch_next_token_logprobs(crowd)
-    forget(lm)
-    assert held(lm) == (0, 0, 0)
-    await same(population, quiet, seed=5)
-    closed([population], lm)
-
-
-@pytest.mark.usefixtures("always")
-async def test_adapters_keep_their_steps_ahead_apart(llama: Path, loras: tuple[Path, Path]) -> None:
+async def test_adapters_keep_their_steps_ahead_apart(
+    adaptable: AsyncLM, llama: Path, loras: tuple[Path, Path]
+) -> None:
     """Two adapters and the base model in turns and together; one is replaced under its population."""
-    rng = random.Random(2)
-    with two_runtimes(llama, enable_lora=True, max_loras=2, max_lora_rank=8) as (lm, quiet):
+    rng, lm = random.Random(2), adaptable
+    begin(lm, ahead=True)
+    began = lm.statistics().engine.speculated
+    options = {"dtype": "float32"}
+    with genrt.load(
+        str(llama), engine="transformers", engine_options=options, cache_bytes=0
+    ) as quiet:
         for each in (lm, quiet):
             for name, path in zip("ab", loras, strict=True):
                 await each.add_adapter(name, path)
@@ -161,10 +151,9 @@ async def test_adapters_keep_their_steps_ahead_apart(llama: Path, loras: tuple[P
             for population in drawn:
                 population.resample(halved(rng))
             await all_the_same(drawn, quiet, seed=step, adapters=asked)
-        assert lm.statistics().engine.speculated > 0
+        assert lm.statistics().engine.speculated > began
         for population in populations.values():
             population.close()
-        forget(lm)  # the rows by which adapters are tested
         assert held(lm) == (0, 0, 0)
 
 

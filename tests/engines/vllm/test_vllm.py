@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
-import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +30,7 @@ from genrt.lm import AsyncLM
 from genrt.questions.completions import SampleRequest
 from genrt.questions.rows import LogprobsRequest
 from genrt.tokens import sampling
-from tests.engines.vllm.small import TOLERANCE, Oracle, failing, runner_of, tokens
+from tests.engines.vllm.small import TOLERANCE, Oracle, failing, tokens
 from tests.inside import engine_of
 
 pytestmark = pytest.mark.vllm
@@ -267,17 +266,6 @@ def g_test(row: torch.Tensor, tokens: Sequence[int]) -> float:
     return float(stats.power_divergence(o, e, lambda_="log-likelihood").pvalue)
 
 
-async def test_samples_cost_the_capture_nothing(
-    lm: AsyncLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def put(*_: Any) -> None:
-        raise AssertionError("a row was computed for a sample")
-
-    monkeypatch.setattr(RowStore, "put", put)
-    assert len(await lm.sample([1, 2], max_tokens=10)) == 10
-    assert runner_of(lm).input_batch.logitsprocs_need_output_token_ids is False
-
-
 @pytest.fixture(scope="module")
 def one_slot(llama: Path) -> Iterator[VLLMEngine]:
     """An engine with one slot for texts, and one for rows."""
@@ -302,27 +290,6 @@ def test_samples_get_the_slots_of_cancelled_ones_and_never_those_of_rows(
     ends = [end for _ in range(4) for end in one_slot.step()]
     assert [end.request for end in ends] == [last]
     assert len(ends[0].result or ()) == 4
-
-
-@pytest.mark.parametrize("fails", ["the step", "the row"])
-def test_a_failing_probe_takes_nothing_from_the_requests_in_progress(
-    one_slot: VLLMEngine, monkeypatch: pytest.MonkeyPatch, fails: str
-) -> None:
-    def put(store: RowStore, tickets: Sequence[int], logits: torch.Tensor) -> None:
-        if fails == "the step":
-            raise RuntimeError("scripted failure")
-        poisoned(store, tickets, torch.full_like(logits, float("nan")))
-
-    poisoned = RowStore.put
-    bystander = SampleRequest((1, 2), max_tokens=1, temperature=0.0)
-    one_slot.submit([bystander])
-    with monkeypatch.context() as patch:
-        patch.setattr(RowStore, "put", put)
-        with pytest.raises(EngineFailed):
-            one_slot.probe([LogprobsRequest((3,))])
-    [end] = one_slot.step()
-    assert end.request == bystander
-    assert (end.error is None) == (fails == "the row")
 
 
 # -- adapters -------------------------------------------------------------------------------------
@@ -428,24 +395,6 @@ async def test_a_score_is_its_adapters(adaptable: AsyncLM, loras: tuple[Path, Pa
     assert worst([await lm.score(before, after, adapter="a")], [found[2]]) < TOLERANCE
 
 
-async def test_a_step_without_base_requests_has_all_slots_for_adapters(
-    adaptable: AsyncLM, loras: tuple[Path, Path]
-) -> None:
-    """Two and the base fit into one step, so three do too, in any order."""
-    for name, path in zip("abc", (*loras, loras[0]), strict=True):
-        await adaptable.add_adapter(name, path)
-    for step in range(3):
-        names = random.Random(step).sample("abc", 3)
-        asked = [([step, n], name) for n in range(3) for name in names]
-        rows = await asyncio.gather(
-            *(adaptable.next_token_logprobs(context, adapter=name) for context, name in asked)
-        )
-        for (context, name), row in zip(asked, rows, strict=True):
-            alone = await adaptable.next_token_logprobs([*context], adapter=name)
-            assert worst([row], [alone]) < TOLERANCE
-            assert name != "c" or worst([row], [rows[asked.index((context, "a"))]]) < TOLERANCE
-
-
 @pytest.mark.promise(number=25)
 def test_an_engine_that_takes_no_adapters_says_how_to_load_one_that_does(
     lm: AsyncLM, loras: tuple[Path, Path]
@@ -470,22 +419,6 @@ def test_the_conformance_suite_passes(llama: Path, loras: tuple[Path, Path]) -> 
     check_engine(open_engine, adapter_paths=loras)
 
 
-@pytest.mark.proof
-def test_workers_in_processes_of_their_own_give_the_same_rows(llama: Path, oracle: Oracle) -> None:
-    """What parallel sizes over 1 need: rows come from the worker that has them, over the host."""
-    prompts = mixed_prompts(12, 100, 320, seed=7)
-    with load(llama, distributed_executor_backend="mp") as lm:
-        rows = lm.batch_next_token_logprobs_sync(prompts)
-        distinct = len({tuple(p) for p in prompts})
-        assert lm.statistics().engine.bytes_to_host == distinct * lm.vocab_size * 4
-        law: dict[str, Any] = {"logprobs": 0, "logprobs_mode": "processed_logprobs"}
-        text = lm.generate_sync([1, 2, 3], seed=1, temperature=0.5, max_tokens=3, **law)
-    assert worst(rows, [oracle(p) for p in prompts]) < TOLERANCE
-    for place, token in enumerate(text.token_ids):
-        heated = (oracle([1, 2, 3, *text.token_ids[:place]]) / 0.5).log_softmax(-1)
-        assert text.logprobs[place] == pytest.approx(float(heated[token]), abs=TOLERANCE)
-
-
 @pytest.mark.promise(number=24)
 def test_what_cannot_be_opened_is_refused_with_the_reason(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -503,14 +436,6 @@ def test_what_cannot_be_opened_is_refused_with_the_reason(
         load(llama)
 
 
-def test_the_row_cache_and_a_full_steps_rows_are_left_out_of_vllms_memory() -> None:
-    from genrt.engines.vllm.opening import reserved_share
-
-    gib = 2**30
-    share = reserved_share(8 * gib, cache_bytes=gib, max_num_seqs=1024, vocab_size=2**17)
-    assert share == (1 + 1.5) / 8
-
-
 @pytest.mark.promise(number=24)
 def test_the_self_test_refuses_a_vllm_that_mixes_rows_up(
     llama: Path, monkeypatch: pytest.MonkeyPatch
@@ -524,21 +449,3 @@ def test_the_self_test_refuses_a_vllm_that_mixes_rows_up(
 
 
 # -- the embedded model ---------------------------------------------------------------------------
-
-
-@pytest.mark.proof
-@pytest.mark.embedded
-def test_the_embedded_model_has_transformers_rows_and_knows_paris() -> None:
-    from transformers import AutoModelForCausalLM
-
-    from genrt import models
-
-    network = AutoModelForCausalLM.from_pretrained(models.resolve(None), dtype=torch.float32)
-    texts = ["The capital of France is", "def fib(n):\n    return", "Once upon a time, 日本", "1"]
-    with genrt.load(engine_options={"dtype": "float32", "max_model_len": 256}) as lm:
-        prompts = [lm.encode(text) for text in texts]
-        rows = lm.batch_next_token_logprobs_sync(prompts)
-        with torch.no_grad():
-            logits = [network(torch.tensor([p])).logits[0, -1] for p in prompts]
-        assert worst(rows, [row.log_softmax(dim=-1) for row in logits]) < TOLERANCE
-        assert lm.decode(lm.sample_sync(prompts[0], max_tokens=2, temperature=0.0)) == " Paris."

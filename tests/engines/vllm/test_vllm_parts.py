@@ -27,9 +27,7 @@ import genrt
 
 PACKAGE = Path(genrt.__file__).parent
 FOLDER = PACKAGE / "engines" / "vllm"
-ELSEWHERE = {"block_kernels.py", "signatures.py"}
-"""A Triton kernel, and the file that reads signatures by name: they touch no object of vLLM's."""
-FILES = sorted(path.name for path in FOLDER.glob("*.py") if path.name not in ELSEWHERE)
+FILES = sorted(path.name for path in FOLDER.glob("*.py") if path.name != "block_kernels.py")
 
 PYTHONS: list[Any] = [
     builtins, contextlib, contextlib.ExitStack, itertools, os, re, re.compile(''), threading,

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from vllm.v1.engine import EngineCoreOutput, FinishReason
-from vllm.v1.engine.core_client import InprocClient
 
 from genrt.engines.protocol import Finished
 from genrt.engines.vllm.capture import RowStore
@@ -23,8 +22,8 @@ from genrt.engines.vllm.populations import EarlyDelivery
 from genrt.engines.vllm.steps import CoreSteps
 from genrt.errors import NotFinite
 from genrt.populations import Population, PopulationRuntime, begin
+from genrt.questions.arguments import Limits
 from genrt.questions.completions import SampleRequest
-from genrt.questions.contexts import Limits
 from genrt.questions.draws import PopulationDraw
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
@@ -252,29 +251,6 @@ def test_forks_that_find_no_seat_become_requests_of_their_own(turns: Turns, text
     for each in dict.fromkeys((*same, *beside)):
         turns.check(each)
     turns.grow(many)
-
-
-def test_where_vllm_takes_not_all_of_the_new_requests_the_rows_are_asked_for(
-    turns: Turns, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    particles = turns.begin(2, 20, seed=13)
-    turns.grow(particles)
-    many = particles.take([0, 1, 0, 1, 0])
-    many.cut(20)
-    many.append([30, 31, 32, 33, 34])
-    left, take = [1], InprocClient.add_request
-
-    def add_request(*arguments: Any) -> None:
-        if not left:
-            patch.undo()
-            raise RuntimeError("no more")
-        left.pop()
-        take(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(InprocClient, "add_request", add_request)
-        turns.grow(many)
-    assert turns.went_on == 0
 
 
 # -- what goes wrong ------------------------------------------------------------------------------

@@ -91,9 +91,7 @@ def tensors_of(path: Path) -> Tensors:
 
 
 @pytest.mark.promise(number=34)
-@pytest.mark.parametrize(
-    ("how", "pending"), [("a path", "finish"), ("a mapping", "restart"), ("chunks", "finish")]
-)
+@pytest.mark.parametrize(("how", "pending"), [("a path", "finish"), ("a mapping", "restart")])
 async def test_new_weights_are_as_if_they_had_been_loaded(
     lm: AsyncLM,
     llama: Path,
@@ -104,9 +102,7 @@ async def test_new_weights_are_as_if_they_had_been_loaded(
 ) -> None:
     await lm.warm_up(CONTEXTS[3])
     for path in (other, llama):
-        items = list(tensors_of(path).items())
-        sources: dict[str, Any] = {"a path": path, "a mapping": dict(items)}
-        sources["chunks"] = [items[:4], items[4:11], dict(items[11:])]
+        sources: dict[str, Any] = {"a path": path, "a mapping": tensors_of(path)}
         await lm.batch_next_token_logprobs([[*each, 9] for each in CONTEXTS])  # which are resident
         assert lm.statistics().engine.resident > 0
         version = lm.weights_version

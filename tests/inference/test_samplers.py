@@ -1,0 +1,255 @@
+"""SAMPLERS × LAWS: what holds of every algorithm on every kind of model, whatever its state.
+
+Evidence and posterior are in ``test_algorithms.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import pickle
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import genrt
+from genrt.constraints import predicate, regex
+from genrt.engines.exact import NGram
+from genrt.errors import Closed
+from genrt.inference import (
+    END_TOKEN,
+    SMC,
+    BestOfN,
+    Chains,
+    Execution,
+    MetropolisHastings,
+    Program,
+    Rejection,
+    Result,
+    State,
+    TextModel,
+    TextParticle,
+    importance_sampling,
+    infilling,
+    multinomial,
+    partial,
+    residual,
+    stratified,
+)
+from genrt.inference.texts import Trail
+from genrt.lm import AsyncLM
+from genrt.tokens.texts import Text
+
+TOKENS = [b"a", b"b", b"ab", b"ba", b""]
+MODEL = NGram.random(TOKENS, seed=3, zeros=0.25, eos_token_id=4)
+NOISE = 0.4 * torch.randn(5, 5, generator=torch.Generator().manual_seed(8))
+SMALL = NGram(TOKENS, (0.7 * MODEL.table).clamp(min=-3.0) + NOISE, eos_token_id=4)
+
+
+def likes_b(text: Text) -> float:
+    return 0.6 * text.bytes.count(b"b") - 2.0
+
+
+async def likes_b_later(text: Text) -> float:
+    await asyncio.sleep(0)
+    return likes_b(text)
+
+
+def even(text: Text) -> bool:
+    return not text.finished or len(text.bytes) % 2 == 0
+
+
+async def by_hand(p: Execution) -> tuple[int, ...]:
+    tokens: list[int] = []
+    while len(tokens) < 4 and await p.uniform() < 0.8:
+        tokens.append(await p.sample([0, *tokens], mask=[0, 1, 2]))
+        p.observe(-0.4)
+    await p.condition([0, *tokens], [1])
+    return tuple(tokens)
+
+
+def text(lm: AsyncLM, **options: Any) -> TextModel:
+    return TextModel(lm, [0], **({"max_tokens": 5} | options))
+
+
+def words(lm: AsyncLM, **options: Any) -> TextModel:
+    return text(lm, constraint=regex("(a|b){2,5}b", lm), **options)
+
+
+def smc(model: Any, **options: Any) -> SMC:
+    return SMC(model, **({"num_particles": 8, "resample_when": 1.0} | options))
+
+
+SAMPLERS: dict[str, Callable[[AsyncLM, AsyncLM], Any]] = {
+    "importance sampling": lambda lm, small: importance_sampling(words(lm), num_particles=8),
+    "SMC": lambda lm, small: smc(words(lm), resample=stratified),
+    "SMC, without a constraint": lambda lm, small: smc(
+        text(lm, twist=likes_b), resample=multinomial
+    ),
+    "SMC, twisted": lambda lm, small: smc(
+        words(lm, potential=likes_b_later, twist=likes_b), resample=residual
+    ),
+    "SMC, strings": lambda lm, small: smc(text(lm, stop=["bb", "aba", END_TOKEN], twist=likes_b)),
+    "SMC, no stop": lambda lm, small: smc(words(lm, stop=None), resample=partial),
+    "SMC, tempered": lambda lm, small: smc(words(lm, temperature=0.7, stop=[END_TOKEN, 0])),
+    "SMC, by rejection": lambda lm, small: smc(text(lm, constraint=predicate(even, lm))),
+    "SMC, in blocks": lambda lm, small: smc(words(lm, proposal=small, block=3)),
+    "program": lambda lm, small: smc(Program(lm, by_hand)),
+    "infilling": lambda lm, small: smc(infilling(lm, [0], [1], max_tokens=3)),
+    "chains": lambda lm, small: MetropolisHastings(
+        words(lm, twist=likes_b, potential=likes_b), num_chains=4, num_steps=6, warm_up=2
+    ),
+    "chains, by rejection": lambda lm, small: MetropolisHastings(
+        text(lm, constraint=predicate(even, lm)), num_chains=3, num_steps=5
+    ),
+    "chains of a program": lambda lm, small: MetropolisHastings(
+        Program(lm, by_hand), num_chains=3, num_steps=6
+    ),
+    "rejection": lambda lm, small: Rejection(words(lm), num_samples=6, max_texts=300, batch_size=8),
+    "best of N": lambda lm, small: BestOfN(text(lm, potential=likes_b_later), n=8),
+    "best of N, constrained": lambda lm, small: BestOfN(words(lm, potential=likes_b), n=8),
+}
+
+
+def figures(result: Result) -> Any:
+    """The numbers and texts of a result, which can be compared."""
+    chains = result.chains
+    return (
+        (result.texts, result.token_ids, result.values),
+        (result.log_weights.tolist(), repr(result.log_evidence), result.deaths),
+        [(info.ancestors.tolist(), info.token_ids.tolist()) for info in result.infos],
+        None if chains is None else (chains.acceptance.tolist(), chains.log_weights.tolist()),
+    )
+
+
+def content(state: Any) -> Any:
+    """What a state holds, which can be compared."""
+    if isinstance(state, Chains):
+        return [[growth[1:] for growth in chain] for chain in state.chains], state.step
+    if isinstance(state, State):
+        return [each.token_ids for each in state.particles], state.log_weights.tolist(), state.step
+    return state
+
+
+def without_places(state: Any) -> Any:
+    """The same state, of which no text knows its place in a population, and no program runs."""
+
+    def forgotten(particle: Any) -> Any:
+        if isinstance(particle, TextParticle):
+            return replace(particle, trail=Trail.of(particle.generated))
+        return replace(particle, live=[])
+
+    if isinstance(state, Chains):
+        chains = [
+            tuple(each._replace(particle=forgotten(each.particle)) for each in chain)
+            for chain in state.chains
+        ]
+        return replace(state, chains=tuple(chains))
+    if isinstance(state, State):
+        return replace(state, particles=tuple(map(forgotten, state.particles)))
+    return state
+
+
+def test_every_part_of_the_table_differs() -> None:
+    """Samplers that resample do, and their runs have dead ends, so that the laws say something."""
+    seen = set()
+    with genrt.load(MODEL, engine="exact") as lm, genrt.load(SMALL, engine="exact") as small:
+        for name, make in SAMPLERS.items():
+            result = make(lm, small).run_sync(7)
+            resampled = any(info.resampled for info in result.infos)
+            assert resampled == (name.startswith(("SMC", "program", "infilling"))), name
+            seen |= {"dead"} if -math.inf in result.log_weights else {"alive"}
+            assert len(set(result.values)) > 1, name
+    assert seen == {"dead", "alive"}
+
+
+@pytest.mark.promise(number=16)
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_seed_makes_a_run_whatever_is_cached_or_batched(name: str) -> None:
+    """On every event loop, too."""
+    runs = []
+    runtimes: list[dict[str, Any]] = [{}, {"cache_bytes": 0}, {"max_batch_size": 1}]
+    for options in [*runtimes, {"cache_bytes": 40}]:
+        with (
+            genrt.load(MODEL, engine="exact", **options) as lm,
+            genrt.load(SMALL, engine="exact", **options) as small,
+        ):
+            sampler = SAMPLERS[name](lm, small)
+            runs.append(figures(asyncio.run(sampler.run(7))))
+            other = figures(sampler.run_sync(8))
+    assert runs == [runs[0]] * len(runs)
+    assert other != runs[0]
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+async def test_a_run_is_its_steps_and_a_state_is_a_value(name: str) -> None:
+    """Stepped twice, by two at once, after a cancelled step, and without its places, a state gives the
+    same."""
+    seen: list[Any] = []
+    with genrt.load(MODEL, engine="exact") as lm, genrt.load(SMALL, engine="exact") as small:
+        sampler = SAMPLERS[name](lm, small)
+        whole = await sampler.run(1, on_step=lambda state, info: seen.append((state, info)))
+        state, infos = sampler.init(1), list[Any]()
+        while not sampler.is_done(state):
+            cancelled = asyncio.ensure_future(sampler.step(state))
+            for _ in range(3 * len(infos) + 1):
+                await asyncio.sleep(0)
+            cancelled.cancel()
+            await asyncio.gather(cancelled, return_exceptions=True)
+            stepped = await asyncio.gather(
+                *map(sampler.step, [state, state, without_places(state)])
+            )
+            assert all(content(each) == content(stepped[0][0]) for each, _ in stepped)
+            state, info = stepped[0]
+            infos.append(info)
+            assert content(seen[len(infos) - 1][0]) == content(state)
+        assert len(seen) == len(infos)
+        assert figures(sampler.result(state, infos=infos)) == figures(whole)
+        half = len(seen) // 2
+        rest = [info async for _, info in sampler.steps(seen[half][0])]
+        infos[half + 1 :] = rest
+        assert figures(sampler.result(state, infos=infos)) == figures(whole)
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+async def test_a_step_on_a_closed_runtime_says_so_and_one_on_a_restarted_one_goes_on(
+    name: str,
+) -> None:
+    lm, small = genrt.load(MODEL, engine="exact"), genrt.load(SMALL, engine="exact")
+    sampler = SAMPLERS[name](lm, small)
+    state = sampler.init(0)
+    if not name.startswith("best"):
+        state, _ = await sampler.step(state)
+    wanted, _ = await sampler.step(state)
+    await lm.arestart()
+    await small.arestart()
+    assert content((await sampler.step(state))[0]) == content(wanted)
+    await lm.aclose()
+    await small.aclose()
+    for _ in range(2):
+        with pytest.raises(Closed):
+            await sampler.step(without_places(state))
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_result_counts_its_questions_and_is_shown_and_pickled(name: str) -> None:
+    with genrt.load(MODEL, engine="exact") as lm, genrt.load(SMALL, engine="exact") as small:
+        before = lm.statistics()
+        result = SAMPLERS[name](lm, small).run_sync(0)
+        assert result.statistics == lm.statistics().since(before)
+    again = pickle.loads(pickle.dumps(result))  # noqa: S301
+    assert figures(again) == figures(result)
+    for each in (result, again):
+        root = ET.fromstring(each._repr_html_())
+        shown = "".join(root.itertext())
+        assert ("genealogy" in shown) == bool(result.infos)
+        assert ("log evidence" in shown) == (not math.isnan(result.log_evidence))
+        assert "nan" not in shown
+        assert str(each) == str(result)
+    for value in (result.log_weights, *(info.ancestors for info in result.infos)):
+        with pytest.raises(ValueError, match="read-only"):
+            value[:1] = 0
