@@ -130,7 +130,7 @@ def schema_source(schema: object, whitespace: Whitespace, *, closed: bool = Fals
     root = _object_of(schema)
     options = _spaces(root.pop("x-guidance", {}), whitespace)
     try:
-        written = _Writer(root, closed=closed).document()
+        written = _Rewriter(root, closed=closed).document()
         return json.dumps(written | {"x-guidance": options})
     except RecursionError as error:
         raise InvalidConstraint("the JSON schema is nested too deeply: make it flatter") from error
@@ -330,7 +330,9 @@ def _check_numbers(schema: Schema) -> None:
             left += value
         elif isinstance(value, dict):
             left += value.values()
-        elif type(value) in (int, float) and not _is_exact(value):
+        elif (
+            isinstance(value, int | float) and not isinstance(value, bool) and not _is_exact(value)
+        ):
             raise _wrong(
                 f"the number {value}, which would be rounded: give 15 digits at most, or a string"
             )
@@ -360,7 +362,7 @@ def _digits(number: Fraction) -> int:
     return next(digits for digits in count() if (number * 10**digits).denominator == 1)
 
 
-class _Writer:
+class _Rewriter:
     """Writes a document anew, with the schemas that it refers to under ``$defs``."""
 
     def __init__(self, root: Schema, *, closed: bool) -> None:
