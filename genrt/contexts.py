@@ -25,8 +25,8 @@ from genrt.engines.protocol import failure
 from genrt.errors import Closed, GenrtError, InvalidRequest, NotFinite
 from genrt.numbers import check_int, check_timeout
 from genrt.populations import Ask, PopulationRuntime
+from genrt.questions.arguments import Adapter, TokenIds, check_seed, id_words
 from genrt.questions.completions import Completion, GenerateOptions, SampleOptions
-from genrt.questions.contexts import Adapter, TokenIds, check_seed, id_words
 from genrt.questions.draws import PopulationDraw, draw_temperature
 from genrt.questions.masks import Mask, joined_words, packed_words
 from genrt.questions.reads import candidates_request, top_request

@@ -22,8 +22,7 @@ from genrt.engines.weights import SleepingPart
 from genrt.errors import EngineFailed, InvalidRequest
 from genrt.numbers import check_int, check_timeout, named
 from genrt.populations import Population, PopulationRuntime, Prompts, begin, draw_batch
-from genrt.questions.completions import Completion, GenerateOptions, SampleOptions, TurnOptions
-from genrt.questions.contexts import (
+from genrt.questions.arguments import (
     Limits,
     TokenIds,
     check_contexts,
@@ -31,6 +30,7 @@ from genrt.questions.contexts import (
     id_words,
     nonces_of,
 )
+from genrt.questions.completions import Completion, GenerateOptions, SampleOptions, TurnOptions
 from genrt.questions.draws import draw_request
 from genrt.questions.masks import Mask, Masks
 from genrt.questions.reads import (

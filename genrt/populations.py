@@ -15,7 +15,7 @@ import torch
 
 from genrt.errors import Closed, GenrtError, InvalidRequest, OutOfMemory, UnknownAdapter
 from genrt.numbers import check_int, check_timeout, shown
-from genrt.questions.contexts import Adapter, Limits, TokenIds, check_contexts, id_words
+from genrt.questions.arguments import Adapter, Limits, TokenIds, check_contexts, id_words
 from genrt.questions.draws import PopulationDraw, merge_draws, population_draw
 from genrt.questions.masks import Masks, packed_masks
 from genrt.questions.reads import HostRow, ReadRequest

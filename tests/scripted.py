@@ -19,8 +19,8 @@ import torch
 
 from genrt.engines.protocol import Engine, EngineStatistics, Finished
 from genrt.errors import GenrtError
+from genrt.questions.arguments import Adapter, Limits
 from genrt.questions.completions import SampleRequest
-from genrt.questions.contexts import Adapter, Limits
 from genrt.questions.draws import PopulationDraw
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest

@@ -43,7 +43,7 @@ from genrt.engines.protocol import EngineStatistics, Finished
 from genrt.engines.vllm.rank import LAUNCHED, Rank, Share, broadcast_from_rank0, leave_ranks
 from genrt.engines.weights import KeptWeights, NamedTensors, TensorsIn
 from genrt.errors import EngineDied, EngineUnsupported, GenrtError
-from genrt.questions.contexts import Adapter
+from genrt.questions.arguments import Adapter
 from genrt.questions.draws import PopulationDraw
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest

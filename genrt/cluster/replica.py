@@ -25,8 +25,8 @@ from genrt.engines.protocol import check_supported, survived
 from genrt.engines.remote.wire import packed_tokenizer
 from genrt.engines.weights import weights_of
 from genrt.errors import EngineDied, EngineUnsupported, GenrtError
+from genrt.questions.arguments import Adapter
 from genrt.questions.completions import CompletionRequest, NativeRequest, Told
-from genrt.questions.contexts import Adapter
 from genrt.questions.reads import HostRow, ReadRequest
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest

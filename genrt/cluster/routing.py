@@ -14,8 +14,8 @@ import random
 from collections.abc import Sequence
 
 from genrt.cluster.programs import ProgramRequest
+from genrt.questions.arguments import TOKEN_BYTES
 from genrt.questions.completions import CompletionRequest, SampleRequest
-from genrt.questions.contexts import TOKEN_BYTES
 from genrt.questions.draws import PopulationDraw
 from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request

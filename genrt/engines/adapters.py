@@ -18,7 +18,7 @@ from typing import Any
 
 from genrt.engines.folders import Folder
 from genrt.errors import GenrtError, InvalidAdapter, InvalidRequest, UnknownAdapter
-from genrt.questions.contexts import Adapter
+from genrt.questions.arguments import Adapter
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"

@@ -15,7 +15,7 @@ from genrt.engines.stepping import SteppedEngine, SteppedModel
 from genrt.engines.weights import Layout, NamedTensors, TensorForm
 from genrt.errors import InvalidAdapter, InvalidRequest, ModelNotFound
 from genrt.numbers import check_float, check_int
-from genrt.questions.contexts import Adapter
+from genrt.questions.arguments import Adapter
 from genrt.tokens.vocabulary import BytesTokenizer
 
 _FILE_NAME = "ngram.safetensors"
@@ -30,7 +30,7 @@ class NGram:
     and others may follow it.
 
     Args:
-        vocabulary: the bytes of each of the V tokens.
+        vocabulary: the bytes that each of the V tokens adds to a text.
         table: ``[V] * (k + 1)`` log-probabilities, the last k tokens first, the next token last; -inf for
             a token that never follows. The model normalises the rows.
         eos_token_id: the end token, if there is one.
@@ -44,9 +44,10 @@ class NGram:
     ) -> None:
         if not isinstance(table, Tensor):
             raise InvalidRequest(f"the table is a {type(table).__name__}: give a tensor")
-        self._tokenizer = BytesTokenizer(vocabulary, eos_token_id=eos_token_id)
-        self._vocabulary = tuple(vocabulary)
-        size = len(self._vocabulary)
+        self.tokenizer = BytesTokenizer(vocabulary, eos_token_id=eos_token_id)
+        self.eos_token_id = eos_token_id
+        self.vocabulary = tuple(vocabulary)
+        self.vocab_size = size = len(self.vocabulary)
         if size == 0 or table.dim() == 0 or set(table.shape) != {size}:
             raise InvalidRequest(
                 f"the table is {list(table.shape)} for {size} tokens: every dimension must be {size}"
@@ -87,27 +88,9 @@ class NGram:
         return cls(vocabulary, table, eos_token_id=eos_token_id)
 
     @property
-    def vocabulary(self) -> tuple[bytes, ...]:
-        """The bytes that each token adds to a text."""
-        return self._vocabulary
-
-    @property
-    def vocab_size(self) -> int:
-        return len(self._vocabulary)
-
-    @property
     def order(self) -> int:
         """How many tokens of context count."""
         return self._table.dim() - 1
-
-    @property
-    def eos_token_id(self) -> int | None:
-        """The token that ends a text, if there is one."""
-        return self._tokenizer.eos_token_id
-
-    @property
-    def tokenizer(self) -> BytesTokenizer:
-        return self._tokenizer
 
     @property
     def table(self) -> Tensor:
@@ -122,7 +105,7 @@ class NGram:
     def row(self, token_ids: Sequence[int]) -> Tensor:
         """Return a copy of the row after these tokens, float32 ``[V]``. Raises InvalidRequest for a token
         id outside the vocabulary."""
-        size, order = len(self._vocabulary), self._table.dim() - 1
+        size, order = self.vocab_size, self.order
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < size:
             raise InvalidRequest(f"a token id is outside 0 .. {size - 1}")
         tail = token_ids[-order:] if order else ()
@@ -134,7 +117,7 @@ class NGram:
             raise InvalidRequest(
                 f"the table is {list(table.shape)}, the model's {list(self._table.shape)}"
             )
-        return NGram(self._vocabulary, table, eos_token_id=self.eos_token_id)
+        return NGram(self.vocabulary, table, eos_token_id=self.eos_token_id)
 
     def enumerate(
         self, prompt: Sequence[int], max_tokens: int, *, unfinished: bool = False
@@ -171,8 +154,8 @@ class NGram:
         save_file(
             {
                 "table": self._table.contiguous(),
-                "vocabulary": torch.tensor(list(b"".join(self._vocabulary)), dtype=torch.uint8),
-                "lengths": torch.tensor([len(token) for token in self._vocabulary]),
+                "vocabulary": torch.tensor(list(b"".join(self.vocabulary)), dtype=torch.uint8),
+                "lengths": torch.tensor([len(token) for token in self.vocabulary]),
                 "eos_token_id": torch.tensor([-1 if eos is None else eos]),
             },
             Path(directory, _FILE_NAME),

@@ -16,9 +16,6 @@ import tempfile
 import weakref
 from pathlib import Path
 
-MOST_SWEPT = 64
-"""The most folders that one sweep removes, because callers wait for it."""
-
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -57,14 +54,11 @@ def sweep() -> None:
     """Remove this user's folders of dead processes of this host; never raise."""
     own = re.escape(_host())
     name = re.compile(rf"genrt-[a-z]+-({own}-(\d+)-\d+)-\w+")
-    swept = 0
     with contextlib.suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
         for each in entries:
             found = name.fullmatch(each.name)
             if found and found[1] != _owner(int(found[2])) and _is_ours(each):
-                swept += _swept(Path(each.path))
-            if swept == MOST_SWEPT:
-                return
+                _swept(Path(each.path))
 
 
 def _is_ours(entry: os.DirEntry[str]) -> bool:
@@ -85,28 +79,25 @@ def _locked(path: Path) -> int | None:
     return lock
 
 
-def _swept(path: Path) -> bool:
-    """Remove a folder unless its lock is held; return whether it was removed."""
+def _swept(path: Path) -> None:
+    """Remove a folder unless its lock is held."""
     with contextlib.suppress(OSError):
         if (lock := _locked(path)) is not None:
-            is_gone = _deleted(path)
+            _deleted(path)
             os.close(lock)
             # vLLM names shared memory after a file of the ranks.
             for each in SHARED_MEMORY.glob(f"{path.name}*"):
                 each.unlink(missing_ok=True)
-            return is_gone
-    return False
 
 
-def _deleted(path: Path) -> bool:
+def _deleted(path: Path) -> None:
     """Delete a folder, after the target of its ``link``, a folder of Ray's, which needs a short path.
-    Return whether both are gone; while Ray's processes still write to the target, both stay."""
+    While Ray's processes still write to the target, both stay."""
     if (link := path / "link").is_symlink():
         shutil.rmtree(target := link.readlink(), ignore_errors=True)
         if target.exists():
-            return False
+            return
     shutil.rmtree(path, ignore_errors=True)
-    return True
 
 
 def _host() -> str:

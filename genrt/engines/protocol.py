@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from genrt.errors import EngineDied, EngineFailed, GenrtError, InvalidRequest, OutOfMemory
+from genrt.questions.arguments import Adapter
 from genrt.questions.completions import Decoding, Streamed, Told
-from genrt.questions.contexts import Adapter
 from genrt.questions.draws import PopulationDraw
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from genrt.questions.contexts import TOKEN_BYTES, Adapter
+from genrt.questions.arguments import TOKEN_BYTES, Adapter
 
 Packed: TypeAlias = Callable[[int], bytes]
 """Returns the context of a sequence by number."""

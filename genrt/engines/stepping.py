@@ -33,8 +33,8 @@ from genrt.errors import (
     UnknownAdapter,
 )
 from genrt.numbers import check_int
+from genrt.questions.arguments import Adapter, deciding_seed
 from genrt.questions.completions import CompletionRequest, Decoding, Delta, SampleRequest, Streamed
-from genrt.questions.contexts import Adapter, deciding_seed
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
 from genrt.structures.guides import Guides

@@ -28,7 +28,7 @@ from genrt.errors import (
     OutOfMemory,
 )
 from genrt.models import offline_advice
-from genrt.questions.contexts import Adapter
+from genrt.questions.arguments import Adapter
 
 _TOKENIZER_FILES = (
     "tokenizer.json",

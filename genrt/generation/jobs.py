@@ -31,6 +31,7 @@ from genrt.numbers import (
     named,
     shown,
 )
+from genrt.questions.arguments import Limits, check_seed, seed_at
 from genrt.questions.completions import (
     STRUCTURES,
     Completion,
@@ -38,7 +39,6 @@ from genrt.questions.completions import (
     TurnOptions,
     completion_requests,
 )
-from genrt.questions.contexts import Limits, check_seed, seed_at
 from genrt.runtime.concurrency import aside, blocking_twin
 from genrt.structures.guides import Guides
 

@@ -21,8 +21,8 @@ from genrt.generation.concurrent_map import ConcurrentMap, Source
 from genrt.lm import AsyncLM
 from genrt.numbers import check_bool, check_int, check_options, check_timeout, named, shown
 from genrt.progress import progress_bar
+from genrt.questions.arguments import TokenIds, check_seed, seed_at
 from genrt.questions.completions import STRUCTURES, Completion, GenerateOptions, TurnOptions
-from genrt.questions.contexts import TokenIds, check_seed, seed_at
 from genrt.runtime.concurrency import blocking_generator, twin_of
 from genrt.runtime.streams import Stream
 

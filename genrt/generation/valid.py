@@ -26,8 +26,8 @@ from genrt.generation.validators import Fault, RecordValidator, Validate
 from genrt.lm import AsyncLM
 from genrt.numbers import check_bool, check_int, check_options, shown
 from genrt.progress import progress_bar
+from genrt.questions.arguments import check_seed, seed_at
 from genrt.questions.completions import Completion
-from genrt.questions.contexts import check_seed, seed_at
 from genrt.runtime.concurrency import blocking_twin
 
 MAX_DRY_ATTEMPTS = 500

@@ -63,7 +63,7 @@ from genrt.inference.model import DEAD, Growth
 from genrt.inference.resampling import Floats, normalized_weights
 from genrt.lm import AsyncLM
 from genrt.numbers import check_float
-from genrt.questions.contexts import TokenIds
+from genrt.questions.arguments import TokenIds
 from genrt.questions.masks import Mask, packed_words
 from genrt.runtime.concurrency import together
 from genrt.tokens.texts import decoded

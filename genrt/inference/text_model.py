@@ -73,7 +73,7 @@ from genrt.inference.texts import END_TOKEN, Ends, Stop, Trail, parse_stop
 from genrt.lm import AsyncLM
 from genrt.numbers import check_int, displayed
 from genrt.populations import Population
-from genrt.questions.contexts import seeds_at
+from genrt.questions.arguments import seeds_at
 from genrt.runtime.concurrency import together
 from genrt.tokens import sampling
 from genrt.tokens.texts import Potential, Text, decoded

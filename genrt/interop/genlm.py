@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 from genrt.errors import InvalidRequest
 from genrt.interop.foreign import importing
 from genrt.lm import AsyncLM
-from genrt.questions.contexts import TokenIds
+from genrt.questions.arguments import TokenIds
 from genrt.tokens import vocabulary
 from genrt.tokens.rows import normalised
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, Required, TypeAlias, TypedDict, get_a
 
 from genrt.errors import ContextTooLong, InvalidRequest
 from genrt.numbers import check_bool, check_float, check_int, named, nearest, shown
-from genrt.questions.contexts import Adapter, Limits, TokenIds, abbreviated, check_seed, seed_at
+from genrt.questions.arguments import Adapter, Limits, TokenIds, abbreviated, check_seed, seed_at
 from genrt.questions.request import Request
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]

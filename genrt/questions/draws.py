@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from genrt.numbers import check_float
-from genrt.questions.contexts import Adapter, Limits, TokenIds, check_seed, deciding_seed, seeds_at
+from genrt.questions.arguments import Adapter, Limits, TokenIds, check_seed, deciding_seed, seeds_at
 from genrt.questions.masks import Mask, Masks, packed_mask, packed_masks
 from genrt.questions.reads import Answering, Read, ReadRequest, Wanted, wanted_of
 from genrt.questions.request import Request

@@ -16,7 +16,7 @@ import torch
 
 from genrt.errors import InvalidRequest
 from genrt.numbers import is_truth_value
-from genrt.questions.contexts import (
+from genrt.questions.arguments import (
     Table,
     TokenIds,
     host_array,

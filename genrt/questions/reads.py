@@ -15,7 +15,7 @@ from torch import Tensor
 
 from genrt.errors import InvalidRequest
 from genrt.numbers import check_float, check_int
-from genrt.questions.contexts import Adapter, Limits, TokenIds, abbreviated
+from genrt.questions.arguments import Adapter, Limits, TokenIds, abbreviated
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest, moved_rows, row_request
 from genrt.tokens.rows import entries_of, gather_rows, separate_copies

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast
 
-from genrt.questions.contexts import TOKEN_BYTES, Adapter
+from genrt.questions.arguments import TOKEN_BYTES, Adapter
 
 Result: TypeAlias = Any
 """The answer to a request; each kind documents its type."""

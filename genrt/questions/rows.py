@@ -14,7 +14,7 @@ from torch import Tensor
 
 from genrt.errors import ContextTooLong, InvalidRequest, NotFinite
 from genrt.numbers import named
-from genrt.questions.contexts import TOKEN_BYTES, Adapter, Limits, TokenIds, abbreviated, id_words
+from genrt.questions.arguments import TOKEN_BYTES, Adapter, Limits, TokenIds, abbreviated, id_words
 from genrt.questions.request import Request
 from genrt.tokens.rows import gather_rows
 from genrt.tokens.sampling import rows_at_once

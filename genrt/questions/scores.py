@@ -14,7 +14,7 @@ from torch import Tensor
 
 from genrt.errors import InvalidRequest
 from genrt.numbers import check_int
-from genrt.questions.contexts import (
+from genrt.questions.arguments import (
     TOKEN_BYTES,
     Adapter,
     Limits,

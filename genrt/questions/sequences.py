@@ -17,7 +17,7 @@ import torch
 
 from genrt.errors import InvalidRequest
 from genrt.numbers import check_int, shown
-from genrt.questions.contexts import (
+from genrt.questions.arguments import (
     TOKEN_BYTES,
     Adapter,
     Limits,

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from genrt.engines.adapters import adapter_bytes, check_adapter_directory, drop_copy
 from genrt.errors import GenrtError, InvalidAdapter, InvalidRequest, UnknownAdapter
 from genrt.numbers import named
-from genrt.questions.contexts import Adapter
+from genrt.questions.arguments import Adapter
 from genrt.questions.request import Request
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.concurrency import AT_ONCE_BYTES, in_background

@@ -34,8 +34,8 @@ from genrt.engines.protocol import (
 )
 from genrt.engines.weights import weights_of
 from genrt.errors import EngineDied, EngineFailed, GenrtError, InvalidAdapter
+from genrt.questions.arguments import Adapter
 from genrt.questions.completions import Streamed, Told
-from genrt.questions.contexts import Adapter
 from genrt.questions.draws import PopulationDraw
 from genrt.questions.reads import Read, ReadRequest
 from genrt.questions.request import Request

@@ -51,8 +51,8 @@ from genrt.errors import (
     OutOfMemory,
     StreamCut,
 )
+from genrt.questions.arguments import Adapter
 from genrt.questions.completions import Streamed
-from genrt.questions.contexts import Adapter
 from genrt.questions.draws import PopulationDraw
 from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request, Result

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from genrt.engines.protocol import Finished, failure
 from genrt.errors import GenrtError
-from genrt.questions.contexts import Adapter
+from genrt.questions.arguments import Adapter
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
 from genrt.tokens.rows import separate_copies

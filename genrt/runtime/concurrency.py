@@ -156,6 +156,10 @@ def in_background(function: Callable[[], T]) -> Future[T]:
     pool = ThreadPoolExecutor(1, "genrt-aside")
     try:
         return pool.submit(function)
+    except RuntimeError:  # the interpreter is ending, and starts no thread any more
+        done: Future[T] = Future()
+        done.set_result(function())
+        return done
     finally:
         pool.shutdown(wait=False)
 

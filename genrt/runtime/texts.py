@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 from genrt.engines.protocol import check_supported, tokenizer_of
 from genrt.errors import InvalidRequest
 from genrt.numbers import shown
+from genrt.questions.arguments import Limits, TokenIds
 from genrt.questions.completions import (
     CompletionRequest,
     SampleOptions,
@@ -17,7 +18,6 @@ from genrt.questions.completions import (
     completion_requests,
     sample_requests,
 )
-from genrt.questions.contexts import Limits, TokenIds
 from genrt.questions.reads import KeptContext, Prefix, PrefixOptions, ReadRequest, WarmUpOptions
 from genrt.questions.rows import row_request
 from genrt.runtime.adapters import AdapterNames

@@ -20,7 +20,7 @@ from genrt.engines.adapters import check_adapter_directory, least_lora_rank
 from genrt.errors import EngineNotInstalled, ExtraNotInstalled, InvalidRequest
 from genrt.loading import load
 from genrt.numbers import check_float, check_int, named
-from genrt.questions.contexts import check_seed
+from genrt.questions.arguments import check_seed
 from genrt.server.gate import ServerLimits, check_key
 
 NO_VLLM = "vLLM is missing: pip install 'genrt[cpu]', or 'genrt[cuda]' on a GPU machine"

@@ -31,7 +31,7 @@ from genrt.errors import (
 from genrt.inference import SMC, Info, Result, State, TextModel
 from genrt.lm import AsyncLM
 from genrt.numbers import json_number
-from genrt.questions.contexts import LAST_SEED
+from genrt.questions.arguments import LAST_SEED
 from genrt.questions.reads import HostRow, ReadRequest
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest

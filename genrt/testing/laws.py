@@ -46,7 +46,6 @@ def assert_unbiased(
     level: float = 1e-6,
     lowest: float = 0.0,
     highest: float | None = 1.0,
-    rtol: float = ROUNDING,
 ) -> None:
     """Raise AssertionError if the distribution of these estimates has another mean than ``exact``.
 
@@ -63,7 +62,6 @@ def assert_unbiased(
             at most 1; with a potential, at most e to the power of its largest value. Without a bound only
             too large a mean fails. ``None`` means that no bound is known, and warns if the mean looks too
             small; ``math.inf`` means that there is no bound, and does not warn.
-        rtol: the relative rounding error of ``exact`` and of the estimates.
 
     Raises:
         AssertionError: the mean differs, or an estimate is not finite or out of bounds.
@@ -76,13 +74,13 @@ def assert_unbiased(
     values = _estimates(estimates)
     exact, lowest = check_float("exact", exact), check_float("lowest", lowest)
     at_most = _bound(highest)
-    slack = _rounding(rtol) * abs(exact)
+    slack = ROUNDING * abs(exact)
     if not lowest - ROUNDING * abs(lowest) <= exact <= at_most + ROUNDING * abs(at_most):
         raise InvalidRequest(
             f"exact is {exact:g}, which is not between lowest={lowest:g} and highest={at_most:g}: these "
             "are the least and the most that an estimate can be"
         )
-    _check_bounds("estimate", values, lowest - slack, at_most + rtol * abs(at_most))
+    _check_bounds("estimate", values, lowest - slack, at_most + ROUNDING * abs(at_most))
     exact = min(max(exact, lowest), at_most)
     capital = bets.on_mean(values, exact, lowest=lowest, highest=at_most, slack=slack)
     if capital >= needed:
@@ -102,7 +100,6 @@ def assert_variance_bounded(
     *,
     relative_variance: float,
     level: float = 1e-6,
-    rtol: float = ROUNDING,
 ) -> None:
     """Raise AssertionError if estimates do not have the mean ``exact``, or have a larger variance than
     ``relative_variance * exact**2``.
@@ -115,7 +112,6 @@ def assert_variance_bounded(
         estimates: of independent runs, at least 0, themselves and not their logarithms.
         exact: the correct mean, above 0.
         relative_variance: the largest correct variance of ``estimate / exact``, above 0.
-        rtol: the relative rounding error of ``exact`` and of the estimates.
 
     Raises:
         AssertionError: the mean differs, the variance is larger, or an estimate is negative or not
@@ -127,7 +123,7 @@ def assert_variance_bounded(
     for name, number in {"exact": exact, "relative_variance": relative_variance}.items():
         if check_float(name, number) <= 0:
             raise InvalidRequest(f"{name} is {number:g}: give a number above 0")
-    slack = _rounding(rtol)
+    slack = ROUNDING
     _check_bounds("estimate", values, 0.0, math.inf)
     ratios, bound = values / exact, float(relative_variance)
     errors = np.maximum(np.abs(ratios - 1) - slack, 0.0) ** 2
@@ -206,7 +202,6 @@ def assert_weighted_samples_from(
     log_evidence: float,
     level: float = 1e-6,
     highest: float | None = 1.0,
-    rtol: float = ROUNDING,
 ) -> None:
     """Raise AssertionError if the weighted samples of independent runs are not properly weighted.
 
@@ -224,7 +219,6 @@ def assert_weighted_samples_from(
         probabilities: of each possible sample; they add up to 1. Empty if Z is 0.
         log_evidence: log Z.
         highest: an upper bound of the mean weight of a run, or ``None``; as in ``assert_unbiased``.
-        rtol: the relative rounding error of weights and evidence.
 
     Raises:
         AssertionError: the samples are not properly weighted, or a weight is NaN; the message shows the
@@ -236,7 +230,6 @@ def assert_weighted_samples_from(
     """
     needed = _needed_capital(level)
     at_most = _bound(highest)
-    _rounding(rtol)
     evidence = _evidence(log_evidence)
     law = _distribution(probabilities) if probabilities or evidence > 0 else {}
     watched = {sample: place for place, sample in enumerate(list(law)[:WATCHED])}
@@ -275,9 +268,11 @@ def assert_weighted_samples_from(
             f"the evidence is {evidence:g}, above highest={at_most:g}: say by highest= what the mean "
             "weight of a run can be at most"
         )
-    _check_bounds("mean weight", columns[0], 0.0, at_most * (1 + rtol))
+    _check_bounds("mean weight", columns[0], 0.0, at_most * (1 + ROUNDING))
     capitals = [
-        bets.on_mean(values, min(mean, at_most), lowest=0.0, highest=at_most, slack=rtol * evidence)
+        bets.on_mean(
+            values, min(mean, at_most), lowest=0.0, highest=at_most, slack=ROUNDING * evidence
+        )
         for values, mean in zip(columns, means, strict=True)
     ]
     if _spread_capital(capitals) >= needed:
@@ -290,7 +285,7 @@ def assert_weighted_samples_from(
     if highest is None:
         supposed = _supposed(columns[0], evidence, 0.0)
         small = [
-            bets.on_smaller_mean(values, mean, highest=supposed, slack=rtol * evidence)
+            bets.on_smaller_mean(values, mean, highest=supposed, slack=ROUNDING * evidence)
             for values, mean in zip(columns, means, strict=True)
         ]
         if _spread_capital(small) >= needed:
@@ -366,12 +361,6 @@ def _needed_capital(level: float) -> float:
     if not 0 < check_float("level", level) < 1:
         raise InvalidRequest(f"level is {level}: give a probability above 0 and below 1, as 1e-6")
     return -math.log(level)
-
-
-def _rounding(rtol: float) -> float:
-    if not 0 <= check_float("rtol", rtol) < 1:
-        raise InvalidRequest(f"rtol is {rtol}: give a relative error of at least 0 and below 1")
-    return rtol
 
 
 def _bound(highest: float | None) -> float:

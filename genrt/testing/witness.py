@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from genrt.engines.protocol import Engine, EngineStatistics, Finished
+from genrt.questions.arguments import Adapter
 from genrt.questions.completions import SampleRequest
-from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.statistics import NO_COUNTERS

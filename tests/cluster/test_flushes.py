@@ -27,6 +27,7 @@ from genrt.cluster.flushes import (
 from genrt.engines.protocol import EngineStatistics
 from genrt.errors import InvalidRequest
 from genrt.questions import sequences
+from genrt.questions.arguments import Adapter, Limits
 from genrt.questions.completions import (
     Completion,
     CompletionRequest,
@@ -34,7 +35,6 @@ from genrt.questions.completions import (
     Delta,
     SampleRequest,
 )
-from genrt.questions.contexts import Adapter, Limits
 from genrt.questions.draws import DrawToken, PopulationDraw
 from genrt.questions.reads import Candidates, ReadRequest, TopTokens
 from genrt.questions.request import Request

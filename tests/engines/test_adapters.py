@@ -21,7 +21,7 @@ from genrt.engines.adapters import CONFIG_NAME, WEIGHTS_NAME, check_adapter_dire
 from genrt.engines.exact import NGram
 from genrt.errors import EngineDied, InvalidAdapter, UnknownAdapter
 from genrt.lm import AsyncLM
-from genrt.questions.contexts import Adapter
+from genrt.questions.arguments import Adapter
 from genrt.runtime.concurrency import AT_ONCE_BYTES
 from tests.scripted import PATIENCE_SECONDS, Gate, ScriptedEngine, passes
 

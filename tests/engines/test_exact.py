@@ -15,8 +15,8 @@ from scipy.stats import chi2
 
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.errors import InvalidAdapter, InvalidRequest, ModelNotFound
+from genrt.questions.arguments import Adapter
 from genrt.questions.completions import SampleRequest
-from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
 from genrt.testing import check_engine
@@ -92,12 +92,6 @@ def test_only_the_last_k_tokens_count_and_short_contexts_are_padded() -> None:
     assert torch.equal(model.row([3]), model.row([0, 3]))
     assert torch.equal(model.row([]), model.row([0, 0]))
     assert torch.equal(NGram.random(5, order=0).row([1]), NGram.random(5, order=0).row([]))
-
-
-@pytest.mark.parametrize(("zeros", "impossible"), [(0.0, 0), (0.5, 2), (0.99, 3), (1.0, 3)])
-def test_random_models_have_the_zeros_asked_for(zeros: float, impossible: int) -> None:
-    table = NGram.random(4, order=2, zeros=zeros).table
-    assert set((table == -math.inf).sum(-1).flatten().tolist()) == {impossible}
 
 
 @pytest.mark.parametrize(

@@ -110,14 +110,6 @@ def test_what_is_another_users_is_left_alone(there: Path, monkeypatch: pytest.Mo
     assert not path.exists()
 
 
-def test_a_sweep_is_bounded(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folders, "MOST_SWEPT", 3)
-    for number in range(5):
-        dead(there, f"genrt-weights-{{host}}-{{pid}}-1-{number}")
-    sweep()
-    assert len(kinds(there)) == 2
-
-
 def test_the_memory_that_dead_ranks_shared_goes_too(
     there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from genrt.engines.residency import SHORTEST, Residents
-from genrt.questions.contexts import Adapter
+from genrt.questions.arguments import Adapter
 from genrt.questions.rows import LogprobsRequest
 
 ADAPTERS = [None, Adapter("a", 1), Adapter("a", 2)]

@@ -22,8 +22,8 @@ from genrt.errors import (
     OutOfMemory,
     UnknownAdapter,
 )
+from genrt.questions.arguments import Adapter
 from genrt.questions.completions import CompletionRequest, Decoding, SampleRequest
-from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
 

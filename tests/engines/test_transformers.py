@@ -23,7 +23,7 @@ from genrt.errors import (
     InvalidRequest,
     ModelNotFound,
 )
-from genrt.questions.contexts import Adapter
+from genrt.questions.arguments import Adapter
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
 from genrt.testing import check_engine

@@ -19,7 +19,17 @@ from typing import Any
 
 import pytest
 
-from benchmarks import fidelity, overheads, plots, pressure, replicas, sharing, step, two_runtimes
+from benchmarks import (
+    fidelity,
+    overheads,
+    plots,
+    pressure,
+    replicas,
+    sharing,
+    smc,
+    step,
+    two_runtimes,
+)
 from benchmarks.step_modes import GENRT_MODES, MODES
 from genrt.cluster import engine
 from tests.cluster.here import ReplicasHere
@@ -249,3 +259,16 @@ def test_a_small_kv_memory_is_survived(
         assert result["engine_steps"] >= result["contexts"] * 3 / 4
         assert result["compared"] == 16
         assert result["largest_difference"] < 1e-3 < result["between_contexts"]
+
+
+@pytest.mark.proof
+@pytest.mark.vllm
+def test_smc_is_measured_beside_the_questions_that_it_asks(
+    step_run: object, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = ["--options", '{"max_num_seqs": 8, "kv_cache_memory_bytes": 67108864}']
+    few = ["--particles", "3", "--model", str(llama)]
+    [result] = results_of(smc, tmp_path / "smc.json", monkeypatch, *few, *small)
+    for ratios in (result["of_population"], result["of_draw"]):
+        assert 0 < ratios[0] <= ratios[1] <= ratios[2]
+    assert [each["particle_steps"] > 0 for each in result["repeats"]] == [True, True]

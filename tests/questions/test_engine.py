@@ -11,8 +11,8 @@ import torch
 
 from genrt.engines.protocol import failure
 from genrt.errors import EngineDied, EngineFailed, GenrtError, NotFinite, OutOfMemory
+from genrt.questions.arguments import Adapter, abbreviated
 from genrt.questions.completions import SampleRequest
-from genrt.questions.contexts import Adapter, abbreviated
 from genrt.questions.draws import DrawToken
 from genrt.questions.reads import Candidates, HostRow, ReadRequest, TopTokens
 from genrt.questions.rows import LogprobsRequest

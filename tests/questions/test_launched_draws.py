@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genrt.questions.contexts import nonces_of
+from genrt.questions.arguments import nonces_of
 from genrt.questions.draws import PopulationDraw, launch_draws, population_draw
 from genrt.questions.rows import LogprobsRequest
 from genrt.tokens.sampling import DrawGraphs

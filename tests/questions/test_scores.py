@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import genrt
 from genrt.engines.exact import ExactEngine, NGram
-from genrt.questions.contexts import Limits
+from genrt.questions.arguments import Limits
 from genrt.questions.reads import Candidates, Read, ReadRequest
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import row_chunks

@@ -17,7 +17,7 @@ import pytest
 import genrt
 from genrt.engines.protocol import Finished
 from genrt.errors import EngineFailed
-from genrt.questions.contexts import Adapter, Limits
+from genrt.questions.arguments import Adapter, Limits
 from genrt.questions.draws import draw_request
 from genrt.questions.reads import ReadRequest, TopTokens
 from genrt.questions.rows import LogprobsRequest

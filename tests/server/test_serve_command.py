@@ -79,13 +79,6 @@ def test_wrong_arguments_are_told_before_a_model_is_loaded(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["--no-such"], ["--port", "x"], ["a", "b"]])
-def test_unknown_arguments_end_with_code_2(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["serve", *arguments])
-    assert ended.value.code == 2
-
-
 @contextlib.contextmanager
 def served(llama: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """``genrt serve`` in a process of its own, with a key."""
@@ -243,18 +236,3 @@ def test_replicas_are_loaded_as_the_arguments_say(loaded: list[dict[str, Any]]) 
         assert main(["serve", "a/model", "--port", "0", *arguments]) == 1
     found = [(each["replicas"], each["cluster"]) for each in loaded]
     assert found == [(None, None), (3, "local")]
-
-
-@pytest.mark.proof
-def test_a_model_is_served_over_replicas(llama: Path) -> None:
-    with (
-        served(llama, "--replicas", "1") as process,
-        httpx.Client(base_url=address_of(process), timeout=60) as http,
-    ):
-        http.headers = httpx.Headers({"authorization": f"Bearer {KEY}"})
-        draws = http.post("/v1/draw", json={"prompts": [[5, 6]]})
-        assert len(draws.json()["data"]) == 1
-        status = http.get("/v1/status").json()
-        assert len(status["statistics"]["replicas"]) == 1
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0

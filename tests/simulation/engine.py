@@ -29,6 +29,7 @@ from torch import Tensor
 from genrt.engines.protocol import EngineStatistics, Finished
 from genrt.engines.weights import Layout, NamedTensors, TensorForm
 from genrt.errors import EngineDied, EngineFailed, GenrtError, NotFinite, OutOfMemory
+from genrt.questions.arguments import Adapter
 from genrt.questions.completions import (
     Completion,
     CompletionRequest,
@@ -36,7 +37,6 @@ from genrt.questions.completions import (
     Delta,
     SampleRequest,
 )
-from genrt.questions.contexts import Adapter
 from genrt.questions.draws import PopulationDraw
 from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request, Result

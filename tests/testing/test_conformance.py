@@ -16,8 +16,8 @@ from torch import Tensor
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.engines.protocol import Engine, EngineStatistics, Finished
 from genrt.errors import EngineFailed
+from genrt.questions.arguments import Adapter
 from genrt.questions.completions import SampleRequest
-from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request
 from genrt.testing import check_engine
 from tests.inside import in_progress
@@ -155,7 +155,7 @@ BROKEN: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "seed ignored": (lambda: sample(seed=None), "seeded sample"),
     "unseeded alike": (lambda: sample(seed=lambda r: r.seed or 5), "independent"),
     "temperature ignored": (lambda: sample(temperature=1.0), "temperature 0"),
-    "min_p ignored": (lambda: sample(min_p=0.0), "min_p=1"),
+    "top_k ignored": (lambda: sample(top_k=0), "top_k=1"),
     "stop ignored": (lambda: sample(stop_token_ids=frozenset()), "before its stop token"),
     "too short": (lambda: sample(max_tokens=lambda r: max(1, r.max_tokens - 1)), "not max_tokens"),
     "one token short": (lambda: {"max_model_len": 65}, "failed: ContextTooLong"),

@@ -343,7 +343,6 @@ WRONG: list[tuple[Callable[..., None], dict[str, Any], list[tuple[dict[str, Any]
             ({"estimates": ["x"]}, "no numbers"),
             ({"estimates": [[0.5, 0.5]]}, "shape"),
             ({"level": 1}, "level is 1"),
-            ({"rtol": -1.0}, "rtol is -1"),
             ({"exact": 1.5}, "exact is 1.5, which is not between"),
         ],
     ),

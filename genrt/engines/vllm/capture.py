@@ -309,13 +309,9 @@ class LawsV2:
         return sampled, logits.float().index_copy(0, index, processed[index].float())
 
 
-def install_capture(model_runner: Any, own_processors: bool) -> RowStore:
+def install_capture(model_runner: Any) -> RowStore:
     """Return the row store of a runner's capture, and change its sampler: it returns log-probabilities of
     the law to requests that want them.
-
-    Args:
-        own_processors: whether the user has logits processors too. If not, the V1 runner need not list
-            the output tokens for processors in every step.
 
     Raises:
         EngineUnsupported: the runner has no capture.
@@ -324,8 +320,6 @@ def install_capture(model_runner: Any, own_processors: bool) -> RowStore:
     if isinstance(capture, CaptureV2):
         LawsV2(sampler, capture.law_rows)
         return capture.store
-    if not own_processors:
-        model_runner.input_batch.logitsprocs_need_output_token_ids = False
     if model_runner.device.type == "cpu":
         drawing = getattr(sampler, "topk_topp_sampler", None)
         if drawing is None or not hasattr(torch.ops._C, "fused_gumbel_argmax"):
@@ -361,10 +355,10 @@ class WorkerRows:
 
     model_runner: Any
 
-    def genrt_install(self, own_processors: bool) -> None:
+    def genrt_install(self) -> None:
         """Install the capture, as ``install_capture`` does; the store stays in the worker."""
         runner = self.model_runner
-        install_capture(runner, own_processors)
+        install_capture(runner)
         # On a CPU, vLLM allocates a later pipeline stage's input buffers only if it compiles the model.
         if runner.device.type == "cpu" and not get_pp_group().is_first_rank:
             runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
@@ -392,11 +386,9 @@ class RemoteStore:
     """``RowStore``'s ``take`` and ``forget`` for workers in other processes: ``call`` is the engine's
     ``collective_rpc``. Rows travel over the host to ``device``."""
 
-    def __init__(
-        self, call: Callable[..., list[Any]], own_processors: bool, device: torch.device
-    ) -> None:
+    def __init__(self, call: Callable[..., list[Any]], device: torch.device) -> None:
         self._call, self._device = call, device
-        call("genrt_install", args=(own_processors,))
+        call("genrt_install")
 
     def take(self, tickets: Iterable[int]) -> list[torch.Tensor | None]:
         replies = [r for r in self._call("genrt_take", args=([*tickets],)) if r is not None]

@@ -48,8 +48,8 @@ from genrt.engines.vllm.texts import (
 )
 from genrt.engines.vllm.weights import VLLMWeights
 from genrt.errors import EngineDied, EngineFailed, GenrtError
+from genrt.questions.arguments import Adapter
 from genrt.questions.completions import Decoding, Streamed, Told
-from genrt.questions.contexts import Adapter
 from genrt.questions.draws import PopulationDraw
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest, not_finite
@@ -88,9 +88,9 @@ class VLLMEngine:
         with self._globals:
             if isinstance(llm_engine.model_executor, UniProcExecutor):
                 model_runner = core.model_executor.driver_worker.worker.model_runner
-                self._store = install_capture(model_runner, own_processors)
+                self._store = install_capture(model_runner)
             else:
-                self._store = RemoteStore(self._core.collective_rpc, own_processors, self.device)
+                self._store = RemoteStore(self._core.collective_rpc, self.device)
         self._positions = positions_of(config, model_runner, core.scheduler, own_processors)
         on_cpu, has_loras = self.device.type == "cpu", config.lora_config is not None
         self._adapters = VLLMAdapters(self._core, enabled=has_loras, base_needs_zero=on_cpu)
@@ -250,7 +250,8 @@ class VLLMEngine:
         return sent
 
     def settle(self, population: PopulationDraw) -> None:
-        self._populations.settle(population)
+        if self._open is not None:
+            self._populations.settle(population)
 
     def release(self, asked: Sequence[SequenceHandle]) -> None:
         self._abort(self._populations.release(asked))

@@ -23,7 +23,7 @@ from vllm.lora.request import LoRARequest
 
 from genrt.engines.adapters import CONFIG_NAME
 from genrt.errors import InvalidAdapter, UnknownAdapter
-from genrt.questions.contexts import Adapter
+from genrt.questions.arguments import Adapter
 
 PARTIAL = ("layers_to_transform", "layers_pattern", "exclude_modules")
 """Options by which an adapter leaves out some layers of its ``target_modules``."""

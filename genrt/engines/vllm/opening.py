@@ -206,12 +206,9 @@ def configure(
     config.scheduler_config.max_num_seqs = texts + max(1, texts // 8)
     if torch.cuda.is_available():
         total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        config.cache_config.gpu_memory_utilization -= reserved_share(
-            total,
-            cache_bytes=reserve_bytes,
-            max_num_seqs=config.scheduler_config.max_num_seqs,
-            vocab_size=config.model_config.get_vocab_size(),
-        )
+        # For a full step's rows as computed, as cached and as returned to callers.
+        rows = 3 * 4 * config.scheduler_config.max_num_seqs * config.model_config.get_vocab_size()
+        config.cache_config.gpu_memory_utilization -= (reserve_bytes + rows) / total
     config.model_config.seed = None  # the workers read it: None leaves all random generators alone
     if config.scheduler_config.scheduler_cls is OpenScheduler:
         config.scheduler_config.async_scheduling = can_be_ahead(config)
@@ -242,12 +239,6 @@ def _load_format(checkpoint: str, given: str) -> str:
             f"{checkpoint} has no weights in safetensors; pickled ones are not loaded: convert them"
         )
     return "safetensors"
-
-
-def reserved_share(total: int, *, cache_bytes: int, max_num_seqs: int, vocab_size: int) -> float:
-    """Return the share of a device's ``total`` bytes that vLLM must leave free: for the row cache, and
-    for a full step's rows as computed, as cached and as returned to callers."""
-    return (cache_bytes + 3 * 4 * max_num_seqs * vocab_size) / total
 
 
 def rounding_error(config: VllmConfig) -> float:

@@ -20,7 +20,7 @@ import torch
 from genrt.engines.protocol import Finished, survived
 from genrt.engines.vllm.lora import VLLMAdapters
 from genrt.engines.vllm.sequences import OpenRequests, repeated
-from genrt.questions.contexts import Adapter
+from genrt.questions.arguments import Adapter
 from genrt.questions.draws import PopulationDraw, launch_draws
 from genrt.questions.rows import LogprobsRequest, not_finite
 from genrt.questions.sequences import Contexts, SequenceHandle

@@ -20,7 +20,7 @@ from vllm.v1.request import Request
 
 from genrt.engines.vllm.requests import core_request, row_params
 from genrt.errors import UnknownAdapter
-from genrt.questions.contexts import Adapter
+from genrt.questions.arguments import Adapter
 from genrt.questions.rows import LogprobsRequest
 
 SHARE = 0.5

@@ -159,12 +159,8 @@ class Positions:
                 # Each hidden state has its own adapter here; the next step sets one per row again.
                 ids = tuple(0 if lora is None else lora.lora_int_id for lora in loras[part])
                 self._runner._set_active_loras(ids, ids, {*loras[part]} - {None})
-            logits = self._compute_logits(hidden_states[part])
+            logits = self._runner.model.compute_logits(hidden_states[part])
             yield part, log_probabilities(logits, may_overwrite=True)
-
-    def _compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self._runner.model.compute_logits(hidden_states)
-        return logits
 
     def take(self, request_ids: Iterable[str]) -> dict[str, torch.Tensor | None]:
         """Remove the scores among these requests and return them; ``None`` where a row was not finite.

@@ -6,7 +6,7 @@ The check exercises every assumption about vLLM that is not part of its public i
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain, combinations
 
 import torch
@@ -35,32 +35,32 @@ def run_self_check(engine: VLLMEngine, *, rounding: float, block_size: int) -> N
         EngineUnsupported: the results are not rows, or a row depends on its place in the batch.
     """
     noise = 64 * max(rounding, TF32)  # half a nat in bfloat16, 1/16 in float16 and float32
+    residents = "resident sequences are off, every question opens a vLLM request"
     try:
         _check_rows(engine, noise)
-        if engine.keeps_residents:
-            without = "resident sequences are off, every question opens a vLLM request"
-            check = lambda: _check_residents(engine, noise, block_size)
-            _check_optional(check, without, engine.stop_keeping)
-            engine.forget_residents()
-        if engine.scores:
-            check = lambda: _check_scores(engine, noise, block_size)
-            _check_optional(check, "a score takes a row for each token", engine.stop_scoring)
+        for is_on, check, without, stop in (
+            (engine.keeps_residents, _check_residents, residents, engine.stop_keeping),
+            (
+                engine.scores,
+                _check_scores,
+                "a score takes a row for each token",
+                engine.stop_scoring,
+            ),
+        ):
+            if not is_on:
+                continue
+            try:
+                is_checked = check(engine, noise, block_size)
+            except NotFinite:
+                raise
+            except GenrtError as error:
+                warnings.warn(f"{without}: {error}", RuntimeWarning, stacklevel=2)
+                is_checked = False
+            if not is_checked:
+                stop()
             engine.forget_residents()
     except NotFinite:  # broken weights are reported to the caller's own requests
         engine.forget_residents()
-
-
-def _check_optional(check: Callable[[], bool], without: str, stop: Callable[[], object]) -> None:
-    """Switch off a feature whose check fails, with a warning, or cannot be made."""
-    try:
-        is_checked = check()
-    except NotFinite:
-        raise
-    except GenrtError as error:
-        warnings.warn(f"{without}: {error}", RuntimeWarning, stacklevel=3)
-        is_checked = False
-    if not is_checked:
-        stop()
 
 
 def _check_rows(engine: VLLMEngine, noise: float) -> None:

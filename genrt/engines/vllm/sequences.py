@@ -15,7 +15,7 @@ from genrt.engines.residency import Residents
 from genrt.engines.vllm.scheduler import OpenScheduler
 from genrt.engines.vllm.seats import Fork
 from genrt.engines.vllm.steps import DecodeSteps
-from genrt.questions.contexts import Adapter
+from genrt.questions.arguments import Adapter
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest
 

@@ -30,6 +30,7 @@ from genrt.engines.vllm.requests import LAW, SEED, core_request
 from genrt.engines.vllm.structures import GuidedStructures
 from genrt.errors import EngineFailed, GenrtError, InvalidRequest, StreamCut
 from genrt.numbers import check_float
+from genrt.questions.arguments import LAST_SEED, deciding_seed
 from genrt.questions.completions import (
     Completion,
     CompletionRequest,
@@ -41,7 +42,6 @@ from genrt.questions.completions import (
     Streamed,
     Told,
 )
-from genrt.questions.contexts import LAST_SEED, deciding_seed
 from genrt.questions.request import Request, Result
 from genrt.tokens.detokenizing import TextStream, ends_inside_character
 from genrt.tokens.sampling import GREEDY_BELOW

@@ -22,7 +22,8 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def shared_roomy(llama: Path) -> Iterator[AsyncLM]:
-    with load(llama, blocks=400, max_num_seqs=16) as lm:
+    options = {"max_num_batched_tokens": 512}
+    with load(llama, blocks=400, max_num_seqs=16, engine_options=options) as lm:
         yield lm
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,24 +11,12 @@ import pytest
 from genrt.engines.vllm.scheduler import most_blocks, needed_blocks
 from genrt.lm import AsyncLM
 from tests.engines.vllm.small import BLOCK as SIZE
-from tests.engines.vllm.small import Oracle, expect_rows, forget, load, tokens
+from tests.engines.vllm.small import Oracle, expect_rows, tokens
 
 pytestmark = pytest.mark.vllm
 
-FAMILY = 12
+FAMILY = 8
 """Contexts of 144 tokens, 128 of them common: 4 blocks for all, and one or two for each."""
-
-
-@pytest.fixture(scope="module")
-def shared(llama: Path) -> Iterator[AsyncLM]:
-    with load(llama, blocks=44, max_num_seqs=16) as lm:
-        yield lm
-
-
-@pytest.fixture
-def lm(shared: AsyncLM) -> AsyncLM:
-    forget(shared)
-    return shared
 
 
 def family(seed: int) -> list[list[int]]:
@@ -43,9 +29,9 @@ async def asked(lm: AsyncLM, contexts: list[list[int]], oracle: Oracle) -> None:
 
 
 @pytest.mark.promise(number=4)
-async def test_contexts_that_begin_alike_all_stay_resident(lm: AsyncLM, oracle: Oracle) -> None:
+async def test_contexts_that_begin_alike_all_stay_resident(tight: AsyncLM, oracle: Oracle) -> None:
     """Their lengths alone are twice the memory."""
-    contexts, began = family(1), lm.statistics().engine
+    lm, contexts, began = tight, family(1), tight.statistics().engine
     await asked(lm, contexts[:1], oracle)
     await asked(lm, contexts[1:], oracle)
     engine = lm.statistics().engine
@@ -60,10 +46,10 @@ async def test_contexts_that_begin_alike_all_stay_resident(lm: AsyncLM, oracle: 
 
 
 async def test_families_in_turns_evict_one_another_and_stay_right(
-    lm: AsyncLM, oracle: Oracle
+    tight: AsyncLM, oracle: Oracle
 ) -> None:
     """What the evicted alone held of a beginning is free, and counted for those who begin with it."""
-    families, began = [family(seed) for seed in range(4)], lm.statistics().engine
+    lm, families, began = tight, [family(n) for n in range(4)], tight.statistics().engine
     for turn in range(2):
         for number in (0, 1, 2, 0, 3):
             contexts = [[*each, turn] for each in families[number][turn:]]

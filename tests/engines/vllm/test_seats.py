@@ -16,7 +16,6 @@ from genrt.engines.vllm.seats import (
     _alike,
     _independent,
     copies,
-    in_common,
     last_seats,
 )
 
@@ -173,24 +172,6 @@ def test_a_fork_takes_the_seat_of_the_most_similar_sequence(shared: int) -> None
     assert all_of.seats.paired(requests, []) == []
     short = [all_of.add([n] * 9) for n in range(4)]
     assert all_of.seats.paired(short, short[3:]) == short[:1], "among short ones any seat will do"
-
-
-@pytest.mark.parametrize(
-    ("these", "those", "most", "found"),
-    [
-        ("abc", "abc", 3, 3),
-        ("abc", "abc", 2, 2),
-        ("ab", "abc", 3, 2),
-        ("abd", "abc", 3, 2),
-        ("ab", "cd", 2, 0),
-        ("abd", "cbd", 3, 3),  # of the same tokens, if not the same blocks
-        ("", "a", 0, 0),
-    ],
-)
-def test_how_many_blocks_two_sequences_have_in_common(
-    these: str, those: str, most: int, found: int
-) -> None:
-    assert in_common(these, those, most) == found
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -346,6 +346,18 @@ def test_a_run_of_smc_is_the_same_with_residency_and_without_it_but_with_a_cache
         assert result.log_evidence == pytest.approx(first.log_evidence, abs=SMC_TOLERANCE)
 
 
+async def test_where_nothing_stays_resident_the_engine_survives_the_end_of_populations(
+    bare: AsyncLM, oracle: Oracle
+) -> None:
+    for _ in range(2):
+        with bare.population([7, 8, 9], 3) as population, bare.context([7, 8]) as context:
+            for seed in range(3):
+                population.append((await population.draw(seed=seed)).token_ids)
+                context.append((await context.draw(seed=seed)).token_id)
+            contexts = [*population]
+    expect_rows(oracle, contexts, await bare.batch_next_token_logprobs(contexts))
+
+
 @pytest.mark.promise(number=14)
 async def test_many_adapters_residents_stay_apart(
     adaptable: AsyncLM, loras: tuple[Path, Path]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
-import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -396,24 +395,6 @@ async def test_a_score_is_its_adapters(adaptable: AsyncLM, loras: tuple[Path, Pa
     assert worst([await lm.score(before, after, adapter="a")], [found[2]]) < TOLERANCE
 
 
-async def test_a_step_without_base_requests_has_all_slots_for_adapters(
-    adaptable: AsyncLM, loras: tuple[Path, Path]
-) -> None:
-    """Two and the base fit into one step, so three do too, in any order."""
-    for name, path in zip("abc", (*loras, loras[0]), strict=True):
-        await adaptable.add_adapter(name, path)
-    for step in range(3):
-        names = random.Random(step).sample("abc", 3)
-        asked = [([step, n], name) for n in range(3) for name in names]
-        rows = await asyncio.gather(
-            *(adaptable.next_token_logprobs(context, adapter=name) for context, name in asked)
-        )
-        for (context, name), row in zip(asked, rows, strict=True):
-            alone = await adaptable.next_token_logprobs([*context], adapter=name)
-            assert worst([row], [alone]) < TOLERANCE
-            assert name != "c" or worst([row], [rows[asked.index((context, "a"))]]) < TOLERANCE
-
-
 @pytest.mark.promise(number=25)
 def test_an_engine_that_takes_no_adapters_says_how_to_load_one_that_does(
     lm: AsyncLM, loras: tuple[Path, Path]
@@ -453,14 +434,6 @@ def test_what_cannot_be_opened_is_refused_with_the_reason(
     monkeypatch.setattr("vllm.__version__", "0.99.0")
     with pytest.raises(EngineUnsupported, match=r"0\.99\.0"):
         load(llama)
-
-
-def test_the_row_cache_and_a_full_steps_rows_are_left_out_of_vllms_memory() -> None:
-    from genrt.engines.vllm.opening import reserved_share
-
-    gib = 2**30
-    share = reserved_share(8 * gib, cache_bytes=gib, max_num_seqs=1024, vocab_size=2**17)
-    assert share == (1 + 1.5) / 8
 
 
 @pytest.mark.promise(number=24)

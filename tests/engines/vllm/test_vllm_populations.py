@@ -22,8 +22,8 @@ from genrt.engines.vllm.populations import EarlyDelivery
 from genrt.engines.vllm.steps import CoreSteps
 from genrt.errors import NotFinite
 from genrt.populations import Population, PopulationRuntime, begin
+from genrt.questions.arguments import Limits
 from genrt.questions.completions import SampleRequest
-from genrt.questions.contexts import Limits
 from genrt.questions.draws import PopulationDraw
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest

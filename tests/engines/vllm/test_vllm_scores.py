@@ -35,30 +35,13 @@ TIGHT: dict[str, Any] = {
     "num_gpu_blocks_override": 20,
 }
 """Room for 640 tokens, and for 48 in a step: texts come in chunks, sequences are evicted."""
-WIDE: dict[str, Any] = {
-    "max_num_seqs": 64,
-    "max_num_batched_tokens": 512,
-    "max_model_len": 400,
-    "num_gpu_blocks_override": 100,
-}
-
 Rows = Callable[[Sequence[int]], torch.Tensor]
 Oracle = Callable[[Sequence[int], Sequence[int]], torch.Tensor]
 
 
-def load(model: Path, **options: Any) -> AsyncLM:
-    return genrt.load(str(model), engine_options=TIGHT | options, cache_bytes=0)
-
-
 @pytest.fixture(scope="module")
 def lm(llama: Path) -> Iterator[AsyncLM]:
-    with load(llama) as lm:
-        yield lm
-
-
-@pytest.fixture(scope="module")
-def wide(llama: Path) -> Iterator[AsyncLM]:
-    with load(llama, **WIDE) as lm:
+    with genrt.load(str(llama), engine_options=TIGHT, cache_bytes=0) as lm:
         yield lm
 
 
@@ -116,68 +99,48 @@ def test_scores_are_what_the_rows_say_in_every_company(
     assert left_over(engine_of(lm)) == {}
 
 
-def test_a_texts_rows_are_computed_in_as_many_requests_as_there_are_chunks(
-    lm: AsyncLM, oracle_rows: Rows
-) -> None:
-    text = tokens(130, 61)
-    wanted = oracle_rows(text)[:-1]
-    for start, chunk in ((1, None), (1, 50), (60, 7), (129, 5)):
-        before = lm.statistics().engine
-        found = [*lm.prompt_rows_sync(text, start, chunk=chunk)]
-        since = lm.statistics().engine
-        count = 130 - start
-        assert since.requests - before.requests == len(found) == -(-count // (chunk or count))
-        assert close(torch.cat(found), wanted[start - 1 :])
-    # What a chunk computed, the next one finds.
-    lm.clear_cache()
-    fresh = tokens(120, 62)
-    before = lm.statistics().engine
-    assert [len(each) for each in lm.prompt_rows_sync(fresh, chunk=40)] == [40, 40, 39]
-    assert lm.statistics().engine.computed_tokens - before.computed_tokens <= 119 + 2
-    assert left_over(engine_of(lm)) == {}
-
-
-def test_a_score_is_one_request_in_one_step(wide: AsyncLM, score_of: Oracle) -> None:
+def test_a_score_is_one_request_in_one_step(roomy: AsyncLM, score_of: Oracle) -> None:
     context, after = tokens(128, 101), tokens(256, 102)
-    before = wide.statistics()
-    found = wide.score_sync(context, after)
-    since = wide.statistics().since(before)
+    before = roomy.statistics()
+    found = roomy.score_sync(context, after)
+    since = roomy.statistics().since(before)
     assert close(found, score_of(context, after))
     assert (since.engine.requests, since.engine.steps, since.engine.rows) == (1, 1, 0)
     assert (since.engine.scored_tokens, since.engine.computed_tokens) == (256, 383)
     assert since.batcher.questions == 1
     # What was computed serves whoever goes on from there: a row of one more token.
-    row = wide.next_token_logprobs_sync([*context, *after])
-    assert wide.statistics().since(before).engine.computed_tokens == 384
-    assert wide.statistics().since(before).engine.extended == 1
+    row = roomy.next_token_logprobs_sync([*context, *after])
+    assert roomy.statistics().since(before).engine.computed_tokens == 384
+    assert roomy.statistics().since(before).engine.extended == 1
     assert abs(float(row.double().logsumexp(-1))) < 1e-5
-    again = wide.prompt_logprobs_sync([*context, *after])
+    again = roomy.prompt_logprobs_sync([*context, *after])
     assert close(again[127:], found)
     assert close(again, score_of(context[:1], [*context[1:], *after]))
 
 
 def test_a_long_prefix_is_computed_once_for_all_that_follow_it(
-    wide: AsyncLM, score_of: Oracle
+    roomy: AsyncLM, score_of: Oracle
 ) -> None:
     """Also where all are asked at once: the blocks of the first are there when the second begins. Nothing
     beyond the first wanted position may be found, wherever that lies in a block."""
     prefix, options = tokens(165, 103), [tokens(4, seed) for seed in range(16)]
-    before = wide.statistics().engine
-    found = wide.batch_score_sync([prefix] * 16, options)
-    computed = wide.statistics().engine.computed_tokens - before.computed_tokens
+    before = roomy.statistics().engine
+    found = roomy.batch_score_sync([prefix] * 16, options)
+    computed = roomy.statistics().engine.computed_tokens - before.computed_tokens
     assert computed == 168 + 15 * (168 - 160)
     for option, score in zip(options, found, strict=True):
         assert close(score, score_of(prefix, option))
     # By now the prefix is resident, and the tokens in its last block are shared too.
-    before = wide.statistics().engine
-    assert close(wide.score_sync(prefix, [9, 9, 9]), score_of(prefix, [9, 9, 9]))
-    assert wide.statistics().engine.computed_tokens - before.computed_tokens == 3
+    before = roomy.statistics().engine
+    assert close(roomy.score_sync(prefix, [9, 9, 9]), score_of(prefix, [9, 9, 9]))
+    assert roomy.statistics().engine.computed_tokens - before.computed_tokens == 3
     # All of these are in the cache, and are computed again, as their positions are wanted.
     for start in (1, 31, 32, 33, 100, 160, 161, 163):
         if start == 161:
-            wide.warm_up_sync(prefix)
+            roomy.warm_up_sync(prefix)
         after = prefix[start:]
-        assert close(wide.score_sync(prefix[:start], after), score_of(prefix[:start], after))
+        assert close(roomy.score_sync(prefix[:start], after), score_of(prefix[:start], after))
+    roomy.cool_down()
 
 
 def test_a_preempted_score_has_all_its_positions_once(lm: AsyncLM, score_of: Oracle) -> None:

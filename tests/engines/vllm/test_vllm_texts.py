@@ -24,8 +24,8 @@ from genrt.engines.vllm.structures import GuidedStructures
 from genrt.engines.vllm.texts import check_v2
 from genrt.errors import EngineFailed, InvalidRequest, TimedOut
 from genrt.lm import AsyncLM
+from genrt.questions.arguments import Limits
 from genrt.questions.completions import Completion, Decoding, completion_requests
-from genrt.questions.contexts import Limits
 from genrt.structures.guides import Guides
 from genrt.tokens.sampling import truncate
 from genrt.tokens.spellings import Spellings
@@ -201,6 +201,7 @@ ODD: dict[str, Any] = {
         "l": {"type": "array", "items": {"enum": [1, 2]}, "minItems": 1, "maxItems": 2},
     },
     "patternProperties": {"^x": {"type": "null"}},
+    "additionalProperties": False,
     "required": ["n", "s", "l"],
 }
 

@@ -1,4 +1,4 @@
-"""Checks contexts and seeds: token ids become 32-bit words below the model's limits."""
+"""Checks arguments: token ids become 32-bit words below the limits of the model; seeds; adapters."""
 
 from __future__ import annotations
 
