@@ -35,7 +35,9 @@ from tests.cluster.here import ReplicasHere
 
 ROOT = Path(__file__).resolve().parents[2]
 STEP = "--quick --model tiny --particles 2 --context 40 --steps 8 --repeats 2"
-BEGUN = {mode for mode in MODES if mode.startswith(("decode", "contexts", "population", "programs"))}
+BEGUN = {
+    mode for mode in MODES if mode.startswith(("decode", "contexts", "population", "programs"))
+}
 NEEDS_OTHERS = {"ratio_to_decode", "ratio_quartiles", "speedup_over_fresh"}
 
 
