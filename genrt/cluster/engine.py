@@ -76,7 +76,7 @@ class _ReplicaRecord:
     Attributes:
         state: as ``ReplicaStatistics`` has it.
         life: counts deaths; messages of an earlier life are ignored.
-        heard: the life in which it opened last.
+        is_open: whether it has opened in this life.
         settings: the number of its settings, or of those that it is receiving.
         asked: its unanswered questions, by ticket.
         pulse: since when it owes a sign of life, if it does.
@@ -86,7 +86,7 @@ class _ReplicaRecord:
     far: FarSequences
     state: str = "restarting"
     life: int = 0
-    heard: int = -1
+    is_open: bool = False
     settings: int = -1
     restarts: int = 0
     asked: dict[int, Request] = field(default_factory=dict)
@@ -365,9 +365,9 @@ class ReplicaEngine:
 
     def _prepared(self, replica: _ReplicaRecord, facts: Facts) -> None:
         self._facts = self._facts or facts
-        if replica.heard != replica.life:
-            replica.restarts += replica.heard >= 0
-            replica.heard = replica.life
+        if not replica.is_open:
+            replica.is_open = True
+            replica.restarts += replica.life > 0
             self._listen(replica)
         if replica.settings == self._settings:
             replica.state = "healthy"
@@ -416,7 +416,7 @@ class ReplicaEngine:
     def _lost(self, replica: _ReplicaRecord, reason: str, *, is_final: bool = False) -> None:
         """Ask the questions of a dead replica again; the next tick prepares it, unless it is final."""
         replica.state, replica.reason = "retired" if is_final else "dead", reason
-        replica.life += 1
+        replica.life, replica.is_open = replica.life + 1, False
         replica.pulse, replica.failures = None, 0
         replica.far = FarSequences(self._numbers)
         counted, replica.counted = replica.counted, EngineStatistics()
@@ -426,7 +426,13 @@ class ReplicaEngine:
         for request in lost.values():
             del self._at[request]
             if request in self._moved:
-                self._end(request, _given_up(reason))
+                self._end(
+                    request,
+                    EngineFailed(
+                        f"{MOST_ASKED} replicas died with this question in flight, which may be why: "
+                        f"{reason}"
+                    ),
+                )
             else:
                 self._moved[request], self._waiting[request] = replica.number, None
 
@@ -447,13 +453,12 @@ class ReplicaEngine:
 
     def _tick(self, replica: _ReplicaRecord) -> None:
         """Prepare a replica that is dead, and kill one that has been at one thing for too long."""
-        is_open = replica.heard == replica.life
         if replica.state == "dead" and not self.weights.asleep:
             self._prepare(replica)
         elif replica.pulse is not None:
             if self._clock() - replica.pulse > self._stall_seconds:
                 self._give_up(replica, f"it did nothing for {self._stall_seconds:g} s")
-        elif is_open and (replica.asked or replica.state == "restarting"):
+        elif replica.is_open and (replica.asked or replica.state == "restarting"):
             replica.pulse = self._clock()
             self._call(replica, "do", "statistics", then=_has_pulse)
 
@@ -512,7 +517,7 @@ class ReplicaEngine:
     def _tell(self, name: str, *arguments: Any) -> None:
         """Have every open replica do something, some time."""
         for each in self._replicas:
-            if each.heard == each.life:
+            if each.is_open:
                 self._call(each, name, *arguments)
 
     def renew(self) -> None:
@@ -537,12 +542,6 @@ def _has_pulse(replica: _ReplicaRecord, _: object) -> None:
 def _is_the_engines(error: object) -> bool:
     """Return whether an error is the engine's, and not of the question alone."""
     return isinstance(error, EngineFailed) and not isinstance(error, OutOfMemory | NotFinite)
-
-
-def _given_up(reason: str) -> EngineFailed:
-    return EngineFailed(
-        f"{MOST_ASKED} replicas died with this question in flight, which may be why: {reason}"
-    )
 
 
 class _ReplicaWeights:

@@ -76,7 +76,7 @@ async def run_program(lm: Any, work: object, seed: int, timeout: float | None) -
     await lm._ask(())  # which a closed runtime refuses
     if not getattr(lm._thread.engine, "runs_programs", False):
         own = program_outcome(work, lm._of_seed(seed), seed)
-        return _value_of(await (own if seconds is None else within(seconds, own)))
+        return _value_or_raise(await (own if seconds is None else within(seconds, own)))
     try:
         request = ProgramRequest(pickle_program(work, lm), seed)
     except Exception as error:
@@ -91,10 +91,10 @@ async def run_program(lm: Any, work: object, seed: int, timeout: float | None) -
         raise InvalidRequest(
             f"what the program returned cannot be read here: {type(error).__name__}: {error}"
         ) from error
-    return _value_of(outcome)
+    return _value_or_raise(outcome)
 
 
-def _value_of(outcome: Outcome) -> Any:
+def _value_or_raise(outcome: Outcome) -> Any:
     value, error = outcome
     if error is not None:
         raise error

@@ -27,7 +27,6 @@ from genrt.structures.guides import (
     name_of_regex,
     syntax_advice,
 )
-from genrt.structures.json_grammar import Whitespace
 from genrt.structures.matching import (
     Tokens,
     Words,
@@ -36,6 +35,7 @@ from genrt.structures.matching import (
     new_matcher,
     new_tokenizer,
 )
+from genrt.structures.schemas import Whitespace
 from genrt.tokens.vocabulary import checked_token_id
 
 QUICK = 300e-6
@@ -46,10 +46,11 @@ def regex(pattern: str, lm: HasTokens) -> MaskedConstraint:
     r"""Return the constraint of the texts that ``pattern`` matches from their first to their last
     character.
 
-    The dialect is a part of Python's ``re``, which docs/guide/structures.md lists: classes, ``\d \w \s``
-    and ``\p{..}`` over Unicode, repetition, alternation, groups, the flags ``i``, ``s`` and ``x``. ``^``
-    and ``$`` may stand at the ends of an alternative; laziness (``*?``) is without effect. Look-around,
-    ``\b``, back-references and ambiguous forms are refused.
+    The dialect is a part of Python's ``re``, and means what ``re.fullmatch`` means;
+    docs/guide/structures.md lists it: classes, ``\d \w \s`` over Unicode, repetition, alternation,
+    groups, the flags ``i``, ``s`` and ``x``. ``^`` and ``$`` may stand at the ends of an alternative;
+    laziness (``*?``) is without effect. Look-around, ``\b``, back-references and ambiguous forms are
+    refused.
 
     The first constraint over an ``lm`` also reads its vocabulary, about 0.1 s for 50,000 tokens.
 
@@ -69,24 +70,22 @@ def json_schema(
     The schema is a dict, a JSON text, a pydantic model, or True for any JSON at all, of a draft from 4 to
     2020-12. Every text of the set validates, but not every spelling of a valid value is in it:
 
-    * properties come in the order of ``allOf`` and ``$ref``, then of ``properties``, then of
+    * properties come in the order of ``$ref``, ``allOf`` and ``anyOf``, then of ``properties``, then of
       ``required``, then any others, whose names may occur twice;
-    * strings and names have escapes only where JSON asks for them; integers are digits (``-0`` too, not
-      ``1.0``); numbers with bounds have no exponent; constants and enums are written as in the schema;
+    * integers are digits (not ``1.0``); numbers with bounds have no exponent, and the decimals of a bound
+      (7.20 under a maximum of 7.25); constants and enums are written as in the schema;
     * a number with ``multipleOf`` is not negative;
     * where validators read a ``pattern`` differently, only strings are drawn on which they agree.
 
-    Parts without a finite value are removed, so that masks lead only to prefixes of valid texts.
-
-    Known formats are checked (date, time, date-time, duration, email, hostname, ipv4, ipv6, uuid, uri).
-    Other formats, keywords that look misspelt, and keywords that cannot be compiled are errors;
-    docs/guide/structures.md lists them. Check them by a predicate instead: ``all_of(json_schema(…),
-    predicate(…))``.
+    llguidance compiles the schema. Keywords and combinations with which a text might be invalid are
+    refused by name (``not``, ``if``, ``contains``, ``uniqueItems``, a ``oneOf`` whose schemas may hold
+    together, …), and so are formats that are not known, keywords that look misspelt, and schemas that
+    contain themselves without end; docs/guide/structures.md lists them. Check them by a predicate:
+    ``all_of(json_schema(…), predicate(…))``.
 
     A schema that would take many seconds is refused: beyond 10,000 for ``minItems`` and ``maxItems``,
     2,000 properties or 50 patterns in one object, 100,000 for ``multipleOf`` (in units of its last
-    decimal), 1,000 rules each in the one before, or llguidance's own limits. So are integers that are no
-    64-bit floats.
+    decimal), 200 levels, or llguidance's own limits. So are numbers that would be rounded.
 
     Args:
         whitespace: ``"spaced"``, one space after each comma and colon, as Python's ``json.dumps`` and

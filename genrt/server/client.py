@@ -29,7 +29,7 @@ from genrt.lm import AsyncLM
 from genrt.questions.completions import NativeRequest
 from genrt.runtime.ask import Asker
 from genrt.runtime.streams import NativeFlow
-from genrt.server.gate import CLOSING, HTTPError, http_error
+from genrt.server.gate import HTTPError, http_error
 
 TASKS: tuple[SupportedTask, ...] = ("generate",)
 """The tasks of vLLM's front ends that a runtime supports."""
@@ -65,7 +65,6 @@ class RuntimeClient(EngineClient):  # type: ignore[misc]
         self._lm = lm
         self._asker = Asker(lm._thread, lm._adapters)
         self._flows: dict[str, set[NativeFlow]] = {}  # texts in progress, by the front end's ids
-        self._is_closing = False
         self.vllm_config = engine.vllm_config
         self.model_config = self.vllm_config.model_config
         self.renderer = renderer_from_config(self.vllm_config)
@@ -145,7 +144,6 @@ class RuntimeClient(EngineClient):  # type: ignore[misc]
         flows = self._flows.setdefault(core.request_id, set())
         flows.add(flow)
         try:
-            self._check_open()
             bound = lm._adapters.bound(adapter)
             request = NativeRequest(tuple(token_ids), text, next(lm._nonces), bound, is_streamed)
             async with aclosing(self._asker.native(request, flow)) as steps:
@@ -153,7 +151,6 @@ class RuntimeClient(EngineClient):  # type: ignore[misc]
                     for output in outputs:
                         yield output
             if not flow.is_over:
-                self._check_open()
                 end = CompletionOutput(text.index, "", [], None, None, finish_reason="abort")
                 yield RequestOutput(core.request_id, text.prompt, token_ids, None, [end], True)
         except GenrtError as error:
@@ -171,17 +168,6 @@ class RuntimeClient(EngineClient):  # type: ignore[misc]
         for each in [request_id] if isinstance(request_id, str) else [*request_id]:
             for flow in [*self._flows.get(each, ())]:
                 flow.leave()
-
-    def cancel_all(self) -> None:
-        """Cancel all texts, and refuse others: the server closes."""
-        self._is_closing = True
-        for flows in self._flows.values():
-            for flow in flows:
-                flow.leave()
-
-    def _check_open(self) -> None:
-        if self._is_closing:
-            raise Closed(CLOSING)
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter under its name, for all users of the runtime."""

@@ -76,7 +76,6 @@ GIVEN_ELSEWHERE = {
 
 # fmt: off
 HONOURED = frozenset((
-    "allow_credentials", "allowed_headers", "allowed_methods", "allowed_origins",
     "anthropic_disabled_thinking_effort", "chat_template", "chat_template_content_format",
     "cohere_format", "cohere_is_reasoning_model", "default_chat_template_kwargs",
     "disable_fastapi_docs", "enable_auto_tool_choice", "enable_force_include_usage",
@@ -164,8 +163,7 @@ async def openai_application(
     arguments.disable_log_stats = True  # the runtime counts
     try:
         validate_api_server_args(arguments)
-        # Other origins are let in in front of all routes, these and genrt's own.
-        own = Namespace(**vars(arguments) | {"allowed_origins": []})
+        own = Namespace(**vars(arguments) | {"allowed_origins": []})  # no page of another site
         application = build_app(own, TASKS, config.model_config)
         await init_app_state(client, application.state, arguments, TASKS)
     except (KeyError, TypeError, ValueError) as error:

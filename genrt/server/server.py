@@ -12,9 +12,8 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Self
 
 import uvicorn
-from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Router
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from genrt.errors import EngineFailed, InvalidRequest
 from genrt.lm import AsyncLM
@@ -173,19 +172,8 @@ class Server:
             limits=limits,
             is_healthy=lambda: lm._thread.alive,
         )
-        application: ASGIApp = self.gate
-        if arguments is not None and arguments.allowed_origins:
-            # In front of the gate: a browser's preflight request has no key.
-            application = CORSMiddleware(
-                application,
-                allow_origins=arguments.allowed_origins,
-                allow_methods=arguments.allowed_methods,
-                allow_headers=arguments.allowed_headers,
-                allow_credentials=arguments.allow_credentials,
-            )
-
         config = uvicorn.Config(
-            application,
+            self.gate,
             http="h11",
             limit_concurrency=limits.connections + 1,  # it is how many are too many
             h11_max_incomplete_event_size=HEAD_BYTES,
@@ -197,12 +185,11 @@ class Server:
             server_header=False,
             timeout_keep_alive=75,
         )
-        ends = [] if client is None else [client.cancel_all]
-        ends.append(self.gate.cancel_all)
+        cancel_all = self.gate.cancel_all
 
         async def end() -> None:
             await asyncio.sleep(self._shutdown_seconds)
-            for each in (*ends, server.abort_all):  # of which each ends remaining requests
+            for each in (cancel_all, server.abort_all):  # of which each ends remaining requests
                 each()
                 await asyncio.sleep(1.0)
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from genrt.errors import InvalidConstraint
-from genrt.structures.regexes import character_code, parsed, regex_text
+from genrt.structures.regexes import character_code, whole
 
 # llguidance's lexer, which takes the longest match: a comment before a regex, a rule before an operator.
 _LARK_PARTS = re.compile(
@@ -43,13 +43,13 @@ class _Token:
     value: Any = None
 
 
-def checked_lark(lark: str, rules_of: Callable[[Any, str], list[str]]) -> str:
+def checked_lark(lark: str, source_of: Callable[[Any], str]) -> str:
     """Return a grammar with its regular expressions and schemas as genrt reads them.
 
     A text that is not Lark comes back as it is: llguidance's message says best where it is wrong.
 
     Args:
-        rules_of: makes the rules of a schema, as lines. The first line defines the named rule.
+        source_of: makes the text of a schema for llguidance.
 
     Raises:
         InvalidConstraint: it names special tokens, is nested too deeply or too large, or has a regular
@@ -67,25 +67,18 @@ def checked_lark(lark: str, rules_of: Callable[[Any, str], list[str]]) -> str:
     named = _names_by_rule(tokens)
     for start in ("start", *named):
         check_rule_depth(start, lambda name: named.get(name, ()), "grammar")
-    prefix = "json"
-    while any(name.lower().startswith(prefix) for name in named):
-        prefix += "x"
     parts: list[str] = []
-    lines: list[list[str]] = []
     position = 0
     for token in tokens:
         if token.kind == "regex":
             part = _checked_regex(token.text)
         elif token.text == "%json":
-            part = f"{prefix}{len(lines)}"
-            lines.append(rules_of(token.value, part))
+            part = f"%json {source_of(token.value)}"
         else:
             continue
         parts += [lark[position : token.start], part]
         position = token.end
-    return "\n".join(
-        ["".join([*parts, lark[position:]]), *(line for each in lines for line in each)]
-    )
+    return "".join([*parts, lark[position:]])
 
 
 def _lark_tokens(lark: str) -> list[_Token] | None:
@@ -151,7 +144,7 @@ def _checked_regex(source: str) -> str:
             )
     prefix = f"(?{flags})" if flags else ""
     name = f"grammar's regular expression {source[:60]}"
-    return f"/{regex_text(parsed(prefix + text, name))}/"
+    return f"/{whole(prefix + text, name)}/"
 
 
 def check_rule_depth(start: str, named: Callable[[str], Iterable[str]], what: str) -> None:
@@ -237,7 +230,7 @@ def lark_of_ebnf(text: str) -> str:
     bodies = {_rule_name(name): body for name, body in rules.items()}
     named = {name: [part for part in body if part in bodies] for name, body in bodies.items()}
     check_rule_depth(_rule_name("root"), named.__getitem__, "EBNF grammar")
-    alive = productive_rules(bodies, lambda name, found: _kept(bodies[name], found)[0] is not None)
+    alive = _productive_rules(bodies)
     if _rule_name("root") not in alive:
         dead = [repr(name) for name in rules if _rule_name(name) not in alive]
         shown = ", ".join(dead[:4]) + (", …" if len(dead) > 4 else "")
@@ -250,13 +243,8 @@ def lark_of_ebnf(text: str) -> str:
     return "\n".join([f"start: {_rule_name('root')}", *lines])
 
 
-def productive_rules(
-    rules: Collection[str], derives: Callable[[str, Collection[str]], bool]
-) -> set[str]:
+def _productive_rules(bodies: dict[str, list[str]]) -> set[str]:
     """Return the rules that derive a finite text: masks would lead from other rules to dead ends.
-
-    Args:
-        derives: whether a rule derives a text of terminals and of the rules found so far.
 
     Cf. Hopcroft, Motwani and Ullman, Introduction to Automata Theory, Languages, and Computation, 7.1.
     """
@@ -264,8 +252,8 @@ def productive_rules(
     before = -1
     while before < len(found):
         before = len(found)
-        for name in (*rules, *reversed([*rules])):
-            if name not in found and derives(name, found):
+        for name in (*bodies, *reversed(bodies)):
+            if name not in found and _kept(bodies[name], found)[0] is not None:
                 found.add(name)
     return found
 

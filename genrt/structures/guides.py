@@ -20,7 +20,6 @@ from torch import Tensor
 from genrt.errors import EngineUnsupported, InvalidConstraint, InvalidRequest
 from genrt.numbers import displayed
 from genrt.structures.grammars import checked_lark, lark_of_ebnf
-from genrt.structures.json_grammar import Whitespace, schema_rules
 from genrt.structures.matching import (
     Tokens,
     brief,
@@ -30,7 +29,8 @@ from genrt.structures.matching import (
     set_bits,
     unpacked,
 )
-from genrt.structures.regexes import character_code, parsed, regex_text
+from genrt.structures.regexes import character_code, whole
+from genrt.structures.schemas import Whitespace, schema_source
 from genrt.tokens.vocabulary import byte_vocab
 
 Syntax = Literal["lark", "ebnf"]
@@ -61,7 +61,7 @@ def lark_of_regex(pattern: str) -> str:
             else "a regular expression as str"
         )
         raise InvalidConstraint(f"the pattern is {displayed(given)}; give {advice}")
-    return f"start: /{regex_text(parsed(pattern, name_of_regex(pattern)))}/"
+    return f"start: /{whole(pattern, name_of_regex(pattern))}/"
 
 
 def lark_of_choice(texts: Sequence[str]) -> str:
@@ -84,7 +84,7 @@ def lark_of_schema(schema: object, whitespace: Whitespace, *, closed: bool = Fal
         raise InvalidConstraint(
             f"whitespace is {displayed(whitespace)}: give one of {', '.join(map(repr, _WHITESPACE))}"
         )
-    return "\n".join(["start: j", *schema_rules(schema, whitespace, closed=closed)])
+    return f"start: %json {schema_source(schema, whitespace, closed=closed)}"
 
 
 def compact_schema(text: str) -> str:
@@ -121,7 +121,7 @@ def lark_of_grammar(text: str, syntax: Syntax) -> str:
     try:
         if syntax == "ebnf":
             return lark_of_ebnf(text)
-        return checked_lark(text, lambda schema, name: schema_rules(schema, "spaced", prefix=name))
+        return checked_lark(text, lambda schema: schema_source(schema, "spaced"))
     except InvalidConstraint as error:
         raise InvalidConstraint(f"{error}{syntax_advice(text, syntax)}") from error
 
@@ -182,7 +182,7 @@ class _Tags:
         made: dict[str, Callable[[], str]] = {
             "const_string": lambda: _text_terminal(form["value"]),
             "json_schema": lambda: self._schema(form),
-            "regex": lambda: f"/{regex_text(parsed(form['pattern'], 'structural tag'))}/",
+            "regex": lambda: f"/{whole(form['pattern'], 'structural tag')}/",
             "sequence": lambda: self._sequence(form["elements"], is_last),
             "or": lambda: self._rule(
                 *(self._form(each, is_last=is_last) for each in form["elements"])
@@ -220,10 +220,7 @@ class _Tags:
                 f"has a schema in the style {form.get('style')!r}, or that excludes texts: genrt "
                 "compiles JSON alone; unset by VLLM_ENFORCE_STRICT_TOOL_CALLING=0"
             )
-        prefix = f"s{len(self._lines)}"
-        rules = schema_rules(form["json_schema"], "flexible", closed=True, prefix=prefix)
-        self._lines += rules
-        return prefix
+        return self._rule(f"%json {schema_source(form['json_schema'], 'flexible', closed=True)}")
 
     def _sequence(self, elements: list[Any], is_last: bool) -> str:
         last = len(elements) - 1
@@ -243,7 +240,7 @@ class _Tags:
     def _text(self, excluded: Any) -> str:
         """Return the terminal of any text without some texts."""
         name = f"G{len(self._lines)}"
-        found = "|".join(regex_text(parsed(_codes(each), "text")) for each in excluded)
+        found = "|".join(map(_codes, excluded))
         body = f"{_ANY} & ~/(?s:.*)(?:{found})(?s:.*)/" if excluded else _ANY
         self._lines.append(f"{name}: {body}")
         return name

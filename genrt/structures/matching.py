@@ -164,30 +164,11 @@ def byte_matcher(lark: str) -> Any:
     return new_matcher(_byte_tokenizer(), lark)
 
 
-def matches_nothing(lark: str) -> bool:
-    """Return whether a grammar has no first token. For a single terminal: whether it has no match.
-    False for a grammar that does not compile."""
-    matcher = byte_matcher(lark)
-    return not matcher.is_error() and _is_dead(matcher)
-
-
 def _is_dead(matcher: Any) -> bool:
     if matcher.is_accepting():
         return False
     mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
     return matcher.get_error().startswith("NoExtension") or not mask.any()
-
-
-@cache
-def first_characters(regex: str) -> frozenset[str]:
-    """Return the ASCII characters with which texts of a regular expression in llguidance's dialect
-    begin."""
-    matcher = byte_matcher(f"start: /{regex}/")
-    if matcher.is_error():
-        raise InvalidConstraint(f"{regex} does not compile: {brief(matcher.get_error())}")
-    mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-    bits = np.unpackbits(mask, bitorder="little")
-    return frozenset(chr(code) for code in range(128) if bits[1 + code])
 
 
 def check_begins(lark: str) -> None:
@@ -213,4 +194,17 @@ def brief(error: str) -> str:
     error = re.split(r"\n +\d+ \||\n<", error)[0].strip()
     if "grammar.symbols.len()" in error:
         error = "it has more than 65,000 rules, groups and terminals: make it smaller"
-    return error
+    _, is_schema, problem = error.partition("failed to compile JSON schema: ")
+    if not is_schema:
+        return error
+    if "nsatisfiable" in problem and "while processing" not in problem:
+        return f"the JSON schema allows no value, change it: {problem}"
+    if "oneOf" in problem:
+        problem = (
+            "a oneOf whose schemas may hold together (write anyOf, or give each a required property with "
+            "another const)"
+        )
+    return (
+        f"the JSON schema has what llguidance cannot compile: {problem}: take it out, and check it by a "
+        "predicate: all_of(json_schema(…), predicate(…))"
+    )

@@ -1,11 +1,12 @@
-"""JSON schemas: read and checked, then turned into facts for each type of value.
+"""JSON schemas for llguidance: read, checked, and rewritten where its compiler needs help.
+
+llguidance compiles the schema (``%json`` of its Lark). This file decides what it gets. Every text of a
+compiled schema is the JSON text of a valid value: keywords and combinations for which that is not so are
+refused by name, with what to do. Rewritten are references (to ``#/$defs/…``), patterns and dates (in
+genrt's dialect), names of other properties (so that each has one spelling), and keywords of older drafts.
 
 Older keywords keep the meaning of their draft under any ``$schema``. A ``$ref`` replaces the keywords
 beside it only in a schema of draft 7 or older.
-
-A ``Claim`` states that a schema holds, or that it does not. A value's place is a set of claims.
-``Claims.cases`` returns the values of one type that meet them, as alternatives of facts. Facts never
-admit an invalid value, and admit all valid ones but those that docs/guide/structures.md lists.
 """
 
 from __future__ import annotations
@@ -13,32 +14,22 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
 from decimal import Decimal
 from fractions import Fraction
-from functools import lru_cache, partial
-from itertools import combinations
-from typing import Any, TypeAlias, cast
+from itertools import count
+from typing import Any, Literal, TypeAlias
 from urllib.parse import unquote, urldefrag, urljoin
 
 from genrt.errors import InvalidConstraint
 from genrt.numbers import displayed
-from genrt.structures.matching import matches_nothing
-from genrt.structures.regexes import (
-    Both,
-    Chars,
-    Node,
-    Not,
-    OneOf,
-    Raw,
-    Terminals,
-    Times,
-    intersection,
-    literal,
-    parsed,
-    searched,
-)
+from genrt.structures.regexes import none_of, searched
+
+Whitespace: TypeAlias = Literal["compact", "spaced", "flexible"]
+"""The spaces between the parts of a JSON text: none, those of ``json.dumps``, or any."""
+
+Schema: TypeAlias = dict[str, Any]
 
 _YEAR = "(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"  # datetime knows no year 0
 _BY_FOUR = "(?:0[48]|[2468][048]|[13579][26])"
@@ -51,71 +42,16 @@ _DAY = (
 _DATE = f"(?:{_YEAR}-{_DAY}|{_LEAP_YEAR}-02-29)"
 _HOUR = "(?:[01][0-9]|2[0-3])"
 _TIME = f"{_HOUR}:[0-5][0-9]:[0-5][0-9](?:\\.[0-9]+)?(?:Z|[+\\-]{_HOUR}:[0-5][0-9])"
+_DATES = {"date": _DATE, "time": _TIME, "date-time": f"{_DATE}T{_TIME}"}
+"""llguidance's own formats have a February 29 every year, a year 0 and leap seconds."""
 
-_OF_DAY = "(?:[0-9]+H(?:[0-9]+M(?:[0-9]+S)?)?|[0-9]+M(?:[0-9]+S)?|[0-9]+S)"
-_OF_YEAR = "(?:[0-9]+Y(?:[0-9]+M(?:[0-9]+D)?)?|[0-9]+M(?:[0-9]+D)?|[0-9]+D)"
-_DURATION = f"P(?:{_OF_YEAR}(?:T{_OF_DAY})?|T{_OF_DAY}|[0-9]+W)"
-
-_LABEL = "[A-Za-z0-9](?:[A-Za-z0-9\\-]{0,61}[A-Za-z0-9])?"
-_HOSTNAME = f"{_LABEL}(?:\\.{_LABEL})*"
-_BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
-_IPV4 = f"{_BYTE}(?:\\.{_BYTE}){{3}}"
-_PART = "[0-9A-Fa-f]{1,4}"
-_TWO = f"(?:{_PART}:{_PART}|{_IPV4})"
-_IPV6 = (
-    "(?:"
-    + "|".join(
-        [
-            f"(?:{_PART}:){{6}}{_TWO}",
-            f"::(?:{_PART}:){{5}}{_TWO}",
-            *(
-                f"(?:(?:{_PART}:){{0,{before}}}{_PART})?::(?:{_PART}:){{{4 - before}}}{_TWO}"
-                for before in range(5)
-            ),
-            f"(?:(?:{_PART}:){{0,5}}{_PART})?::{_PART}",
-            f"(?:(?:{_PART}:){{0,6}}{_PART})?::",
-        ]
-    )
-    + ")"
-)
-_ATOM = "[A-Za-z0-9!#$%&'*+/=?^_`{|}~\\-]+"
-_EMAIL = f"{_ATOM}(?:\\.{_ATOM})*@(?:{_HOSTNAME}|\\[(?:{_IPV4}|IPv6:{_IPV6})\\])"
-
-_HEX = "%[0-9A-Fa-f]{2}"
-_PLAIN = "A-Za-z0-9\\-._\\~!$&'()*+,;="
-_SIGN = f"(?:[{_PLAIN}:@]|{_HEX})"
-_AUTHORITY = (
-    f"(?:(?:[{_PLAIN}:]|{_HEX})*@)?(?:\\[(?:{_IPV6}|[vV][0-9A-Fa-f]+\\.[{_PLAIN}:]+)\\]"
-    f"|(?:[{_PLAIN}]|{_HEX})*)(?::[0-9]*)?"
-)
-_URI = (
-    f"[A-Za-z][A-Za-z0-9+\\-.]*:(?://{_AUTHORITY}(?:/{_SIGN}*)*|/(?:{_SIGN}+(?:/{_SIGN}*)*)?"
-    f"|{_SIGN}+(?:/{_SIGN}*)*|)(?:\\?(?:{_SIGN}|[/?])*)?(?:#(?:{_SIGN}|[/?])*)?"
-)
-_DIGIT = "[0-9A-Fa-f]"
-
-FORMATS = {
-    "date": _DATE,
-    "time": _TIME,
-    "date-time": f"{_DATE}T{_TIME}",
-    "duration": _DURATION,
-    "email": _EMAIL,
-    "hostname": _HOSTNAME,
-    "ipv4": _IPV4,
-    "ipv6": _IPV6,
-    "uuid": f"{_DIGIT}{{8}}-(?:{_DIGIT}{{4}}-){{3}}{_DIGIT}{{12}}",
-    "uri": _URI,
-}
-"""The formats by name. None has ``^`` or ``$`` as an anchor."""
-
-LONGEST = {"hostname": 253}
-"""The most characters of a format whose expression does not bound them."""
-
-
-Schema: TypeAlias = dict[str, Any]
+FORMATS = (*_DATES, "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+_LONGEST_HOSTNAME = 253
 
 _MOST = {"minItems": 10_000, "maxItems": 10_000, "properties": 2_000, "patternProperties": 50}
-_MOST["enum"] = 100_000  # this many take half a minute
+_MOST["enum"] = 100_000
+_MOST_LEVELS = 200  # llguidance's stack overflows, which ends the process, at some 900
+_MOST_REMAINDERS = 100_000
 
 _DEFINITIONS = ("$defs", "definitions")
 _MAPS = (*_DEFINITIONS, "properties", "patternProperties", "dependentSchemas")
@@ -124,17 +60,14 @@ _SINGLE = (
     *("items", "additionalItems", "additionalProperties", "propertyNames", "contains"),
     *("not", "if", "then", "else", "unevaluatedProperties", "unevaluatedItems"),
 )
-_COUNTS = (
-    *("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
-    *("minContains", "maxContains"),
-)
+_SIZES = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _TYPES = ("null", "boolean", "number", "integer", "string", "array", "object")
 _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys((*_MAPS, "dependencies", "dependentRequired"), (dict,)),
     **dict.fromkeys((*_LISTS, "enum", "required"), (list,)),
     **dict.fromkeys(_SINGLE, (dict, bool)),
-    **dict.fromkeys((*_COUNTS, *_NUMBERS), (int, float)),
+    **dict.fromkeys((*_SIZES, *_NUMBERS, "minContains", "maxContains"), (int, float)),
     **dict.fromkeys(("$ref", "$id", "$anchor", "$schema", "pattern", "format"), (str,)),
     "items": (dict, bool, list),
     "type": (str, list),
@@ -155,8 +88,14 @@ _ANNOTATIONS = (
     *("contentEncoding", "contentMediaType", "contentSchema", "discriminator", "xml", "const"),
     *("externalDocs", "enumNames", "propertyOrdering", "strict", "name", "nullable"),
 )
-_UNDONE = ("$dynamicRef", "$recursiveRef")
-_KNOWN = (*_KINDS, *_ANNOTATIONS, *_UNDONE)
+_DEPENDENT = ("dependentRequired", "dependentSchemas", "dependencies")
+_OBJECTS = (
+    *("properties", "required", "patternProperties", "additionalProperties", "propertyNames"),
+    *("minProperties", "maxProperties", "unevaluatedProperties", *_DEPENDENT),
+)
+_APPLIED = ("$ref", "allOf", "anyOf", "oneOf", *_DEPENDENT)
+_REFUSED = ("not", "contains", "uniqueItems", "unevaluatedItems", "$dynamicRef", "$recursiveRef")
+_KNOWN = (*_KINDS, *_ANNOTATIONS, *_REFUSED)
 _DRAFTS = {
     f"{scheme}://json-schema.org/{draft}/schema{end}": draft
     for draft in ("draft-04", "draft-06", "draft-07", "draft/2019-09", "draft/2020-12")
@@ -166,27 +105,39 @@ _DRAFTS = {
 _OLD = ("draft-04", "draft-06", "draft-07")
 
 
-def wrong(what: str) -> InvalidConstraint:
-    """Return the error for a part of a schema that is not one."""
-    return InvalidConstraint(f"the JSON schema has {what}")
+def _wrong(problem: str) -> InvalidConstraint:
+    return InvalidConstraint(f"the JSON schema has {problem}")
 
 
-def undone(what: str) -> InvalidConstraint:
-    """Return the error for a part of a schema that genrt cannot compile."""
-    return wrong(
-        f"{what}: take it out, and check it by a predicate: all_of(json_schema(…), predicate(…))"
+def _undone(part: str) -> InvalidConstraint:
+    return _wrong(
+        f"{part}: take it out, and check it by a predicate: all_of(json_schema(…), predicate(…))"
     )
 
 
-def object_of(schema: object) -> Schema:
-    """Return a schema as a new object, read from its JSON text.
+def schema_source(schema: object, whitespace: Whitespace, *, closed: bool = False) -> str:
+    """Return a schema as it stands after ``%json`` in llguidance's Lark.
 
     Args:
         schema: a mapping, a JSON text, a bool, or a pydantic model's class.
+        whitespace: see ``Whitespace``; llguidance's options under ``x-guidance`` go before it.
+        closed: whether objects have only named properties, unless a schema describes other properties
+            or is combined with another.
 
     Raises:
-        InvalidConstraint: it is another kind of object, is false, or has no JSON form.
+        InvalidConstraint: the schema is not one, is too large, or says more than can be compiled.
     """
+    root = _object_of(schema)
+    options = _spaces(root.pop("x-guidance", {}), whitespace)
+    try:
+        written = _Rewriter(root, closed=closed).document()
+        return json.dumps(written | {"x-guidance": options})
+    except RecursionError as error:
+        raise InvalidConstraint("the JSON schema is nested too deeply: make it flatter") from error
+
+
+def _object_of(schema: object) -> Schema:
+    """Return a schema as a new object, read from its JSON text."""
     kind = InvalidConstraint(
         f"the JSON schema is {displayed(schema)}: give a dict, a JSON text, a pydantic model or True for "
         "any JSON"
@@ -206,6 +157,9 @@ def object_of(schema: object) -> Schema:
         rules = (
             schema if isinstance(schema, bool) else json.loads(schema, parse_constant=_refuse_nan)
         )
+        json.dumps(rules, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise _wrong("a lone surrogate, which no text has") from error
     except (ValueError, RecursionError) as error:
         raise InvalidConstraint(f"the JSON schema is not a JSON text: {error}") from error
     if rules is False:
@@ -219,17 +173,37 @@ def _refuse_nan(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-class Document:
-    """A schema and all schemas inside of it, by identity. Raises InvalidConstraint if a keyword is
-    unknown and looks misspelt, is used wrongly, or is too large."""
+def _spaces(own: object, whitespace: Whitespace) -> Schema:
+    """Return llguidance's options for the white space between parts."""
+    known = {"whitespace_flexible", "item_separator", "key_separator"}
+    if not isinstance(own, dict) or not own.keys() <= known:
+        raise InvalidConstraint(
+            f'the schema\'s "x-guidance" is {own!r}: give an object of {", ".join(sorted(known))}'
+        )
+    if own.get("whitespace_flexible", whitespace == "flexible"):
+        return {"whitespace_flexible": True}
+    space = " " if whitespace == "spaced" else ""
+    options = {"item_separator": f",{space}", "key_separator": f":{space}"} | own
+    for name, sign in (("item_separator", ","), ("key_separator", ":")):
+        written = options[name]
+        if not isinstance(written, str) or written.strip(" \t\r\n") != sign:
+            raise InvalidConstraint(
+                f"the schema's separator is {written!r}: give {sign!r} and white space"
+            )
+    return options | {"whitespace_flexible": False}
+
+
+class _Document:
+    """A schema and all schemas inside of it, by identity, checked keyword by keyword."""
 
     def __init__(self, root: Schema) -> None:
-        self.root = root
         draft = _DRAFTS.get(root.get("$schema", ""), "draft/2020-12")
         if "$schema" in root and root["$schema"] not in _DRAFTS:
-            raise undone(f"the $schema {root['$schema']!r}, which is not a draft from 4 to 2020-12")
+            raise _undone(
+                f"the $schema {root['$schema']!r}, which is not a draft from 4 to 2020-12"
+            )
         self._ref_is_alone = draft in _OLD
-        self._is_first = draft == "draft-04"
+        self._id = "id" if draft == "draft-04" else "$id"
         self._bases: dict[int, str] = {}
         self._by_id: dict[str, Schema] = {"": root}
         self._anchors: dict[str, Schema] = {}
@@ -242,22 +216,22 @@ class Document:
             if isinstance(schema, bool) or id(schema) in self._bases:
                 continue
             if not isinstance(schema, dict):
-                raise wrong(f"{schema!r} where a schema belongs: change it")
-            if self._ref_is_alone and "$ref" in schema:
+                raise _wrong(f"{schema!r} where a schema belongs: change it")
+            is_alone = self._ref_is_alone and "$ref" in schema
+            if is_alone:
                 for key in [key for key in schema if key not in ("$ref", *_DEFINITIONS)]:
                     del schema[key]
             _check_keywords(schema)
-            if not (self._ref_is_alone and "$ref" in schema):
-                identity = schema.get("id" if self._is_first else "$id", "")
-                if isinstance(identity, str) and identity:
-                    base = urldefrag(urljoin(base, identity))[0]
-                    if identity.startswith("#"):  # an anchor, in old drafts
-                        self._anchors[urljoin(base, identity)] = schema
-                    else:
-                        self._by_id[base] = schema
-                for key in ("$anchor", "$dynamicAnchor"):
-                    if isinstance(schema.get(key), str):
-                        self._anchors[f"{base}#{schema[key]}"] = schema
+            identity = "" if is_alone else schema.get(self._id, "")
+            if isinstance(identity, str) and identity:
+                base = urldefrag(urljoin(base, identity))[0]
+                if identity.startswith("#"):  # an anchor, in old drafts
+                    self._anchors[urljoin(base, identity)] = schema
+                else:
+                    self._by_id[base] = schema
+            for key in ("$anchor", "$dynamicAnchor"):
+                if isinstance(schema.get(key), str):
+                    self._anchors[f"{base}#{schema[key]}"] = schema
             self._bases[id(schema)] = base
             left += [(inside, base) for inside in _inside(schema)]
 
@@ -304,40 +278,51 @@ def _inside(schema: Schema) -> Iterator[Any]:
 
 
 def _check_keywords(schema: Schema) -> None:
-    """Raise InvalidConstraint for a keyword that is unknown, used wrongly, or too large."""
+    """Raise InvalidConstraint for a keyword that is unknown, used wrongly, refused, or too large."""
     for key, value in schema.items():
         kinds = _KINDS.get(key, (object,))
         if key not in _KNOWN:
             close = difflib.get_close_matches(key, _KNOWN, 1, 0.8)
             if close and not key.startswith("x-"):
-                raise wrong(f"the unknown keyword {key!r}: write {close[0]!r}, or take it out")
-        elif key in _UNDONE:
-            raise undone(f"{key!r}, which cannot be compiled")
+                raise _wrong(f"the unknown keyword {key!r}: write {close[0]!r}, or take it out")
         elif not isinstance(value, kinds) or (kinds == (int, float) and isinstance(value, bool)):
-            raise wrong(f"{key!r}: {value!r}; give {_NAMES[kinds[0]]}")
-        if key in _COUNTS and (value < 0 or value != int(value)):
-            raise wrong(f"{key!r}: {value}; give a whole number from 0 on")
+            raise _wrong(f"{key!r}: {value!r}; give {_NAMES[kinds[0]]}")
+        if key in _REFUSED and not _says_nothing(key, value):
+            raise _undone(f"{key!r}, which cannot be compiled")
+        if key in _SIZES and (value < 0 or value != int(value)):
+            raise _wrong(f"{key!r}: {value}; give a whole number from 0 on")
         if key in _MOST:
             size = len(value) if isinstance(value, dict | list) else value
             if size > _MOST[key]:
-                raise undone(f"{key} of {size:,}, and {_MOST[key]:,} is the most")
+                raise _undone(f"{key} of {size:,}, and {_MOST[key]:,} is the most")
+    if "if" in schema and not (
+        _is_true(schema.get("then", True)) and _is_true(schema.get("else", True))
+    ):
+        raise _undone("'if', which cannot be compiled")
     if "prefixItems" in schema and isinstance(schema.get("items"), list):
-        raise wrong("prefixItems beside a list of items: give one of both")
+        raise _wrong("prefixItems beside a list of items: give one of both")
     types = schema.get("type", [])
     for name in [types] if isinstance(types, str) else types:
         if name not in _TYPES:
-            raise wrong(f"the type {name!r}: give one of {', '.join(_TYPES)}")
+            raise _wrong(f"the type {name!r}: give one of {', '.join(_TYPES)}")
     names = [schema.get("required", []), *schema.get("dependentRequired", {}).values()]
     names += [each for each in schema.get("dependencies", {}).values() if isinstance(each, list)]
     for each in names:
         if not isinstance(each, list) or not all(isinstance(name, str) for name in each):
-            raise wrong(f"{each!r} as required properties: give a list of names")
-    if schema.get("multipleOf", 1) <= 0:
-        raise wrong(f"a multipleOf of {schema['multipleOf']}: give a number above 0")
-    _refuse_what_is_rounded(schema)
+            raise _wrong(f"{each!r} as required properties: give a list of names")
+    _check_numbers(schema)
 
 
-def _refuse_what_is_rounded(schema: Schema) -> None:
+def _is_true(schema: Any) -> bool:
+    return schema in (True, {}) and schema is not False
+
+
+def _says_nothing(key: str, value: Any) -> bool:
+    """Return whether a refused keyword has a value that every document meets."""
+    return value is False if key == "uniqueItems" else _is_true(value) and key.startswith("uneval")
+
+
+def _check_numbers(schema: Schema) -> None:
     left = [schema.get(key) for key in ("const", "enum", *_NUMBERS)]
     while left:
         value = left.pop()
@@ -345,801 +330,342 @@ def _refuse_what_is_rounded(schema: Schema) -> None:
             left += value
         elif isinstance(value, dict):
             left += value.values()
-        elif isinstance(value, int) and (
-            abs(value) > 10**300 or Decimal(repr(float(value))) != value
+        elif (
+            isinstance(value, int | float) and not isinstance(value, bool) and not _is_exact(value)
         ):
-            raise wrong(
-                f"the integer {value}, which is not a 64-bit float and would be rounded: leave it out, "
-                "or give it as a string"
+            raise _wrong(
+                f"the number {value}, which would be rounded: give 15 digits at most, or a string"
             )
+    for key in _NUMBERS:
+        if abs(schema.get(key, 0)) > 10**17:
+            raise _undone(f"{key} of {schema[key]}, which is too far from 0")
+    step = _fraction_of(schema.get("multipleOf", 1))
+    if step <= 0:
+        raise _wrong(f"a multipleOf of {schema['multipleOf']}: give a number above 0")
 
 
-MOST_REMAINDERS = 100_000
-MOST_LISTED = 2_000
+def _is_exact(value: int | float) -> bool:
+    """Return whether llguidance reads a number as it is written."""
+    if isinstance(value, int) and abs(value) < 2**63:
+        return int(float(value)) == value
+    digits = "".join(map(str, Decimal(repr(value)).as_tuple().digits)).rstrip("0")
+    return abs(value) < 10**300 and len(digits) <= 15
 
-_INTEGER = "-?(?:0|[1-9][0-9]*)"
-_ANY_FRACTION = r"(?:\.[0-9]+)?"
 
-
-def fraction_of(value: int | float) -> Fraction:
+def _fraction_of(value: int | float) -> Fraction:
     """Return the number that a JSON text means, as it is written."""
     return Fraction(repr(value))
 
 
-@dataclass(frozen=True, slots=True)
-class Numbers:
-    """The numbers of a kind within bounds, perhaps from a list.
+def _digits(number: Fraction) -> int:
+    """Return how many digits a number has after the point."""
+    return next(digits for digits in count() if (number * 10**digits).denominator == 1)
 
-    Attributes:
-        is_integer: ``True``: only integers; ``False``: no integers; else both.
-        low, high: the bounds, each with whether it is exclusive.
-        multiple: the numbers are multiples of this number.
-        listed: the texts of the only numbers.
-        unlisted: excluded numbers.
-    """
 
-    is_integer: bool | None = None
-    low: tuple[Fraction, bool] | None = None
-    high: tuple[Fraction, bool] | None = None
-    multiple: Fraction | None = None
-    listed: tuple[str, ...] | None = None
-    unlisted: frozenset[Fraction] = frozenset()
+class _Rewriter:
+    """Writes a document anew, with the schemas that it refers to under ``$defs``."""
 
-    def __and__(self, other: Numbers) -> Numbers | None:
-        """Return the intersection, or ``None`` if it is visibly empty."""
-        if None not in (self.is_integer, other.is_integer) and self.is_integer != other.is_integer:
-            return None
-        lows = [each for each in (self.low, other.low) if each]
-        highs = [each for each in (self.high, other.high) if each]
-        multiples = [each for each in (self.multiple, other.multiple) if each]
-        lists = [each for each in (self.listed, other.listed) if each is not None]
-        found = Numbers(
-            self.is_integer if other.is_integer is None else other.is_integer,
-            max(lows, default=None),
-            min(highs, key=lambda each: (each[0], not each[1]), default=None),
-            _least_common_multiple(multiples) if multiples else None,
-            None if not lists else tuple(text for text in lists[0] if text in lists[-1]),
-            self.unlisted | other.unlisted,
-        )
-        return found if found._is_possible() else None
+    def __init__(self, root: Schema, *, closed: bool) -> None:
+        self._root = root
+        self._document = _Document(root)
+        self._closed = closed
+        self._levels = 0
+        self._definitions: dict[str, Any] = {}
+        self._names: dict[tuple[int, bool], str] = {}  # by schema, and whether it is combined
+        self._steps: set[Fraction] = set()
 
-    def has(self, number: Fraction) -> bool:
-        """Return whether a number is among these, but for ``listed``."""
-        low, high = self.low, self.high
-        return (
-            (self.is_integer is None or (number.denominator == 1) == self.is_integer)
-            and (low is None or number > low[0] or (number == low[0] and not low[1]))
-            and (high is None or number < high[0] or (number == high[0] and not high[1]))
-            and (self.multiple is None or (number / self.multiple).denominator == 1)
-            and number not in self.unlisted
-        )
-
-    def _is_possible(self) -> bool:
-        if self.listed is not None:
-            return bool(self.kept())
-        low, high = self.low, self.high
-        if low is None or high is None:
-            return True
-        return low[0] < high[0] or (low[0] == high[0] and self.has(low[0]))
-
-    def kept(self) -> list[str]:
-        """Return the texts of the listed numbers that are among these."""
-        return [text for text in self.listed or () if self.has(Fraction(text))]
-
-    def finite(self) -> list[str] | None:
-        """Return the texts of all numbers, each once, if they are few."""
-        if self.listed is not None:
-            by_value = {Fraction(text): text for text in reversed(self.kept())}
-            return list(reversed(by_value.values()))
-        if self.low and self.high and self.is_integer:
-            first, last = math.ceil(self.low[0]), math.floor(self.high[0])
-            if last - first < 16:
-                return [str(n) for n in range(first, last + 1) if self.has(Fraction(n))]
-        return None
-
-    def forms(self) -> tuple[list[Node], list[str]]:
-        """Return the regular expressions of these numbers, and JSON schemas for llguidance."""
-        if self.listed is not None:
-            return [OneOf(tuple(map(literal, self.kept())))], []
-        parts = [self]
-        for hole in sorted(self.unlisted):
-            parts = [
-                piece
-                for part in parts
-                for side in (Numbers(high=(hole, True)), Numbers(low=(hole, True)))
-                if (piece := part & side) is not None
-            ]
-        nodes: list[Node] = []
-        schemas: list[str] = []
-        for part in parts:
-            if part.multiple is not None:
-                part._add_multiples(part.multiple, nodes, schemas)
-            else:
-                nodes += part._nodes()
-        return nodes, schemas
-
-    def _nodes(self) -> list[Node]:
-        """Return the regular expressions of numbers within bounds, positive and negative ones."""
-        shape = {
-            True: "[0-9]+",
-            False: r"[0-9]+\.[0-9]*[1-9][0-9]*",
-            None: f"[0-9]+{_ANY_FRACTION}",
-        }
-        if self.low is None and self.high is None:
-            if self.is_integer is None:
-                return [Raw(f"{_INTEGER}{_ANY_FRACTION}(?:[eE][+-]?[0-9]+)?")]
-            if self.is_integer:
-                return [Raw(_INTEGER)]
-        nodes: list[Node] = []
-        below = [bound and (-bound[0], bound[1]) for bound in (self.high, self.low)]
-        for minus, (low, high) in (("", (self.low, self.high)), ("-", below)):
-            if high is not None and (high[0] < 0 or high == (Fraction(0), True)):
-                continue
-            parts: list[Node] = [Raw(rf"{minus}(?:0|[1-9][0-9]*){_ANY_FRACTION}")]
-            parts.append(Raw(minus + shape[self.is_integer]))
-            if low is not None and (low[0] > 0 or low == (Fraction(0), True)):
-                parts.append(Raw(f"{minus}(?:{_at_least(*low)})"))
-            if high is not None:
-                parts.append(Not(Raw(f"{minus}(?:{_at_least(high[0], not high[1])})")))
-            # A reader of floats would round more digits to an excluded bound or integer.
-            if self.is_integer is False or any(each and each[1] for each in (low, high)):
-                parts.append(Raw(f"{minus}(?:[0-9]*|[0-9.]{{1,16}})"))
-            nodes.append(Both(tuple(parts)))
-        return nodes
-
-    def _add_multiples(self, step: Fraction, nodes: list[Node], schemas: list[str]) -> None:
-        if self.is_integer is False:
-            raise undone("a multipleOf of numbers that are not integers")
-        if self.is_integer:
-            step = _least_common_multiple([step, Fraction(1)])
-        remainders = _remainders_of(step)
-        if remainders > MOST_REMAINDERS:
-            raise undone(
+    def document(self) -> Schema:
+        """Return the whole document."""
+        made: Schema = self._schema(self._root)
+        finite = _finite_definitions(self._definitions)
+        if not _is_finite(made, finite):
+            raise InvalidConstraint(
+                "the JSON schema allows no value: each contains one more without end; change it"
+            )
+        for name in self._definitions:
+            if f"#/$defs/{name}" not in finite:
+                raise _wrong(
+                    "a $ref to a schema that contains itself without end: make a property on the way "
+                    "optional, or allow null there"
+                )
+        digits = max((_digits(step) for step in self._steps), default=0)
+        scaled = [int(step * 10**digits) for step in self._steps]
+        multiple = math.lcm(*scaled)
+        remainders = int(str(multiple).rstrip("0"))
+        if remainders > _MOST_REMAINDERS:
+            raise _undone(
                 f"a multipleOf that needs {remainders:,} remainders to be told apart, and "
-                f"{MOST_REMAINDERS:,} is the most"
+                f"{_MOST_REMAINDERS:,} is the most"
             )
-        first = Fraction(0)
-        if self.low is not None:
-            first = max(first, step * math.ceil(self.low[0] / step))
-            first += step if self.low == (first, True) else 0
-        if self.high is None:
-            last = None
-        else:
-            last = step * math.floor(self.high[0] / step)
-            last -= step if self.high == (last, True) else 0
-            if last < first:
-                return
-        # llguidance's bounds are right for integers; the multiples up to these are listed.
-        start = math.ceil(first)
-        end = None if last is None else math.floor(last)
-        if last is not None and (last - first) / step < MOST_LISTED:
-            listed = _multiples(first, last, step)
-            start, end = 1, 0
-        else:
-            listed = _multiples(first, start - step / 2, step)
-            listed += [] if last is None else _multiples(Fraction(math.floor(last)), last, step)
-            if len(listed) > 2 * MOST_LISTED:
-                raise undone("a multipleOf with too many multiples within a fraction of 1")
-        if listed:
-            nodes.append(OneOf(tuple(literal(_decimal(each)) for each in listed)))
-        if end is None or start <= end:
-            schema: dict[str, int | float | str] = {
-                "type": "integer" if self.is_integer else "number",
-                "minimum": start,
-                "multipleOf": int(step) if step.denominator == 1 else float(step),
-            }
-            if end is not None:
-                schema["maximum"] = end
-            schemas.append(json.dumps(schema))
+        if (
+            len(scaled) > 1 and multiple * max(scaled) >= 2**32
+        ):  # llguidance's integers would overflow
+            raise _undone("several multipleOf of many digits")
+        return made | ({"$defs": self._definitions} if self._definitions else {})
 
-
-def _multiples(first: Fraction, last: Fraction, step: Fraction) -> list[Fraction]:
-    count = math.ceil(first / step)
-    return [step * n for n in range(count, math.floor(last / step) + 1)]
-
-
-def _least_common_multiple(steps: Iterable[Fraction]) -> Fraction:
-    found, *others = steps
-    for other in others:
-        numerator = math.lcm(found.numerator, other.numerator)
-        found = Fraction(numerator, math.gcd(found.denominator, other.denominator))
-    return found
-
-
-def _remainders_of(step: Fraction) -> int:
-    """Return how many remainders an automaton for the decimal multiples of a number tells apart."""
-    while step.denominator != 1:
-        step *= 10
-    return int(str(step.numerator).rstrip("0"))
-
-
-def _decimal(number: Fraction) -> str:
-    """Return a number from 0 on in decimals, exactly, without a last zero."""
-    places = 0
-    while number.denominator != 1:
-        number *= 10
-        places += 1
-    digits = str(number.numerator).rjust(places + 1, "0")
-    return f"{digits[: len(digits) - places]}.{digits[len(digits) - places :]}".rstrip(".")
-
-
-def _at_least(bound: Fraction, strict: bool) -> str:
-    """Return the decimals at or above a bound from 0 on; ``strict``: above it."""
-    whole, _, part = _decimal(bound).partition(".")
-    greater = [f"[1-9][0-9]{{{len(whole)},}}"]
-    greater += [
-        f"{whole[:i]}[{chr(ord(digit) + 1)}-9][0-9]{{{len(whole) - i - 1}}}"
-        for i, digit in enumerate(whole)
-        if digit < "9"
-    ]
-    fractions = [
-        f"{part[:i]}[{chr(ord(digit) + 1)}-9][0-9]*" for i, digit in enumerate(part) if digit < "9"
-    ]
-    fractions.append(f"{part}0*[1-9][0-9]*" if strict else f"{part}[0-9]*" if part else "[0-9]+")
-    same = rf"{whole}\.(?:{'|'.join(fractions)})"
-    if not part and not strict:
-        same = f"{whole}(?:{same[len(whole) :]})?"
-    return f"(?:{'|'.join(greater)}){_ANY_FRACTION}|{same}"
-
-
-KINDS = ("null", "boolean", "number", "string", "array", "object")
-MOST_CASES = 4_000
-MOST_EXCLUSIVE = 300
-_DEEPEST = 3
-
-Claim: TypeAlias = tuple[int, bool]
-"""The number of a schema, and whether it holds."""
-
-Place: TypeAlias = frozenset[Claim]
-"""The claims about one value."""
-
-ANYTHING: Place = frozenset()
-NOTHING: Place = frozenset({(-1, True)})
-"""A claim that no value meets."""
-
-
-@dataclass(frozen=True, slots=True)
-class Literals:
-    """Some of ``null``, ``true``, ``false``."""
-
-    texts: frozenset[str]
-
-    def __and__(self, other: Literals) -> Literals | None:
-        texts = self.texts & other.texts
-        return Literals(texts) if texts else None
-
-
-@dataclass(frozen=True, slots=True)
-class Strings:
-    """The strings that all ``regexes`` match, and that are ``listed``, if something is."""
-
-    listed: tuple[str, ...] | None = None
-    regexes: frozenset[Node] = frozenset()
-
-    def __and__(self, other: Strings) -> Strings | None:
-        listed = self.listed if other.listed is None else other.listed
-        if self.listed is not None and other.listed is not None:
-            kept = {*other.listed}
-            listed = tuple(text for text in self.listed if text in kept)
-        found = Strings(listed, self.regexes | other.regexes)
-        return None if listed == () else found
-
-    def node(self) -> Node:
-        """Return the strings as a regular expression."""
-        parts = sorted(self.regexes, key=repr)
-        parts += [] if self.listed is None else [OneOf(tuple(map(literal, self.listed)))]
-        return intersection(parts)
-
-
-@dataclass(frozen=True, slots=True)
-class Arrays:
-    """Arrays of some length.
-
-    Attributes:
-        items: by schema, the places of the first items, and the place of all other items.
-        contained: places, from which item on, and how many times at least and at most one comes.
-    """
-
-    items: tuple[tuple[tuple[Place, ...], Place], ...] = ()
-    low: int = 0
-    high: int | None = None
-    contained: tuple[tuple[Place, int, int, int | None], ...] = ()
-    are_unique: bool = False
-
-    def __and__(self, other: Arrays) -> Arrays | None:
-        highs = [each for each in (self.high, other.high) if each is not None]
-        found = Arrays(
-            tuple(dict.fromkeys(self.items + other.items)),
-            max(self.low, other.low),
-            min(highs, default=None),
-            tuple(dict.fromkeys(self.contained + other.contained)),
-            self.are_unique or other.are_unique,
-        )
-        return None if found.high is not None and found.low > found.high else found
-
-    def place(self, index: int) -> Place:
-        """Return the place of an item."""
-        parts = (first[index] if index < len(first) else rest for first, rest in self.items)
-        return ANYTHING.union(*parts)
-
-    @property
-    def named(self) -> int:
-        """How many of the first items have a place of their own."""
-        return max((len(first) for first, _ in self.items), default=0)
-
-
-@dataclass(frozen=True, slots=True)
-class Names:
-    """The places of an object's properties under one schema: by name, by patterns, of all others."""
-
-    properties: tuple[tuple[str, Place], ...] = ()
-    patterns: tuple[tuple[str, Place], ...] = ()
-    others: Place | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Objects:
-    """Objects of some properties.
-
-    Attributes:
-        names: by schema, the places of properties.
-        allowed: places that the names have to meet, as strings.
-    """
-
-    names: tuple[Names, ...] = ()
-    required: tuple[str, ...] = ()
-    low: int = 0
-    high: int | None = None
-    allowed: tuple[Place, ...] = ()
-
-    def __and__(self, other: Objects) -> Objects | None:
-        highs = [each for each in (self.high, other.high) if each is not None]
-        found = Objects(
-            tuple(dict.fromkeys(self.names + other.names)),
-            tuple(dict.fromkeys(self.required + other.required)),
-            max(self.low, other.low),
-            min(highs, default=None),
-            tuple(dict.fromkeys(self.allowed + other.allowed)),
-        )
-        least = max(found.low, len(found.required))
-        return None if found.high is not None and least > found.high else found
-
-    def place(self, matched: Set[str], surely: Set[str], name: str | None = None) -> Place:
-        """Return the place of the properties whose names match these patterns, in the wide reading and
-        in the narrow one; ``name`` is that of a single property."""
-        place = ANYTHING
-        for names in self.names:
-            given = dict(names.properties).get(name) if name is not None else None
-            place = place.union(given or (), *(p for each, p in names.patterns if each in matched))
-            is_other = given is None and not any(each in surely for each, _ in names.patterns)
-            if is_other and names.others is not None:
-                place |= names.others
-        return place
-
-
-Facts: TypeAlias = Literals | Numbers | Strings | Arrays | Objects
-Cases: TypeAlias = list[Any]  # of Facts of one type
-
-Condition: TypeAlias = Callable[[bool], Cases]
-"""Returns the values of one type that meet a condition (True), or fail it (False)."""
-
-_ALL: dict[str, Facts] = {
-    "null": Literals(frozenset({"null"})),
-    "boolean": Literals(frozenset({"true", "false"})),
-    "number": Numbers(),
-    "string": Strings(),
-    "array": Arrays(),
-    "object": Objects(),
-}
-
-
-class Claims:
-    """The claims that one document makes."""
-
-    def __init__(self, document: Document) -> None:
-        self._document = document
-        self._schemas: list[Schema] = []
-        self._numbers: dict[int, int] = {}
-        self._known: dict[tuple[Claim, str], Cases] = {}
-        self._open: set[tuple[Claim, str]] = set()
-        self._loops = 0
-        self._patterns: dict[str, tuple[Node, Node]] = {}
-        self._made: dict[str, Schema] = {}  # by their texts
-
-    def place(self, schema: Any, holds: bool = True) -> Place:
-        """Return the place where a schema holds, or does not."""
+    def _schema(self, schema: Any, *, combined: bool = False) -> Any:
+        """Return a schema, written anew. ``combined``: others hold for the same value."""
         if isinstance(schema, bool):
-            return ANYTHING if schema == holds else NOTHING
-        number = self._numbers.get(id(schema))
-        if number is None:
-            number = self._numbers[id(schema)] = len(self._schemas)
-            self._schemas.append(schema)
-        return frozenset({(number, holds)})
-
-    def pattern(self, text: str) -> tuple[Node, Node]:
-        """Return the narrow and the wide reading of a pattern."""
-        if text not in self._patterns:
-            name = "JSON schema's pattern"
-            both = searched(text, name), searched(text, name, wide=True)
-            self._patterns[text] = both
-        return self._patterns[text]
-
-    def cases(self, place: Place, kind: str) -> Cases:
-        """Return the values of a type that meet all claims of a place."""
-        return _all(kind, (self._cases(claim, kind) for claim in sorted(place)))
-
-    def _cases(self, claim: Claim, kind: str) -> Cases:
-        if claim[0] < 0:
-            return []
-        key = claim, kind
-        if key in self._known:
-            return self._known[key]
-        if key in self._open:
-            if not claim[1]:
-                raise undone("a 'not' around a schema that refers to itself")
-            self._loops += 1
-            return []  # a schema that needs itself adds no value
-        loops = self._loops
-        self._open.add(key)
-        try:
-            number, holds = claim
-            parts = self._parts(self._schemas[number], kind)
-            found = (
-                _all(kind, (part(True) for part in parts))
-                if holds
-                else _either(part(False) for part in parts)
+            return schema
+        self._levels += 1
+        if self._levels > _MOST_LEVELS:
+            raise InvalidConstraint(
+                f"the JSON schema is nested too deeply: in more than {_MOST_LEVELS} levels, or references"
             )
-        finally:
-            self._open.discard(key)
-        if loops == self._loops:
-            self._known[key] = found
-        return found
-
-    def _of(self, schema: Any, kind: str, holds: bool = True) -> Cases:
-        return self.cases(self.place(schema, holds), kind)
-
-    def is_empty(self, place: Place, depth: int = _DEEPEST) -> bool:
-        """Return whether no value meets a place, as far as that is seen without going deep."""
-        return all(self._are_empty(self.cases(place, kind), depth) for kind in KINDS)
-
-    def _are_empty(self, cases: Cases, depth: int) -> bool:
-        return all(self._is_empty(facts, depth) for facts in cases)
-
-    def _is_empty(self, facts: Facts, depth: int) -> bool:
-        match facts:
-            case Strings(listed, regexes):
-                return (
-                    bool(regexes)
-                    and (listed is not None or len(regexes) > 1)
-                    and is_nothing(facts.node())
-                )
-            case Arrays(_, low) if depth:
-                indices = range(min(low, facts.named + 1))
-                return any(self.is_empty(facts.place(index), depth - 1) for index in indices)
-            case Objects() if depth:
-                return any(
-                    self.is_empty(self.of_name(facts, name), depth - 1) for name in facts.required
-                )
-        return False
-
-    def of_name(self, objects: Objects, name: str) -> Place:
-        """Return the place of a property."""
-        patterns = {pattern for names in objects.names for pattern, _ in names.patterns}
-        matched = {each for each in patterns if _matches(self.pattern(each)[1], name)}
-        surely = {each for each in matched if _matches(self.pattern(each)[0], name)}
-        place = objects.place(matched, surely, name)
-        for allowed in objects.allowed:
-            strings = self.cases(allowed, "string")
-            if all(is_nothing(Both((each.node(), literal(name)))) for each in strings):
-                place |= NOTHING
-        return place
-
-    def _parts(self, schema: Schema, kind: str) -> Iterator[Condition]:
-        """Yield a schema's conditions on a type."""
-        if "type" in schema:
-            yield _of_types(schema["type"], kind)
+        made: Schema = {}
         if "const" in schema:
-            yield lambda holds: self._listed([schema["const"]], kind, holds)
+            made["const"] = _plain(schema["const"])
         if "enum" in schema:
-            yield lambda holds: self._listed(schema["enum"], kind, holds)
+            made["enum"] = _plain(schema["enum"])
+        own = schema.keys() & {*_OBJECTS, *_APPLIED}
+        inner = combined or len(own) > 1 or len(schema.get("allOf", ())) > 1
+        parts: list[Any] = []
         if "$ref" in schema:
-            yield lambda holds: self._of(self._document.target(schema), kind, holds)
-        for each in schema.get("allOf", ()):
-            yield partial(self._of, each, kind)
+            target = self._document.target(schema)
+            if isinstance(target, bool):
+                parts.append(target)
+            else:
+                made["$ref"] = self._reference(target, inner)
+        parts += [self._schema(each, combined=inner) for each in schema.get("allOf", ())]
+        parts += self._dependent(schema)
+        if parts:
+            made["allOf"] = parts
         if "anyOf" in schema:
-            yield lambda holds: self._any(schema["anyOf"], kind, holds)
+            made["anyOf"] = [self._schema(each, combined=inner) for each in schema["anyOf"]]
         if "oneOf" in schema:
-            yield lambda holds: self._one(schema["oneOf"], kind, holds)
-        if "not" in schema:
-            yield lambda holds: self._of(schema["not"], kind, not holds)
-        if "if" in schema and schema.keys() & {"then", "else"}:
-            yield lambda holds: self._if(schema, kind, holds)
-        match kind:
-            case "number":
-                yield from _of_numbers(schema)
-            case "string":
-                yield from self._of_strings(schema)
-            case "array":
-                yield from self._of_arrays(schema)
-            case "object":
-                yield from self._of_objects(schema)
+            made["oneOf"] = [
+                self._schema(self._followed(each), combined=inner) for each in schema["oneOf"]
+            ]
+        if "type" in schema:
+            made["type"] = schema["type"]
+        for key in _SIZES:
+            if key in schema:
+                made[key] = int(schema[key])
+        self._add_numbers(schema, made)
+        self._add_strings(schema, made)
+        self._add_arrays(schema, made)
+        if own & {*_OBJECTS}:
+            is_closed = self._closed and not combined and own.isdisjoint(_APPLIED)
+            self._add_object(schema, made, is_closed=is_closed)
+        self._levels -= 1
+        return made
 
-    def _any(self, schemas: list[Any], kind: str, holds: bool) -> Cases:
-        each = (self._of(schema, kind, holds) for schema in schemas)
-        return _either(each) if holds else _all(kind, each)
+    def _reference(self, target: Any, combined: bool) -> str:
+        key = id(target), combined
+        if key not in self._names:
+            name = self._names[key] = str(len(self._names))
+            self._definitions[name] = self._schema(target, combined=combined)
+        return f"#/$defs/{self._names[key]}"
 
-    def _one(self, schemas: list[Any], kind: str, holds: bool) -> Cases:
-        if len(schemas) > MOST_EXCLUSIVE:
-            raise undone(
-                f"a oneOf of {len(schemas)}, and {MOST_EXCLUSIVE} is the most: or write anyOf"
+    def _followed(self, schema: Any) -> Any:
+        """Return the schema to which references lead: llguidance compares alternatives without them."""
+        for _ in range(_MOST_LEVELS):
+            if (
+                not isinstance(schema, dict)
+                or schema.keys() - {"$ref", *_ANNOTATIONS}
+                or "$ref" not in schema
+            ):
+                break
+            schema = self._document.target(schema)
+        return schema
+
+    def _dependent(self, schema: Schema) -> Iterator[Schema]:
+        for key in ("dependentRequired", "dependentSchemas", "dependencies"):
+            for name, then in schema.get(key, {}).items():
+                required = {"required": then} if isinstance(then, list) else then
+                has = {"allOf": [{"required": [name]}, required]}
+                yield {
+                    "anyOf": [
+                        self._schema({"properties": {name: False}}, combined=True),
+                        self._schema(has, combined=True),
+                    ]
+                }
+
+    def _add_numbers(self, schema: Schema, made: Schema) -> None:
+        for key in _NUMBERS:
+            value = schema.get(key, False)
+            if value is True:  # in draft 4, beside the bound
+                value = schema.get(key.replace("exclusiveM", "m"), False)
+            if value is not False:
+                made[key] = _plain(value)
+        if schema.get("type") != "integer":
+            _include(made, "inimum", max, 1)
+            _include(made, "aximum", min, -1)
+        if "multipleOf" not in made:
+            return
+        step = _fraction_of(made["multipleOf"])
+        self._steps.add(step)
+        if made.get("maximum", 0) < 0 or made.get("exclusiveMaximum", 1) <= 0:
+            raise _undone("a multipleOf of negative numbers, which are not drawn")
+        bounds = [made[key] for key in _NUMBERS[:4] if key in made]
+        if (
+            step.denominator != 1
+            and schema.get("type") != "integer"
+            and (
+                made.keys() & _NUMBERS[2:4]
+                or any(_fraction_of(each).denominator != 1 for each in bounds)
             )
-        inside = [self._of(schema, kind) for schema in schemas]
-        if not holds:
-            pairs = (_both(one, other) for one, other in combinations(inside, 2))
-            return _either([self._any(schemas, kind, False), *pairs])
-        found: list[Cases] = []
-        for index, cases in enumerate(inside):
-            for other, schema in enumerate(schemas):
-                if other != index and not self._are_empty(_both(cases, inside[other]), _DEEPEST):
-                    cases = _both(cases, self._of(schema, kind, False))
-            found.append(cases)
-        return _either(found)
+        ):
+            raise _undone(
+                "a multipleOf with a fraction beside a bound that is exclusive or has a fraction (give "
+                "minimum and maximum as integers)"
+            )
 
-    def _if(self, schema: Schema, kind: str, holds: bool) -> Cases:
-        found = []
-        for is_met, branch in ((True, "then"), (False, "else")):
-            met = self._of(schema["if"], kind, is_met)
-            found.append(_both(met, self._of(schema.get(branch, True), kind, holds)) if met else [])
-        return _either(found)
-
-    def _listed(self, values: list[Any], kind: str, holds: bool) -> Cases:
-        """Return the values of a list, or the other values."""
-        own = [value for value in values if _json_kind(value) == kind]
-        if not own:
-            return [] if holds else [_ALL[kind]]
-        match kind:
-            case "null" | "boolean":
-                texts = frozenset(json.dumps(value) for value in own)
-                kept = texts if holds else cast("Literals", _ALL[kind]).texts - texts
-                return [Literals(kept)] if kept else []
-            case "number" if holds:
-                return [Numbers(listed=tuple(dict.fromkeys(map(_number_text, own))))]
-            case "number":
-                return [Numbers(unlisted=frozenset(map(fraction_of, own)))]
-            case "string" if holds:
-                return [Strings(tuple(dict.fromkeys(own)))]
-            case "string":
-                return [_of_regexes(Not(OneOf(tuple(map(literal, own)))))]
-        if not holds:
-            raise undone(f"a 'not' of an {kind} as a whole")
-        return [self._constant(value) for value in own]
-
-    def _constant(self, value: Any) -> Facts:
-        if isinstance(value, list):
-            places = tuple(self.place(self._kept({"const": item})) for item in value)
-            return Arrays(((places, NOTHING),), len(value), len(value))
-        properties = tuple(
-            (name, self.place(self._kept({"const": item}))) for name, item in value.items()
-        )
-        return Objects((Names(properties, (), NOTHING),), tuple(value))
-
-    def _kept(self, schema: Schema) -> Schema:
-        """Return an equal schema that is always the same object."""
-        return self._made.setdefault(json.dumps(schema), schema)
-
-    def _of_strings(self, schema: Schema) -> Iterator[Condition]:
-        yield from _counted(schema, "Length", _of_length)
+    def _add_strings(self, schema: Schema, made: Schema) -> None:
+        patterns = []
         if "pattern" in schema:
-            narrow, wide = self.pattern(schema["pattern"])
-            yield _condition([_of_regexes(narrow)], [_of_regexes(Not(wide))])
-        if "format" in schema:
-            yield _condition([_of_regexes(*_format(schema["format"]))], "format")
+            patterns.append(searched(schema["pattern"], "JSON schema's pattern"))
+        form = schema.get("format")
+        if form in _DATES:
+            patterns.append(searched(f"^{_DATES[form]}$", f"format {form}"))
+        elif form is not None:
+            if form not in FORMATS:
+                raise _undone(f"the format {form!r}, which is not one of {', '.join(FORMATS)}")
+            made["format"] = form
+            if form == "hostname":
+                made["maxLength"] = min(made.get("maxLength", _LONGEST_HOSTNAME), _LONGEST_HOSTNAME)
+        if patterns:
+            made["pattern"] = patterns.pop()
+        if patterns:
+            made["allOf"] = [*made.get("allOf", ()), {"pattern": patterns.pop()}]
 
-    def _of_arrays(self, schema: Schema) -> Iterator[Condition]:
+    def _add_arrays(self, schema: Schema, made: Schema) -> None:
         first, rest = schema.get("prefixItems", []), schema.get("items", True)
         if isinstance(rest, list):
             first, rest = rest, schema.get("additionalItems", True)
-        if first or rest not in (True, {}):
-            failed = [
-                Arrays((((*[ANYTHING] * index, self.place(each, False)), ANYTHING),), index + 1)
-                for index, each in enumerate(first)
-                if each is not True
-            ]
-            if rest is not True:
-                failed.append(Arrays(contained=((self.place(rest, False), len(first), 1, None),)))
-            yield _condition([Arrays(((tuple(map(self.place, first)), self.place(rest)),))], failed)
-        if schema.get("unevaluatedItems", True) not in (True, {}):
-            raise undone("'unevaluatedItems'")
-        yield from _counted(schema, "Items", Arrays)
-        if "contains" in schema:
-            yield self._contains(schema)
-        if schema.get("uniqueItems"):
-            yield _condition([Arrays(are_unique=True)], "uniqueItems")
+        if first:
+            made["prefixItems"] = [self._schema(each) for each in first]
+        if rest is not True:
+            made["items"] = self._schema(rest)
 
-    def _contains(self, schema: Schema) -> Condition:
-        inside = schema["contains"]
-        low, high = int(schema.get("minContains", 1)), schema.get("maxContains")
-        place = self.place(inside)
-        met = [Arrays(contained=((place, 0, low, None),) if low else ())]
-        failed = [self._at_most(inside, low - 1)] if low else []
-        if high is not None:
-            met = _both([self._at_most(inside, int(high))], met)
-            failed.append(Arrays(contained=((place, 0, int(high) + 1, None),)))
-        return _condition(met, failed)
+    def _named(self, schema: Schema) -> dict[str, Any]:
+        """Return the patterns of properties that ``propertyNames`` means."""
+        names = self._followed(schema["propertyNames"])
+        if names is False:
+            return {}
+        said = names.keys() - _ANNOTATIONS | names.keys() & {"const"}
+        values = names.get("enum", [names["const"]] if "const" in names else None)
+        if (
+            said - {"type"} not in ({"pattern"}, {"enum"}, {"const"})
+            or names.get("type", "string") != "string"
+            or schema.keys() & {"properties", "patternProperties"}
+        ):
+            raise _undone("'propertyNames' of more than a pattern or an enum, or beside properties")
+        if values is not None:
+            texts = [re.escape(value) for value in values if isinstance(value, str)]
+            names = {"pattern": f"^(?:{'|'.join(texts)})$"}
+        return {names["pattern"]: schema.get("additionalProperties", True)}
 
-    def _at_most(self, schema: Any, count: int) -> Arrays:
-        if count == 0:
-            return Arrays((((), self.place(schema, False)),))
-        return Arrays(contained=((self.place(schema), 0, 0, count),))
-
-    def _of_objects(self, schema: Schema) -> Iterator[Condition]:
-        others = schema.get("additionalProperties")
-        if schema.get("unevaluatedProperties", True) not in (True, {}):
-            applied = {"$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "dependencies"}
-            if schema.keys() & applied:
-                raise undone("'unevaluatedProperties' beside schemas that evaluate some")
-            others = schema["unevaluatedProperties"] if others is None else others
-        if schema.keys() & {"properties", "patternProperties"} or others is not None:
-            yield self._properties(schema, others)
-        if schema.get("required"):
-            names = tuple(dict.fromkeys(schema["required"]))
-            yield _condition([Objects(required=names)], [*map(_without_property, names)])
-        yield from _counted(schema, "Properties", Objects)
-        if schema.get("propertyNames", True) not in (True, {}):
-            allowed = self.place(schema["propertyNames"])
-            yield _condition([Objects(allowed=(allowed,))], "propertyNames")
-        for key in ("dependentRequired", "dependentSchemas", "dependencies"):
-            for name, then in schema.get(key, {}).items():
-                yield partial(self._dependent, name, then)
-
-    def _properties(self, schema: Schema, others: Any) -> Condition:
+    def _add_object(self, schema: Schema, made: Schema, *, is_closed: bool) -> None:
+        """Write what a schema says of objects. Others than named properties become properties of a
+        pattern: llguidance would also take names in other spellings (``"\\u0061"`` is ``"a"``)."""
         given, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
-        names = Names(
-            tuple((name, self.place(each)) for name, each in given.items()),
-            tuple((pattern, self.place(each)) for pattern, each in patterns.items()),
-            None if others is None else self.place(others),
-        )
-        failed: Cases | str = [
-            Objects((Names(((name, self.place(each, False)),)),), (name,))
-            for name, each in given.items()
-            if each is not True
-        ]
-        if others not in (None, True, {}):
-            failed = "additionalProperties"
-        if any(each not in (True, {}) for each in patterns.values()):
-            failed = "patternProperties"
-        return _condition([Objects((names,))], failed)
-
-    def _dependent(self, name: str, then: Any, holds: bool) -> Cases:
-        if isinstance(then, list):
-            then = self._kept({"required": then})
-        met = _both([Objects(required=(name,))], self._of(then, "object", holds))
-        return [_without_property(name), *met] if holds else met
-
-
-def _without_property(name: str) -> Objects:
-    return Objects((Names(((name, NOTHING),)),))
-
-
-def _both(one: Cases, other: Cases) -> Cases:
-    """Return the values that are in one of some cases, and in one of others."""
-    if len(one) * len(other) > 100 * MOST_CASES:
-        raise _too_many()
-    found = dict.fromkeys(each for a in one for b in other if (each := a & b) is not None)
-    if len(found) > MOST_CASES:
-        raise _too_many()
-    return [*found]
-
-
-def _too_many() -> InvalidConstraint:
-    return undone(f"combinations of alternatives, of which there are more than {MOST_CASES:,}")
-
-
-def _either(several: Iterable[Cases]) -> Cases:
-    found = [*dict.fromkeys(facts for cases in several for facts in cases)]
-    everything = next((facts for facts in found if facts in _EVERYTHING), None)
-    return found if everything is None else [everything]
+        names = dict.fromkeys([*given, *schema.get("required", ())])
+        others = schema.get("additionalProperties")
+        if not _is_true(schema.get("unevaluatedProperties", True)):
+            if schema.keys() & {*_APPLIED, "if"} or others is not None:
+                raise _undone("'unevaluatedProperties' beside schemas that evaluate some")
+            others = schema["unevaluatedProperties"]
+        if not _is_true(schema.get("propertyNames", True)):
+            others, patterns = False, self._named(schema)
+        if others is None:
+            others = not (is_closed and given and not patterns and given.keys() >= names.keys())
+        if given:
+            made["properties"] = {name: self._schema(each) for name, each in given.items()}
+        if schema.get("required"):
+            made["required"] = list(dict.fromkeys(schema["required"]))
+        low, needed = schema.get("minProperties", 0), len(made.get("required", ()))
+        if low > needed + 1:  # other names may come twice
+            raise _undone(f"minProperties {low} and {needed} required by name")
+        written = {
+            searched(key, "JSON schema's pattern"): self._schema(each)
+            for key, each in patterns.items()
+        }
+        if others is not False:
+            if patterns:
+                raise _wrong(
+                    'patternProperties beside other properties: give "additionalProperties": false'
+                )
+            # llguidance excludes names as they are written; control characters are written in two ways.
+            is_any = not names or (_is_true(others) and all(map(str.isprintable, names)))
+            written = {"" if is_any else f"^{none_of(names)}$": self._schema(others)}
+        elif any(map(_has_several_readings, patterns)) and (
+            len(patterns) > 1 or not all(name.isascii() and name.isprintable() for name in names)
+        ):
+            raise _wrong(
+                "patternProperties that validators read differently: write [0-9] for \\d, and "
+                "[A-Za-z0-9_] for \\w"
+            )
+        if written:
+            made["patternProperties"] = written
+        made["additionalProperties"] = False
 
 
-def _all(kind: str, several: Iterable[Cases]) -> Cases:
-    found: Cases = [_ALL[kind]]
-    for cases in several:
-        found = _both(found, cases)
-        if not found:
-            break
+def _include(made: Schema, bound: str, stricter: Callable[..., Any], sign: int) -> None:
+    """Replace an exclusive integer that is the bound next to 0 by the next number of 15 digits, which is
+    included: llguidance takes the integer itself if both bounds have the same integer part."""
+    value = made.get(f"exclusiveM{bound}")
+    if value is not None and value == int(value) and value * sign >= 0:
+        del made[f"exclusiveM{bound}"]
+        after = value + sign * 10.0 ** (len(str(abs(int(value)))) - 15 - (not value))
+        made[f"m{bound}"] = stricter(after, made.get(f"m{bound}", after))
+
+
+_HAS_SEVERAL_READINGS = re.compile(r"\\[dDwWsS]|(?<!\\)\.|\(\?")
+
+
+def _has_several_readings(pattern: str) -> bool:
+    return _HAS_SEVERAL_READINGS.search(pattern) is not None
+
+
+def _plain(value: Any) -> Any:
+    """Return a value with whole numbers as integers, as llguidance spells them."""
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _finite_definitions(definitions: Mapping[str, Any]) -> set[str]:
+    """Return the references to schemas that a finite value meets."""
+    found: set[str] = set()
+    before = -1
+    while before < len(found):
+        before = len(found)
+        for name, schema in definitions.items():
+            if _is_finite(schema, found):
+                found.add(f"#/$defs/{name}")
     return found
 
 
-_EVERYTHING = frozenset(_ALL.values())
-
-
-def _condition(met: Cases, failed: Cases | str) -> Condition:
-    """Return a condition: the values that meet it, and the values that fail it. ``failed`` is a keyword
-    if the failing values cannot be compiled."""
-
-    def cases(holds: bool) -> Cases:
-        if not holds and isinstance(failed, str):
-            raise undone(f"a 'not' of {failed}")
-        return met if holds else cast("Cases", failed)
-
-    return cases
-
-
-def _of_types(types: str | list[str], kind: str) -> Condition:
+def _is_finite(schema: Any, found: Collection[str]) -> bool:
+    """Return whether a finite value meets a written schema, if one meets each reference found so far."""
+    if isinstance(schema, bool):
+        return schema
+    if "const" in schema or "enum" in schema:
+        return True
+    if "$ref" in schema and schema["$ref"] not in found:
+        return False
+    if not all(_is_finite(each, found) for each in schema.get("allOf", ())):
+        return False
+    for key in ("anyOf", "oneOf"):
+        if key in schema and not any(_is_finite(each, found) for each in schema[key]):
+            return False
+    types = schema.get("type", _TYPES)
     types = [types] if isinstance(types, str) else types
-    if kind == "number" and "integer" in types and "number" not in types:
-        return _condition([Numbers(is_integer=True)], [Numbers(is_integer=False)])
-    everything: Cases = [_ALL[kind]]
-    return _condition(everything, []) if kind in types else _condition([], everything)
-
-
-def _of_numbers(schema: Schema) -> Iterator[Condition]:
-    for key, is_low in (("minimum", True), ("maximum", False)):
-        strict = schema.get(f"exclusive{key.capitalize()}", False)
-        bounds = [(schema[key], strict is True)] if key in schema else []
-        bounds += [] if isinstance(strict, bool) else [(strict, True)]
-        for value, is_strict in bounds:
-            inside, outside = (fraction_of(value), is_strict), (fraction_of(value), not is_strict)
-            low, high = (inside, outside) if is_low else (outside, inside)
-            cases: tuple[Cases, Cases] = [Numbers(low=low)], [Numbers(high=high)]
-            yield _condition(*(cases if is_low else reversed(cases)))
-    if "multipleOf" in schema:
-        step = fraction_of(schema["multipleOf"])
-        if step == 1:
-            yield _of_types("integer", "number")
-        else:
-            yield _condition([Numbers(multiple=step)], "multipleOf")
-
-
-def _counted(schema: Schema, what: str, made: Callable[..., Facts]) -> Iterator[Condition]:
-    """Yield the condition on a number of characters or members; ``made`` returns the values whose number
-    lies between two bounds."""
-    low, high = int(schema.get(f"min{what}", 0)), schema.get(f"max{what}")
-    if high is None:
-        if low:
-            yield _condition([made(low=low)], [made(high=low - 1)])
-        return
-    high = int(high)
-    failed = [made(high=low - 1)] if low else []
-    met = [made(low=low, high=high)] if low <= high else []
-    yield _condition(met, [*failed, made(low=high + 1)])
-
-
-def _of_length(low: int = 0, high: int | None = None) -> Strings:
-    return _of_regexes(Times(Chars(((0, 0x10FFFF),)), low, high))
-
-
-def _of_regexes(*regexes: Node) -> Strings:
-    return Strings(None, frozenset(regexes))
-
-
-def _format(name: str) -> list[Node]:
-    if name not in FORMATS:
-        raise undone(f"the format {name!r}, which is not one of {', '.join(FORMATS)}")
-    found = [parsed(FORMATS[name], f"format {name}")]
-    if name in LONGEST:
-        found.append(Times(Chars(((0, 0x10FFFF),)), 0, LONGEST[name]))
-    return found
-
-
-def _json_kind(value: object) -> str:
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else "boolean"
-    kinds = {int: "number", float: "number", str: "string", list: "array", dict: "object"}
-    return kinds[type(value)]
-
-
-def _number_text(value: int | float) -> str:
-    """Return a number in decimals, as llguidance's and Python's JSON both read it."""
-    return f"{Decimal(repr(value)):f}"
-
-
-@lru_cache(8192)
-def is_nothing(node: Node) -> bool:
-    """Return whether a regular expression matches no text."""
-    terminals = Terminals()
-    return matches_nothing("\n".join([f"start: {terminals.name(node)}", *terminals.lines()]))
-
-
-def _matches(node: Node, text: str) -> bool:
-    return not is_nothing(Both((node, literal(text))))
+    if {*types} - {"array", "object"}:
+        return True
+    if "object" in types:
+        given, others = schema.get("properties", {}), schema.get("patternProperties", {})
+        is_open = "additionalProperties" not in schema
+        if all(
+            _is_finite(given[name], found)
+            if name in given
+            else is_open or any(_is_finite(each, found) for each in others.values())
+            for name in schema.get("required", ())
+        ):
+            return True
+    first, low = schema.get("prefixItems", []), schema.get("minItems", 0)
+    items = first[:low] + [schema.get("items", True)] * (low > len(first))
+    return "array" in types and all(_is_finite(each, found) for each in items)

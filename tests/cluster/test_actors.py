@@ -6,7 +6,6 @@ import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -69,36 +68,10 @@ def test_no_process_outlives_an_owner_that_is_killed_though_a_fork_of_it_lives_o
                 os.close(each)
 
 
-def test_the_end_of_a_process_is_waited_for_but_not_for_ever(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    command = [sys.executable, "-c", "input()"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) as child:
-        end = actors._end_of(child.pid)
-        assert end is not None
-        assert child.stdin is not None
-        monkeypatch.setattr(actors, "EXIT_SECONDS", 0.0)
-        actors._wait_for([os.dup(end)])
-        assert child.poll() is None
-        monkeypatch.setattr(actors, "EXIT_SECONDS", 60.0)
-        child.stdin.close()
-        actors._wait_for([end])
-        assert child.poll() is not None
-    assert actors._end_of(child.pid) is None
-
-
 def test_without_ray_replicas_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(EngineNotInstalled, match=r"pip install 'genrt\[ray\]'"):
         genrt.load(MODEL, engine="exact", replicas=1)
-
-
-def test_what_is_no_cluster_is_refused() -> None:
-    for wrong in ("", 3, b"auto", ["auto"]):
-        with pytest.raises(InvalidRequest, match="cluster must be"):
-            genrt.load(MODEL, engine="exact", replicas=1, cluster=wrong)  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequest, match="say how many"):
-        genrt.load(MODEL, engine="exact", cluster="auto")
 
 
 class FakeNode:
@@ -190,90 +163,6 @@ def test_the_last_runtime_ends_what_the_first_began(monkeypatch: pytest.MonkeyPa
     assert ray.is_initialized()
 
 
-def test_a_local_cluster_listens_on_loopback_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    joined(monkeypatch, ray := FakeRay()).join("auto", 1)
-    assert ray.on_hosts == [True, False, False]
-    assert ray._private.ray_constants.ENABLE_RAY_CLUSTER is True
-    found = joined(monkeypatch, ray := FakeRay(fails=True))
-    with pytest.raises(EngineUnsupported, match="did not come up"):
-        found.join("local", 1)
-    assert ray.calls == ["started", "shutdown"]
-    assert ray._private.ray_constants.ENABLE_RAY_CLUSTER is True
-
-
-class FakeProcesses:
-    """Ray's class for the processes of a node: its scheduler reads the ports of other services, and may
-    not come up."""
-
-    comes_up = True
-
-    def __init__(self, parameters: Any, *, head: bool, shutdown_at_exit: bool) -> None:
-        assert head
-        assert not shutdown_at_exit
-        self.node_id, self.parameters = "ab12", parameters
-        self.start_api_server(include_dashboard=None)
-        self.start_raylet("a", fallback="b")
-
-    def get_session_dir_path(self) -> str:
-        return str(self.parameters.temp_dir)
-
-    def start_api_server(self, **_: Any) -> None:
-        raise AssertionError("a local Ray has no dashboard")
-
-    def start_raylet(self, *arguments: str, **options: str) -> None:
-        assert (arguments, options) == (("a",), {"fallback": "b"})
-        self.ports = {
-            each.name: each.read_text() for each in Path(self.parameters.temp_dir).iterdir()
-        }
-        with socket.socket() as other, pytest.raises(OSError, match="in use"):
-            other.bind(("127.0.0.1", self.parameters.runtime_env_agent_port))
-        if not self.comes_up:
-            raise RuntimeError("the raylet did not come up")
-
-
-@pytest.mark.parametrize("comes_up", [True, False])
-def test_a_local_cluster_waits_for_no_dashboard(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, comes_up: bool
-) -> None:
-    """On a busy host Ray's scheduler gives up on the dashboard's agent, which is slow to start."""
-    monkeypatch.setitem(sys.modules, "ray._private.node", SimpleNamespace(Node=FakeProcesses))
-    parameter = SimpleNamespace(RayParams=SimpleNamespace)
-    monkeypatch.setitem(sys.modules, "ray._private.parameter", parameter)
-    monkeypatch.setattr(FakeProcesses, "comes_up", comes_up)
-    killed: list[Any] = []
-    kill = "kill_all_processes"
-    monkeypatch.setattr(FakeProcesses, kill, lambda self, **_: killed.append(self), raising=False)
-    if comes_up:
-        node = actors._local_node(str(tmp_path), 3)
-        assert node.parameters.node_ip_address == "127.0.0.1"
-        assert node.parameters.num_cpus == 3
-        names = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port")
-        assert node.ports == {f"{name}_ab12": "-1" for name in names}
-        node.kill_all_processes()
-    else:
-        with pytest.raises(RuntimeError, match="did not come up"):
-            actors._local_node(str(tmp_path), 3)
-    [node] = killed
-    with socket.socket() as other:  # the port is free again
-        other.bind(("127.0.0.1", node.parameters.runtime_env_agent_port))
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_the_environment_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
-    monkeypatch.setenv("PYTHONBREAKPOINT", "mine")
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    before = dict(os.environ)
-    found = joined(monkeypatch, FakeRay(fails=fails))
-    if fails:
-        with pytest.raises(EngineUnsupported):
-            found.join("auto", 1)
-    else:
-        found.join("auto", 1)
-        assert dict(os.environ) == before
-        found.leave()
-    assert dict(os.environ) == before
-
-
 def test_a_connection_of_the_users_is_taken_and_left(monkeypatch: pytest.MonkeyPatch) -> None:
     found = joined(monkeypatch, ray := FakeRay(connected=True))
     for cluster in ("auto", "10.0.0.1:6379"):
@@ -338,3 +227,17 @@ def test_a_failure_leaves_no_connection(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(InvalidRequest, match="cannot be sent to other processes"):
         opened(FakeRay, 1, 1)
     assert ray.calls[-1] == "shutdown"
+
+
+def test_a_local_cluster_that_does_not_come_up_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYTHONBREAKPOINT", "mine")
+    before = dict(os.environ)
+    found = joined(monkeypatch, ray := FakeRay(fails=True))
+    with pytest.raises(EngineUnsupported, match="did not come up"):
+        found.join("local", 1)
+    assert ray.calls == ["started", "shutdown"]
+    assert ray.on_hosts == [False]  # it listens on 127.0.0.1 alone
+    assert ray._private.ray_constants.ENABLE_RAY_CLUSTER is True
+    assert dict(os.environ) == before

@@ -282,19 +282,6 @@ def test_a_walk_loses_nothing_and_asks_no_stale_replica(seed: int, tmp_path: Pat
     engine.close()
 
 
-def test_replicas_that_may_not_start_again_are_an_engine_that_died() -> None:
-    replicas = ScriptedReplicas(2, 0)
-    engine = ReplicaEngine(replicas, 2, stall_seconds=0.4, clock=replicas.clock)
-    request = LogprobsRequest([1])
-    engine.submit([request])
-    for life in replicas.lives:
-        assert life.listener is not None
-        life.listener.set_exception(Gone("for good", is_final=True))
-    with pytest.raises(EngineDied, match="may not be started again: for good"):
-        engine.tend()
-    assert {each.state for each in engine.replicas()} == {"retired"}
-
-
 def sleeping(count: int) -> tuple[ScriptedReplicas, ReplicaEngine]:
     """Replicas that sleep."""
     replicas = ScriptedReplicas(count, 0)
@@ -313,30 +300,6 @@ def settled(replicas: ScriptedReplicas, engine: ReplicaEngine) -> list[str]:
     assert len(engine.step()) == 1
     assert replicas.wrong == []
     return [each.state for each in engine.replicas()]
-
-
-def test_a_replica_that_does_not_wake_up_is_started_again() -> None:
-    replicas, engine = sleeping(3)
-    replicas.lives[1].wakes = False
-    engine.weights.wake_up(SLEEPING_PARTS)
-    assert settled(replicas, engine) == ["healthy"] * 3
-    assert [each.restarts for each in engine.replicas()] == [0, 1, 0]
-    engine.close()
-
-
-def test_replicas_none_of_which_wakes_up_sleep_on() -> None:
-    replicas, engine = sleeping(2)
-    for life in replicas.lives:
-        life.wakes = False
-    with pytest.raises(EngineFailed, match="no memory any more"):
-        engine.weights.wake_up(SLEEPING_PARTS)
-    assert engine.weights.asleep == SLEEPING_PARTS
-    assert [life.asleep for life in replicas.lives] == [SLEEPING_PARTS] * 2
-    for life in replicas.lives:
-        life.wakes = True
-    engine.weights.wake_up(SLEEPING_PARTS)
-    assert settled(replicas, engine) == ["healthy"] * 2
-    engine.close()
 
 
 def test_a_sleep_does_not_wait_for_a_replica_that_is_being_opened() -> None:

@@ -10,7 +10,6 @@ import random
 import socket
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,12 @@ import pytest
 import torch
 
 from genrt import loading
-from genrt.cluster import ranks as ranks_module
 from genrt.cluster.flushes import FarSequences, HandleNumbers
-from genrt.cluster.options import gpus_of
 from genrt.cluster.ranks import (
     Follower,
     RankedEngine,
     Ranks,
-    are_launched,
     open_ranked,
-    progress_of,
 )
 from genrt.engines.protocol import EngineStatistics, Finished
 from genrt.engines.vllm.rank import broadcast_from_rank0
@@ -211,20 +206,6 @@ def test_a_step_that_runs_ahead_does_so_in_every_rank() -> None:
         assert each.told[-1] == ("speculate", "3", "4", 2)
 
 
-def test_what_nobody_goes_on_from_is_forgotten_everywhere() -> None:
-    other = Recorded()
-    engine, _ = ranked(other)
-    [follower] = engine._ranks.followers  # type: ignore[attr-defined]
-    population = draws(2)
-    engine.go_on(population)
-    engine.step()
-    assert len(follower.handles) == 1
-    assert not follower._tickets
-    del population
-    engine.submit([A])
-    assert not follower.handles
-
-
 def test_what_goes_on_step_after_step_is_the_same_in_every_rank() -> None:
     """Also of sequences that were resampled, of which only the last tokens are told."""
     others, first = (Recorded(), Recorded()), Recorded()
@@ -288,51 +269,6 @@ def test_a_step_that_fails_is_the_end_of_all() -> None:
         engine.step()
 
 
-def test_how_far_a_rank_has_come_is_what_all_of_them_count() -> None:
-    counted = EngineStatistics(steps=1, requests=2, rows=3, seconds=4.0, bytes_to_host=5)
-    elsewhere = EngineStatistics(steps=1, requests=2, rows=3, seconds=9.0, bytes_to_host=0)
-    assert progress_of(counted) == progress_of(elsewhere)
-    assert progress_of(counted) != progress_of(EngineStatistics(steps=2, requests=2, rows=3))
-
-
-def test_a_rank_that_ends_by_itself_is_told_and_one_that_closes_is_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(
-        ranks_module, "PROGRAM", "import socket; socket.socket(fileno={port}).recv(1)"
-    )
-    told: list[str] = []
-    seen = threading.Event()
-
-    def lost(reason: str) -> None:
-        told.append(reason)
-        seen.set()
-
-    ranks = Ranks(3, lost)
-    ranks._links[1][1].kill()
-    assert seen.wait(60)
-    assert told == ["rank 2 ended with status -9"]
-    ranks.close()
-    ranks.close()
-    assert told == ["rank 2 ended with status -9"]
-    quiet: list[str] = []
-    closed = Ranks(2, quiet.append)
-    closed.close()
-    assert not quiet
-
-
-def test_a_process_with_ranks_dies_with_any_of_them() -> None:
-    code = (
-        "import genrt.cluster.ranks as r, threading\n"
-        "r.PROGRAM = 'import sys; sys.exit(5)'\n"
-        "ranks = r.Ranks(2)\n"
-        "threading.Event().wait()\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=300)
-    assert ended.returncode == 1
-    assert b"rank 1 ended with status 5" in ended.stderr
-
-
 def test_a_rank_dies_with_its_parent_whatever_it_is_at() -> None:
     """Also where it waits for another rank in native code, for which a process that sleeps stands."""
     code = (
@@ -356,13 +292,6 @@ def test_a_rank_dies_with_its_parent_whatever_it_is_at() -> None:
     assert parent.returncode == -9
     assert ours.recv(1) == b""
     ours.close()
-
-
-def test_options_ask_for_ranks_by_the_name_of_vllms_executor() -> None:
-    options = {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"}
-    assert are_launched(options)
-    assert gpus_of(options) == 2
-    assert not are_launched({"tensor_parallel_size": 2})
 
 
 @pytest.mark.parametrize(

@@ -6,26 +6,23 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from safetensors.torch import save_file
 
 import genrt
 from genrt.cluster import engine as engine_module
-from genrt.cluster.routing import Router
 from genrt.engines.adapters import CONFIG_NAME, WEIGHTS_NAME
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.errors import EngineDied, EngineFailed, InvalidAdapter, InvalidRequest
 from genrt.lm import AsyncLM
-from genrt.questions.draws import PopulationDraw
-from genrt.questions.request import Request
-from genrt.questions.sequences import SequenceHandle
-from tests.apart import drawn_apart_sync
+from genrt.server import serving
 from tests.cluster.here import ReplicasHere, replicas_of
 from tests.population_walk import EVENTS, HeldContexts, walk
 from tests.population_walk import Runtime as Walked
@@ -122,67 +119,6 @@ async def test_each_draw_is_its_own_context_s_when_replicas_die(
         await walk(own, seed=0, steps=30)
 
 
-def appended(contexts: list[list[int]], token_ids: list[int]) -> None:
-    for context, token_id in zip(contexts, token_ids, strict=True):
-        context.append(token_id)
-
-
-@pytest.fixture
-def routes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[PopulationDraw, int]]:
-    """The arrays that were asked about, in order, and which replica was asked."""
-    found: list[tuple[PopulationDraw, int]] = []
-    route = Router.route
-
-    def seen(
-        self: Router, request: Request, usable: Sequence[int], extends: Sequence[int] = ()
-    ) -> int:
-        home = route(self, request, usable, extends)
-        if isinstance(request, PopulationDraw):
-            found.append((request, home))
-        return home
-
-    monkeypatch.setattr(Router, "route", seen)
-    return found
-
-
-@pytest.mark.promise(number=40)
-def test_a_large_batch_is_shared_and_deaths_are_not_seen(
-    two: AsyncLM, alone: AsyncLM, routes: list[tuple[PopulationDraw, int]]
-) -> None:
-    until(two, "healthy")
-    chance = random.Random(2)
-    contexts = [[n % 11, n // 11 % 11, n // 121] for n in range(128)]
-    homes: dict[SequenceHandle, int] = {}
-    victims = {8: 0, 11: 1}
-    for step in range(14):
-        found = two.batch_draw_sync(contexts, seed=1000 * step, timeout=60)
-        wanted = drawn_apart_sync(alone, contexts, seed=1000 * step)
-        assert found.token_ids.tolist() == wanted.token_ids.tolist()
-        assert torch.allclose(found.logprobs, wanted.logprobs, atol=1e-5)
-        parts = [each for each in routes if each[0].handle not in homes]
-        homes |= {part.handle: home for part, home in parts}
-        if step < 8:
-            assert [len(part) for part, _ in parts] == [64, 64]
-            assert {home for _, home in parts} == {0, 1}
-        appended(contexts, found.token_ids.tolist())
-        if step in (3, 5, 6):
-            contexts = [each.copy() for each in chance.choices(contexts, k=128)]
-        if step in victims:
-            replicas_of(two).die(victims[step])
-
-
-@pytest.mark.parametrize("count", [1, 64])
-def test_a_small_batch_is_one_replica_s(
-    two: AsyncLM, routes: list[tuple[PopulationDraw, int]], count: int
-) -> None:
-    until(two, "healthy")
-    contexts = [[count % 11, n % 11, n // 11] for n in range(count)]
-    for step in range(4):
-        appended(contexts, two.batch_draw_sync(contexts, seed=step).token_ids.tolist())
-    assert len(routes) == 4
-    assert len({home for _, home in routes}) == 1
-
-
 def test_a_stream_is_told_while_it_is_drawn(two: AsyncLM, alone: AsyncLM) -> None:
     options: Any = {"max_tokens": 20, "seed": 3}
     deltas = list(two.stream_sync([1], **options))
@@ -216,6 +152,25 @@ def test_statistics_are_a_sum_and_survive_a_death(two: AsyncLM) -> None:
     after = two.statistics()
     assert after.engine.rows > before.engine.rows
     assert after.since(before).replicas == after.replicas
+
+
+def test_a_server_over_replicas(two: AsyncLM, alone: AsyncLM) -> None:
+    until(two, "healthy")
+    asked = {"prompts": [[0, 1], [2]], "seed": 9}
+    infer = {"prompt": [0], "particles": 8, "max_tokens": 6, "seed": 1}
+    answers = []
+    for lm in (alone, two):
+        with serving(lm) as server, httpx.Client(base_url=str(server.url), timeout=60) as client:
+            drawn = client.post("/v1/draw", json=asked).json()
+            posterior = client.post("/v1/infer", json=infer).json()["posterior"]
+            answers.append((drawn["data"], posterior))
+            metrics = client.get("/metrics").text
+            status = client.get("/v1/status").json()
+    assert answers[0][1] == answers[1][1]
+    for mine, theirs in zip(answers[0][0], answers[1][0], strict=True):
+        assert mine["token_id"] == theirs["token_id"]
+    assert '\ngenrt_replica_in_flight{replica="1"} 0\n' in metrics
+    assert [each["state"] for each in status["statistics"]["replicas"]] == ["healthy"] * 2
 
 
 def test_what_is_wrong_with_a_question_is_told_to_its_caller_alone(
@@ -346,18 +301,6 @@ async def test_a_hundred_deaths_of_32_replicas_lose_nothing(
     right, told = await storm(monkeypatch, 32, 100, 60.0)
     assert right >= 1_900
     assert told <= right // 10
-
-
-@pytest.mark.promise(number=39)
-async def test_a_replica_that_hangs_is_replaced_and_its_questions_are_answered() -> None:
-    with genrt.load(MODEL, engine="exact", replicas=2) as lm:
-        for number in range(2):
-            replicas_of(lm).hang(number)
-        contexts = [[each, 3] for each in range(11)]
-        found = await lm.batch_next_token_logprobs(contexts, timeout=60)
-        expected = torch.stack([MODEL.row(each) for each in contexts])
-        assert torch.allclose(found, expected, atol=1e-5)
-        assert replicas_of(lm).lives == [2, 2]
 
 
 @pytest.mark.parametrize("victims", [[0], [0, 1]])

@@ -75,17 +75,6 @@ def test_a_common_beginning_stays_together_up_to_the_margin() -> None:
     assert abs(2 * sum(homes) - 400) <= MARGIN + 2
 
 
-def test_ties_are_broken_at_random_and_by_the_routers_own_generator() -> None:
-    state, every = random.getstate(), [*range(8)]
-    routes = [
-        [Router(8, seed=seed).route(LogprobsRequest([1]), every) for seed in range(40)]
-        for _ in range(2)
-    ]
-    assert routes[0] == routes[1]
-    assert len(set(routes[0])) > 4
-    assert random.getstate() == state
-
-
 @settings(deadline=None)
 @given(
     usable=st.lists(st.integers(0, 5), min_size=1, unique=True),
@@ -142,10 +131,3 @@ def test_new_populations_and_programs_go_where_there_is_least_to_do_and_to_keep(
         four.done(home, program(number))
     four.stays(1, places[0], 16)
     assert four.route(program(5), [*range(4)]) != places[0]
-
-
-def test_a_new_life_of_a_replica_has_no_work() -> None:
-    router = Router(2, seed=0)
-    router.route(population([1], 64), [0])
-    router.lost(0)
-    assert {router.route(program(each), TWO) for each in range(2)} == {0, 1}

@@ -12,18 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import genrt
-from genrt.cluster.programs import pickle_program, unpickle_program
 from genrt.constraints import all_of, json_schema, potential, predicate, regex, strings
 from genrt.engines.exact import NGram
 from genrt.errors import (
     Closed,
     EngineDied,
     EngineFailed,
-    EngineUnsupported,
     InvalidRequest,
     TimedOut,
 )
@@ -126,25 +122,12 @@ async def _everything(lm: AsyncLM) -> Any:
     return draws, text.token_ids, sum(deltas, ()), rows.tolist(), scores.tolist(), lm.vocab_size
 
 
-@settings(max_examples=5, deadline=None)
-@given(seed=st.integers(0, 2**63 - 1))
-def test_what_a_function_asks_without_seeds_is_drawn_from_the_programs(seed: int) -> None:
-    mine, theirs = (lm.run_sync(_everything, seed=seed) for lm in _opened())
-    assert mine == theirs
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _share(runtimes: Runtimes) -> Iterator[None]:
-    _SHARED.append(runtimes)
-    yield
-    _SHARED.clear()
-
-
-_SHARED: list[Runtimes] = []
-
-
-def _opened() -> Runtimes:
-    return _SHARED[0]
+async def test_what_a_function_asks_without_seeds_is_drawn_from_the_programs(
+    runtimes: Runtimes,
+) -> None:
+    for seed in (0, 1, 2**63 - 1):
+        mine, theirs = [await lm.run(_everything, seed=seed) for lm in runtimes]
+        assert mine == theirs
 
 
 async def test_without_a_seed_a_program_takes_the_runtimes_next_one() -> None:
@@ -182,27 +165,6 @@ def is_marked(path: Path) -> bool:
 
 def marks_in(folder: Path) -> int:
     return len(list(folder.iterdir()))
-
-
-class _Meeting:
-    """Programs that end once so many of them run, each over a runtime of its own."""
-
-    def __init__(self, folder: Path, count: int) -> None:
-        self.folder, self.count = folder, count
-
-    async def __call__(self, lm: AsyncLM) -> str:
-        mark(self.folder / lm.runtime_id)
-        while marks_in(self.folder) < self.count:
-            await lm.draw([1])
-        return lm.runtime_id
-
-
-async def test_programs_at_once_are_spread_over_the_replicas(
-    runtimes: Runtimes, tmp_path: Path
-) -> None:
-    meeting = _Meeting(tmp_path, 2)
-    found = await asyncio.gather(*[runtimes[1].run(meeting, timeout=60) for _ in range(2)])
-    assert len({*found}) == 2
 
 
 _WITHDRAWN: list[str] = []
@@ -246,15 +208,6 @@ async def test_a_program_that_is_withdrawn_is_cancelled_where_it_runs(tmp_path: 
         assert await other == ["a", "b"]
         assert lm.statistics().batcher.in_flight == 0
         assert [each.in_flight for each in lm.statistics().replicas] == [0]
-
-
-async def test_a_timeout_withdraws_a_program_that_runs_here(
-    runtimes: Runtimes, tmp_path: Path
-) -> None:
-    _WITHDRAWN.clear()
-    with pytest.raises(TimedOut, match="withdrawn"):
-        await runtimes[0].run(partial(_waits, started=tmp_path / "a"), timeout=0.2)
-    assert _WITHDRAWN == ["a"]
 
 
 async def _dies(lm: AsyncLM, lives: Path, times: int) -> int:
@@ -404,23 +357,3 @@ async def test_a_program_sees_adapters_as_they_come_and_weights_that_are_whole(
 async def _slowly(lm: AsyncLM, there: Path) -> list[int]:
     mark(there)
     return [(await lm.draw([each % 7])).weights_version for each in range(50)]
-
-
-async def test_a_program_cannot_close_its_replicas_runtime() -> None:
-    with genrt.load(MODEL, engine="exact", replicas=1) as lm:
-        with pytest.raises(EngineUnsupported, match="cannot call close"):
-            await lm.run(_closes)
-        assert await lm.run(_everything, seed=2)
-
-
-async def _closes(lm: AsyncLM) -> None:
-    lm.close()
-
-
-def test_a_mark_stands_for_the_runtime_whose_tokens_are_read_there(runtimes: Runtimes) -> None:
-    one, two = runtimes
-    both = all_of(regex("a+", one), strings(["a", "aa"], one))
-    constraint = unpickle_program(pickle_program(both, one), two)
-    again = regex("a+", two)
-    assert constraint.tokens is again.tokens  # type: ignore[attr-defined]
-    assert constraint.start().mask().tolist() == again.start().mask().tolist()

@@ -1,9 +1,11 @@
-"""Two vLLM engines in processes: answers, weights, adapters and clients as of one, deaths included."""
+"""Replicas with vLLM, or two ranks: answers, weights, adapters and clients as of one engine, deaths
+included."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +20,7 @@ from genrt.server import serving
 from tests.cluster.ray_program import identity
 from tests.cluster.test_replicas import until
 from tests.inside import engine_of
+from tests.scripted import PATIENCE_SECONDS
 from tests.waiting import until as happened
 
 pytestmark = [pytest.mark.vllm, pytest.mark.proof]
@@ -77,6 +80,69 @@ def answers(lm: genrt.AsyncLM) -> list[torch.Tensor]:
 def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-3)
+
+
+def ranks_of(process: int) -> list[int]:
+    """The processes that a replica has started."""
+    children = [each.read_text() for each in Path(f"/proc/{process}/task").glob("*/children")]
+    commands = {
+        each: Path(f"/proc/{each}/cmdline").read_bytes() for each in " ".join(children).split()
+    }
+    return [int(each) for each, command in commands.items() if b"follow(" in command]
+
+
+def has_ended(process: int) -> bool:
+    """Wait until there is no such process, for as long as patience lasts."""
+    try:
+        handle = os.pidfd_open(process)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([handle], [], [], PATIENCE_SECONDS)[0])
+    finally:
+        os.close(handle)
+
+
+@pytest.mark.promise(number=39)
+def test_two_ranks_answer_as_one_engine_does(
+    one: genrt.AsyncLM, llama: Path, loras: tuple[Path, Path], tmp_path: Path, local_ray: None
+) -> None:
+    from tests.small_models import make_llama
+
+    own = load_file(llama / "model.safetensors")
+    other = load_file(make_llama(tmp_path / "other", seed=7) / "model.safetensors")
+
+    def counted(lm: genrt.AsyncLM) -> list[int]:
+        before = lm.statistics()
+        answers(lm)
+        since = lm.statistics().since(before).engine
+        return [since.rows, since.extended, since.forked, since.computed_tokens]
+
+    expected = answers(one)
+    alone = counted(one)
+    one.update_weights_sync(other)
+    renewed = answers(one)
+    one.update_weights_sync(own)
+    ranked = OPTIONS | {"tensor_parallel_size": 2}
+    with genrt.load(llama, engine_options=ranked, seed=1) as two:
+        two.add_adapter_sync("a", loras[0])
+        assert_equal(answers(two), expected)
+        assert counted(two) == alone
+        with pytest.raises(genrt.InvalidAdapter):
+            two.add_adapter_sync("b", tmp_path)
+        two.update_weights_sync(other)
+        assert_equal(answers(two), renewed)
+
+        # A rank dies: all do, and are started again, with the weights and adapters that there are.
+        process = two.run_sync(identity)
+        [rank] = ranks_of(process)
+        os.kill(rank, signal.SIGKILL)
+        assert_equal(answers(two), renewed)
+        assert has_ended(process)
+        until(two, "healthy", restarts=1)
+        [last] = ranks_of(two.run_sync(identity))
+    assert has_ended(last)
+    assert not [*Path("/dev/shm").glob("genrt-ranks-*")]
 
 
 @pytest.mark.promise(number=39)

@@ -203,9 +203,8 @@ BASE = {"properties": {"a": {"type": "integer"}}, "required": ["a"]}
             '{"a":1,"b":null}',
             '{"a":1,"b":1}',
         ),
-        # Properties of schemas that hold together are all named.
-        ({"allOf": [BASE], "properties": {"b": {}}}, '{"a":1,"b":1}', '{"a":1,"c":1}'),
-        ({"allOf": [BASE], "properties": {"b": {}}}, '{"a":1}', '{"a":"x"}'),
+        # Schemas that hold together stay open.
+        ({"allOf": [BASE], "properties": {"b": {}}}, '{"a":1,"b":1,"c":1}', '{"a":"x"}'),
         (
             {"$defs": {"A": BASE}, "$ref": "#/$defs/A", "properties": {"b": {}}},
             '{"a":1,"b":1}',

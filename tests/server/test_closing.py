@@ -28,6 +28,10 @@ def lm() -> Iterator[genrt.AsyncLM]:
         yield lm
 
 
+def serving_threads() -> set[threading.Thread]:
+    return {each for each in threading.enumerate() if each.name == "genrt-server"}
+
+
 def errors_in(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
     return [each for each in caplog.records if each.levelno >= logging.WARNING]
 
@@ -85,6 +89,7 @@ async def test_who_does_not_read_is_cut_and_holds_nobody_up(
 ) -> None:
     wide = NGram.random(2000, order=1, seed=1)
     many = json.dumps({"prompts": [[1]] * 4096}).encode()  # 32 MB of rows
+    others = serving_threads()
     async with (
         genrt.load(engine=lambda: ExactEngine(wide, max_model_len=8)) as lm,
         serving(lm, shutdown_seconds=0.01) as server,
@@ -93,13 +98,14 @@ async def test_who_does_not_read_is_cut_and_holds_nobody_up(
             connection.sendall(post("/v1/next_token_logprobs", many))
             assert (await asyncio.to_thread(connection.recv, 4)) == b"HTTP"
             await asyncio.to_thread(server.close)
-            assert "genrt-server" not in {each.name for each in threading.enumerate()}
+            assert serving_threads() == others
     assert errors_in(caplog) == []
 
 
 async def test_half_a_head_and_an_idle_connection_end_with_the_server(
     lm: genrt.AsyncLM, caplog: pytest.LogCaptureFixture
 ) -> None:
+    others = serving_threads()
     async with serving(lm, shutdown_seconds=60.0) as server:
         with connected(server) as idle, connected(server) as half:
             idle.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
@@ -108,5 +114,5 @@ async def test_half_a_head_and_an_idle_connection_end_with_the_server(
             await asyncio.to_thread(server.close)
             assert rest_of(idle) == b""
             assert rest_of(half) == b""
-            assert "genrt-server" not in {each.name for each in threading.enumerate()}
+            assert serving_threads() == others
     assert errors_in(caplog) == []

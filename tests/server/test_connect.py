@@ -23,7 +23,6 @@ from safetensors.torch import save_file
 import genrt
 from genrt.constraints import regex
 from genrt.engines.exact import ExactEngine, NGram
-from genrt.engines.remote.connection import ServerBusy
 from genrt.engines.remote.engine import RemoteEngine
 from genrt.engines.remote.wire import (
     answers_of,
@@ -158,14 +157,6 @@ async def test_a_sampler_written_for_one_runs_on_the_other(lm: AsyncLM, server: 
         assert here.log_evidence == pytest.approx(there.log_evidence, abs=1e-6)
         # Draws are answered over there: no row of a step comes here.
         assert remote.statistics().engine.rows == 0
-
-
-async def test_what_is_asked_together_is_one_call(lm: AsyncLM, server: Server) -> None:
-    async with await AsyncLM.connect(str(server.url), api_key=KEY, cache_bytes=0) as remote:
-        before = remote.statistics().engine.steps
-        questions = [remote.draw([1, each], seed=each) for each in range(7)]
-        await asyncio.gather(*questions, remote.next_token_logprobs([2]), remote.score([1], [2, 3]))
-        assert remote.statistics().engine.steps == before + 1
 
 
 async def test_a_flush_that_is_larger_than_a_call_takes_several(lm: AsyncLM) -> None:
@@ -374,17 +365,6 @@ async def test_what_is_no_genrt_server_or_has_no_vocabulary_is_refused(server: S
             await AsyncLM.connect(url, timeout=20)
 
 
-async def test_an_answer_is_not_read_for_ever(server: Server) -> None:
-    """What follows is of a server that is still there."""
-    row = torch.full((8,), -math.log(8.0))
-    right = answers_of([row], {})
-    with canned(*opening_of(server), ok(right + bytes(2**23)), ok(right)) as url:
-        async with await AsyncLM.connect(url) as remote:
-            with pytest.raises(genrt.EngineFailed, match="is over 4"):
-                await remote.next_token_logprobs([1])
-            assert torch.equal(await remote.next_token_logprobs([1]), row)
-
-
 # -- servers that are lost, silent, busy or others by now ------------------------------------------
 
 
@@ -439,32 +419,6 @@ async def test_nobody_waits_for_a_server_that_is_silent(server: Server) -> None:
             await question
         await until(lambda: not engine.is_alive())
         await until(lambda: not thread.is_alive())
-
-
-def test_patience_with_a_busy_server_begins_anew_with_every_question(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = remote_engine(server, timeout=0.17)  # for a busy server too
-    asked = engine._asked
-    busy = [True]
-
-    def ask(questions: Any) -> list[Any]:
-        if busy[0]:
-            raise ServerBusy(0.0)
-        return asked(questions)
-
-    monkeypatch.setattr(engine, "_asked", ask)
-    engine.submit([logprobs(1)])
-    while engine._waited < 0.12:  # of which each step is 0.05
-        assert engine.step() == []
-    with pytest.raises(EngineFailed, match="busy"):
-        engine.step()
-    engine.submit([logprobs(2)])
-    assert engine.step() == []
-    busy[0] = False
-    [end] = engine.step()
-    assert end.error is None
-    engine.close()
 
 
 async def test_another_runtime_of_the_same_name_is_another_server() -> None:
@@ -637,20 +591,6 @@ def test_a_flush_that_was_changed_on_its_way_is_refused_or_another(
     except InvalidRequest:
         return
     assert len(found) <= 9
-
-
-def test_a_header_of_any_json_is_refused() -> None:
-    right = {"model": "m", "contexts": [], "adapters": [], "masks": 0, "questions": []}
-    odd: list[Any] = [None, -1, 10**30, 1.5, "x", [None], [[]], [["row"]], {"a": 1}]
-    odd.append([["row", 0, 0]])
-    for name in right:
-        for value in odd:
-            if value == right[name] or (name, value) == ("adapters", [None]):
-                continue
-            header = json.dumps(right | {name: value}).encode()
-            data = len(header).to_bytes(4, "little") + header
-            with pytest.raises(InvalidRequest):
-                flush_to(data, LIMITS, lambda name: None, model="m", most=9)
 
 
 # -- tokenizers -----------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("openai")
 
-import openai
 
 import genrt
 from genrt.errors import InvalidRequest, NotFinite
@@ -238,31 +237,6 @@ async def test_a_text_that_is_refused_is_told_by_its_status(
         if path != "/v1/messages":
             assert f'"code": {status}' in found.text
     check_log(logged)
-
-
-async def test_openais_client_raises_for_a_stream_that_is_cut(
-    lm: AsyncLM, server: Server, llama: Path
-) -> None:
-    async with openai.AsyncOpenAI(
-        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120
-    ) as client:
-        own: Any = {"model": "tiny", "stream": True, "extra_body": DRAWN}  # none ends by itself
-        asked: Any = {"messages": CHAT, "max_tokens": LONG, **own}
-        stream: Any = await client.chat.completions.create(**asked)
-        await anext(stream)
-        await anext(stream)
-        await replaced(lm, llama)
-        with pytest.raises(openai.APIError, match="ask again") as raised:
-            [_ async for _ in stream]
-        body: Any = raised.value.body
-        assert body["code"] == 503
-        asked = {"input": "Paris", "max_output_tokens": LONG, **own}
-        stream = await client.responses.create(**asked)
-        for _ in range(6):
-            await anext(stream)
-        await replaced(lm, llama)
-        with pytest.raises(openai.APIError, match="ask again"):
-            [_ async for _ in stream]
 
 
 async def test_a_server_that_closes_ends_its_streams_and_the_runtime_is_free(

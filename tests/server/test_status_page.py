@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,7 +14,6 @@ from genrt.engines.exact import ExactEngine, NGram
 from genrt.server import Server, serving
 from genrt.server.routes import OwnRoutes
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 MODEL = NGram.random(11, seed=1)
 
 
@@ -45,32 +41,7 @@ def server() -> Iterator[Server]:
         yield server
 
 
-def shown(server: Server, folder: Path) -> str:
-    """The page's document after some seconds of its own clock."""
-    command = [
-        *(str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
-        *(f"--user-data-dir={folder}", "--virtual-time-budget=3500", "--dump-dom"),
-        f"{server.url}/",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    return done.stdout
-
-
 STATE = {"number": 3, "particles": 64, "max_steps": 20, "step": 5, "unfinished": 60}
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's package chromium")
-def test_a_browser_shows_what_the_server_does(
-    tmp_path: Path, running: dict[int, Any], server: Server
-) -> None:
-    running[3] = STATE | {"ess": 41.25, "log_evidence": -1.5}
-    page = shown(server, tmp_path / "a")
-    assert "&lt;b&gt;tiny&lt;/b&gt;</h1>" in page  # a name is no markup
-    assert "41.3" in page or "41.2" in page
-    for each in ("up for", '<dd id="largest_flush">3</dd>', "5 of 20 at most", "60 of 64", "-1.5"):
-        assert each in page
-    running.clear()
-    assert "none is running" in shown(server, tmp_path / "b")
 
 
 def test_the_page_and_its_numbers_without_a_browser(

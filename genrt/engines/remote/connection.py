@@ -13,9 +13,6 @@ from typing import Any
 from genrt.errors import EngineDied, EngineFailed, EngineUnsupported, GenrtError, InvalidRequest
 from genrt.numbers import check_float
 
-MOST_ANSWERED = 2**28
-"""The bound on the answer to a GET, in bytes."""
-
 CONNECT_SECONDS = 10.0
 """The longest time to connect, which no thread can cut short."""
 
@@ -61,7 +58,7 @@ class ServerConnection:
 
     def get(self, path: str) -> bytes:
         """Return the content of a path; raises as ``post``."""
-        return self._call("GET", path, None, MOST_ANSWERED)
+        return self._call("GET", path, None)
 
     def get_json(self, path: str) -> dict[str, Any]:
         """Return the JSON object at a path; raises as ``post``."""
@@ -72,17 +69,17 @@ class ServerConnection:
             f"{self.url} is not a genrt server: its {path} is not a JSON object"
         )
 
-    def post(self, path: str, body: bytes, *, most: int) -> bytes:
-        """Return the answer to a body, at most ``most`` bytes. A call is repeated on a new connection if
-        the server has closed an idle one.
+    def post(self, path: str, body: bytes) -> bytes:
+        """Return the answer to a body. A call is repeated on a new connection if the server has closed an
+        idle one.
 
         Raises:
             ServerBusy: the server is busy.
             EngineDied: the server cannot be reached, or refuses the key.
-            EngineFailed: the server failed, or its answer is too large.
+            EngineFailed: the server failed.
             InvalidRequest: the server refuses the body.
         """
-        return self._call("POST", path, body, most)
+        return self._call("POST", path, body)
 
     def close(self) -> None:
         """Close the connection; the next call opens another."""
@@ -95,7 +92,7 @@ class ServerConnection:
             with contextlib.suppress(OSError):
                 socket.socket.shutdown(line, socket.SHUT_RDWR)
 
-    def _call(self, method: str, path: str, body: bytes | None, most: int) -> bytes:
+    def _call(self, method: str, path: str, body: bytes | None) -> bytes:
         headers = dict(self._headers)
         if body is not None:
             headers["content-type"] = "application/octet-stream"
@@ -103,7 +100,7 @@ class ServerConnection:
         may_repeat = self._http.sock is not None
         while True:
             try:
-                status, data, wait = self._once(method, path, body, headers, most)
+                status, data, wait = self._once(method, path, body, headers)
                 break
             except (http.client.HTTPException, OSError) as error:
                 self._http.close()
@@ -119,7 +116,7 @@ class ServerConnection:
         raise self._refused(status, data)
 
     def _once(
-        self, method: str, path: str, body: bytes | None, headers: dict[str, str], most: int
+        self, method: str, path: str, body: bytes | None, headers: dict[str, str]
     ) -> tuple[int, bytes, float]:
         is_open = self._http.sock is not None
         if not is_open and not self._is_hung_up:
@@ -129,12 +126,7 @@ class ServerConnection:
             raise ConnectionAbortedError("this end has hung up")
         self._http.request(method, self._path + path, body, headers)
         with self._http.getresponse() as answer:
-            data = answer.read(most + 1)
-            if len(data) > most:
-                self._http.close()
-                raise EngineFailed(f"{self.url}: its answer to {path} is over {most} bytes")
-            if answer.length:  # the number of missing bytes, which ``read`` ignores
-                raise http.client.IncompleteRead(data, answer.length)
+            data = answer.read()
         wait = answer.headers.get("retry-after", "")
         return answer.status, data, float(wait) if wait.isdigit() else 1.0
 

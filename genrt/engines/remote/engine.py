@@ -21,7 +21,6 @@ from genrt.engines.remote.connection import ServerBusy, ServerConnection
 from genrt.engines.remote.wire import (
     KINDS,
     Question,
-    answer_bytes,
     answers_to,
     flush_of,
     unpacked_tokenizer,
@@ -46,9 +45,6 @@ from genrt.questions.scores import ScoreRequest
 
 MOST_IN_BODY = 2**24
 """The approximate bound on the contexts and masks of one call, in bytes; more take several steps."""
-
-HEADER_BYTES = 2**22
-"""The most bytes of an answer's header, apart from its errors."""
 
 
 class RemoteEngine(SteppedEngine):
@@ -206,9 +202,7 @@ class RemoteEngine(SteppedEngine):
 
     def _asked(self, asked: Sequence[Question]) -> list[Any]:
         """Return the server's results, errors among them."""
-        body = flush_of(asked, self.fingerprint)
-        most = sum(answer_bytes(each, self.vocab_size) for each in asked)
-        data = self._connection.post("/v1/flush", body, most=most + HEADER_BYTES)
+        data = self._connection.post("/v1/flush", flush_of(asked, self.fingerprint))
         results, versions = answers_to(data, asked, self.vocab_size)
         for place, each in enumerate(asked):
             adapter = each.adapter

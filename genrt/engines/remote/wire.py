@@ -231,18 +231,6 @@ def answers_to(
     return results, versions
 
 
-def answer_bytes(request: Question, vocab_size: int) -> int:
-    """Return how many bytes the answer to a question has at most; one that fails has a message."""
-    wanted = request.wanted if isinstance(request, ReadRequest) else None
-    if isinstance(wanted, TopTokens):
-        count = 3 * wanted.k
-    elif isinstance(request, ScoreRequest):
-        count = 2 * len(request)
-    else:
-        count = vocab_size if wanted is None else len(getattr(wanted, "token_ids", (0,) * 6))
-    return F4.itemsize * count + 2**12
-
-
 def _read_result(request: Question, reader: _Reader, vocab_size: int) -> Any:
     wanted = request.wanted if isinstance(request, ReadRequest) else None
     if isinstance(wanted, DrawToken):

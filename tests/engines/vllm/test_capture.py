@@ -74,47 +74,6 @@ def context(*slots: int) -> Any:
     return SimpleNamespace(idx_mapping_np=np.array(slots, dtype=np.int32))
 
 
-@pytest.mark.promise(number=18)
-def test_v1_seeded_draws_are_of_the_seed_and_the_tokens_before_and_follow_moves() -> None:
-    """From vLLM's generator, whatever is discarded; twice the same two requests, the second time chunked,
-    moved and among others."""
-    from vllm.platforms import current_platform
-
-    current_platform.import_kernels()
-
-    def draw(capture: Any, count: int) -> list[int]:
-        tokens, nothing = capture.draw(torch.zeros(count, 10**5), {}, None, None)
-        assert nothing is None
-        return list(tokens.tolist())
-
-    def drawn(discarded: int, *seeds: int) -> list[list[int]]:
-        """Four tokens of each seed's request, which stand at the even places."""
-        capture, texts, size = v1(), [list[int]() for _ in seeds], 2 * len(seeds)
-        added: list[Any] = [(2 * n, (params(SEED=seed), texts[n])) for n, seed in enumerate(seeds)]
-        capture.update_state(update(size, added=[*added, (1, 3)]))
-        for _ in range(discarded):
-            draw(capture, size)
-        places = [2 * n for n in range(len(seeds))]
-        if discarded and len(seeds) > 1:
-            places = [2, 0]
-            capture.update_state(update(size, moved=[swap(0, 2)]))
-        for _ in range(4):
-            found = draw(capture, size)
-            for text, place in zip(texts, places, strict=True):
-                text.append(found[place])
-        return texts
-
-    generator = torch.Generator().manual_seed(5)
-    seeds = torch.cat([torch.randint(0, 2**31, (1,), generator=generator) for _ in range(4)])
-    expected = torch.ops._C.fused_gumbel_argmax(torch.zeros(4, 10**5), seeds).tolist()
-    assert drawn(0, 5) == drawn(3, 5) == [expected]
-    both = drawn(0, 5, 6)
-    assert both == drawn(2, 5, 6)
-    assert both[0] == expected
-    assert len({*both[0], *both[1]}) == 8
-    assert drawn(0, 5 + 2**32) != [expected]
-
-
 @pytest.mark.promise(number=3)
 @settings(deadline=None, max_examples=100)
 @given(st.data())
@@ -240,52 +199,6 @@ def test_a_runner_without_the_capture_or_with_another_sampler_is_refused() -> No
 
 
 # -- log-probabilities of the law ------------------------------------------------------------------
-
-
-class SamplerV1:
-    """As much of vLLM's as the laws follow: draws, then gathers the first token of every row."""
-
-    def __init__(self, capture: Any) -> None:
-        from genrt.engines.vllm.capture import LawsV1
-
-        self.topk_topp_sampler = SimpleNamespace(forward=self.draw)
-        self.gather_logprobs = self.gather
-        LawsV1(self, capture.law_rows)
-
-    def draw(self, logits: torch.Tensor, *_: object) -> tuple[torch.Tensor, None]:
-        return logits.argmax(-1), None
-
-    def gather(self, logprobs: torch.Tensor, _: int, token_ids: torch.Tensor) -> torch.Tensor:
-        return logprobs.gather(-1, token_ids[:, None])[:, 0]
-
-    def told(self, logits: torch.Tensor, heat: float, k: list[int]) -> list[float]:
-        """What a step tells of each row's likeliest token."""
-        raw = logits.log_softmax(-1)
-        heated = logits / heat
-        before = heated.clone()
-        drawn, _ = self.topk_topp_sampler.forward(heated, {}, torch.tensor(k), None)
-        assert torch.equal(heated, before)  # the draw is from what it would have been from
-        return list(self.gather_logprobs(raw, 0, drawn).tolist())
-
-
-def test_v1_the_law_is_told_where_it_is_wanted_and_follows_moves() -> None:
-    capture = v1()
-    sampler = SamplerV1(capture)
-    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
-    raw = logits.log_softmax(-1).amax(-1).tolist()
-    of_two = (logits / 0.5).topk(2).values.log_softmax(-1).amax(-1).tolist()
-    assert sampler.told(logits, 0.5, [2, 2, 2]) == pytest.approx(raw)
-    added: Any = [(place, (params(LAW=law), [])) for place, law in enumerate([True, False, True])]
-    capture.update_state(update(3, added=added))
-    for _ in range(2):
-        told = sampler.told(logits, 0.5, [2, 2, 2])
-        assert told == pytest.approx([of_two[0], raw[1], of_two[2]])
-    capture.update_state(update(2, removed=[2], moved=[swap(0, 1)]))
-    told = sampler.told(logits[:2], 0.5, [2, 2])
-    assert told == pytest.approx([raw[0], of_two[1]])
-    # A step without a draw, as a greedy one, has nothing of the step before.
-    gathered = sampler.gather_logprobs(logits[:2].log_softmax(-1), 0, logits[:2].argmax(-1))
-    assert gathered.tolist() == pytest.approx(raw[:2])
 
 
 def test_v2s_own_sampler_tells_each_row_what_its_request_wants(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -136,28 +135,6 @@ async def test_and_with_hardly_any_memory_and_steps_that_fail(
     with two_runtimes(llama, ahead=False, **TIGHT) as both:
         await walked(both, [llama, other], seed, steps)
         assert both[0].statistics().engine.evicted > 0
-
-
-# -- batches of lists -----------------------------------------------------------------------------
-
-
-async def test_a_batch_that_goes_on_computes_a_token_a_context(runtimes: Runtimes) -> None:
-    """As lists that grow and as new ones, also after resampling."""
-    lm, rng = runtimes[0], random.Random(3)
-    contexts = [[n, *range(30)] for n in range(COUNT)]
-    for step in range(12):
-        before = lm.statistics().engine
-        drawn = await lm.batch_draw(contexts, seed=step)
-        after = lm.statistics().engine
-        if step:
-            different = len({*map(tuple, contexts)})
-            assert after.computed_tokens - before.computed_tokens <= COUNT
-            assert after.rows - before.rows in range(different, COUNT + 1)
-            assert after.steps - before.steps == 1
-        for context, token_id in zip(contexts, drawn.token_ids.tolist(), strict=True):
-            context.append(token_id)
-        if step in (4, 8):
-            contexts = [each.copy() for each in rng.choices(contexts, k=COUNT)]
 
 
 # -- what is given back -------------------------------------------------------------------------

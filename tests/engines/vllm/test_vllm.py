@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
-import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +16,7 @@ from scipy import stats
 import genrt
 from genrt.engines.protocol import Engine
 from genrt.engines.vllm.capture import RowStore
-from genrt.engines.vllm.engine import VLLMEngine, changes_with_length
+from genrt.engines.vllm.engine import VLLMEngine
 from genrt.errors import (
     ContextTooLong,
     EngineFailed,
@@ -111,23 +109,6 @@ def test_the_longest_context_has_a_row_and_one_token_more_an_error(
     with pytest.raises(ContextTooLong, match="over max_model_len=512"):
         lm.next_token_logprobs_sync([*context, 1])
     assert lm.statistics().batcher.questions - before == 2
-
-
-@pytest.mark.parametrize(
-    ("text", "changes"),
-    [
-        ({"model_type": "llama"}, False),
-        ({"model_type": "llama", "rope_scaling": {"rope_type": "llama3"}}, False),
-        ({"model_type": "phi3", "rope_parameters": {"rope_type": "longrope"}}, True),
-        ({"model_type": "phi3", "rope_scaling": {"type": "longrope"}}, True),
-        ({"model_type": "llama4_text"}, True),
-    ],
-)
-def test_models_that_change_with_the_length_get_none_more(
-    text: dict[str, Any], changes: bool
-) -> None:
-    model = SimpleNamespace(hf_text_config=SimpleNamespace(**text))
-    assert changes_with_length(cast("Any", SimpleNamespace(model_config=model))) == changes
 
 
 @pytest.mark.parametrize(
@@ -394,24 +375,6 @@ async def test_a_score_is_its_adapters(adaptable: AsyncLM, loras: tuple[Path, Pa
     assert float((found[1] - found[2]).abs().max()) > 0.1
     await lm.add_adapter("a", loras[1])  # other weights under the same name
     assert worst([await lm.score(before, after, adapter="a")], [found[2]]) < TOLERANCE
-
-
-async def test_a_step_without_base_requests_has_all_slots_for_adapters(
-    adaptable: AsyncLM, loras: tuple[Path, Path]
-) -> None:
-    """Two and the base fit into one step, so three do too, in any order."""
-    for name, path in zip("abc", (*loras, loras[0]), strict=True):
-        await adaptable.add_adapter(name, path)
-    for step in range(3):
-        names = random.Random(step).sample("abc", 3)
-        asked = [([step, n], name) for n in range(3) for name in names]
-        rows = await asyncio.gather(
-            *(adaptable.next_token_logprobs(context, adapter=name) for context, name in asked)
-        )
-        for (context, name), row in zip(asked, rows, strict=True):
-            alone = await adaptable.next_token_logprobs([*context], adapter=name)
-            assert worst([row], [alone]) < TOLERANCE
-            assert name != "c" or worst([row], [rows[asked.index((context, "a"))]]) < TOLERANCE
 
 
 @pytest.mark.promise(number=25)

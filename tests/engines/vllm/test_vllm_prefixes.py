@@ -133,23 +133,6 @@ def test_a_question_that_needs_all_memory_gets_it_and_the_prefix_comes_back(
     assert kept(lm) == 12 * BLOCK
 
 
-async def test_texts_wait_for_each_other_rather_than_drop_the_prefix(
-    lm: AsyncLM, oracle: Oracle
-) -> None:
-    """Eight texts of up to 230 tokens need 64 blocks of their own; there are 20 beside the prefix."""
-    await lm.warm_up(PREFIX)
-    drawn = await lm.batch_generate(
-        [tokens(130, seed=50 + n) for n in range(8)], max_tokens=100, ignore_eos=True, seed=0
-    )
-    rows = await asyncio.gather(
-        *[lm.next_token_logprobs([*PREFIX, n, *tokens(90, seed=60 + n)]) for n in range(24)]
-    )
-    assert [len(each.token_ids) for each in drawn] == [100] * 8
-    for n, row in enumerate(rows):
-        assert right(row, [*PREFIX, n, *tokens(90, seed=60 + n)], oracle)
-    assert kept(lm) == KEPT
-
-
 def test_a_failed_step_loses_it_until_it_is_computed_again(lm: AsyncLM, oracle: Oracle) -> None:
     lm.warm_up_sync(PREFIX)
     for error, raised in ((RuntimeError("no"), EngineFailed), (MemoryError(), genrt.OutOfMemory)):

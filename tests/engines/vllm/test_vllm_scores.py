@@ -99,27 +99,6 @@ def test_scores_are_what_the_rows_say_in_every_company(
     assert left_over(engine_of(lm)) == {}
 
 
-def test_a_texts_rows_are_computed_in_as_many_requests_as_there_are_chunks(
-    lm: AsyncLM, oracle_rows: Rows
-) -> None:
-    text = tokens(130, 61)
-    wanted = oracle_rows(text)[:-1]
-    for start, chunk in ((1, None), (1, 50), (60, 7), (129, 5)):
-        before = lm.statistics().engine
-        found = [*lm.prompt_rows_sync(text, start, chunk=chunk)]
-        since = lm.statistics().engine
-        count = 130 - start
-        assert since.requests - before.requests == len(found) == -(-count // (chunk or count))
-        assert close(torch.cat(found), wanted[start - 1 :])
-    # What a chunk computed, the next one finds.
-    lm.clear_cache()
-    fresh = tokens(120, 62)
-    before = lm.statistics().engine
-    assert [len(each) for each in lm.prompt_rows_sync(fresh, chunk=40)] == [40, 40, 39]
-    assert lm.statistics().engine.computed_tokens - before.computed_tokens <= 119 + 2
-    assert left_over(engine_of(lm)) == {}
-
-
 def test_a_score_is_one_request_in_one_step(roomy: AsyncLM, score_of: Oracle) -> None:
     context, after = tokens(128, 101), tokens(256, 102)
     before = roomy.statistics()

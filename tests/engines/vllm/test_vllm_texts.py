@@ -201,6 +201,7 @@ ODD: dict[str, Any] = {
         "l": {"type": "array", "items": {"enum": [1, 2]}, "minItems": 1, "maxItems": 2},
     },
     "patternProperties": {"^x": {"type": "null"}},
+    "additionalProperties": False,
     "required": ["n", "s", "l"],
 }
 
