@@ -1,4 +1,4 @@
-"""Runs coroutines concurrently, in turns, or from a blocking thread."""
+"""Runs coroutines concurrently, one after the other, or from a blocking thread."""
 
 from __future__ import annotations
 
@@ -169,30 +169,30 @@ async def aside(function: Callable[[], T]) -> T:
     return await asyncio.wrap_future(in_background(function))
 
 
-# -- in turns --------------------------------------------------------------------------------------
+# -- one after the other --------------------------------------------------------------------------
 
 
-class Turns:
-    """A lock that coroutines of any event loop take in the order of their calls."""
+class FairLock:
+    """A lock that coroutines of any event loop acquire in the order of their calls."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._last: Future[None] = Future()
         self._last.set_result(None)
 
-    async def take(self) -> Callable[..., None]:
-        """Wait for every earlier turn; return a function that ends this one. It is idempotent, safe from
-        any thread, and ignores its arguments."""
-        turn: Future[None] = Future()
+    async def acquire(self) -> Callable[..., None]:
+        """Wait for every earlier holder; return a function that releases the lock. It is idempotent, safe
+        from any thread, and ignores its arguments."""
+        released: Future[None] = Future()
         with self._lock:
-            before, self._last = self._last, turn
+            before, self._last = self._last, released
         try:
             if not before.done():
                 await asyncio.wrap_future(follow(before))
         except BaseException:
-            before.add_done_callback(lambda _: resolve(turn, None))
+            before.add_done_callback(lambda _: resolve(released, None))
             raise
-        return lambda *_: resolve(turn, None)
+        return lambda *_: resolve(released, None)
 
 
 def follow(future: Future[Any]) -> Future[None]:

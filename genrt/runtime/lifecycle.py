@@ -43,8 +43,8 @@ Only ``running`` answers new questions. Only ``running`` and ``draining`` step t
 Rules:
     State changes under the batcher's lock. Only the engine's thread raises barriers and moves memory.
     A restart and a close break every barrier, and end each pause, sleep and update in progress.
-    An engine's prefixes and sequences are forgotten before it sleeps. Sleeps and wake_ups take turns; a
-    cancelled one has no effect. An engine that replaces a sleeping one sleeps too, before anything else.
+    An engine's prefixes and sequences are forgotten before it sleeps. Sleeps and wake_ups run one after
+    the other; a cancelled one has no effect. An engine that replaces a sleeping one sleeps too, before anything else.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ from genrt.errors import EngineFailed, EngineUnsupported, GenrtError, InvalidReq
 from genrt.numbers import check_int, named, shown
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.batcher import BROKEN, Barrier, Batcher, Pending
-from genrt.runtime.concurrency import Turns
+from genrt.runtime.concurrency import FairLock
 
 T = TypeVar("T")
 
@@ -130,7 +130,7 @@ class Lifecycle:
         self._batcher = batcher
         self._lock = batcher.lock
         self._thread = thread
-        self._turns = Turns()
+        self._move_lock = FairLock()
         self.owner: object | None = None
         self._owners_barrier: Barrier | None = None
         self.pause_barrier: Barrier | None = None
@@ -224,7 +224,7 @@ class Lifecycle:
         own = _barrier_for(pending, asked)
         _sleeping(self._thread.engine).check_sleep()
         self._check_not_asleep()
-        end_turn = await self._turns.take()
+        release = await self._move_lock.acquire()
         try:
             self._check_not_asleep()
             barrier = self._begin_pause(own)
@@ -242,13 +242,13 @@ class Lifecycle:
                 if falling.cancel():  # it has not begun
                     if is_own:
                         self._end_pause(barrier)
-                else:  # the next turn begins after that
-                    undo().add_done_callback(end_turn)
-                    end_turn = _nothing
+                else:  # the lock is released after that
+                    undo().add_done_callback(release)
+                    release = _nothing
                 raise
             return freed, undo
         finally:
-            end_turn()
+            release()
 
     def _check_not_asleep(self) -> None:
         if self.memory == "asleep":
@@ -284,13 +284,13 @@ class Lifecycle:
     async def wake_up(self, tags: Collection[SleepingPart] | None = None) -> bool:
         """Wake up as ``AsyncLM.wake_up``."""
         parts = _checked_parts(tags)
-        end_turn = await self._turns.take()
+        release = await self._move_lock.acquire()
         try:
             if self.memory == "awake":
                 return True
             return await self._called(partial(self._wake, parts=parts), self)
         finally:
-            end_turn()
+            release()
 
     def _wake(self, answering: AnsweringEngine, *, parts: frozenset[SleepingPart]) -> bool:
         if self.memory == "awake":  # it was restarted meanwhile

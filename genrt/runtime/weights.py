@@ -3,8 +3,8 @@
 Rules:
     There is no change before the first tensor is loaded. Then the whole update succeeds or the engine
     dies, and the next engine has the last whole weights. Other calls that load something, such as
-    adapters, wait: no step runs with mixed weights. Updates take turns. An update ends with EngineFailed
-    if its engine is restarted or replaced.
+    adapters, wait: no step runs with mixed weights. Updates run one after the other. An update ends with
+    EngineFailed if its engine is restarted or replaced.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from genrt.numbers import check_bool, shown
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.batcher import BROKEN, Barrier, Pending
 from genrt.runtime.cache import RowCache
-from genrt.runtime.concurrency import AT_ONCE_BYTES, Turns, aside, follow
+from genrt.runtime.concurrency import AT_ONCE_BYTES, FairLock, aside, follow
 from genrt.runtime.lifecycle import check_pending
 from genrt.runtime.thread import EngineThread
 
@@ -89,7 +89,7 @@ class WeightUpdates:
     def __init__(self, thread: EngineThread, cache: RowCache) -> None:
         self.thread = thread
         self.cache = cache
-        self.turns = Turns()
+        self.lock = FairLock()
 
     async def update(
         self,
@@ -126,15 +126,15 @@ class WeightUpdates:
                 update.saved, update.is_copied = self.thread.weights.begin(), True
                 for chunk in known:
                     await _run(update.copy, chunk)
-            end_turn = await self.turns.take()
+            release = await self.lock.acquire()
         except BaseException:
             update.release()
             raise
-        update.barrier.broken.add_done_callback(end_turn)
+        update.barrier.broken.add_done_callback(release)
         try:
             return await self._replace(update, known, chunks)
         finally:
-            end_turn()
+            release()
 
     async def _replace(self, update: Update, known: Sequence[NamedTensors], chunks: _Chunks) -> int:
         try:
@@ -372,7 +372,7 @@ class Transfers:
         self._update: Update | None = None
         self._is_given = False
         self._met: AnsweringEngine | None = None
-        self._end_turn: Callable[..., None] = lambda: None
+        self._release: Callable[..., None] = lambda: None
 
     @property
     def is_under_way(self) -> bool:
@@ -412,9 +412,9 @@ class Transfers:
             raise InvalidRequest("an update is under way already: finish it first")
         await self.check()
         self._updates.check_awake()
-        self._end_turn = await self._updates.turns.take()
+        self._release = await self._updates.lock.acquire()
         update = Update(self._updates, pending, {})
-        update.barrier.broken.add_done_callback(self._end_turn)
+        update.barrier.broken.add_done_callback(self._release)
         self._update, self._is_given = update, False
         try:
             await self._updates.begin(update)
@@ -447,7 +447,7 @@ class Transfers:
             raise InvalidRequest("nothing was sent in this update: call update_weights first")
         version: int = await self._through(update.finish, update)
         self._update = None
-        self._end_turn()
+        self._release()
         return version
 
     async def give_up(self) -> None:
@@ -455,7 +455,7 @@ class Transfers:
         update, self._update = self._update, None
         if update is not None:
             self._updates.thread.call_soon(update.end, update)
-            self._end_turn()
+            self._release()
 
     async def _through(self, function: Callable[[AnsweringEngine], Any], update: Update) -> Any:
         try:
