@@ -176,7 +176,7 @@ class _Loop:
     """The waiters and the gathered requests of one event loop, and whether it asks again at once.
 
     Attributes:
-        gathered: the entries added since the loop was last quiet; ``None`` without a scheduled pass.
+        gathered: the entries added since the loop was last idle; ``None`` without a scheduled pass.
         answered_at: the time of the last answer, unless the loop has asked since.
         returns: whether a question followed its last answer in time.
     """
@@ -353,7 +353,7 @@ class Batcher:
         return found
 
     def _gather(self, loop: asyncio.AbstractEventLoop | None, entries: list[Entry]) -> bool:
-        """Gather entries until their running loop is quiet; send the entries of a thread, and a full
+        """Gather entries until their running loop is idle; send the entries of a thread, and a full
         flush, at once. Return whether to wake the engine's thread."""
         if loop is None or not entries:
             return self._make_ready(entries)
@@ -388,7 +388,7 @@ class Batcher:
             raise
 
     def _end_gathering(self, asking: _Loop) -> bool:
-        """Send the gathered entries of a quiet loop, and note whether it asks again right after answers.
+        """Send the gathered entries of an idle loop, and note whether it asks again right after answers.
         Under the lock."""
         wake = self._send_gathered(asking)
         asking.gathered = None
@@ -400,7 +400,7 @@ class Batcher:
         return wake
 
     def _send_all_gathered(self) -> None:
-        """Send the entries of every loop without waiting for quiet, under the lock."""
+        """Send the entries of every loop at once, under the lock."""
         for asking in [*self._gathering]:
             self._send_gathered(asking)
 

@@ -44,7 +44,7 @@ Rules:
     State changes under the batcher's lock. Only the engine's thread raises barriers and moves memory.
     A restart and a close break every barrier, and end each pause, sleep and update in progress.
     An engine's prefixes and sequences are forgotten before it sleeps. Sleeps and wake_ups run one after
-    the other; a cancelled one has no effect. An engine that replaces a sleeping one sleeps too, before anything else.
+    the other; a cancelled one has no effect. An engine that replaces a sleeping one sleeps first.
 """
 
 from __future__ import annotations
