@@ -1,5 +1,5 @@
-"""Tests for users' own parts: a conformance suite for engines, and for samplers a simulation and the laws
-of correct ones, with exact answers."""
+"""Tests for users' own parts: a conformance suite for engines; for samplers a simulation, assertions and
+exact posteriors."""
 
 from __future__ import annotations
 

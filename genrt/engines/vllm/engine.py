@@ -566,8 +566,8 @@ class VLLMEngine:
 
 
 def changes_with_length(config: VllmConfig) -> bool:
-    """Return whether the model's law depends on ``max_model_len``: Phi 3's long factors of RoPE, Llama
-    4's temperatures of attention."""
+    """Return whether the model's distribution depends on ``max_model_len``: Phi 3's long factors of
+    RoPE, Llama 4's temperatures of attention."""
     text = config.model_config.hf_text_config
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
     return "longrope" in str(rope) or str(getattr(text, "model_type", "")).startswith("llama4")
