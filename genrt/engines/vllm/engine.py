@@ -58,10 +58,10 @@ from genrt.questions.sequences import SequenceHandle
 from genrt.tokens.rows import Leaving
 
 Sent: TypeAlias = LogprobsRequest | ScoreRequest | TextRequest
-"""A question that is sent to vLLM as one request."""
+"""A request that becomes one vLLM request."""
 
 Purpose: TypeAlias = Sent | PopulationDraw
-"""A question with its own vLLM request, or a population, which has several."""
+"""A request with its own vLLM request, or a population, which has several."""
 
 
 class VLLMEngine:
@@ -496,7 +496,7 @@ class VLLMEngine:
             raise
 
     def remove_adapter(self, adapter: Adapter) -> None:
-        if self._open is not None:  # resident sequences that no question in progress extends
+        if self._open is not None:  # resident sequences that no request in progress extends
             bound = self._open.residents.bound_to(adapter)
             self._abort([each for each in bound if each not in self._in_progress])
         with self._globals:
@@ -533,7 +533,7 @@ class VLLMEngine:
         return bool(self._core.reset_prefix_cache()) and not self._in_progress
 
     def stop_keeping(self) -> None:
-        """Open a new vLLM request for every question from now on. No request may be in progress."""
+        """Open a new vLLM request for every request from now on. No request may be in progress."""
         self.forget_residents()
         self._open = None
 

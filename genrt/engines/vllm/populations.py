@@ -1,7 +1,7 @@
 """Tracks an engine's populations: the vLLM requests of their sequences, and how populations continue.
 
-A sequence is found by its number in an earlier question, so that no context is read for it, if its vLLM
-request is as that question left it: parked, and in no flush since. Otherwise the rows are requested one
+A sequence is found by its index in an earlier population request, so that no context is read for it, if
+its vLLM request is unchanged since then: parked, and in no flush. Otherwise the rows are requested one
 by one and the population is *settled*: its sequences are found by their contexts once.
 """
 
@@ -28,7 +28,7 @@ from genrt.tokens.rows import Leaving, gather_rows
 from genrt.tokens.sampling import DrawGraphs
 
 MOST_FORKS = 64
-"""The most forks that are made for sequences before the next question, while the forward runs."""
+"""The most forks that are made for sequences before the next request, while the forward runs."""
 
 
 @dataclass(slots=True)
@@ -39,7 +39,9 @@ class _Requests:
     flushes: np.ndarray
     places: np.ndarray | None  # of each sequence's request; None if sequence i has request i
     adapter: Adapter | None
-    spare: dict[str, int] = field(default_factory=dict)  # unused requests of earlier questions
+    spare: dict[str, int] = field(
+        default_factory=dict
+    )  # unused vLLM requests of earlier populations
     # Requests that became forks for sequences that shared a request, and each sequence's own one then.
     forks: dict[str, int] = field(default_factory=dict)
     own: list[str] | None = None
@@ -109,7 +111,7 @@ class SeatedPopulations:
     def __init__(self, open_requests: OpenRequests | None, adapters: VLLMAdapters) -> None:
         self._open = cast("OpenRequests", open_requests)
         self._adapters = adapters
-        # The seats of each question; for a settled one, a function that finds them when needed.
+        # The vLLM requests of each handle; for a settled one, a function that finds them when needed.
         self._known: WeakKeyDictionary[
             SequenceHandle, _Requests | Callable[[], _Requests | None]
         ] = WeakKeyDictionary()
@@ -197,8 +199,8 @@ class SeatedPopulations:
         return wanted <= min(kept.most, len(np.unique(rows)) + MOST_FORKS)
 
     def whole(self, request_ids: list[str]) -> list[PopulationDraw]:
-        """Return the populations that consist of exactly these requests; ``[]`` if some belong to other
-        questions, or if a population is incomplete."""
+        """Return the populations that consist of exactly these requests; ``[]`` if some belong to
+        others, or if a population is incomplete."""
         wanted, count = set(request_ids), 0
         found: list[PopulationDraw] = []
         for population, seats in self._under_way.items():
@@ -339,7 +341,7 @@ class SeatedPopulations:
         return seats
 
     def release(self, several: Sequence[SequenceHandle]) -> list[str]:
-        """Forget these questions; return their requests that no other question has used since."""
+        """Forget these handles; return their vLLM requests that no other has used since."""
         free: list[str] = []
         for asked in several:
             seats = self._seats_of(asked)
@@ -402,7 +404,7 @@ def _settled(kept: OpenRequests, contexts: Contexts, adapter: Adapter | None) ->
 def _joined_requests(
     several: Sequence[_Requests], handles: Sequence[SequenceHandle]
 ) -> tuple[list[str], np.ndarray, np.ndarray]:
-    """Return the requests of several questions, their flushes, and the request index of each sequence."""
+    """Return the vLLM requests of several handles, their flushes, and the request index of each sequence."""
     request_ids: list[str] = []
     rows: list[np.ndarray] = []
     for seats, handle in zip(several, handles, strict=True):
