@@ -14,8 +14,8 @@ Rules:
     A request ends once. Requests that ran out of memory together are sent again in smaller flushes.
     A cancelled waiter affects no other waiter. A request is withdrawn with its last waiter.
     A row is cached before its entry ends. A question checks the cache and the entries under the lock.
-    The requests of a question enter the queue together. Clients take turns, one question each. A question larger than the
-    queue enters an empty queue.
+    The requests of a question enter the queue together. Clients take turns, one question each. A question
+    larger than the queue enters an empty queue.
     Every waiter gets its own storage or exception object. A turn calls each event loop once.
     References are dropped after the lock is released: finalizers may run arbitrary code.
     The lock is reentrant because finalizers and signal handlers may interrupt its holder. They change no

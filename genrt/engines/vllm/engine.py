@@ -30,7 +30,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from genrt.engines.protocol import EngineStatistics, Finished
 from genrt.engines.vllm.capture import FiniteCheck, RemoteStore, RowStore, connect_capture
 from genrt.engines.vllm.lora import VLLMAdapters
-from genrt.engines.vllm.populations import SeatedPopulations
+from genrt.engines.vllm.populations import OpenPopulations
 from genrt.engines.vllm.prefixes import PrefixBlocks
 from genrt.engines.vllm.process import Globals, heap_kept
 from genrt.engines.vllm.rank import Share, keep_local
@@ -110,7 +110,7 @@ class VLLMEngine:
                 device=self.device,
             )
             self._open = OpenRequests(core.scheduler, steps)
-        self._populations = SeatedPopulations(self._open, self._adapters)
+        self._populations = OpenPopulations(self._open, self._adapters)
         self._decoded: list[tuple[Purpose, str]] = []  # requests of the last decode step
         drawn_here = self.runner == "V1" and on_cpu
         self._texts = VLLMTexts(llm_engine, self.max_batch_size, drawn_here=drawn_here)

@@ -2,7 +2,8 @@
 
 A request whose context is a resident sequence plus one token *extends* it. Further requests *fork* it:
 they take over the *seats* (vLLM requests) of sequences without further requests, as after resampling. Any
-other request opens a new vLLM request, which shares the blocks of the nearest resident sequence. A sequence that this flush extends or forks keeps its seat.
+other request opens a new vLLM request, which shares the blocks of the nearest resident sequence. A
+sequence that this flush extends or forks keeps its seat.
 """
 
 from __future__ import annotations
