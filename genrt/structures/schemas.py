@@ -346,7 +346,7 @@ def _check_numbers(schema: Schema) -> None:
 
 def _is_exact(value: int | float) -> bool:
     """Return whether llguidance reads a number as it is written."""
-    if isinstance(value, int) and abs(value) < 2**63:
+    if abs(value) < 2**63 and value == int(value):
         return int(float(value)) == value
     digits = "".join(map(str, Decimal(repr(value)).as_tuple().digits)).rstrip("0")
     return abs(value) < 10**300 and len(digits) <= 15

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import re
 import weakref
@@ -18,10 +17,8 @@ from hypothesis import strategies as st
 from genrt.constraints import (
     ConstraintState,
     MaskedConstraint,
-    abitmasks,
     bitmasks,
     masks,
-    products,
     regex,
 )
 from genrt.errors import InvalidConstraint, InvalidRequest
@@ -129,30 +126,6 @@ def test_states_of_vocabularies_of_different_sizes_are_refused() -> None:
     states = [regex("a", lm).start() for lm in (lm_over(b"a"), lm_over(b"a", b"b"))]
     with pytest.raises(InvalidRequest, match=r"\[2, 3\] tokens"):
         masks(states)
-
-
-async def test_masks_that_are_there_are_copied_without_another_thread(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    start = regex("(a|b)*", lm_over(b"a", b"b")).start()
-    states = [start, start.advance(1), start.advance(2)]
-    changes: list[Any] = []
-    change = asyncio.to_thread
-
-    async def counted(function: Any, *arguments: Any) -> Any:
-        changes.append(function)
-        return await change(function, *arguments)
-
-    monkeypatch.setattr(asyncio, "to_thread", counted)
-    first = await abitmasks(states)
-    assert len(changes) == 1
-    expected = first.clone()
-    first.zero_()  # the caller's own
-    assert torch.equal(await abitmasks(states), expected)
-    assert len(changes) == 1
-    monkeypatch.setattr(products, "QUICK_BYTES", 3 * 4 - 1)
-    assert torch.equal(await abitmasks(states), expected)
-    assert len(changes) == 2
 
 
 class Marked:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import threading
 from collections import Counter
 from typing import Any
@@ -49,27 +48,12 @@ def coroutine(recorded: Recorded) -> Predicate:
     return ask
 
 
-def callable_object(recorded: Recorded) -> Predicate:
-    class Critic:
-        async def __call__(self, text: Text) -> bool:
-            return recorded(text)
-
-    return Critic()
-
-
 def returns_awaitables(recorded: Recorded) -> Predicate:
     asked = coroutine(recorded)
     return lambda text: asked(text)
 
 
-def partial(recorded: Recorded) -> Predicate:
-    async def asked(word: str, text: Text) -> bool:
-        return recorded(text)
-
-    return functools.partial(asked, "word")
-
-
-KINDS = [plain, coroutine, callable_object, returns_awaitables, partial]
+KINDS = [plain, coroutine, returns_awaitables]
 
 
 @pytest.mark.parametrize("kind", KINDS)

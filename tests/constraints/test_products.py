@@ -294,27 +294,3 @@ def test_a_product_over_different_vocabularies_is_refused() -> None:
         all_of(OwnChecked(), regex("a", lm_over(b"a")))
     again = lm_over(b"a", b"b")
     assert accepted(all_of(regex("a|b", small), strings(["b"], again)), 1) == {(2,)}
-
-
-def test_a_growing_text_costs_a_potential_one_step_a_token() -> None:
-    steps = 0
-
-    class Counting:
-        accepting = False
-
-        def start(self) -> Counting:
-            return self
-
-        def mask(self) -> torch.Tensor:
-            return torch.tensor([False, True])
-
-        def advance(self, token_id: int) -> Counting:
-            nonlocal steps
-            steps += 1
-            return Counting()
-
-    weigh = potential(Counting())
-    for length in range(50):
-        assert weigh(Text((1,) * length, b"a" * length)) == 0
-        assert weigh(Text((1,) * length, b"a" * length, finished=True)) == -math.inf
-    assert steps == 49

@@ -168,15 +168,12 @@ def test_integers_that_would_be_rounded_are_refused(schema: Schema) -> None:
         json_schema(schema, LM)
 
 
-@pytest.mark.parametrize(
-    "number", [0, -0.0, -7, 2**53, -(2**53), 10**17, 0.1, -2.5, 1e-7, 123456.789]
-)
+@pytest.mark.parametrize("number", [0, -7, 2**53, 10**17, 0.1, -2.5, 1e-7, 123456.789])
 def test_numbers_are_taken_as_they_are(number: float) -> None:
-    written = f"{Decimal(repr(number)):f}".removesuffix(".0").replace(
-        "-0", "0" if not number else "-0"
-    )
-    assert taken({"const": number}, written, written + "1") == [written]
-    assert taken({"type": "number", "minimum": number, "maximum": number}, written) == [written]
+    written = f"{Decimal(repr(number)):f}"
+    for schema in ({"const": number}, {"type": "number", "minimum": number, "maximum": number}):
+        assert taken(schema, written, written + "1") == [written]
+    assert taken({"const": float(number)}, written) == [written]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from tokenizers import (
     trainers,
 )
 
-import genrt
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.errors import InvalidRequest
 from genrt.tokens.encoding import decode, encode, encode_chat, encode_shared, encode_shared_turns
@@ -313,22 +312,6 @@ class Engine(ExactEngine):
     def __init__(self, tokenizer: Any) -> None:
         super().__init__(NGram.random(500, order=0))
         self.tokenizer = tokenizer
-
-
-def test_a_runtime_encodes_texts_and_chats_by_its_tokenizer() -> None:
-    tokenizer = chatty()
-    lost = [{"role": "user", "content": "a\x1db"}]
-    with genrt.load(engine=lambda: Engine(tokenizer)) as lm:
-        token_ids = lm.encode_chat(CHAT, chat_template_kwargs={"loud": True}, tools=None)
-        assert lm.decode(token_ids).endswith("日本?\n!<s>assistant:")
-        assert lm.next_token_logprobs_sync(token_ids).shape == (500,)
-        with pytest.raises(InvalidRequest, match="loses text"):
-            lm.encode("a\x1db")
-        with pytest.raises(InvalidRequest, match=r"comes back.*lossy=True"):
-            lm.encode_chat(lost)
-        assert lm.decode(lm.encode("a\x1db", lossy=True)) == "ab"
-        assert "ab" in lm.decode(lm.encode_chat(lost, lossy=True))
-    assert lm.encode_chat(CHAT) == encode_chat(tokenizer, CHAT), "no engine is needed"
 
 
 # -- what prompts and chats share -------------------------------------------------------------------
