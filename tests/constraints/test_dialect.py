@@ -185,6 +185,13 @@ SCHEMAS: list[tuple[Any, list[str], list[str]]] = [
         ['{"k": "a", "x": 1}', '{"k": "b"}'],
         ['{"k": "a"}', '{"k": "c"}'],
     ),
+    (  # a union that contains itself
+        {"type": "object", "properties": {"k": {"const": 1}, "l": {"items": {"oneOf": [
+            {"$ref": "#"}, {"type": "object", "properties": {"k": {"enum": [2]}}, "required": ["k"]},
+            {"type": "string", "enum": ["a"]}, {"type": "string", "const": "b"}]}}}, "required": ["k"]},
+        ['{"k": 1, "l": [{"k": 2}, {"k": 1, "l": ["a", "b"]}]}'],
+        ['{"k": 2}', '{"k": 1, "l": ["c"]}', '{"k": 1, "l": [{"k": 3}]}'],
+    ),
     ({"properties": {"a": {"type": "null"}}}, ['{"a": null, "b": 1}'], ['{"\\u0061": 1}', '{"a": 1}']),
     (
         {"properties": {"ab": {}, "": {}}, "additionalProperties": {"type": "null"}},
