@@ -10,7 +10,7 @@
 #   make bench    what a step of N particles costs, beside vLLM's own loop       (ARGS="--json step.json")
 #                 BENCH=pressure, overheads, fidelity, two_runtimes, replicas: another of benchmarks/
 #   make soak     fresh seeds of the simulator for so long                       (SECONDS=600)
-#   make mutants  break genrt on purpose, and show which test catches it         (ARGS="cache.py")
+#   make mutants  break genrt on purpose, and show which test catches it         (ARGS="FILE TESTS")
 #   make docs     the documentation, into site/; installs the extra docs first
 #   make setup, make notebooks, make clean
 

@@ -14,6 +14,7 @@ cached    one coroutine a particle, which awaits rows that are all in the row ca
 contexts             as draw, and every coroutine holds a context
 contexts-rows        the same with rows, as resident
 contexts-fork        the same with draws, and half of the contexts become forks of the others every step
+programs             as contexts, and every coroutine is a program, run by importance sampling
 population           a population: one masked draw for all a step, whose tokens it appends
 population-resample  the same, and half of it becomes copies of the other half in every step
 populations          four populations of a quarter of the particles each, all at once

@@ -3,6 +3,7 @@
 fresh, decode                                 vLLM directly, an ``LLM``'s generate
 resident, batch, resample, draw, cached       genrt, a question a particle
 contexts, contexts-rows, contexts-fork        genrt, a question a particle, which holds a context
+programs                                      genrt, importance sampling of a program with a context
 population, population-resample, populations  genrt, a question for all of them, or a quarter
 """
 
@@ -21,6 +22,7 @@ from typing import Any, cast
 import torch
 
 import genrt
+from genrt.inference import Execution, Program, importance_sampling
 
 MANY = 4
 """In how many populations the particles are, where they are several."""
@@ -195,6 +197,31 @@ async def contexts_fork(lm: genrt.AsyncLM, particles: Particles, steps: int) -> 
     return await timed(lm, particles, steps, run(steps), began)
 
 
+async def programs(lm: genrt.AsyncLM, particles: Particles, steps: int) -> Measured:
+    """As ``contexts``, and a particle is a program, which is never copied."""
+    masks = [*packed_masks(8, lm.vocab_size)]
+    numbers = itertools.count()
+
+    async def program(p: Execution) -> None:
+        number = next(numbers)
+        held = p.context([*particles.contexts[number], particles.tokens[0][number]])
+        for step in range(SHORT + steps):
+            held.append(await p.sample(held, mask=masks[(number + step) % len(masks)]))
+
+    await ask_all(lm, particles)
+    began = clock()
+    sampler = importance_sampling(Program(lm, program), num_particles=len(particles))
+    state = sampler.init(0)
+
+    async def run(count: int) -> None:
+        nonlocal state
+        for _ in range(count):
+            state, _ = await sampler.step(state)
+
+    await run(SHORT)
+    return await timed(lm, particles, steps, run(steps), began)
+
+
 async def of_contexts(
     lm: genrt.AsyncLM,
     particles: Particles,
@@ -351,6 +378,7 @@ GENRT_MODES = {
     "contexts": contexts,
     "contexts-rows": contexts_rows,
     "contexts-fork": contexts_fork,
+    "programs": programs,
     "cached": cached,
     "population": population,
     "population-resample": population_resample,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import logging
 import math
@@ -24,7 +25,7 @@ from genrt.errors import EngineUnsupported, InvalidRequest
 from genrt.lm import AsyncLM
 from genrt.numbers import check_bool, check_float, check_int, check_options, named, shown
 from genrt.runtime.cache import RowCache
-from genrt.runtime.concurrency import aside, blocking
+from genrt.runtime.concurrency import aside
 from genrt.runtime.thread import EngineThread
 
 if TYPE_CHECKING:
@@ -106,7 +107,18 @@ def load(
         EngineNotInstalled, EngineUnsupported, ModelNotFound: with advice.
         InvalidRequest: an option or an engine is unknown, or an option is out of range.
     """
-    return blocking(aload(model, **options), undo=AsyncLM.close)
+    check_options("load", options, LoadOptions.__annotations__)
+    thread, cache = _start(model, **options)
+    began = time.monotonic()
+    try:
+        while not concurrent.futures.wait([thread.opened], PROGRESS_SECONDS).done:
+            _log_progress(model, options, began)
+        return _compare_vocabulary(
+            AsyncLM(thread, cache, thread.opened.result(), seed=_option_seed(options))
+        )
+    except BaseException:
+        thread.close(wait=False)
+        raise
 
 
 async def aload(
@@ -116,18 +128,25 @@ async def aload(
     check_options("load", options, LoadOptions.__annotations__)
     thread, cache = _start(model, **options)
     began, opened = time.monotonic(), asyncio.wrap_future(thread.opened)
-    name, engine = model or "the embedded model", options.get("engine", "vllm")
-    seed = options.get("seed")
     try:
         while not (await asyncio.wait([opened], timeout=PROGRESS_SECONDS))[0]:
-            log.info("loading %s on engine %s: %.0f s", name, engine, time.monotonic() - began)
-        seed = None if seed is None else operator.index(seed)
-        lm = AsyncLM(thread, cache, await opened, seed=seed)
+            _log_progress(model, options, began)
+        lm = AsyncLM(thread, cache, await opened, seed=_option_seed(options))
         return await aside(partial(_compare_vocabulary, lm))
     except BaseException:
         opened.cancel()
         thread.close(wait=False)
         raise
+
+
+def _option_seed(options: LoadOptions) -> int | None:
+    seed = options.get("seed")
+    return None if seed is None else operator.index(seed)
+
+
+def _log_progress(model: object, options: LoadOptions, began: float) -> None:
+    name, engine = model or "the embedded model", options.get("engine", "vllm")
+    log.info("loading %s on engine %s: %.0f s", name, engine, time.monotonic() - began)
 
 
 def _start(

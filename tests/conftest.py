@@ -55,6 +55,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _frozen_before() -> None:
+    """Freeze what tests before have imported too: tests that collect garbage look at their own alone."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_unconfigure() -> None:
     """Thaw it: frozen modules do not end, of which their bindings would complain at the exit."""
     gc.unfreeze()

@@ -1,17 +1,22 @@
-"""Break genrt on purpose, one way at a time, and show which test catches it: ``python -m tests.mutate``.
+"""Break a file of genrt in many ways, one at a time, and show which of its tests catches each:
 
-The breaks are in ``mutants.py``. Each is applied in a copy of the checkout, in which the tests that are
-named for it run until one fails.
+``python -m tests.mutate genrt/runtime/cache.py tests/runtime/test_cache.py --count 30 --seed 1``
+
+A break turns a comparison or an ``and`` around, exchanges plus and minus, or leaves out a call. Each is
+applied in a copy of the checkout, in which the tests run until one fails.
 
 A mutant is *killed* if a test fails, or if the tests do not end. It has *survived* if all pass: a test is
-missing. It is *broken* if pytest ends in any other way: it shows nothing.
+missing, or the break changes nothing that matters. It is *broken* if pytest ends in any other way: it
+shows nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import os
+import random
 import re
 import shutil
 import signal
@@ -22,9 +27,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
-
-from tests.mutants import MUTANTS, Mutant
+from typing import Any, Literal, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -36,6 +39,65 @@ CLEAN_SECONDS = 900.0
 
 FAILED = re.compile(r"^(?:FAILED|ERROR) (?:tests/)?(.+?)(?: - .*)?$", re.MULTILINE)
 PYTEST = "-m pytest -x -q --tb=no -rfE -p no:cacheprovider -p no:randomly"
+
+OTHER: dict[type, type] = {
+    ast.Eq: ast.NotEq,
+    ast.Is: ast.IsNot,
+    ast.In: ast.NotIn,
+    ast.Lt: ast.LtE,
+    ast.Gt: ast.GtE,
+    ast.And: ast.Or,
+    ast.Add: ast.Sub,
+}
+OTHER |= {new: old for old, new in OTHER.items()}
+"""Operators, and what takes their place."""
+
+
+class _Breaking(ast.NodeTransformer):
+    """Applies the break with this number, of all in the order of the source."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.count = 0
+        self.what = ""
+
+    def _is_next(self, node: ast.AST) -> bool:
+        self.count += 1
+        if self.count - 1 != self.number:
+            return False
+        self.what = f"line {node.lineno}: {ast.unparse(node)}"  # type: ignore[attr-defined]
+        return True
+
+    def visit_Compare(self, node: ast.Compare) -> ast.AST:
+        if type(node.ops[0]) in OTHER and self._is_next(node):
+            node.ops[0] = OTHER[type(node.ops[0])]()
+        return self.generic_visit(node)
+
+    def _visit_operator(self, node: Any) -> Any:
+        if type(node.op) in OTHER and self._is_next(node):
+            node.op = OTHER[type(node.op)]()
+        return self.generic_visit(node)
+
+    visit_BoolOp = visit_BinOp = visit_AugAssign = _visit_operator
+
+    def visit_Expr(self, node: ast.Expr) -> Any:
+        if isinstance(node.value, ast.Call | ast.Await) and self._is_next(node):
+            return ast.copy_location(ast.Pass(), node)
+        return self.generic_visit(node)
+
+
+def count_breaks(source: str) -> int:
+    """Return how many breaks there are of a source."""
+    counting = _Breaking(-1)
+    counting.visit(ast.parse(source))
+    return counting.count
+
+
+def broken(source: str, number: int) -> tuple[str, str]:
+    """Return the source with one break, and what is broken."""
+    breaking = _Breaking(number)
+    tree = breaking.visit(ast.parse(source))
+    return ast.unparse(ast.fix_missing_locations(tree)) + "\n", breaking.what
 
 
 class Verdict(NamedTuple):
@@ -80,15 +142,14 @@ def run_tests(
     return status, time.monotonic() - started, output
 
 
-def judge(mutant: Mutant, folder: Path, limit: float) -> Verdict:
-    """Apply a mutant to a copy, run its tests, and put the source back."""
-    path = folder / mutant.file
-    source = path.read_text(encoding="utf-8")
-    path.write_text(mutant.applied(source), encoding="utf-8")
+def judge(path: Path, source: str, run: Callable[[], tuple[int | None, float, str]]) -> Verdict:
+    """Write a broken source, run its tests, and put the old one back."""
+    before = path.read_text(encoding="utf-8")
+    path.write_text(source, encoding="utf-8")
     try:
-        status, seconds, output = run_tests(folder, mutant.tests, mutant.only, limit)
+        status, seconds, output = run()
     finally:
-        path.write_text(source, encoding="utf-8")
+        path.write_text(before, encoding="utf-8")
     if status is None:
         return Verdict("killed", seconds, "the tests did not end")
     if status == 0:
@@ -100,46 +161,48 @@ def judge(mutant: Mutant, folder: Path, limit: float) -> Verdict:
     return Verdict("broken", seconds, f"pytest exited with {status}: {last}")
 
 
-def mutate(root: Path, mutants: Sequence[Mutant], report: Callable[[str], None] = print) -> int:
-    """Judge these one after the other, and report a line for each. The exit status: 0 if all were killed,
-    1 if one was not, 2 if the tests fail as it is."""
+def mutate(
+    root: Path,
+    file: str,
+    tests: Sequence[str],
+    *,
+    numbers: Sequence[int],
+    only: str = "",
+    report: Callable[[str], None] = print,
+) -> int:
+    """Judge these breaks of a file one after the other, and report a line for each. The exit status: 0 if
+    all were killed, 1 if one was not, 2 if the tests fail as it is."""
     with tempfile.TemporaryDirectory(prefix="genrt-mutants-") as parent:
         folder = Path(shutil.copytree(root, Path(parent, "copy"), ignore=LEFT_OUT))
-        usual: dict[tuple[str, str], float] = {}
-        for tests, only in dict.fromkeys((tests, m.only) for m in mutants for tests in m.tests):
-            status, usual[tests, only], output = run_tests(folder, [tests], only, CLEAN_SECONDS)
-            if status != 0:
-                report(f"{tests} {only} does not pass on unbroken source:\n{output}")
-                return 2
-        report(f"selections of tests that pass on unbroken source: {len(usual)}")
+        status, usual, output = run_tests(folder, tests, only, CLEAN_SECONDS)
+        if status != 0:
+            report(f"the tests do not pass on unbroken source:\n{output}")
+            return 2
+        source = (folder / file).read_text(encoding="utf-8")
         kinds: Counter[str] = Counter()
-        for mutant in mutants:
-            limit = 60 + 5 * sum(usual[tests, mutant.only] for tests in mutant.tests)
-            kind, took, why = judge(mutant, folder, limit)
+        for number in numbers:
+            new, what = broken(source, number)
+            run = lambda: run_tests(folder, tests, only, 60 + 5 * usual)
+            kind, took, why = judge(folder / file, new, run)
             kinds[kind] += 1
             shown = kind if kind == "killed" else kind.upper()
-            report(f"{shown:8} {took:5.1f} s  {mutant.file}: {mutant.name}: {why}")
+            report(f"{shown:8} {took:5.1f} s  {number}: {what}: {why}")
     report(", ".join(f"{kinds[kind]} {kind}" for kind in ("killed", "survived", "broken")))
-    return 0 if kinds["killed"] == len(mutants) else 1
+    return 0 if kinds["killed"] == len(numbers) else 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutate", description=__doc__)
-    parser.add_argument(
-        "words", nargs="*", help="only mutants whose file or name holds one of these words"
-    )
-    parser.add_argument("--list", action="store_true", help="list them, and run nothing")
+    parser.add_argument("file", help="the file to break, from the root of the checkout")
+    parser.add_argument("tests", nargs="+", help="the files of its tests")
+    parser.add_argument("-k", dest="only", default="", help="which of their tests, as for pytest")
+    parser.add_argument("--count", type=int, default=20, help="how many breaks (default: 20)")
+    parser.add_argument("--seed", type=int, default=0, help="which of them (default: 0)")
     options = parser.parse_args(arguments)
-    words = options.words or [""]
-    chosen = [m for m in MUTANTS if any(word in f"{m.file}: {m.name}" for word in words)]
-    if not chosen:
-        parser.error("no mutant's file or name holds one of these words")
-    if options.list:
-        for mutant in chosen:
-            print(f"{mutant.file}: {mutant.name}")
-        return 0
-    return mutate(ROOT, chosen)
+    every = range(count_breaks((ROOT / options.file).read_text(encoding="utf-8")))
+    numbers = random.Random(options.seed).sample(every, min(options.count, len(every)))
+    return mutate(ROOT, options.file, options.tests, numbers=sorted(numbers), only=options.only)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ from genrt import loading
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.errors import (
     Closed,
-    ContextTooLong,
     InvalidAdapter,
     InvalidRequest,
     ModelNotFound,
@@ -29,7 +28,7 @@ from genrt.errors import (
 )
 from genrt.lm import AsyncLM
 from tests.inside import thread_of
-from tests.scripted import Gate, ScriptedEngine, passes
+from tests.scripted import Gate, ScriptedEngine
 
 VOCAB_SIZE, MAX_MODEL_LEN = 12, 20
 MODEL = NGram.random(VOCAB_SIZE, order=2, seed=1, eos_token_id=0)
@@ -118,44 +117,6 @@ async def test_a_timeout_of_any_length_and_type_is_one(lm: AsyncLM) -> None:
 
 
 # -- wrong arguments --------------------------------------------------------------------------
-
-WRONG_CALLS: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
-    (lambda lm: lm.next_token_logprobs([]), InvalidRequest, "at least one token id"),
-    (lambda lm: lm.next_token_logprobs_sync([1] * 21), ContextTooLong, "max_model_len"),
-    (lambda lm: lm.batch_next_token_logprobs([], device="nowhere"), InvalidRequest, "'nowhere'"),
-    (lambda lm: lm.batch_draw_sync([], adapter="x"), UnknownAdapter, "no adapter is named 'x'"),
-    (lambda lm: lm.batch_draw([[1]], masks=[None] * 3), InvalidRequest, "3 masks for"),
-    (lambda lm: lm.batch_sample([], max_tokens=1, timeout="1"), InvalidRequest, "timeout must be"),
-    (lambda lm: lm.sample([1], max_tokens=MAX_MODEL_LEN), ContextTooLong, "can be 19 here"),
-    (lambda lm: lm.top_logprobs_sync([1], 13), InvalidRequest, "k must be from 1 to 12"),
-    (lambda lm: lm.batch_score_sync([[1]], []), InvalidRequest, "1 contexts and 0 continuations"),
-    (lambda lm: lm.score_sync([1] * MAX_MODEL_LEN, [1, 1]), ContextTooLong, "max_model_len"),
-    (lambda lm: lm.prompt_rows([1, 2], 3), InvalidRequest, "start must be from 1 to 2"),
-    (lambda lm: lm.prompt_rows_sync([1] * 22), ContextTooLong, "max_model_len"),
-    (lambda lm: lm.sample_sync([1]), TypeError, r"^sample\(\) missing .* 'max_tokens'"),
-    (lambda lm: lm.batch_sample([], max_tokens=1, nonce=3), TypeError, r"^batch_sample\(\) got an"),
-    (lambda lm: lm.decode("text"), InvalidRequest, "sequence of int"),
-    (lambda lm: lm.remove_adapter("x"), UnknownAdapter, "no adapter is named 'x'"),
-    (lambda lm: lm.remove_adapter(None), InvalidRequest, "give the name of one"),
-    (lambda lm: lm.add_adapter("", "."), InvalidRequest, "non-empty str"),
-    (lambda lm: lm.add_adapter("x", "/no/such/place"), InvalidAdapter, "not a directory"),
-    (lambda lm: lm.add_adapter_sync("x", None), InvalidRequest, "path must be"),
-]
-"""Some of each kind; ``test_every_argument.py`` has every parameter of every call."""
-
-
-@pytest.mark.promise(number=12)
-async def test_every_wrong_call_raises_at_the_call_and_disturbs_nothing(lm: AsyncLM) -> None:
-    """The messages say what to do; the engine hears of none of them, nor does a neighbour."""
-    assert same(await lm.next_token_logprobs([7]), [7])
-    before = lm.statistics()
-    for call, error, message in WRONG_CALLS:
-        with pytest.raises(error, match=message) as caught:
-            await answered(lambda call=call: call(lm))  # type: ignore[misc]
-        assert type(caught.value) is error
-    assert lm.statistics() == before
-    assert lm.adapters == ()
-    assert same(await lm.next_token_logprobs([8]), [8])
 
 
 WRONG_LOADS: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -272,34 +233,6 @@ async def test_adapters_never_share_a_row(lm: AsyncLM, adapters: dict[str, Path]
     assert greedy == [int(ADAPTED["a"].row([1]).argmax())]
 
 
-@pytest.mark.promise(number=14)
-async def test_a_name_that_is_loaded_again_gives_no_stale_row(
-    lm: AsyncLM, adapters: dict[str, Path]
-) -> None:
-    await lm.add_adapter("x", adapters["a"])
-    assert same(await lm.next_token_logprobs([1], adapter="x"), [1], ADAPTED["a"])
-    await lm.add_adapter("x", adapters["b"])
-    assert list(lm.adapters) == ["x"]
-    assert same(await lm.next_token_logprobs([1], adapter="x"), [1], ADAPTED["b"])
-    lm.remove_adapter("x")
-    assert list(lm.adapters) == []
-    with pytest.raises(UnknownAdapter):
-        await lm.next_token_logprobs([1], adapter="x")
-    await lm.add_adapter("x", adapters["a"])
-    assert same(await lm.next_token_logprobs([1], adapter="x"), [1], ADAPTED["a"])
-
-
-@pytest.mark.promise(number=14)
-async def test_a_question_keeps_the_adapter_that_was_bound_when_it_was_asked(
-    lm: AsyncLM, adapters: dict[str, Path]
-) -> None:
-    await lm.add_adapter("x", adapters["a"])
-    before = asyncio.create_task(lm.batch_next_token_logprobs([[1], [2]], adapter="x"))
-    await passes(1)
-    lm.remove_adapter("x")
-    assert same((await before)[1], [2], ADAPTED["a"])
-
-
 class Meanwhile(Sequence[int]):
     """Token ids; something happens while they are read."""
 
@@ -370,37 +303,6 @@ async def test_adapters_of_one_name_loaded_at_once_are_bound_in_the_order_of_the
             lm.add_adapter("x", adapters[first]), lm.add_adapter("x", adapters[last])
         )
         assert same(await lm.next_token_logprobs([1], adapter="x"), [1], ADAPTED[last])
-
-
-async def test_an_adapter_whose_loading_was_cancelled_is_bound_or_not_loaded(
-    tmp_path: Path, adapters: dict[str, Path]
-) -> None:
-    """Whatever the moment of the cancellation, the engine holds exactly the bound adapters."""
-    engine = ScriptedEngine()
-    async with await genrt.aload(engine=lambda: engine) as lm:
-        for count in range(6):
-            task = asyncio.create_task(lm.add_adapter(f"x{count}", adapters["a"]))
-            await passes(count)
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-        held = thread_of(lm).call(lambda _: [adapter.name for adapter in engine.adapters])
-        assert await asyncio.wrap_future(held) == list(lm.adapters)
-
-
-async def test_a_replaced_adapter_leaves_the_engine_and_the_cache(
-    adapters: dict[str, Path],
-) -> None:
-    engine = ScriptedEngine()
-    async with await genrt.aload(engine=lambda: engine) as lm:
-        for _ in range(3):
-            await lm.add_adapter("x", adapters["a"])
-            await lm.next_token_logprobs([1], adapter="x")
-        lm.remove_adapter("x")
-        await lm.next_token_logprobs([2])
-        await lm.next_token_logprobs([3])
-        assert [adapter.version for adapter in engine.removed] == [1, 2, 3]
-        assert engine.adapters == []
-        assert lm.statistics().cache.rows == 2
 
 
 def test_an_adapter_that_does_not_fit_is_refused_and_not_bound(
@@ -516,17 +418,6 @@ def test_two_runtimes_know_nothing_of_each_other(lm: AsyncLM) -> None:
         assert same(lm.next_token_logprobs_sync([1]), [1])
         assert same(other.next_token_logprobs_sync([1]), [1], ADAPTED["a"])
     assert same(lm.next_token_logprobs_sync([2]), [2])
-
-
-def test_repr_tells_live_state(lm: AsyncLM, adapters: dict[str, Path]) -> None:
-    lm.add_adapter_sync("x", adapters["a"])
-    lm.next_token_logprobs_sync([1])
-    for part in (
-        "AsyncLM(open, ExactEngine, vocab_size=12, max_model_len=20, adapters=['x']",
-        "Batcher(open, 0 queued, 0 in flight, 1 flushes)",
-        "RowCache(1 rows, 48 of",
-    ):
-        assert part in repr(lm)
 
 
 def test_statistics_are_frozen_and_add_up(lm: AsyncLM) -> None:

@@ -1,7 +1,7 @@
 """models.py: names and paths, and the embedded model's conversion: right, whole, once, checked.
 
-Most tests convert a tiny random Llama, offered as the embedded model by a package of the same name that
-comes first on the path; those marked ``embedded`` take the real one.
+The tests convert a tiny random Llama, offered as the embedded model by a package of the same name that
+comes first on the path.
 """
 
 from __future__ import annotations
@@ -262,16 +262,6 @@ def test_the_first_use_converts_and_later_ones_reuse(tiny: Path, conversions: li
     assert {path.name for path in tiny.iterdir()} == {Path(first).name, f"{Path(first).name}.lock"}
 
 
-def test_progress_goes_to_stderr_or_nowhere(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    directory = Path(models.resolve(None, progress=False))
-    assert capfd.readouterr() == ("", "")
-    (directory / "config.json").unlink()
-    models.resolve(None)
-    output = capfd.readouterr()
-    assert output.out == ""
-    assert "100%" in output.err
-
-
 def test_a_converted_model_outlives_its_package(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -432,22 +422,6 @@ def test_what_a_killed_process_left_is_cleared_away(tiny: Path) -> None:
 
 
 # -- the real one ---------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def embedded() -> str:
-    return models.resolve(None, progress=False)
-
-
-@pytest.mark.embedded
-def test_the_embedded_model_knows_the_capital_of_france(embedded: str) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(embedded)
-    model = AutoModelForCausalLM.from_pretrained(embedded, dtype=torch.float32)
-    token_ids = tokenizer.encode("The capital of France is", return_tensors="pt")
-    continued = model.generate(token_ids, max_new_tokens=2, do_sample=False)
-    assert tokenizer.decode(continued[0]) == "The capital of France is Paris."
 
 
 @pytest.mark.parametrize(

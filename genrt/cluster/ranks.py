@@ -142,11 +142,9 @@ class Ranks:
 
     Args:
         count: of all ranks.
-        lost: called with the reason, on another thread, when a rank ends by itself.
     """
 
-    def __init__(self, count: int, lost: Callable[[str], object] | None = None) -> None:
-        self._lost = lost or _end_process
+    def __init__(self, count: int) -> None:
         self.far = FarSequences(HandleNumbers())
         self._is_closed = False
         self._folder = Folder("ranks")
@@ -168,7 +166,7 @@ class Ranks:
     def _watch(self, number: int, child: subprocess.Popen[bytes]) -> None:
         code = child.wait()
         if not self._is_closed:
-            self._lost(f"rank {number} ended with status {code}")
+            _end_process(f"rank {number} ended with status {code}")
 
     def open(self, model: str, options: dict[str, Any], residency: bool) -> None:
         """Have each open its engine, in which it waits for the others."""

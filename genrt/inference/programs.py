@@ -64,7 +64,7 @@ from genrt.inference.resampling import Floats, normalized_weights
 from genrt.lm import AsyncLM
 from genrt.numbers import check_float
 from genrt.questions.arguments import TokenIds
-from genrt.questions.masks import Mask, packed_mask
+from genrt.questions.masks import Mask, packed_words
 from genrt.runtime.concurrency import together
 from genrt.tokens.texts import decoded
 
@@ -283,8 +283,8 @@ class Execution:
         if mask is not None and not (
             isinstance(mask, PackedState) and isinstance(token_ids, Context)
         ):
-            packed = packed_mask(mask, self.lm.vocab_size)
-            allowed, key = np.frombuffer(packed, np.int32), hash(packed)
+            allowed = packed_words(mask, self.lm.vocab_size)
+            key = hash(allowed.numpy().tobytes())
         given = _argument_hash("sample", token_ids, adapter)
         asked = ("sample", given, key, tempered, adapter)
         if (recorded := await self._recorded(asked, due=self._has_sampled)) is not None:

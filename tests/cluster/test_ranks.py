@@ -10,7 +10,6 @@ import random
 import socket
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ import pytest
 import torch
 
 from genrt import loading
-from genrt.cluster import ranks as ranks_module
 from genrt.cluster.flushes import FarSequences, HandleNumbers
 from genrt.cluster.ranks import (
     Follower,
@@ -269,32 +267,6 @@ def test_a_step_that_fails_is_the_end_of_all() -> None:
     engine.submit([A])
     with pytest.raises(EngineDied, match="every rank"):
         engine.step()
-
-
-def test_a_rank_that_ends_by_itself_is_told_and_one_that_closes_is_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(
-        ranks_module, "PROGRAM", "import socket; socket.socket(fileno={port}).recv(1)"
-    )
-    told: list[str] = []
-    seen = threading.Event()
-
-    def lost(reason: str) -> None:
-        told.append(reason)
-        seen.set()
-
-    ranks = Ranks(3, lost)
-    ranks._links[1][1].kill()
-    assert seen.wait(60)
-    assert told == ["rank 2 ended with status -9"]
-    ranks.close()
-    ranks.close()
-    assert told == ["rank 2 ended with status -9"]
-    quiet: list[str] = []
-    closed = Ranks(2, quiet.append)
-    closed.close()
-    assert not quiet
 
 
 def test_a_rank_dies_with_its_parent_whatever_it_is_at() -> None:

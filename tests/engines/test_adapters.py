@@ -19,11 +19,11 @@ from safetensors.torch import load_file, save_file
 import genrt
 from genrt.engines.adapters import CONFIG_NAME, WEIGHTS_NAME, check_adapter_directory
 from genrt.engines.exact import NGram
-from genrt.errors import EngineDied, InvalidAdapter, UnknownAdapter
+from genrt.errors import InvalidAdapter, UnknownAdapter
 from genrt.lm import AsyncLM
 from genrt.questions.arguments import Adapter
 from genrt.runtime.concurrency import AT_ONCE_BYTES
-from tests.scripted import PATIENCE_SECONDS, Gate, ScriptedEngine, passes
+from tests.scripted import PATIENCE_SECONDS, Gate, ScriptedEngine
 
 
 def directory(root: Path, **files: str) -> Path:
@@ -214,17 +214,14 @@ def test_an_adapter_whose_weights_do_not_fit_is_refused_by_name_and_changes_noth
 
 
 class Picky:
-    """Opens exact engines, of which every one after the first refuses adapters of these names, and which
-    die in the steps that are to."""
+    """Opens engines, of which every one after the first refuses adapters of these names."""
 
-    def __init__(self, *names: str, gate: Gate | None = None) -> None:
+    def __init__(self, *names: str) -> None:
         self._names = names
-        self._gate = gate
         self.opened: list[ScriptedEngine] = []
 
     def __call__(self) -> ScriptedEngine:
         refuses = self._names if self.opened else ()
-        death = {} if self.opened or self._gate is None else {2: EngineDied("dead")}
 
         class Engine(ScriptedEngine):
             def add_adapter(self, adapter: Adapter, path: Path) -> None:
@@ -232,7 +229,7 @@ class Picky:
                     raise InvalidAdapter(f"{path} is not to my liking")
                 super().add_adapter(adapter, path)
 
-        self.opened.append(Engine(fail_at=death))
+        self.opened.append(Engine())
         return self.opened[-1]
 
 
@@ -255,30 +252,6 @@ def test_an_adapter_that_cannot_be_loaded_again_is_lost_alone(tmp_path: Path) ->
         assert lm.statistics().cache.rows == 1 + 3, "good's and the base model's"
         lm.restart()
         assert lm.adapters == ("good",)
-
-
-@pytest.mark.promise(number=30)
-async def test_what_is_in_flight_for_a_lost_adapter_gets_its_error_and_nobody_else(
-    tmp_path: Path,
-) -> None:
-    engines = Picky("bad", gate=Gate())
-    folder = make_table(tmp_path / "a", seed=2)
-    async with await genrt.aload(engine=engines, restart="auto") as lm:
-        for name in ("good", "bad"):
-            await lm.add_adapter(name, folder)
-        await lm.next_token_logprobs([7])
-        asked = [
-            asyncio.ensure_future(lm.next_token_logprobs([number], adapter=name))
-            for number, name in ((1, "good"), (2, "bad"), (3, None), (4, "bad"))
-        ]
-        ends = await asyncio.gather(*asked, return_exceptions=True)
-        assert [isinstance(end, UnknownAdapter) for end in ends] == [False, True, False, True]
-        assert "lost" in str(ends[1])
-        again = await lm.next_token_logprobs([5], adapter="good")
-        assert again.shape == (8,)
-        statistics = lm.statistics().batcher
-        assert (statistics.in_flight, statistics.queued, statistics.failed) == (0, 0, 2)
-        await passes()
 
 
 def test_the_copies_go_with_their_adapter_and_with_the_runtime(

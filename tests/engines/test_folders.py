@@ -131,14 +131,6 @@ def test_the_folder_that_a_dead_owner_linked_to_goes_too(there: Path, tmp_path: 
     assert kinds(there) == []
 
 
-def test_the_folder_that_it_links_to_goes_with_its_object(there: Path, tmp_path: Path) -> None:
-    folder, target = Folder("ray"), tmp_path / "ray"
-    target.mkdir()
-    (folder.path / "link").symlink_to(target)
-    folder.close()
-    assert (target.exists(), kinds(there)) == (False, [])
-
-
 def test_a_folder_goes_with_its_object_but_not_with_a_forked_child(there: Path) -> None:
     folder = Folder("weights")
     if not os.fork():

@@ -219,19 +219,3 @@ def test_what_is_no_conversation_is_refused_without_being_shown(value: Any) -> N
     with pytest.raises(InvalidRequest, match="column 'm'") as refused:
         prompts(messages_column="m").of({"m": value})
     assert SECRET not in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {},
-        {"template": "{a}", "messages_column": "m"},
-        {"messages_column": ""},
-        {"messages_column": 1},
-        {"template": "{a}", "chat": 1},
-        {"template": "{a}", "system_message": 1},
-    ],
-)
-def test_arguments_of_prompts_are_checked(given: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequest):
-        prompts(**given)

@@ -175,30 +175,6 @@ async def test_the_examples_in_contributing_run() -> None:
         assert await run_block(block, "CONTRIBUTING.md", {}) == promised_output(block)
 
 
-async def test_an_example_that_fails_is_told_with_its_line() -> None:
-    text = "# Title\n\n```python\nprint('a')\n#> a\n```\n\n```python\nraise LookupError\n```\n"
-    first, second = blocks(text, "python")
-    assert await run_block(first, "doc.md", {}) == promised_output(first) == ["a"]
-    with pytest.raises(LookupError) as raised:
-        await run_block(second, "doc.md", {})
-    assert raised.traceback[-1].lineno == text[: text.index("raise")].count("\n")
-
-
-def test_the_readme_is_short_and_shows_code_and_the_demos_result_early() -> None:
-    text = text_of("README.md")
-    assert text[: text.index("```python")].count("\n") < 10
-    assert text.count("\n") <= 185
-    assert f"\nprompt   {demo.PROMPT}\npattern  {demo.PATTERN}\n" in text
-    lines = text.splitlines()
-    (weights,) = (
-        number for number, line in enumerate(lines, 1) if line.split() == ["weight", "text"]
-    )
-    assert weights < 35
-    shares = [float(line.split()[0]) for line in lines[weights:] if re.match(r" +0\.\d+ ", line)]
-    assert shares == sorted(shares, reverse=True)
-    assert sum(shares) <= 1.0
-
-
 def test_nobody_is_told_to_install_what_no_index_has() -> None:
     """Before a release, pip finds genrt in a checkout alone."""
     pages = [*map(ROOT.joinpath, DOCUMENTS), *(ROOT / "docs").rglob("*.md")]

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import pytest
 import torch
-from torch import Tensor
 
 import genrt
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.lm import AsyncLM
 from genrt.questions.reads import Answering, Read, ReadRequest, Wanted, parts_of
 from genrt.questions.rows import row_request
-from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.ask import blocking_question
-from genrt.runtime.cache import RowCache
-from tests.answers import READS, ReadOracle, check_reads
 
 MODEL = NGram.random(11, order=2, seed=3)
 
@@ -33,12 +29,6 @@ class Entropy(Wanted):
         """Yield the entropies, by one copy for as many rows as are worked on at once."""
         for _, rows in parts_of(reads):
             yield from torch.special.entr(rows.exp()).sum(-1).tolist()
-
-
-def is_entropy(_: Entropy, row: Tensor, result: object, tolerance: float) -> bool:
-    """Return whether this is the row's entropy."""
-    expected = -sum(float(p.exp() * p) for p in row.double() if p > -torch.inf)
-    return isinstance(result, float) and abs(result - expected) <= max(tolerance, 1e-4)
 
 
 async def entropy(lm: AsyncLM, token_ids: Sequence[int], *, timeout: float | None = None) -> float:
@@ -66,23 +56,3 @@ async def test_it_is_batched_shared_cached_and_cancelled_as_all_others() -> None
         assert entropy_sync(lm, [2]) == entropies[1]
         since = lm.statistics().since(before)
         assert (since.engine.rows, since.engine.reads, since.cache.hits) == (0, 1, 1)
-
-
-def test_it_is_tested_with_the_others_once_it_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[type] = []
-
-    def answer(reads: Sequence[Read], engine: Answering) -> Iterable[float]:
-        asked.append(Entropy)
-        return Entropy.answer(reads, engine)
-
-    listed = type("Listed", (Entropy,), {"answer": staticmethod(answer)})
-    monkeypatch.setitem(READS, listed, ReadOracle(lambda *_: [listed()], is_entropy))
-    check_reads(AnsweringEngine(ExactEngine(MODEL), RowCache(0)), 11)
-    assert asked
-
-    broken = type(
-        "Broken", (Entropy,), {"answer": staticmethod(lambda reads, _: [0.5] * len(reads))}
-    )
-    monkeypatch.setitem(READS, broken, ReadOracle(lambda *_: [broken()], is_entropy))
-    with pytest.raises(AssertionError, match="Broken"):
-        check_reads(AnsweringEngine(ExactEngine(MODEL), RowCache(0)), 11)

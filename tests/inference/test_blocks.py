@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import genrt
-from genrt.constraints import predicate, regex
+from genrt.constraints import regex
 from genrt.engines.exact import NGram
 from genrt.errors import ContextTooLong, InvalidRequest
 from genrt.inference import (
@@ -91,32 +91,6 @@ async def test_every_weight_is_that_of_its_text(
         assert log_weight == pytest.approx(expected, abs=1e-4)
         seen += 1
     assert seen > 10
-
-
-async def test_a_rejection_proposes_one_of_the_stop_tokens(lm: AsyncLM, small: AsyncLM) -> None:
-    """Where nothing is refused, no mass is estimated: a text's weight is, by hand, that of its tokens and
-    one stop token; at the last place, where only these may follow, with their mass."""
-    stops = [1, 4]
-    model = TextModel(
-        lm, PROMPT, max_tokens=3, constraint=predicate(lambda _: True, lm), stop=stops,
-        proposal=small, block=2,
-    )  # fmt: skip
-    result = await importance_sampling(model, num_particles=300).run(2)
-    seen = set()
-    for token_ids, log_weight in zip(result.token_ids, result.log_weights, strict=True):
-        expected = 0.0
-        for place in range(len(token_ids) + 1):
-            before = token_ids[:place]
-            ratios = row_of(MODEL, before, 1.0) - row_of(SMALL, before, 1.0)
-            if place < len(token_ids):
-                expected += float(ratios[token_ids[place]])
-        if len(token_ids) == 2:
-            expected += float(row_of(SMALL, token_ids, 1.0)[stops].logsumexp(-1))
-        near = (ratios[stops] + expected - log_weight).abs() < 1e-4
-        if log_weight > -math.inf:
-            assert near.any()
-            seen.add((len(token_ids) == 2, int(near.long().argmax())))
-    assert len(seen) == 4
 
 
 @pytest.mark.parametrize(("length", "block"), [(7, 3), (5, 8), (4, 1)])

@@ -22,7 +22,6 @@ import pytest
 from benchmarks import (
     fidelity,
     overheads,
-    plots,
     pressure,
     replicas,
     sharing,
@@ -36,7 +35,9 @@ from tests.cluster.here import ReplicasHere
 
 ROOT = Path(__file__).resolve().parents[2]
 STEP = "--quick --model tiny --particles 2 --context 40 --steps 8 --repeats 2"
-BEGUN = {mode for mode in MODES if mode.startswith(("decode", "contexts", "population"))}
+BEGUN = {
+    mode for mode in MODES if mode.startswith(("decode", "contexts", "population", "programs"))
+}
 NEEDS_OTHERS = {"ratio_to_decode", "ratio_quartiles", "speedup_over_fresh"}
 
 
@@ -170,58 +171,6 @@ def test_a_step_is_measured_in_every_mode(
     assert results["decode"]["ratio_to_decode"] == 1.0
     assert results["fresh"]["speedup_over_fresh"] == 1.0
     assert results["fresh"]["computed_tokens_per_particle_step"] >= 1.0
-
-
-# -- plots ------------------------------------------------------------------------------------
-
-
-def result_of(mode: str, particles: int, ratio: float | None, **more: Any) -> dict[str, Any]:
-    """A result of ``benchmarks.step``, as far as plots read it."""
-    return {
-        "mode": mode,
-        "particles": particles,
-        "ms_per_step": 2.0 * (ratio or 1.0),
-        "ratio_to_decode": ratio,
-        "ratio_quartiles": ratio and [ratio * 0.9, ratio * 1.1],
-        "model": "tiny",
-        "device": "d",
-        "runner": "V1",
-        "context": 8,
-        "shared": 0,
-    } | more
-
-
-RESULTS = [
-    result_of("decode", 16, 1.0),
-    result_of("resident", 64, 1.25),
-    result_of("draw", 16, None),
-    result_of("fresh", 16, 20.0, model="embedded", runner="V2", shared=4),
-    {"worst": 0.1, "model": "of another benchmark"},
-]
-
-
-@pytest.mark.parametrize("installed", [False, True])
-def test_plots_are_drawn_where_matplotlib_is_and_refused_where_it_is_not(
-    installed: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    results, png = tmp_path / "results.jsonl", tmp_path / "ratios.png"
-    results.write_text("".join(json.dumps(result) + "\n" for result in RESULTS))
-    monkeypatch.setattr(plots, "available", lambda: installed)
-    monkeypatch.setattr(sys, "argv", ["plots", str(results), "--png", str(png)])
-    if installed:
-        plots.main()
-        assert png.read_bytes().startswith(b"\x89PNG")
-    else:
-        with pytest.raises(SystemExit, match="2"):
-            plots.main()
-        assert 'pip install "genrt[plot]"' in capsys.readouterr().err
-        assert not png.exists()
-
-
-# -- pressure ---------------------------------------------------------------------------------
 
 
 @pytest.mark.proof

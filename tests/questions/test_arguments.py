@@ -81,8 +81,6 @@ BAD_IDS: list[tuple[Any, str]] = [
     (Encoding(), "got Encoding; give its token ids, encoding.ids"),
 ]
 
-EMPTY: list[Any] = [[], (), range(0), np.array([], int), np.array([]), torch.tensor([])]
-
 
 @pytest.mark.parametrize("form", SAME)
 def test_token_ids_of_any_form_are_one_tuple_of_int(form: Callable[[list[int]], Any]) -> None:
@@ -98,14 +96,6 @@ def test_bad_token_ids_are_refused_with_what_is_wrong(token_ids: Any, message: s
         LIMITS.token_ids(token_ids, name="these ids")
     assert type(caught.value) is InvalidRequest
     assert str(caught.value).startswith("these ids")
-
-
-@pytest.mark.promise(number=12)
-@pytest.mark.parametrize("token_ids", EMPTY)
-def test_an_empty_prompt_is_refused_where_one_is_needed(token_ids: Any) -> None:
-    assert LIMITS.token_ids(token_ids, allow_empty=True) == ()
-    with pytest.raises(InvalidRequest, match="at least one token id"):
-        LIMITS.token_ids(token_ids)
 
 
 @pytest.mark.promise(number=12)
@@ -163,23 +153,6 @@ def test_context_and_new_tokens_fit_together() -> None:
             made(length, max_tokens=1)
 
 
-NO_CONTEXTS: list[Any] = ["text", b"", None, 3, {1, 2}, iter([]), np.array(3), BatchEncoding()]
-
-
 @pytest.mark.parametrize("contexts", [[], [[1], [2]], np.array([[1]]), torch.tensor([[1], [2]])])
 def test_contexts_in_any_sequence_are_taken(contexts: Any) -> None:
     assert [list(context) for context in check_contexts(contexts)] == [[1], [2]][: len(contexts)]
-
-
-@pytest.mark.parametrize(
-    ("contexts", "message"),
-    [
-        *((each, "sequence of token-id sequences") for each in NO_CONTEXTS),
-        (torch.ones(2, 3, dtype=torch.int64).to_sparse(), "contexts: the tensor is"),
-        (torch.ones(2, 3, dtype=torch.int64, device="meta"), "contexts: a tensor on"),
-        (BatchEncoding({"input_ids": [[1]]}), r"encoding\['input_ids'\]"),
-    ],
-)
-def test_what_is_no_sequence_of_contexts_is_refused(contexts: Any, message: str) -> None:
-    with pytest.raises(InvalidRequest, match=message):
-        check_contexts(contexts)

@@ -205,26 +205,6 @@ def test_a_matrix_or_a_sequence_is_a_mask_for_each_context(masks: Any) -> None:
     assert [each.tobytes() for each in packed[1:]] == [packed_mask(BITS, V)]
 
 
-NO_MASKS: list[tuple[Any, str]] = [
-    (torch.ones(2, V, dtype=torch.bool).to_sparse(), "masks: the tensor is torch.sparse_coo"),
-    (torch.ones(2, V, dtype=torch.bfloat16), "masks cannot be read"),
-    (torch.ones(1, 2, V, dtype=torch.bool), "masks have shape"),
-    (torch.ones(3, V, dtype=torch.bool), "3 masks for 2 contexts"),
-    (torch.ones(2, V), "mask is float32"),
-    (np.array([["a"], ["b"]]), "mask is <U1"),
-    ([BITS], "1 masks for 2 contexts"),
-    ([BITS, [True]], "sequence of bool"),
-    ((mask for mask in [BITS, BITS]), "got generator"),
-    ({0: BITS, 1: BITS}, "got dict"),
-]
-
-
-@pytest.mark.parametrize(("masks", "message"), NO_MASKS)
-def test_what_is_no_sequence_of_masks_is_refused(masks: Any, message: str) -> None:
-    with pytest.raises(InvalidRequest, match=message):
-        packed_masks(masks, 2, V)
-
-
 @settings(max_examples=50)
 @given(st.integers(1, 100), st.integers(0, 5), st.randoms(use_true_random=False))
 def test_masks_of_many_are_packed_as_each_of_them(

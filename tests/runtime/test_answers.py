@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -25,7 +24,7 @@ from genrt.runtime import answers
 from genrt.runtime.cache import RowCache
 from genrt.testing import check_engine
 from tests.answers import check_reads
-from tests.scripted import Answers, ScriptedEngine, expected_row, logprobs, population_of, sample
+from tests.scripted import Answers, ScriptedEngine, expected_row, logprobs, sample
 
 A, B = logprobs(1), logprobs(2)
 VOCAB_SIZE = ScriptedEngine.vocab_size
@@ -124,27 +123,6 @@ def test_rows_moved_to_the_host_are_cached_and_rows_only_read_from_are_not() -> 
     assert torch.equal(cast("torch.Tensor", cache.borrow(B)), expected_row(B))
 
 
-@pytest.mark.parametrize(
-    "leaving", [leaving for size in range(4) for leaving in itertools.combinations(range(3), size)]
-)
-@pytest.mark.parametrize("started", [False, True])
-def test_a_row_is_cancelled_with_the_last_who_wants_it(
-    leaving: tuple[int, ...], started: bool
-) -> None:
-    scripted = ScriptedEngine(steps=lambda request: 2)
-    engine = answering(scripted)
-    asked: list[Request] = [A, draw(A), ReadRequest(A, TopTokens(1))]
-    engine.submit(asked)
-    if started:
-        assert engine.step() == []
-    for index in leaving:
-        engine.cancel([asked[index]])
-    assert scripted.cancelled == ([[A]] if len(leaving) == 3 else [])
-    staying = [request for index, request in enumerate(asked) if index not in leaving]
-    assert set(drain(engine, len(staying))) == set(staying)
-    assert engine.step() == []
-
-
 # -- failures ---------------------------------------------------------------------------------
 
 
@@ -154,51 +132,6 @@ def test_a_dead_engine_is_asked_nothing_more() -> None:
     engine.submit([draw(A)])
     with pytest.raises(EngineDied, match="dead"):
         engine.step()
-
-
-class Forgetful(ScriptedEngine):
-    """The first calls of ``cancel`` raise these; then they forget as they should."""
-
-    def __init__(self, *raised: Exception, **options: Any) -> None:
-        super().__init__(steps=lambda request: 3, **options)
-        self.raised = list(raised)
-
-    def cancel(self, requests: Sequence[Request]) -> None:
-        if self.raised:
-            self.cancelled.append(list(requests))
-            raise self.raised.pop(0)
-        super().cancel(requests)
-
-
-NO = RuntimeError("no")
-
-
-def test_a_population_of_rows_that_an_engine_can_not_forget_fails_once() -> None:
-    scripted = Forgetful(NO, NO)
-    engine = answering(scripted)
-    engine.submit([draw(A), draw(B)])
-    engine.cancel([draw(A), draw(B)])
-    population = population_of(A, B)
-    engine.submit([population])
-    assert [end.request for end in engine.ready()] == [population]
-
-
-def test_who_asks_what_an_engine_can_not_forget_fails_alone() -> None:
-    scripted = Forgetful(NO, NO)
-    engine = answering(scripted)
-    engine.submit([draw(A)])
-    engine.cancel([draw(A)])
-    engine.submit([draw(A, 5), A, draw(B), sample(2)])
-    assert scripted.submitted == [[A], [B, sample(2)]]
-    refused = engine.ready()
-    assert {end.request for end in refused} == {draw(A, 5), A}
-    assert all(isinstance(end.error, EngineFailed) for end in refused)
-    ends = {end.request: end for _ in range(3) for end in engine.step()}
-    assert all(end.error is None for end in ends.values())
-    assert ends.keys() == {A, draw(B), sample(2)}, "of A, what was not forgotten"
-    [row] = ask(engine, A)
-    assert torch.equal(cast("torch.Tensor", row), expected_row(A))
-    assert len(scripted.cancelled) == 2, "it has ended by itself"
 
 
 @pytest.mark.parametrize(
@@ -298,41 +231,6 @@ def test_repr_and_statistics_tell_what_goes_on() -> None:
     drain(engine, 3)
     s = engine.statistics()
     assert (s.reads, s.requests, s.steps, s.bytes_to_host) == (3, 2, 1, 0)
-
-
-def changed(request: ReadRequest, seeds: Iterator[int], what: str) -> ReadRequest:
-    """Another question than was asked."""
-    match what, request.wanted:
-        case "mask", DrawToken(seed=seed):
-            return ReadRequest(request.row, DrawToken(seed=seed))
-        case "seed", DrawToken(mask=mask, temperature=temperature):
-            return ReadRequest(request.row, DrawToken(mask, temperature, next(seeds)))
-        case "tokens", Candidates(token_ids=token_ids):
-            moved = tuple((token_id + 1) % 41 for token_id in token_ids)
-            return ReadRequest(request.row, Candidates(moved))
-        case "number", TopTokens(k=k):
-            return ReadRequest(request.row, TopTokens(max(1, k - 1)))
-    return request
-
-
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [("mask", "DrawToken"), ("tokens", "Candidates"), ("number", "TopTokens"), ("seed", "seed")],
-)
-def test_reads_that_are_wrong_are_seen(what: str, message: str) -> None:
-    seeds = itertools.count()
-
-    class Broken(Answers):
-        def _answered(self, reads: Sequence[Any]) -> list[Finished]:
-            others = [read._replace(request=changed(read.request, seeds, what)) for read in reads]
-            ends = {end.request: end for end in super()._answered(others)}
-            return [
-                Finished(read.request, ends[other.request].result, ends[other.request].error)
-                for read, other in zip(reads, others, strict=True)
-            ]
-
-    with pytest.raises(AssertionError, match=message):
-        check_reads(Broken(ExactEngine(EXACT, max_model_len=32), RowCache(0)), EXACT.vocab_size)
 
 
 def test_every_kind_of_read_is_what_its_row_says() -> None:

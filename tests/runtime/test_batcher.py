@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import threading
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,8 +14,6 @@ import torch
 from genrt.engines.protocol import Finished
 from genrt.errors import Closed, EngineFailed, OutOfMemory, UnknownAdapter
 from genrt.questions.arguments import Adapter
-from genrt.questions.draws import DrawToken
-from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.ask import MAX_UNAWAITED
@@ -25,13 +21,11 @@ from genrt.runtime.batcher import MAX_PASSES, WAITERS_A_PASS, Waiter, deliver
 from genrt.tokens.rows import separate_copies
 from tests.inside import is_held, unlogged
 from tests.scripted import (
-    PATIENCE_SECONDS,
     ByHand,
     ScriptedEngine,
     expected_row,
     logprobs,
     passes,
-    population_of,
     right,
     sample,
 )
@@ -203,26 +197,6 @@ async def test_a_loop_of_questions_that_need_no_wait_lets_its_event_loop_run(
     assert rounds < 50 or question == "a batch", "nor does every question cost a pass"
 
 
-@pytest.mark.parametrize("question", AT_ONCE)
-async def test_who_is_cancelled_while_the_event_loop_runs_has_been_answered(question: str) -> None:
-    hand = await cached(question)
-    before = hand.batcher.statistics()
-
-    async def asks() -> None:
-        for _ in range(20 * MAX_UNAWAITED):
-            with contextlib.suppress(Closed):
-                await AT_ONCE[question](hand)
-
-    task = asyncio.create_task(asks())
-    await passes(1)
-    answered = hand.batcher.statistics()
-    task.cancel()
-    await passes(1)
-    assert task.cancelled()
-    assert hand.batcher.statistics() == answered
-    assert answered.questions - before.questions in (0, MAX_UNAWAITED)
-
-
 async def test_questions_that_wait_cost_no_pass_of_the_loop(by_hand: Make) -> None:
     """However many are asked: they wait anyway, and are asked in the pass that asks them."""
     hand = by_hand()
@@ -255,66 +229,6 @@ async def test_an_engine_that_fails_in_a_step_is_told_to_forget_it(by_hand: Make
     await hand.finish()
     assert hand.engine.stepped == [[A, B], [A]]
     assert right([A], await again)
-
-
-# -- cancellation -----------------------------------------------------------------------------
-
-KINDS: dict[str, Request] = {
-    "row": A,
-    "sample": sample(1),
-    "draw": ReadRequest(A, DrawToken(seed=1)),
-    "population": population_of(A, C),
-}
-TURNS = {"gathered": 0, "ready": 0, "in flight": 1, "a step later": 2, "computed": 3}
-"""How many turns have been taken when a caller leaves; its request takes three steps."""
-
-
-@pytest.mark.promise(number=1)
-@pytest.mark.promise(number=2)
-@pytest.mark.parametrize("company", ["alone", "shared", "rescued"])
-@pytest.mark.parametrize("when", TURNS)
-@pytest.mark.parametrize("kind", KINDS)
-async def test_a_caller_that_leaves_takes_its_request_along_and_disturbs_nobody(
-    by_hand: Make, kind: str, when: str, company: str
-) -> None:
-    """Unless another caller waits, or asks before the next turn. An equal question is answered after."""
-    request, reports = KINDS[kind], list[Any]()
-    asyncio.get_running_loop().set_exception_handler(lambda _, report: reports.append(report))
-    hand = by_hand(ScriptedEngine(steps=lambda each: 9 if each == B else 3))
-    asked = [hand.ask(B), hand.ask(request)]
-    if company == "shared":
-        asked.append(hand.ask(request))
-    await passes(1 if when == "gathered" else 5)
-    for _ in range(TURNS[when]):
-        hand.turn()
-    wakes = hand.wakes
-    asked[1].cancel()
-    await passes(2)
-    assert asked[1].cancelled()
-    is_unsent, is_computed = when in ("gathered", "ready"), when == "computed"
-    if is_unsent and company != "shared":
-        hand.dropped = request.weight
-        assert hand.batcher.statistics().queued == 1, "withdrawn from the queue at once"
-    if company == "rescued":
-        asked.append(await hand.queued(request))
-    assert is_computed or is_unsent or hand.wakes > wakes
-    hand.turn()
-    rows = [A, C] if kind == "population" else [getattr(request, "row", request)]
-    is_withdrawn = company == "alone" and not is_unsent and not is_computed
-    assert hand.engine.cancelled == ([rows] if is_withdrawn else [])
-    asked.append(hand.ask(request))
-    await hand.finish()
-    fresh = ByHand()
-    alone = fresh.ask(request)
-    await fresh.finish()
-    for task in asked[2:]:
-        assert repr(await task) == repr(await alone)
-    assert right([B], await asked[0])
-    assert reports == []
-    s = hand.batcher.statistics()
-    assert (s.cancelled, s.queued, s.in_flight) == (not is_computed, 0, 0)
-    if is_computed and kind == "row":
-        assert sum(A in flush for flush in hand.engine.submitted) == 1, "the row was cached"
 
 
 # -- failures ---------------------------------------------------------------------------------
@@ -388,81 +302,6 @@ async def test_a_steps_rows_are_copied_together(
     assert right([B], await tasks[2])
 
 
-async def test_no_memory_for_the_copy_of_a_cached_row_is_an_error_of_genrt(
-    by_hand: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hand = by_hand()
-    await hand.queued(A)
-    await hand.finish()
-
-    def full(_: list[torch.Tensor]) -> list[torch.Tensor]:
-        raise torch.OutOfMemoryError("no room")
-
-    monkeypatch.setattr("genrt.runtime.batcher.separate_copies", full)
-    with pytest.raises(OutOfMemory, match="no room"):
-        await hand.asker.ask([A])
-
-
-@pytest.mark.promise(number=15)
-@pytest.mark.parametrize("cache_bytes", [0, 2**20])
-async def test_what_a_waiter_gets_is_no_part_of_a_steps_rows(
-    by_hand: Make, cache_bytes: int
-) -> None:
-    """The engine's rows are views of one tensor; nobody who is answered keeps it alive."""
-    step = torch.stack([expected_row(request) for request in (A, B, C)])
-    places = {A: 0, B: 1, C: 2}
-    hand = by_hand(
-        ScriptedEngine(row=lambda request: step[places[request]]), cache_bytes=cache_bytes
-    )
-    single, both = await hand.queued(A), await hand.queued(A, B)
-    stacked = asyncio.create_task(hand.asker.ask([C, A, C], stacked=True))
-    await passes()
-    await hand.finish()
-    rows = [*await single, *await both]
-    assert right([A, A, B], rows)
-    assert [row.untyped_storage().nbytes() for row in rows if isinstance(row, torch.Tensor)] == (
-        [step[0].nbytes] * 3
-    )
-    assert len({row.data_ptr() for row in rows if isinstance(row, torch.Tensor)}) == 3
-    [stack] = await stacked
-    assert isinstance(stack, torch.Tensor)
-    assert torch.equal(stack, step[[2, 0, 2]])
-    assert stack.untyped_storage().nbytes() == 3 * step[0].nbytes
-    stack.zero_()
-    rows[0].zero_()
-    assert torch.equal(step[0], expected_row(A))
-    again = asyncio.create_task(hand.asker.ask([A, A], stacked=True))
-    await passes()
-    await hand.finish()
-    assert torch.equal((await again)[0], step[[0, 0]])
-
-
-# -- closing ----------------------------------------------------------------------------------
-
-
-async def test_close_while_results_are_copied_leaves_no_batch_with_holes(by_hand: Make) -> None:
-    """A batch question that lacks one row is closed; one that lacks none is answered."""
-
-    class Row(torch.Tensor):
-        @classmethod
-        def __torch_function__(cls, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            if function is torch.empty_like:
-                hand.batcher.close()
-            return super().__torch_function__(function, types, args, kwargs)  # type: ignore[no-untyped-call]
-
-    engine = ScriptedEngine(
-        steps=lambda r: 5 if r == B else 1, row=lambda r: expected_row(r).as_subclass(Row)
-    )
-    hand = by_hand(engine, cache_bytes=0)
-    whole, partly = await hand.queued(A, A), await hand.queued(A, B)
-    hand.turn()
-    engine.in_progress.clear()
-    await passes()
-    assert [torch.equal(torch.Tensor(row), expected_row(A)) for row in await whole] == [True, True]
-    with pytest.raises(Closed):
-        await partly
-
-
 # -- the flush policy -------------------------------------------------------------------------
 
 
@@ -509,57 +348,6 @@ async def test_ready_requests_wait_for_company_as_long_as_they_are_told_to(by_ha
 
 def spin(loop: asyncio.AbstractEventLoop) -> None:
     loop.run_until_complete(passes())
-
-
-def abandon(tasks: list[asyncio.Task[Any]]) -> None:
-    """Let tasks of a closed loop be collected, without the loop's complaint that they are pending."""
-    for task in tasks:
-        unlogged(task)
-        del task
-    tasks.clear()
-    gc.collect()
-
-
-@pytest.mark.promise(number=20)
-@pytest.mark.parametrize("cancelled", [False, True])
-def test_a_collection_inside_the_batchers_own_lock_does_not_deadlock(cancelled: bool) -> None:
-    """The clock is read under the lock, so a clock that collects garbage does it there: here the tasks of
-    a closed loop, whose answer was computed but never delivered, or which were cancelled and never ran
-    again."""
-    lost: list[asyncio.Task[Any]] = []
-    alive: list[weakref.ref[asyncio.Task[Any]]] = []
-
-    def clock() -> float:
-        if lost:
-            abandon(lost)
-        return 0.0
-
-    def scenario() -> None:
-        hand = ByHand(ScriptedEngine(steps=lambda request: 1 + cancelled), clock=clock)
-        ended, other = asyncio.new_event_loop(), asyncio.new_event_loop()
-        task = ended.create_task(hand.asker.ask([B]))
-        spin(ended)
-        hand.turn()
-        if cancelled:
-            task.cancel()
-        ended.close()
-        lost.append(task)
-        alive.append(weakref.ref(task))
-        del task
-        asked = other.create_task(hand.asker.ask([A]))
-        spin(other)
-        hand.turn()
-        hand.turn()
-        spin(other)
-        assert right([A], asked.result())
-        other.close()
-
-    thread = threading.Thread(target=scenario, daemon=True)
-    thread.start()
-    thread.join(PATIENCE_SECONDS)
-    assert not thread.is_alive(), "deadlock: the collected waiter took the lock"
-    assert lost == []
-    assert [reference() for reference in alive] == [None], "it was collected"
 
 
 # -- loops that were closed with tasks on them ------------------------------------------------
@@ -611,50 +399,9 @@ def test_a_loop_interrupted_while_it_is_told_tells_the_rest_when_it_goes_on() ->
     loop.close()
 
 
-@pytest.mark.promise(number=10)
-@pytest.mark.promise(number=20)
-async def test_a_close_that_is_interrupted_is_made_good_by_the_next(
-    by_hand: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of which the engine's thread makes one."""
-    hand = by_hand()
-    tasks = [await hand.queued(A), await hand.queued(B)]
-    hand.dropped = 2
-
-    def interrupted(_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("genrt.runtime.batcher.deliver", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            hand.batcher.close()
-    assert hand.batcher.is_closed
-    hand.batcher.close()
-    await passes()
-    assert [type(task.exception()) for task in tasks] == [Closed, Closed]
-
-
 # -- adapters ---------------------------------------------------------------------------------
 
 OLD, NEW = Adapter("lora", 1), Adapter("lora", 2)
-
-
-async def test_a_retired_adapter_that_is_still_bound_keeps_no_thread_busy(by_hand: Make) -> None:
-    bound, now = logprobs(1, adapter=OLD), 0.0
-    hand = by_hand(max_wait_seconds=3.0, clock=lambda: now)
-    hand.load(OLD)
-    task = await hand.queued(bound)
-    hand.batcher.retire(OLD)
-    assert hand.batcher.seconds_until_due() == 3.0, "not 0.0, which would make the thread spin"
-    before = hand.wakes
-    task.cancel()
-    await passes()
-    assert hand.wakes == before + 1, "and it is told when the last bound request is gone"
-    assert hand.batcher.seconds_until_due() == 0.0
-    hand.turn()
-    assert hand.engine.removed == [OLD]
-    assert hand.batcher.seconds_until_due() is None
-    hand.dropped = 1
 
 
 @pytest.mark.promise(number=30)
@@ -673,19 +420,3 @@ async def test_a_question_for_a_lost_adapter_fails_wherever_it_waits(where: str)
     assert right([A], await kept)
     assert hand.batcher.statistics().failed == 1
     assert not hand.batcher._bound, "nothing is bound to it any more"
-
-
-# -- what it says of itself -------------------------------------------------------------------
-
-
-async def test_statistics_are_frozen_and_repr_shows_live_state(by_hand: Make) -> None:
-    hand = by_hand(by_tokens({A: 2}))
-    await hand.queued(A)
-    assert repr(hand.batcher) == "Batcher(open, 1 queued, 0 in flight, 0 flushes)"
-    hand.turn()
-    await hand.queued(B)
-    assert repr(hand.batcher) == "Batcher(open, 1 queued, 1 in flight, 1 flushes)"
-    with pytest.raises(AttributeError):
-        hand.batcher.statistics().questions = 0  # type: ignore[misc]
-    await hand.finish()
-    assert repr(hand.batcher) == "Batcher(open, 0 queued, 0 in flight, 2 flushes)"

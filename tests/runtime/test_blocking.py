@@ -121,34 +121,6 @@ def test_it_runs_in_a_copy_of_the_callers_context() -> None:
     assert name.get() == "mine"
 
 
-def test_what_is_left_running_is_cancelled_and_generators_are_closed() -> None:
-    ended: list[str] = []
-
-    async def waits() -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.append("task")
-
-    async def counts() -> Any:
-        try:
-            yield 1
-            yield 2
-        finally:
-            ended.append("generator")
-
-    async def leaves() -> int:
-        task = asyncio.ensure_future(waits())
-        await asyncio.sleep(0)
-        counting = counts()
-        first = int(await anext(counting))
-        leaves.kept = task, counting  # type: ignore[attr-defined]
-        return first
-
-    assert blocking(leaves()) == 1
-    assert ended == ["task", "generator"]
-
-
 # -- interrupts -------------------------------------------------------------------------------
 
 
@@ -174,42 +146,6 @@ def test_the_main_thread_looks_for_interrupts_now_and_then() -> None:
     other.start()
     other.join()
     assert waits[2:] == [None], "only the main thread is interrupted"
-
-
-@pytest.mark.parametrize("loop_runs", [False, True])
-@pytest.mark.parametrize("name", ["SMC", "Metropolis-Hastings", "rejection", "best of N"])
-def test_an_interrupt_cancels_the_run(lm: AsyncLM, name: str, loop_runs: bool) -> None:
-    begun = ended = 0
-
-    async def hangs(text: Text) -> float:
-        nonlocal begun, ended
-        begun += 1
-        try:
-            if begun == 1:  # another one would end the wait for the end
-                interrupt()
-            await asyncio.Event().wait()
-        finally:
-            ended += 1
-        return 0.0
-
-    model = text_model(lm, potential=hangs)
-    run: Callable[[], Result] = {
-        "SMC": lambda: SMC(model, num_particles=8).run_sync(0),
-        "Metropolis-Hastings": lambda: MetropolisHastings(
-            model, num_chains=3, num_steps=4
-        ).run_sync(0),
-        "rejection": lambda: Rejection(model, num_samples=3, max_texts=99).run_sync(0),
-        "best of N": lambda: BestOfN(model, n=5).run_sync(0),
-    }[name]
-
-    async def where_a_loop_runs() -> Result:
-        return run()
-
-    with pytest.raises(KeyboardInterrupt):
-        asyncio.run(where_a_loop_runs()) if loop_runs else run()
-    assert ended == begun > 0
-    assert threads_left() == []
-    assert SMC(text_model(lm), num_particles=8).run_sync(0).ess > 0
 
 
 def test_an_interrupt_at_any_line_leaves_nothing_behind(lm: AsyncLM) -> None:

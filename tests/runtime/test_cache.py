@@ -7,8 +7,6 @@ that was stored and not copied is seen.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
-from typing import Any
 
 import pytest
 import torch
@@ -173,15 +171,6 @@ def test_of_more_rows_than_there_is_room_for_the_last_are_copied_and_no_others(
     assert copied == [2]
 
 
-def test_a_row_larger_than_the_cache_is_not_kept_and_drives_nothing_out() -> None:
-    cache = RowCache(40)
-    cache.put(A, row(4))
-    cache.put(B, row(11))
-    assert B not in cache
-    assert A in cache
-    assert cache.statistics().evictions == 0
-
-
 def test_threads_at_once_lose_no_count() -> None:
     cache, start = RowCache(400), threading.Barrier(4)
 
@@ -214,22 +203,3 @@ def test_repr_and_frozen_statistics() -> None:
     assert repr(cache) == "RowCache(1 rows, 16 of 100 bytes, 1 hits)"
     with pytest.raises(AttributeError):
         cache.statistics().hits = 0  # type: ignore[misc]
-
-
-def test_who_interrupts_it_may_read_its_statistics() -> None:
-    """As a signal handler does, on the thread that has its lock."""
-    cache = RowCache(100)
-    cache.put(A, row(5))
-    seen: list[int] = []
-
-    class Interrupted(OrderedDict[Any, Any]):
-        def get(self, *arguments: object) -> object:
-            seen.append(cache.statistics().rows)
-            return super().get(*arguments)
-
-    cache._rows = Interrupted(cache._rows)
-    asked = threading.Thread(target=cache.borrow, args=(A,), daemon=True)
-    asked.start()
-    asked.join(60)
-    assert not asked.is_alive()
-    assert seen == [1]

@@ -11,7 +11,6 @@ import contextlib
 import gc
 import json
 import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -30,7 +29,6 @@ from genrt.errors import Closed, EngineDied, EngineFailed, EngineUnsupported
 from genrt.lm import AsyncLM
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
-from genrt.runtime import concurrency
 from genrt.runtime import thread as engine_thread
 from genrt.runtime.ask import Asker
 from genrt.runtime.batcher import Batcher
@@ -122,30 +120,6 @@ def test_close_during_opening_closes_the_engine_once_it_is_open(start: Start) ->
     assert engine.closed == 1
 
 
-async def test_cancelling_aload_closes_the_engine_once_it_is_open() -> None:
-    gate, engine, closed = Gate(), ScriptedEngine(), threading.Event()
-
-    class Watched(ScriptedEngine):
-        def close(self) -> None:
-            super().close()
-            closed.set()
-
-    def slow() -> Engine:
-        gate.go_through()
-        return engine
-
-    engine = Watched()
-    task = asyncio.create_task(genrt.aload(engine=slow))
-    await passes(2)
-    gate.wait_until_held()
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    gate.open()
-    assert closed.wait(PATIENCE_SECONDS)
-    assert engine.closed == 1
-
-
 @pytest.mark.promise(number=10)
 def test_an_interrupt_while_loading_abandons_it(monkeypatch: pytest.MonkeyPatch) -> None:
     gate, engine, closed = Gate(), ScriptedEngine(), threading.Event()
@@ -159,7 +133,7 @@ def test_an_interrupt_while_loading_abandons_it(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(engine, "close", closed.set)
     with monkeypatch.context() as patched:
-        patched.setattr(concurrency, "_wait", interrupted)
+        patched.setattr(concurrent.futures, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             genrt.load(engine=slow)
     gate.open()
@@ -445,33 +419,6 @@ def test_a_runtime_that_ends_in_the_middle_of_a_question_does_not_deadlock(
 
 
 @pytest.mark.promise(number=20)
-@pytest.mark.promise(number=10)
-def test_a_signal_handler_may_close_the_runtime_in_the_middle_of_a_question() -> None:
-    engine = ScriptedEngine()
-    fired: list[bool] = []
-    lm = genrt.load(engine=lambda: engine)
-    thread, batcher = system_thread(lm), thread_of(lm).batcher
-
-    def hook() -> None:
-        if not fired and threading.current_thread() is threading.main_thread():
-            fired.append(is_held(batcher.lock))
-            signal.raise_signal(signal.SIGUSR1)
-
-    before = signal.signal(signal.SIGUSR1, lambda *_: lm.close())
-    Hooked.hook = staticmethod(hook)
-    try:
-        with contextlib.suppress(Closed):
-            asking(batcher).ask_sync([Hooked([1])], timeout=PATIENCE_SECONDS)
-    finally:
-        Hooked.hook = staticmethod(lambda: None)
-        signal.signal(signal.SIGUSR1, before)
-    thread.join(PATIENCE_SECONDS)
-    assert fired == [True]
-    assert not thread.is_alive()
-    assert engine.closed == 1
-
-
-@pytest.mark.promise(number=20)
 async def test_aclose_ends_who_holds_every_thread_of_the_loops_executor() -> None:
     """It must not queue behind them: they wait for what it ends."""
     gate = Gate()
@@ -663,7 +610,6 @@ PROGRAMS = {
 SERVER = """
 import asyncio, gc, json, os, signal, sys, tempfile, threading
 import genrt
-from genrt.runtime import concurrency
 from genrt.runtime import thread as engine_thread
 from tests.inside import thread_of
 from tests.scripted import ScriptedEngine

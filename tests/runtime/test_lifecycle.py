@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-import genrt
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.engines.weights import SLEEPING_PARTS, NamedTensors, SleepingPart, TensorForm
 from genrt.errors import EngineDied, EngineFailed, GenrtError, InvalidRequest
@@ -26,8 +25,8 @@ from genrt.runtime.cache import RowCache
 from genrt.runtime.lifecycle import State
 from genrt.runtime.thread import EngineThread, LoopThread
 from genrt.runtime.weights import Transfers
-from tests.inside import engine_of, system_thread, unlogged, weight_copies_of
-from tests.scripted import Gate, ProtocolViolation
+from tests.inside import system_thread, unlogged, weight_copies_of
+from tests.scripted import ProtocolViolation
 
 SIZE = 3
 MODELS = [NGram.random(SIZE, order=1, seed=seed) for seed in range(12)]
@@ -403,29 +402,6 @@ async def test_a_sleep_that_is_cancelled_while_memory_is_moved_wakes(ahead: bool
     await world.end()
 
 
-@pytest.mark.parametrize("passes", range(8))
-async def test_a_pause_and_a_sleep_in_it_that_are_both_cancelled_leave_nothing(passes: int) -> None:
-    world = World()
-    pause, sleep = world.begin("pause"), world.begin("sleep")
-    for _ in range(passes):
-        await world.go("pr")
-    is_paused = pause.done()
-
-    def cancel_both() -> None:
-        pause.cancel()
-        sleep.cancel()
-
-    world.thread.engine.weights.in_move = cancel_both  # type: ignore[attr-defined]
-    await world.go("r")
-    world.thread.engine.weights.in_move = lambda: None  # type: ignore[attr-defined]
-    cancel_both()
-    await world.done(sleep)
-    await world.go("pr" * 4)
-    if sleep.cancelled():
-        assert world.thread.lifecycle.state == ("still" if is_paused else "running")
-    await world.end()
-
-
 async def test_weights_that_were_dropped_and_not_kept_never_answer() -> None:
     world = World()
 
@@ -465,39 +441,6 @@ async def test_a_wake_up_that_fails_leaves_the_engine_asleep() -> None:
         world.lm.resume()
     assert world.thread.lifecycle.state == "asleep"
     world.thread.engine.weights.wakes = True  # type: ignore[attr-defined]
-    await world.end()
-
-
-async def test_an_adapter_goes_after_an_update_and_after_a_sleep() -> None:
-    world = World()
-    adding = world.begin("add_adapter")
-    await world.go("pr" * 4)
-    adding.result()
-    sleep = world.begin("sleep")
-    await world.go("pr" * 8)
-    sleep.result()
-    world.begin("remove_adapter")
-    await world.go("pr" * 4)
-    assert len([*world.thread.adapters]) == 1
-    world.begin("wake_up")
-    await world.go("pr" * 4)
-    assert len([*world.thread.adapters]) == 0
-    await world.end()
-
-
-async def test_an_adapter_is_loaded_once_all_memory_is_awake() -> None:
-    """vLLM compares rows with and without it, which takes the KV cache."""
-    world = World()
-    for name in ("sleep", "wake the weights", "add_adapter", "update"):
-        world.begin(name)
-        await world.go("pr" * 40)
-    _, _, adding, update = world.begun
-    update.result()
-    assert not adding.done()
-    world.begin("wake_up")
-    await world.done(adding)
-    adding.result()
-    assert world.lm.adapters == ("a",)
     await world.end()
 
 
@@ -653,28 +596,6 @@ async def test_an_update_whose_trainer_hangs_ends_with_its_engine(how: str) -> N
 
 
 # -- with threads -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("level", [1, 2])
-async def test_nothing_falls_while_another_thread_moves_memory(level: int) -> None:
-    gate = Gate()
-    async with genrt.load(engine=StrictEngine) as lm:
-        await lm.next_token_logprobs([0])
-        engine_of(lm).weights.in_move = gate.go_through
-        sleep = asyncio.ensure_future(lm.sleep(level))
-        await asyncio.to_thread(gate.wait_until_held)
-        with pytest.raises(InvalidRequest, match="the engine sleeps"):
-            lm.resume()
-        asked = asyncio.ensure_future(lm.next_token_logprobs([1]))
-        sleep.cancel()
-        await asyncio.wait([sleep])
-        with pytest.raises(InvalidRequest, match="the engine sleeps"):
-            lm.resume()
-        assert not asked.done()
-        gate.open()
-        assert torch.allclose(await asked, MODELS[0].row([1]), atol=1e-6)
-        await lm.sleep(level)
-        await lm.wake_up()
 
 
 @pytest.mark.parametrize("level", [1, 2])

@@ -24,10 +24,9 @@ from genrt.errors import (
     InvalidWeights,
     StreamCut,
 )
-from genrt.inference import SMC, TextModel
 from genrt.lm import AsyncLM
 from tests.inside import engine_of, thread_of, weight_copies_of
-from tests.scripted import Gate, ScriptedEngine
+from tests.scripted import ScriptedEngine
 
 OLD, NEW = (NGram.random(7, order=2, seed=seed, eos_token_id=0) for seed in (1, 2))
 TABLE = NEW.table
@@ -298,37 +297,6 @@ async def test_an_error_at_any_chunk_leaves_the_last_whole_weights(k: int, resta
         assert lm.weights_version == 1
 
 
-@pytest.mark.parametrize("k", [0, 3, 6])
-@pytest.mark.parametrize("wrong", [{"unknown": TABLE}, {"table.0": TABLE[0]}, {"table.1": TABLE}])
-async def test_a_chunk_that_does_not_fit_is_the_end_of_the_update(
-    k: int, wrong: dict[str, torch.Tensor]
-) -> None:
-    async with genrt.load(engine=InParts, restart="auto") as lm:
-        await lm.next_token_logprobs([1])
-        chunks = PARTS[: max(k, 1)]
-        for given_ in ([*chunks, wrong, *PARTS[k + 1 :]], slowly(*chunks, wrong, *PARTS[k + 1 :])):
-            with pytest.raises(InvalidWeights):
-                await lm.update_weights(given_)
-        await asyncio.to_thread(assert_answers, lm, OLD)
-
-
-@pytest.mark.parametrize("broken_at", [0, 3, 6])
-async def test_an_engine_that_fails_while_it_loads_is_replaced(broken_at: int) -> None:
-    opened: list[InParts] = []
-
-    def open_engine() -> InParts:
-        opened.append(InParts(broken_at=-1 if opened else broken_at))
-        return opened[-1]
-
-    async with genrt.load(engine=open_engine, restart="auto") as lm:
-        with pytest.raises(EngineDied, match="the device has gone"):
-            await lm.update_weights(PARTS)
-        await asyncio.to_thread(assert_answers, lm, OLD)
-        assert len(opened) == 2
-        assert await lm.update_weights(PARTS) == 1
-        await asyncio.to_thread(assert_answers, lm, NEW)
-
-
 # -- restarts ---------------------------------------------------------------------------------
 
 
@@ -385,63 +353,6 @@ async def test_copies_of_refused_weights_go(lm: AsyncLM) -> None:
 # -- what was asked before --------------------------------------------------------------------
 
 
-class Held(ExactEngine):
-    """An exact engine whose steps go through a gate, and whose submitted requests are known. It computes
-    nothing ``while_held`` says so."""
-
-    def __init__(self, gate: Gate, while_held: Callable[[], bool] = lambda: False) -> None:
-        super().__init__(OLD)
-        self._gate = gate
-        self._while_held = while_held
-        self.submitted: list[Any] = []
-
-    def submit(self, requests: Any) -> None:
-        self.submitted += requests
-        super().submit(requests)
-
-    def step(self) -> Any:
-        self._gate.go_through()
-        return [] if self._while_held() else super().step()
-
-
-@pytest.mark.promise(number=34)
-@pytest.mark.parametrize("pending", ["finish", "restart"])
-async def test_a_question_is_answered_by_one_version_throughout(pending: Any) -> None:
-    gate = Gate()
-    fenced: list[AsyncLM] = []
-
-    def no_fence_is_up() -> bool:  # before the update the text could end, and be of the old weights
-        return not any(each.weights_version or thread_of(each).batcher.holds for each in fenced)
-
-    async with genrt.load(engine=lambda: Held(gate, no_fence_is_up)) as lm:
-        fenced.append(lm)
-        text = asyncio.ensure_future(lm.generate([1], max_tokens=9, seed=1, ignore_eos=True))
-        score = asyncio.ensure_future(lm.score([1], [2, 3, 4, 5]))
-        with lm.population([1, 2], 5) as population:
-            draws = asyncio.ensure_future(population.draw(seed=4))
-            await asyncio.to_thread(gate.wait_until_held)
-            update = asyncio.ensure_future(lm.update_weights({"table": TABLE}, pending=pending))
-            await asyncio.sleep(0)
-            gate.open()
-            assert await update == 1
-            models = {0: OLD, 1: NEW}
-            assert (await text).weights_version == (0 if pending == "finish" else 1)
-            assert (await population.draw()).weights_version == 1
-            assert (await lm.draw([1, 2])).weights_version == 1
-            with genrt.load(models[(await text).weights_version], engine="exact") as other:
-                again = await other.generate([1], max_tokens=9, seed=1, ignore_eos=True)
-                assert (await text).token_ids == again.token_ids
-            with genrt.load(models[(await draws).weights_version], engine="exact") as other:
-                same = await other.population([1, 2], 5).draw(seed=4)
-                assert torch.equal((await draws).token_ids, same.token_ids)
-            wanted = [
-                torch.stack([model.row([1, *range(2, n)])[n] for n in range(2, 6)])
-                for model in models.values()
-            ]
-            scored = await score
-            assert any(torch.allclose(scored, each, atol=1e-6) for each in wanted)
-
-
 async def test_a_stream_that_has_told_something_is_never_of_two_versions() -> None:
     async with genrt.load(OLD, engine="exact") as lm:
         stream = lm.stream([1], max_tokens=900, seed=1, ignore_eos=True)
@@ -459,23 +370,6 @@ async def test_a_stream_that_has_told_something_is_never_of_two_versions() -> No
 
 
 # -- laws -------------------------------------------------------------------------------------
-
-
-@pytest.mark.promise(number=34)
-async def test_a_runtime_with_new_weights_is_one_that_was_loaded_with_them(lm: AsyncLM) -> None:
-
-    async def run(runtime: AsyncLM) -> Any:
-        return await SMC(TextModel(runtime, [1], max_tokens=6), num_particles=20).run(seed=5)
-
-    await run(lm)
-    await lm.update_weights({"table": TABLE})
-    with genrt.load(NEW, engine="exact", seed=3) as other:
-        ours, theirs = await run(lm), await run(other)
-        assert ours.log_evidence == pytest.approx(theirs.log_evidence)
-        for name in ("sample", "generate"):
-            asked = {"max_tokens": 6, "seed": 8}
-            mine, its = [await getattr(each, name)([1, 2], **asked) for each in (lm, other)]
-            assert getattr(mine, "token_ids", mine) == getattr(its, "token_ids", its)
 
 
 @pytest.mark.promise(number=34)

@@ -66,27 +66,6 @@ def answering(scripted: ScriptedEngine, cache: RowCache | None = None) -> Answer
     return Answers(scripted, RowCache(2**20) if cache is None else cache)
 
 
-@pytest.mark.promise(number=36)
-@pytest.mark.parametrize("temperature", [1.0, 0.0, 0.5])
-def test_a_population_is_answered_as_its_particles_are(temperature: float) -> None:
-    masks = [None, [0, 3], [5], []]
-    request = population(A, B, A, C, seed=7, masks=masks, temperature=temperature)
-    engine = answering(ScriptedEngine())
-    packed = [None if mask is None else sum(1 << i for i in mask) for mask in masks]
-    alone = [
-        read(
-            row,
-            0 if temperature == 0.0 else 7 + place,
-            mask=None if bits is None else bits.to_bytes(4, "little"),
-            temperature=temperature,
-        )
-        for place, (row, bits) in enumerate(zip(request.rows, packed, strict=True))
-    ]
-    engine.submit([request, *alone])
-    ends = ended(engine)
-    assert single(ends[request].result) == [ends[each].result for each in alone]
-
-
 def test_its_rows_are_shared_with_whoever_asks_for_them() -> None:
     scripted, cache = ScriptedEngine(), RowCache(2**20)
     cache.put(C, expected_row(C))
@@ -99,18 +78,6 @@ def test_its_rows_are_shared_with_whoever_asks_for_them() -> None:
     engine.submit([known])
     assert [end.request for end in engine.ready()] == [known]
     assert len(scripted.submitted) == 1
-
-
-def test_a_row_that_fails_fails_the_population_and_gives_up_its_others() -> None:
-    error = NotFinite("not this one")
-    scripted = ScriptedEngine(steps=lambda r: 1 if r in (A, B) else 3, errors={A: error, B: error})
-    engine = answering(scripted)
-    request = population(A, B, C)
-    engine.submit([request, read(A)])
-    ends = {end.request: end.error for end in engine.step()}
-    assert ends == {request: error, read(A): error}
-    assert scripted.cancelled == [[C]]
-    assert ended(engine) == {}
 
 
 def test_parts_are_what_they_are_parts_of() -> None:

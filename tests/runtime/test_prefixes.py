@@ -4,7 +4,6 @@ up. What vLLM does is in test_vllm_prefixes.py."""
 from __future__ import annotations
 
 import asyncio
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -225,41 +224,6 @@ def test_an_adapters_prefix_is_kept_for_what_its_name_stands_for(tmp_path: Path)
             lm.cool_down([1], adapter="a")
 
 
-async def test_one_that_is_computed_while_its_adapter_is_loaded_anew_is_kept_for_the_new_one(
-    tmp_path: Path,
-) -> None:
-    paths = [an_adapter(tmp_path / name) for name in "xy"]
-    gate = Gate()
-    engine = KeepingEngine(gate=gate)
-    async with load(Engines(engine)) as lm:
-        await lm.add_adapter("a", paths[0])
-        asked = asyncio.create_task(lm.warm_up([1], adapter="a"))
-        await asyncio.to_thread(gate.wait_until_held)
-        loaded = asyncio.create_task(lm.add_adapter("a", paths[1]))
-        await passes()
-        gate.open()
-        assert await asked == 1
-        await loaded
-        for n in (2, 3):
-            await lm.next_token_logprobs([n])
-        assert engine.held() == [logprobs(1, adapter=engine.adapters[-1])]
-        assert engine.removed == [Adapter("a", 1)]
-
-
-def test_an_adapter_that_a_restart_loses_takes_its_prefixes_along(tmp_path: Path) -> None:
-    class Refusing(KeepingEngine):
-        def add_adapter(self, adapter: Adapter, path: Path) -> None:
-            raise genrt.InvalidAdapter("not this one")
-
-    engines = Engines(KeepingEngine(), Refusing())
-    with load(engines) as lm:
-        lm.add_adapter_sync("a", an_adapter(tmp_path / "x"))
-        lm.warm_up_sync([1], adapter="a")
-        lm.warm_up_sync([2])
-        lm.restart()
-        assert engines.made[1].held() == [logprobs(2)]
-
-
 # -- other engines, threads, arguments --------------------------------------------------------------
 
 
@@ -273,27 +237,6 @@ def test_an_engine_that_keeps_nothing_computes_the_row_and_the_cache_has_it() ->
         lm.cool_down()
         lm.restart()
         assert lm.statistics().engine.kept_tokens == 0
-
-
-def test_threads_may_warm_up_and_cool_down_at_once() -> None:
-    engines = Engines()
-    with load(engines) as lm:
-
-        def thread(number: int) -> None:
-            for n in range(30):
-                lm.warm_up_sync([number, n % 3])
-                lm.cool_down([number, (n + 1) % 3])
-                if n % 10 == 9:
-                    lm.cool_down()
-
-        threads = [threading.Thread(target=thread, args=(n,)) for n in range(4)]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join(PATIENCE_SECONDS)
-        lm.cool_down()
-        settled(lm)
-        assert engines.made[0].held() == list(thread_of(lm).prefixes) == []
 
 
 def test_a_text_or_a_conversation_is_what_all_that_begin_with_it_share() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,16 +19,13 @@ from genrt.errors import (
     EngineUnsupported,
     OutOfMemory,
 )
-from genrt.questions.arguments import Adapter
-from genrt.questions.request import Request, Result
+from genrt.questions.request import Request
 from tests.scripted import (
     PATIENCE_SECONDS,
     ByHand,
     Gate,
     ScriptedEngine,
-    expected,
     logprobs,
-    passes,
     right,
 )
 
@@ -95,48 +91,6 @@ async def test_a_flush_that_is_too_large_is_halved_until_it_fits(when: str, capa
     assert right(requests, await again)
 
 
-@pytest.mark.promise(number=7)
-@WHEN
-async def test_one_that_fits_nowhere_fails_alone(when: str) -> None:
-    class Hopeless(Small):
-        def step(self) -> list[Finished]:
-            ends = super().step()
-            if when != "answer":
-                return ends
-            return [
-                Finished(end.request, error=OutOfMemory("no room")) if end.request == B else end
-                for end in ends
-            ]
-
-    hopeless = [] if when == "answer" else [B]
-    hand = ByHand(Hopeless(100, hopeless=hopeless, when=when))
-    tasks = {request: hand.ask(request) for request in (A, B, C)}
-    twice = hand.ask(B)
-    await hand.finish()
-    assert right([A], await tasks[A])
-    assert right([C], await tasks[C])
-    for task in (tasks[B], twice):
-        with pytest.raises(OutOfMemory, match="no room"):
-            await task
-    statistics = hand.batcher.statistics()
-    assert (statistics.answered, statistics.failed) == (2, 1)
-    assert (statistics.queued, statistics.in_flight) == (0, 0)
-    assert B not in hand.cache
-
-
-async def test_what_is_sent_again_goes_before_what_came_later() -> None:
-    engine = Small(2)
-    hand = ByHand(engine)
-    first = [hand.ask(request) for request in (A, B, C)]
-    await passes()
-    hand.turn()
-    later = await hand.queued(logprobs(4))
-    await hand.finish()
-    order = [request for flush in engine.submitted[1:] for request in flush]
-    assert order == [A, B, C, logprobs(4)]
-    await asyncio.gather(*first, later)
-
-
 # -- an engine that dies ----------------------------------------------------------------------
 
 
@@ -154,16 +108,6 @@ class Engines:
             raise options["raises"]
         self.opened.append(ScriptedEngine(**options))
         return self.opened[-1]
-
-
-@pytest.fixture(params=[EngineDied("dead"), SystemExit("dead")])
-def death(request: pytest.FixtureRequest) -> BaseException:
-    error: BaseException = request.param
-    return error
-
-
-def row(*token_ids: int) -> Result:
-    return expected(logprobs(*token_ids))
 
 
 def test_restart_opens_another_engine_with_the_same_adapters(tmp_path: Path) -> None:
@@ -236,21 +180,6 @@ def automatic() -> Iterator[Callable[..., tuple[genrt.AsyncLM, Engines]]]:
 Automatic = Callable[..., tuple[genrt.AsyncLM, Engines]]
 
 
-async def test_with_auto_nobody_notices_a_death(automatic: Automatic, death: BaseException) -> None:
-    """In flight, queued, cached: each is answered, and once."""
-    lm, engines = automatic({"fail_at": {2: death}})
-    await lm.next_token_logprobs([7])
-    contexts = [[number] for number in (1, 2, 3, 7)]
-    rows = await asyncio.gather(*map(lm.next_token_logprobs, contexts))
-    assert right([logprobs(*ids) for ids in contexts], rows)
-    first, second = engines.opened
-    assert first.finished == [[logprobs(7)], []]
-    assert sorted(map(repr, second.finished[0])) == sorted(map(repr, (A, B, C)))
-    statistics = lm.statistics().batcher
-    assert (statistics.retried, statistics.failed, statistics.in_flight) == (3, 0, 0)
-    assert first.closed == 1
-
-
 async def test_an_engine_that_dies_of_a_question_is_not_opened_for_ever(
     automatic: Automatic,
 ) -> None:
@@ -271,54 +200,6 @@ async def test_where_no_other_engine_opens_everyone_is_told(automatic: Automatic
         with pytest.raises(EngineDied, match="broken"):
             await lm.next_token_logprobs([1])
     assert len(engines.opened) == 1
-
-
-@pytest.mark.parametrize(
-    ("error", "opened"), [(RuntimeError("no"), 1), (EngineDied("dead"), 2), (SystemExit(), 2)]
-)
-async def test_an_engine_that_raises_when_it_is_told_to_forget_harms_nobody(
-    automatic: Automatic, error: BaseException, opened: int
-) -> None:
-    """If it can go on it does; if not, another one does."""
-    gate = Gate()
-    steps: dict[Request, int] = {A: 3, B: 3, logprobs(7): 1}
-    lm, engines = automatic({"gate": gate, "fail_cancel": error, "steps": steps.__getitem__})
-    kept, left = (asyncio.create_task(lm.next_token_logprobs(ids)) for ids in ([7], [1]))
-    await asyncio.to_thread(gate.wait_until_held)
-    other = asyncio.create_task(lm.next_token_logprobs([2]))
-    left.cancel()
-    await passes()
-    gate.open()
-    assert right([logprobs(7), B], [await kept, await other])
-    assert len(engines.opened) == opened
-    assert right([A], [await lm.next_token_logprobs([1])]) or opened == 1
-    assert lm.statistics().batcher.in_flight == 0
-
-
-@pytest.mark.parametrize(
-    ("error", "opened"), [(RuntimeError("no"), 1), (EngineDied("dead"), 2), (SystemExit(), 2)]
-)
-async def test_an_engine_that_raises_when_it_is_told_to_unload_harms_nobody(
-    automatic: Automatic, tmp_path: Path, error: BaseException, opened: int
-) -> None:
-    (tmp_path / "adapter_config.json").write_text("{}")
-    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
-    lm, engines = automatic()
-
-    def fail(adapter: Adapter) -> None:
-        raise error
-
-    engines.opened[0].remove_adapter = fail  # type: ignore[method-assign]
-    await lm.add_adapter("a", tmp_path)
-    bound = await lm.next_token_logprobs([1], adapter="a")
-    lm.remove_adapter("a")
-    assert right([B], [await lm.next_token_logprobs([2])])
-    await lm.add_adapter("a", tmp_path)
-    again = await lm.next_token_logprobs([1], adapter="a")
-    assert not torch.equal(bound, again), "of another version of the adapter"
-    assert len(engines.opened) == opened
-    assert [adapter.version for adapter in engines.opened[-1].adapters][-1] == 2
-    assert len(engines.opened[-1].adapters) == 3 - opened
 
 
 def test_a_step_that_does_not_end_holds_up_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import signal
 import threading
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from genrt.errors import EngineFailed, InvalidRequest, TimedOut
 from genrt.questions.completions import CompletionRequest, Decoding, Delta
 from genrt.runtime.ask import Asker
 from genrt.runtime.batcher import Waiter
-from genrt.runtime.streams import Flow, Streams
+from genrt.runtime.streams import Flow
 from tests.inside import thread_of
 
 REQUEST = CompletionRequest((1,), Decoding(9), nonce=1, streamed=True)
@@ -230,54 +229,3 @@ def test_a_stream_is_closed_whatever_locks_are_held() -> None:
             lm.clear_cache()
         assert lm.statistics().batcher.in_flight == 0
         assert not thread_of(lm).batcher._leaving
-
-
-class Loop:
-    """An event loop that keeps what is to be called."""
-
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-
-    def call_soon(self, function: Any, *arguments: Any) -> None:
-        self.calls.append((function, arguments))
-
-    call_soon_threadsafe = call_soon
-
-    def is_closed(self) -> bool:
-        return False
-
-    def go_round(self) -> None:
-        calls, self.calls = self.calls, []
-        for function, arguments in calls:
-            function(*arguments)
-
-
-class InterruptedFlow(Flow):
-    """Is interrupted once, when it is told something."""
-
-    is_interrupted = False
-
-    def put(self, delta: Delta) -> None:
-        if not self.is_interrupted:
-            self.is_interrupted = True
-            raise KeyboardInterrupt
-        super().put(delta)
-
-
-def test_an_interrupt_while_readers_are_told_loses_nothing() -> None:
-    ticks = itertools.count()
-    streams = Streams(threading.RLock(), lambda: float(next(ticks)))
-    loop: Any = Loop()
-    flows = [Flow(loop), InterruptedFlow(loop), Flow(loop)]
-    for nonce, flow in enumerate(flows):
-        streams.add(CompletionRequest((1,), Decoding(9), nonce=nonce, streamed=True), flow)
-    streams.deliver(lambda requests: [FIRST] * len(requests))
-    with pytest.raises(KeyboardInterrupt):
-        loop.go_round()
-    assert flows[0].take() == FIRST
-    for _ in range(3):
-        loop.go_round()
-    assert [flow.take() for flow in flows] == [None, FIRST, FIRST]
-    streams.deliver(lambda requests: [SECOND] * len(requests))
-    loop.go_round()
-    assert [flow.take() for flow in flows] == [SECOND] * 3

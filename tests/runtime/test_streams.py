@@ -5,25 +5,20 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import gc
 import itertools
 import threading
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import genrt
-from genrt.engines.exact import ExactEngine, NGram
-from genrt.engines.protocol import Finished
+from genrt.engines.exact import NGram
 from genrt.errors import (
-    Closed,
-    EngineDied,
     EngineFailed,
     InvalidRequest,
-    OutOfMemory,
     TimedOut,
     UnknownAdapter,
 )
@@ -31,34 +26,12 @@ from genrt.lm import AsyncLM
 from genrt.questions.completions import Completion, CompletionRequest, Decoding, Delta
 from genrt.runtime.streams import READER_SECONDS, Flow, Stream, Streams, SyncStream
 from tests.inside import engine_of, in_progress, thread_of
-from tests.runtime.test_stream_ends import Loop
 from tests.scripted import passes
 
 EOS = 4
 TEXTS = [b"a", b"b", b" c", b"d", b"<end>", "é".encode()[:1], "é".encode()[1:]]
 MODEL = NGram.random(TEXTS, order=1, seed=3, eos_token_id=EOS)
 OPTIONS: dict[str, Any] = {"max_model_len": 256}
-
-
-class Engine(ExactEngine):
-    """Raises what it is told to, in steps that it is told."""
-
-    faults: dict[int, Exception]
-    count = 0
-
-    def step(self) -> list[Finished]:
-        self.count += 1
-        fault = type(self).faults.pop(self.count, None)
-        if fault is not None:
-            self.cancel([*self._in_progress])
-            raise fault
-        return super().step()
-
-
-def loaded(*, restart: Literal["auto"] | None = None, **faults: Exception) -> AsyncLM:
-    """A runtime whose engine raises these faults: ``step_3=…`` in its third step."""
-    Engine.faults = {int(name.removeprefix("step_")): fault for name, fault in faults.items()}
-    return genrt.load(engine=lambda: Engine(MODEL, **OPTIONS), restart=restart)
 
 
 @pytest.fixture(scope="module")
@@ -159,135 +132,7 @@ async def test_streams_of_conversations_and_wrong_arguments(lm: AsyncLM) -> None
         lm.stream([0], adapter="none")
 
 
-# -- leaving -------------------------------------------------------------------------------------
-
-
-async def leave_by_break(lm: AsyncLM) -> None:
-    async for _ in lm.stream([0], max_tokens=200, ignore_eos=True):
-        break
-
-
-async def leave_by_context(lm: AsyncLM) -> None:
-    async with lm.stream([0], max_tokens=200, ignore_eos=True) as stream:
-        await anext(stream)
-
-
-async def leave_by_error(lm: AsyncLM) -> None:
-    async def failing() -> None:
-        async with lm.stream([0], max_tokens=200, ignore_eos=True) as stream:
-            async for _ in stream:
-                raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        await failing()
-
-
-async def leave_by_cancellation(lm: AsyncLM) -> None:
-    task = asyncio.create_task(read(lm.stream([0], max_tokens=200, ignore_eos=True)))
-    await lm.next_token_logprobs([3, 3, 3])
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-
-
-async def leave_by_timeout(lm: AsyncLM) -> None:
-    stream = lm.stream([0], max_tokens=200, ignore_eos=True, timeout=1e-6)
-    with pytest.raises(TimedOut, match="withdrawn"):
-        await read(stream)
-
-
-async def leave_unread(lm: AsyncLM) -> None:
-    stream = lm.stream([0], max_tokens=200, ignore_eos=True)
-    del stream
-
-
-async def leave_by_collection(lm: AsyncLM) -> None:
-    stream = lm.stream([0], max_tokens=200, ignore_eos=True)
-    circle: list[Any] = [stream]
-    circle.append(circle)
-    await anext(stream)
-    del stream, circle
-    gc.collect()
-    await asyncio.sleep(0)
-
-
-WAYS = [
-    leave_by_break,
-    leave_by_context,
-    leave_by_error,
-    leave_by_cancellation,
-    leave_by_timeout,
-    leave_unread,
-    leave_by_collection,
-]
-
-
-@pytest.mark.parametrize("leave", WAYS)
-async def test_nothing_is_left_of_a_stream_that_nobody_reads(lm: AsyncLM, leave: Any) -> None:
-    before = lm.statistics().batcher
-    await leave(lm)
-    await nothing_left(lm)
-    after = lm.statistics().batcher
-    assert after.cancelled - before.cancelled == (leave is not leave_unread)
-
-
-def test_a_loop_that_closes_takes_its_streams_with_it(lm: AsyncLM) -> None:
-    loop = asyncio.new_event_loop()
-    stream = lm.stream([0], max_tokens=200, ignore_eos=True)
-    loop.run_until_complete(anext(stream))
-    loop.close()
-    asyncio.run(nothing_left(lm))
-    del stream
-
-
-async def test_a_thousand_streams_of_which_a_third_are_left_early() -> None:
-    async with await genrt.aload(MODEL, engine="exact", engine_options=OPTIONS) as lm:
-        tokens = 0
-
-        async def reader(number: int) -> None:
-            nonlocal tokens
-            async for delta in lm.stream([number % 4], max_tokens=3, ignore_eos=True):
-                tokens += len(delta.token_ids)
-                if number % 3 == 0:
-                    return
-
-        await asyncio.gather(*map(reader, range(1_000)))
-        await nothing_left(lm)
-        counted = lm.statistics().batcher
-        # One that is left in the step that ends it counts as both.
-        assert counted.answered + counted.cancelled >= counted.questions - counted.cached
-        assert tokens >= 3 * 666
-        assert len(asyncio.all_tasks()) == 1
-
-
 # -- what happens on the way ---------------------------------------------------------------------
-
-
-async def test_a_runtime_that_closes_ends_its_streams() -> None:
-    lm = loaded()
-    stream = lm.stream([0], max_tokens=200, ignore_eos=True)
-    await anext(stream)
-    lm.close()
-    with pytest.raises(Closed):
-        await read(stream)
-    assert stream.completion is None
-    assert stream.partial.token_ids
-    with pytest.raises(Closed):
-        await anext(lm.stream([0]))
-
-
-@pytest.mark.parametrize("fault", [OutOfMemory("scripted"), EngineDied("scripted")])
-async def test_a_text_that_is_begun_anew_goes_on_where_its_reader_was(fault: Exception) -> None:
-    options: dict[str, Any] = {"max_tokens": 30, "ignore_eos": True, "logprobs": 0}
-    with loaded(restart="auto", step_9=fault) as lm:
-        streams = [lm.stream([0], seed=seed, **options) for seed in range(3)]
-        found = await asyncio.gather(*map(read, streams))
-        alone = [await lm.generate([0], seed=seed, **options) for seed in range(3)]
-        for deltas, completion in zip(found, alone, strict=True):
-            assert joined(deltas) == (completion.text, completion.token_ids, completion.logprobs)
-        assert not Engine.faults
-        assert lm.statistics().batcher.retried == 3
-        await nothing_left(lm)
 
 
 def test_a_text_that_is_begun_anew_and_differs_fails() -> None:
@@ -313,6 +158,26 @@ def test_what_was_not_read_of_other_weights_is_forgotten() -> None:
 
 
 # -- how often -----------------------------------------------------------------------------------
+
+
+class Loop:
+    """An event loop that keeps what is to be called."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def call_soon(self, function: Any, *arguments: Any) -> None:
+        self.calls.append((function, arguments))
+
+    call_soon_threadsafe = call_soon
+
+    def is_closed(self) -> bool:
+        return False
+
+    def go_round(self) -> None:
+        calls, self.calls = self.calls, []
+        for function, arguments in calls:
+            function(*arguments)
 
 
 @pytest.mark.parametrize("count", [1, 100])

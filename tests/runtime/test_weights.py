@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import concurrent.futures
 from itertools import count
-from typing import Any
 
 import pytest
 import torch
@@ -56,9 +55,6 @@ def test_a_population_weighs_as_its_sequences_and_every_other_request_1() -> Non
     assert {request.weight for request in others} == {1}
     assert [population(size).weight for size in (1, 5)] == [1, 5]
     assert population(5, equal=True).weight == 5
-
-
-# -- counters ---------------------------------------------------------------------------------
 
 
 # -- flushes ----------------------------------------------------------------------------------
@@ -159,22 +155,3 @@ async def test_what_runs_out_of_memory_is_halved_by_weight(
     s = hand.batcher.statistics()
     assert (s.retried, s.answered, s.failed) == (8, 8, 0)
     hand.check()
-
-
-async def test_a_population_that_is_too_large_by_itself_leaves_room_for_a_half() -> None:
-    """It fails, as only who asked can divide it; the halves then do not run out of memory together."""
-    hand = ByHand(Small(4))
-    whole = population(8)
-    with pytest.raises(Exception, match="no room"):
-        await whole_answer(hand, whole)
-    for part in whole.parts(4):
-        hand.ask(part)
-    await hand.finish()
-    assert flushes(hand) == [8, 4, 4]
-    assert hand.batcher.statistics().failed == 8
-
-
-async def whole_answer(hand: ByHand, request: Request) -> Any:
-    task = hand.ask(request)
-    await hand.finish()
-    return await task

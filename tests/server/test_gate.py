@@ -21,7 +21,7 @@ import genrt
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.errors import ContextTooLong, InvalidRequest
 from genrt.server import Server, ServerLimits, serving
-from genrt.server.bodies import Bodies, JSONBody, check_front_end_body, contexts_of, parse_body
+from genrt.server.bodies import Bodies, check_front_end_body, contexts_of
 from genrt.server.gate import check_key
 from tests.scripted import Gate, ScriptedEngine
 from tests.server.raw import answer_to, connected
@@ -286,15 +286,6 @@ def test_what_the_front_end_would_be_busy_with_is_refused(data: bytes, message: 
 def test_what_is_long_and_quickly_read_is_not(data: bytes) -> None:
     found = check_front_end_body(data, Bodies(2**20, text=2**21))
     assert found is None or found == json.loads(data)
-
-
-@pytest.mark.parametrize("text", ["[{,}" * 2**20, '"[{,}' * 2**16])
-def test_commas_and_brackets_of_texts_are_no_values(text: str) -> None:
-    class Prompt(JSONBody):
-        prompt: str
-
-    data = b'{"prompt": "' + text.replace('"', '\\"').encode() + b'"}'
-    assert parse_body(Prompt, data, 2**20).prompt == text
 
 
 def test_the_first_text_that_is_too_long_ends_the_tokenizing(lm: genrt.AsyncLM) -> None:

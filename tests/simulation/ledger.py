@@ -28,7 +28,7 @@ from genrt.tokens.sampling import Draw, TopLogprobs
 from tests.inside import entries_of, ready_of
 
 if TYPE_CHECKING:
-    from tests.simulation.checked_runtime import CheckedRuntime
+    from tests.simulation.runtime import SimulatedRuntime
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +48,6 @@ class Question:
     error: GenrtError | None = None
     ended: bool = False
     lost: bool = False
-    is_awaited: bool = True  # false for a stream between two deltas
 
     @property
     def is_waiting(self) -> bool:
@@ -77,7 +76,7 @@ class Ledger:
     """What was asked in one simulation, and what became of it. Its methods raise a Violation where
     something is wrong."""
 
-    def __init__(self, runtime: CheckedRuntime) -> None:
+    def __init__(self, runtime: SimulatedRuntime) -> None:
         self.questions: list[Question] = []
         self._runtime = runtime  # whose batcher, cache and engine do not exist yet
         self._by_requests: dict[int, Question] = {}  # by the identity of the list, which is kept
@@ -104,11 +103,11 @@ class Ledger:
 
     # -- the callers' side --------------------------------------------------------------------
 
-    def asked(self, requests: Sequence[Request], stacked: bool, timeout: float | None) -> Question:
-        """Return a new question, which the batcher gets next: the very list of requests in it."""
+    def asked(self, requests: list[Request], stacked: bool, timeout: float | None) -> Question:
+        """Return a new question, which the batcher gets next: this very list of requests."""
         loop = asyncio.get_running_loop()
         deadline = math.inf if timeout is None else loop.time() + timeout
-        question = Question(len(self.questions), list(requests), stacked, loop, deadline)
+        question = Question(len(self.questions), requests, stacked, loop, deadline)
         self.questions.append(question)
         self._by_requests[id(question.requests)] = question
         if self._closed is not None:
@@ -449,14 +448,6 @@ class Ledger:
 
     # -- at the end ---------------------------------------------------------------------------
 
-    def unanswered(self) -> list[Question]:
-        """Return the questions that have heard nothing yet, and still could."""
-        return [
-            question
-            for question in self.questions
-            if not question.ended and not question.lost and question.is_awaited
-        ]
-
     def check_counters(self) -> None:
         """Check that the batcher counted what happened; of waiters of closed loops, those it came by."""
         for request in list(self._lives):
@@ -483,17 +474,6 @@ class Ledger:
             self._violated(
                 f"{self._entered} entered, {self._sent} were sent, {self._dropped} dropped: {s}"
             )
-
-    def check_nothing_is_left(self) -> None:
-        """Check that neither batcher nor engine have anything to do, once nobody waits any more."""
-        s = self._runtime.batcher.statistics()
-        if s.queued + s.in_flight + s.waiting:
-            self._violated(f"nobody waits, but there is something to do: {self._runtime.batcher}")
-        if (
-            left := self._runtime.engine.in_progress.keys()
-            - self._runtime.engine.unforgotten.keys()
-        ):
-            self._violated(f"nobody waits, but in progress is {left}")
 
 
 def owns_storage(result: Result) -> bool:

@@ -1,7 +1,8 @@
-"""A whole runtime without threads, run by one seeded scheduler.
+"""A whole runtime without threads, run by one seeded scheduler, with a ledger of all questions.
 
 It has the real batcher, cache, answers and rounds of the engine's thread. The engine and the event loops
-are simulated. Streams compare each delta with the expected completion.
+are simulated. Streams compare each delta with the expected completion; the batcher and the engine report
+to the ledger, unless the weights are replaced, which it does not follow.
 
 Rules:
     One event happens at a time: a callback of a loop, a round of the engine's thread, or time passes. The
@@ -17,16 +18,23 @@ import inspect
 import itertools
 import math
 import random
+import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
+from torch import Tensor
 
+from genrt.engines.protocol import Finished
+from genrt.errors import WAS_CLOSED, Closed, EngineDied, GenrtError, NotFinite
 from genrt.lm import AsyncLM
 from genrt.questions.arguments import Adapter
 from genrt.questions.completions import Completion, CompletionRequest, Delta
+from genrt.questions.draws import PopulationDraw
+from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
+from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.ask import Asker
 from genrt.runtime.batcher import Batcher, Entry, Waiter
 from genrt.runtime.cache import RowCache
@@ -34,6 +42,7 @@ from genrt.runtime.streams import Stream
 from genrt.runtime.thread import EngineThread
 from genrt.testing.simulation import VirtualRounds
 from genrt.testing.virtual_loop import VirtualClock, VirtualLoop
+from tests.inside import adapters_of, calls_of, in_progress, kept_by
 from tests.simulation.engine import (
     Faults,
     HashedModel,
@@ -42,27 +51,29 @@ from tests.simulation.engine import (
     Violation,
     is_right,
 )
+from tests.simulation.ledger import Ledger, Question
 
 
 class WatchedStream(Stream):
-    """A stream that compares each delta with the expected completion.
+    """A stream that compares each delta with the expected completion, and tells the ledger."""
 
-    A simulation that observes more overrides ``began``, ``whole`` and ``left``.
-    """
+    question: Question | None = None
 
     def __init__(self, stream: Stream, runtime: SimulatedRuntime, timeout: float | None) -> None:
         super().__init__(stream._deltas, stream._flow, stream._request)
         self.runtime = runtime
         self.timeout = timeout
         self._number: int | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._is_over = False
         self._start = self._text_start = 0
 
     async def __anext__(self) -> Delta:
         if self._number is None:
             self._number = next(self.runtime.numbers)
+            self._loop = asyncio.get_running_loop()
             self.runtime.record.add("streamed", self._number, self._request)
-            self.began()
+            self.question = self.runtime.ledger.streamed(self._request, self.timeout)
         self.runtime.unanswered[self._number] = asyncio.get_running_loop()
         try:
             delta = await super().__anext__()
@@ -73,7 +84,7 @@ class WatchedStream(Stream):
             raise
         except BaseException as error:
             self._end(type(error).__name__)
-            self.left(error)
+            self._left(error)
             raise
         finally:
             self.runtime.unanswered.pop(self._number, None)
@@ -83,19 +94,17 @@ class WatchedStream(Stream):
     async def aclose(self) -> None:
         await super().aclose()
         if self._end("left"):
-            self.left(GeneratorExit())
+            self._left(GeneratorExit())
 
     def __del__(self) -> None:
-        self._end("dropped")
+        if self._loop is None or not self._loop.is_closed():  # else it is collected at any moment
+            self._end("dropped")
+        if self.question is not None:
+            self.runtime.ledger.dropped(self.question)
 
-    def began(self) -> None:
-        """Note that the request is about to be sent."""
-
-    def whole(self, completion: Completion) -> None:
-        """Note that the last delta has come."""
-
-    def left(self, error: BaseException) -> None:
-        """Note the error that ended the stream before its last delta."""
+    def _left(self, error: BaseException) -> None:
+        if self.question is not None:
+            self.runtime.ledger.left(self.question, error)
 
     def _end(self, how: str) -> bool:
         """Record the end; return whether the stream had begun and had not ended before."""
@@ -136,7 +145,8 @@ class WatchedStream(Stream):
             wrong(f"{request} has ended in {delta}, which is not the end of {expected}")
         if self.completion is None or not self.runtime.is_right(request, self.completion, version):
             wrong(f"{request} has ended with {self.completion}, not with {expected}")
-        self.whole(self.completion)
+        if self.question is not None:
+            self.runtime.ledger.answered(self.question, [self.completion])
 
 
 T = TypeVar("T")
@@ -145,37 +155,180 @@ IDLE_ROUNDS = 100_000
 """The number of events in a row after which a simulation counts as stuck."""
 
 
-class ObservedBatcher(Batcher):
-    """A batcher that tells its runtime of questions and turns."""
+class WatchedBatcher(Batcher):
+    """A batcher that tells the ledger what it does, and records its turns, ends and beginnings."""
 
     def __init__(self, cache: RowCache, runtime: SimulatedRuntime, **options: Any) -> None:
-        super().__init__(cache, **options)
         self._runtime = runtime
+        self._ledger, self._record = runtime.ledger, runtime.record
+        lock = cast("threading.RLock", CheckedLock(self._record))
+        super().__init__(cache, lock=lock, **options)
 
     def _register(self, waiter: Waiter) -> list[Entry]:
-        self._runtime.registering(waiter)
+        self._ledger.registering(waiter)
         return super()._register(waiter)
 
     def leave(self, waiter: Waiter) -> None:
-        self._runtime.leaving(waiter)
+        self._ledger.leaving(waiter)
         super().leave(waiter)
 
     def _take(self) -> tuple[list[Request], list[Request], list[Adapter], list[Waiter]]:
+        """Take a flush; loops run during the rest of the turn."""
         taken = super()._take()
-        self._runtime.taken(*taken[:2])
+        flush, withdrawn = taken[:2]
+        self._runtime.rounds.is_turning = True
+        if withdrawn:
+            self._record.add("withdrawn", *withdrawn)
+            self._ledger.withdrawn(withdrawn)
+        if flush:
+            self._record.add("taken", *flush)
+            self._ledger.taken(flush)
         return taken
+
+    def turn(self, engine: AnsweringEngine) -> None:
+        self._ledger.turning()
+        try:
+            super().turn(cast("AnsweringEngine", _WatchedEngine(engine, self._ledger)))
+        except Violation as violation:  # else it would end as the engine's death
+            self._record.violation = self._record.violation or violation
+            raise
+        except BaseException as error:
+            self._ledger.died(error)
+            raise
+        self._ledger.turned()
+
+    def _settle(self, finished: Sequence[Finished], **options: Any) -> None:
+        super()._settle(finished, **options)
+        self._ledger.settling()  # where all of it is sent again, nothing was cached, and none ended
+
+    def close(self, reason: GenrtError | None = None) -> bool:
+        was_closed = self.is_closed
+        if not was_closed and not self.lock._is_owned():  # type: ignore[attr-defined]
+            self._ledger.closed(reason or Closed(WAS_CLOSED))
+        done = super().close(reason)
+        if done and not was_closed:
+            self._record.add("closed", self._closed)
+        return done
+
+    def reopen(self) -> None:
+        self._ledger.reopened()
+        self._record.add("reopened")
+        super().reopen()
+
+    def resume(self) -> None:
+        self._record.add("restarted")
+        super().resume()
+        self._ledger.resumed()
+
+
+class _WatchedEngine:
+    """An engine as the batcher sees it in a turn."""
+
+    def __init__(self, engine: AnsweringEngine, ledger: Ledger) -> None:
+        self._engine = engine
+        self._ledger = ledger
+        self.remove_adapter = engine.remove_adapter
+        self.progress = engine.progress
+
+    def submit(self, requests: Sequence[Request]) -> list[Finished]:
+        self._ledger.submitted(requests)
+        try:
+            ends = self._engine.submit(requests)
+        except EngineDied:
+            raise
+        except Exception as error:
+            self._ledger.submit_failed(requests, error)
+            raise
+        self._ledger.finished(ends)
+        return ends
+
+    def step(self, tell: Callable[[Sequence[Finished]], object]) -> list[Finished]:
+        """Tell of every other population that was drawn, as an engine may, before the step is over."""
+        try:
+            finished = self._engine.step()
+        except EngineDied:
+            raise
+        except Exception as error:
+            self._ledger.step_failed(error)
+            raise
+        drawn = [each for each in finished if each.error is None and _is_drawn(each)]
+        if told := drawn[::2]:
+            finished = [each for each in finished if each not in told]
+            self._ledger.finished(told)
+            tell(told)
+        self._ledger.finished(finished)
+        return finished
+
+    def cancel(self, requests: Sequence[Request]) -> None:
+        self._ledger.cancelling(requests)
+        self._engine.cancel(requests)
+
+
+def _is_drawn(end: Finished) -> bool:
+    return isinstance(end.request, PopulationDraw)
+
+
+class CheckedLock:
+    """A lock of the only thread there is: whoever finds it held would wait for ever."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        self._is_held = False
+
+    def __enter__(self) -> None:
+        if self._is_held:
+            self._record.violated("the batcher's lock is taken by who holds it: a deadlock")
+        self._is_held = True
+
+    def __exit__(self, *_: object) -> None:
+        self._is_held = False
+
+    def _is_owned(self) -> bool:
+        return self._is_held
+
+
+class CheckedEngine(SimulatedEngine):
+    """A simulated engine whose rows can be destroyed."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._blocks: list[Tensor] = []
+
+    def overwrite(self) -> None:
+        """Destroy the rows of all steps so far: whoever kept one and did not copy it is found out. To be
+        called when nobody waits for a part of an answer any more."""
+        for block in self._blocks:
+            block.fill_(torch.nan)
+        self._blocks.clear()
+
+    def raised(self, error: BaseException) -> bool:
+        """Return whether this is what an engine raised at some time."""
+        events = [event for event in self._record.events if event[0] != "closed"]
+        return any(error is part for event in events for part in event)
+
+    def explains(self, request: Request, error: GenrtError) -> bool:
+        """Return whether a request ends in this error alone: as its own, or because the engine could not
+        forget it when it was cancelled before."""
+        if isinstance(request, PopulationDraw):
+            return any(self.explains(each, error) for each in request.rows)
+        if isinstance(error, NotFinite):
+            return self._is_poisoned(request)
+        held = self.unforgotten.get(request.row if isinstance(request, ReadRequest) else request)
+        # A later refusal, by its rows of others, may have replaced the one that it ended in.
+        return held is not None and self.raised(error.__cause__ or error)
+
+    def _block(self, rows: int) -> Tensor:
+        self._blocks.append(super()._block(rows))
+        return self._blocks[-1]
 
 
 class SimulatedRuntime:
     """One runtime and the event loops that use it.
 
     ``random`` decides everything that is not specified. The options are those of ``genrt.load``. With
-    ``restarts`` a new engine replaces one that died. Simulations that observe more override ``ask``, the
-    methods that the batcher calls, and the types of the parts.
+    ``restarts`` a new engine replaces one that died. With ``updates`` there is no ledger.
     """
 
-    engine_type: type[SimulatedEngine] = SimulatedEngine
-    stream_type: type[WatchedStream] = WatchedStream
     on_interrupt: Callable[[VirtualLoop], None]
 
     def __init__(
@@ -186,9 +339,11 @@ class SimulatedRuntime:
         faults: Faults,
         cache_bytes: int,
         seed: int,
+        updates: bool = False,
         **options: Any,
     ) -> None:
         self.random = random
+        self.updates = updates
         self.model = model
         self.faults = faults
         self.record = Record()
@@ -201,32 +356,28 @@ class SimulatedRuntime:
         self._engine_share = random.choice([0.05, 0.3, 0.7])
         self._is_meanwhile = False
         self._most_meanwhile = random.choice([0, 2, 8])
-        self.cache = self.make_cache(cache_bytes)
+        self.ledger: Any = Silent() if updates else Ledger(self)
+        self.cache = BusyCache(cache_bytes, self)
         self.thread = EngineThread(
             self._open_engine,
             self.cache,
-            make_batcher=self.make_batcher,
+            make_batcher=self._make_batcher,
             make_thread=self._make_rounds,
             **options,
         )
-        self.batcher = self.thread.batcher
+        self.batcher = cast("WatchedBatcher", self.thread.batcher)
         self.lm = AsyncLM(self.thread, self.cache, self.thread.engine, seed=seed)
         self._ask, self._stream = self.lm._ask, self.lm._stream
         self.lm._ask = self.ask
         self.lm._populations.asker = cast("Asker", self)  # it has the two methods of an Asker
         self.lm._stream = self.stream
 
-    def make_cache(self, max_bytes: int) -> RowCache:
-        """Return the cache."""
-        return BusyCache(max_bytes, self)
-
-    def make_batcher(self, cache: RowCache, **options: Any) -> Batcher:
-        """Return the batcher."""
-        time = self.clock.time
-        return ObservedBatcher(cache, self, clock=time, **options)
+    def _make_batcher(self, cache: RowCache, **options: Any) -> Batcher:
+        options |= {"clock": self.clock.time}
+        return WatchedBatcher(cache, self, **options)
 
     def _open_engine(self) -> SimulatedEngine:
-        self.engine = self.engine_type(
+        self.engine = CheckedEngine(
             self.random,
             self.model,
             self.faults,
@@ -250,15 +401,17 @@ class SimulatedRuntime:
         self, requests: Sequence[Request], *, stacked: bool = False, timeout: float | None = None
     ) -> list[Result]:
         """Ask as an AsyncLM does, and check and record the answers."""
+        requests = [*requests]
+        question = self.ledger.asked(requests, stacked, timeout)
         number, asked_at = next(self.numbers), self.lm.weights_version
         self.unanswered[number] = asyncio.get_running_loop()
         self.record.add("asked", number, *requests)
         try:
             results = await self._ask(requests, stacked=stacked, timeout=timeout)
-        except GeneratorExit:  # garbage-collected with its loop, at any moment
-            raise
         except BaseException as error:
-            self.record.add(type(error).__name__, number)
+            if not isinstance(error, GeneratorExit):  # collected with its loop, at any moment
+                self.record.add(type(error).__name__, number)
+            self.ledger.left(question, error)
             raise
         finally:
             self.unanswered.pop(number, None)
@@ -267,6 +420,7 @@ class SimulatedRuntime:
         versions = range(asked_at, self.lm.weights_version + 1)
         if not any(all(self.is_right(*pair, version) for pair in found) for version in versions):
             self.record.violated(f"{requests} were answered wrongly, or by a mixture: {results}")
+        self.ledger.answered(question, results)
         return results
 
     def is_right(self, request: Request, result: Result, version: int) -> bool:
@@ -284,23 +438,7 @@ class SimulatedRuntime:
 
     def stream(self, request: CompletionRequest, *, timeout: float | None = None) -> WatchedStream:
         """Return the stream of an AsyncLM, with checks of its deltas."""
-        return self.stream_type(self._stream(request, timeout=timeout), self, timeout)
-
-    # -- called by the batcher ------------------------------------------------------------------
-
-    def registering(self, waiter: Waiter) -> None:
-        """Ignore the event."""
-
-    def leaving(self, waiter: Waiter) -> None:
-        """Ignore the event."""
-
-    def taken(self, flush: Sequence[Request], withdrawn: Sequence[Request]) -> None:
-        """Record a turn; loops run during the rest of it."""
-        self.rounds.is_turning = True
-        if withdrawn:
-            self.record.add("withdrawn", *withdrawn)
-        if flush:
-            self.record.add("taken", *flush)
+        return WatchedStream(self._stream(request, timeout=timeout), self, timeout)
 
     # -- loops --------------------------------------------------------------------------------
 
@@ -311,9 +449,15 @@ class SimulatedRuntime:
         return loop
 
     def close_loop(self, loop: VirtualLoop) -> None:
-        """Close a loop, whatever is pending on it."""
+        """Close a loop, whatever is pending on it. What was cancelled there and can't run any more may be
+        collected at any moment: it is, where that is worst, while the batcher's lock is held."""
         self.check_reports(loop)
+        tasks = asyncio.all_tasks(loop)
         self.forget_loop(loop)
+        with self.batcher.lock:
+            for task in tasks:
+                if task.cancelling():
+                    coroutine_of(task).close()
 
     def forget_loop(self, loop: VirtualLoop) -> None:
         """Close a loop without checking its error reports."""
@@ -326,6 +470,7 @@ class SimulatedRuntime:
         loop.close()
         self.loops.remove(loop)
         self.stopped.discard(loop)
+        self.ledger.loop_closed(loop)
 
     def discard(self) -> None:
         """Close all loops and the model without any check."""
@@ -400,21 +545,64 @@ class SimulatedRuntime:
     # -- what must hold -----------------------------------------------------------------------
 
     def check_rest(self) -> None:
-        """Check what can be checked when no event is possible; ``CheckedRuntime`` has more."""
-
-    def check_nothing_is_left(self) -> None:
-        """Raise a Violation unless all callers have their answers and the batcher is empty. Call it when
-        no event is possible."""
+        """Raise a Violation unless everyone was told, and everything counted, once nothing can happen any
+        more."""
+        if any(
+            each in self.loops and each not in self.stopped for each in self.unanswered.values()
+        ):
+            raise Violation(f"nothing can happen any more, but nobody told {self.unanswered}")
         for loop in self.loops:
             self.check_reports(loop)
-        waiting = [number for number, loop in self.unanswered.items() if not loop.is_closed()]
-        if waiting:
-            raise Violation(f"nothing can happen any more, but nobody told {waiting}")
+        self.engine.overwrite()
+        self.ledger.check_counters()
+        self._check_cache()
+
+    def check_nothing_is_left(self) -> None:
+        """``check_rest``, and nothing is kept for anyone, once every loop that was left alone is closed.
+
+        Raises:
+            Violation: it is not so.
+        """
+        self.check_rest()
+        bound = set(adapters_of(self.lm).by_name.values())
+        if self.thread.alive and bound != set(self.engine.adapters):
+            raise Violation(f"bound are {bound}, but {list(self.engine.adapters)} are loaded")
+        left = self.engine.in_progress.keys() - self.engine.unforgotten.keys()
         s = self.batcher.statistics()
-        if s.queued + s.in_flight + s.waiting:
-            raise Violation(f"nobody waits, but there is something to do: {self.batcher}")
-        if streams := self.batcher.streams.by_loop:
-            raise Violation(f"nobody reads, but {streams} are still told of")
+        if left or s.queued + s.in_flight + s.waiting:
+            raise Violation(f"nobody waits, but there is something to do: {left}, {self.batcher}")
+        self._check_parts()
+
+    def _check_parts(self) -> None:
+        """Check that nothing is kept for who waited, and that a thread that ended closed its engine."""
+        thread, batcher = self.thread, self.batcher
+        if kept := in_progress(thread.answering):
+            raise Violation(f"nobody waits, but the answers keep {kept}")
+        settings = {"_counted", "_loops", "_max_queued", "_returning"}
+        held = kept_by(batcher, settings if thread.alive else settings | {"_retired"})
+        loops = vars(batcher)["_loops"].values()
+        busy = [each for each in loops if each.waiters or each.gathered]
+        if held or busy or batcher.streams.by_loop:
+            raise Violation(f"nobody waits, but the batcher holds {held}, {busy}: {batcher}")
+        if calls := calls_of(thread):
+            raise Violation(f"{len(calls)} calls were never made")
+        if not self.rounds.is_alive() and not self.engine.closed:
+            raise Violation("the thread has ended, but the engine is open")
+
+    def _check_cache(self) -> None:
+        """Check that what is cached is right, of adapters that are loaded, and as large as it says."""
+        rows = dict(self.cache._rows)
+        for request, row in rows.items():
+            number = self.weights[self.lm.weights_version]
+            if not torch.equal(row, self.model.answer(request, number)):
+                raise Violation(f"the cached row of {request} is {row}")
+            is_loaded = request.adapter is None or request.adapter in self.engine.adapters
+            if self.thread.alive and not is_loaded:
+                raise Violation(f"{request} is cached, but its adapter is gone")
+        s = self.cache.statistics()
+        held = sum(row.untyped_storage().nbytes() for row in rows.values())
+        if not s.bytes == held <= s.max_bytes or s.rows != len(rows):
+            raise Violation(f"{held} bytes are held in {len(rows)} rows, but {s}")
 
     def check_reports(self, loop: VirtualLoop) -> None:
         """Raise a Violation if this loop's exception handler was called."""
@@ -428,7 +616,7 @@ def coroutine_of(task: asyncio.Task[Any]) -> Coroutine[Any, Any, Any]:
 
 
 class BusyCache(RowCache):
-    """A row cache that lets loops run before and after it stores rows."""
+    """A row cache that lets loops run before and after it stores rows, and tells the ledger."""
 
     def __init__(self, max_bytes: int, runtime: SimulatedRuntime) -> None:
         super().__init__(max_bytes)
@@ -437,7 +625,16 @@ class BusyCache(RowCache):
     def put_all(
         self, rows: dict[LogprobsRequest, torch.Tensor]
     ) -> dict[LogprobsRequest, Exception]:
+        self.runtime.ledger.settling()
         self.runtime.meanwhile()
         errors = super().put_all(rows)
         self.runtime.meanwhile()
+        self.runtime.ledger.settled()
         return errors
+
+
+class Silent:
+    """Takes the place of a ledger, and ignores what it is told."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from genrt.runtime.statistics import Statistics
-from tests.simulation.checked_runtime import CheckedRuntime
 from tests.simulation.clients import SimulatedClients, adapter_directory
 from tests.simulation.engine import VOCAB_SIZE, Faults, HashedModel, Violation
 from tests.simulation.runtime import SimulatedRuntime
@@ -70,11 +69,12 @@ def simulate(
             seed and the last events.
     """
     chance = random.Random(seed)
-    runtime = (SimulatedRuntime if updates else CheckedRuntime)(
+    runtime = SimulatedRuntime(
         chance,
         HashedModel(),
         faults=any_faults(chance, updates=updates) if faults is None else faults,
         seed=abs(seed),
+        updates=updates,
         **any_options(chance),
     )
     more = ("" if faults is None else f", faults={faults}") + ("" if texts else ", texts=False")

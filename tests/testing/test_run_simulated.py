@@ -107,21 +107,6 @@ def test_sleeping_takes_no_time() -> None:
     assert 20_000 <= run_simulated(patient, seed=0) < 20_001
 
 
-def test_a_sampler_may_close_its_runtime() -> None:
-    async def closing(lm: AsyncLM) -> None:
-        waiting = asyncio.ensure_future(lm.next_token_logprobs([1]))
-        await asyncio.sleep(0)
-        async with lm:
-            pass
-        with pytest.raises(genrt.Closed):
-            await waiting
-        with pytest.raises(genrt.Closed):
-            await lm.next_token_logprobs([1])
-
-    for seed in range(5):
-        run_simulated(closing, seed=seed)
-
-
 async def waiting(lm: AsyncLM) -> None:
     await asyncio.Event().wait()
 

@@ -7,8 +7,7 @@ import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from scipy import stats
 import genrt
 from genrt.engines.protocol import Engine
 from genrt.engines.vllm.capture import RowStore
-from genrt.engines.vllm.engine import VLLMEngine, changes_with_length
+from genrt.engines.vllm.engine import VLLMEngine
 from genrt.errors import (
     ContextTooLong,
     EngineFailed,
@@ -110,23 +109,6 @@ def test_the_longest_context_has_a_row_and_one_token_more_an_error(
     with pytest.raises(ContextTooLong, match="over max_model_len=512"):
         lm.next_token_logprobs_sync([*context, 1])
     assert lm.statistics().batcher.questions - before == 2
-
-
-@pytest.mark.parametrize(
-    ("text", "changes"),
-    [
-        ({"model_type": "llama"}, False),
-        ({"model_type": "llama", "rope_scaling": {"rope_type": "llama3"}}, False),
-        ({"model_type": "phi3", "rope_parameters": {"rope_type": "longrope"}}, True),
-        ({"model_type": "phi3", "rope_scaling": {"type": "longrope"}}, True),
-        ({"model_type": "llama4_text"}, True),
-    ],
-)
-def test_models_that_change_with_the_length_get_none_more(
-    text: dict[str, Any], changes: bool
-) -> None:
-    model = SimpleNamespace(hf_text_config=SimpleNamespace(**text))
-    assert changes_with_length(cast("Any", SimpleNamespace(model_config=model))) == changes
 
 
 @pytest.mark.parametrize(

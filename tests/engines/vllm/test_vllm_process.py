@@ -93,25 +93,6 @@ def test_the_first_engine_of_a_process_and_one_that_does_not_open_leave_nothing(
     assert re.match("320 vLLM could not open .* memory for the cache blocks", opened)
 
 
-@pytest.mark.parametrize("nodes", [[0], [0, 1]])
-def test_memory_is_bound_to_a_node_only_where_there_are_several(
-    monkeypatch: pytest.MonkeyPatch, nodes: list[int]
-) -> None:
-    from vllm.utils import cpu_resource_utils
-
-    from genrt.engines.vllm.process import undisturbed
-
-    bound: list[list[int]] = []
-    operators = torch.ops._C
-    monkeypatch.setattr(operators, "init_cpu_memory_env", bound.append, raising=False)
-    monkeypatch.setattr(cpu_resource_utils, "get_visible_memory_node", lambda: nodes)
-    with undisturbed():
-        operators.init_cpu_memory_env([0])
-    assert bound == ([[0]] if len(nodes) > 1 else [])
-    operators.init_cpu_memory_env([1])
-    assert bound[-1] == [1]
-
-
 def test_no_object_is_asked_for_anything_where_vllm_looks_for_its_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
