@@ -27,7 +27,7 @@ from genrt.numbers import displayed
 from genrt.structures.regexes import none_of, searched
 
 Whitespace: TypeAlias = Literal["compact", "spaced", "flexible"]
-"""The spaces between the parts of a JSON text: none, those of ``json.dumps``, or any."""
+"""The spaces between the parts of a JSON text: no spaces, as ``json.dumps`` writes, or any spaces."""
 
 Schema: TypeAlias = dict[str, Any]
 
@@ -363,7 +363,7 @@ def _digits(number: Fraction) -> int:
 
 
 class _Rewriter:
-    """Writes a document anew, with the schemas that it refers to under ``$defs``."""
+    """Rewrites a document, with the schemas that it refers to under ``$defs``."""
 
     def __init__(self, root: Schema, *, closed: bool) -> None:
         self._root = root
@@ -404,7 +404,7 @@ class _Rewriter:
         return made | ({"$defs": self._definitions} if self._definitions else {})
 
     def _schema(self, schema: Any, *, combined: bool = False) -> Any:
-        """Return a schema, written anew. ``combined``: others hold for the same value."""
+        """Return a rewritten schema. ``combined``: other schemas hold for the same value."""
         if isinstance(schema, bool):
             return schema
         self._levels += 1
@@ -643,7 +643,7 @@ def _kinds(schema: Schema) -> set[str]:
 
 
 def _have_other_constants(one: Any, other: Any) -> bool:
-    """Return whether both schemas list their values, none of which is in both."""
+    """Return whether both schemas list their values, and have no value in common."""
     texts = []
     for each in (one, other):
         values = each if isinstance(each, dict) else {}
