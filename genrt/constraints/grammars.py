@@ -31,6 +31,7 @@ from genrt.structures.matching import (
     Tokens,
     Words,
     brief,
+    compile_error,
     has_bit,
     new_matcher,
     new_tokenizer,
@@ -212,7 +213,7 @@ class _CompiledConstraint:
     def __init__(self, vocabulary: _Vocabulary, lark: str, name: str) -> None:
         matcher = new_matcher(vocabulary.tokenizer, lark)
         if matcher.is_error():
-            raise InvalidConstraint(f"the {name} does not compile: {brief(matcher.get_error())}")
+            raise compile_error(f"the {name}", matcher.get_error())
         self.tokens = vocabulary.tokens
         self._made_of = vocabulary, lark, name
         self._rules = _Rules(vocabulary, matcher, name)

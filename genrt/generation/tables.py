@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -272,9 +271,7 @@ def value_of(columns: Mapping[str, Any], name: str) -> Any:
 
 
 def _column_names(columns: Mapping[str, Any]) -> str:
-    names = ", ".join(map(repr, itertools.islice(columns, 20)))
-    more = f" and {len(columns) - 20} more" if len(columns) > 20 else ""
-    return f"{names or 'none'}{more}"
+    return ", ".join([repr(name) for name in columns][:20]) or "none"
 
 
 def _conversation(name: str, columns: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -88,11 +88,6 @@ class RecordStatistics:
     tokens: int = 0
     seconds: float = 0.0
 
-    @property
-    def invalid_fraction(self) -> float:
-        """The share of invalid attempts; 0 without attempts."""
-        return self.invalid / max(self.attempts, 1)
-
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Records:
@@ -123,7 +118,7 @@ class Records:
         faults = f"; invalid: {', '.join(errors + more)}" if errors else ""
         return (
             f"Records({self.reason}: {len(self.records)} of {self.target}, by {made.attempts} "
-            f"attempts in {made.seconds:.1f} s; {1 - made.invalid_fraction:.1%} valid, "
+            f"attempts in {made.seconds:.1f} s; {made.valid / max(made.attempts, 1):.1%} valid, "
             f"{made.truncated} truncated{faults})"
         )
 

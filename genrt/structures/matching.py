@@ -171,12 +171,19 @@ def _is_dead(matcher: Any) -> bool:
     return matcher.get_error().startswith("NoExtension") or not mask.any()
 
 
+def compile_error(name: str, error: str) -> InvalidConstraint:
+    """Return the error of a grammar that llguidance does not compile."""
+    problem = brief(error)
+    is_whole = problem.startswith("the JSON schema")
+    return InvalidConstraint(problem if is_whole else f"{name} does not compile: {problem}")
+
+
 def check_begins(lark: str) -> None:
     """Raise InvalidConstraint if a grammar does not compile, if no text of any bytes begins as it wants,
     or if it is too complex to tell."""
     matcher = byte_matcher(lark)
     if matcher.is_error():
-        raise InvalidConstraint(f"it does not compile: {brief(matcher.get_error())}")
+        raise compile_error("it", matcher.get_error())
     if _is_dead(matcher):
         raise InvalidConstraint("no text has this structure: change it")
     if matcher.is_error():

@@ -2,7 +2,7 @@ r"""Regular expressions, parsed by Python's own ``re`` and written in the form t
 
 A pattern means what ``re.fullmatch`` means, or is refused by name. A JSON schema's pattern is searched
 for; validators of several languages read ``\d \w \s .`` differently, and the written form matches only
-texts on which all of them agree. ``re._parser`` is a private module; tests/constraints/test_dialect.py
+texts on which all validators agree. ``re._parser`` is a private module; tests/constraints/test_dialect.py
 compares with ``re`` itself.
 """
 
@@ -240,7 +240,7 @@ class _Writer:
 
 
 def _anchors(items: Iterable[Any]) -> set[Any]:
-    """Return the kinds of anchors in items, those inside of groups too."""
+    """Return the kinds of anchors in items and in their groups."""
     found: set[Any] = set()
     for kind, value in items:
         if kind is sre.AT:

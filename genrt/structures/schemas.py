@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from decimal import Decimal
 from fractions import Fraction
-from itertools import count
+from itertools import combinations, count
 from typing import Any, Literal, TypeAlias
 from urllib.parse import unquote, urldefrag, urljoin
 
@@ -27,7 +27,7 @@ from genrt.numbers import displayed
 from genrt.structures.regexes import none_of, searched
 
 Whitespace: TypeAlias = Literal["compact", "spaced", "flexible"]
-"""The spaces between the parts of a JSON text: none, those of ``json.dumps``, or any."""
+"""The spaces between the parts of a JSON text: no spaces, as ``json.dumps`` writes, or any spaces."""
 
 Schema: TypeAlias = dict[str, Any]
 
@@ -82,10 +82,10 @@ _NAMES = {
     str: "a string",
     int: "a number",
 }
-_ANNOTATIONS = (
+_NOTES = (
     *("title", "description", "default", "examples", "example", "deprecated", "readOnly"),
     *("writeOnly", "$comment", "$vocabulary", "$dynamicAnchor", "$recursiveAnchor", "id"),
-    *("contentEncoding", "contentMediaType", "contentSchema", "discriminator", "xml", "const"),
+    *("contentEncoding", "contentMediaType", "contentSchema", "discriminator", "xml"),
     *("externalDocs", "enumNames", "propertyOrdering", "strict", "name", "nullable"),
 )
 _DEPENDENT = ("dependentRequired", "dependentSchemas", "dependencies")
@@ -95,7 +95,7 @@ _OBJECTS = (
 )
 _APPLIED = ("$ref", "allOf", "anyOf", "oneOf", *_DEPENDENT)
 _REFUSED = ("not", "contains", "uniqueItems", "unevaluatedItems", "$dynamicRef", "$recursiveRef")
-_KNOWN = (*_KINDS, *_ANNOTATIONS, *_REFUSED)
+_KNOWN = ("const", *_KINDS, *_NOTES, *_REFUSED)
 _DRAFTS = {
     f"{scheme}://json-schema.org/{draft}/schema{end}": draft
     for draft in ("draft-04", "draft-06", "draft-07", "draft/2019-09", "draft/2020-12")
@@ -346,7 +346,7 @@ def _check_numbers(schema: Schema) -> None:
 
 def _is_exact(value: int | float) -> bool:
     """Return whether llguidance reads a number as it is written."""
-    if isinstance(value, int) and abs(value) < 2**63:
+    if abs(value) < 2**63 and value == int(value):
         return int(float(value)) == value
     digits = "".join(map(str, Decimal(repr(value)).as_tuple().digits)).rstrip("0")
     return abs(value) < 10**300 and len(digits) <= 15
@@ -363,7 +363,7 @@ def _digits(number: Fraction) -> int:
 
 
 class _Rewriter:
-    """Writes a document anew, with the schemas that it refers to under ``$defs``."""
+    """Rewrites a document, with the schemas that it refers to under ``$defs``."""
 
     def __init__(self, root: Schema, *, closed: bool) -> None:
         self._root = root
@@ -404,7 +404,7 @@ class _Rewriter:
         return made | ({"$defs": self._definitions} if self._definitions else {})
 
     def _schema(self, schema: Any, *, combined: bool = False) -> Any:
-        """Return a schema, written anew. ``combined``: others hold for the same value."""
+        """Return a rewritten schema. ``combined``: other schemas hold for the same value."""
         if isinstance(schema, bool):
             return schema
         self._levels += 1
@@ -433,9 +433,13 @@ class _Rewriter:
         if "anyOf" in schema:
             made["anyOf"] = [self._schema(each, combined=inner) for each in schema["anyOf"]]
         if "oneOf" in schema:
-            made["oneOf"] = [
-                self._schema(self._followed(each), combined=inner) for each in schema["oneOf"]
-            ]
+            options = schema["oneOf"]
+            is_any = all(self._exclude(*pair) for pair in combinations(options, 2))
+            written = [self._schema(each, combined=inner) for each in options]
+            if is_any and "anyOf" not in schema:
+                made["anyOf"] = written
+            else:  # llguidance may see that they exclude each other, or refuse
+                made["oneOf"] = written
         if "type" in schema:
             made["type"] = schema["type"]
         for key in _SIZES:
@@ -458,16 +462,29 @@ class _Rewriter:
         return f"#/$defs/{self._names[key]}"
 
     def _followed(self, schema: Any) -> Any:
-        """Return the schema to which references lead: llguidance compares alternatives without them."""
+        """Return the schema to which references without other keywords lead."""
         for _ in range(_MOST_LEVELS):
-            if (
-                not isinstance(schema, dict)
-                or schema.keys() - {"$ref", *_ANNOTATIONS}
-                or "$ref" not in schema
-            ):
+            if isinstance(schema, bool) or schema.keys() - {*_NOTES} != {"$ref"}:
                 break
             schema = self._document.target(schema)
         return schema
+
+    def _exclude(self, one: Any, other: Any) -> bool:
+        """Return whether no value meets both schemas, as far as types, constants and the constants of
+        required properties tell."""
+        one, other = self._followed(one), self._followed(other)
+        if isinstance(one, bool) or isinstance(other, bool):
+            return False in (one, other)
+        common = _kinds(one) & _kinds(other)
+        if not common or _have_other_constants(one, other):
+            return True
+        first, second = one.get("properties", {}), other.get("properties", {})
+        return common == {"object"} and any(
+            name in first
+            and name in second
+            and _have_other_constants(self._followed(first[name]), self._followed(second[name]))
+            for name in (*one.get("required", ()), *other.get("required", ()))
+        )
 
     def _dependent(self, schema: Schema) -> Iterator[Schema]:
         for key in ("dependentRequired", "dependentSchemas", "dependencies"):
@@ -543,7 +560,7 @@ class _Rewriter:
         names = self._followed(schema["propertyNames"])
         if names is False:
             return {}
-        said = names.keys() - _ANNOTATIONS | names.keys() & {"const"}
+        said = names.keys() - {*_NOTES}
         values = names.get("enum", [names["const"]] if "const" in names else None)
         if (
             said - {"type"} not in ({"pattern"}, {"enum"}, {"const"})
@@ -616,6 +633,25 @@ _HAS_SEVERAL_READINGS = re.compile(r"\\[dDwWsS]|(?<!\\)\.|\(\?")
 
 def _has_several_readings(pattern: str) -> bool:
     return _HAS_SEVERAL_READINGS.search(pattern) is not None
+
+
+def _kinds(schema: Schema) -> set[str]:
+    types = schema.get("type", _TYPES)
+    return {
+        name.replace("integer", "number") for name in ([types] if isinstance(types, str) else types)
+    }
+
+
+def _have_other_constants(one: Any, other: Any) -> bool:
+    """Return whether both schemas list their values, and have no value in common."""
+    texts = []
+    for each in (one, other):
+        values = each if isinstance(each, dict) else {}
+        listed = values.get("enum", [values["const"]] if "const" in values else None)
+        if listed is None:
+            return False
+        texts.append({json.dumps(_plain(value), sort_keys=True) for value in listed})
+    return texts[0].isdisjoint(texts[1])
 
 
 def _plain(value: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import re
 import weakref
@@ -18,11 +17,8 @@ from hypothesis import strategies as st
 from genrt.constraints import (
     ConstraintState,
     MaskedConstraint,
-    abitmasks,
-    all_of,
     bitmasks,
     masks,
-    products,
     regex,
 )
 from genrt.errors import InvalidConstraint, InvalidRequest
@@ -103,11 +99,6 @@ def test_the_end_token_is_never_text() -> None:
     assert EOS not in allowed(regex("<.*>", lm).start())
 
 
-def test_an_intractable_pattern_is_refused_at_the_call() -> None:
-    with pytest.raises(InvalidConstraint, match="too complex"):
-        regex("((a|b)*a(a|b){1,400}){1,400}b", lm_over(b"a", b"b", b"ab" * 300))
-
-
 def test_a_pattern_that_becomes_intractable_is_refused_where_it_does() -> None:
     start = regex("((a|b)*a(a|b){400}){400}", lm_over(b"a", b"b", b"ab" * 500)).start()
     after = start.advance(allowed(start)[-1])
@@ -135,72 +126,6 @@ def test_states_of_vocabularies_of_different_sizes_are_refused() -> None:
     states = [regex("a", lm).start() for lm in (lm_over(b"a"), lm_over(b"a", b"b"))]
     with pytest.raises(InvalidRequest, match=r"\[2, 3\] tokens"):
         masks(states)
-
-
-class Even:
-    """A constraint of one's own: an even number of tokens 1."""
-
-    def __init__(self, size: int, odd: bool = False) -> None:
-        self.size, self.odd = size, odd
-
-    def start(self) -> Even:
-        return self
-
-    @property
-    def accepting(self) -> bool:
-        return not self.odd
-
-    def mask(self) -> torch.Tensor:
-        return torch.tensor([self.accepting, True] + [False] * (self.size - 2))
-
-    def advance(self, token_id: int) -> Even:
-        return Even(self.size, not self.odd)
-
-
-async def test_masks_that_are_there_are_copied_without_another_thread(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    start = regex("(a|b)*", lm_over(b"a", b"b")).start()
-    states = [start, start.advance(1), start.advance(2)]
-    changes: list[Any] = []
-    change = asyncio.to_thread
-
-    async def counted(function: Any, *arguments: Any) -> Any:
-        changes.append(function)
-        return await change(function, *arguments)
-
-    monkeypatch.setattr(asyncio, "to_thread", counted)
-    first = await abitmasks(states)
-    assert len(changes) == 1
-    expected = first.clone()
-    first.zero_()  # the caller's own
-    assert torch.equal(await abitmasks(states), expected)
-    assert len(changes) == 1
-    monkeypatch.setattr(products, "QUICK_BYTES", 3 * 4 - 1)
-    assert torch.equal(await abitmasks(states), expected)
-    assert len(changes) == 2
-
-
-def test_masks_are_computed_ahead_of_states_and_of_those_in_products() -> None:
-    lm = lm_over(b"a", b"b")
-    both = all_of(regex("(a|b)*", lm), regex("a(a|b)", lm))
-    starts: list[Any] = [each.start() for each in (regex("ab", lm), both, regex("a*", lm))]
-    alone, product, other = (start.advance(1) for start in starts)
-    own: Any = Even(3)
-    products.fill([alone, product, own, alone])
-    assert (alone.words is None, other.words is None) == (False, True)
-    assert [state.words is None for state in product.factors] == [False, False]
-
-
-def test_a_state_is_there_as_long_as_anyone_holds_it() -> None:
-    start = regex("ab*", lm_over(b"a", b"b")).start()
-    held = start.advance(1)
-    assert start.advance(1) is held
-    watched = weakref.ref(held)
-    del held
-    gc.collect()
-    assert watched() is None
-    assert allowed(start.advance(1)) == [EOS, 2]
 
 
 class Marked:

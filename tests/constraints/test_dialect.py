@@ -90,7 +90,7 @@ def test_regular_expressions(pattern: str, has: list[str], has_not: list[str]) -
         ("(?P<n>a)(?P<n>b)", "redefinition of group name"),
         ("a{2,1}", "min repeat greater than max"),
         ("(", "unterminated subpattern"),
-        ("a" * 3 + "?" * 0 + "a?" * 10_001, "10,001 repetitions"),
+        ("a?" * 10_001, "10,001 repetitions"),
         ("(" * 5000 + ")" * 5000, "nested too deeply"),
     ],
     ids=lambda each: str(each)[:20],
@@ -172,17 +172,11 @@ SCHEMAS: list[tuple[Any, list[str], list[str]]] = [
     ),
     # Formats beside other keywords, and their corners.
     ({"format": "date", "pattern": "^2"}, ['"2024-02-29"'], ['"1999-01-01"', '"2023-02-29"', '"2x"']),
-    ({"format": "date"}, ['"0001-01-01"', "1"], ['"0000-01-01"', '"2024-02-30"']),
-    ({"format": "time"}, ['"23:59:59Z"'], ['"23:59:60Z"']),
-    ({"format": "hostname"}, [f'"{"a" * 63}"'], [f'"{"a" * 64}"', f'"b.{"a" * 64}"']),
     ({"format": "ipv4"}, ['"1.1.1.1"'], ['"01.1.1.1"']),
     # Containers of which only a size is known.
     ({"maxItems": 2}, ["[]", "[1]", '[{"a": [null]}]'], ["[1, 2, 3]"]),
-    ({"minItems": 0}, ["[]", '[{"a": [null]}]'], ["[1"]),
-    ({"uniqueItems": False}, ["[1, 1]"], ["[1"]),
     ({"required": []}, ["{}", '{"a": {"b": [1]}}'], ["{1}"]),
     ({"maxProperties": 1}, ["{}", '{"a": {"b": [1]}}'], ['{"a": 1, "b": 1}']),
-    ({"minProperties": 0}, ["{}", '{"a": {"b": [1]}}'], ["{1}"]),
     # What is rewritten.
     (
         {"$defs": {"A": {"properties": {"k": {"const": "a"}, "x": {}}, "required": ["k", "x"]},
@@ -190,6 +184,13 @@ SCHEMAS: list[tuple[Any, list[str], list[str]]] = [
          "oneOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}], "discriminator": {}, "type": "object"},
         ['{"k": "a", "x": 1}', '{"k": "b"}'],
         ['{"k": "a"}', '{"k": "c"}'],
+    ),
+    (  # a union that contains itself
+        {"type": "object", "properties": {"k": {"const": 1}, "l": {"items": {"oneOf": [
+            {"$ref": "#"}, {"type": "object", "properties": {"k": {"enum": [2]}}, "required": ["k"]},
+            {"type": "string", "enum": ["a"]}, {"type": "string", "const": "b"}]}}}, "required": ["k"]},
+        ['{"k": 1, "l": [{"k": 2}, {"k": 1, "l": ["a", "b"]}]}'],
+        ['{"k": 2}', '{"k": 1, "l": ["c"]}', '{"k": 1, "l": [{"k": 3}]}'],
     ),
     ({"properties": {"a": {"type": "null"}}}, ['{"a": null, "b": 1}'], ['{"\\u0061": 1}', '{"a": 1}']),
     (

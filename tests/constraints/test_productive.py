@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from genrt.constraints import grammar
 from genrt.errors import InvalidConstraint
-from tests.vocabularies import allowed, led_to, lm_over, spelt
+from tests.vocabularies import led_to, lm_over, spelt
 
 Node: TypeAlias = tuple[Any, ...]
 Rules: TypeAlias = list[Node]
@@ -155,23 +155,6 @@ def test_masks_lead_to_the_prefixes_of_texts_and_nowhere_else(rules: Rules) -> N
     }
 
 
-@pytest.mark.parametrize(
-    ("text", "first"),
-    [
-        ('root ::= x? "b"\nx ::= "a" x', ["b"]),
-        ('root ::= ("a" x | "b")? (x "b")* ("b" | ("a" "b" x | "b"))\nx ::= x', ["b"]),
-        ('root ::= x{0} z{0,2} "b"\nx ::= "a" x\nz ::= "a" z', ["b"]),
-        ('root ::= x{1} | x{2,} | "b"\nx ::= "a" x', ["b"]),
-        ('root ::= "a" [^\\x00-\\uD7FF\\uE000-\\U0010FFFF] | "b"', ["b"]),
-        ('root ::= "a" [^\\x00-\\uD7FF\\uE001-\\U0010FFFF] | "b"', ["a", "b"]),
-    ],
-)
-def test_what_can_not_end_is_left_out_of_every_form(text: str, first: list[str]) -> None:
-    lm = lm_over(b"a", b"b")
-    start = grammar(text, lm, syntax="ebnf").start()
-    assert {spelt(lm, [token_id]).decode() for token_id in allowed(start)} == set(first)
-
-
 def test_a_grammar_of_nothing_is_refused_by_the_names_of_its_rules() -> None:
     lm = lm_over(b"a")
     for text in (
@@ -184,23 +167,6 @@ def test_a_grammar_of_nothing_is_refused_by_the_names_of_its_rules() -> None:
             grammar(text, lm, syntax="ebnf")
     with pytest.raises(InvalidConstraint, match=r"'root', 'a', 'b', 'c', … leads back"):
         grammar("root ::= a\na ::= b\nb ::= c\nc ::= d\nd ::= a", lm, syntax="ebnf")
-
-
-def test_errors_keep_their_lines() -> None:
-    with pytest.raises(InvalidConstraint, match=r'at 5\(4\): unknown name: "gone"$'):
-        grammar('start: "a" b | /[x]/\n\n | c\nb: b\nc: "a" gone', lm_over(b"a"))
-
-
-def test_rules_are_judged_in_time_whatever_their_order() -> None:
-    """Rules that each need the next, in both orders, and all of them in one alternative."""
-    lm = lm_over(b"a")
-    chain = [f"r{i} ::= r{i + 1} | r{i}" for i in range(900)] + ['r900 ::= "a"']
-    for rules in (chain, chain[::-1]):
-        start = grammar("\n".join(["root ::= r0", *rules]), lm, syntax="ebnf").start()
-        assert allowed(start) == [1]
-    everyone = " ".join(f"r{i}?" for i in range(900))
-    text = "\n".join([f"root ::= {everyone}", *chain])
-    assert allowed(grammar(text, lm, syntax="ebnf").start()) == [0, 1]
 
 
 def test_a_grammar_beyond_the_limits_is_refused_at_the_call() -> None:

@@ -207,18 +207,6 @@ async def test_the_dear_are_asked_only_about_what_the_cheap_let_pass() -> None:
     ]
 
 
-async def test_a_dead_end_is_asked_nothing() -> None:
-    def never(text: Text) -> bool:
-        raise AssertionError(text)
-
-    lm = lm_over(b"a", b"b")
-    product = all_of(regex("a", lm), regex("b", lm), predicate(never, lm))
-    assert not (await amasks([product.start()])).any()
-    with pytest.raises(InvalidRequest, match="may not follow"):
-        product.start().advance(1)
-    assert await weighed(potential(product), Text((1,), b"a")) == -math.inf
-
-
 async def test_states_of_all_kinds_go_together_and_equal_ones_once() -> None:
     calls: list[Text] = []
 
@@ -297,29 +285,6 @@ async def test_checked_constraints_of_ones_own() -> None:
     assert await weighed(weigh, Text((1, 2), b"ab")) == -math.inf
 
 
-async def test_masks_of_what_is_no_list_of_states_are_refused() -> None:
-    constraint = regex("a", lm_over(b"a"))
-    wrong: Any
-    for wrong, message in (
-        ([], "no states"),
-        (constraint.start(), "list of states"),
-        ([constraint], "is no state"),
-    ):
-        for call in (masks, bitmasks):
-            with pytest.raises(InvalidRequest, match=message):
-                call(wrong)
-        for awaited in (amasks, abitmasks):
-            with pytest.raises(InvalidRequest, match=message):
-                await awaited(wrong)
-
-
-@pytest.mark.parametrize("what", [None, "a", regex, Text(), OwnChecked])
-def test_what_is_no_constraint_is_refused(what: Any) -> None:
-    for make in (all_of, potential):
-        with pytest.raises(InvalidConstraint, match="is no constraint: give what regex"):
-            make(what)
-
-
 def test_a_product_over_different_vocabularies_is_refused() -> None:
     small = lm_over(b"a", b"b")
     for other in (lm_over(b"a"), lm_over(b"b", b"a")):
@@ -329,37 +294,3 @@ def test_a_product_over_different_vocabularies_is_refused() -> None:
         all_of(OwnChecked(), regex("a", lm_over(b"a")))
     again = lm_over(b"a", b"b")
     assert accepted(all_of(regex("a|b", small), strings(["b"], again)), 1) == {(2,)}
-
-
-def test_a_growing_text_costs_a_potential_one_step_a_token() -> None:
-    steps = 0
-
-    class Counting:
-        accepting = False
-
-        def start(self) -> Counting:
-            return self
-
-        def mask(self) -> torch.Tensor:
-            return torch.tensor([False, True])
-
-        def advance(self, token_id: int) -> Counting:
-            nonlocal steps
-            steps += 1
-            return Counting()
-
-    weigh = potential(Counting())
-    for length in range(50):
-        assert weigh(Text((1,) * length, b"a" * length)) == 0
-        assert weigh(Text((1,) * length, b"a" * length, finished=True)) == -math.inf
-    assert steps == 49
-
-
-def test_a_potential_refuses_what_is_no_text() -> None:
-    lm = lm_over(b"a")
-    weigh = potential(regex("a*", lm))
-    with pytest.raises(InvalidRequest, match="call it with a Text"):
-        weigh("a")  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequest, match=r"not in 0 \.\. 1"):
-        weigh(Text((2,), b"b"))
-    assert weigh(Text((EOS,), b"")) == -math.inf

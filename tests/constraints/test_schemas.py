@@ -4,9 +4,7 @@ the call."""
 from __future__ import annotations
 
 import datetime
-import ipaddress
 import json
-import uuid
 from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
@@ -123,41 +121,10 @@ FORMATS: list[tuple[str, str, str, Callable[[str], object] | None]] = [
         "0000-01-01T00:00:00Z 2020-01-01",
         datetime.datetime.fromisoformat,
     ),
-    ("duration", "P1Y2M3D PT1H P1DT12H30M5S P2W", "P PT 1Y P1S P1Y2W PT1D P-1D P1.5D P1YT", None),
-    (
-        "email",
-        "a@b a.b+c@d-e.org a@[127.0.0.1]",
-        "a @b a@ a@b@c a_b@c,d .a@b a.@b a@-b a@b..c a@[256.0.0.1]",
-        None,
-    ),
     (
         "hostname",
         f"a a-b.c {'x' * 63} {'.'.join(['x' * 63] * 3 + ['x' * 61])}",
         f"-a a- a..b a_b {'x' * 64} {'.'.join(['x' * 63] * 3 + ['x' * 62])}",
-        None,
-    ),
-    (
-        "ipv4",
-        "0.0.0.0 255.255.255.255 127.0.0.1",
-        "256.0.0.1 1.2.3 1.2.3.4.5 01.2.3.4 1.2.3.4/8",
-        ipaddress.IPv4Address,
-    ),
-    (
-        "ipv6",
-        ":: ::1 1:: 1:2:3:4:5:6:7:8 fe80::1:2 1:2:3:4:5:6:7:: ::2:3:4:5:6:7:8",
-        ": ::: 1::2::3 1:2:3:4:5:6:7 1:2:3:4:5:6:7:8:9 12345:: g:: fe80::1%eth0",
-        ipaddress.IPv6Address,
-    ),
-    (
-        "uuid",
-        "123e4567-e89b-12d3-a456-426614174000 00000000-0000-0000-0000-000000000000",
-        "123e4567e89b12d3a456426614174000 123e4567-e89b-12d3-a456-42661417400 gggggggg",
-        uuid.UUID,
-    ),
-    (
-        "uri",
-        "http://a.b/c?d=e#f mailto:a@b a: urn:x:y http://[::1]:80/",
-        "a //a/b http://a<b 1a:b http://[::1 a:%zz a:b#c#d",
         None,
     ),
 ]
@@ -201,15 +168,12 @@ def test_integers_that_would_be_rounded_are_refused(schema: Schema) -> None:
         json_schema(schema, LM)
 
 
-@pytest.mark.parametrize(
-    "number", [0, -0.0, -7, 2**53, -(2**53), 10**17, 0.1, -2.5, 1e-7, 123456.789]
-)
+@pytest.mark.parametrize("number", [0, -7, 2**53, 10**17, 0.1, -2.5, 1e-7, 123456.789])
 def test_numbers_are_taken_as_they_are(number: float) -> None:
-    written = f"{Decimal(repr(number)):f}".removesuffix(".0").replace(
-        "-0", "0" if not number else "-0"
-    )
-    assert taken({"const": number}, written, written + "1") == [written]
-    assert taken({"type": "number", "minimum": number, "maximum": number}, written) == [written]
+    written = f"{Decimal(repr(number)):f}"
+    for schema in ({"const": number}, {"type": "number", "minimum": number, "maximum": number}):
+        assert taken(schema, written, written + "1") == [written]
+    assert taken({"const": float(number)}, written) == [written]
 
 
 @pytest.mark.parametrize(

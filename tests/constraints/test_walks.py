@@ -83,12 +83,6 @@ def test_a_text_that_only_grows_copies_no_matcher() -> None:
     assert states[20].advance(1)._walk is states[20]._walk
 
 
-def test_equal_bytes_are_one_state() -> None:
-    start = CONSTRAINTS["regex"].start()
-    assert start.advance(3) is start.advance(1).advance(2)
-    assert start.advance(3).advance(4) is start.advance(1).advance(2).advance(2).advance(1)
-
-
 def test_a_constraint_forgets_the_states_that_are_gone() -> None:
     start: Any = regex("[ab]*", LM).start()
     rules, held, state = start._rules, start.advance(1), start

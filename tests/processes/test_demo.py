@@ -116,7 +116,7 @@ def test_errors_are_one_line(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--pattern", "("), "a group is not closed"),
+        (("--pattern", "("), "unterminated subpattern"),
         (("--particles", "0"), "--particles is 0"),
         (("--max-tokens", "-3"), "--max-tokens is -3"),
         (("--seed", "-1"), "--seed is -1"),

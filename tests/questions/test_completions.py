@@ -154,7 +154,7 @@ LATE: list[tuple[dict[str, Any], str]] = [
     ({"json_schema": False}, "json_schema: the JSON schema is false"),
     ({"json_schema": "{"}, "json_schema: the JSON schema is not a JSON text"),
     ({"json_schema": {"type": "integer", "minimum": 1, "maximum": 0}}, "json_schema: "),
-    ({"regex": "a("}, "regex: .* does not compile: at 2, a group is not closed"),
+    ({"regex": "a("}, "regex: .* does not compile: missing \\), unterminated"),
     ({"regex": r"[^\s\S]"}, "regex: no text has this structure"),
     ({"grammar": "root ::= a"}, "grammar: the EBNF grammar does not parse.*no rule 'a'"),
     ({"grammar": "start: a"}, "grammar: "),

@@ -115,22 +115,6 @@ async def test_a_text_that_the_vocabulary_cannot_go_on_with_fails_alone(lm: Asyn
     assert alive.text == "ab"
 
 
-def test_a_structure_that_becomes_too_complex_is_refused() -> None:
-    class Complex:
-        def compute_bitmask(self) -> bytes:
-            return bytes(16)
-
-        def get_error(self) -> str:
-            return "too many items"
-
-        def consume_token(self, token: int) -> bool:
-            return False
-
-    guide = guides.Guide("regex", Complex(), 128, {1})
-    with pytest.raises(InvalidRequest, match="regex is too complex to tell which tokens follow"):
-        guide.take(2)
-
-
 def test_without_a_tokenizer_or_an_end_token_structures_are_refused() -> None:
     endless = NGram.random(5, order=1)
     with (
@@ -150,30 +134,6 @@ def test_without_a_tokenizer_or_an_end_token_structures_are_refused() -> None:
             [name] = option
             with pytest.raises(InvalidRequest, match=f"{name} needs a tokenizer, which this model"):
                 own.generate_sync([1], max_tokens=2, **option)
-
-
-async def test_a_tokenizer_whose_bytes_cannot_be_told_has_no_structures() -> None:
-    class Foreign:
-        eos_token_id = 2
-
-        def decode(self, token_ids: list[int], **_: Any) -> str:
-            return "a" * len(token_ids)
-
-    def foreign() -> ExactEngine:
-        engine = ExactEngine(NGram.random(5, order=1))
-        engine.tokenizer = Foreign()
-        engine._guides = Guides(engine.tokenizer, 5)
-        return engine
-
-    async with await genrt.aload(engine=foreign) as own:
-        bad, good = await asyncio.gather(
-            own.generate([1], regex="a", max_tokens=2),
-            own.generate([1], max_tokens=2),
-            return_exceptions=True,
-        )
-    assert isinstance(bad, InvalidRequest)
-    assert "structures need the vocabulary's bytes" in str(bad)
-    assert isinstance(good, Completion)
 
 
 def test_what_is_kept_compiled_is_bounded(lm: AsyncLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,11 +19,9 @@ from tokenizers import (
     trainers,
 )
 
-import genrt
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.errors import InvalidRequest
 from genrt.tokens.encoding import decode, encode, encode_chat, encode_shared, encode_shared_turns
-from genrt.tokens.vocabulary import BytesTokenizer
 from tests.tokens.test_vocabulary import (
     CORPUS,
     EXACT,
@@ -76,22 +74,6 @@ def with_unknown() -> Any:
     return wrapped(backend)
 
 
-def word_level() -> Any:
-    backend = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "b": 2}, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    backend.decoder = decoders.WordPiece()
-    return wrapped(backend)
-
-
-def word_piece() -> Any:
-    pieces = {"<unk>": 0, "a": 1, "##b": 2, "b": 3}
-    backend = Tokenizer(models.WordPiece(pieces, unk_token="<unk>"))
-    backend.normalizer = normalizers.BertNormalizer(lowercase=True)
-    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    backend.decoder = decoders.WordPiece()
-    return wrapped(backend)
-
-
 INCOMPLETE = [
     character
     for character in pre_tokenizers.ByteLevel.alphabet()
@@ -107,23 +89,11 @@ LOSSY: dict[str, tuple[Callable[[], Any], str, str, str]] = {
         "a\x1db",
         r"from character 1 on '\\x1db' comes back as 'b'. Leave it out",
     ),
-    "no token for one of a character's bytes": (
-        lambda: byte_level(alphabet=INCOMPLETE),
-        "naïve",
-        "a\U00040000b",
-        r"'\\U00040000b' comes back as '(\\ufffd){3}b'",
-    ),
     "composing": (
         lambda: byte_level(normalizer=normalizers.NFC()),
         "é",
         "e\u0301",
         r"from character 0 on 'e\\u0301' comes back as '\\xe9'",
-    ),
-    "lower case": (
-        lambda: byte_level(normalizer=normalizers.Lowercase()),
-        "a b",
-        "aB",
-        "'B' comes back as 'b'",
     ),
     "strips": (
         lambda: byte_level(normalizer=normalizers.Strip()),
@@ -137,19 +107,6 @@ LOSSY: dict[str, tuple[Callable[[], Any], str, str, str]] = {
         "the 🙂",
         r"'\\U0001f642' comes back as '<unk>'",
     ),
-    "a space that is written otherwise": (
-        with_unknown,
-        "a cat",
-        "a▁cat",
-        r"'\\u2581cat' comes back as ' cat'",
-    ),
-    "spaces between words": (
-        word_level,
-        "a b",
-        "a  b",
-        "from character 2 on ' b' comes back as 'b'",
-    ),
-    "word pieces": (word_piece, "ab a", "ab c", "'c' comes back as '<unk>'"),
 }
 
 
@@ -180,42 +137,6 @@ def test_white_space_beside_added_tokens_may_be_swallowed_and_nothing_else() -> 
     for text in ("a<|end|>\n\x1db", "a\x1d <|mask|> b", "<|end|>\x1d<|mask|>"):
         with pytest.raises(InvalidRequest, match="comes back as"):
             encode(tokenizer, text)
-
-
-def test_an_added_token_whose_decoding_is_garbled_is_no_loss() -> None:
-    """Byte-level decoders take the ö of an added token for the byte that it stands for elsewhere."""
-    tokenizer, tokens = made("byte-level")
-    [token_id] = encode(tokenizer, "<töol>")
-    assert decode(tokenizer, [token_id]) == "<t\ufffdol>"
-    assert tokens[token_id] == "<töol>".encode()
-
-
-def test_without_a_decoder_nothing_can_be_seen_to_be_lost() -> None:
-    from transformers import PreTrainedTokenizerFast
-
-    backend = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
-    assert encode(tokenizer, "ab") == [0, 1]
-
-
-class Losing:
-    """A tokenizer of an engine of one's own, without tokens for some characters."""
-
-    def __init__(self, lost: str) -> None:
-        self._lost = lost
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return [ord(each) for each in text if each not in self._lost]
-
-    def decode(self, token_ids: list[int], **_: Any) -> str:
-        return "".join(map(chr, token_ids))
-
-
-def test_lost_text_is_not_shown_at_length() -> None:
-    """Prompts may be private."""
-    with pytest.raises(InvalidRequest) as caught:
-        encode(Losing(lost="".join(map(chr, range(300, 900)))), "".join(map(chr, range(97, 900))))
-    assert len(str(caught.value)) < 400
 
 
 # -- chats -----------------------------------------------------------------------------------------
@@ -382,15 +303,6 @@ def test_a_chat_that_cannot_be_written_is_refused_with_what_is_wrong(
         encode_chat(chatty(), **{"messages": CHAT, **options})
 
 
-def test_a_model_that_knows_no_chats_says_so() -> None:
-    with pytest.raises(
-        InvalidRequest, match=r"no chat template.*write the conversation as one text"
-    ):
-        encode_chat(byte_level(), CHAT)
-    with pytest.raises(InvalidRequest, match="BytesTokenizer has no chat templates: write the"):
-        encode_chat(BytesTokenizer([b"a"]), CHAT)
-
-
 # -- of a runtime ----------------------------------------------------------------------------------
 
 
@@ -400,22 +312,6 @@ class Engine(ExactEngine):
     def __init__(self, tokenizer: Any) -> None:
         super().__init__(NGram.random(500, order=0))
         self.tokenizer = tokenizer
-
-
-def test_a_runtime_encodes_texts_and_chats_by_its_tokenizer() -> None:
-    tokenizer = chatty()
-    lost = [{"role": "user", "content": "a\x1db"}]
-    with genrt.load(engine=lambda: Engine(tokenizer)) as lm:
-        token_ids = lm.encode_chat(CHAT, chat_template_kwargs={"loud": True}, tools=None)
-        assert lm.decode(token_ids).endswith("日本?\n!<s>assistant:")
-        assert lm.next_token_logprobs_sync(token_ids).shape == (500,)
-        with pytest.raises(InvalidRequest, match="loses text"):
-            lm.encode("a\x1db")
-        with pytest.raises(InvalidRequest, match=r"comes back.*lossy=True"):
-            lm.encode_chat(lost)
-        assert lm.decode(lm.encode("a\x1db", lossy=True)) == "ab"
-        assert "ab" in lm.decode(lm.encode_chat(lost, lossy=True))
-    assert lm.encode_chat(CHAT) == encode_chat(tokenizer, CHAT), "no engine is needed"
 
 
 # -- what prompts and chats share -------------------------------------------------------------------
@@ -451,22 +347,6 @@ def test_a_token_that_what_follows_would_change_is_not_shared() -> None:
     assert tokenizer.convert_ids_to_tokens(encode_shared(tokenizer, "h")) == [
         "h"
     ]  # rather than none
-
-
-def test_special_tokens_around_a_text_are_shared_only_in_front() -> None:
-    class Around:
-        """Puts a token in front of every text, and one behind it."""
-
-        def __init__(self) -> None:
-            self.own = merging("abc1<>")
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.own, name)
-
-        def build_inputs_with_special_tokens(self, token_ids: list[int]) -> list[int]:
-            return [4, *token_ids, 5]
-
-    assert encode_shared(Around(), "cab") == [4, 2, 0, 1]
 
 
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"

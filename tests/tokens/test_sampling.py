@@ -44,17 +44,6 @@ def test_truncation_of_a_batch_is_that_of_each_row(
         assert torch.equal(found, truncate(row, **how))  # type: ignore[arg-type]
 
 
-def test_everything_off_changes_nothing() -> None:
-    rows = torch.randn(4, 50).log_softmax(-1)
-    torch.testing.assert_close(truncate(rows), rows, atol=1e-6, rtol=0.0)
-
-
-def test_a_row_without_mass_stays_without() -> None:
-    dead = torch.full((2, 3), -math.inf)
-    for temperature in (0.0, 1.0):
-        assert torch.equal(truncate(dead, temperature=temperature, top_k=2, top_p=0.5), dead)
-
-
 @pytest.mark.parametrize(
     ("function", "size", "options", "message"),
     [

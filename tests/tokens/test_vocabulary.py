@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import (
     AddedToken,
-    Regex,
     Tokenizer,
     decoders,
     models,
@@ -205,19 +204,7 @@ def test_the_bytes_of_the_tokens_are_the_text_up_to_one_space_in_front(
     assert spelled(name, text) in (text.encode(), b" " + text.encode())
 
 
-@pytest.mark.parametrize("name", SPACE_IN_FRONT)
-def test_the_space_in_front_is_in_the_bytes_of_the_first_token(name: str) -> None:
-    assert spelled(name, "cat") == b" cat"
-
-
 # -- the table itself ------------------------------------------------------------------------------
-
-
-def test_added_and_special_tokens_are_their_literal_text() -> None:
-    for name in ("byte-level", "gemma", "llama-2"):
-        tokenizer, tokens = made(name)
-        assert tokens[tokenizer.convert_tokens_to_ids("<töol>")] == "<töol>".encode()
-        assert tokens[tokenizer.eos_token_id] == b"</s>"
 
 
 def test_added_tokens_that_are_pieces_of_the_model_read_as_pieces() -> None:
@@ -253,25 +240,11 @@ def test_bytes_that_are_special_tokens_are_bytes_and_text() -> None:
 # -- what the tokenizer itself says ----------------------------------------------------------------
 
 
-def with_added(**tokens: dict[str, Any]) -> Any:
-    tokenizer = llama_2(prefix=False)
-    tokenizer.add_tokens([AddedToken(text, **options) for text, options in tokens.items()])
-    return tokenizer
-
-
 @pytest.mark.parametrize("name", EXACT | SPACE_IN_FRONT)
 def test_the_tokenizers_own_decoding_agrees(name: str, recwarn: pytest.WarningsRecorder) -> None:
     tokenizer, tokens = made(name)
     assert byte_vocab(tokenizer, len(tokenizer)) == tokens
     assert not recwarn.list
-
-
-def test_a_token_that_is_read_otherwise_by_its_tokenizer_is_what_it_decodes_to() -> None:
-    """A normalized added token is found in the normalized text, where spaces are written otherwise."""
-    tokenizer = with_added(**{"▁▁▁▁▁": {"normalized": True}})
-    [token_id] = encode(tokenizer, "     ")
-    assert tokenizer.convert_ids_to_tokens(token_id) == "▁▁▁▁▁"
-    assert byte_vocab(tokenizer, len(tokenizer))[token_id] == b"     "
 
 
 def in_doubt() -> Any:
@@ -293,31 +266,6 @@ def test_a_token_in_doubt_is_named_in_a_warning() -> None:
     with pytest.warns(RuntimeWarning, match=DOUBT):
         tokens = byte_vocab(tokenizer, len(tokenizer))
     assert tokens[tokenizer.convert_tokens_to_ids("<0xaB>")] == b"<0xaB>"
-
-
-class Shouting:
-    """A tokenizer whose decoder does more than it says."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._own = tokenizer
-        self.backend_tokenizer = self
-
-    def __getattr__(self, name: str) -> Any:
-        backend = self._own.backend_tokenizer
-        return getattr(backend if hasattr(backend, name) else self._own, name)
-
-    def encode(self, text: str, **options: Any) -> Any:
-        return self._own.encode(text, **options)
-
-    def decode(self, token_ids: list[int], **options: Any) -> str:
-        text: str = self._own.backend_tokenizer.decode(token_ids, **options)
-        return text.upper() if len(text) > 2 else text
-
-
-def test_a_tokenizer_that_contradicts_many_of_its_pieces_is_of_an_unknown_kind() -> None:
-    tokenizer = Shouting(llama_2(prefix=False))
-    with pytest.raises(EngineUnsupported, match=r"seems to be b'.*', and decodes to '"):
-        byte_vocab(tokenizer, 300)
 
 
 def test_a_tokenizer_of_an_unknown_kind_is_no_obstacle_to_loading() -> None:
@@ -356,20 +304,6 @@ def test_special_token_ids() -> None:
         assert special_token_ids(tokenizer) == set(tokenizer.convert_tokens_to_ids(special))
 
 
-@pytest.mark.parametrize("model", ["bpe", "unigram"])
-def test_the_models_own_unknown_token_is_special_though_the_wrapper_does_not_say_so(
-    model: str,
-) -> None:
-    from transformers import PreTrainedTokenizerFast
-
-    backend = Tokenizer(
-        models.BPE({"a": 0, "?": 1}, [], unk_token="?")
-        if model == "bpe"
-        else models.Unigram([("a", -1.0), ("?", -1.0)], unk_id=1)
-    )
-    assert special_token_ids(PreTrainedTokenizerFast(tokenizer_object=backend)) == {1}
-
-
 # -- tokenizers whose bytes could only be guessed --------------------------------------------------
 
 
@@ -394,14 +328,6 @@ UNKNOWN: dict[str, tuple[Tokenizer, str]] = {
     "end-of-word suffix": (of_parts(suffix="</w>", decoder=decoders.BPEDecoder()), "within a word"),
     "no decoder": (of_parts(), "no decoder"),
     "unknown decoder": (of_parts(decoder=decoders.CTC()), "step CTC"),
-    "pattern": (
-        of_parts(decoder=decoders.Replace(Regex("▁+"), " ")),
-        "step Replace",
-    ),
-    "strips every token": (
-        of_parts(decoder=decoders.Sequence([decoders.Strip(" ", 1, 0), decoders.Fuse()])),
-        "step Strip",
-    ),
     "bytes in, text out": (
         of_parts(pre_tokenizer=pre_tokenizers.ByteLevel(), decoder=decoders.Fuse()),
         "decodes by",
@@ -424,22 +350,6 @@ def test_a_tokenizer_of_an_unknown_kind_is_refused(name: str) -> None:
         byte_vocab(tokenizer, len(tokenizer))
 
 
-def test_a_metaspace_pre_tokenizer_tells_the_kind_where_there_is_no_decoder() -> None:
-    from transformers import PreTrainedTokenizerFast
-
-    backend = of_parts(pre_tokenizer=pre_tokenizers.Metaspace())
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
-    assert byte_vocab(tokenizer, 5) == [b"<unk>", b"a", b"b", b" ", b" "]
-
-
-@pytest.mark.parametrize("tokenizer", [None, "gpt2", object()])
-def test_what_is_no_tokenizer_is_refused(tokenizer: Any) -> None:
-    with pytest.raises(EngineUnsupported, match=type(tokenizer).__name__):
-        byte_vocab(tokenizer, 5)
-    with pytest.raises(EngineUnsupported, match=type(tokenizer).__name__):
-        special_token_ids(tokenizer)
-
-
 # -- BytesTokenizer --------------------------------------------------------------------------------
 
 
@@ -450,11 +360,6 @@ def test_the_longest_match_wins_unless_the_rest_cannot_be_spelled() -> None:
     assert BytesTokenizer([b"a", b"ab", b"bc"]).encode("abc") == [0, 2]
     with pytest.raises(InvalidRequest, match=r"add tokens for its bytes \[98, 100\]"):
         tokenizer.encode("abcd")
-
-
-def test_encode_takes_the_smallest_of_equal_tokens_and_never_the_end() -> None:
-    assert BytesTokenizer([b"a", b"a", b"a"], eos_token_id=0).encode("aa") == [1, 1]
-    assert BytesTokenizer([b""]).encode("") == []
 
 
 def test_decode_joins_bytes_across_tokens_and_leaves_out_the_end() -> None:
