@@ -141,7 +141,7 @@ class OpenPopulations:
         numbers, tokens = origins.numbers, population.contexts.last_tokens
         rows = rows[numbers]
         firsts, places = _different(rows << 32 | tokens)
-        if firsts is not None and self._use_all_of(requests, rows):
+        if firsts is not None and self._one_request_each(requests, rows):
             firsts = places = None
         if firsts is not None:
             numbers, tokens, rows = numbers[firsts], tokens[firsts], rows[firsts]
@@ -188,7 +188,7 @@ class OpenPopulations:
             self._adapters.hold(adapter)
         return found
 
-    def _use_all_of(self, several: Sequence[_Requests], rows: np.ndarray) -> bool:
+    def _one_request_each(self, several: Sequence[_Requests], rows: np.ndarray) -> bool:
         """Return whether each sequence that continues gets its own request, even if equal to another:
         where steps run ahead and there are fewer requests than sequences (see ``spread``)."""
         kept, wanted = self._open, len(rows)
