@@ -280,12 +280,12 @@ def blocking_question(
 
     @twin_of(question, interrupted="An interrupt withdraws it.")
     def twin(lm: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return cast("T", sent(question(cast("S", _Blocking(lm)), *args, **kwargs)))
+        return cast("T", run_without_loop(question(cast("S", _Blocking(lm)), *args, **kwargs)))
 
     return twin
 
 
-def sent(coroutine: Any) -> Any:
+def run_without_loop(coroutine: Any) -> Any:
     """Return the result of a coroutine that never waits."""
     try:
         coroutine.send(None)
@@ -314,7 +314,7 @@ def blocking_chunks(
     def taken(values: AsyncIterator[T]) -> Iterator[T]:
         with contextlib.suppress(StopAsyncIteration):
             while True:
-                yield sent(anext(values))
+                yield run_without_loop(anext(values))
 
     @twin_of(chunks, interrupted="An interrupt withdraws the present question.")
     def twin(lm: S, /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:

@@ -48,7 +48,7 @@ MOST_HANDED = 64
 # -- at once ---------------------------------------------------------------------------------------
 
 
-async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+async def gather_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Run all coroutines concurrently and return their results in order. After the first error, which is
     raised, or a cancellation, all have ended."""
     tasks = [asyncio.ensure_future(part) for part in work]
@@ -109,7 +109,7 @@ class ConcurrentCalls:
             number, answer = left
             calls = chain([(number, lambda: answer)], calls)
         workers = min(self._max_concurrent, len(arguments))
-        await together([self._await(calls, keep, limit) for _ in range(workers)])
+        await gather_all([self._await(calls, keep, limit) for _ in range(workers)])
 
     def _call(
         self, calls: _Calls, keep: Callable[[int, Any], None], stop: threading.Event
@@ -164,7 +164,7 @@ def in_background(function: Callable[[], T]) -> Future[T]:
         pool.shutdown(wait=False)
 
 
-async def aside(function: Callable[[], T]) -> T:
+async def run_in_thread(function: Callable[[], T]) -> T:
     """Return the result of a function called ``in_background``."""
     return await asyncio.wrap_future(in_background(function))
 

@@ -52,7 +52,7 @@ from genrt.numbers import check_bool, shown
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.batcher import BROKEN, Barrier, Pending
 from genrt.runtime.cache import RowCache
-from genrt.runtime.concurrency import AT_ONCE_BYTES, FairLock, aside, follow
+from genrt.runtime.concurrency import AT_ONCE_BYTES, FairLock, follow, run_in_thread
 from genrt.runtime.lifecycle import check_pending
 from genrt.runtime.thread import EngineThread
 
@@ -293,7 +293,7 @@ async def _run(function: Callable[[NamedTensors], None], tensors: NamedTensors) 
         > AT_ONCE_BYTES
     )
     if is_slow:
-        await aside(partial(function, tensors))
+        await run_in_thread(partial(function, tensors))
     else:
         function(tensors)
 
@@ -341,7 +341,7 @@ async def _items(given: Any) -> AsyncIterator[Any]:
             yield each
     else:
         take: Callable[[], Any] = partial(next, iter(given), _END)
-        while (each := await aside(take)) is not _END:
+        while (each := await run_in_thread(take)) is not _END:
             yield each
 
 
