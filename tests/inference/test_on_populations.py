@@ -112,7 +112,7 @@ def test_a_long_trail_is_read_and_dropped() -> None:
 # -- on vLLM ------------------------------------------------------------------------------------
 
 
-def seated(lm: AsyncLM) -> list[bool]:
+def continued(lm: AsyncLM) -> list[bool]:
     """Which populations that were asked from now on went on by number."""
     engine = engine_of(lm)
     inner, found = populations_of(engine), []
@@ -130,7 +130,7 @@ def seated(lm: AsyncLM) -> list[bool]:
 @pytest.mark.vllm
 async def test_steps_go_on_by_number_on_vllm(lm: AsyncLM) -> None:
     """The first step finds its prompt; later ones look for no context, while particles part and meet."""
-    went_on = seated(lm)
+    went_on = continued(lm)
     smc = SMC(TextModel(lm, PROMPT, max_tokens=20, stop=None), num_particles=8, resample_when=1.0)
     state, before = smc.init(0), lm.statistics().engine
     while not state.done:

@@ -1,4 +1,4 @@
-"""Drives vLLM's model runners V1 and V2 for open requests: tokens and seats in, rows out.
+"""Drives vLLM's model runners V1 and V2 for open requests: tokens in, rows out.
 
 A step is *prepared* while the device computes the previous one: ``execute_model`` is stopped before the
 forward. With the tokens in the input buffer the forward *runs*, and again if they were wrong. When they
@@ -21,7 +21,13 @@ from vllm.v1.worker.gpu.input_batch import prepare_pos_seq_lens
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from genrt.engines.vllm.capture import log_probabilities
-from genrt.engines.vllm.seats import BlockCopies, Seat, SeatTables, copies, last_seats
+from genrt.engines.vllm.reassignment import (
+    BlockCopies,
+    ReassignedTables,
+    Reassignment,
+    copies,
+    last_reassignments,
+)
 from genrt.launches import Graphs, Repeated, Staged
 from genrt.tokens.rows import moved
 
@@ -199,7 +205,7 @@ class RunnerV1:
         return _prepared(output, list(runner.input_batch.req_ids), (context, inputs))
 
     def refresh(self, step: Prepared) -> None:
-        """Update a prepared step after some of its requests took other seats at the same position."""
+        """Update a prepared step after some of its requests were reassigned at the same position."""
         runner, count = self._runner, len(step.request_ids)
         tables = runner.input_batch.block_table
         tables.commit_block_table(count)
@@ -233,11 +239,11 @@ class RunnerV1:
         """Run the forward of a step of one token for each request."""
         self._runner.execute_model(output)
 
-    def reseat(self, seats: Sequence[Seat]) -> None:
-        """Copy blocks, and make these requests continue as other sequences, one seat after the other."""
-        self._blocks.copy(copies(seats))
+    def reassign(self, reassignments: Sequence[Reassignment]) -> None:
+        """Copy blocks, and make these requests continue as other sequences, one after the other."""
+        self._blocks.copy(copies(reassignments))
         batch = self._runner.input_batch
-        for request, length, new, _, kept in last_seats(seats):
+        for request, length, new, _, kept in last_reassignments(reassignments):
             record = self._runner.requests[request.request_id]
             block_ids = [*record.block_ids[0][:kept], *new]
             record.prompt_token_ids = request.prompt_token_ids
@@ -310,7 +316,7 @@ class RunnerV2:
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self._blocks = BlockCopies(runner)
-        self._seats = SeatTables(runner)
+        self._reassigned_tables = ReassignedTables(runner)
         self._inputs = _InputTokens(runner.input_buffers.input_ids)
         self._rows = RowLaunches(lambda hidden_states: runner.model.compute_logits(hidden_states))
         self._kinds: LRUCache[tuple[Any, int], _StepKind] = LRUCache(16)
@@ -467,11 +473,11 @@ class RunnerV2:
     def execute(self, output: SchedulerOutput) -> None:
         self._runner.execute_model(output)
 
-    def reseat(self, seats: Sequence[Seat]) -> None:
-        self._blocks.copy(copies(seats))
-        last = last_seats(seats)
-        self._seats.write(last)
-        self._overcounted.difference_update(seat.request.request_id for seat in last)
+    def reassign(self, reassignments: Sequence[Reassignment]) -> None:
+        self._blocks.copy(copies(reassignments))
+        last = last_reassignments(reassignments)
+        self._reassigned_tables.write(last)
+        self._overcounted.difference_update(each.request.request_id for each in last)
         self._is_moved = True
 
     def write(self, tokens: NextTokens) -> None:

@@ -2,7 +2,7 @@
 
 A logprobs request is an *open* vLLM request. After its row, the scheduler drops the token that vLLM
 sampled and *parks* the request, with its KV blocks, until the caller's token wakes it. A new request
-takes the blocks that it shares with a resident one by reference. A parked request can be *reseated*: it
+takes the blocks that it shares with a resident one by reference. A parked request can be *reassigned*: it
 continues as a fork of another one.
 
 Rules:
@@ -25,9 +25,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from genrt.engines.vllm.reassignment import Fork, Reassigner, Reassignment
 from genrt.engines.vllm.requests import FIRST, OPEN
 from genrt.engines.vllm.runners import NextTokens
-from genrt.engines.vllm.seats import Fork, Seat, Seats
 
 MOST_RECORDS = 65_536
 """The most open requests where KV blocks are the only bound."""
@@ -47,7 +47,7 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         self.reset_preempted_req_ids: set[str]
         self.ahead = False
         self.parked: dict[str, Request] = {}
-        self.computed_tokens = self.forked = self.reseated = 0
+        self.computed_tokens = self.forked = self.reassigned = 0
         self._stalled = False  # no waiting request ran: the next step assumes the blocks they need
         self._open: set[str] = set()
         self._unscored: set[str] = set()  # scores; a decode step does not show their positions
@@ -67,7 +67,7 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
             manager = self.kv_cache_manager
             self._pool = manager.block_pool
             of_group = manager.coordinator.single_type_managers[0]
-            self._seats = Seats(of_group, self._pool, self.hash_block_size)
+            self._reassigner = Reassigner(of_group, self._pool, self.hash_block_size)
         # For other models and options ``schedule`` does more than ``decode_step``.
         self._decodes_plainly = self._shares_blocks and not (
             self.connector
@@ -122,29 +122,29 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         requests = [self.parked[each] for each in request_ids]
         donors = [self.requests[each] for each in donor_ids[: len(requests)]]
         if self._shares_blocks:
-            requests = self._seats.paired(requests, donors)
+            requests = self._reassigner.paired(requests, donors)
         return [
             Fork(request, donor, donor.num_computed_tokens if length is None else length)
             for request, donor in zip(requests, donors, strict=False)
         ]
 
-    def can_reseat(self, forks: Sequence[Fork], *, beside: int = 0) -> bool:
-        """Return whether these can surely be reseated and leave ``beside`` blocks free."""
+    def can_reassign(self, forks: Sequence[Fork], *, beside: int = 0) -> bool:
+        """Return whether these can surely be reassigned and leave ``beside`` blocks free."""
         if not self._decodes_plainly:
             return False
         for request, donor, length in forks:
             if donor.num_computed_tokens < length or request.lora_request != donor.lora_request:
                 return False
-        return self._seats.have_room([fork.request for fork in forks], beside=beside)
+        return self._reassigner.have_room([fork.request for fork in forks], beside=beside)
 
-    def reseat(self, forks: Sequence[Fork]) -> list[Seat]:
+    def reassign(self, forks: Sequence[Fork]) -> list[Reassignment]:
         """Make these requests continue from their donors' tokens and blocks. A request owns its last
         block; the runner fills it by a copy if the tokens end inside a block."""
-        self.reseated += len(forks)
+        self.reassigned += len(forks)
         if self._donors:  # a waiting request must not start from a donor that is replaced here
             gone = {fork.request.request_id for fork in forks}
             self._donors = {each: at for each, at in self._donors.items() if at[0] not in gone}
-        return self._seats.take(forks)
+        return self._reassigner.take(forks)
 
     def admit(self) -> None:
         """Move woken requests to the running ones, within ``max_num_running_reqs`` and ``max_loras``."""
@@ -187,14 +187,14 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
     ) -> SchedulerOutput | None:
         if not self._nothing_but(requests, tokens_ahead=tokens_ahead):
             return None
-        # Forks need no more room: it was checked when they were reseated.
+        # Forks need no more room: it was checked when they were reassigned.
         if self.parked and len(requests) == len(self.running):
             self._make_room()
         return self._one_token_each(requests)
 
     def begin_prepared(self, request_ids: Collection[str]) -> bool:
         """Start the step that ``decode_step_ahead`` scheduled; return whether it is the next step. The
-        caller must pass the blocks of requests that were reseated since then to the runner."""
+        caller must pass the blocks of requests that were reassigned since then to the runner."""
         running = self.running
         if (
             len(running) != len(request_ids)

@@ -1,9 +1,9 @@
 """Serves logprobs requests as open vLLM requests: tracks resident sequences, extends and forks them.
 
 A request whose context is a resident sequence plus one token *extends* it. Further requests *fork* it:
-they take over the *seats* (vLLM requests) of sequences without further requests, as after resampling. Any
+they take over the vLLM requests of sequences without further requests, as after resampling. Any
 other request opens a new vLLM request, which shares the blocks of the nearest resident sequence. A
-sequence that this flush extends or forks keeps its seat.
+sequence that this flush extends or forks keeps its vLLM request.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 
 from genrt.engines.residency import Residents
+from genrt.engines.vllm.reassignment import Fork
 from genrt.engines.vllm.scheduler import OpenScheduler
-from genrt.engines.vllm.seats import Fork
 from genrt.engines.vllm.steps import DecodeSteps
 from genrt.questions.arguments import Adapter
 from genrt.questions.rows import LogprobsRequest
@@ -74,7 +74,7 @@ class OpenRequests:
     def _fork(
         self, forks: Sequence[tuple[int, str, LogprobsRequest]], matched: list[str | None]
     ) -> None:
-        """Give seats to forks of these parents while seats last, at their places in ``matched``."""
+        """Reassign unused vLLM requests to forks of these parents, at their places in ``matched``."""
         parked, parents = self._scheduler.parked, {parent for _, parent, _ in forks}
         # The requests that no later flush has used, this one included, by the flush of a parent.
         unused: dict[int, list[str]] = {self._asked_in.get(parent, 0): [] for parent in parents}
@@ -86,16 +86,16 @@ class OpenRequests:
             while free and matched[place] is None:
                 request_id = free.pop()
                 fork = self._scheduler.forks([request_id], [parent], len(request) - 1)
-                if self._scheduler.can_reseat(fork):
-                    self._reseat(fork)
+                if self._scheduler.can_reassign(fork):
+                    self._reassign(fork)
                     self._wake([request_id], [request.last_token])
                     matched[place] = request_id
 
-    def _reseat(self, forks: Sequence[Fork]) -> None:
+    def _reassign(self, forks: Sequence[Fork]) -> None:
         """Make parked requests continue as forks. There must be room for them."""
         for fork in forks:
             self.residents.remove(fork.request.request_id)
-        self.steps.reseat(self._scheduler.reseat(forks))
+        self.steps.reassign(self._scheduler.reassign(forks))
 
     def go_on(
         self,
@@ -107,13 +107,13 @@ class OpenRequests:
         """Extend each of these parked sequences by one token, and fork the sequences that repeat.
 
         A fork takes a parked request of ``free``, or a new one that ``begin`` makes for its place. Return
-        the vLLM request of each sequence; ``None`` if there are too few blocks for the seats. After
+        the vLLM request of each sequence; ``None`` if there are too few blocks for the forks. After
         ``None``, or an error of ``begin``, no state has changed.
         """
         scheduler, request_ids = self._scheduler, [*parents]
         forked = repeated(parents)
         forks = scheduler.forks([*free], [parents[place] for place in forked]) if forked else []
-        if forks and not scheduler.can_reseat(forks):
+        if forks and not scheduler.can_reassign(forks):
             return None
         others = forked[len(forks) :]
         added = dict(zip(others, begin(others) if others else (), strict=True))
@@ -121,7 +121,7 @@ class OpenRequests:
             donor = parents[place]
             scheduler.share(request_id, donor, scheduler.requests[donor].num_computed_tokens)
         if forks:
-            self._reseat(forks)
+            self._reassign(forks)
         for place, fork in zip(forked, forks, strict=False):
             request_ids[place] = fork.request.request_id
         if added:  # new requests run without being woken
@@ -155,9 +155,9 @@ class OpenRequests:
             found.append(each)
         forks = [fork for each in found for fork in each]
         # Each fork and each running request may need another block for the next token.
-        if not scheduler.can_reseat(forks, beside=len(forks) + len(scheduler.running)):
+        if not scheduler.can_reassign(forks, beside=len(forks) + len(scheduler.running)):
             return None
-        self._reseat(forks)
+        self._reassign(forks)
         self._asked_in.update((fork.request.request_id, self.flush) for fork in forks)
         return [[fork.request.request_id for fork in each] for each in found]
 
@@ -231,7 +231,7 @@ class OpenRequests:
         return {
             "computed_tokens": self._scheduler.computed_tokens,
             "extended": self._extended,
-            "forked": self._scheduler.forked + self._scheduler.reseated,
+            "forked": self._scheduler.forked + self._scheduler.reassigned,
             "evicted": self._evicted,
             "prepared": self.steps.prepared,
             "speculated": self.steps.speculated,
@@ -240,7 +240,7 @@ class OpenRequests:
 
     def start_counting(self) -> None:
         """Set the counters to 0."""
-        self._scheduler.computed_tokens = self._scheduler.forked = self._scheduler.reseated = 0
+        self._scheduler.computed_tokens = self._scheduler.forked = self._scheduler.reassigned = 0
         self.steps.prepared = self.steps.speculated = 0
         self._extended = self._evicted = 0
 

@@ -15,9 +15,9 @@ import torch
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.core_client import EngineCoreClient
 
+from genrt.engines.vllm.reassignment import Reassignment
 from genrt.engines.vllm.runners import NextTokens, Prepared, Runner, read_elsewhere
 from genrt.engines.vllm.scheduler import OpenScheduler
-from genrt.engines.vllm.seats import Seat
 from genrt.tokens.rows import Leaving, moved
 
 MISSES, RETRY, PATIENCE = 3, 16, 4
@@ -63,7 +63,7 @@ class _Speculated(NamedTuple):
 
 
 class DecodeSteps:
-    """Runs the decode steps of an engine in this process: ``extend`` and ``reseat`` set up the next one,
+    """Runs the decode steps of an engine in this process: ``extend`` and ``reassign`` set up the next,
     ``run`` launches it, ``prepare_next`` ends it while the device computes.
 
     Args:
@@ -83,7 +83,7 @@ class DecodeSteps:
         self._scheduler, self._runner, self._device = scheduler, runner, device
         self._enabled, self.ahead = enabled, ahead
         # Changes that ``run`` has still to pass to the runner.
-        self._seats: list[Seat] = []
+        self._reassignments: list[Reassignment] = []
         self._tokens = NextTokens()
         # Set by ``prepare_next`` and ``speculate``, consumed by ``run``.
         self._prepared: Prepared | None = None
@@ -99,9 +99,9 @@ class DecodeSteps:
         """Add these tokens to the next step."""
         self._tokens.add(tokens)
 
-    def reseat(self, seats: Sequence[Seat]) -> None:
+    def reassign(self, reassignments: Sequence[Reassignment]) -> None:
         """Make requests continue as other sequences from the next step on."""
-        self._seats += seats
+        self._reassignments += reassignments
 
     def forget(self, request_ids: Set[str]) -> None:
         """Drop pending work for requests that vLLM no longer knows."""
@@ -112,7 +112,9 @@ class DecodeSteps:
         is_of_use = self._speculated is not None and not known.isdisjoint(of_step)
         if not (is_of_use or request_ids.isdisjoint(of_step)):
             self.discard()
-        self._seats = [seat for seat in self._seats if seat.request.request_id not in request_ids]
+        self._reassignments = [
+            each for each in self._reassignments if each.request.request_id not in request_ids
+        ]
         self._tokens = self._tokens.without(request_ids)
 
     def discard(self) -> None:
@@ -140,7 +142,7 @@ class DecodeSteps:
             self._unused += 1
             self._mistaken += speculated is not None
         self._before = None
-        self._reseat_runner()  # first: a token's position belongs to the sequence that has the seat now
+        self._reassign_runner()  # first: a token's position is the new sequence's
         if self._tokens:
             self._runner.write(self._tokens)
             self._tokens = NextTokens()
@@ -154,11 +156,11 @@ class DecodeSteps:
         self._is_steady = len(request_ids) == len(last) and set(request_ids) == set(last)
         return DecodedStep(request_ids, rows)
 
-    def _reseat_runner(self) -> bool:
-        changed = bool(self._seats)
+    def _reassign_runner(self) -> bool:
+        changed = bool(self._reassignments)
         if changed:
-            self._runner.reseat(self._seats)
-            self._seats.clear()
+            self._runner.reassign(self._reassignments)
+            self._reassignments.clear()
         return changed
 
     def _tokens_of(self, step: Prepared) -> NextTokens | None:
@@ -173,7 +175,7 @@ class DecodeSteps:
     ) -> DecodedStep:
         if (
             speculated is not None
-            and not self._seats
+            and not self._reassignments
             and speculated.token_ids() == tokens.token_ids
         ):
             rows = speculated.rows
@@ -181,7 +183,7 @@ class DecodeSteps:
             self.speculated += 1
         else:
             self._mistaken += speculated is not None
-            if self._reseat_runner():
+            if self._reassign_runner():
                 self._runner.refresh(step)
             # In pinned memory, from which a CUDA device copies without blocking the host.
             is_cuda = self._device.type == "cuda"
@@ -193,7 +195,7 @@ class DecodeSteps:
     def _part_of(self, step: Prepared, speculated: _Speculated) -> DecodedStep | None:
         """Answer the next step from a speculated step of more requests, if its tokens were right."""
         tokens, at = self._tokens, {each: n for n, each in enumerate(step.request_ids)}
-        if self._seats or not tokens or not at.keys() >= set(tokens.request_ids):
+        if self._reassignments or not tokens or not at.keys() >= set(tokens.request_ids):
             return None
         places, ran = [at[each] for each in tokens.request_ids], speculated.token_ids()
         if (
@@ -237,7 +239,7 @@ class DecodeSteps:
             order = self._before.request_ids if self._before is not None else ()
             output = self._scheduler.decode_step_ahead(forks, order)
             if output is not None:
-                self._reseat_runner()
+                self._reassign_runner()
                 self._prepared = self._runner.prepare(output, self._before)
             self._mistaken += bool(forks) and self._prepared is None
         self._scheduler.end_decode_step()

@@ -272,13 +272,13 @@ def tokens(**token_ids: int) -> Any:
     return NextTokens([*token_ids], [*token_ids.values()], zeros, zeros)
 
 
-def seat(
+def reassignment(
     request_id: str, length: int, block_ids: list[int], copied: int | None, kept: int = 0
 ) -> Any:
-    from genrt.engines.vllm.seats import Seat
+    from genrt.engines.vllm.reassignment import Reassignment
 
     request: Any = SimpleNamespace(request_id=request_id)
-    return Seat(request, length, block_ids[kept:], copied, kept)
+    return Reassignment(request, length, block_ids[kept:], copied, kept)
 
 
 def test_rows_are_taken_by_request_in_the_order_of_the_batch() -> None:
@@ -383,7 +383,7 @@ def test_a_step_of_the_same_batch_is_prepared_from_the_one_before(is_fixed: bool
     assert len(runner.attended) == 2
 
 
-@pytest.mark.parametrize("again", ["its own token", "another seat"])
+@pytest.mark.parametrize("again", ["its own token", "another request"])
 def test_what_was_run_ahead_and_not_asked_for_does_not_count(again: str) -> None:
     from genrt.engines.vllm.runners import NextTokens
 
@@ -397,7 +397,7 @@ def test_what_was_run_ahead_and_not_asked_for_does_not_count(again: str) -> None
         shim.write(NextTokens(["b"], [5], [6], [6]))
         assert computed[[4, 0, 2]].tolist() == [7, 6, 7]
     else:
-        shim.reseat([seat("b", 5, [0, 9], copied=1)])
+        shim.reassign([reassignment("b", 5, [0, 9], copied=1)])
         assert computed[[4, 0, 2]].tolist() == [7, 5, 7]
     computed[0] = 20
     shim.write(NextTokens(["b"], [5], [6], [6]))
@@ -412,7 +412,7 @@ def test_a_fork_made_ahead_is_looked_up_by_the_step_after() -> None:
     shim.confirm(before, tokens(b=1, a=2))
     step = shim.prepare(step_of(b=8, a=7), before)
     shim.confirm(step, tokens(b=1, a=2))
-    shim.reseat([seat("b", 8, [5, 6, 9], copied=None)])
+    shim.reassign([reassignment("b", 8, [5, 6, 9], copied=None)])
     shim.prepare(step_of(b=8, a=8), step)
     assert runner.block_tables.applied[0] == [5, 6, 9]
     assert runner.attended[-1] == (["b", "a"], {0: [5, 6, 9]})
@@ -466,14 +466,14 @@ def test_any_other_step_is_prepared_as_a_whole(
     assert runner.whole == 2
 
 
-def test_a_reseated_request_has_the_tokens_and_blocks_of_the_other_sequence() -> None:
+def test_a_reassigned_request_has_the_tokens_and_blocks_of_the_other_sequence() -> None:
     runner = Runner({"a": 4, "b": 0})
     shim = over(runner)
     runner.block_tables.put(4, 0, 1)
     runner.block_tables.put(0, 2, 3, 4)
     before = runner.kv_caches[0].clone()
-    shim.reseat(
-        [seat("b", 6, [0, 9], copied=1)]
+    shim.reassign(
+        [reassignment("b", 6, [0, 9], copied=1)]
     )  # the first 6 tokens of a: a block, and half of one
     states = runner.req_states
     for lengths in (states.prompt_len.np, states.prefill_len.np, states.num_computed_tokens_np):
@@ -487,19 +487,19 @@ def test_a_reseated_request_has_the_tokens_and_blocks_of_the_other_sequence() ->
     assert torch.equal(runner.kv_caches[0][:9], before[:9])
 
 
-def test_several_seats_are_taken_one_after_the_other() -> None:
-    """A fork of a fork, and a request that takes a second seat."""
+def test_several_reassignments_are_made_one_after_the_other() -> None:
+    """A fork of a fork, and a request that is reassigned twice."""
     runner = Runner({"a": 4, "b": 0, "c": 2})
     runner.block_tables.put(4, 0, 1)
     runner.block_tables.put(0, 2, 3, 4)
     runner.block_tables.put(2, 2, 5)
     before, table = runner.kv_caches[0].clone(), runner.block_tables.block_tables[0].gpu
     table[2, 0] = 7  # a block that "c" keeps: it is not written
-    over(runner).reseat(
+    over(runner).reassign(
         [
-            seat("b", 6, [2, 9], copied=1, kept=1),
-            seat("c", 6, [2, 8], copied=9, kept=1),
-            seat("b", 11, [2, 6, 7], copied=5, kept=1),
+            reassignment("b", 6, [2, 9], copied=1, kept=1),
+            reassignment("c", 6, [2, 8], copied=9, kept=1),
+            reassignment("b", 11, [2, 6, 7], copied=5, kept=1),
         ]
     )
     assert runner.block_tables.applied == {4: [0, 1], 0: [2, 6, 7], 2: [7, 8]}
@@ -510,8 +510,8 @@ def test_several_seats_are_taken_one_after_the_other() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 16, 17, 40])
-def test_many_seats_are_written_as_one_by_one(count: int) -> None:
-    from genrt.engines.vllm.seats import SeatTables
+def test_many_reassignments_are_written_as_one_by_one(count: int) -> None:
+    from genrt.engines.vllm.reassignment import ReassignedTables
 
     def runner() -> Any:
         states, tables = States({str(n): count - 1 - n for n in range(count)}), Tables()
@@ -524,13 +524,14 @@ def test_many_seats_are_written_as_one_by_one(count: int) -> None:
         tables.num_blocks = Backed(1, count)
         return SimpleNamespace(req_states=states, block_tables=tables)
 
-    seats = [
-        seat(str(n), n + 3, [100 * n + k for k in range(1 + n % WIDTH)], None) for n in range(count)
+    reassignments = [
+        reassignment(str(n), n + 3, [100 * n + k for k in range(1 + n % WIDTH)], None)
+        for n in range(count)
     ]
     together, apart = runner(), runner()
-    SeatTables(together).write(seats)
-    for each in seats:
-        SeatTables(apart).write([each])
+    ReassignedTables(together).write(reassignments)
+    for each in reassignments:
+        ReassignedTables(apart).write([each])
     assert together.block_tables.applied == apart.block_tables.applied
     for name in ("num_computed_tokens", "total_len", "prompt_len", "prefill_len"):
         mine, theirs = (getattr(each.req_states, name).gpu for each in (together, apart))
@@ -542,7 +543,7 @@ def test_a_prepared_step_is_told_of_new_blocks() -> None:
     runner = Runner({"a": 4, "b": 0})
     shim = over(runner)
     step = shim.prepare(step_of(a=6, b=6))
-    shim.reseat([seat("b", 6, [0, 9], copied=1)])
+    shim.reassign([reassignment("b", 6, [0, 9], copied=1)])
     shim.refresh(step)
     assert runner.attended == [(["b", "a"], {0: [0, 9]})]
     rows = shim.run(step, torch.tensor([2, 1], dtype=torch.int32))

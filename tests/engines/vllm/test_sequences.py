@@ -128,7 +128,7 @@ def test_a_population_s_steps_are_right_and_prepared_where_they_can_be(
     assert prepared() == (11 if ahead else 0)
     resampled = roomy.statistics().engine
     assert resampled.forked > began.forked
-    assert resampled.resident == 12  # a fork takes the seat of one that nothing came from
+    assert resampled.resident == 12  # a fork takes over the request of one that nothing came from
     assert resampled.computed_tokens - first.computed_tokens == resampled.rows - first.rows
     assert resampled.steps - first.steps == 13
     particles = step(particles[:6]) + particles[6:]
@@ -139,7 +139,7 @@ def test_a_population_s_steps_are_right_and_prepared_where_they_can_be(
     for _ in range(4):
         particles = step(particles)
     assert len(particles[2]) > len(particles[0])
-    # A step is prepared for the shorter one, whose seat goes on as the longer one.
+    # A step is prepared for the shorter one, whose request goes on as the longer one.
     particles = step([particles[2], *particles[1:]])
     assert prepared() > 11 or not ahead
     assert roomy.statistics().engine.failed == began.failed

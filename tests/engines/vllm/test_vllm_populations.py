@@ -226,7 +226,9 @@ def test_sequences_that_are_extended_compute_what_is_new_in_one_step(turns: Turn
 
 
 @pytest.mark.parametrize("texts", [0, SLOTS - 3])
-def test_forks_that_find_no_seat_become_requests_of_their_own(turns: Turns, texts: int) -> None:
+def test_forks_that_find_no_unused_request_become_requests_of_their_own(
+    turns: Turns, texts: int
+) -> None:
     """Two sequences become six, at once, or a few at a time where texts leave room for no more: whoever
     asks about one that is still to be computed, or what it came from, gets its own row."""
     particles = turns.begin(2, BLOCK - 1, seed=12)
@@ -284,7 +286,7 @@ def test_a_population_of_which_vllm_ends_a_request_fails_alone(
 def test_rows_after_one_that_is_not_finite_leave_no_request(
     turns: Turns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of forks that found no seat, which nobody knows before they are computed."""
+    """Of forks that found no unused request, which nobody knows before they are computed."""
     particles = turns.begin(2, 20, seed=14)
     turns.grow(particles)
     many = particles.take([0, 1, 0, 1])

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from genrt.engines.vllm.seats import (
+from genrt.engines.vllm.reassignment import (
     Fork,
-    Seat,
-    Seats,
+    Reassigner,
+    Reassignment,
     _alike,
     _independent,
     copies,
-    last_seats,
+    last_reassignments,
 )
 
 pytestmark = pytest.mark.vllm
@@ -36,7 +36,7 @@ class Sequences:
         self.pool = BlockPool(blocks, True, hashed)
         self.hashed = hashed
         self.manager = SimpleNamespace(req_to_blocks={}, num_cached_block={}, block_size=SIZE)
-        self.seats = Seats(self.manager, self.pool, hashed)
+        self.reassigner = Reassigner(self.manager, self.pool, hashed)
         self.requests: list[Any] = []
 
     def add(self, tokens: list[int], *, grown: int = 0, like: Any = None, shared: int = 0) -> Any:
@@ -100,9 +100,9 @@ def test_a_last_block_that_others_have_or_may_find_is_not_overwritten(why: str) 
         all_of.add([1, 2, 3, 4, 9, 9], like=request, shared=2)
     else:
         last.set_block_hash(b"of these tokens, and of a group", SIZE)
-    [seat] = all_of.seats.take([fork(request, donor)])
+    [reassignment] = all_of.reassigner.take([fork(request, donor)])
     assert all_of.blocks(request)[1] is not last
-    assert seat.block_ids == [all_of.blocks(request)[1].block_id]
+    assert reassignment.block_ids == [all_of.blocks(request)[1].block_id]
     all_of.check()
 
 
@@ -115,7 +115,7 @@ def test_blocks_that_both_have_beyond_where_they_part_survive() -> None:
     all_of.pool.free_blocks([blocks["1"][1]])
     blocks["1"][1] = blocks["0"][1]
     all_of.pool.touch([blocks["0"][1]])
-    all_of.seats.take([fork(request, donor)])
+    all_of.reassigner.take([fork(request, donor)])
     assert all_of.blocks(request)[:2] == [all_of.blocks(request)[0], all_of.blocks(donor)[1]]
     all_of.check()
 
@@ -125,29 +125,32 @@ def test_there_is_room_for_what_can_be_freed() -> None:
     donor = all_of.add([1, 2, 3, 4, 5])
     requests = [all_of.add([1, 2, 3, 4, n], like=donor, shared=1) for n in (8, 9)]
     twin = all_of.add([1, 2, 3, 4, 9], like=requests[1], shared=2)
-    assert all_of.seats.have_room(requests, beside=1)
-    assert not all_of.seats.have_room(requests, beside=3)
+    assert all_of.reassigner.have_room(requests, beside=1)
+    assert not all_of.reassigner.have_room(requests, beside=3)
     all_of.pool.get_new_blocks(3)
-    assert all_of.seats.have_room(requests[:1], beside=0), "its own last block"
-    assert not all_of.seats.have_room(requests[:1], beside=1)
-    assert not all_of.seats.have_room([requests[1]], beside=0), "its twin has that too"
-    assert not all_of.seats.have_room([twin], beside=0)
+    assert all_of.reassigner.have_room(requests[:1], beside=0), "its own last block"
+    assert not all_of.reassigner.have_room(requests[:1], beside=1)
+    assert not all_of.reassigner.have_room([requests[1]], beside=0), "its twin has that too"
+    assert not all_of.reassigner.have_room([twin], beside=0)
 
 
-def test_a_request_that_takes_two_seats_has_the_blocks_of_the_last() -> None:
+def test_a_request_that_is_reassigned_twice_has_the_blocks_of_the_last() -> None:
     one, other = (SimpleNamespace(request_id=name) for name in "ab")
-    seats = [
-        Seat(one, 9, [5, 6, 7], copied=1, kept=0),
-        Seat(other, 3, [2], copied=None),
-        Seat(one, 11, [8], copied=3, kept=2),
+    reassignments = [
+        Reassignment(one, 9, [5, 6, 7], copied=1, kept=0),
+        Reassignment(other, 3, [2], copied=None),
+        Reassignment(one, 11, [8], copied=3, kept=2),
     ]
-    assert last_seats(seats) == [Seat(one, 11, [5, 6, 8], 3, 0), seats[1]]
-    assert last_seats([seats[2], seats[0]]) == [seats[0]]
-    assert copies(seats) == [(1, 7), (3, 8)]
+    assert last_reassignments(reassignments) == [
+        Reassignment(one, 11, [5, 6, 8], 3, 0),
+        reassignments[1],
+    ]
+    assert last_reassignments([reassignments[2], reassignments[0]]) == [reassignments[0]]
+    assert copies(reassignments) == [(1, 7), (3, 8)]
 
 
 @pytest.mark.parametrize("shared", [0, 3, 10, 15, 18])
-def test_a_fork_takes_the_seat_of_the_most_similar_sequence(shared: int) -> None:
+def test_a_fork_takes_over_the_request_of_the_most_similar_sequence(shared: int) -> None:
     """Of four families of three, each with ``shared`` blocks that are the same for all."""
     all_of = Sequences(blocks=400)
     root = all_of.add([0] * 80)
@@ -161,7 +164,7 @@ def test_a_fork_takes_the_seat_of_the_most_similar_sequence(shared: int) -> None
         )
     requests = [family[n] for n in (1, 2) for family in families]
     donors = [families[n][0] for n in (2, 0, 3, 1, 2, 2)]
-    found = all_of.seats.paired(requests, donors)
+    found = all_of.reassigner.paired(requests, donors)
     assert len({each.request_id for each in found}) == 6
     alike = [
         request.all_token_ids == donor.all_token_ids
@@ -169,9 +172,11 @@ def test_a_fork_takes_the_seat_of_the_most_similar_sequence(shared: int) -> None
     ]
     assert sum(alike) == 5, "the third of one family finds none of its own"
     assert all(each in requests for each in found)
-    assert all_of.seats.paired(requests, []) == []
+    assert all_of.reassigner.paired(requests, []) == []
     short = [all_of.add([n] * 9) for n in range(4)]
-    assert all_of.seats.paired(short, short[3:]) == short[:1], "among short ones any seat will do"
+    assert all_of.reassigner.paired(short, short[3:]) == short[:1], (
+        "among short ones any request will do"
+    )
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -188,12 +193,12 @@ def test_many_generations_leave_every_block_with_whom_it_belongs(seed: int, hash
         order = rng.sample(all_of.requests, 8)
         forks = [fork(*pair) for pair in zip(order[:4], order[4:], strict=True)]
         wanted = [list(each.donor.all_token_ids) for each in forks]
-        assert all_of.seats.have_room([each.request for each in forks], beside=0)
-        seats = all_of.seats.take(forks)
+        assert all_of.reassigner.have_room([each.request for each in forks], beside=0)
+        reassignments = all_of.reassigner.take(forks)
         assert [each.request.all_token_ids for each in forks] == wanted
-        for seat in seats:
-            ids = [block.block_id for block in all_of.blocks(seat.request)]
-            assert ids[seat.kept :] == seat.block_ids
+        for reassignment in reassignments:
+            ids = [block.block_id for block in all_of.blocks(reassignment.request)]
+            assert ids[reassignment.kept :] == reassignment.block_ids
         all_of.check()
         for request in all_of.requests:
             token = rng.randrange(9)

@@ -1,4 +1,4 @@
-"""Seats: vLLM requests that continue as other sequences, with the tokens and KV blocks of their donors.
+"""Reassigns vLLM requests: they continue as other sequences, with tokens and KV blocks of their donors.
 
 A fork takes over a request that is no longer needed. It shares the full blocks of its donor and owns its
 last block; blocks that both had in common stay in place. On a GPU all layers, and all tables, take one
@@ -29,8 +29,8 @@ class Fork(NamedTuple):
     length: int
 
 
-class Seat(NamedTuple):
-    """A request that continues as another sequence of ``length`` tokens."""
+class Reassignment(NamedTuple):
+    """A vLLM request that continues as another sequence of ``length`` tokens."""
 
     request: Request  # vLLM's, which has the tokens
     length: int
@@ -39,8 +39,8 @@ class Seat(NamedTuple):
     kept: int = 0
 
 
-class Seats:
-    """Seats the requests of one scheduler with a single group of blocks.
+class Reassigner:
+    """Reassigns the requests of one scheduler with a single group of blocks.
 
     Args:
         manager: vLLM's manager of that group.
@@ -52,7 +52,7 @@ class Seats:
         self._manager, self._pool, self._hashed = manager, pool, hashed
 
     def have_room(self, requests: Iterable[Request], *, beside: int) -> bool:
-        """Return whether these can surely be seated and leave ``beside`` blocks free."""
+        """Return whether these can surely be reassigned and leave ``beside`` blocks free."""
         requests, free = [*requests], self._pool.get_num_free_blocks()
         wanted = len(requests) + beside
         # An unshared last block is overwritten, or freed before the others are taken.
@@ -65,7 +65,7 @@ class Seats:
         """Return one of the requests for each donor; of long ones, one with many common blocks."""
         tables = self._manager.req_to_blocks
         count = min((len(tables[each.request_id]) for each in donors), default=0)
-        if count <= 16 or len(requests) == 1:  # a fork is cheap in any seat
+        if count <= 16 or len(requests) == 1:  # a fork is cheap in any request
             return [*requests[: len(donors)]]
         found: dict[int, Request] = {}
         left = [(each, tables[each.request_id]) for each in requests]
@@ -87,7 +87,7 @@ class Seats:
             behind *= 4
         return [found[n] if n in found else left.pop()[0] for n in range(len(donors))]
 
-    def take(self, forks: Sequence[Fork]) -> list[Seat]:
+    def take(self, forks: Sequence[Fork]) -> list[Reassignment]:
         """Make these requests continue as forks, for which there is room. No request may be a donor."""
         blocks, size = self._manager.req_to_blocks, self._manager.block_size
         touched: list[Any] = []
@@ -113,13 +113,13 @@ class Seats:
         self._pool.free_blocks(freed)
         for before, own in zip(lacking, self._pool.get_new_blocks(len(lacking)), strict=True):
             before.append(own)
-        seats = []
+        reassignments = []
         for (request, donor, length), kept in zip(forks, alike, strict=True):
             block_ids = [block.block_id for block in blocks[request.request_id][kept:]]
             full, rest = divmod(length, size)
             copied = blocks[donor.request_id][full].block_id if rest else None
-            seats.append(Seat(request, length, block_ids, copied, kept))
-        return seats
+            reassignments.append(Reassignment(request, length, block_ids, copied, kept))
+        return reassignments
 
     def _take_tokens(self, request: Request, donor: Request, start: int, length: int) -> None:
         """Copy the first ``length`` tokens of the donor to a request that already has ``start``."""
@@ -140,21 +140,21 @@ class Seats:
         request.num_computed_tokens = length
 
 
-def copies(seats: Sequence[Seat]) -> list[tuple[int, int]]:
+def copies(reassignments: Sequence[Reassignment]) -> list[tuple[int, int]]:
     """Return the ``(source, copy)`` pairs of KV blocks to copy, one after the other."""
-    return [(seat.copied, seat.block_ids[-1]) for seat in seats if seat.copied is not None]
+    return [(each.copied, each.block_ids[-1]) for each in reassignments if each.copied is not None]
 
 
-def last_seats(seats: Sequence[Seat]) -> list[Seat]:
-    """Return the last seat of each request, with all blocks that changed over its seats."""
-    last: dict[str, Seat] = {}
-    for seat in seats:
-        request_id = seat.request.request_id
+def last_reassignments(reassignments: Sequence[Reassignment]) -> list[Reassignment]:
+    """Return the last reassignment of each request, with all blocks that changed."""
+    last: dict[str, Reassignment] = {}
+    for each in reassignments:
+        request_id = each.request.request_id
         before = last.get(request_id)
-        if before is not None and before.kept < seat.kept:
-            block_ids = [*before.block_ids[: seat.kept - before.kept], *seat.block_ids]
-            seat = Seat(seat.request, seat.length, block_ids, seat.copied, before.kept)
-        last[request_id] = seat
+        if before is not None and before.kept < each.kept:
+            block_ids = [*before.block_ids[: each.kept - before.kept], *each.block_ids]
+            each = Reassignment(each.request, each.length, block_ids, each.copied, before.kept)
+        last[request_id] = each
     return [*last.values()]
 
 
@@ -167,31 +167,33 @@ def in_common(these: Sequence[Any], those: Sequence[Any], most: int) -> int:
     return bisect(range(most), 0, key=lambda n: these[n] is not those[n])
 
 
-class SeatTables:
+class ReassignedTables:
     """The tables of one runner V2, with one group of blocks."""
 
     def __init__(self, runner: Any) -> None:
         self._states, self._blocks = runner.req_states, runner.block_tables
         self._staged: dict[tuple[int, int], Staged] = {}
 
-    def write(self, seats: Sequence[Seat]) -> None:
+    def write(self, reassignments: Sequence[Reassignment]) -> None:
         """Make these distinct requests continue as other sequences."""
         states, blocks = self._states, self._blocks
-        slots = np.array([states.req_id_to_index[seat.request.request_id] for seat in seats])
-        lengths = [seat.length for seat in seats]
+        slots = np.array(
+            [states.req_id_to_index[each.request.request_id] for each in reassignments]
+        )
+        lengths = [each.length for each in reassignments]
         for on_host in (states.prompt_len, states.prefill_len):
             on_host.np[slots] = lengths
             on_host.copy_to_uva()
         states.num_computed_prefill_tokens[slots] = states.num_computed_tokens_np[slots] = lengths
-        counts = np.array([len(seat.block_ids) for seat in seats])
-        kept = np.array([seat.kept for seat in seats])
+        counts = np.array([len(each.block_ids) for each in reassignments])
+        kept = np.array([each.kept for each in reassignments])
         blocks.num_blocks.np[0, slots] = kept + counts
         blocks.num_blocks.copy_to_uva()
-        # For each block: the place of its seat's first block, and the distance from there.
+        # For each block: the place of its request's first block, and the distance from there.
         firsts = slots * blocks.block_tables[0].gpu.shape[1] + kept
         ends = np.cumsum(counts)
         places = np.arange(ends[-1]) + np.repeat(firsts - ends + counts, counts)
-        block_ids = [block_id for seat in seats for block_id in seat.block_ids]
+        block_ids = [block_id for each in reassignments for block_id in each.block_ids]
         key = room_for(len(slots)), room_for(len(places))
         if key not in self._staged:
             self._staged[key] = self._writes(*key)
@@ -202,15 +204,15 @@ class SeatTables:
             part[len(numbers) :] = numbers[-1]  # padding repeats the last write
         self._staged[key].launch()
 
-    def _writes(self, seats: int, blocks: int) -> Staged:
+    def _writes(self, count: int, blocks: int) -> Staged:
         computed, total = self._states.num_computed_tokens.gpu, self._states.total_len.gpu
         table = self._blocks.block_tables[0].gpu
-        small = torch.empty(2 * (seats + blocks), dtype=table.dtype, device=table.device)
+        small = torch.empty(2 * (count + blocks), dtype=table.dtype, device=table.device)
 
         def go(numbers: torch.Tensor) -> None:
             small.copy_(numbers)
-            slots, _, places, _ = numbers.tensor_split(_cuts(seats, blocks))
-            _, lengths, _, block_ids = small.tensor_split(_cuts(seats, blocks))
+            slots, _, places, _ = numbers.tensor_split(_cuts(count, blocks))
+            _, lengths, _, block_ids = small.tensor_split(_cuts(count, blocks))
             computed.scatter_(0, slots, lengths)
             total.scatter_(0, slots, lengths)
             table.view(-1).scatter_(0, places, block_ids)
@@ -218,9 +220,9 @@ class SeatTables:
         return Staged((len(small),), table.device, go)
 
 
-def _cuts(seats: int, blocks: int) -> list[int]:
+def _cuts(count: int, blocks: int) -> list[int]:
     """Return where the numbers of a launch are split into slots, lengths, places and blocks."""
-    return [seats, 2 * seats, 2 * seats + blocks]
+    return [count, 2 * count, 2 * count + blocks]
 
 
 class BlockCopies:
