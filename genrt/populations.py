@@ -125,7 +125,7 @@ class PopulationRuntime:
         """
         count = len(origins.numbers)
         own = origins if len(places) == count else origins.take(places).needed()
-        known = own if own.go_on(contexts.lengths) else None
+        known = own if own.can_continue(contexts.lengths) else None
 
         def requests(bound: Adapter | None) -> list[PopulationDraw]:
             request = population_draw(

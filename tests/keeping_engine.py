@@ -11,7 +11,7 @@ from genrt.engines.protocol import Finished
 from genrt.questions.draws import PopulationDraw
 from genrt.questions.request import Request
 from genrt.questions.sequences import SequenceHandle
-from genrt.tokens.rows import Leaving
+from genrt.tokens.rows import AsyncHostCopy
 
 __all__ = ["KeepingEngine", "Seen"]
 
@@ -43,7 +43,7 @@ class KeepingEngine(ExactEngine):
         self._known: dict[SequenceHandle, list[tuple[int, ...]]] = {}
         self._taken: dict[PopulationDraw, None] = {}
 
-    def go_on(self, population: PopulationDraw) -> bool:
+    def continue_population(self, population: PopulationDraw) -> bool:
         origins = population.origins
         if origins is None or any(each not in self._known for each in origins.handles):
             return False
@@ -69,7 +69,7 @@ class KeepingEngine(ExactEngine):
         for population in taken:
             contexts = [row.token_ids for row in population.rows]
             rows = self._model.logits(contexts, population.adapter)
-            end = Finished(population, Leaving(population.draw([*rows])))
+            end = Finished(population, AsyncHostCopy(population.draw([*rows])))
             if self.tell is not None and self._seen.by_number % 2:
                 told.append(end)
             else:

@@ -169,7 +169,7 @@ async def test_a_blocking_draw_is_gone_on_from_too(lm: AsyncLM) -> None:
             population.append(draws.token_ids)
             origins = population._sequences.origins
             assert len(origins.handles) == 1
-            assert origins.go_on(population.lengths.numpy())
+            assert origins.can_continue(population.lengths.numpy())
 
 
 class GivenBack:

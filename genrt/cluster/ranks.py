@@ -292,9 +292,9 @@ class RankedEngine:
         self._ranks.tell("cancel", tickets)
         self._engine.cancel(requests)
 
-    def go_on(self, population: PopulationDraw) -> bool:
-        self._ranks.tell("go_on", self._packed([population]))
-        is_taken = bool(self._engine.go_on(population))
+    def continue_population(self, population: PopulationDraw) -> bool:
+        self._ranks.tell("continue_population", self._packed([population]))
+        is_taken = bool(self._engine.continue_population(population))
         if not is_taken:
             del self._tickets[population]
         return is_taken
@@ -424,9 +424,9 @@ class Follower:
             del self._tickets[each]
         self._engine.cancel(gone)
 
-    def _take_go_on(self, message: PackedFlush) -> None:
+    def _take_continue_population(self, message: PackedFlush) -> None:
         [(population, ticket)] = self._read(message).items()
-        if self._engine.go_on(population):
+        if self._engine.continue_population(population):
             self._tickets[population] = ticket
 
     def _take_settle(self, message: PackedFlush) -> None:

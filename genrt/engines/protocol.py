@@ -184,7 +184,7 @@ class FullEngine(Engine, Protocol):
         scores_rows: whether score requests may ask for whole rows; true by default.
         reads: the kinds of reads that the engine answers itself: classes of a ``ReadRequest``'s
             ``wanted``, and ``PopulationDraw``.
-        rows_by_number: whether ``go_on`` takes populations that ask for rows; false by default.
+        rows_by_number: whether ``continue_population`` takes requests for rows; false by default.
         adapters: the adapters, by name, that an engine with ``reads`` has from the beginning.
         prefixes: the contexts that it keeps.
         vllm_config: vLLM's configuration of the model, for vLLM's front ends; ``None`` without vLLM.
@@ -219,11 +219,11 @@ class FullEngine(Engine, Protocol):
 
     # Populations. The engine keeps their sequences, and finds them by number.
 
-    def go_on(self, population: PopulationDraw) -> bool:
-        """Take a population if all its sequences go on from known ones. ``step`` returns it once, with a
-        ``Leaving`` of its draws, or with its rows; ``cancel`` forgets it. Rows that are not finite give
-        a log mass that is NaN. Otherwise, or without room, change nothing and return False: its rows are
-        requested then."""
+    def continue_population(self, population: PopulationDraw) -> bool:
+        """Take a population if all its sequences continue known ones. ``step`` returns it once, with an
+        ``AsyncHostCopy`` of its draws, or with its rows; ``cancel`` forgets it. Rows that are not finite
+        give a log mass that is NaN. Otherwise, or without room, change nothing and return False: its rows
+        are requested then."""
 
     def settle(self, population: PopulationDraw) -> None:
         """Remember the sequences of a population, after requests for single rows, so that others go on
@@ -291,7 +291,7 @@ def capabilities_of(engine: Engine) -> Capabilities:
     scores = bool(getattr(engine, "scores", False))
     return Capabilities(
         speculates=has("expect"),
-        populates=has("go_on", "settle", "release"),
+        populates=has("continue_population", "settle", "release"),
         rows_by_number=bool(getattr(engine, "rows_by_number", False)),
         delivers_early=has("tell"),
         completes=has("unsupported", "progress"),

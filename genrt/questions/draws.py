@@ -22,7 +22,7 @@ from genrt.questions.reads import Answering, Read, ReadRequest, Wanted, wanted_o
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest, row_request
 from genrt.questions.sequences import Contexts, Origins, SequenceHandle
-from genrt.tokens.rows import Leaving, gather_rows, moved
+from genrt.tokens.rows import AsyncHostCopy, gather_rows, moved
 from genrt.tokens.sampling import (
     BatchDraw,
     Draw,
@@ -82,9 +82,9 @@ class DrawToken(Wanted):
             heats = np.array([each.temperature for each in wanted])
         seeds = np.array([deciding_seed(each) for each in wanted], np.uint64)
         whole = draw_from_rows(rows, seeds, masks, heats)
-        on_host = Leaving(whole)
+        on_host = AsyncHostCopy(whole)
         engine.expect([read.request.row for read in reads], whole[:, 0])
-        token_ids, logprobs, log_mass = on_host.arrived().unbind(dim=-1)
+        token_ids, logprobs, log_mass = on_host.result().unbind(dim=-1)
         columns = token_ids.long(), logprobs.float(), log_mass.float()
         found = zip(*[each.tolist() for each in columns], strict=True)
         return map(Draw.of, found, [read.request.weights_version for read in reads])
@@ -263,7 +263,7 @@ def launch_draws(
     rows: Tensor,
     places: Sequence[np.ndarray | None],
     graphs: DrawGraphs,
-) -> tuple[Tensor, Leaving]:
+) -> tuple[Tensor, AsyncHostCopy]:
     """Return the draws of all populations in order, and their copy on its way to the host.
 
     One launch draws all of them if a graph can; both results are then valid until the next launch.
@@ -275,7 +275,7 @@ def launch_draws(
         if (found := graphs.launch(rows, inputs)) is not None:
             return found
     whole = _one([each.draw(rows, at) for each, at in pairs])
-    return whole, Leaving(whole)
+    return whole, AsyncHostCopy(whole)
 
 
 def draw_from_rows(

@@ -338,7 +338,7 @@ class Origins:
         numbers = np.where(lengths < self.lengths, -1, self.numbers)
         return type(self)(self.handles, numbers, self.lengths)
 
-    def go_on(self, lengths: np.ndarray) -> bool:
+    def can_continue(self, lengths: np.ndarray) -> bool:
         """Return whether every sequence, with these lengths, has one more token than its origin."""
         return bool(((self.numbers >= 0) & (self.lengths + 1 == lengths)).all())
 

@@ -42,7 +42,7 @@ from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest, not_finite
 from genrt.questions.sequences import Origins, SequenceHandle
 from genrt.runtime.cache import RowCache
-from genrt.tokens.rows import Leaving, separate_copies
+from genrt.tokens.rows import AsyncHostCopy, separate_copies
 from genrt.tokens.sampling import BatchDraw
 
 MAX_PREFIXES = 64
@@ -140,7 +140,7 @@ class AnsweringEngine:
             for each in known:
                 is_alone = alike is None or alike[_continuation(each)] == 1
                 is_taken = each.seeds is not None or self.capabilities.rows_by_number
-                if is_alone and is_taken and self.engine.go_on(each):
+                if is_alone and is_taken and self.engine.continue_population(each):
                     continued[each] = self._by_number[each] = None
         return continued
 
@@ -377,11 +377,11 @@ class AnsweringEngine:
         rows = self._found.pop(population)
         try:
             whole = population.draw([rows.found[row] for row in rows.wanted])
-            drawn: Leaving | Tensor = whole
+            drawn: AsyncHostCopy | Tensor = whole
             if population.seeds is not None:
-                drawn = Leaving(whole)
+                drawn = AsyncHostCopy(whole)
                 self.expect(population.rows, whole[:, 0])  # before anything waits for the tokens
-            found = self._arrived(population, drawn)
+            found = self._on_host(population, drawn)
         except Exception as error:
             return Finished(population, error=survived(error))
         if self.capabilities.populates:
@@ -398,7 +398,7 @@ class AnsweringEngine:
             return end
         try:
             drawn: Any = end.result
-            found = self._arrived(population, drawn)
+            found = self._on_host(population, drawn)
             # One entry is enough: NaN logits make the whole row NaN.
             numbers = found.log_mass if isinstance(found, BatchDraw) else drawn[:, 0]
             is_finite = not numbers.isnan().any()
@@ -409,15 +409,15 @@ class AnsweringEngine:
             return Finished(population, error=not_finite())
         return Finished(population, found)
 
-    def _arrived(
-        self, population: PopulationDraw, drawn: Leaving | Tensor
+    def _on_host(
+        self, population: PopulationDraw, drawn: AsyncHostCopy | Tensor
     ) -> BatchDraw | list[Tensor]:
         """Wait for draws on their way to the host and return them; return rows in storages of their
         own."""
         self._reads += len(population)
         if isinstance(drawn, Tensor):
             return separate_copies(drawn.unbind())
-        found = drawn.arrived().numpy()
+        found = drawn.result().numpy()
         if self.engine.device.type != "cpu":
             self._bytes_to_host += found.nbytes
         token_ids = torch.from_numpy(found[:, 0].astype(np.int64))

@@ -98,7 +98,7 @@ def separate_copies(rows: Sequence[Tensor]) -> list[Tensor]:
     return copies
 
 
-class Leaving:
+class AsyncHostCopy:
     """A tensor on its way to the host; work enqueued on the device later does not delay it."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -110,17 +110,17 @@ class Leaving:
             self._done.record()
 
     @classmethod
-    def lent(cls, on_host: Tensor, device: torch.device) -> Leaving:
+    def lent(cls, on_host: Tensor, device: torch.device) -> AsyncHostCopy:
         """Return the tensor of a copy to ``on_host`` that is the last work of the device's current
         stream. Later copies will overwrite ``on_host``."""
-        leaving = cls(on_host)
-        leaving._is_lent = True
+        copy = cls(on_host)
+        copy._is_lent = True
         if device.type != "cpu":
-            leaving._done = torch.Event(device)
-            leaving._done.record()
-        return leaving
+            copy._done = torch.Event(device)
+            copy._done.record()
+        return copy
 
-    def arrived(self) -> Tensor:
+    def result(self) -> Tensor:
         """Block until the copy is done and return it."""
         if self._done is not None:
             self._done.synchronize()
@@ -128,19 +128,19 @@ class Leaving:
             self._on_host, self._is_lent = self._on_host.clone(), False
         return self._on_host
 
-    def part(self, which: slice) -> Leaving:
+    def part(self, which: slice) -> AsyncHostCopy:
         """Return some of its rows; they arrive together with the whole tensor."""
         return _Part(self, which)
 
 
-class _Part(Leaving):
+class _Part(AsyncHostCopy):
     """Rows of a tensor on its way."""
 
-    def __init__(self, whole: Leaving, which: slice) -> None:
+    def __init__(self, whole: AsyncHostCopy, which: slice) -> None:
         self._whole, self._which = whole, which
 
-    def arrived(self) -> Tensor:
-        return self._whole.arrived()[self._which]
+    def result(self) -> Tensor:
+        return self._whole.result()[self._which]
 
 
 def _offsets(rows: Sequence[Tensor]) -> list[int] | None:

@@ -23,7 +23,7 @@ from torch.nn import functional
 from genrt.errors import InvalidRequest
 from genrt.launches import Repeated
 from genrt.numbers import shown
-from genrt.tokens.rows import Leaving
+from genrt.tokens.rows import AsyncHostCopy
 
 Bits = TypeVar("Bits", int, NDArray[Any])
 
@@ -546,7 +546,9 @@ class DrawGraphs:
     def __init__(self) -> None:
         self._kinds: LRUCache[_Kind, _Graph] = LRUCache(4)
 
-    def launch(self, rows: Tensor, several: Sequence[DrawInputs]) -> tuple[Tensor, Leaving] | None:
+    def launch(
+        self, rows: Tensor, several: Sequence[DrawInputs]
+    ) -> tuple[Tensor, AsyncHostCopy] | None:
         """Return the result of ``draw_chunk`` for several groups of draws, and its copy to the host, both
         valid until the next call. ``None`` where there are no kernels for these rows, float32 ``[m, V]``,
         or if only some of the draws have masks."""
@@ -593,11 +595,11 @@ class _Graph:
         self._places = self._numbers[2 : 2 + count]
         self._seeds = self._numbers[2 + count :].view(np.uint64)
         self._masks = on_host[8 * words :].view(count, mask_bytes) if mask_bytes else None
-        self._last: Leaving | None = None
+        self._last: AsyncHostCopy | None = None
 
-    def launch(self, rows: Tensor, several: Sequence[DrawInputs]) -> tuple[Tensor, Leaving]:
+    def launch(self, rows: Tensor, several: Sequence[DrawInputs]) -> tuple[Tensor, AsyncHostCopy]:
         if self._last is not None:
-            self._last.arrived()  # an interrupt may have skipped the wait for the last copy
+            self._last.result()  # an interrupt may have skipped the wait for the last copy
         self._numbers[0] = rows.data_ptr()
         count = 0
         for seeds, masks, places in several:
@@ -609,7 +611,7 @@ class _Graph:
             count = part.stop
         self._places[count:] = 0
         self._go()
-        self._last = Leaving.lent(self._arriving[:count], rows.device)
+        self._last = AsyncHostCopy.lent(self._arriving[:count], rows.device)
         return self._found[:count], self._last
 
 

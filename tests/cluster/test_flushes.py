@@ -171,7 +171,7 @@ class FarEnds(AsLists):
         self, contexts: Contexts, places: np.ndarray, sizes: list[int], data: Any
     ) -> list[SequenceHandle]:
         origins, asked, start = self.origins.take(places), list[SequenceHandle](), 0
-        goes_on = origins.go_on(contexts.lengths)
+        goes_on = origins.can_continue(contexts.lengths)
         for size in sizes:
             part = slice(start, start := start + size)
             of = origins.take(part).needed() if goes_on else None
@@ -246,7 +246,7 @@ def steps(count: int, length: int) -> Iterator[PopulationDraw]:
     origins = Origins.none(count)
     while True:
         contexts = whole.contexts(np.arange(count))
-        goes_on = origins.go_on(contexts.lengths)
+        goes_on = origins.can_continue(contexts.lengths)
         seeds = np.zeros(count, np.uint64)
         draw = PopulationDraw(contexts, None, None, 1.0, seeds, origins if goes_on else None)
         yield draw

@@ -64,8 +64,11 @@ class Recorded:
         self._note("submit", *requests)
         self.asked |= dict.fromkeys(requests)
 
-    def go_on(self, population: PopulationDraw) -> bool:
-        self._note("go_on", *map(bytes, map(population.contexts.packed, range(len(population)))))
+    def continue_population(self, population: PopulationDraw) -> bool:
+        self._note(
+            "continue_population",
+            *map(bytes, map(population.contexts.packed, range(len(population)))),
+        )
         if len(population) > 2:
             return False
         self.asked[population] = None
@@ -167,7 +170,9 @@ def test_all_ranks_do_the_same_in_the_same_order(seed: int) -> None:
     engine, first = ranked(*others)
     populations: list[PopulationDraw] = []
     for number in range(1, 201):
-        kind = rng.choice(["submit", "step", "go_on", "cancel", "settle", "release", "keep"])
+        kind = rng.choice(
+            ["submit", "step", "continue_population", "cancel", "settle", "release", "keep"]
+        )
         if kind == "submit":
             rows = [logprobs(number, n) for n in range(rng.randrange(4))]
             score = ScoreRequest(logprobs(1, 2, 3, number).packed, 1)
@@ -176,9 +181,9 @@ def test_all_ranks_do_the_same_in_the_same_order(seed: int) -> None:
             engine.submit(flush)
         elif kind == "step":
             engine.step()
-        elif kind == "go_on":
+        elif kind == "continue_population":
             populations.append(draws(rng.randrange(1, 4)))
-            assert engine.go_on(populations[-1]) == (len(populations[-1]) < 3)
+            assert engine.continue_population(populations[-1]) == (len(populations[-1]) < 3)
         elif kind == "cancel":
             engine.cancel(rng.sample([*first.asked], min(len(first.asked), rng.randrange(3))))
         elif populations and kind == "settle":
@@ -215,10 +220,10 @@ def test_what_goes_on_step_after_step_is_the_same_in_every_rank() -> None:
     for _ in range(100):
         contexts = sequences.contexts(places)
         seeds = np.zeros(2, np.uint64)
-        goes_on = origins if origins.go_on(contexts.lengths) else None
+        goes_on = origins if origins.can_continue(contexts.lengths) else None
         draw = PopulationDraw(contexts, None, None, 1.0, seeds, goes_on)
         small += bool(origins.handles) and origins.handles[0] in ranks.far._nbytes
-        engine.go_on(draw)
+        engine.continue_population(draw)
         engine.step()
         origins = origins.after([draw.handle], places, contexts.lengths)
         ancestors = np.array([chosen.randrange(2), chosen.randrange(2)])

@@ -116,14 +116,14 @@ def continued(lm: AsyncLM) -> list[bool]:
     """Which populations that were asked from now on went on by number."""
     engine = engine_of(lm)
     inner, found = populations_of(engine), []
-    take = inner.go_on
+    take = inner.continue_population
 
-    def go_on(*arguments: Any) -> Any:
+    def continue_population(*arguments: Any) -> Any:
         taken = take(*arguments)
         found.append(taken is not None)
         return taken
 
-    inner.go_on = go_on
+    inner.continue_population = continue_population
     return found
 
 
@@ -138,4 +138,4 @@ async def test_steps_go_on_by_number_on_vllm(lm: AsyncLM) -> None:
     assert went_on == [True] * 19
     after = lm.statistics().engine
     assert after.computed_tokens - before.computed_tokens < len(PROMPT) + 8 * 20
-    del populations_of(engine_of(lm)).go_on
+    del populations_of(engine_of(lm)).continue_population

@@ -65,7 +65,7 @@ def test_draws_together_are_those_of_each_population_alone(
     alone = [each.draw([*rows[at]]) for each, at in zip(several, places, strict=True)]
     assert torch.equal(found, torch.cat(alone))
     for part, end, single in zip(several, ends, alone, strict=True):
-        assert torch.equal(on_host.part(slice(end - len(part), end)).arrived(), single)
+        assert torch.equal(on_host.part(slice(end - len(part), end)).result(), single)
 
 
 def test_the_first_rows_are_drawn_from_where_no_places_are_said() -> None:

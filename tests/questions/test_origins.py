@@ -132,7 +132,7 @@ class AsLists(RuleBasedStateMachine):
             for origin, each in zip(self.known, self.lists, strict=True)
         )
         lengths = np.array([len(each) for each in self.lists], np.int64)
-        assert self.origins.go_on(lengths) == goes_on
+        assert self.origins.can_continue(lengths) == goes_on
 
     @invariant()
     def what_was_asked_about_stays_as_it_was(self) -> None:

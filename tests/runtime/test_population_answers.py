@@ -20,7 +20,7 @@ from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.sequences import Origins, SequenceHandle
 from genrt.runtime.cache import RowCache
-from genrt.tokens.rows import Leaving
+from genrt.tokens.rows import AsyncHostCopy
 from genrt.tokens.sampling import Draw
 from tests.scripted import Answers, ScriptedEngine, contexts_of, expected_row, logprobs
 
@@ -100,7 +100,7 @@ class Numbered(ScriptedEngine):
         super().__init__()
         self._broken = broken
 
-    def go_on(self, population: PopulationDraw) -> bool:
+    def continue_population(self, population: PopulationDraw) -> bool:
         if population is self._broken:
             raise RuntimeError("no")
         return True
@@ -136,7 +136,7 @@ class Telling(Numbered):
         self.done: list[Any] = []
 
     def step(self) -> list[Finished]:
-        self.tell([Finished(self._told, Leaving(self._draws))])
+        self.tell([Finished(self._told, AsyncHostCopy(self._draws))])
         self.done.append("the rest of the step")
         return super().step()
 

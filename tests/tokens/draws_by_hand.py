@@ -210,7 +210,7 @@ def by_graphs(case: Case, graphs: DrawGraphs) -> tuple[Tensor, Tensor]:
         found = graphs.launch(case.batch, several)
     assert found is not None
     whole, on_host = found
-    assert torch.equal(whole.view(torch.int64), on_host.arrived().view(torch.int64))
+    assert torch.equal(whole.view(torch.int64), on_host.result().view(torch.int64))
     return whole.clone(), by_kernels(case._replace(numbers=seeded_uniforms(seeds)))
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from genrt.tokens.rows import Leaving, gather_rows, normalised, separate_copies, stacked
+from genrt.tokens.rows import AsyncHostCopy, gather_rows, normalised, separate_copies, stacked
 
 
 def step(count: int = 6, width: int = 5) -> Tensor:
@@ -159,21 +159,21 @@ def test_a_steps_rows_come_apart_with_one_copy() -> None:
 
 def test_what_arrived_in_lent_memory_is_not_overwritten_by_the_next() -> None:
     memory = torch.tensor([1.0, 2.0])
-    leaving = Leaving.lent(memory, torch.device("cpu"))
-    assert leaving.arrived().tolist() == [1.0, 2.0]
+    copy = AsyncHostCopy.lent(memory, torch.device("cpu"))
+    assert copy.result().tolist() == [1.0, 2.0]
     memory += 5.0
-    assert leaving.arrived().tolist() == [1.0, 2.0]
+    assert copy.result().tolist() == [1.0, 2.0]
 
 
 @pytest.mark.parametrize("whole_first", [True, False])
 def test_parts_of_what_was_lent_arrive_with_it_and_stay(whole_first: bool) -> None:
     memory = torch.arange(10.0).view(5, 2)
-    leaving = Leaving.lent(memory, torch.device("cpu"))
-    parts = [leaving.part(slice(0, 2)), leaving.part(slice(2, 5))]
+    copy = AsyncHostCopy.lent(memory, torch.device("cpu"))
+    parts = [copy.part(slice(0, 2)), copy.part(slice(2, 5))]
     if whole_first:
-        leaving.arrived()
-    first = parts[0].arrived()
+        copy.result()
+    first = parts[0].result()
     memory += 100.0
     assert first.tolist() == [[0.0, 1.0], [2.0, 3.0]]
-    assert parts[1].arrived().tolist() == [[4.0, 5.0], [6.0, 7.0], [8.0, 9.0]]
-    assert leaving.arrived().flatten().tolist() == [*range(10)]
+    assert parts[1].result().tolist() == [[4.0, 5.0], [6.0, 7.0], [8.0, 9.0]]
+    assert copy.result().flatten().tolist() == [*range(10)]

@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as V2Logi
 
 from genrt.engines.vllm.requests import PROCESSED, SEED, TICKET
 from genrt.errors import EngineUnsupported
-from genrt.tokens.rows import Leaving, corrected, normalised
+from genrt.tokens.rows import AsyncHostCopy, corrected, normalised
 from genrt.tokens.sampling import mixed
 
 if TYPE_CHECKING:
@@ -45,11 +45,11 @@ class FiniteCheck:
     def __init__(self, rows: torch.Tensor) -> None:
         # One NaN, one +inf, or -inf alone among the logits makes every entry of the row NaN.
         self._first = rows[:, 0]
-        self._sum = Leaving(self._first.sum())
+        self._sum = AsyncHostCopy(self._first.sum())
 
     def wait(self) -> set[int]:
         """Wait for the device; return the positions of rows that are not finite."""
-        if not math.isnan(self._sum.arrived().item()):
+        if not math.isnan(self._sum.result().item()):
             return set()
         return set(self._first.isnan().nonzero()[:, 0].tolist())
 

@@ -55,7 +55,7 @@ from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest, not_finite
 from genrt.questions.scores import ScoreRequest
 from genrt.questions.sequences import SequenceHandle
-from genrt.tokens.rows import Leaving
+from genrt.tokens.rows import AsyncHostCopy
 
 Sent: TypeAlias = LogprobsRequest | ScoreRequest | TextRequest
 """A request that becomes one vLLM request."""
@@ -225,11 +225,11 @@ class VLLMEngine:
             self._adapters.release(request.adapter)
         return request
 
-    def go_on(self, population: PopulationDraw) -> bool:
+    def continue_population(self, population: PopulationDraw) -> bool:
         if self._open is None:
             return False
         try:
-            found = self._populations.go_on(population, self._send_all)
+            found = self._populations.continue_population(population, self._send_all)
         except GenrtError:  # the caller then asks for rows one by one, and these get the error
             return False
         if found is None:
@@ -385,7 +385,7 @@ class VLLMEngine:
         self,
         request_ids: list[str],
         tokens: Tensor,
-        on_host: Leaving | None = None,
+        on_host: AsyncHostCopy | None = None,
         share: Share = keep_local,
     ) -> None:
         """Run the prepared step with these tokens if it has these requests."""

@@ -24,7 +24,7 @@ from genrt.questions.arguments import Adapter
 from genrt.questions.draws import PopulationDraw, launch_draws
 from genrt.questions.rows import LogprobsRequest, not_finite
 from genrt.questions.sequences import Contexts, SequenceHandle
-from genrt.tokens.rows import Leaving, gather_rows
+from genrt.tokens.rows import AsyncHostCopy, gather_rows
 from genrt.tokens.sampling import DrawGraphs
 
 MOST_FORKS = 64
@@ -66,7 +66,7 @@ class LaunchedDraws(NamedTuple):
 
     ends: list[Finished]
     draws: torch.Tensor | None = None
-    on_host: Leaving | None = None
+    on_host: AsyncHostCopy | None = None
 
 
 class EarlyDelivery:
@@ -123,7 +123,7 @@ class OpenPopulations:
     def __contains__(self, population: PopulationDraw) -> bool:
         return population in self._under_way
 
-    def go_on(
+    def continue_population(
         self, population: PopulationDraw, begin: Callable[[Sequence[LogprobsRequest]], list[str]]
     ) -> list[str] | None:
         """Extend and fork sequences to this population's sequences.
@@ -175,7 +175,7 @@ class OpenPopulations:
             added.update(zip(begin(asked), asked, strict=True))
             return [*added]
 
-        found = kept.go_on(parents, tokens.tolist(), free, add)
+        found = kept.continue_requests(parents, tokens.tolist(), free, add)
         if found is None:
             return None
         for request_id in found if free else ():
@@ -282,7 +282,7 @@ class OpenPopulations:
 
     def answer(
         self, several: Sequence[PopulationDraw], drawn: LaunchedDraws
-    ) -> tuple[list[str], torch.Tensor, Leaving | None] | None:
+    ) -> tuple[list[str], torch.Tensor, AsyncHostCopy | None] | None:
         """End populations that were drawn, so that others can continue from them.
 
         Return the requests of all sequences, their tokens (float64 ``[n]`` on the device) and the copy
@@ -376,7 +376,7 @@ def _rows_and_draws(
     """Return the results of populations that ask for rows, and of others beside them."""
     found = [each.draw(rows, at) for each, at in zip(several, places, strict=True)]
     return [
-        Finished(each, one if each.seeds is None else Leaving(one))
+        Finished(each, one if each.seeds is None else AsyncHostCopy(one))
         for each, one in zip(several, found, strict=True)
     ]
 

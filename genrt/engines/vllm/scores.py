@@ -21,7 +21,7 @@ from genrt.engines.vllm.capture import log_probabilities
 from genrt.engines.vllm.requests import FIRST
 from genrt.errors import EngineFailed, EngineUnsupported
 from genrt.questions.scores import ScoreRequest, Wanted, score_entries
-from genrt.tokens.rows import Leaving, moved
+from genrt.tokens.rows import AsyncHostCopy, moved
 
 
 class Span(NamedTuple):
@@ -45,7 +45,7 @@ class _Score:
     wanted: Wanted
     temperature: float
     # Log-probabilities on their way to the host, in order; of whole rows, the first entries.
-    parts: list[tuple[Leaving, slice]] = field(default_factory=list)
+    parts: list[tuple[AsyncHostCopy, slice]] = field(default_factory=list)
     rows: list[torch.Tensor] = field(default_factory=list)  # on the device, if they are wanted
 
     @property
@@ -121,19 +121,19 @@ class Positions:
                 group.append(_ScorePart(score, score.next, end, found))
         if rows_of:
             rows = _cat([each for _, each in self._rows(rows_of)])
-            self._put(rows_of, Leaving(rows[:, 0]), rows)
+            self._put(rows_of, AsyncHostCopy(rows[:, 0]), rows)
         if entries_of:
-            self._put(entries_of, Leaving(self._entries(entries_of)))
+            self._put(entries_of, AsyncHostCopy(self._entries(entries_of)))
 
     def _put(
-        self, group: Sequence[_ScorePart], leaving: Leaving, rows: torch.Tensor | None = None
+        self, group: Sequence[_ScorePart], copy: AsyncHostCopy, rows: torch.Tensor | None = None
     ) -> None:
         at = 0
         for score, begin, end, _ in group:
             part = slice(at, at + end - begin)
             if rows is not None:
                 score.rows.append(rows[part])
-            score.parts.append((leaving, part))
+            score.parts.append((copy, part))
             score.next, at = end, part.stop
 
     def _entries(self, group: Sequence[_ScorePart]) -> torch.Tensor:
@@ -178,7 +178,7 @@ class Positions:
                     "vLLM finished a request without showing genrt all positions of its text; this "
                     "version or configuration of vLLM is not supported"
                 )
-            parts = [leaving.arrived()[..., part] for leaving, part in score.parts]
+            parts = [copy.result()[..., part] for copy, part in score.parts]
             if score.wanted != "greedy":  # a greedy score in the same step adds a second row
                 parts = [part if part.ndim == 1 else part[0] for part in parts]
             answer = torch.cat(parts, dim=-1)

@@ -97,7 +97,7 @@ class OpenRequests:
             self.residents.remove(fork.request.request_id)
         self.steps.reassign(self._scheduler.reassign(forks))
 
-    def go_on(
+    def continue_requests(
         self,
         parents: Sequence[str],
         token_ids: list[int],

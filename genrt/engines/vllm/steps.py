@@ -18,7 +18,7 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from genrt.engines.vllm.reassignment import Reassignment
 from genrt.engines.vllm.runners import NextTokens, Prepared, Runner, read_elsewhere
 from genrt.engines.vllm.scheduler import OpenScheduler
-from genrt.tokens.rows import Leaving, moved
+from genrt.tokens.rows import AsyncHostCopy, moved
 
 MISSES, RETRY, PATIENCE = 3, 16, 4
 """After ``MISSES`` prepared, or speculated, steps in a row that nobody used, only every ``RETRY``-th step
@@ -51,13 +51,13 @@ class DecodedStep(NamedTuple):
 class _Speculated(NamedTuple):
     """The tokens with which a prepared step ran before a caller asked for it, and its rows."""
 
-    on_host: Leaving  # the tokens, or draws with the tokens in their first column
+    on_host: AsyncHostCopy  # the tokens, or draws with the tokens in their first column
     order: list[int] | None  # for each request, the place of its token
     rows: torch.Tensor
 
     def token_ids(self) -> list[int]:
         """Wait for the tokens; return them in the order of the step."""
-        drawn = self.on_host.arrived().numpy()
+        drawn = self.on_host.result().numpy()
         found = (drawn if drawn.ndim == 1 else drawn[:, 0]).clip(0.0).astype(np.int64).tolist()
         return found if self.order is None else [found[place] for place in self.order]
 
@@ -251,7 +251,7 @@ class DecodeSteps:
 
     @torch.inference_mode()
     def speculate(
-        self, request_ids: Sequence[str], tokens: torch.Tensor, on_host: Leaving | None
+        self, request_ids: Sequence[str], tokens: torch.Tensor, on_host: AsyncHostCopy | None
     ) -> None:
         """Run the prepared step with these tokens, float64 ``[n]`` on the device (-1: no token), if it
         has these requests. ``on_host`` is the tokens' copy to the host, if it was started."""
@@ -260,7 +260,7 @@ class DecodeSteps:
             return
         order: list[int] | None = None
         # Copy before the forward is enqueued, so that the copy does not wait for it.
-        on_host = Leaving(tokens) if on_host is None else on_host
+        on_host = AsyncHostCopy(tokens) if on_host is None else on_host
         if request_ids != step.request_ids:
             places = {request_id: place for place, request_id in enumerate(request_ids)}
             if len(places) != len(request_ids) or places.keys() != set(step.request_ids):

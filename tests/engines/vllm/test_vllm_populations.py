@@ -150,15 +150,15 @@ def engine(llama: Path) -> Iterator[VLLMEngine]:
 def turns(engine: VLLMEngine, oracle: Oracle) -> Iterator[Turns]:
     """Turns of one engine for the file; nothing may be in progress after a test, nor left."""
     engine.forget_residents()
-    turns, go_on = Turns(engine, oracle), engine.go_on
+    turns, continue_population = Turns(engine, oracle), engine.continue_population
 
     def counted(population: PopulationDraw) -> bool:
-        is_taken = go_on(population)
+        is_taken = continue_population(population)
         turns.went_on += is_taken
         return is_taken
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "go_on", counted)
+        patch.setattr(engine, "continue_population", counted)
         yield turns
     assert left_over(engine) == {}
     scheduler = core_of(engine).scheduler
