@@ -57,10 +57,10 @@ from genrt.questions.scores import ScoreRequest
 from genrt.questions.sequences import SequenceHandle
 from genrt.tokens.rows import AsyncHostCopy
 
-Sent: TypeAlias = LogprobsRequest | ScoreRequest | TextRequest
+SubmittedRequest: TypeAlias = LogprobsRequest | ScoreRequest | TextRequest
 """A request that becomes one vLLM request."""
 
-Purpose: TypeAlias = Sent | PopulationDraw
+EngineRequest: TypeAlias = SubmittedRequest | PopulationDraw
 """A request with its own vLLM request, or a population, which has several."""
 
 
@@ -111,10 +111,10 @@ class VLLMEngine:
             )
             self._open = OpenRequests(core.scheduler, steps)
         self._populations = OpenPopulations(self._open, self._adapters)
-        self._decoded: list[tuple[Purpose, str]] = []  # requests of the last decode step
+        self._decoded: list[tuple[EngineRequest, str]] = []  # requests of the last decode step
         drawn_here = self.runner == "V1" and on_cpu
         self._texts = VLLMTexts(llm_engine, self.max_batch_size, drawn_here=drawn_here)
-        self._in_progress: dict[str, Purpose] = {}  # by the ids of vLLM's requests
+        self._in_progress: dict[str, EngineRequest] = {}  # by the ids of vLLM's requests
         self._tickets = itertools.count(1)
         self._ended: list[Finished] = []  # ended without a forward; ``step`` returns them
         self.tell: Callable[[Sequence[Finished]], object] | None = None
@@ -167,7 +167,7 @@ class VLLMEngine:
             self._texts.wait(requests)
         self._count(requests=len(requests))
 
-    def _add(self, request: Sent) -> str | None:
+    def _add(self, request: SubmittedRequest) -> str | None:
         """Send one request to vLLM and return its id; if vLLM refuses it, the next step returns why."""
         try:
             request_id = self._send(request)
@@ -180,7 +180,7 @@ class VLLMEngine:
         self._begin(request_id, request)
         return request_id
 
-    def _send(self, request: Sent) -> str:
+    def _send(self, request: SubmittedRequest) -> str:
         """Send a request and return its vLLM id, its ticket as a decimal number. Raises GenrtError if
         vLLM refused the request, and has forgotten it."""
         ticket = next(self._tickets)
@@ -195,7 +195,7 @@ class VLLMEngine:
             raise refused from refused.__cause__  # ``refused`` may be ``error`` itself
         return str(ticket)
 
-    def _core_request(self, ticket: int, request: Sent, lora: Any) -> EngineCoreRequest:
+    def _core_request(self, ticket: int, request: SubmittedRequest, lora: Any) -> EngineCoreRequest:
         if not isinstance(request, LogprobsRequest | ScoreRequest):
             return self._texts.begin(str(ticket), request, lora)
         row, first = request, None
@@ -207,12 +207,12 @@ class VLLMEngine:
         params = row_params(ticket, open_for=most, first=first)
         return core_request(str(ticket), row.token_ids, params, lora)
 
-    def _begin(self, request_id: str, request: Sent) -> None:
+    def _begin(self, request_id: str, request: SubmittedRequest) -> None:
         if request.adapter is not None:
             self._adapters.hold(request.adapter)
         self._in_progress[request_id] = request
 
-    def _end(self, request_id: str) -> Purpose:
+    def _end(self, request_id: str) -> EngineRequest:
         """Remove a request and return its purpose. A population releases its adapter itself."""
         request = self._in_progress.pop(request_id)
         if isinstance(request, PopulationDraw):
