@@ -39,7 +39,7 @@ from genrt.questions.completions import (
     TurnOptions,
     completion_requests,
 )
-from genrt.runtime.concurrency import aside, blocking_twin
+from genrt.runtime.concurrency import blocking_twin, run_in_thread
 from genrt.structures.guides import Guides
 
 log = logging.getLogger("genrt.generation")
@@ -268,11 +268,11 @@ class Job:
         """
         running = JobRun(self)
         try:
-            await aside(lambda: running._open(_model_of(check_lm(lm)), lm=lm))
+            await run_in_thread(lambda: running._open(_model_of(check_lm(lm)), lm=lm))
             return await running.run(lm)
         finally:
             try:
-                await aside(running.close)  # it waits for the disk
+                await run_in_thread(running.close)  # it waits for the disk
             finally:
                 running.close()  # after a cancellation: the output must be free
 
@@ -548,7 +548,7 @@ class JobRun:
             await asyncio.sleep(BEAT_SECONDS)
             log.info("%s: %s", self._job._output, self.report().progress)
             try:
-                await aside(self._journal.sync)
+                await run_in_thread(self._journal.sync)
             except OutputFailed as error:
                 log.warning("%s", error)
 
