@@ -34,8 +34,8 @@ from genrt.questions.request import Request, Result
 from genrt.questions.rows import check_length
 from genrt.questions.scores import joined_scores, score_requests
 from genrt.questions.sequences import Contexts, Origins, SequenceHandle
-from genrt.runtime.ask import blocking_question, sent, within
-from genrt.runtime.concurrency import together
+from genrt.runtime.ask import blocking_question, run_without_loop, within
+from genrt.runtime.concurrency import gather_all
 from genrt.runtime.texts import Texts
 from genrt.tokens import encoding
 from genrt.tokens.sampling import BatchDraw, Draw, TopLogprobs
@@ -376,7 +376,7 @@ class Context:
         async def ask(requests: Sequence[Request], *, timeout: float | None) -> list[Result]:
             return asker.ask_sync(requests, timeout=timeout)
 
-        sent(_ask_together(self._runtime, ask, [asked], timeout))
+        run_without_loop(_ask_together(self._runtime, ask, [asked], timeout))
         return asked.answer
 
 
@@ -523,7 +523,7 @@ class Gatherer:
         except NotFinite as error:
             if len(group) > 1:  # the rows of others are finite
                 waiting = [each for each in group if not each.waits_for.done()]
-                await together([self._answer_each(gathered, [each]) for each in waiting])
+                await gather_all([self._answer_each(gathered, [each]) for each in waiting])
             else:
                 _fail(group, error)
         except Exception as error:
@@ -552,7 +552,7 @@ async def _with_masks(group: list[_Question]) -> list[_Question]:
             each.give_mask(words)
     except Exception as error:
         if len(group) > 1:
-            left = await together([_with_masks([each]) for each in group])
+            left = await gather_all([_with_masks([each]) for each in group])
             return [each for one in left for each in one]
         if not group[0].waits_for.done():
             group[0].waits_for.set_exception(error)

@@ -57,7 +57,7 @@ from genrt.runtime.ask import (
     blocking_stream,
 )
 from genrt.runtime.cache import RowCache
-from genrt.runtime.concurrency import aside, blocking, blocking_twin, twin_of
+from genrt.runtime.concurrency import blocking, blocking_twin, run_in_thread, twin_of
 from genrt.runtime.lifecycle import PauseOptions
 from genrt.runtime.statistics import Statistics
 from genrt.runtime.streams import Stream
@@ -122,7 +122,7 @@ class AsyncLM:
         self._cache = cache
         self._limits = Limits(engine.vocab_size, engine.max_model_len)
         has_own = bool(thread.capabilities.reads)
-        self._adapters = AdapterNames(thread, thread.answering.full.adapters if has_own else {})
+        self._adapters = AdapterNames(thread, thread.answering.engine.adapters if has_own else {})
         self._weights = WeightUpdates(thread, cache)
         thread.belong_to(self)
         self._asker = asker = Asker(thread, self._adapters)
@@ -553,7 +553,8 @@ class AsyncLM:
         of all such chats is pinned. On vLLM, rows and texts that begin with it start from there until
         ``cool_down``. A prefix that loses its memory to a question, or with an engine, is pinned again by
         the next question that computes it. The newest 64 prefixes are pinned, in half of the KV cache.
-        Other engines compute the row and cache it. Cancelling before the computation pins no prefix.
+        Other engines, and replicas, compute the row and cache it. Cancelling before the computation pins
+        no prefix.
 
         Raises:
             InvalidRequest: the prefix is empty, or chats share no tokens; otherwise as
@@ -719,7 +720,7 @@ class AsyncLM:
 
     async def aclose(self) -> None:
         """Close without blocking the event loop."""
-        await aside(self.close)
+        await run_in_thread(self.close)
 
     def restart(self) -> None:
         """Close the engine, unless closed, and open another one with the same options and adapters.
@@ -742,7 +743,7 @@ class AsyncLM:
 
     async def arestart(self) -> None:
         """Restart without blocking the event loop."""
-        await aside(self.restart)
+        await run_in_thread(self.restart)
 
     def __enter__(self) -> Self:
         return self

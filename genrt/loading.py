@@ -25,7 +25,7 @@ from genrt.errors import EngineUnsupported, InvalidRequest
 from genrt.lm import AsyncLM
 from genrt.numbers import check_bool, check_float, check_int, check_options, named, shown
 from genrt.runtime.cache import RowCache
-from genrt.runtime.concurrency import aside
+from genrt.runtime.concurrency import run_in_thread
 from genrt.runtime.thread import EngineThread
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ async def aload(
         while not (await asyncio.wait([opened], timeout=PROGRESS_SECONDS))[0]:
             _log_progress(model, options, began)
         lm = AsyncLM(thread, cache, await opened, seed=_option_seed(options))
-        return await aside(partial(_compare_vocabulary, lm))
+        return await run_in_thread(partial(_compare_vocabulary, lm))
     except BaseException:
         opened.cancel()
         thread.close(wait=False)

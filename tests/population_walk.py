@@ -25,7 +25,7 @@ from genrt.errors import EngineFailed, TimedOut
 from genrt.lm import AsyncLM
 from genrt.populations import Population
 from genrt.questions.draws import batch_draw
-from genrt.runtime.concurrency import together
+from genrt.runtime.concurrency import gather_all
 from genrt.tokens.sampling import BatchDraw, Draw
 from tests.apart import drawn_apart
 
@@ -98,20 +98,20 @@ class HeldContexts:
             own = None if seed is None else seed + number
             return await self.contexts[number].draw(mask=each_mask[number], seed=own, **way)
 
-        return batch_draw(await together([one(number) for number in range(len(self.contexts))]))
+        return batch_draw(await gather_all([one(number) for number in range(len(self.contexts))]))
 
     def draw_sync(self, *, seed: int) -> BatchDraw:
         return batch_draw([each.draw_sync(seed=seed + n) for n, each in enumerate(self.contexts)])
 
     async def logprobs(self, *, where: Sequence[bool]) -> torch.Tensor:
         asked = [each for each, is_in in zip(self.contexts, where, strict=True) if is_in]
-        rows = await together([each.logprobs() for each in asked])
+        rows = await gather_all([each.logprobs() for each in asked])
         assert all(row.untyped_storage().nbytes() == row.nbytes for row in rows)
         return torch.stack(rows) if rows else torch.empty(0, self.vocab_size)
 
     async def score(self, continuations: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         pairs = zip(self.contexts, continuations, strict=True)
-        return await together([context.score(after) for context, after in pairs])
+        return await gather_all([context.score(after) for context, after in pairs])
 
     def append(self, token_ids: Any) -> None:
         for context, token_id in zip(self.contexts, [*map(int, token_ids)], strict=True):

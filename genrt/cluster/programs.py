@@ -23,7 +23,7 @@ from genrt.errors import EngineFailed, EngineUnsupported, InvalidRequest, NotFin
 from genrt.numbers import check_timeout, shown
 from genrt.questions.request import Request
 from genrt.runtime.ask import within
-from genrt.runtime.concurrency import aside
+from genrt.runtime.concurrency import run_in_thread
 
 RUNTIME = "the runtime"
 """The mark in place of the runtime."""
@@ -114,13 +114,13 @@ async def packed_run(request: ProgramRequest, lm: Any) -> list[bytes]:
     vars(lm).update({name: partial(_refuse, name) for name in REFUSED})
     error: BaseException | None
     try:
-        work = await aside(partial(unpickle_program, request.packed, lm))
+        work = await run_in_thread(partial(unpickle_program, request.packed, lm))
         value, error = await program_outcome(work, lm, request.seed)
     except BaseException as raised:  # the program's own, and not the end of this process
         value, error = None, raised
     if isinstance(error, EngineFailed) and not isinstance(error, OutOfMemory | NotFinite):
         raise error
-    return [await aside(partial(packed_outcome, value, error, lm))]
+    return [await run_in_thread(partial(packed_outcome, value, error, lm))]
 
 
 def _refuse(name: str, *_: Any, **__: Any) -> Any:

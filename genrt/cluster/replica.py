@@ -178,7 +178,7 @@ class Replica:
             if isinstance(request, LogprobsRequest) and lm.device.type != "cpu":
                 request = ReadRequest(request, HostRow())
             waiter = Waiter((request,), loop, future)
-            self._withdraw[ticket] = partial(lm._thread.batcher.leave, waiter)
+            self._withdraw[ticket] = partial(lm._thread.batcher.cancel, waiter)
             try:
                 if isinstance(request, CompletionRequest):
                     check_supported(lm._thread.engine, request.decoding)

@@ -29,7 +29,7 @@ from genrt.constraints.protocols import (
     words_of,
 )
 from genrt.errors import InvalidConstraint, InvalidRequest
-from genrt.runtime.concurrency import together
+from genrt.runtime.concurrency import gather_all
 from genrt.structures.matching import Tokens, Words, has_bit, packed, unpacked
 from genrt.tokens.texts import Potential, Text
 from genrt.tokens.vocabulary import checked_token_id
@@ -274,7 +274,7 @@ async def _awords(states: Sequence[State]) -> tuple[Words, int]:
         mask[token_ids] = answers
         words[rows] = packed(mask)
 
-    await together([ask(state, rows) for state, rows in checked.values()])
+    await gather_all([ask(state, rows) for state, rows in checked.values()])
     return words, vocab_size
 
 

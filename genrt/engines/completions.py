@@ -1,4 +1,4 @@
-"""A sample or a completion that is drawn from rows: the law of each token, and where the text ends.
+"""A sample or a completion drawn from rows: the distribution of each token, and where the text ends.
 
 The order is vLLM's (``v1/sample/sampler.py``): structure, bad words, least number of tokens, bias,
 penalties; then temperature, min-p, top-k and top-p, as in ``tokens.sampling.truncate``.
@@ -78,7 +78,7 @@ class CompletionState:
         self._bad = spellings.of(decoding.bad_words)
         structure = decoding.structure
         self._guide = None if structure is None else guides.begin(structure, self._ends)
-        # Only min_tokens may change the law of a token.
+        # Only min_tokens may change the distribution of a token.
         self._is_plain = not (
             self._guide is not None
             or self._bad
@@ -99,7 +99,7 @@ class CompletionState:
         self._delivered = self._delivered_text = 0
         self._began = self._first = time.perf_counter()
 
-    def law(self, logits: Tensor) -> Tensor | None:
+    def distribution(self, logits: Tensor) -> Tensor | None:
         """Return the log-probabilities of the next token before temperature and truncation.
 
         ``logits`` are the model's, float32 ``[vocab_size]``. Return ``None`` if no option changes the
@@ -140,7 +140,7 @@ class CompletionState:
 
         Args:
             row: the model's row.
-            drawn_from: the law that the token was drawn from.
+            drawn_from: the distribution that the token was drawn from.
 
         Raises:
             InvalidRequest: the token is negative, because there was no token to draw.
@@ -154,7 +154,7 @@ class CompletionState:
         if self._guide is not None:
             self._guide.take(token_id)
             row = row if self._guided is None else self._guided
-        if decoding.tells_law:
+        if decoding.returns_processed:
             row = drawn_from
         if decoding.logprobs is not None:
             self._logprobs.append(float(row[token_id]))

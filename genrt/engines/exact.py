@@ -24,7 +24,7 @@ __all__ = ["ExactEngine", "NGram"]
 
 
 class NGram:
-    """A Markov chain of order k over a vocabulary: the law of the next token after the last k tokens.
+    """A Markov chain of order k over a vocabulary: the last k tokens decide the distribution.
 
     Contexts shorter than k are padded on the left with token 0. The end token is a token like any other,
     and others may follow it.

@@ -308,7 +308,7 @@ class SteppedEngine:
         self._counted["computed_tokens"] += sum(map(len, contexts))
         sound = ~(logits.isnan() | (logits == torch.inf)).any(-1) & (logits > -torch.inf).any(-1)
         finished: list[Finished] = []
-        laws: dict[int, Tensor | None] = {}
+        distributions: dict[int, Tensor | None] = {}
         rows = normalised(logits)
         for index, (progress, is_sound) in enumerate(zip(group, self._to_host(sound), strict=True)):
             if not is_sound:
@@ -316,28 +316,30 @@ class SteppedEngine:
                 finished.append(Finished(progress.request, error=error))
             elif progress.state is not None:
                 try:
-                    laws[index] = progress.state.law(logits[index])
+                    distributions[index] = progress.state.distribution(logits[index])
                 except GenrtError as failed:
                     finished.append(Finished(progress.request, error=failed))
             else:
                 finished.append(Finished(progress.request, result=rows[index].clone()))
                 self._counted["rows"] += 1
-        if laws:
-            finished += self._sample(laws, rows, group)
+        if distributions:
+            finished += self._sample(distributions, rows, group)
         return finished
 
     def _sample(
         self,
-        laws: dict[int, Tensor | None],
+        distributions: dict[int, Tensor | None],
         rows: Tensor,
         group: Sequence[_Progress],
     ) -> list[Finished]:
-        """Draw one token for each law, by its index; return the requests that end."""
-        if len(laws) == len(rows) and all(law is None for law in laws.values()):
+        """Draw one token for each distribution, by its index; return the requests that end."""
+        if len(distributions) == len(rows) and all(each is None for each in distributions.values()):
             drawn_from = rows  # copies would take longer than the draws
         else:
-            drawn_from = torch.stack([rows[i] if law is None else law for i, law in laws.items()])
-        drawing = [group[index] for index in laws]
+            drawn_from = torch.stack(
+                [rows[i] if each is None else each for i, each in distributions.items()]
+            )
+        drawing = [group[index] for index in distributions]
         states = [cast("CompletionState", each.state) for each in drawing]
         generators = [self._generator(each) for each in drawing]
         asked = [each.decoding for each in states]
@@ -348,7 +350,7 @@ class SteppedEngine:
         kept = truncate(drawn_from, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         tokens = self._to_host(draw(kept, generators=generators).token_ids)
         finished: list[Finished] = []
-        for place, (index, token) in enumerate(zip(laws, tokens, strict=True)):
+        for place, (index, token) in enumerate(zip(distributions, tokens, strict=True)):
             request = drawing[place].request
             try:
                 result = states[place].add(token, rows[index], kept[place])

@@ -39,7 +39,7 @@ from genrt.questions.completions import (
     TurnOptions,
     completion_requests,
 )
-from genrt.runtime.concurrency import aside, blocking_twin
+from genrt.runtime.concurrency import blocking_twin, run_in_thread
 from genrt.structures.guides import Guides
 
 log = logging.getLogger("genrt.generation")
@@ -268,11 +268,11 @@ class Job:
         """
         running = JobRun(self)
         try:
-            await aside(lambda: running._open(_model_of(check_lm(lm)), lm=lm))
+            await run_in_thread(lambda: running._open(_model_of(check_lm(lm)), lm=lm))
             return await running.run(lm)
         finally:
             try:
-                await aside(running.close)  # it waits for the disk
+                await run_in_thread(running.close)  # it waits for the disk
             finally:
                 running.close()  # after a cancellation: the output must be free
 
@@ -462,12 +462,13 @@ class JobRun:
             if isinstance(result, Failed):
                 return _RowResult(row, result, tokens=tokens)
             tokens += len(result.token_ids)
-            value, fault = None, None
+            values, faults = list[Any](), list[Fault]()
             if job._validator is not None:
-                value, fault = await job._validator.validate(result.text)
-            if fault is None or attempt == job._num_retries:
+                await job._validator.validate(result.text, values, faults)
+            if not faults or attempt == job._num_retries:
                 break
-        output = _as_json("the value that validate returned", value)
+        output = _as_json("the value that validate returned", values[0]) if values else None
+        fault = faults[0] if faults else None
         return _RowResult(row, result, options.get("seed"), tokens, output, fault)
 
     def _settle(self, lm: AsyncLM, answer: _RowResult) -> None:
@@ -547,7 +548,7 @@ class JobRun:
             await asyncio.sleep(BEAT_SECONDS)
             log.info("%s: %s", self._job._output, self.report().progress)
             try:
-                await aside(self._journal.sync)
+                await run_in_thread(self._journal.sync)
             except OutputFailed as error:
                 log.warning("%s", error)
 

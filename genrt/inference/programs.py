@@ -65,7 +65,7 @@ from genrt.lm import AsyncLM
 from genrt.numbers import check_float
 from genrt.questions.arguments import TokenIds
 from genrt.questions.masks import Mask, packed_words
-from genrt.runtime.concurrency import together
+from genrt.runtime.concurrency import gather_all
 from genrt.tokens.texts import decoded
 
 T = TypeVar("T")
@@ -576,7 +576,7 @@ class Program:
         for particle in particles:
             computed.append(particle.forked() if particle in seen else ())
             seen.add(particle)
-        return await together(
+        return await gather_all(
             self._grown(particle, np.random.default_rng(each), contexts)
             for particle, each, contexts in zip(particles, seeds, computed, strict=True)
         )

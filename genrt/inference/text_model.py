@@ -74,7 +74,7 @@ from genrt.lm import AsyncLM
 from genrt.numbers import check_int, displayed
 from genrt.populations import Population
 from genrt.questions.arguments import seeds_at
-from genrt.runtime.concurrency import together
+from genrt.runtime.concurrency import gather_all
 from genrt.tokens import sampling
 from genrt.tokens.texts import Potential, Text, decoded
 
@@ -433,7 +433,7 @@ class TextModel:
     ) -> ProposedTokens:
         weights, endings = await asyncio.to_thread(self._weights, rows, states, at_last)
         rngs = [*map(np.random.default_rng, np.random.SeedSequence(seed).spawn(len(states)))]
-        found = await together(
+        found = await gather_all(
             awrs.draw_allowed(row, state.check, rng)
             for row, state, rng in zip(weights, states, rngs, strict=True)
         )
@@ -555,7 +555,7 @@ class TextModel:
         """Finish the complete texts; a text that the constraint does not accept is dead."""
         ending = [each.particle for each, ends in zip(grown, complete, strict=True) if ends]
         states = {id(each.constraint_state): each.constraint_state for each in ending}
-        answers = await together([self._accepts(state) for state in states.values()])
+        answers = await gather_all([self._accepts(state) for state in states.values()])
         accepts = dict(zip(states, answers, strict=True))
         ended = list(grown)
         for place, (particle, log_weight, token_id) in enumerate(grown):

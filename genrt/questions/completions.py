@@ -123,7 +123,7 @@ class Decoding:
     template: tuple[tuple[str, Any], ...] = ()
 
     @property
-    def tells_law(self) -> bool:
+    def returns_processed(self) -> bool:
         """True if log-probabilities come from the sampling distribution."""
         return self.logprobs is not None and self.logprobs_mode == "processed_logprobs"
 
@@ -602,7 +602,7 @@ def _logit_bias(limits: Limits, name: str, value: object) -> tuple[tuple[int, fl
 
 
 _CHECKS: dict[str, Check] = {
-    # A higher one has the same law in float32, or makes the logits of masked tokens NaN.
+    # A higher one gives the same distribution in float32, or makes the logits of masked tokens NaN.
     "temperature": lambda _, name, value: min(check_float(name, value, 0.0), 2.0**100),
     "top_p": _top_p,
     "top_k": _top_k,

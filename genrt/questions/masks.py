@@ -8,8 +8,9 @@ Rules:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence, Set
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
@@ -51,14 +52,15 @@ def packed_mask(mask: Mask, vocab_size: int) -> bytes:
         InvalidRequest: another form or length, or an ambiguous form.
     """
     words = -(-vocab_size // 32)
+    if _is_packed(mask, words):
+        return _cleared(mask.numpy().tobytes(), vocab_size)
     if hasattr(mask, "advance"):
         mask = _mask_of_state(mask)
     if not isinstance(mask, torch.Tensor | np.ndarray):
         bits = _bits_of_ids(_ids(mask, vocab_size), vocab_size)
     elif (kind := str(mask.dtype).removeprefix("torch.").lstrip("<>")) in ("int32", "i4"):
         _check_shape(mask, words, vocab_size)
-        packed = host_array(mask, "mask").reshape(1, words)
-        return _without_excess(np.ascontiguousarray(packed), vocab_size).tobytes()
+        return _cleared(host_array(mask, "mask").astype(np.int32).tobytes(), vocab_size)
     elif kind == "bool":
         _check_shape(mask, vocab_size, vocab_size)
         bits = host_array(mask, "mask")
@@ -75,11 +77,30 @@ def packed_mask(mask: Mask, vocab_size: int) -> bytes:
 def packed_words(mask: Mask, vocab_size: int) -> torch.Tensor:
     """Return a mask as a packed tensor for ``joined_words``; a packed tensor on the host as it is. Raises
     as ``packed_mask``."""
-    if type(mask) is torch.Tensor and mask.dtype is torch.int32 and mask.ndim == 1:
-        is_plain = mask.layout is torch.strided and mask.is_cpu
-        if is_plain and mask.numel() == -(-vocab_size // 32):
-            return mask
+    if _is_packed(mask, -(-vocab_size // 32)):
+        return mask
     return torch.frombuffer(bytearray(packed_mask(mask, vocab_size)), dtype=torch.int32)
+
+
+def _is_packed(mask: Any, words: int) -> TypeGuard[torch.Tensor]:
+    """Return whether a mask is a packed tensor on the host."""
+    return (
+        type(mask) is torch.Tensor
+        and mask.dtype is torch.int32
+        and mask.ndim == 1
+        and mask.layout is torch.strided
+        and mask.is_cpu
+        and mask.numel() == words
+    )
+
+
+def _cleared(packed: bytes, vocab_size: int) -> bytes:
+    """Return a packed mask without bits beyond the vocabulary."""
+    if used := vocab_size % 32:
+        last = int.from_bytes(packed[-4:], sys.byteorder)
+        if last >> used:
+            return packed[:-4] + (last & (1 << used) - 1).to_bytes(4, sys.byteorder)
+    return packed
 
 
 def joined_words(masks: Sequence[torch.Tensor | None], vocab_size: int) -> np.ndarray | None:

@@ -1,7 +1,7 @@
-"""The base of all requests: one question to the model, of any kind.
+"""The base of all requests: one unit of work for the engine, of any kind.
 
-A request is a frozen value that holds the whole question, so equal requests have equal answers. It is the
-key for deduplicating questions, caching rows and matching results.
+A request is a frozen value that holds all parameters, so equal requests have equal answers. It is the key
+for deduplicating requests, caching rows and matching results.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Request:
 
         @property
         def weight(self) -> int:
-            """The number of questions that it counts as: 1, or the number of a population's sequences."""
+            """The number of sequences that it asks about: 1, or the size of a population."""
 
     else:
         weight = 1
@@ -55,7 +55,7 @@ class Request:
         return cast("Self", replace(cast("Any", self), adapter=adapter))
 
     def of_weights(self, version: int) -> Self:
-        """Return the same question to this version of the weights."""
+        """Return the same request for this version of the weights."""
         return cast("Self", replace(cast("Any", self), weights_version=version))
 
     def owned(self, result: Result) -> Result:

@@ -89,13 +89,12 @@ class AnsweringEngine:
         adapters: Adapters | None = None,
         prefixes: dict[LogprobsRequest, None] | None = None,
     ) -> None:
-        self.engine = engine
         self.capabilities = has = capabilities_of(engine)
-        self.full = cast("FullEngine", engine)  # called only as the capabilities allow
+        self.engine = cast("FullEngine", engine)  # optional methods only as the capabilities allow
         self._cache = cache
         self._adapters = Adapters() if adapters is None else adapters
         self._prefixes = {} if prefixes is None else prefixes
-        self._pinned = self.full.prefixes if has.keeps_prefixes else None
+        self._pinned = self.engine.prefixes if has.keeps_prefixes else None
         # Every request in the engine, except populations by number; a row with readers has a _Row.
         self._in_progress: dict[Request, _Row | None] = {}
         self._found: dict[PopulationDraw, _FoundRows] = {}
@@ -141,7 +140,7 @@ class AnsweringEngine:
             for each in known:
                 is_alone = alike is None or alike[_continuation(each)] == 1
                 is_taken = each.seeds is not None or self.capabilities.rows_by_number
-                if is_alone and is_taken and self.full.go_on(each):
+                if is_alone and is_taken and self.engine.go_on(each):
                     continued[each] = self._by_number[each] = None
         return continued
 
@@ -234,7 +233,7 @@ class AnsweringEngine:
         """Step the engine and answer the reads of the step's rows. Ends that ``tell`` gets during the
         step are not returned."""
         if self.capabilities.delivers_early:
-            self.full.tell = tell and (lambda ends: tell([self._with_draws(end) for end in ends]))
+            self.engine.tell = tell and (lambda ends: tell([self._with_draws(end) for end in ends]))
         draws_by_number = bool(self._by_number)
         try:
             ends: Sequence[Finished] = self.engine.step()
@@ -249,7 +248,7 @@ class AnsweringEngine:
             ends = [self._with_draws(end) for end in ends]
             if wrong := self._not_finite:
                 self._not_finite = []
-                self.full.release(wrong)
+                self.engine.release(wrong)
         finished: list[Finished] = []
         reads: list[Read] = []
         whole: list[PopulationDraw] = []
@@ -280,7 +279,7 @@ class AnsweringEngine:
         """Return each text's new deltas, or ``None``."""
         if not self.capabilities.completes:
             return [None] * len(streamed)
-        return self.full.progress(streamed)
+        return self.engine.progress(streamed)
 
     def cancel(self, requests: Sequence[Request]) -> None:
         """Cancel requests; a row goes with the last request for it. Raises only EngineDied: another error
@@ -386,7 +385,7 @@ class AnsweringEngine:
         except Exception as error:
             return Finished(population, error=survived(error))
         if self.capabilities.populates:
-            self.full.settle(population)
+            self.engine.settle(population)
         return Finished(population, found)
 
     def _with_draws(self, end: Finished) -> Finished:
@@ -432,7 +431,7 @@ class AnsweringEngine:
         if self.capabilities.speculates:
             different = dict.fromkeys(rows)
             if len(different) == len(rows):
-                self.full.expect(list(different), token_ids)
+                self.engine.expect(list(different), token_ids)
 
     def keep(self, read: Read) -> None:
         """Store a copy of a read's row in the cache."""
@@ -461,7 +460,7 @@ class AnsweringEngine:
     def give_back(self, asked: Sequence[SequenceHandle]) -> None:
         """Have the engine forget sequences that no population continues."""
         if self.capabilities.populates:
-            self.full.release(asked)
+            self.engine.release(asked)
 
     # -- adapters and weights -----------------------------------------------------------------
 
@@ -516,7 +515,7 @@ class AnsweringEngine:
     def forget_residents(self) -> None:
         """Have the engine forget everything that no request in progress needs."""
         if self.capabilities.forgets_residents:
-            self.full.forget_residents()
+            self.engine.forget_residents()
 
     def begin_update(self) -> None:
         """Have the engine forget all results of the present weights. Raises EngineFailed if it cannot."""

@@ -88,7 +88,7 @@ class Asker:
                         return await (future if seconds is None else within(seconds, future))
                 finally:
                     if waiter.missing and not loop.is_closed():
-                        batcher.leave(waiter)
+                        batcher.cancel(waiter)
             except UnknownAdapter as error:
                 await unawaited.let_others_run()
                 requests, seconds = self._rebound(requests, error), seconds_left(until)
@@ -133,7 +133,7 @@ class Asker:
             raise _timed_out(cast("float", seconds)) from None
         finally:
             if waiter.missing:
-                batcher.leave(waiter)
+                batcher.cancel(waiter)
 
     def stream(self, request: CompletionRequest, *, timeout: float | None = None) -> Stream:
         """Return the deltas of a completion, which is asked with the first of them; raises then, and
@@ -180,7 +180,7 @@ class Asker:
                     requests = self._restarted(requests, flow, error)
                 finally:
                     if waiter.missing and not loop.is_closed():
-                        batcher.leave(waiter)
+                        batcher.cancel(waiter)
                     # An error may be on its way to a reader that has left: asyncio would log it.
                     future.remove_done_callback(flow.wake)
                     if not future.cancel() and not future.cancelled():
@@ -211,7 +211,7 @@ class Asker:
                     requests = self._restarted(requests, flow, error)
                 finally:
                     if waiter.missing:
-                        batcher.leave_soon(waiter)
+                        batcher.cancel_soon(waiter)
 
     def _restarted(
         self, requests: Sequence[Request], flow: StreamBuffer[Any], error: UnknownAdapter
@@ -280,12 +280,12 @@ def blocking_question(
 
     @twin_of(question, interrupted="An interrupt withdraws it.")
     def twin(lm: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return cast("T", sent(question(cast("S", _Blocking(lm)), *args, **kwargs)))
+        return cast("T", run_without_loop(question(cast("S", _Blocking(lm)), *args, **kwargs)))
 
     return twin
 
 
-def sent(coroutine: Any) -> Any:
+def run_without_loop(coroutine: Any) -> Any:
     """Return the result of a coroutine that never waits."""
     try:
         coroutine.send(None)
@@ -314,7 +314,7 @@ def blocking_chunks(
     def taken(values: AsyncIterator[T]) -> Iterator[T]:
         with contextlib.suppress(StopAsyncIteration):
             while True:
-                yield sent(anext(values))
+                yield run_without_loop(anext(values))
 
     @twin_of(chunks, interrupted="An interrupt withdraws the present question.")
     def twin(lm: S, /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:

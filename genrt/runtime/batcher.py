@@ -5,23 +5,23 @@ States of a request, each an ``Entry`` from the question that queued it to its e
     ready      the next flush takes it if there is room.
     in flight  the engine has it.
     withdrawn  in flight without a waiter. The next turn cancels it unless another question joins it.
-A question *waits in line* without an entry while the queue is full or a ``Hold`` is up.
+A question *waits in line* without an entry while the queue is full or a ``Barrier`` is raised.
 
 Rules:
-    State changes under one lock, held for dictionary work on changed entries. Only a close, a hold and a
-    restart touch everything. Only ``turn`` calls the engine.
+    State changes under one lock, held for dictionary work on changed entries. Only a close, a barrier and
+    a restart touch everything. Only ``turn`` calls the engine.
     A turn with requests in flight always steps. Answers without a forward are delivered before the step.
     A request ends once. Requests that ran out of memory together are sent again in smaller flushes.
-    A waiter that leaves affects no other waiter. A request is withdrawn with its last waiter.
+    A cancelled waiter affects no other waiter. A request is withdrawn with its last waiter.
     A row is cached before its entry ends. A question checks the cache and the entries under the lock.
-    A question enters the queue whole. Clients take turns, one question each. A question larger than the
-    queue enters an empty queue.
+    The requests of a question enter the queue together. Clients take turns, one question each. A question
+    larger than the queue enters an empty queue.
     Every waiter gets its own storage or exception object. A turn calls each event loop once.
     References are dropped after the lock is released: finalizers may run arbitrary code.
     The lock is reentrant because finalizers and signal handlers may interrupt its holder. They change no
-    state: in one, ``close`` returns False and ``leave_soon`` only notes the waiter.
+    state: in one, ``close`` returns False and ``cancel_soon`` only notes the waiter.
 
-The *weight* of a request is the number of questions that it counts as.
+The *weight* of a request is the number of sequences that it asks about.
 """
 
 from __future__ import annotations
@@ -85,13 +85,13 @@ GOOD_STEPS = 8
 ONE_STEP = LogprobsRequest | ReadRequest | PopulationDraw
 """Requests that one step answers. A text takes many."""
 
-DROPPED = "the engine was restarted, replaced or closed in the middle of this: begin again"
+BROKEN = "the engine was restarted, replaced or closed in the middle of this: begin again"
 
 Outcome: TypeAlias = list[Result] | GenrtError
 """The value or the error of a waiter's future."""
 
 Pending: TypeAlias = Literal["finish", "restart"]
-"""Whether questions asked before a hold are answered first, or restarted after it."""
+"""Whether questions asked before a barrier are answered first, or restarted after it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -125,50 +125,50 @@ class Entry:
     in_flight: bool = False
 
 
-class Hold:
-    """Makes later questions wait until it is taken down.
+class Barrier:
+    """Makes later questions wait until it is lifted.
 
     Args:
-        pending: whether earlier questions are answered first or restarted after the hold.
+        pending: whether earlier questions are answered first or restarted after the barrier.
         refusal: the error that later questions raise instead of waiting.
 
     Attributes:
-        passed: resolves once every earlier question has ended, or to the error that prevents it.
-        dropped: resolves to an error if a restart or a close drops the hold.
-        is_down: true once the hold has ended; it is never put up again. Set under the batcher's lock.
+        drained: resolves once every earlier question has ended, or to the error that prevents it.
+        broken: resolves to an error if a restart or a close breaks the barrier.
+        is_lifted: true once the barrier has ended: it is never raised again. Set under the lock.
     """
 
     def __init__(self, pending: Pending, refusal: GenrtError | None = None) -> None:
         self.pending = pending
         self.refusal = refusal
-        self.passed: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self.dropped: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self.is_down = False
+        self.drained: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self.broken: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self.is_lifted = False
 
     async def wait(self) -> None:
-        """Wait until no question from before the hold is left. Cancelling affects only this caller."""
-        await asyncio.wrap_future(follow(self.passed))
+        """Wait until every earlier question has ended. Cancelling affects only this caller."""
+        await asyncio.wrap_future(follow(self.drained))
 
-    async def unless_dropped(self, work: Awaitable[T]) -> T:
-        """Return the result of the work; once the hold is dropped, cancel it and raise EngineFailed."""
+    async def unless_broken(self, work: Awaitable[T]) -> T:
+        """Return the result of the work; if the barrier is broken, cancel it and raise EngineFailed."""
         task = asyncio.ensure_future(work)
-        dropped = asyncio.wrap_future(follow(self.dropped))
+        broken = asyncio.wrap_future(follow(self.broken))
         try:
-            either: set[asyncio.Future[Any]] = {task, dropped}
+            either: set[asyncio.Future[Any]] = {task, broken}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if dropped.done():
-                dropped.result()
+            if broken.done():
+                broken.result()
             return await task
         finally:
-            dropped.cancel()
+            broken.cancel()
             task.cancel()
             # Retrieve an error of the work: asyncio would log it.
             task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
-    def drop(self, reason: GenrtError) -> None:
-        """End the hold with errors for everything that waits for it or works behind it."""
-        resolve(self.passed, reason.fresh())
-        resolve(self.dropped, EngineFailed(DROPPED))
+    def break_with(self, reason: GenrtError) -> None:
+        """End the barrier with errors for everything that waits for it or works behind it."""
+        resolve(self.drained, reason.fresh())
+        resolve(self.broken, EngineFailed(BROKEN))
 
 
 @dataclass(slots=True, eq=False)
@@ -176,7 +176,7 @@ class _Loop:
     """The waiters and the gathered requests of one event loop, and whether it asks again at once.
 
     Attributes:
-        gathered: the entries added since the loop was last quiet; ``None`` without a scheduled pass.
+        gathered: the entries added since the loop was last idle; ``None`` without a scheduled pass.
         answered_at: the time of the last answer, unless the loop has asked since.
         returns: whether a question followed its last answer in time.
     """
@@ -204,7 +204,7 @@ class Batcher:
 
     Attributes:
         weights_version: the version of the weights for new questions.
-        holds: the holds that are up. Read without the lock.
+        barriers: the raised barriers. Read without the lock.
         keeps_adapters: whether retired adapters stay in the engine for now.
     """
 
@@ -228,7 +228,7 @@ class Batcher:
         self._entries: dict[Request, Entry] = {}
         self._loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _Loop] = WeakKeyDictionary()
         self._gathering: dict[_Loop, None] = {}  # the loops with gathered entries
-        self._leaving: deque[Waiter] = deque()
+        self._cancelled: deque[Waiter] = deque()
         # The queue: its bounds, its size, and the waiters in line by client.
         self._max_queued = max_queued_requests, max_queued_bytes
         self._queued = self._queued_bytes = 0
@@ -249,24 +249,24 @@ class Batcher:
         self._bound: Counter[Adapter] = Counter()
         self._retired: list[Adapter] = []
         self.weights_version = 0
-        self.holds: dict[Hold, None] = {}
-        self._is_watched = False  # a hold is up whose ``passed`` is unresolved
+        self.barriers: dict[Barrier, None] = {}
+        self._is_draining = False  # a barrier is raised whose ``drained`` is unresolved
         self.keeps_adapters = False
 
-    # -- asking and leaving: event loops and threads --------------------------------------------
+    # -- asking and cancelling: event loops and threads --------------------------------------------
 
     def join(self, waiter: Waiter) -> list[Result] | None:
         """Register the waiter, or return its results if the cache has them all. Raises Closed, or the
-        refusal of a hold."""
+        refusal of a barrier."""
         requests = waiter.requests
         with self.lock:
             if self._closed is not None:
                 raise self._closed.fresh()
             try:
-                if self.holds and requests:
-                    for hold in self.holds:
-                        if hold.refusal is not None:
-                            raise hold.refusal.fresh()
+                if self.barriers and requests:
+                    for barrier in self.barriers:
+                        if barrier.refusal is not None:
+                            raise barrier.refusal.fresh()
                     self._wait_in_line(waiter)
                     wake = False
                 elif self._must_wait(waiter):
@@ -323,7 +323,9 @@ class Batcher:
                 continue
             entry = entries.get(request)
             if entry is None:
-                waiter.missing += 1  # first: an interrupt after it has the waiter leave its entry
+                waiter.missing += (
+                    1  # first: an interrupt after it removes the waiter from its entry
+                )
                 entries[request] = entry = Entry(request, {waiter: [place]}, waiter.flow)
                 self._queued += weight
                 self._queued_bytes += request.nbytes
@@ -351,7 +353,7 @@ class Batcher:
         return found
 
     def _gather(self, loop: asyncio.AbstractEventLoop | None, entries: list[Entry]) -> bool:
-        """Gather entries until their running loop is quiet; send the entries of a thread, and a full
+        """Gather entries until their running loop is idle; send the entries of a thread, and a full
         flush, at once. Return whether to wake the engine's thread."""
         if loop is None or not entries:
             return self._make_ready(entries)
@@ -386,7 +388,7 @@ class Batcher:
             raise
 
     def _end_gathering(self, asking: _Loop) -> bool:
-        """Send the gathered entries of a quiet loop, and note whether it asks again right after answers.
+        """Send the gathered entries of an idle loop, and note whether it asks again right after answers.
         Under the lock."""
         wake = self._send_gathered(asking)
         asking.gathered = None
@@ -398,7 +400,7 @@ class Batcher:
         return wake
 
     def _send_all_gathered(self) -> None:
-        """Send the entries of every loop without waiting for quiet, under the lock."""
+        """Send the entries of every loop at once, under the lock."""
         for asking in [*self._gathering]:
             self._send_gathered(asking)
 
@@ -424,18 +426,19 @@ class Batcher:
                     self._ready_weight += weight
         return added
 
-    def leave(self, waiter: Waiter) -> None:
-        """Withdraw the question of a waiter with missing results."""
+    def cancel(self, waiter: Waiter) -> None:
+        """Cancel the question of a waiter with missing results. In the next turn, the engine cancels
+        requests without another waiter."""
         with self.lock:
-            self._cancel(waiter)
+            self._withdraw(waiter)
         self._wake()  # to cancel requests, to remove an adapter, or to admit the next in line
 
-    def leave_soon(self, waiter: Waiter) -> None:
-        """Withdraw the question at the next turn. Finalizers call this, so it takes no lock."""
-        self._leaving.append(waiter)
+    def cancel_soon(self, waiter: Waiter) -> None:
+        """Cancel the question at the next turn. Finalizers call this, so it takes no lock."""
+        self._cancelled.append(waiter)
         self._wake()
 
-    def _cancel(self, waiter: Waiter) -> None:
+    def _withdraw(self, waiter: Waiter) -> None:
         """Withdraw and count the question of a waiter that still lacks results."""
         if waiter.missing:
             self._counted["cancelled"] += 1
@@ -524,7 +527,7 @@ class Batcher:
 
     def _first_in_line(self) -> Waiter | None:
         """Return the next waiter in line if its question may enter the queue."""
-        if not self._line or self.holds:
+        if not self._line or self.barriers:
             return None
         waiter = next(iter(next(iter(self._line.values()))))
         return waiter if not self._queued or self._fits(waiter.requests) else None
@@ -554,30 +557,30 @@ class Batcher:
 
     # -- turning: the engine's thread ---------------------------------------------------------
 
-    def serve(self, engine: AnsweringEngine) -> float:
+    def serve(self, answering: AnsweringEngine) -> float:
         """Take a turn if one is due. Return the seconds until the next one, unless ``wake`` is called
         before: 0.0 after a turn, infinity without work."""
         seconds = self.seconds_until_due()
         if seconds == 0.0:
-            self.turn(engine)
+            self.turn(answering)
         return math.inf if seconds is None else seconds
 
     def seconds_until_due(self) -> float | None:
         """Return the seconds until ``turn`` has something to do; ``None`` means after ``wake``."""
         with self.lock:
-            if self._leaving or self._is_passed_unseen:
+            if self._cancelled or self._has_just_drained:
                 return 0.0
             if self._line and self._first_in_line() is not None:
                 return 0.0
             if self._retired and self._removable():
                 return 0.0
-            if self._flight:  # behind a hold, a new question would not be in the next step
-                return self._return_seconds() if self._returning and not self.holds else 0.0
+            if self._flight:  # behind a barrier, a new question would not be in the next step
+                return self._return_seconds() if self._returning and not self.barriers else 0.0
             return self._ready_seconds() if self._ready else None
 
     @property
-    def _is_passed_unseen(self) -> bool:
-        return self._is_watched and not self._entries
+    def _has_just_drained(self) -> bool:
+        return self._is_draining and not self._entries
 
     def _ready_seconds(self) -> float:
         if not self._max_wait_seconds or self._ready_weight >= self._max_batch_size:
@@ -593,7 +596,7 @@ class Batcher:
             self._returning.clear()
         return max(0.0, left)
 
-    def turn(self, engine: AnsweringEngine) -> None:
+    def turn(self, answering: AnsweringEngine) -> None:
         """Cancel, remove adapters, submit, deliver answers without a forward, step, deliver.
 
         Raises:
@@ -602,43 +605,43 @@ class Batcher:
         flush, withdrawn, retired, answered = self._take()
         _deliver_results(answered)
         if withdrawn:
-            engine.cancel(withdrawn)
+            answering.cancel(withdrawn)
         for adapter in retired:
-            engine.remove_adapter(adapter)
+            answering.remove_adapter(adapter)
             self._cache.forget(adapter)
             with self.lock:
                 self._retired.remove(adapter)
         if flush:
             try:
-                ends: Sequence[Finished] = engine.submit(flush)
+                ends: Sequence[Finished] = answering.submit(flush)
             except Exception as error:
                 failed = survived(error)
                 ends = [Finished(request, error=failed) for request in flush]
             self._settle(ends)
         if self._flight:
             began = self._clock()
-            finished = self._step(engine)
+            finished = self._step(answering)
             seconds = self._clock() - began
             old = OLD_STEPS if self._step_seconds else 0.0
             self._step_seconds = old * self._step_seconds + (1.0 - old) * seconds
             self._settle(finished, stepped=True)
             if self.streams.by_loop:
-                self.streams.deliver(engine.progress)
-        if self._is_passed_unseen:
+                self.streams.deliver(answering.progress)
+        if self._has_just_drained:
             with self.lock:
-                self._is_watched, passed = False, [*self.holds]
-            for hold in passed:
-                resolve(hold.passed, None)
+                self._is_draining, drained = False, [*self.barriers]
+            for barrier in drained:
+                resolve(barrier.drained, None)
 
-    def _step(self, engine: AnsweringEngine) -> Sequence[Finished]:
+    def _step(self, answering: AnsweringEngine) -> Sequence[Finished]:
         """Step; return the finished requests."""
         try:
-            return engine.step(lambda ends: self._settle(ends, stepped=True))
+            return answering.step(lambda ends: self._settle(ends, stepped=True))
         except Exception as error:
             failed = survived(error)
             with self.lock:
                 lost = [entry.request for entry in self._flight]
-            engine.cancel(lost)
+            answering.cancel(lost)
             return [Finished(request, error=failed) for request in lost]
 
     def _take(self) -> tuple[list[Request], list[Request], list[Adapter], list[Waiter]]:
@@ -650,10 +653,10 @@ class Batcher:
                 released.append(asking := self._loops.pop(loop))
                 self._returning.pop(asking, None)
                 self._gathering.pop(asking, None)
-                self._leaving.extend(asking.waiters)
-            while self._leaving:
-                released.append(waiter := self._leaving.popleft())
-                self._cancel(waiter)
+                self._cancelled.extend(asking.waiters)
+            while self._cancelled:
+                released.append(waiter := self._cancelled.popleft())
+                self._withdraw(waiter)
             withdrawn = [*self._withdrawn]
             for entry in withdrawn:
                 self._end(entry)
@@ -805,34 +808,34 @@ class Batcher:
         if again:
             self._due = self._clock()
 
-    # -- holds --------------------------------------------------------------------------------
+    # -- barriers -----------------------------------------------------------------------------
 
-    def put_up(self, hold: Hold) -> None:
-        """Make every later question wait until the hold is down, if it is not. Earlier questions are sent
-        beyond the bounds of the queue, or wait in line too, as ``hold.pending`` says. Called on the
-        engine's thread."""
+    def raise_barrier(self, barrier: Barrier) -> None:
+        """Make later questions wait until the barrier is lifted, unless it was. Earlier questions are
+        sent beyond the bounds of the queue, or wait in line too, as ``barrier.pending`` says. Called on
+        the engine's thread."""
         answered: list[Waiter] = []
         with self.lock:
-            if hold.is_down:
+            if barrier.is_lifted:
                 return
-            self._send_all_gathered()  # a loop may stand still
-            if hold.pending == "restart":
+            self._send_all_gathered()  # a loop may be blocked
+            if barrier.pending == "restart":
                 in_line = [*self._in_line()]
                 asked = {waiter: None for e in self._entries.values() for waiter in e.waiters}
                 for waiter in (*asked, *in_line):
                     self._drop(waiter)
                     self._wait_in_line(waiter)
-            elif not self.holds:
+            elif not self.barriers:
                 for waiter in [*self._in_line()]:
                     self._enter(waiter, answered)
-            self.holds[hold] = None
-            self._is_watched = True
+            self.barriers[barrier] = None
+            self._is_draining = True
         _deliver_results(answered)
         self._wake()
 
-    def take_down(self, hold: Hold, weights_version: int | None = None) -> None:
-        """Let questions go on unless another hold is up; idempotent. With a version, all questions are
-        bound to it, and partly delivered texts of another version fail."""
+    def lift_barrier(self, barrier: Barrier, weights_version: int | None = None) -> None:
+        """Send later questions again, unless another barrier is raised; idempotent. With a version, all
+        questions are bound to it, and partly delivered texts of another version fail."""
         cut: list[tuple[Waiter, Outcome]] = []
         with self.lock:
             if weights_version is not None:
@@ -841,17 +844,20 @@ class Batcher:
                 cut = [(waiter, StreamCut(CUT)) for waiter in begun]
                 for waiter in begun:
                     self._drop(waiter)
-            hold.is_down = True
-            self.holds.pop(hold, None)
+            barrier.is_lifted = True
+            self.barriers.pop(barrier, None)
             answered = self._admit()
-        resolve(hold.passed, InvalidRequest("the runtime was resumed before it stood still"))
+        resolve(
+            barrier.drained,
+            InvalidRequest("the runtime was resumed before its earlier questions had ended"),
+        )
         deliver(cut)
         _deliver_results(answered)
         self._wake()
 
     @property
-    def is_passed(self) -> bool:
-        """True if every question from before the holds has ended."""
+    def is_drained(self) -> bool:
+        """True if every question from before the barriers has ended."""
         return not self._entries
 
     # -- adapters, close, restart -------------------------------------------------------------
@@ -868,8 +874,8 @@ class Batcher:
         return self._closed is not None
 
     def close(self, reason: GenrtError | None = None) -> bool:
-        """End every waiter and every later question with ``reason`` (``Closed`` by default), and drop the
-        holds. Idempotent; never waits for the engine.
+        """End every waiter and every later question with ``reason`` (``Closed`` by default), and break
+        the barriers. Idempotent; never waits for the engine.
 
         Returns ``False`` without effect if the calling thread holds the lock, as in a finalizer or a
         signal handler: another thread must close then.
@@ -897,12 +903,12 @@ class Batcher:
                 self._bound.clear()
             self._loops = WeakKeyDictionary()
             undelivered, reason = self._undelivered, self._closed
-            holds, self.holds, self._is_watched = [*self.holds], {}, False
-            for hold in holds:
-                hold.is_down = True
+            barriers, self.barriers, self._is_draining = [*self.barriers], {}, False
+            for barrier in barriers:
+                barrier.is_lifted = True
         del released
-        for hold in holds:
-            hold.drop(reason)
+        for barrier in barriers:
+            barrier.break_with(reason)
         deliver(undelivered)  # including the rest of an earlier call that an interrupt ended
         self._undelivered = []
         return True

@@ -1,4 +1,4 @@
-"""Runs coroutines concurrently, in turns, or from a blocking thread."""
+"""Runs coroutines concurrently, one after the other, or from a blocking thread."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ MOST_HANDED = 64
 # -- at once ---------------------------------------------------------------------------------------
 
 
-async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+async def gather_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Run all coroutines concurrently and return their results in order. After the first error, which is
     raised, or a cancellation, all have ended."""
     tasks = [asyncio.ensure_future(part) for part in work]
@@ -109,7 +109,7 @@ class ConcurrentCalls:
             number, answer = left
             calls = chain([(number, lambda: answer)], calls)
         workers = min(self._max_concurrent, len(arguments))
-        await together([self._await(calls, keep, limit) for _ in range(workers)])
+        await gather_all([self._await(calls, keep, limit) for _ in range(workers)])
 
     def _call(
         self, calls: _Calls, keep: Callable[[int, Any], None], stop: threading.Event
@@ -164,35 +164,35 @@ def in_background(function: Callable[[], T]) -> Future[T]:
         pool.shutdown(wait=False)
 
 
-async def aside(function: Callable[[], T]) -> T:
+async def run_in_thread(function: Callable[[], T]) -> T:
     """Return the result of a function called ``in_background``."""
     return await asyncio.wrap_future(in_background(function))
 
 
-# -- in turns --------------------------------------------------------------------------------------
+# -- one after the other --------------------------------------------------------------------------
 
 
-class Turns:
-    """A lock that coroutines of any event loop take in the order of their calls."""
+class FairLock:
+    """A lock that coroutines of any event loop acquire in the order of their calls."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._last: Future[None] = Future()
         self._last.set_result(None)
 
-    async def take(self) -> Callable[..., None]:
-        """Wait for every earlier turn; return a function that ends this one. It is idempotent, safe from
-        any thread, and ignores its arguments."""
-        turn: Future[None] = Future()
+    async def acquire(self) -> Callable[..., None]:
+        """Wait for every earlier holder; return a function that releases the lock. It is idempotent, safe
+        from any thread, and ignores its arguments."""
+        released: Future[None] = Future()
         with self._lock:
-            before, self._last = self._last, turn
+            before, self._last = self._last, released
         try:
             if not before.done():
                 await asyncio.wrap_future(follow(before))
         except BaseException:
-            before.add_done_callback(lambda _: resolve(turn, None))
+            before.add_done_callback(lambda _: resolve(released, None))
             raise
-        return lambda *_: resolve(turn, None)
+        return lambda *_: resolve(released, None)
 
 
 def follow(future: Future[Any]) -> Future[None]:

@@ -1,11 +1,11 @@
 """The lifecycle of a runtime: one state machine for pause, sleep, update, restart and close.
 
-A *hold* makes later questions wait. A pause is a hold, and so is an update. A sleep needs a pause and
-makes one if necessary. States, of one batcher and its engine:
+A *barrier* makes later questions wait. A pause is a barrier, and so is an update. A sleep needs a pause
+and makes one if necessary. States, of one batcher and its engine:
 
     running    questions are sent and answered.
-    draining   a hold is up. Earlier questions are answered, or restarted after it.
-    still      every hold is passed: no earlier question is queued or in flight.
+    draining   a barrier is raised. Earlier questions are answered, or restarted after it.
+    drained    no question from before the barriers is queued or in flight.
     updating   only the calls of one update run on the engine's thread. Its weights may be mixed.
     moving     a sleep or a wake_up moves the engine's memory.
     asleep     a part of the memory is freed, or the weights are dropped and not read again yet.
@@ -13,7 +13,7 @@ makes one if necessary. States, of one batcher and its engine:
 Only ``running`` answers new questions. Only ``running`` and ``draining`` step the engine. Events:
 
     ================  ===========  ===========  ===========  ===========  ===========  ===========
-    event             running      draining     still        updating     moving       asleep
+    event             running      draining     drained      updating     moving       asleep
     ================  ===========  ===========  ===========  ===========  ===========  ===========
     question          sent         waits        waits        waits        waits        waits
     pause             draining     refused [1]  refused [1]  waits [1]    refused      refused
@@ -28,23 +28,23 @@ Only ``running`` answers new questions. Only ``running`` and ``draining`` step t
     add_adapter       done         done         done         waits        waits        waits
     remove_adapter    done         done         done         waits        waits        waits [5]
     restart           running      running      running      running      running      running
-    engine replaced   running      draining     still        still [7]    asleep       asleep
+    engine replaced   running      draining     drained      drained [7]  asleep       asleep
     close             closed       closed       closed       closed       closed       closed
     ================  ===========  ===========  ===========  ===========  ===========  ===========
 
-    1. If the runtime is paused. An update alone is no pause: then a pause is one more hold.
-    2. Once no other hold is up.
+    1. If the runtime is paused. An update alone is no pause: then a pause is one more barrier.
+    2. Once no other barrier is raised.
     3. The memory is moved back, and then the sleep's own pause ends.
     4. ``asleep`` again if only a part wakes, or if it fails; otherwise ``running``.
-    5. While the weights sleep. With only the KV cache asleep, as in ``still``.
+    5. While the weights sleep. With only the KV cache asleep, as in ``drained``.
     6. Once a tensor was loaded; before that, as at its end. The next engine has the last whole weights.
-    7. The update's hold ends. Its next call raises EngineFailed.
+    7. The update's barrier ends. Its next call raises EngineFailed.
 
 Rules:
-    State changes under the batcher's lock. Only the engine's thread puts holds up and moves memory.
-    A restart and a close drop every hold, and end each pause, sleep and update in progress.
-    An engine's prefixes and sequences are forgotten before it sleeps. Sleeps and wake_ups take turns; a
-    cancelled one has no effect. An engine that replaces a sleeping one sleeps too, before anything else.
+    State changes under the batcher's lock. Only the engine's thread raises barriers and moves memory.
+    A restart and a close break every barrier, and end each pause, sleep and update in progress.
+    An engine's prefixes and sequences are forgotten before it sleeps. Sleeps and wake_ups run one after
+    the other; a cancelled one has no effect. An engine that replaces a sleeping one sleeps first.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ from genrt.engines.weights import (
 from genrt.errors import EngineFailed, EngineUnsupported, GenrtError, InvalidRequest, Paused
 from genrt.numbers import check_int, named, shown
 from genrt.runtime.answers import AnsweringEngine
-from genrt.runtime.batcher import DROPPED, Batcher, Hold, Pending
-from genrt.runtime.concurrency import Turns
+from genrt.runtime.batcher import BROKEN, Barrier, Batcher, Pending
+from genrt.runtime.concurrency import FairLock
 
 T = TypeVar("T")
 
-State: TypeAlias = Literal["running", "draining", "still", "updating", "moving", "asleep"]
+State: TypeAlias = Literal["running", "draining", "drained", "updating", "moving", "asleep"]
 
 Asked: TypeAlias = Literal["wait", "raise"]
 """Whether questions asked in a pause wait or raise."""
@@ -119,7 +119,7 @@ class Lifecycle:
 
     Attributes:
         owner: the object whose calls alone run on the engine's thread; ``None`` is no such object.
-        pause_hold: the hold of the present pause, also one that a sleep has made.
+        pause_barrier: the barrier of the present pause, also one that a sleep has made.
         memory: the engine's memory on its device.
         asleep: the parts of the memory that are freed, or are being moved.
         level: the level of the last sleep.
@@ -130,10 +130,10 @@ class Lifecycle:
         self._batcher = batcher
         self._lock = batcher.lock
         self._thread = thread
-        self._turns = Turns()
+        self._move_lock = FairLock()
         self.owner: object | None = None
-        self._owners_hold: Hold | None = None
-        self.pause_hold: Hold | None = None
+        self._owners_barrier: Barrier | None = None
+        self.pause_barrier: Barrier | None = None
         self._is_sleeps_own = False  # the pause ends with a cancelled sleep
         self.memory: Literal["awake", "moving", "asleep"] = "awake"
         self.asleep: frozenset[SleepingPart] = frozenset()
@@ -148,9 +148,9 @@ class Lifecycle:
                 return self.memory
             if self.owner is not None:
                 return "updating"
-            if not self._batcher.holds:
+            if not self._batcher.barriers:
                 return "running"
-            return "still" if self._batcher.is_passed else "draining"
+            return "drained" if self._batcher.is_drained else "draining"
 
     # -- pauses -------------------------------------------------------------------------------
 
@@ -158,51 +158,51 @@ class Lifecycle:
         self, *, pending: Pending = "finish", asked: Asked = "wait"
     ) -> Callable[[], None]:
         """Pause as ``AsyncLM.pause``; return a function that ends this pause."""
-        hold = _hold(pending, asked)
-        if self._begin_pause(hold) is not hold:
+        barrier = _barrier_for(pending, asked)
+        if self._begin_pause(barrier) is not barrier:
             raise InvalidRequest("the runtime is paused already: resume it first")
-        await self._stand_still(hold, is_own=True)
-        return partial(self._end_pause, hold)
+        await self._drain(barrier, is_own=True)
+        return partial(self._end_pause, barrier)
 
-    def _begin_pause(self, hold: Hold) -> Hold:
-        """Begin a pause with this hold, unless there is a pause; return the hold of the pause."""
+    def _begin_pause(self, barrier: Barrier) -> Barrier:
+        """Begin a pause with this barrier, unless there is a pause; return the barrier of the pause."""
         with self._lock:
-            if self.pause_hold is None:
-                self.pause_hold, self._is_sleeps_own = hold, False
-            return self.pause_hold
+            if self.pause_barrier is None:
+                self.pause_barrier, self._is_sleeps_own = barrier, False
+            return self.pause_barrier
 
-    def _end_pause(self, hold: Hold | None) -> None:
+    def _end_pause(self, barrier: Barrier | None) -> None:
         """End this pause if it is the present one; during a sleep, at the end of the sleep."""
         with self._lock:
-            if hold is None or hold is not self.pause_hold:
+            if barrier is None or barrier is not self.pause_barrier:
                 return
             if self.memory != "awake":
                 self._is_sleeps_own = True
                 return
-            self.pause_hold = None
-        self._batcher.take_down(hold)
+            self.pause_barrier = None
+        self._batcher.lift_barrier(barrier)
 
-    async def _stand_still(self, hold: Hold, *, is_own: bool) -> None:
+    async def _drain(self, barrier: Barrier, *, is_own: bool) -> None:
         """Return once the engine is idle; end a pause of this call if that fails."""
         try:
             if is_own:
-                await self._called(lambda _: self._batcher.put_up(hold))
-            await hold.wait()
+                await self._called(lambda _: self._batcher.raise_barrier(barrier))
+            await barrier.wait()
         except GeneratorExit:  # collected with its loop, whatever is locked
             if is_own:
-                self._thread.call_soon(lambda _: self._end_pause(hold))
+                self._thread.call_soon(lambda _: self._end_pause(barrier))
             raise
         except BaseException:
             if is_own:
-                self._end_pause(hold)
+                self._end_pause(barrier)
             raise
 
     def resume(self) -> None:
         """End the pause, if there is one. Raises InvalidRequest in a sleep."""
         with self._lock:
             self.check_awake()
-            hold = self.pause_hold
-        self._end_pause(hold)
+            barrier = self.pause_barrier
+        self._end_pause(barrier)
 
     # -- sleep --------------------------------------------------------------------------------
 
@@ -221,47 +221,47 @@ class Lifecycle:
     ) -> tuple[int, Callable[[], object]]:
         """Sleep as ``AsyncLM.sleep``; return the freed bytes, and a function that undoes the sleep."""
         check_int("level", level, 1, 2)
-        own = _hold(pending, asked)
+        own = _barrier_for(pending, asked)
         _sleeping(self._thread.engine).check_sleep()
         self._check_not_asleep()
-        end_turn = await self._turns.take()
+        release = await self._move_lock.acquire()
         try:
             self._check_not_asleep()
-            hold = self._begin_pause(own)
-            is_own = hold is own
-            await self._stand_still(hold, is_own=is_own)
-            fall = partial(self._fall_asleep, hold=hold, is_own=is_own, level=level)
+            barrier = self._begin_pause(own)
+            is_own = barrier is own
+            await self._drain(barrier, is_own=is_own)
+            fall = partial(self._fall_asleep, barrier=barrier, is_own=is_own, level=level)
             falling = self._thread.call(fall)
-            undo = partial(self._thread.call, partial(self._undo_sleep, hold, is_own), self)
+            undo = partial(self._thread.call, partial(self._undo_sleep, barrier, is_own), self)
             try:
                 freed = await asyncio.wrap_future(falling)
             except GeneratorExit:  # as above: the engine wakes whether it slept or not
-                self._thread.call_soon(partial(self._undo_sleep, hold, is_own), self)
+                self._thread.call_soon(partial(self._undo_sleep, barrier, is_own), self)
                 raise
             except BaseException:
                 if falling.cancel():  # it has not begun
                     if is_own:
-                        self._end_pause(hold)
-                else:  # the next turn begins after that
-                    undo().add_done_callback(end_turn)
-                    end_turn = _nothing
+                        self._end_pause(barrier)
+                else:  # the lock is released after that
+                    undo().add_done_callback(release)
+                    release = _nothing
                 raise
             return freed, undo
         finally:
-            end_turn()
+            release()
 
     def _check_not_asleep(self) -> None:
         if self.memory == "asleep":
             raise InvalidRequest(ASLEEP)
 
     def _fall_asleep(
-        self, answering: AnsweringEngine, *, hold: Hold, is_own: bool, level: int
+        self, answering: AnsweringEngine, *, barrier: Barrier, is_own: bool, level: int
     ) -> int:
         sleeping = _sleeping(answering.engine)
         with self._lock:
             self.check_awake()
-            is_up = hold is self.pause_hold and hold in self._batcher.holds
-            if not is_up or not self._batcher.is_passed:
+            is_up = barrier is self.pause_barrier and barrier in self._batcher.barriers
+            if not is_up or not self._batcher.is_drained:
                 raise InvalidRequest("the runtime was resumed before its engine slept")
             self.memory, self._is_sleeps_own, self.level = "moving", is_own, level
             self.asleep, self.are_weights_lost = SLEEPING_PARTS, level == 2
@@ -272,31 +272,31 @@ class Lifecycle:
         finally:
             self._moved(sleeping)
 
-    def _undo_sleep(self, hold: Hold, is_own: bool, answering: AnsweringEngine) -> None:
+    def _undo_sleep(self, barrier: Barrier, is_own: bool, answering: AnsweringEngine) -> None:
         """Wake the engine after a failed or cancelled sleep, and end the pause of that sleep."""
-        if hold is not self.pause_hold:  # it has ended, by a restart
+        if barrier is not self.pause_barrier:  # it has ended, by a restart
             return
         if self.memory == "asleep":
             self._move_back(answering, SLEEPING_PARTS)
         if is_own or self._is_sleeps_own:
-            self._end_pause(hold)
+            self._end_pause(barrier)
 
     async def wake_up(self, tags: Collection[SleepingPart] | None = None) -> bool:
         """Wake up as ``AsyncLM.wake_up``."""
         parts = _checked_parts(tags)
-        end_turn = await self._turns.take()
+        release = await self._move_lock.acquire()
         try:
             if self.memory == "awake":
                 return True
             return await self._called(partial(self._wake, parts=parts), self)
         finally:
-            end_turn()
+            release()
 
     def _wake(self, answering: AnsweringEngine, *, parts: frozenset[SleepingPart]) -> bool:
         if self.memory == "awake":  # it was restarted meanwhile
             return True
         if is_awake := self._move_back(answering, parts):
-            self._end_pause(self.pause_hold)
+            self._end_pause(self.pause_barrier)
         return is_awake
 
     def _move_back(self, answering: AnsweringEngine, parts: frozenset[SleepingPart]) -> bool:
@@ -327,23 +327,23 @@ class Lifecycle:
 
     # -- engines ------------------------------------------------------------------------------
 
-    def run_exclusively(self, owner: object | None, hold: Hold | None = None) -> None:
-        """Note the owner for ``EngineThread.run_exclusively``. Its hold ends with the engine."""
+    def run_exclusively(self, owner: object | None, barrier: Barrier | None = None) -> None:
+        """Note the owner for ``EngineThread.run_exclusively``. Its barrier ends with the engine."""
         with self._lock:
-            self.owner, self._owners_hold = owner, hold
+            self.owner, self._owners_barrier = owner, barrier
             self._batcher.keeps_adapters = owner is not None
 
     def replaced(self) -> None:
         """Note that another engine is open, with whole weights and all memory."""
         with self._lock:
-            hold, self.are_weights_lost = self._owners_hold, False
-            self.owner = self._owners_hold = None
+            barrier, self.are_weights_lost = self._owners_barrier, False
+            self.owner = self._owners_barrier = None
             self._batcher.keeps_adapters = False
             if self.memory == "moving":
                 self.memory = "asleep"  # until ``wake_up`` is called
-        if hold is not None:
-            self._batcher.take_down(hold)
-            hold.drop(EngineFailed(DROPPED))
+        if barrier is not None:
+            self._batcher.lift_barrier(barrier)
+            barrier.break_with(EngineFailed(BROKEN))
 
     def sleep_again(self, answering: AnsweringEngine) -> None:
         """Put an engine to sleep that replaces a sleeping one: others use its device's memory."""
@@ -360,13 +360,13 @@ class Lifecycle:
             weights.wake_up(frozenset({"weights"}))
 
     def closed(self, reason: GenrtError) -> None:
-        """Note that the batcher was closed, which dropped every hold that was up."""
+        """Note that the batcher was closed, which broke every raised barrier."""
         with self._lock:
-            hold, self.pause_hold = self.pause_hold, None
-            if hold is not None:
-                hold.is_down = True
-        if hold is not None:
-            hold.drop(reason)
+            barrier, self.pause_barrier = self.pause_barrier, None
+            if barrier is not None:
+                barrier.is_lifted = True
+        if barrier is not None:
+            barrier.break_with(reason)
 
     def reopen(self) -> None:
         """Begin again, for another engine; the one before is closed."""
@@ -384,11 +384,11 @@ def check_pending(pending: object) -> None:
         raise InvalidRequest(f'pending must be "finish" or "restart", got {named(pending)}')
 
 
-def _hold(pending: Pending, asked: Asked) -> Hold:
+def _barrier_for(pending: Pending, asked: Asked) -> Barrier:
     check_pending(pending)
     if asked not in ("wait", "raise"):
         raise InvalidRequest(f'asked must be "wait" or "raise", got {named(asked)}')
-    return Hold(pending, Paused(PAUSED) if asked == "raise" else None)
+    return Barrier(pending, Paused(PAUSED) if asked == "raise" else None)
 
 
 def _checked_parts(tags: Collection[SleepingPart] | None) -> frozenset[SleepingPart]:

@@ -9,7 +9,7 @@ Rules:
     After a restart, or running out of memory, an engine draws the same text again from its beginning.
     Tokens already read are skipped; a text that differs from them fails.
     A closed stream withdraws its question. The garbage collector may close it in any thread, so
-    ``Batcher.leave_soon`` takes no lock.
+    ``Batcher.cancel_soon`` takes no lock.
 """
 
 from __future__ import annotations

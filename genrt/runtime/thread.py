@@ -32,7 +32,7 @@ from genrt.errors import WAS_CLOSED, Closed, EngineDied, EngineFailed, GenrtErro
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.sequences import SequenceHandle
 from genrt.runtime.answers import AnsweringEngine
-from genrt.runtime.batcher import Batcher, Hold
+from genrt.runtime.batcher import Barrier, Batcher
 from genrt.runtime.cache import RowCache
 from genrt.runtime.lifecycle import Lifecycle
 
@@ -212,7 +212,7 @@ class EngineThread:
     def replicas(self) -> tuple[ReplicaStatistics, ...]:
         """Return the state and the counters of each replica, if the engine has replicas."""
         answering = self.answering
-        return answering.full.replicas() if answering.capabilities.has_replicas else ()
+        return answering.engine.replicas() if answering.capabilities.has_replicas else ()
 
     @property
     def alive(self) -> bool:
@@ -326,7 +326,7 @@ class EngineThread:
         self._thread.wake()
         answering = self._answering
         if answering is not None and answering.capabilities.has_replicas:
-            answering.full.interrupt()
+            answering.engine.interrupt()
 
     # -- rounds: the engine's thread ----------------------------------------------------------
 
@@ -397,7 +397,7 @@ class EngineThread:
         if seconds and (self._is_closing or self._batcher.is_closed or self._calls):
             return 0.0  # a call that closed this, or admits others, cannot wake its own thread
         if answering.capabilities.has_replicas:
-            return min(seconds, answering.full.tend())
+            return min(seconds, answering.engine.tend())
         return seconds
 
     def _run(self, answering: AnsweringEngine, call: _Call) -> None:
@@ -413,10 +413,10 @@ class EngineThread:
         else:
             future.set_result(result)
 
-    def run_exclusively(self, owner: object | None, hold: Hold | None = None) -> None:
-        """Run only this owner's calls from now on; with ``None``, all calls. The owner's hold ends if the
-        engine is replaced. For the engine's thread."""
-        self._lifecycle.run_exclusively(owner, hold)
+    def run_exclusively(self, owner: object | None, barrier: Barrier | None = None) -> None:
+        """Run only this owner's calls from now on; with ``None``, all calls. The owner's barrier ends if
+        the engine is replaced. For the engine's thread."""
+        self._lifecycle.run_exclusively(owner, barrier)
         if owner is not None:
             self._answered = -1  # if the engine dies of these calls, no question killed it
         else:

@@ -3,8 +3,8 @@
 Rules:
     There is no change before the first tensor is loaded. Then the whole update succeeds or the engine
     dies, and the next engine has the last whole weights. Other calls that load something, such as
-    adapters, wait: no step runs with mixed weights. Updates take turns. An update ends with EngineFailed
-    if its engine is restarted or replaced.
+    adapters, wait: no step runs with mixed weights. Updates run one after the other. An update ends with
+    EngineFailed if its engine is restarted or replaced.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ from genrt.errors import (
 )
 from genrt.numbers import check_bool, shown
 from genrt.runtime.answers import AnsweringEngine
-from genrt.runtime.batcher import DROPPED, Hold, Pending
+from genrt.runtime.batcher import BROKEN, Barrier, Pending
 from genrt.runtime.cache import RowCache
-from genrt.runtime.concurrency import AT_ONCE_BYTES, Turns, aside, follow
+from genrt.runtime.concurrency import AT_ONCE_BYTES, FairLock, follow, run_in_thread
 from genrt.runtime.lifecycle import check_pending
 from genrt.runtime.thread import EngineThread
 
@@ -89,7 +89,7 @@ class WeightUpdates:
     def __init__(self, thread: EngineThread, cache: RowCache) -> None:
         self.thread = thread
         self.cache = cache
-        self.turns = Turns()
+        self.lock = FairLock()
 
     async def update(
         self,
@@ -126,22 +126,22 @@ class WeightUpdates:
                 update.saved, update.is_copied = self.thread.weights.begin(), True
                 for chunk in known:
                     await _run(update.copy, chunk)
-            end_turn = await self.turns.take()
+            release = await self.lock.acquire()
         except BaseException:
             update.release()
             raise
-        update.hold.dropped.add_done_callback(end_turn)
+        update.barrier.broken.add_done_callback(release)
         try:
             return await self._replace(update, known, chunks)
         finally:
-            end_turn()
+            release()
 
     async def _replace(self, update: Update, known: Sequence[NamedTensors], chunks: _Chunks) -> int:
         try:
             await self.begin(update)
             for chunk in known:
                 await self.called(partial(update.load, give=update.giving(chunk)), owner=update)
-            while more := await update.hold.unless_dropped(anext(chunks, None)):
+            while more := await update.barrier.unless_broken(anext(chunks, None)):
                 await _run(update.check, more[0])
                 await _run(update.copy, more[0])
                 await self.called(partial(update.load, give=update.giving(more[0])), owner=update)
@@ -160,8 +160,8 @@ class WeightUpdates:
 
     async def begin(self, update: Update) -> None:
         """Begin an update: return once questions wait, and all results are forgotten."""
-        await self.called(lambda _: self.thread.batcher.put_up(update.hold))
-        await update.hold.wait()
+        await self.called(lambda _: self.thread.batcher.raise_barrier(update.barrier))
+        await update.barrier.wait()
         await self.called(update.begin, owner=update)
 
     def check_awake(self) -> None:
@@ -178,7 +178,7 @@ class Update:
     EngineFailed if the engine was restarted or replaced.
 
     Attributes:
-        hold: makes questions wait until the end.
+        barrier: makes questions wait until the end.
         names: the tensors that have been checked.
         saved: the copy (``is_copied``) or the files for the next engine.
     """
@@ -186,7 +186,7 @@ class Update:
     def __init__(
         self, updates: WeightUpdates, pending: Pending, layout: Layout, *, finite: bool = False
     ) -> None:
-        self.hold = Hold(pending)
+        self.barrier = Barrier(pending)
         self.layout = layout
         self.names: set[str] = set()
         self.saved: SavedWeights | None = None
@@ -223,7 +223,7 @@ class Update:
         """Forget all results of the old weights."""
         self._engine = answering
         self._check(answering)
-        self._thread.run_exclusively(self, self.hold)
+        self._thread.run_exclusively(self, self.barrier)
         answering.begin_update()
 
     def load(self, answering: AnsweringEngine, *, give: Callable[[Weights], None]) -> None:
@@ -250,7 +250,7 @@ class Update:
         self._is_finished = True
         self._thread.run_exclusively(None)
         self._thread.lifecycle.are_weights_lost = False
-        self._thread.batcher.take_down(self.hold, version)
+        self._thread.batcher.lift_barrier(self.barrier, version)
         return version
 
     def end(self, answering: AnsweringEngine) -> None:
@@ -278,11 +278,11 @@ class Update:
         self.release()
         if self._thread.lifecycle.owner is self:
             self._thread.run_exclusively(None)
-        self._thread.batcher.take_down(self.hold)
+        self._thread.batcher.lift_barrier(self.barrier)
 
     def _check(self, answering: AnsweringEngine) -> None:
-        if self._is_over or self.hold.is_down or self._engine is not answering:
-            raise EngineFailed(DROPPED)
+        if self._is_over or self.barrier.is_lifted or self._engine is not answering:
+            raise EngineFailed(BROKEN)
 
 
 async def _run(function: Callable[[NamedTensors], None], tensors: NamedTensors) -> None:
@@ -293,7 +293,7 @@ async def _run(function: Callable[[NamedTensors], None], tensors: NamedTensors) 
         > AT_ONCE_BYTES
     )
     if is_slow:
-        await aside(partial(function, tensors))
+        await run_in_thread(partial(function, tensors))
     else:
         function(tensors)
 
@@ -341,7 +341,7 @@ async def _items(given: Any) -> AsyncIterator[Any]:
             yield each
     else:
         take: Callable[[], Any] = partial(next, iter(given), _END)
-        while (each := await aside(take)) is not _END:
+        while (each := await run_in_thread(take)) is not _END:
             yield each
 
 
@@ -372,7 +372,7 @@ class Transfers:
         self._update: Update | None = None
         self._is_given = False
         self._met: AnsweringEngine | None = None
-        self._end_turn: Callable[..., None] = lambda: None
+        self._release: Callable[..., None] = lambda: None
 
     @property
     def is_under_way(self) -> bool:
@@ -412,9 +412,9 @@ class Transfers:
             raise InvalidRequest("an update is under way already: finish it first")
         await self.check()
         self._updates.check_awake()
-        self._end_turn = await self._updates.turns.take()
+        self._release = await self._updates.lock.acquire()
         update = Update(self._updates, pending, {})
-        update.hold.dropped.add_done_callback(self._end_turn)
+        update.barrier.broken.add_done_callback(self._release)
         self._update, self._is_given = update, False
         try:
             await self._updates.begin(update)
@@ -447,7 +447,7 @@ class Transfers:
             raise InvalidRequest("nothing was sent in this update: call update_weights first")
         version: int = await self._through(update.finish, update)
         self._update = None
-        self._end_turn()
+        self._release()
         return version
 
     async def give_up(self) -> None:
@@ -455,7 +455,7 @@ class Transfers:
         update, self._update = self._update, None
         if update is not None:
             self._updates.thread.call_soon(update.end, update)
-            self._end_turn()
+            self._release()
 
     async def _through(self, function: Callable[[AnsweringEngine], Any], update: Update) -> Any:
         try:

@@ -35,7 +35,7 @@ from genrt.questions.arguments import LAST_SEED
 from genrt.questions.reads import HostRow, ReadRequest
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest
-from genrt.runtime.concurrency import together
+from genrt.runtime.concurrency import gather_all
 from genrt.runtime.weights import Transfers
 from genrt.server.bodies import Bodies, JSONBody, TokenList, contexts_of, json_bytes, parse_body
 from genrt.server.gate import ClientLeft, HTTPError, ServerLimits, error_event, http_error
@@ -193,7 +193,7 @@ class OwnRoutes:
             shape = {"genrt-shape": f"{len(table)},{lm.vocab_size}"}
             return Response(table.numpy().data.cast("B"), media_type=BYTES, headers=shape)
         tops = [lm.top_logprobs(each, k, adapter=adapter) for each in contexts]
-        found = await _while_connected(request, together(tops))
+        found = await _while_connected(request, gather_all(tops))
 
         def written() -> Response:
             data = [  # one by one, so that other threads run in between
@@ -407,7 +407,7 @@ class OwnRoutes:
         except (Closed, EngineDied):
             raise
         except GenrtError:  # rows that were computed are mostly in the cache
-            found = await together([alone(each) for each in requests])
+            found = await gather_all([alone(each) for each in requests])
         results = iter(found)
         return [each if isinstance(each, GenrtError) else next(results) for each in questions]
 

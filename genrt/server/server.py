@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from genrt.errors import EngineFailed, InvalidRequest
 from genrt.lm import AsyncLM
 from genrt.numbers import check_bool, check_float, check_int, named
-from genrt.runtime.concurrency import aside
+from genrt.runtime.concurrency import run_in_thread
 from genrt.server.bodies import Bodies, longest_text
 from genrt.server.gate import Gate, HTTPError, ServerLimits, check_key
 from genrt.server.routes import OwnRoutes, TrainerRoutes
@@ -212,10 +212,10 @@ class Server:
         self.close()
 
     async def __aenter__(self) -> Self:
-        return await aside(self.start)
+        return await run_in_thread(self.start)
 
     async def __aexit__(self, *_: object) -> None:
-        await aside(self.close)
+        await run_in_thread(self.close)
 
     def __repr__(self) -> str:
         is_up = self.url is not None and not self._is_closing

@@ -1,5 +1,5 @@
-"""Tests for users' own parts: a conformance suite for engines, and for samplers a simulation and the laws
-of correct ones, with exact answers."""
+"""Tests for users' own parts: a conformance suite for engines; for samplers a simulation, assertions and
+exact posteriors."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 
 from genrt.engines.protocol import Engine
 from genrt.testing import conformance
-from genrt.testing.enumeration import ExactPosterior, exact_posterior
-from genrt.testing.laws import (
+from genrt.testing.assertions import (
     CannotTell,
     assert_samples_from,
     assert_unbiased,
     assert_variance_bounded,
     assert_weighted_samples_from,
 )
+from genrt.testing.enumeration import ExactPosterior, exact_posterior
 from genrt.testing.simulation import Faults, run_simulated
 from genrt.testing.strategies import constraints, potentials, seeds, small_lms, token_sequences
 from genrt.testing.witness import Witness

@@ -72,7 +72,7 @@ def exact_posterior(
 ) -> ExactPosterior:
     """Return the target of a ``TextModel`` with the same arguments, by enumeration.
 
-    With p the model's law of a text x after the prompt, from tempered and renormalized rows,
+    With p the model's distribution of a text x after the prompt, from tempered and renormalized rows,
 
         pi(x) = p(x) 1[x in constraint] exp(potential(x)) / Z.
 

@@ -1,8 +1,8 @@
 """Draws tokens from rows: temperature, truncation, masks and draws, batched, on the rows' device.
 
-One law has three implementations: ``draw_chunk`` for every device, ``_draw_on_host`` with numpy for
-untempered draws on CPUs, and ``draw_kernels.py`` with Triton for GPUs. ``DrawGraphs`` launches the last
-one as a CUDA graph.
+One distribution has three implementations: ``draw_chunk`` for every device, ``_draw_on_host`` with numpy
+for untempered draws on CPUs, and ``draw_kernels.py`` with Triton for GPUs. ``DrawGraphs`` launches the
+last one as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -509,7 +509,7 @@ def _batch(rows: Tensor) -> Tensor:
 
 def _divisor(heat: Tensor, dtype: torch.dtype) -> Tensor:
     """Return temperatures in the rows' dtype, as divisors. A temperature beyond that dtype becomes its
-    greatest number: the law is uniform either way."""
+    greatest number: the distribution is uniform either way."""
     return heat.clamp(max=torch.finfo(dtype).max).to(dtype)
 
 

@@ -25,12 +25,12 @@ def byte_vocab(tokenizer: Any, vocab_size: int) -> list[bytes]:
     have equal bytes. Added and special tokens have their literal text (see ``special_token_ids``). An id
     without a token has ``b""``. Tokens from ``vocab_size`` on are cut.
 
-    The law, with ``token_ids = tokenizer.encode(text, add_special_tokens=False)``::
+    The rule, with ``token_ids = tokenizer.encode(text, add_special_tokens=False)``::
 
         b"".join(byte_vocab[token_id] for token_id in token_ids) == text.encode()
 
     It holds up to the one space that some tokenizers put in front of a text, as part of the first token,
-    and after added tokens. The law excludes texts with characters that the tokenizer has no tokens for,
+    and after added tokens. The rule excludes texts with characters that the tokenizer has no tokens for,
     and texts that it changes first (NFC, lower case, spaces beside added tokens, U+2581 where it stands
     for a space).
 
@@ -208,7 +208,7 @@ def _transformers_bytes(tokenizer: Any) -> list[bytes]:
             if is_literal and not is_byte
             else reading.bytes_of(token.content)
         )
-    _check_law(tokenizer, vocabulary)
+    _check_concatenation(tokenizer, vocabulary)
     _reconcile(tokenizer, vocabulary)
     return vocabulary
 
@@ -283,8 +283,8 @@ def _flat_steps(component: dict[str, Any]) -> list[dict[str, Any]]:
     return [flat for steps in sequences for step in steps for flat in _flat_steps(step)]
 
 
-def _check_law(tokenizer: Any, vocabulary: list[bytes]) -> None:
-    """Refuse a tokenizer that breaks ``byte_vocab``'s law on a text that normalizers do not change."""
+def _check_concatenation(tokenizer: Any, vocabulary: list[bytes]) -> None:
+    """Refuse a tokenizer that breaks ``byte_vocab``'s rule on a text that normalizers do not change."""
     text = b"a b"
     if not {b"a", b" ", b"b"} <= set(vocabulary):
         return

@@ -272,7 +272,7 @@ def begun(model: NGram, prompt: list[int], options: dict[str, Any]) -> tuple[Com
 
 
 def next_law(writing: CompletionState, decoding: Any, row: torch.Tensor) -> dict[int, float]:
-    law = writing.law(row)
+    law = writing.distribution(row)
     kept = truncate(
         row.log_softmax(-1) if law is None else law,
         temperature=decoding.temperature,

@@ -233,7 +233,7 @@ async def test_an_interrupt_in_a_pause_of_anothers_leaves_that_pause() -> None:
         _, undo = await thread_of(lm).lifecycle.sleep(1)  # as the twin calls it
         undo()
         assert await lm.wake_up()
-        assert thread_of(lm).lifecycle.state == "still"
+        assert thread_of(lm).lifecycle.state == "drained"
         lm.resume()
         await lm.next_token_logprobs([1])
 

@@ -398,7 +398,7 @@ async def test_a_sleep_that_is_cancelled_while_memory_is_moved_wakes(ahead: bool
     await world.go("pr" * 6)
     assert sleep.cancelled()
     assert not world.thread.engine.weights.asleep  # type: ignore[attr-defined]
-    assert world.thread.lifecycle.state == ("still" if ahead else "running")
+    assert world.thread.lifecycle.state == ("drained" if ahead else "running")
     await world.end()
 
 
@@ -447,7 +447,7 @@ async def test_a_wake_up_that_fails_leaves_the_engine_asleep() -> None:
 STATES: list[tuple[State, dict[str, Any], str]] = [
     ("running", {}, ""),
     ("draining", {"pause": None}, "prp"),
-    ("still", {"pause": None}, "pr" * 8),
+    ("drained", {"pause": None}, "pr" * 8),
     ("updating", {"update": None}, "pr" * 20),
     ("asleep", {"sleep": 1}, "pr" * 8),
     ("asleep", {"sleep": 1, "sleep deeply": InvalidRequest}, "pr" * 8),

@@ -116,7 +116,7 @@ async def many_clients_give_up(count: int) -> None:
         assert hand.batcher.join(waiter) is None
     assert hand.batcher.statistics().waiting == count
     for waiter in reversed(waiters):
-        hand.batcher.leave(waiter)
+        hand.batcher.cancel(waiter)
     assert hand.batcher.statistics().waiting == 0
     for loop in loops:
         loop.close()

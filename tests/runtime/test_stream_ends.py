@@ -45,10 +45,10 @@ class Batcher:
         assert isinstance(flow, Flow)
         return flow
 
-    def leave(self, waiter: Waiter) -> None:
+    def cancel(self, waiter: Waiter) -> None:
         self.left.append(waiter)
 
-    leave_soon = leave
+    cancel_soon = cancel
 
 
 @pytest.fixture
@@ -228,4 +228,4 @@ def test_a_stream_is_closed_whatever_locks_are_held() -> None:
             lm.next_token_logprobs_sync([0])
             lm.clear_cache()
         assert lm.statistics().batcher.in_flight == 0
-        assert not thread_of(lm).batcher._leaving
+        assert not thread_of(lm).batcher._cancelled

@@ -168,9 +168,9 @@ class WatchedBatcher(Batcher):
         self._ledger.registering(waiter)
         return super()._register(waiter)
 
-    def leave(self, waiter: Waiter) -> None:
+    def cancel(self, waiter: Waiter) -> None:
         self._ledger.leaving(waiter)
-        super().leave(waiter)
+        super().cancel(waiter)
 
     def _take(self) -> tuple[list[Request], list[Request], list[Adapter], list[Waiter]]:
         """Take a flush; loops run during the rest of the turn."""

@@ -49,12 +49,12 @@ def simulate_many() -> None:
         simulate(seed, faults=UNFORGETTING)  # it takes two refusals in a row for one request
 
 
-batcher, cancel = genrt.runtime.batcher, Batcher._cancel
+batcher, withdraw = genrt.runtime.batcher, Batcher._withdraw
 put, counted = genrt.runtime.streams._put, itertools.count()
-leave, since = Batcher.leave, Flow._since
+cancel, since = Batcher.cancel, Flow._since
 
 REPLACED: dict[str, tuple[Any, str, Any]] = {
-    "a waiter that leaves is forgotten": (Batcher, "leave", lambda self, waiter: None),
+    "a waiter that leaves is forgotten": (Batcher, "cancel", lambda self, waiter: None),
     "rows are handed out as views": (batcher, "separate_copies", list),
     "rows are cached as views": (genrt.runtime.cache, "separate_copies", list),
     "a stack is a view": (batcher, "stacked", gather_rows),
@@ -67,8 +67,8 @@ REPLACED: dict[str, tuple[Any, str, Any]] = {
     ),
     "closed loops are not swept": (
         Batcher,
-        "_cancel",
-        lambda self, waiter: None if waiter.loop.is_closed() else cancel(self, waiter),
+        "_withdraw",
+        lambda self, waiter: None if waiter.loop.is_closed() else withdraw(self, waiter),
     ),
     "what an engine could not forget is sent again": (
         AnsweringEngine,
@@ -100,8 +100,8 @@ REPLACED: dict[str, tuple[Any, str, Any]] = {
     ),
     "streams that are left go on": (
         Batcher,
-        "leave",
-        lambda self, waiter: None if waiter.flow else leave(self, waiter),
+        "cancel",
+        lambda self, waiter: None if waiter.flow else cancel(self, waiter),
     ),
     "streams that have ended are still told of": (
         Streams,

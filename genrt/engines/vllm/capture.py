@@ -19,7 +19,7 @@ from vllm.v1.sample.logits_processor import MoveDirectionality
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as V2LogitsProcessor
 
-from genrt.engines.vllm.requests import LAW, SEED, TICKET
+from genrt.engines.vllm.requests import PROCESSED, SEED, TICKET
 from genrt.errors import EngineUnsupported
 from genrt.tokens.rows import Leaving, corrected, normalised
 from genrt.tokens.sampling import mixed
@@ -127,11 +127,12 @@ class _SeededText:
 
 
 class _BatchEntry(NamedTuple):
-    """A request in V1's batch: its ticket, its seeded text, and whether it wants its law."""
+    """A request in V1's batch: its ticket, its seeded text, and whether it wants its processed
+    log-probabilities."""
 
     ticket: int | None
     text: _SeededText | None
-    law: bool
+    processed: bool
 
 
 class CaptureV1(V1LogitsProcessor):  # type: ignore[misc]
@@ -158,7 +159,7 @@ class CaptureV1(V1LogitsProcessor):  # type: ignore[misc]
         for index, params, _, token_ids in batch_update.added:
             seed = _mark(params, SEED)
             text = None if seed is None else _SeededText(seed, token_ids)
-            batch[index] = _BatchEntry(_mark(params, TICKET), text, bool(_mark(params, LAW)))
+            batch[index] = _BatchEntry(_mark(params, TICKET), text, bool(_mark(params, PROCESSED)))
         for source, target, direction in batch_update.moved:
             moved, replaced = batch.pop(source, None), batch.pop(target, None)
             if moved is not None:
@@ -166,9 +167,9 @@ class CaptureV1(V1LogitsProcessor):  # type: ignore[misc]
             if replaced is not None and direction == MoveDirectionality.SWAP:
                 batch[source] = replaced
 
-    def law_rows(self) -> list[int]:
-        """Return the batch rows of requests that want the log-probabilities of their law."""
-        return [index for index, entry in self._batch.items() if entry.law]
+    def processed_rows(self) -> list[int]:
+        """Return the batch rows of requests that want processed log-probabilities."""
+        return [index for index, entry in self._batch.items() if entry.processed]
 
     def draw(
         self, logits: torch.Tensor, _: object, k: torch.Tensor | None, p: torch.Tensor | None
@@ -205,17 +206,17 @@ class CaptureV2(V2LogitsProcessor):  # type: ignore[misc]
         self.store = RowStore()
         # By slot; -1 for other requests.
         self._tickets = np.full(vllm_config.scheduler_config.max_num_seqs, -1, dtype=np.int64)
-        self._laws = np.zeros(len(self._tickets), dtype=bool)
+        self._processed = np.zeros(len(self._tickets), dtype=bool)
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
         ticket = _mark(sampling_params, TICKET)
         self._tickets[req_idx] = -1 if ticket is None else ticket
-        self._laws[req_idx] = bool(_mark(sampling_params, LAW))
+        self._processed[req_idx] = bool(_mark(sampling_params, PROCESSED))
         return ticket is not None
 
-    def law_rows(self, slots: np.ndarray) -> np.ndarray:
-        """Return the rows, int64 ``[n]``, that want their law, of a step's requests in these slots."""
-        return np.flatnonzero(self._laws[slots])
+    def processed_rows(self, slots: np.ndarray) -> np.ndarray:
+        """Return the rows, int64 ``[n]``, that want processed log-probabilities, of a step's requests."""
+        return np.flatnonzero(self._processed[slots])
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
         slots = ctx.idx_mapping_np
@@ -239,16 +240,17 @@ class CaptureV2(V2LogitsProcessor):  # type: ignore[misc]
 OTHER_SAMPLER = "this vLLM's sampler gathers log-probabilities otherwise"
 
 
-class LawsV1:
-    """Wraps runner V1's sampler: computes the law when it draws, and reads it when it gathers. ``rows``
-    returns the current step's rows that want it. Raises EngineUnsupported for another sampler."""
+class ProcessedLogprobsV1:
+    """Wraps runner V1's sampler: computes processed log-probabilities in draws, and returns them in
+    gathers. ``rows`` returns the current step's rows that want them. Raises EngineUnsupported for another
+    sampler."""
 
     def __init__(self, sampler: Any, rows: Callable[[], list[int]]) -> None:
         if not hasattr(sampler, "topk_topp_sampler") or not hasattr(sampler, "gather_logprobs"):
             raise EngineUnsupported(OTHER_SAMPLER)
         self._rows = rows
-        # Of the current step: the row indices, and the law of each row.
-        self._laws: tuple[torch.Tensor, torch.Tensor] | None = None
+        # Of the current step: the row indices, and their log-probabilities.
+        self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
         self._draw, self._gather = sampler.topk_topp_sampler.forward, sampler.gather_logprobs
         sampler.topk_topp_sampler.forward, sampler.gather_logprobs = self.draw, self.gather
 
@@ -260,27 +262,27 @@ class LawsV1:
         p: torch.Tensor | None,
     ) -> Any:
         """Draw as the sampler does, from logits after temperature and min-p."""
-        self._laws = None
+        self._kept = None
         if rows := self._rows():
             index = torch.tensor(rows, device=logits.device)
             # ``apply_top_k_top_p`` may truncate in place; this indexing copies.
             kept = apply_top_k_top_p(
                 logits[index], None if k is None else k[index], None if p is None else p[index]
             )
-            self._laws = index, kept.log_softmax(dim=-1, dtype=torch.float32)
+            self._kept = index, kept.log_softmax(dim=-1, dtype=torch.float32)
         return self._draw(logits, generators, k, p)
 
     def gather(self, logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> Any:
-        """Gather as the sampler does, with the law's log-probabilities in the rows that want them."""
-        laws, self._laws = self._laws, None
-        if laws is not None:
-            logprobs = logprobs.index_copy(0, *laws)
+        """Gather as the sampler does, with processed log-probabilities in the rows that want them."""
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            logprobs = logprobs.index_copy(0, *kept)
         return self._gather(logprobs, num_logprobs, token_ids)
 
 
-class LawsV2:
-    """``LawsV1`` for runner V2, whose sampler takes log-probabilities from the logits that ``sample``
-    returns if its ``logprobs_mode`` says so; ``rows`` gets the step's slots."""
+class ProcessedLogprobsV2:
+    """``ProcessedLogprobsV1`` for runner V2, whose sampler takes log-probabilities from the logits that
+    ``sample`` returns if its ``logprobs_mode`` says so; ``rows`` gets the step's slots."""
 
     def __init__(self, sampler: Any, rows: Callable[[np.ndarray], np.ndarray]) -> None:
         if not hasattr(sampler, "sample") or not hasattr(sampler, "logprobs_mode"):
@@ -298,7 +300,7 @@ class LawsV2:
         *rest: Any,
         **named: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sampler's tokens, and logits: the law's in rows that want them, else the model's."""
+        """Return the sampler's tokens, and logits: processed in rows that want them, else the model's."""
         rows = self._rows(slots)
         # With "processed_logprobs" the sampler uses no kernel that hides the processed logits.
         self._sampler.logprobs_mode = "processed_logprobs" if len(rows) else "raw_logprobs"
@@ -309,16 +311,16 @@ class LawsV2:
         return sampled, logits.float().index_copy(0, index, processed[index].float())
 
 
-def install_capture(model_runner: Any) -> RowStore:
-    """Return the row store of a runner's capture, and change its sampler: it returns log-probabilities of
-    the law to requests that want them.
+def connect_capture(model_runner: Any) -> RowStore:
+    """Find the capture that vLLM has installed in a runner, connect it to the sampler, and return its row
+    store. The sampler then returns processed log-probabilities to requests that want them.
 
     Raises:
         EngineUnsupported: the runner has no capture.
     """
     capture, sampler = _find(model_runner), model_runner.sampler
     if isinstance(capture, CaptureV2):
-        LawsV2(sampler, capture.law_rows)
+        ProcessedLogprobsV2(sampler, capture.processed_rows)
         return capture.store
     if model_runner.device.type == "cpu":
         drawing = getattr(sampler, "topk_topp_sampler", None)
@@ -329,7 +331,7 @@ def install_capture(model_runner: Any) -> RowStore:
                 "on a CPU genrt draws samples itself: leave use_fp64_gumbel out"
             )
         drawing.forward = capture.draw
-    LawsV1(sampler, capture.law_rows)
+    ProcessedLogprobsV1(sampler, capture.processed_rows)
     return capture.store
 
 
@@ -355,10 +357,10 @@ class WorkerRows:
 
     model_runner: Any
 
-    def genrt_install(self) -> None:
-        """Install the capture, as ``install_capture`` does; the store stays in the worker."""
+    def genrt_connect(self) -> None:
+        """Connect the capture, as ``connect_capture`` does; the store stays in the worker."""
         runner = self.model_runner
-        install_capture(runner)
+        connect_capture(runner)
         # On a CPU, vLLM allocates a later pipeline stage's input buffers only if it compiles the model.
         if runner.device.type == "cpu" and not get_pp_group().is_first_rank:
             runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
@@ -388,7 +390,7 @@ class RemoteStore:
 
     def __init__(self, call: Callable[..., list[Any]], device: torch.device) -> None:
         self._call, self._device = call, device
-        call("genrt_install")
+        call("genrt_connect")
 
     def take(self, tickets: Iterable[int]) -> list[torch.Tensor | None]:
         replies = [r for r in self._call("genrt_take", args=([*tickets],)) if r is not None]

@@ -28,9 +28,9 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from genrt.engines.protocol import EngineStatistics, Finished
-from genrt.engines.vllm.capture import FiniteCheck, RemoteStore, RowStore, install_capture
+from genrt.engines.vllm.capture import FiniteCheck, RemoteStore, RowStore, connect_capture
 from genrt.engines.vllm.lora import VLLMAdapters
-from genrt.engines.vllm.populations import SeatedPopulations
+from genrt.engines.vllm.populations import OpenPopulations
 from genrt.engines.vllm.prefixes import PrefixBlocks
 from genrt.engines.vllm.process import Globals, heap_kept
 from genrt.engines.vllm.rank import Share, keep_local
@@ -58,10 +58,10 @@ from genrt.questions.sequences import SequenceHandle
 from genrt.tokens.rows import Leaving
 
 Sent: TypeAlias = LogprobsRequest | ScoreRequest | TextRequest
-"""A question that is sent to vLLM as one request."""
+"""A request that becomes one vLLM request."""
 
 Purpose: TypeAlias = Sent | PopulationDraw
-"""A question with its own vLLM request, or a population, which has several."""
+"""A request with its own vLLM request, or a population, which has several."""
 
 
 class VLLMEngine:
@@ -88,7 +88,7 @@ class VLLMEngine:
         with self._globals:
             if isinstance(llm_engine.model_executor, UniProcExecutor):
                 model_runner = core.model_executor.driver_worker.worker.model_runner
-                self._store = install_capture(model_runner)
+                self._store = connect_capture(model_runner)
             else:
                 self._store = RemoteStore(self._core.collective_rpc, self.device)
         self._positions = positions_of(config, model_runner, core.scheduler, own_processors)
@@ -110,7 +110,7 @@ class VLLMEngine:
                 device=self.device,
             )
             self._open = OpenRequests(core.scheduler, steps)
-        self._populations = SeatedPopulations(self._open, self._adapters)
+        self._populations = OpenPopulations(self._open, self._adapters)
         self._decoded: list[tuple[Purpose, str]] = []  # requests of the last decode step
         drawn_here = self.runner == "V1" and on_cpu
         self._texts = VLLMTexts(llm_engine, self.max_batch_size, drawn_here=drawn_here)
@@ -496,7 +496,7 @@ class VLLMEngine:
             raise
 
     def remove_adapter(self, adapter: Adapter) -> None:
-        if self._open is not None:  # resident sequences that no question in progress extends
+        if self._open is not None:  # resident sequences that no request in progress extends
             bound = self._open.residents.bound_to(adapter)
             self._abort([each for each in bound if each not in self._in_progress])
         with self._globals:
@@ -533,7 +533,7 @@ class VLLMEngine:
         return bool(self._core.reset_prefix_cache()) and not self._in_progress
 
     def stop_keeping(self) -> None:
-        """Open a new vLLM request for every question from now on. No request may be in progress."""
+        """Open a new vLLM request for every request from now on. No request may be in progress."""
         self.forget_residents()
         self._open = None
 
@@ -566,8 +566,8 @@ class VLLMEngine:
 
 
 def changes_with_length(config: VllmConfig) -> bool:
-    """Return whether the model's law depends on ``max_model_len``: Phi 3's long factors of RoPE, Llama
-    4's temperatures of attention."""
+    """Return whether the model's distribution depends on ``max_model_len``: Phi 3's long factors of
+    RoPE, Llama 4's temperatures of attention."""
     text = config.model_config.hf_text_config
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
     return "longrope" in str(rope) or str(getattr(text, "model_type", "")).startswith("llama4")

@@ -142,7 +142,7 @@ def configure(
     checkpoint: str, options: dict[str, Any], reserve_bytes: int, *, residency: bool = True
 ) -> VllmConfig:
     """Return vLLM's configuration with genrt's processor in it; raise the errors of ``open_vllm``."""
-    # A front end draws by the same law as every other question, unless the user names another one.
+    # A front end draws from the same distribution as other questions, unless the user names another.
     defaults = {"disable_log_stats": True, "generation_config": "vllm"}
     options = {**defaults, **options, "model": checkpoint}
     options["load_format"] = _load_format(checkpoint, options.get("load_format", "auto"))

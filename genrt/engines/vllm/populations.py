@@ -1,7 +1,7 @@
 """Tracks an engine's populations: the vLLM requests of their sequences, and how populations continue.
 
-A sequence is found by its number in an earlier question, so that no context is read for it, if its vLLM
-request is as that question left it: parked, and in no flush since. Otherwise the rows are requested one
+A sequence is found by its index in an earlier population request, so that no context is read for it, if
+its vLLM request is unchanged since then: parked, and in no flush. Otherwise the rows are requested one
 by one and the population is *settled*: its sequences are found by their contexts once.
 """
 
@@ -28,7 +28,7 @@ from genrt.tokens.rows import Leaving, gather_rows
 from genrt.tokens.sampling import DrawGraphs
 
 MOST_FORKS = 64
-"""The most forks that are made for sequences before the next question, while the forward runs."""
+"""The most forks that are made for sequences before the next request, while the forward runs."""
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class _Requests:
     flushes: np.ndarray
     places: np.ndarray | None  # of each sequence's request; None if sequence i has request i
     adapter: Adapter | None
-    spare: dict[str, int] = field(default_factory=dict)  # unused requests of earlier questions
+    spare: dict[str, int] = field(default_factory=dict)  # unused, of earlier populations
     # Requests that became forks for sequences that shared a request, and each sequence's own one then.
     forks: dict[str, int] = field(default_factory=dict)
     own: list[str] | None = None
@@ -103,13 +103,13 @@ class EarlyDelivery:
         self._preparation, self._delivered_at = ended - began, began if is_early else ended
 
 
-class SeatedPopulations:
+class OpenPopulations:
     """The populations of an engine. It has none without ``open_requests``, which hold the sequences."""
 
     def __init__(self, open_requests: OpenRequests | None, adapters: VLLMAdapters) -> None:
         self._open = cast("OpenRequests", open_requests)
         self._adapters = adapters
-        # The seats of each question; for a settled one, a function that finds them when needed.
+        # The vLLM requests of each handle; for a settled one, a function that finds them when needed.
         self._known: WeakKeyDictionary[
             SequenceHandle, _Requests | Callable[[], _Requests | None]
         ] = WeakKeyDictionary()
@@ -129,27 +129,27 @@ class SeatedPopulations:
         """Extend and fork sequences to this population's sequences.
 
         Return the vLLM requests; ``None`` if that is impossible. ``begin`` makes the requests of forks
-        that find no seat. After ``None``, or an error of ``begin``, no state has changed.
+        that find no unused request. After ``None``, or an error of ``begin``, no state has changed.
         """
         self.early_delivery.requested()
         origins, adapter, kept = population.origins, population.adapter, self._open
-        known = [] if origins is None else [self._seats_of(asked) for asked in origins.handles]
-        seats = [each for each in known if each is not None and each.adapter == adapter]
-        if origins is None or len(seats) < len(known) or not seats:
+        known = [] if origins is None else [self._requests_of(asked) for asked in origins.handles]
+        requests = [each for each in known if each is not None and each.adapter == adapter]
+        if origins is None or len(requests) < len(known) or not requests:
             return None
-        request_ids, flushes, rows = _joined_requests(seats, origins.handles)
+        request_ids, flushes, rows = _joined_requests(requests, origins.handles)
         numbers, tokens = origins.numbers, population.contexts.last_tokens
         rows = rows[numbers]
         firsts, places = _different(rows << 32 | tokens)
-        if firsts is not None and self._seats_all(seats, rows):
+        if firsts is not None and self._one_request_each(requests, rows):
             firsts = places = None
         if firsts is not None:
             numbers, tokens, rows = numbers[firsts], tokens[firsts], rows[firsts]
         parents = [request_ids[row] for row in rows.tolist()]
         # Joined populations may share a request, so it may come twice here with different flushes.
         pairs = [*zip(parents, flushes[rows].tolist(), strict=True)]
-        if len(seats) == 1 and (own := seats[0].own) is not None:
-            parents, forks = [own[number] for number in numbers.tolist()], seats[0].forks
+        if len(requests) == 1 and (own := requests[0].own) is not None:
+            parents, forks = [own[number] for number in numbers.tolist()], requests[0].forks
             pairs = [
                 (each, forks.get(each, flush))
                 for each, (_, flush) in zip(parents, pairs, strict=True)
@@ -157,7 +157,7 @@ class SeatedPopulations:
         if len(kept.left(pairs)) < len(pairs):
             return None
         used = set(parents)
-        unused = [each for each, of in zip(seats, origins.handles, strict=True) if not of.idle]
+        unused = [each for each, of in zip(requests, origins.handles, strict=True) if not of.idle]
         free = _free(kept, unused, used) if _count(unused) > len(used) else {}
         contexts = population.contexts
 
@@ -188,7 +188,7 @@ class SeatedPopulations:
             self._adapters.hold(adapter)
         return found
 
-    def _seats_all(self, several: Sequence[_Requests], rows: np.ndarray) -> bool:
+    def _one_request_each(self, several: Sequence[_Requests], rows: np.ndarray) -> bool:
         """Return whether each sequence that continues gets its own request, even if equal to another:
         where steps run ahead and there are fewer requests than sequences (see ``spread``)."""
         kept, wanted = self._open, len(rows)
@@ -197,14 +197,14 @@ class SeatedPopulations:
         return wanted <= min(kept.most, len(np.unique(rows)) + MOST_FORKS)
 
     def whole(self, request_ids: list[str]) -> list[PopulationDraw]:
-        """Return the populations that consist of exactly these requests; ``[]`` if some belong to other
-        questions, or if a population is incomplete."""
+        """Return the populations that consist of exactly these requests; ``[]`` if some belong to
+        others, or if a population is incomplete."""
         wanted, count = set(request_ids), 0
         found: list[PopulationDraw] = []
-        for population, seats in self._under_way.items():
-            mine = seats.request_ids
+        for population, requests in self._under_way.items():
+            mine = requests.request_ids
             if mine[0] in wanted:
-                if seats.rows or not wanted.issuperset(mine):
+                if requests.rows or not wanted.issuperset(mine):
                     return []
                 found.append(population)
                 count += len(mine)
@@ -222,15 +222,15 @@ class SeatedPopulations:
         # sequences that repeat an earlier one's request, and with parked requests that could serve these.
         shared: list[tuple[PopulationDraw, list[str], list[int], list[str]]] = []
         for population in several:
-            seats = self._under_way[population]
-            if seats.places is None:
+            requests = self._under_way[population]
+            if requests.places is None:
                 continue
-            if seats.added or not kept.steps.foresees:
+            if requests.added or not kept.steps.foresees:
                 return None
-            own = [seats.request_ids[row] for row in seats.places.tolist()]
+            own = [requests.request_ids[row] for row in requests.places.tolist()]
             numbers = repeated(own)
             left -= len(numbers)
-            free = [each for each, _ in kept.left(seats.spare.items())]
+            free = [each for each, _ in kept.left(requests.spare.items())]
             if left < 0:
                 return None
             shared.append((population, own, numbers, free))
@@ -240,12 +240,12 @@ class SeatedPopulations:
         if found is None:
             return None
         for (population, own, numbers, _), forks in zip(shared, found, strict=True):
-            seats = self._under_way[population]
+            requests = self._under_way[population]
             for number, fork in zip(numbers, forks, strict=True):
                 own[number] = fork
-                seats.forks[fork] = kept.flush
-                del seats.spare[fork]
-            seats.own = own
+                requests.forks[fork] = kept.flush
+                del requests.spare[fork]
+            requests.own = own
             of_forks = dict(zip(forks, numbers, strict=True))
             kept.residents.put_later(of_forks, population.adapter, population.contexts.packed)
         return [fork for forks in found for fork in forks]
@@ -261,12 +261,12 @@ class SeatedPopulations:
         request ``i`` has row ``i``, or row ``at_rows[i]``. ``answer`` must follow."""
         places: list[np.ndarray | None] = []
         at: dict[str, int] = {}
-        for seats in (self._under_way[each] for each in several):
-            places.append(seats.places)
-            if seats.request_ids != request_ids or at_rows is not None:
+        for requests in (self._under_way[each] for each in several):
+            places.append(requests.places)
+            if requests.request_ids != request_ids or at_rows is not None:
                 at = at or dict(zip(request_ids, at_rows or range(len(rows)), strict=True))
-                order = np.array([at[each] for each in seats.request_ids])
-                places[-1] = order if seats.places is None else order[seats.places]
+                order = np.array([at[each] for each in requests.request_ids])
+                places[-1] = order if requests.places is None else order[requests.places]
         try:
             if any(each.seeds is None for each in several):
                 return LaunchedDraws(_rows_and_draws(several, rows, places))
@@ -291,9 +291,9 @@ class SeatedPopulations:
         request_ids: list[str] = []
         are_shared = False
         for population in several:
-            seats = self._known[population.handle] = self._ended(population)
-            are_shared = are_shared or (seats.places is not None and seats.own is None)
-            request_ids += seats.own or seats.request_ids
+            requests = self._known[population.handle] = self._ended(population)
+            are_shared = are_shared or (requests.places is not None and requests.own is None)
+            request_ids += requests.own or requests.request_ids
         self._open.keep(())
         if are_shared or drawn.draws is None:
             return None
@@ -304,19 +304,19 @@ class SeatedPopulations:
     ) -> Finished | None:
         """Add the row of one request, ``None`` if it is not finite. Return the population's result if
         this was the last row, or if the row failed it."""
-        seats = self._under_way.get(population)
-        if seats is None:  # an earlier row has failed the population
+        requests = self._under_way.get(population)
+        if requests is None:  # an earlier row has failed the population
             return None
         if row is None:
             self.forget(population)
             return Finished(population, error=not_finite())
-        seats.rows[request_id] = row
-        if (asked := seats.added.pop(request_id, None)) is not None:
+        requests.rows[request_id] = row
+        if (asked := requests.added.pop(request_id, None)) is not None:
             self._open.keep([(request_id, asked)])
-        mine = seats.request_ids
-        if len(seats.rows) < len(mine):
+        mine = requests.request_ids
+        if len(requests.rows) < len(mine):
             return None
-        rows = gather_rows([seats.rows[each] for each in mine])
+        rows = gather_rows([requests.rows[each] for each in mine])
         drawn = self.drawn([population], mine, rows)
         self.answer([population], drawn)
         return drawn.ends[0]
@@ -327,25 +327,25 @@ class SeatedPopulations:
         contexts, adapter, kept = population.contexts, population.adapter, self._open
         self._known[population.handle] = lambda: _settled(kept, contexts, adapter)
 
-    def _seats_of(self, asked: SequenceHandle) -> _Requests | None:
+    def _requests_of(self, asked: SequenceHandle) -> _Requests | None:
         known = self._known.get(asked)
         if known is None or isinstance(known, _Requests):
             return known
-        seats = known()
-        if seats is None:
+        requests = known()
+        if requests is None:
             del self._known[asked]
         else:
-            self._known[asked] = seats
-        return seats
+            self._known[asked] = requests
+        return requests
 
     def release(self, several: Sequence[SequenceHandle]) -> list[str]:
-        """Forget these questions; return their requests that no other question has used since."""
+        """Forget these handles; return their vLLM requests that no other has used since."""
         free: list[str] = []
         for asked in several:
-            seats = self._seats_of(asked)
+            requests = self._requests_of(asked)
             self._known.pop(asked, None)
-            if seats is not None:
-                free += _free(self._open, [seats], set())
+            if requests is not None:
+                free += _free(self._open, [requests], set())
         return free
 
     def forget(self, population: PopulationDraw) -> bool:
@@ -364,10 +364,10 @@ class SeatedPopulations:
     def _ended(self, population: PopulationDraw) -> _Requests:
         if population.adapter is not None:
             self._adapters.release(population.adapter)
-        seats = self._under_way.pop(population)
-        seats.rows.clear()
-        seats.added.clear()
-        return seats
+        requests = self._under_way.pop(population)
+        requests.rows.clear()
+        requests.added.clear()
+        return requests
 
 
 def _rows_and_draws(
@@ -383,7 +383,7 @@ def _rows_and_draws(
 
 def _free(kept: OpenRequests, several: Sequence[_Requests], used: set[str]) -> dict[str, int]:
     """Return the requests that are not used and can be reused, with their flushes."""
-    pairs = [pair for seats in several for pair in seats.pairs()]
+    pairs = [pair for requests in several for pair in requests.pairs()]
     return dict(kept.left(pair for pair in pairs if pair[0] not in used))
 
 
@@ -402,13 +402,13 @@ def _settled(kept: OpenRequests, contexts: Contexts, adapter: Adapter | None) ->
 def _joined_requests(
     several: Sequence[_Requests], handles: Sequence[SequenceHandle]
 ) -> tuple[list[str], np.ndarray, np.ndarray]:
-    """Return the requests of several questions, their flushes, and the request index of each sequence."""
+    """Return the requests of several handles, their flushes, and the request index of each sequence."""
     request_ids: list[str] = []
     rows: list[np.ndarray] = []
-    for seats, handle in zip(several, handles, strict=True):
-        places = np.arange(handle.count) if seats.places is None else seats.places
+    for requests, handle in zip(several, handles, strict=True):
+        places = np.arange(handle.count) if requests.places is None else requests.places
         rows.append(places + len(request_ids))
-        request_ids += seats.request_ids
+        request_ids += requests.request_ids
     return request_ids, np.concatenate([each.flushes for each in several]), np.concatenate(rows)
 
 

@@ -21,7 +21,7 @@ from genrt.models import offline_advice
 TICKET = "genrt_ticket"  # the number by which the capture knows a request for a row
 OPEN = "genrt_open"  # of a request to keep open after its row
 FIRST = "genrt_first"  # the first wanted position, counted from 0, of a score
-LAW = "genrt_law"  # of a request that wants the log-probabilities of its law
+PROCESSED = "genrt_processed"  # of a request that wants its processed log-probabilities
 # The seed of a text that draws its tokens in the capture. vLLM gets no seed then: for a prompt that is
 # computed in parts, its runner V1 rewinds the request's generator, which a CPU generator cannot do.
 SEED = "genrt_seed"

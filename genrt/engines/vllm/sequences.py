@@ -1,9 +1,9 @@
 """Serves logprobs requests as open vLLM requests: tracks resident sequences, extends and forks them.
 
-A question whose context is a resident sequence plus one token *extends* it. Further questions *fork* it:
-they take over the *seats* (vLLM requests) of sequences that have no further questions, as after
-resampling. Any other question opens a new vLLM request, which shares the blocks of the nearest resident
-sequence. A sequence that this flush extends or forks keeps its seat.
+A request whose context is a resident sequence plus one token *extends* it. Further requests *fork* it:
+they take over the *seats* (vLLM requests) of sequences without further requests, as after resampling. Any
+other request opens a new vLLM request, which shares the blocks of the nearest resident sequence. A
+sequence that this flush extends or forks keeps its seat.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class OpenRequests:
         self.flush = 0
         self._asked_in: dict[str, int] = {}  # the last flush of each request
         self._order: list[str] = []  # of the last population that was extended
-        self._guesses: list[str] = []  # the requests of the last flush of questions by content
+        self._guesses: list[str] = []  # the vLLM requests of the last flush by content
         self._extended = 0
         self._evicted = 0
 
     def match(self, requests: Sequence[LogprobsRequest | ScoreRequest]) -> list[str | None]:
         """Extend or fork resident sequences that lack only the last token of these contexts. Return the
-        vLLM request of each question; ``None`` if it needs a new one."""
+        vLLM request of each; ``None`` if it needs a new one."""
         self.flush += 1
         matched: list[str | None] = []
         forks: list[tuple[int, str, LogprobsRequest]] = []
@@ -184,12 +184,12 @@ class OpenRequests:
             self._scheduler.share(request_id, *nearest)
 
     def remember(self, request_ids: list[str]) -> None:
-        """Record the requests that serve the questions of the last ``match``."""
+        """Record the vLLM requests that serve the last ``match``."""
         self._asked_in.update(dict.fromkeys(request_ids, self.flush))
         self._guesses = request_ids
 
     def keep(self, answered: Iterable[tuple[str, LogprobsRequest]]) -> None:
-        """After a step, record each answered request as resident with its question's context, and forget
+        """After a step, record each answered vLLM request as resident with its context, and forget
         the evicted sequences."""
         for request_id in self._scheduler.take_evicted():
             self._forget(request_id)

@@ -26,7 +26,7 @@ from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from genrt.engines.vllm.reasoning import NO_PARSER, Reasoning, ReasoningParsers
-from genrt.engines.vllm.requests import LAW, SEED, core_request
+from genrt.engines.vllm.requests import PROCESSED, SEED, core_request
 from genrt.engines.vllm.structures import GuidedStructures
 from genrt.errors import EngineFailed, GenrtError, InvalidRequest, StreamCut
 from genrt.numbers import check_float
@@ -161,7 +161,7 @@ class _TextState:
     ) -> tuple[tuple[float, ...], tuple[dict[int, float], ...]]:
         """Return the log-probabilities of drawn tokens, and the likeliest tokens of each place."""
         decoding = self.request.decoding
-        is_certain = decoding.tells_law and decoding.temperature < GREEDY_BELOW
+        is_certain = decoding.returns_processed and decoding.temperature < GREEDY_BELOW
         own: list[float] = []
         top: list[dict[int, float]] = []
         for place, token in zip(places, drawn, strict=False):
@@ -359,7 +359,9 @@ class VLLMTexts:
             if reasoning.is_over:
                 reasoning = None
         params = cast("SamplingParams", made.sampling_params)
-        extra: dict[str, Any] = {LAW: True} if params.temperature and decoding.tells_law else {}
+        extra: dict[str, Any] = (
+            {PROCESSED: True} if params.temperature and decoding.returns_processed else {}
+        )
         self._draw(params, params.seed, extra)
         self._rule_out(params, decoding.bad_words, has_structure=asked is not None)
         if params.temperature:

@@ -181,7 +181,7 @@ def test_wide_rows_are_normalised_in_float32_to_its_rounding(dtype: torch.dtype)
 
 @pytest.mark.promise(number=24)
 def test_a_runner_without_the_capture_or_with_another_sampler_is_refused() -> None:
-    from genrt.engines.vllm.capture import install_capture
+    from genrt.engines.vllm.capture import connect_capture
 
     def runner(*captures: Any, **more: Any) -> Any:
         sampler = SimpleNamespace(logits_processors=[*captures])
@@ -195,10 +195,10 @@ def test_a_runner_without_the_capture_or_with_another_sampler_is_refused() -> No
         ("gathers log-probabilities otherwise", runner(input_batch=batch)),
     ):
         with pytest.raises(EngineUnsupported, match=message):
-            install_capture(wrong)
+            connect_capture(wrong)
 
 
-# -- log-probabilities of the law ------------------------------------------------------------------
+# -- processed log-probabilities --------------------------------------------------------------------
 
 
 def test_v2s_own_sampler_tells_each_row_what_its_request_wants(
@@ -207,11 +207,11 @@ def test_v2s_own_sampler_tells_each_row_what_its_request_wants(
     """vLLM's ``Sampler``, with its Triton kernels written in torch: the way of the logits through it."""
     from vllm.v1.worker.gpu.sample import sampler as module
 
-    from genrt.engines.vllm.capture import LawsV2
+    from genrt.engines.vllm.capture import ProcessedLogprobsV2
 
     capture, heat, top_k = v2(), torch.tensor([0.5, 2.0, 0.7]), torch.tensor([2, VOCAB, 3])
-    for slot, law in enumerate((True, False, True)):
-        capture.add_request(slot, params(LAW=law))
+    for slot, processed in enumerate((True, False, True)):
+        capture.add_request(slot, params(PROCESSED=processed))
     modes: list[bool] = []
 
     def scores(
@@ -248,7 +248,7 @@ def test_v2s_own_sampler_tells_each_row_what_its_request_wants(
         ),
         "req_states": SimpleNamespace(prefill_len=SimpleNamespace(gpu=None)),
     }
-    LawsV2(sampler, capture.law_rows)
+    ProcessedLogprobsV2(sampler, capture.processed_rows)
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(2)).bfloat16()
 
     def told(*slots: int) -> list[float]:

@@ -113,7 +113,7 @@ def test_log_probabilities_of_the_law_are_those_of_the_transformers_engine(
             [[*PROMPTS[0], *ours.token_ids[:place]] for place in range(len(ours.token_ids))]
         )
         for row, token, logprob in zip(rows, ours.token_ids, ours.logprobs, strict=True):
-            law = writing.law(row)
+            law = writing.distribution(row)
             kept = truncate(
                 row if law is None else law,
                 temperature=decoding.temperature,
@@ -122,7 +122,7 @@ def test_log_probabilities_of_the_law_are_those_of_the_transformers_engine(
                 min_p=decoding.min_p,
             )
             writing.add(token, row, kept)
-            expected = kept[token] if decoding.tells_law else row[token]
+            expected = kept[token] if decoding.returns_processed else row[token]
             assert logprob == pytest.approx(float(expected), abs=5e-4)
 
 

@@ -1,4 +1,4 @@
-"""Laws of the samples and weights of correct samplers, as assertions with a guaranteed error level.
+"""Assertions about the samples and weights of correct samplers, with a guaranteed error level.
 
 A correct sampler fails with probability at most the level, for any number of runs and any distribution
 within the stated bounds: the assertions are bets (``genrt.testing.bets``), not approximations.
@@ -163,7 +163,7 @@ def assert_samples_from(
         InvalidRequest: there are no samples, or the probabilities are not a distribution.
     """
     needed = _needed_capital(level)
-    law = _distribution(probabilities)
+    exact = _distribution(probabilities)
     try:
         counts = Counter(samples)
     except TypeError as error:
@@ -174,23 +174,23 @@ def assert_samples_from(
     if not count:
         raise InvalidRequest("there are no samples: give some hundred")
     for sample, times in counts.items():
-        if sample not in law:
+        if sample not in exact:
             raise AssertionError(
                 f"{sample!r} came {times} of {count} times, and its probability is 0"
             )
-    observed = torch.tensor([counts[sample] for sample in law], dtype=torch.float64)
-    expected = torch.tensor(list(law.values()), dtype=torch.float64)
+    observed = torch.tensor([counts[sample] for sample in exact], dtype=torch.float64)
+    expected = torch.tensor(list(exact.values()), dtype=torch.float64)
     each = bets.on_each_count(observed, expected)
     capital = bets.spread(log_mean_exp(each.numpy()), bets.on_all_counts(observed, expected))
     if capital >= needed:
-        names = list(law)
+        names = list(exact)
         worst = "\n".join(
             f"  {names[index]!r}: {counts[names[index]]} times, "
             f"expected {count * float(expected[index]):.4g}"
             for index in each.argsort(descending=True)[:WORST].tolist()
         )
         raise AssertionError(
-            f"the samples have other probabilities: n = {count}, of {len(law)} that can come "
+            f"the samples have other probabilities: n = {count}, of {len(exact)} that can come "
             f"{len(counts)} did, p <= {_p(capital)} (level {level:g}). Most off are\n{worst}"
         )
 
@@ -231,8 +231,8 @@ def assert_weighted_samples_from(
     needed = _needed_capital(level)
     at_most = _bound(highest)
     evidence = _evidence(log_evidence)
-    law = _distribution(probabilities) if probabilities or evidence > 0 else {}
-    watched = {sample: place for place, sample in enumerate(list(law)[:WATCHED])}
+    exact = _distribution(probabilities) if probabilities or evidence > 0 else {}
+    watched = {sample: place for place, sample in enumerate(list(exact)[:WATCHED])}
     rows = []
     for samples, log_weights in runs:
         logs = _float_numbers("log-weights", log_weights)
@@ -246,7 +246,7 @@ def assert_weighted_samples_from(
         with np.errstate(over="ignore"):
             weights = np.exp(logs) / len(logs)
         for sample, log_weight, weight in zip(samples, logs, weights, strict=True):
-            if log_weight > -math.inf and sample not in law:
+            if log_weight > -math.inf and sample not in exact:
                 raise AssertionError(
                     f"{sample!r} has the log-weight {log_weight:.4g}, and its probability is 0"
                 )
@@ -258,10 +258,10 @@ def assert_weighted_samples_from(
     table = np.array(rows)
     names = ["the evidence", *(f"the weight of {sample!r}" for sample in watched)]
     names.append("that of all others")
-    parts = [evidence * law[sample] for sample in watched]
+    parts = [evidence * exact[sample] for sample in watched]
     means = [evidence, *parts, max(evidence - math.fsum(parts), 0.0)]
     columns = [table.sum(axis=1), *table.T]
-    if len(law) <= WATCHED:
+    if len(exact) <= WATCHED:
         names, means, columns = names[:-1], means[:-1], columns[:-1]
     if evidence > at_most * (1 + ROUNDING):
         raise InvalidRequest(
