@@ -553,7 +553,8 @@ class AsyncLM:
         of all such chats is pinned. On vLLM, rows and texts that begin with it start from there until
         ``cool_down``. A prefix that loses its memory to a question, or with an engine, is pinned again by
         the next question that computes it. The newest 64 prefixes are pinned, in half of the KV cache.
-        Other engines compute the row and cache it. Cancelling before the computation pins no prefix.
+        Other engines, and replicas, compute the row and cache it. Cancelling before the computation pins
+        no prefix.
 
         Raises:
             InvalidRequest: the prefix is empty, or chats share no tokens; otherwise as

@@ -62,7 +62,7 @@ MISTAKES: dict[str, tuple[Callable[[AsyncLM], Any], type[GenrtError], str]] = {
     "a constraint for a mask": (
         lambda lm: lm.draw_sync([0], mask=regex("a", lm)),  # type: ignore[arg-type]
         InvalidRequest,
-        r"mask is a constraint: give the mask of a state.*constraint\.start\(\)\.mask\(\)",
+        r"mask is a constraint: give a state, at first constraint\.start\(\)",
     ),
     "constraints in a list": (
         lambda lm: all_of([regex("a", lm)]),  # type: ignore[call-overload]

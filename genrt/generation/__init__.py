@@ -34,7 +34,7 @@ from genrt.generation.valid import (
     generate_valid,
     generate_valid_sync,
 )
-from genrt.generation.validators import Fault, Validate
+from genrt.generation.validators import Fault, Parse, Validate
 
 __all__ = [
     "AskOptions",
@@ -48,6 +48,7 @@ __all__ = [
     "ManyOptions",
     "Message",
     "OnError",
+    "Parse",
     "PolicyGeneration",
     "Prompt",
     "Prompts",

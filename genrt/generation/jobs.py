@@ -462,12 +462,13 @@ class JobRun:
             if isinstance(result, Failed):
                 return _RowResult(row, result, tokens=tokens)
             tokens += len(result.token_ids)
-            value, fault = None, None
+            values, faults = list[Any](), list[Fault]()
             if job._validator is not None:
-                value, fault = await job._validator.validate(result.text)
-            if fault is None or attempt == job._num_retries:
+                await job._validator.validate(result.text, values, faults)
+            if not faults or attempt == job._num_retries:
                 break
-        output = _as_json("the value that validate returned", value)
+        output = _as_json("the value that validate returned", values[0]) if values else None
+        fault = faults[0] if faults else None
         return _RowResult(row, result, options.get("seed"), tokens, output, fault)
 
     def _settle(self, lm: AsyncLM, answer: _RowResult) -> None:

@@ -1,4 +1,4 @@
-"""Texts until enough of them are valid."""
+"""Texts until enough of their records are valid."""
 
 from __future__ import annotations
 
@@ -22,16 +22,19 @@ from typing import Any, Literal, TypeAlias, Unpack, cast
 
 from genrt.errors import GenrtError, InvalidRequest
 from genrt.generation.many import AskOptions, Failed, Item, ItemRunner, Prompt, generate_many
-from genrt.generation.validators import Fault, RecordValidator, Validate
+from genrt.generation.validators import Fault, Parse, RecordValidator, Validate
 from genrt.lm import AsyncLM
-from genrt.numbers import check_bool, check_int, check_options, shown
+from genrt.numbers import check_bool, check_float, check_int, check_options, shown
 from genrt.progress import progress_bar
 from genrt.questions.arguments import check_seed, seed_at
 from genrt.questions.completions import Completion
 from genrt.runtime.concurrency import blocking_twin
 
+CUT_OFF = 50
+"""The run ends after this number of attempts if all are truncated and none is valid."""
+
 MAX_DRY_ATTEMPTS = 500
-"""After so many attempts without a valid text fewer than 1 in 160 are valid, at a level of 95 %."""
+"""After so many attempts without a valid record fewer than 1 in 160 are valid, at a level of 95 %."""
 
 Prompts: TypeAlias = (
     Prompt | Sequence[Prompt] | Iterator[Prompt] | AsyncIterable[Prompt] | Callable[[int], Prompt]
@@ -39,12 +42,15 @@ Prompts: TypeAlias = (
 """A prompt (see ``Prompt``); a list of prompts, used in turn; an iterator, which may end; or a function
 of the number of the attempt."""
 
-Reason: TypeAlias = Literal["complete", "out_of_attempts", "no_valid", "interrupted"]
+Reason: TypeAlias = Literal[
+    "complete", "out_of_attempts", "threshold", "no_valid", "all_truncated", "interrupted"
+]
 """Why a run ended.
 
 ``complete``: it has ``target`` valid records. ``out_of_attempts``: ``max_attempts`` were made, or the
-prompts ended. ``no_valid``: see ``max_dry_attempts``. ``interrupted``: by an interrupt, a cancellation or
-an error.
+prompts ended. ``threshold``: see ``invalid_threshold``. ``no_valid``: see ``max_dry_attempts``.
+``all_truncated``: the same, or the first 50 attempts had no valid record, and all their texts were
+truncated: raise ``max_tokens``. ``interrupted``: by an interrupt, a cancellation or an error.
 """
 
 
@@ -53,13 +59,21 @@ class ValidOptions(AskOptions, total=False):
 
     Attributes:
         seed: attempt ``i`` is drawn with seed ``seed + i``: the records are then reproducible.
+        parse: returns or yields the records of a text; by default the text is the record.
         max_attempts: the maximum number of texts.
-        max_dry_attempts: the run ends after this number of attempts in a row without a valid text; by
+        max_dry_attempts: the run ends after this number of attempts in a row without a valid record; by
             default 500. ``None`` is no bound.
+        invalid_threshold: the run ends after ``patience`` batches in a row in which at least this
+            fraction of the records was invalid. A batch has as many attempts as ``target``, but from 10
+            to 100.
+        patience: the number of batches. Give both options, or neither.
     """
 
+    parse: Parse | None
     max_attempts: int | None
     max_dry_attempts: int | None
+    invalid_threshold: float | None
+    patience: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +82,17 @@ class RecordStatistics:
 
     Attributes:
         attempts: validated texts, and attempts without a text.
-        valid: valid texts.
-        invalid: other attempts.
+        valid: valid records.
+        invalid: invalid records, and texts without a record.
         truncated: truncated texts.
         failed: attempts without a text, as after a timeout. They also count as invalid.
         errors: the number of faults by category, the most frequent first.
         finish_reasons: the number of texts by finish reason, the most frequent first.
-        tokens: drawn tokens.
+        tokens_valid: tokens of texts with a valid record.
+        tokens_invalid: tokens of other texts that are not truncated.
+        tokens_truncated: tokens of other texts that are truncated.
         seconds: the duration of the run.
+        seconds_judging: the part of it in ``parse`` and ``validate``.
     """
 
     attempts: int = 0
@@ -85,8 +102,16 @@ class RecordStatistics:
     failed: int = 0
     errors: Mapping[str, int] = field(default_factory=dict)
     finish_reasons: Mapping[str, int] = field(default_factory=dict)
-    tokens: int = 0
+    tokens_valid: int = 0
+    tokens_invalid: int = 0
+    tokens_truncated: int = 0
     seconds: float = 0.0
+    seconds_judging: float = 0.0
+
+    @property
+    def invalid_fraction(self) -> float:
+        """The share of invalid records; 0 without records."""
+        return self.invalid / max(self.valid + self.invalid, 1)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -94,8 +119,9 @@ class Records:
     """The result of ``generate_valid``. Attempts have numbers from 0.
 
     Attributes:
-        records: the values of valid texts, in the order of their attempts, ``target`` at most.
+        records: the values of valid records, in the order of their attempts, ``target`` at most.
         attempts: for each record, the number of its attempt.
+        surplus: further valid records of the last attempt.
         completions: the completions by the number of their attempt.
         faults: the faults by the number of their attempt.
         reason: why the run ended.
@@ -105,8 +131,9 @@ class Records:
 
     records: tuple[Any, ...]
     attempts: tuple[int, ...]
+    surplus: tuple[Any, ...]
     completions: Mapping[int, Completion]
-    faults: Mapping[int, Fault]
+    faults: Mapping[int, tuple[Fault, ...]]
     reason: Reason
     target: int
     statistics: RecordStatistics
@@ -116,9 +143,10 @@ class Records:
         errors = [f"{name} {count}" for name, count in [*made.errors.items()][:5]]
         more = ["…"] if len(made.errors) > 5 else []
         faults = f"; invalid: {', '.join(errors + more)}" if errors else ""
+        beyond = f", {len(self.surplus)} beyond" if self.surplus else ""
         return (
-            f"Records({self.reason}: {len(self.records)} of {self.target}, by {made.attempts} "
-            f"attempts in {made.seconds:.1f} s; {made.valid / max(made.attempts, 1):.1%} valid, "
+            f"Records({self.reason}: {len(self.records)} of {self.target}{beyond}, by {made.attempts} "
+            f"attempts in {made.seconds:.1f} s; {1 - made.invalid_fraction:.1%} valid, "
             f"{made.truncated} truncated{faults})"
         )
 
@@ -131,16 +159,16 @@ async def generate_valid(
     target: int,
     **options: Unpack[ValidOptions],
 ) -> Records:
-    """Draw texts until ``target`` of them are valid. Return their values, with statistics.
+    """Draw texts until ``target`` of their records are valid. Return the records, with statistics.
 
     The records are those of the first attempts, by number. So a run does not prefer short texts, which
     finish early, and with a seed the records depend neither on timing nor on ``concurrency``.
 
     At first at most ten texts run, or ``target`` if that is fewer. Then as many run at once as the
-    missing records need at the rate of valid texts so far. Running texts are cancelled when there are
+    missing records need at the rate of valid records so far. Running texts are cancelled when there are
     enough records.
 
-    ``validate`` gets the texts in the order of the attempts, so it may refuse repeated ones. Its
+    ``validate`` gets the records in the order of the attempts, so it may refuse repeated records. Its
     errors are not raised: they are in ``Records.faults``, and ``Records.reason`` says why the run
     ended. A failed step or a timeout costs one attempt. To keep the results of a run that raises, use
     ``UntilValid``.
@@ -174,8 +202,16 @@ def generate_valid_sync(
 @dataclass(frozen=True, slots=True)
 class _Attempt:
     result: Completion | Failed
-    value: Any
-    fault: Fault | None
+    values: list[Any]
+    faults: list[Fault]
+
+    @property
+    def truncated(self) -> bool:
+        return isinstance(self.result, Completion) and self.result.truncated
+
+    @property
+    def kind(self) -> str:
+        return "valid" if self.values else "truncated" if self.truncated else "invalid"
 
 
 class UntilValid:
@@ -196,11 +232,18 @@ class UntilValid:
     ) -> None:
         given: dict[str, Any] = {**options}
         self._target = check_int("target", target, 1, 2**53)
-        self._validator = RecordValidator(validate)
-        bounds = {"max_attempts": None, "max_dry_attempts": MAX_DRY_ATTEMPTS}
-        self._max_attempts, self._max_dry = (
+        self._batch_size = min(max(self._target, 10), 100)
+        self._validator = RecordValidator(validate, given.pop("parse", None))
+        bounds = {"max_attempts": None, "max_dry_attempts": MAX_DRY_ATTEMPTS, "patience": None}
+        self._max_attempts, self._max_dry, self._patience = (
             None if value is None else check_int(name, value, 1)
             for name, value in ((name, given.pop(name, bounds[name])) for name in bounds)
+        )
+        threshold = given.pop("invalid_threshold", None)
+        if (threshold is None) != (self._patience is None):
+            raise InvalidRequest("give both invalid_threshold and patience, or neither")
+        self._threshold = (
+            1.0 if threshold is None else check_float("invalid_threshold", threshold, 0.0, 1.0)
         )
         self._progress = check_bool("progress", given.pop("progress", False))
         check_options("generate_valid", given, ValidOptions.__annotations__)
@@ -211,12 +254,13 @@ class UntilValid:
         self._prompts: list[Any] = []  # by the number of the attempt
         self._has_all_prompts = False
         self._attempts: list[_Attempt] = []
-        # The valid texts; the number of attempts up to the last of them.
-        self._valid = self._last_valid = 0
+        # The valid records; the number of attempts up to the last valid one; the truncated ones after it;
+        # bad batches in a row.
+        self._valid = self._last_valid = self._dry_truncated = self._bad = 0
         self._news = asyncio.Event()
         self._is_running = False
         self._reason: Reason = "interrupted"
-        self._seconds = 0.0
+        self._seconds = self._seconds_judging = 0.0
 
     async def run(self) -> Records:
         """Draw texts until the run ends, and return ``result()``. Cancelling interrupts the run.
@@ -228,7 +272,7 @@ class UntilValid:
         try:
             bar: Any = {"unit": "record", "ends_early": False}
             with progress_bar("valid", self._target, shown=self._progress, **bar) as step:
-                step(advance=self._valid)
+                step(advance=min(self._valid, self._target))
                 if self._why_to_stop() is None:
                     await self._draw(step)
                 self._reason = self._why_to_stop() or "interrupted"
@@ -242,29 +286,34 @@ class UntilValid:
     def result(self) -> Records:
         """Return the results so far, at any moment."""
         attempts = self._attempts[:]  # one operation: the run may go on in another thread
-        valid = {n: each.value for n, each in enumerate(attempts) if each.fault is None}
-        faults = {n: each.fault for n, each in enumerate(attempts) if each.fault is not None}
+        pairs = [(number, value) for number, each in enumerate(attempts) for value in each.values]
+        values, numbers = [value for _, value in pairs], [number for number, _ in pairs]
         completions = {
             n: each.result for n, each in enumerate(attempts) if isinstance(each.result, Completion)
         }
-        categories = Counter(each.category for each in faults.values())
+        tokens: Counter[str] = Counter()
+        for number, text in completions.items():
+            tokens[f"tokens_{attempts[number].kind}"] += len(text.token_ids)
+        categories = Counter(fault.category for each in attempts for fault in each.faults)
         reasons = Counter(each.finish_reason for each in completions.values())
         statistics = RecordStatistics(
             attempts=len(attempts),
-            valid=len(valid),
-            invalid=len(faults),
+            valid=len(values),
+            invalid=categories.total(),
             truncated=sum(each.truncated for each in completions.values()),
             failed=len(attempts) - len(completions),
             errors=dict(categories.most_common()),
             finish_reasons=dict(reasons.most_common()),
-            tokens=sum(len(each.token_ids) for each in completions.values()),
             seconds=self._seconds,
+            seconds_judging=self._seconds_judging,
+            **tokens,
         )
         return Records(
-            records=tuple(valid.values()),
-            attempts=tuple(valid),
+            records=tuple(values[: self._target]),
+            attempts=tuple(numbers[: self._target]),
+            surplus=tuple(values[self._target :]),
             completions=completions,
-            faults=faults,
+            faults={n: tuple(each.faults) for n, each in enumerate(attempts) if each.faults},
             reason=self._reason,
             target=self._target,
             statistics=statistics,
@@ -275,10 +324,19 @@ class UntilValid:
         if self._valid >= self._target:
             return "complete"
         counted = len(self._attempts)
-        if self._max_dry is not None and counted - self._last_valid >= self._max_dry:
+        dry = counted - self._last_valid
+        is_dry = self._max_dry is not None and dry >= self._max_dry
+        is_last = counted == self._max_attempts or (
+            self._has_all_prompts and counted == len(self._prompts)
+        )
+        is_enough = is_dry or (not self._valid and (is_last or dry >= CUT_OFF))
+        if is_enough and 0 < dry == self._dry_truncated:
+            return "all_truncated"
+        if is_dry:
             return "no_valid"
-        is_last = self._has_all_prompts and counted == len(self._prompts)
-        return "out_of_attempts" if is_last or counted == self._max_attempts else None
+        if is_last:
+            return "out_of_attempts"
+        return "threshold" if self._bad == self._patience else None
 
     def _limit(self) -> int:
         """Return how many attempts may have started by now."""
@@ -289,6 +347,8 @@ class UntilValid:
         limit = counted + (room if counted else min(10, self._target))
         if self._max_dry is not None:
             limit = min(limit, self._last_valid + self._max_dry)
+        if not self._valid and counted < CUT_OFF:
+            limit = min(limit, CUT_OFF)
         return limit if self._max_attempts is None else min(limit, self._max_attempts)
 
     async def _items(self) -> AsyncIterator[Any]:
@@ -318,11 +378,11 @@ class UntilValid:
         )
         async with contextlib.aclosing(texts):
             async for _, result in texts:
-                before = self._valid
+                before = min(self._valid, self._target)
                 await self._count(result)
                 self._news.set()
                 step(
-                    advance=self._valid - before,
+                    advance=min(self._valid, self._target) - before,
                     attempts=len(self._attempts),
                     valid=f"{self._valid / len(self._attempts):.0%}",
                 )
@@ -330,22 +390,34 @@ class UntilValid:
                     return
 
     async def _count(self, result: Completion | Failed) -> None:
-        """Validate the text of the next attempt, and count it."""
-        value: Any = None
+        """Validate the records of the next attempt, and count it."""
+        values, faults = list[Any](), list[Fault]()
         if isinstance(result, Failed):
             error = result.error
             if isinstance(error, InvalidRequest) or not isinstance(error, GenrtError):
                 error.add_note(f"attempt {len(self._attempts)} of generate_valid")
                 raise error
-            fault: Fault | None = Fault(type(error).__name__, str(error))
+            faults.append(Fault(type(error).__name__, str(error)))
         else:
-            value, fault = await self._validator.validate(result.text)
-            if fault is not None and result.truncated:
-                fault = Fault("truncated", f"{fault.category}: {fault.detail}")
-        self._attempts.append(_Attempt(result, value, fault))
-        if fault is None:
-            self._valid += 1
-            self._last_valid = len(self._attempts)
+            started = time.monotonic()
+            try:
+                await self._validator.validate(result.text, values, faults)
+            finally:
+                self._seconds_judging += time.monotonic() - started
+            if result.truncated and not values:
+                faults = [Fault("truncated", f"{each.category}: {each.detail}") for each in faults]
+        attempt = _Attempt(result, values, faults)
+        self._attempts.append(attempt)
+        self._valid += len(values)
+        if values:
+            self._last_valid, self._dry_truncated = len(self._attempts), 0
+        else:
+            self._dry_truncated += attempt.truncated
+        if self._patience is not None and len(self._attempts) % self._batch_size == 0:
+            batch = self._attempts[-self._batch_size :]
+            invalid = sum(len(each.faults) for each in batch)
+            records = invalid + sum(len(each.values) for each in batch)
+            self._bad = self._bad + 1 if invalid >= self._threshold * records else 0
 
 
 def _prompt_iterator(prompts: Any) -> Iterator[Any] | AsyncIterator[Any]:

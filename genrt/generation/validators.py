@@ -4,32 +4,35 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from genrt.errors import Closed, EngineDied, ExtraNotInstalled, InvalidRequest
 from genrt.generation.tables import parse_json
-from genrt.numbers import shown
+from genrt.numbers import named, shown
 from genrt.questions.completions import schema_text
 
 Validate: TypeAlias = Callable[[Any], Any] | Mapping[str, Any] | str | type
-"""Decides whether a text is valid, and returns its value.
+"""Decides whether a record is valid, and returns its value.
 
-A function or coroutine function returns the value of a text, or raises. ``True`` stands for the text
+A function or coroutine function returns the value of a record, or raises. ``True`` stands for the record
 itself, so predicates are validators; ``False`` and ``None`` refuse it. A JSON schema, as a dict or a
 JSON text, returns the parsed JSON. A pydantic model or TypeAdapter returns its instance.
 """
 
+Parse: TypeAlias = Callable[[str], Iterable[Any]]
+"""Returns or yields the records of a text."""
+
 RAISED = (NameError, ImportError, MemoryError, Closed, EngineDied)
-"""Errors of a validator that are raised: they do not depend on the text."""
+"""Errors of a validator that are raised: they do not depend on the record."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Why a text is invalid.
+    """Why a record is invalid, or why a text has no record.
 
     Attributes:
         category: a short reason without any part of the text: the type of an error, or the place in a
@@ -67,39 +70,73 @@ class JSONSchema:
             raise InvalidRequest(f"json_schema is not a JSON schema: {error.message}") from error
         self._validator = kind(given, format_checker=kind.FORMAT_CHECKER)
 
-    def check(self, text: str) -> Any:
-        """Return the value of a text. Raises ValueError if it is not JSON, and jsonschema's
+    def check(self, record: Any) -> Any:
+        """Return a record, parsed if it is a text. Raises ValueError if it is not JSON, and jsonschema's
         ValidationError if it is invalid."""
         from jsonschema.exceptions import best_match
 
-        value = parse_json(text)
+        value = parse_json(record) if isinstance(record, str) else record
         if (worst := best_match(self._validator.iter_errors(value))) is not None:
             raise worst
         return value
 
 
 class RecordValidator:
-    """Validates texts. Raises as ``JSONSchema``, and InvalidRequest for another type."""
+    """Finds the valid records of texts. Without ``parse`` a text is one record. Raises as ``JSONSchema``,
+    and InvalidRequest for arguments of other types."""
 
-    def __init__(self, validate: Validate) -> None:
+    def __init__(self, validate: Validate, parse: Parse | None = None) -> None:
+        if parse is not None and not callable(parse):
+            raise InvalidRequest(f"parse must be a function of a text, got {named(parse)}")
         known = _of_schema(validate)
         self._validate: Callable[[Any], Any] = known or validate  # type: ignore[assignment]
         self._is_function = known is None  # schemas and models may return null and false
+        self._parse = parse
 
-    async def validate(self, text: str) -> tuple[Any, Fault | None]:
-        """Return the value of a valid text; ``None`` and the fault of another one."""
-        try:
-            value = self._validate(text)
-            if inspect.isawaitable(value):
-                value = await value
-        except RAISED:
-            raise
-        except Exception as error:  # of the user's function
-            return None, _fault_of(error)
-        is_truth = self._is_function and isinstance(value, bool | np.bool_)
-        if self._is_function and (value is None or (is_truth and not value)):
-            return None, Fault("refused", f"validate returned {value}")
-        return text if is_truth else value, None
+    async def validate(self, text: str, values: list[Any], faults: list[Fault]) -> None:
+        """Append the values of the valid records of a text, one by one, and the faults of the others.
+
+        Raises:
+            InvalidRequest: ``parse`` returned something else than records.
+        """
+        records = self._records(text)
+        has_record = False
+        while True:
+            try:
+                record = next(records)
+            except StopIteration:
+                break
+            except (*RAISED, InvalidRequest):
+                raise
+            except Exception as error:  # of the user's parse
+                faults.append(_fault_of(error))
+                return
+            has_record = True
+            try:
+                value = self._validate(record)
+                if inspect.isawaitable(value):
+                    value = await value
+            except RAISED:
+                raise
+            except Exception as error:  # of the user's validate
+                faults.append(_fault_of(error))
+                continue
+            is_truth = self._is_function and isinstance(value, bool | np.bool_)
+            if self._is_function and (value is None or (is_truth and not value)):
+                faults.append(Fault("refused", f"validate returned {value}"))
+            else:
+                values.append(record if is_truth else value)
+        if not has_record:
+            faults.append(Fault("no record", "parse found no record in the text"))
+
+    def _records(self, text: str) -> Iterator[Any]:
+        if self._parse is None:
+            yield text
+            return
+        records = self._parse(text)
+        if isinstance(records, str | bytes | Mapping) or not isinstance(records, Iterable):
+            raise InvalidRequest(f"parse must return records, as a list, got {shown(records)}")
+        yield from records
 
 
 def _fault_of(error: Exception) -> Fault:
@@ -119,9 +156,13 @@ def _fault_of(error: Exception) -> Fault:
 
 def _of_schema(validate: Any) -> Callable[[Any], Any] | None:
     """Return the function of a schema or a pydantic model, ``None`` for a function."""
-    for of_json in ("model_validate_json", "validate_json"):  # of a pydantic model, a TypeAdapter
+    for of_json, of_object in (
+        ("model_validate_json", "model_validate"),  # a pydantic model
+        ("validate_json", "validate_python"),  # a TypeAdapter
+    ):
         if hasattr(validate, of_json):
-            return cast("Callable[[Any], Any]", getattr(validate, of_json))
+            json_text, other = getattr(validate, of_json), getattr(validate, of_object)
+            return lambda record: (json_text if isinstance(record, str) else other)(record)
     if isinstance(validate, Mapping | str):
         return JSONSchema(validate).check
     if not callable(validate):

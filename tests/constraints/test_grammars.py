@@ -198,12 +198,6 @@ def test_terminals_of_lark_take_the_longest_match() -> None:
     assert not bitmasks([grammar('start: "c"', lm).start()]).any()
 
 
-def test_markup_is_text() -> None:
-    lm = lm_over(b"<", b"b", b">")
-    text = 'start: "<b>" | /<b>b/ // <c> stop=\n# <d>\nX: "\\"<eos>"'
-    assert accepted(grammar(text, lm), 4) == {(1, 2, 3), (1, 2, 3, 2)}
-
-
 BAD: dict[str, list[tuple[Any, str]]] = {
     "lark": [
         (b"start:", "as str"),

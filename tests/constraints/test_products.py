@@ -271,20 +271,6 @@ class OwnChecked:
         return OwnChecked(self.length + 1)
 
 
-async def test_checked_constraints_of_ones_own() -> None:
-    lm = lm_over(b"a", b"b")
-    own = OwnChecked()
-    assert await led_to(own, 2) == ({(), (1,), (1, 1)}, {(1,), (1, 1)})
-    assert await led_to(all_of(own, regex("a", lm)), 2) == ({(), (1,)}, {(1,)})
-    with pytest.raises(InvalidConstraint, match="give the lm"):
-        potential(own)
-    weigh = potential(own, lm=lm)
-    assert await weighed(weigh, Text((1,), b"a", finished=True)) == 0
-    assert await weighed(weigh, Text((), b"", finished=True)) == -math.inf
-    assert await weighed(weigh, Text()) == 0
-    assert await weighed(weigh, Text((1, 2), b"ab")) == -math.inf
-
-
 def test_a_product_over_different_vocabularies_is_refused() -> None:
     small = lm_over(b"a", b"b")
     for other in (lm_over(b"a"), lm_over(b"b", b"a")):

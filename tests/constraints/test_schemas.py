@@ -216,20 +216,14 @@ def test_a_schema_beyond_the_limits_is_refused_at_the_call(schema: Any, message:
 LARGE: list[tuple[Schema, str]] = [
     ({"properties": {f"p{i}": {"type": "integer"} for i in range(2000)}}, '{"p1999": 1, "q": 2}'),
     (
-        {"properties": {f"p{i}": {"const": i} for i in range(90)}, "required": ["p0", "p1", "p89"]},
-        json.dumps({f"p{i}": i for i in range(90)}),
-    ),
-    (
         {"anyOf": [{"properties": {"kind": {"const": f"k{i}"}, f"p{i}": {"const": i}},
                     "required": ["kind", f"p{i}"]} for i in range(100)]},
         '{"kind": "k99", "p99": 99}',
     ),
     ({"type": "array", "maxItems": 10_000}, "[" + ", ".join(["1"] * 200) + "]"),
     ({"enum": [f"value {i}" for i in range(2_000)]}, '"value 1999"'),
-    ({"type": "string", "maxLength": 10**9}, json.dumps("a" * 100)),
     ({"type": "string", "pattern": "^([a-z]{2}[0-9]){0,1000}$"}, '"ab1cd2"'),
     (json.loads('{"items":' * 100 + "true" + "}" * 100), "[" * 100 + "]" * 100),
-    ({"multipleOf": 9_973}, str(9_973 * 123_456_789)),
     ({"type": "number", "multipleOf": 0.0001}, "12345.0678"),
 ]  # fmt: skip
 

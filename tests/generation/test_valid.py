@@ -76,7 +76,7 @@ def untimed(records: Records) -> Records:
         number: dataclasses.replace(each, seconds=0.0, seconds_to_first_token=0.0)
         for number, each in records.completions.items()
     }
-    made = dataclasses.replace(records.statistics, seconds=0.0)
+    made = dataclasses.replace(records.statistics, seconds=0.0, seconds_judging=0.0)
     return dataclasses.replace(records, completions=completions, statistics=made)
 
 
@@ -84,13 +84,15 @@ def consistent(records: Records) -> None:
     """See that a result's parts say the same."""
     made = records.statistics
     assert len(records.records) == len(records.attempts) <= records.target
+    assert not records.surplus or len(records.records) == records.target
     assert list(records.attempts) == sorted(records.attempts)
     assert [*records.completions] == sorted(records.completions)
-    assert made.valid == len(records.records)
-    assert made.invalid == sum(made.errors.values()) == len(records.faults)
+    assert made.valid == len(records.records) + len(records.surplus)
+    assert made.invalid == sum(made.errors.values()) == sum(map(len, records.faults.values()))
     assert made.attempts == len(records.completions) + made.failed
     assert sum(made.finish_reasons.values()) == len(records.completions)
-    assert made.tokens == sum(len(each.token_ids) for each in records.completions.values())
+    tokens = sum(len(each.token_ids) for each in records.completions.values())
+    assert made.tokens_valid + made.tokens_invalid + made.tokens_truncated == tokens
     if records.reason == "complete":
         assert len(records.records) == records.target
 
@@ -108,7 +110,7 @@ def test_it_makes_as_many_as_wanted_and_hardly_more(acceptance: float, target: i
         # Attempts under way when there are enough: with no chance of another record, none.
         texts = lm.statistics().batcher.questions
     consistent(found)
-    assert (found.reason, len(found.records)) == ("complete", target)
+    assert (found.reason, len(found.records), found.surplus) == ("complete", target, ())
     assert set(found.records) <= {"Y" * n for n in range(1, 21)}
     made = found.statistics
     if acceptance == 1.0:
@@ -131,12 +133,15 @@ def test_it_makes_as_many_as_wanted_and_hardly_more(acceptance: float, target: i
         (0.3, 0.3, is_yes, {"target": 1000, "max_attempts": 137}, ("out_of_attempts", 137)),
         (0.3, 0.3, is_yes, {"prompts": iter(["?"] * 23), "target": 1000}, ("out_of_attempts", 23)),
         (0.3, 0.3, is_yes, {"prompts": {"?": 1}.keys(), "target": 1000}, ("out_of_attempts", 1)),
-        # Texts that are cut off have a fault of their own.
-        (0.5, 1.0, is_long, {"max_attempts": 3}, ("out_of_attempts", 3)),
-        (0.5, 1.0, is_long, {"max_dry_attempts": 3}, ("no_valid", 3)),
+        # Texts that are cut off are told apart, unless one of them was valid.
+        (0.5, 1.0, is_long, {}, ("all_truncated", 50)),
+        (0.5, 1.0, is_long, {"target": 50}, ("all_truncated", 50)),
+        (0.5, 1.0, is_long, {"max_attempts": 3}, ("all_truncated", 3)),
+        (0.5, 1.0, is_long, {"max_dry_attempts": 3}, ("all_truncated", 3)),
         (0.5, 1.0, is_long, {"prompts": iter(())}, ("out_of_attempts", 0)),
         (0.02, 1.0, str, {"target": 5}, ("complete", 5)),
-        (0.02, 1.0, None, {"target": 5, "max_dry_attempts": 70}, ("no_valid", 71)),
+        (0.02, 1.0, None, {"target": 5, "max_attempts": 120}, ("out_of_attempts", 120)),
+        (0.02, 1.0, None, {"target": 5, "max_dry_attempts": 70}, ("all_truncated", 71)),
     ],
 )
 def test_it_ends_for_a_reason_after_so_many_attempts(
@@ -151,12 +156,23 @@ def test_it_ends_for_a_reason_after_so_many_attempts(
     consistent(found)
     made = found.statistics
     assert (found.reason, made.attempts) == ending
-    if validate is is_long and made.attempts:
-        assert made.errors == {"truncated": made.truncated}
-        assert made.tokens == 3 * made.truncated
+    if found.reason == "all_truncated":
+        assert made.errors == {"truncated": made.invalid}
+        assert made.tokens_truncated == 3 * made.invalid
         assert made.finish_reasons == {"length": made.attempts}
     elif acceptance == 0.0:
         assert made.errors == {"ValueError": made.attempts}
+
+
+@pytest.mark.parametrize("concurrency", [7, None])
+def test_a_good_batch_restores_patience(brief: AsyncLM, concurrency: int | None) -> None:
+    """Batches of 100 attempts: one bad, one good, two bad."""
+    answers = itertools.chain([False] * 100, [False, True] * 50, itertools.repeat(False))
+    options: dict[str, Any] = {"invalid_threshold": 1.0, "patience": 2, "max_dry_attempts": None}
+    found = generate_valid_sync(
+        brief, "?", lambda _: next(answers), target=100, concurrency=concurrency, **options
+    )
+    assert (found.reason, found.statistics.attempts) == ("threshold", 400)
 
 
 # -- which records --------------------------------------------------------------------------------
@@ -242,6 +258,16 @@ class Model:
             raise cls.Error("1 validation error")
         return f"instance of {text[0]}"
 
+    @classmethod
+    def model_validate(cls, record: Any) -> str:
+        return f"instance of {record}"
+
+
+def letters(text: str) -> Iterator[str]:
+    if text == "n":
+        raise LookupError("no records")
+    yield from text
+
 
 def starts_with_y(text: str) -> bool:
     return text.startswith("y")
@@ -254,53 +280,60 @@ async def critic(text: str) -> bool:
 
 PERSON = pydantic.create_model("Person", age=(int, ...))
 
-JUDGED: list[tuple[Any, str, Any, str | None]] = [
+JUDGED: list[tuple[Any, Any, str, list[Any], list[str]]] = [
     *(
-        (schema, text, value, fault)
+        (schema, None, text, values, faults)
         for schema in (SCHEMA, json.dumps(SCHEMA))
-        for text, value, fault in (
-            ('{"age": 3}', {"age": 3}, None),
-            ("{", None, "no JSON"),
-            ('{"age": "x"}', None, "age: type"),
-            ('{"name": "ab"}', None, "required"),
-            ('{"age": 1, "name": "abc"}', None, "name: maxLength"),
+        for text, values, faults in (
+            ('{"age": 3}', [{"age": 3}], []),
+            ("{", [], ["no JSON"]),
+            ('{"age": "x"}', [], ["age: type"]),
+            ('{"name": "ab"}', [], ["required"]),
+            ('{"age": 1, "name": "abc"}', [], ["name: maxLength"]),
         )
     ),
-    ({"enum": [None, False]}, "null", None, None),
-    ({"enum": [None, False]}, "false", False, None),
-    ({"enum": [None, False]}, "0", None, "enum"),
-    (Model, "yes", "instance of y", None),
-    (Model, "no", None, "items.age: int_parsing"),
+    ({"enum": [None, False]}, None, "null", [None], []),
+    ({"enum": [None, False]}, None, "false", [False], []),
+    ({"enum": [None, False]}, None, "0", [], ["enum"]),
+    (Model, None, "yes", ["instance of y"], []),
+    (Model, None, "no", [], ["items.age: int_parsing"]),
+    (Model, lambda text: [5], "yes", ["instance of 5"], []),
     *(
-        (validate, text, value, fault)
+        (validate, None, text, values, faults)
         for validate in (PERSON, pydantic.TypeAdapter(PERSON))
-        for text, value, fault in (
-            ('{"age": 3}', PERSON(age=3), None),
-            ("{", None, "json_invalid"),
-            ('{"age": "x"}', None, "age: int_parsing"),
-            ("{}", None, "age: missing"),
+        for text, values, faults in (
+            ('{"age": 3}', [PERSON(age=3)], []),
+            ("{", [], ["json_invalid"]),
+            ('{"age": "x"}', [], ["age: int_parsing"]),
+            ("{}", [], ["age: missing"]),
         )
     ),
     *(
-        (validate, text, "y" if text == "y" else None, None if text == "y" else fault)
-        for validate, fault in (
-            (starts_with_y, "refused"),
-            (critic, "refused"),
-            (lambda text: np.bool_(starts_with_y(text)), "refused"),
-            (lambda text: text if starts_with_y(text) else None, "refused"),
-            (lambda text: {"y": text}[text[0]], "KeyError"),
+        (validate, None, text, ["y"] if text == "y" else [], [] if text == "y" else faults)
+        for validate, faults in (
+            (starts_with_y, ["refused"]),
+            (critic, ["refused"]),
+            (lambda text: np.bool_(starts_with_y(text)), ["refused"]),
+            (lambda text: text if starts_with_y(text) else None, ["refused"]),
+            (lambda text: {"y": text}[text[0]], ["KeyError"]),
         )
         for text in ("y", "n")
     ),
+    (starts_with_y, letters, "yy", ["y", "y"], []),
+    (starts_with_y, letters, "yn", ["y"], ["refused"]),
+    (starts_with_y, letters, "n", [], ["LookupError"]),
+    (starts_with_y, letters, "", [], ["no record"]),
+    (str, lambda text: iter(()), "y", [], ["no record"]),
 ]
 
 
-@pytest.mark.parametrize(("validate", "text", "value", "fault"), JUDGED)
-async def test_texts_are_valid_or_have_faults(
-    validate: Any, text: str, value: Any, fault: str | None
+@pytest.mark.parametrize(("validate", "parse", "text", "values", "faults"), JUDGED)
+async def test_records_are_valid_or_have_faults(
+    validate: Any, parse: Any, text: str, values: list[Any], faults: list[str]
 ) -> None:
-    found, wrong = await RecordValidator(validate).validate(text)
-    assert (found, wrong and wrong.category) == (value, fault)
+    found, wrong = list[Any](), list[Any]()
+    await RecordValidator(validate, parse).validate(text, found, wrong)
+    assert (found, [each.category for each in wrong]) == (values, faults)
 
 
 def test_a_mistake_in_a_validator_is_raised(lm: AsyncLM) -> None:
@@ -308,9 +341,19 @@ def test_a_mistake_in_a_validator_is_raised(lm: AsyncLM) -> None:
         generate_valid_sync(lm, "?", lambda text: missing_name, target=3)  # type: ignore[name-defined]  # noqa: F821
 
 
+@pytest.mark.parametrize("parse", [lambda text: text, lambda text: None, lambda text: {"a": 1}])
+def test_a_parser_that_returns_no_records_is_refused(lm: AsyncLM, parse: Any) -> None:
+    with pytest.raises(InvalidRequest, match="parse must return records"):
+        generate_valid_sync(lm, "?", str, target=3, parse=parse)
+
+
 # -- arguments and errors -------------------------------------------------------------------------
 
 TOGETHER: list[tuple[dict[str, Any], str]] = [
+    ({"patience": 2}, "both"),
+    ({"invalid_threshold": 0.2}, "both"),
+    ({"invalid_threshold": 1.1, "patience": 1}, "invalid_threshold must be"),
+    ({"invalid_threshold": 0.5, "patience": 0}, "patience must be"),
     ({"in_order": True}, "no option 'in_order'"),
     ({"prompts": ["?", [0] * 40], "target": 2}, "max_model_len"),
     ({"prompts": [{"role": "user", "content": "a"}]}, "no chat templates"),
@@ -461,8 +504,8 @@ async def test_a_run_is_awaited_once_at_a_time(lm: AsyncLM) -> None:
 def test_a_result_reads_well(lm: AsyncLM) -> None:
     found = generate_valid_sync(lm, "?", is_yes, target=20, seed=2, max_tokens=20)
     made = dataclasses.replace(found.statistics, seconds=1.25)
-    assert repr(dataclasses.replace(found, statistics=made)) == (
-        f"Records(complete: 20 of 20, by {made.attempts} attempts in 1.2 s; "
+    assert repr(dataclasses.replace(found, statistics=made, surplus=("Y",))) == (
+        f"Records(complete: 20 of 20, 1 beyond, by {made.attempts} attempts in 1.2 s; "
         f"{made.valid / (made.valid + made.invalid):.1%} valid, 0 truncated; "
         f"invalid: ValueError {made.invalid})"
     )

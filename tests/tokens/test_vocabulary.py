@@ -247,27 +247,6 @@ def test_the_tokenizers_own_decoding_agrees(name: str, recwarn: pytest.WarningsR
     assert not recwarn.list
 
 
-def in_doubt() -> Any:
-    """A tokenizer with a piece that decodes to a byte and that no text encodes to."""
-    from transformers import PreTrainedTokenizerFast
-
-    specification = json.loads(llama_2(prefix=False).backend_tokenizer.to_str())
-    pieces = specification["model"]["vocab"]
-    specification["added_tokens"] = [t for t in specification["added_tokens"] if t["special"]]
-    pieces["<0xaB>"] = len(pieces)
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(specification)))
-
-
-DOUBT = r"bytes of 1 tokens are in doubt.*token \d+ is b'<0xaB>' here and decodes to '\ufffd'"
-
-
-def test_a_token_in_doubt_is_named_in_a_warning() -> None:
-    tokenizer = in_doubt()
-    with pytest.warns(RuntimeWarning, match=DOUBT):
-        tokens = byte_vocab(tokenizer, len(tokenizer))
-    assert tokens[tokenizer.convert_tokens_to_ids("<0xaB>")] == b"<0xaB>"
-
-
 def test_a_tokenizer_of_an_unknown_kind_is_no_obstacle_to_loading() -> None:
     import genrt
     from tests.tokens.test_encoding import Engine
@@ -328,15 +307,7 @@ UNKNOWN: dict[str, tuple[Tokenizer, str]] = {
     "end-of-word suffix": (of_parts(suffix="</w>", decoder=decoders.BPEDecoder()), "within a word"),
     "no decoder": (of_parts(), "no decoder"),
     "unknown decoder": (of_parts(decoder=decoders.CTC()), "step CTC"),
-    "bytes in, text out": (
-        of_parts(pre_tokenizer=pre_tokenizers.ByteLevel(), decoder=decoders.Fuse()),
-        "decodes by",
-    ),
     "text in, bytes out": (of_parts(decoder=decoders.ByteLevel()), "does not encode so"),
-    "spaces lost": (
-        of_parts(pre_tokenizer=pre_tokenizers.WhitespaceSplit(), decoder=decoders.Fuse()),
-        "seem to spell b'ab'",
-    ),
 }
 
 
