@@ -1,4 +1,4 @@
-"""Contexts: a sequence for each coroutine. The questions of all contexts in one turn of an event loop
+"""Contexts: a sequence for each coroutine. The questions of all contexts in one pass of an event loop
 become one request of arrays.
 
 Rule:

@@ -205,7 +205,7 @@ class Batcher:
     Attributes:
         weights_version: the version of the weights for new questions.
         barriers: the raised barriers. Read without the lock.
-        keeps_adapters: whether retired adapters stay in the engine for now.
+        keeps_adapters: whether retired adapters stay in the engine: while an update or a sleep owns it.
     """
 
     def __init__(

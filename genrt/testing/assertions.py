@@ -133,7 +133,7 @@ def assert_variance_bounded(
         bets.on_larger_mean(ratios, 1 + slack),
         bets.on_larger_mean(errors, bound),
     ]
-    capital = bets.spread(*capitals)
+    capital = bets.mixture(*capitals)
     if capital >= needed:
         raise AssertionError(
             f"the estimates have another mean, or more variance than they may: {_means(values, exact)}, "
@@ -181,7 +181,7 @@ def assert_samples_from(
     observed = torch.tensor([counts[sample] for sample in exact], dtype=torch.float64)
     expected = torch.tensor(list(exact.values()), dtype=torch.float64)
     each = bets.on_each_count(observed, expected)
-    capital = bets.spread(log_mean_exp(each.numpy()), bets.on_all_counts(observed, expected))
+    capital = bets.mixture(log_mean_exp(each.numpy()), bets.on_all_counts(observed, expected))
     if capital >= needed:
         names = list(exact)
         worst = "\n".join(
@@ -275,10 +275,10 @@ def assert_weighted_samples_from(
         )
         for values, mean in zip(columns, means, strict=True)
     ]
-    if _spread_capital(capitals) >= needed:
+    if _mixture_capital(capitals) >= needed:
         place = int(np.argmax(capitals))
         raise AssertionError(
-            f"the samples are not properly weighted: p <= {_p(_spread_capital(capitals))} "
+            f"the samples are not properly weighted: p <= {_p(_mixture_capital(capitals))} "
             f"(level {level:g}). Most off are\n{_most_off(names, columns, means, capitals)}\n"
             f"{_diagnosis(columns[place], means[place])}"
         )
@@ -288,16 +288,16 @@ def assert_weighted_samples_from(
             bets.on_smaller_mean(values, mean, highest=supposed, slack=ROUNDING * evidence)
             for values, mean in zip(columns, means, strict=True)
         ]
-        if _spread_capital(small) >= needed:
+        if _mixture_capital(small) >= needed:
             _warn_caller(
                 "whether the samples are properly weighted. Most off are\n"
                 f"{_most_off(names, columns, means, small)}\nThat is too small, as far as was seen"
             )
 
 
-def _spread_capital(capitals: Sequence[float]) -> float:
+def _mixture_capital(capitals: Sequence[float]) -> float:
     """Return one log-capital: half of it bet on the first mean, the other half on all others."""
-    return bets.spread(capitals[0], bets.spread(*capitals[1:]) if capitals[1:] else 0.0)
+    return bets.mixture(capitals[0], bets.mixture(*capitals[1:]) if capitals[1:] else 0.0)
 
 
 def _most_off(

@@ -41,7 +41,7 @@ LARGEST = 1e300
 """The largest value that counts, in units of its mean, so that logarithms are finite."""
 
 
-def spread(*log_capitals: float) -> float:
+def mixture(*log_capitals: float) -> float:
     """Return the log-capital of equal parts of the capital, one in each of these bets."""
     return float(np.logaddexp.reduce(log_capitals) - math.log(len(log_capitals)))
 
@@ -52,8 +52,8 @@ def on_mean(values: Floats, mean: float, *, lowest: float, highest: float, slack
     values = values.clip(lowest, highest)
     larger = on_larger_mean(values - lowest, mean - lowest + slack)
     if highest == math.inf:
-        return spread(larger, -math.inf)
-    return spread(larger, on_smaller_mean(values, mean, highest=highest, slack=slack))
+        return mixture(larger, -math.inf)
+    return mixture(larger, on_smaller_mean(values, mean, highest=highest, slack=slack))
 
 
 def on_smaller_mean(values: Floats, mean: float, *, highest: float, slack: float) -> float:
