@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.engines.protocol import Finished
@@ -40,15 +41,15 @@ class KeepingEngine(ExactEngine):
     def __init__(self, model: NGram, seen: Seen) -> None:
         super().__init__(model)
         self._seen = seen
-        self._known: dict[SequenceHandle, list[tuple[int, ...]]] = {}
+        self.known = WeakKeyDictionary[SequenceHandle, list[tuple[int, ...]]]()
         self._taken: dict[PopulationDraw, None] = {}
 
     def continue_population(self, population: PopulationDraw) -> bool:
         origins = population.origins
-        if origins is None or any(each not in self._known for each in origins.handles):
+        if origins is None or any(each not in self.known for each in origins.handles):
             return False
         self._seen.by_tokens += population.contexts._growth is not None
-        before = [each for asked in origins.handles for each in self._known[asked]]
+        before = [each for asked in origins.handles for each in self.known[asked]]
         for number, row in zip(origins.numbers, population.rows, strict=True):
             if before[number] != row.token_ids[:-1]:
                 self._seen.wrong.append(f"{row.token_ids} does not go on from {before[number]}")
@@ -56,11 +57,11 @@ class KeepingEngine(ExactEngine):
         return True
 
     def settle(self, population: PopulationDraw) -> None:
-        self._known[population.handle] = [row.token_ids for row in population.rows]
+        self.known[population.handle] = [row.token_ids for row in population.rows]
 
     def release(self, asked: Sequence[SequenceHandle]) -> None:
         for each in asked:
-            self._known.pop(each, None)
+            self.known.pop(each, None)
 
     def step(self) -> list[Finished]:
         ends = super().step()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ from genrt.questions.request import Request
 from genrt.tokens.sampling import Draw
 from tests.engines.test_exact import adapter_directory
 from tests.inside import engine_of
+from tests.keeping_engine import KeepingEngine
+from tests.keeping_engine import Seen as Watched
 
 SIZE, LONGEST = 7, 24
 MODEL = NGram.random(SIZE, order=2, seed=3, zeros=0.2)
@@ -503,3 +506,42 @@ async def test_a_state_that_fails_fails_alone() -> None:
     assert isinstance(raised, ZeroDivisionError)
     assert isinstance(refused, InvalidRequest)
     assert "another vocabulary" in str(refused)
+
+
+async def test_short_lived_contexts_leave_nothing() -> None:
+    """Ten thousand contexts that draw, are forked, cut, cancelled, closed or dropped: the engine keeps no
+    sequence, and no context is alive."""
+    model = NGram.random(SIZE, order=2, seed=3)
+    engines: list[KeepingEngine] = []
+
+    def opened() -> KeepingEngine:
+        engines.append(KeepingEngine(model, Watched()))
+        return engines[-1]
+
+    async def live(start: Context, number: int) -> Any:
+        context = start.fork()
+        for _ in range(number % 4):
+            context.append((await context.draw()).token_id)
+        if number % 3 == 0:
+            context.cut(2)
+            await context.logprobs()
+        if number % 5 == 0:
+            context.close()
+        return weakref.ref(context)
+
+    alive: list[Any] = []
+    with genrt.load(engine=opened) as lm:
+        for first in range(0, 10_000, 250):
+            start = lm.context([first % SIZE, 1])
+            flock = [asyncio.create_task(live(start, first + n)) for n in range(250)]
+            await asyncio.sleep(0)
+            for task in flock[:: 2 + first % 7]:
+                task.cancel()
+            ended = await asyncio.gather(*flock, return_exceptions=True)
+            alive += [each for each in ended if not isinstance(each, asyncio.CancelledError)]
+        del start, flock, ended
+        gc.collect()
+        await lm.next_token_logprobs([0])  # the engine's thread has given back everything by now
+        assert [*engines[0].known] == []
+        assert len(alive) > 5_000
+        assert all(each() is None for each in alive)

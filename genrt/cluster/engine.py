@@ -258,7 +258,7 @@ class ReplicaEngine:
         ask."""
         if self._facts is None or not self._facts.is_vllm:
             return None
-        return self._set.call(self._serving[0].number, "do", "full.vllm_config").result()
+        return self._set.call(self._serving[0].number, "do", "engine.vllm_config").result()
 
     @property
     def is_busy(self) -> bool:
