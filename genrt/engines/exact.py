@@ -53,6 +53,7 @@ class NGram:
                 f"the table is {list(table.shape)} for {size} tokens: every dimension must be {size}"
             )
         self._table = _normalised_table(table)
+        self.order = table.dim() - 1
 
     @classmethod
     def random(
@@ -86,11 +87,6 @@ class NGram:
             ranks = torch.rand(table.shape, generator=generator).argsort(-1).argsort(-1)
             table = table.masked_fill(ranks < impossible, -math.inf)
         return cls(vocabulary, table, eos_token_id=eos_token_id)
-
-    @property
-    def order(self) -> int:
-        """How many tokens of context count."""
-        return self._table.dim() - 1
 
     @property
     def table(self) -> Tensor:
