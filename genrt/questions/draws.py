@@ -74,10 +74,7 @@ class DrawToken(Wanted):
         rows, masks, heats = [read.row for read in reads], None, None
         if any(each.mask is not None for each in wanted):
             every = b"\xff" * (-(-len(rows[0]) // 32) * 4)
-            packed = [every if each.mask is None else each.mask for each in wanted]
-            masks = np.frombuffer(bytearray().join(packed), np.uint8).reshape(
-                len(wanted), len(every)
-            )
+            masks = [every if each.mask is None else each.mask for each in wanted]
         if wanted[0].temperature != 1.0:
             heats = np.array([each.temperature for each in wanted])
         seeds = np.array([deciding_seed(each) for each in wanted], np.uint64)
@@ -281,7 +278,7 @@ def launch_draws(
 def draw_from_rows(
     rows: Sequence[Tensor] | Tensor,
     seeds: np.ndarray,
-    masks: np.ndarray | None,
+    masks: np.ndarray | Sequence[bytes] | None,
     heats: np.ndarray | None,
     places: np.ndarray | None = None,
 ) -> Tensor:
@@ -290,7 +287,7 @@ def draw_from_rows(
     Args:
         rows: on one device, each ``[vocab_size]``.
         seeds: uint64 ``[n]``.
-        masks: packed, uint8 ``[n, size]``.
+        masks: packed, uint8 ``[n, size]``, or the bytes of each.
         heats: the temperatures, float64 ``[n]``; ``None`` is 1 for all.
         places: int64 ``[n]``: draw ``i`` is from row ``places[i]``; by default from row ``i``.
     """
@@ -321,17 +318,21 @@ def _one(parts: list[Tensor]) -> Tensor:
 
 
 def _moved_inputs(
-    uniforms: Tensor, masks: np.ndarray | None, device: torch.device
+    uniforms: Tensor, masks: np.ndarray | Sequence[bytes] | None, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
     """Return random numbers, float64 ``[n, 2]``, and masks on the device, by one copy."""
     if masks is None:
         return moved(uniforms, device), None
-    if device.type == "cpu" and masks.flags.writeable:  # torch warns of others
-        return uniforms, torch.from_numpy(masks)
-    count, first = len(uniforms), uniforms.nbytes
-    both = torch.empty(first + masks.size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    if isinstance(masks, np.ndarray) and device.type == "cpu" and masks.flags.writeable:
+        return uniforms, torch.from_numpy(masks)  # torch warns of others
+    count, size, first = len(uniforms), len(masks[0]), uniforms.nbytes
+    both = torch.empty(first + count * size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     both[:first] = uniforms.view(torch.uint8).reshape(-1)
-    packed = both[first:].view(masks.shape)
-    copy_masks(packed, masks)
+    if isinstance(masks, np.ndarray):
+        copy_masks(both[first:].view(count, size), masks)
+    else:
+        places = both.numpy().data
+        for start, mask in zip(range(first, len(places), size), masks, strict=True):
+            places[start : start + size] = mask
     both = both.to(device, non_blocking=True)
-    return both[:first].view(torch.float64).view(count, 2), both[first:].view(masks.shape)
+    return both[:first].view(torch.float64).view(count, 2), both[first:].view(count, size)
