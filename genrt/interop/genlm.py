@@ -76,48 +76,47 @@ class GenrtLM:
     a model lacks are -inf.
 
     Attributes:
+        lm: the runtime.
         byte_vocab: genlm's ``Token`` for each id of the tokenizer.
         str_vocab: the same as text; a token of incomplete characters as the tokenizer writes it.
         tokenizer: the runtime's.
     """
 
     def __init__(self, lm: AsyncLM, *, byte_vocab: list[Any], str_vocab: list[str]) -> None:
-        self._lm = lm
+        self.lm = lm
         self.tokenizer = lm.tokenizer
         self.byte_vocab = byte_vocab
         self.str_vocab = str_vocab
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._lm!r})"
+        return f"{type(self).__name__}({self.lm!r})"
 
     async def next_token_logprobs(
         self, token_ids: TokenIds, lora_name: str | None = None
     ) -> Tensor:
         """Return the row after ``token_ids``: ``[len(byte_vocab)]``, the caller's own."""
-        return self._fitted(await self._lm.next_token_logprobs(token_ids, adapter=lora_name))
+        return self.fitted(await self.lm.next_token_logprobs(token_ids, adapter=lora_name))
 
     def next_token_logprobs_sync(self, token_ids: TokenIds, lora_name: str | None = None) -> Tensor:
         """Return the result of ``next_token_logprobs``, blocking."""
-        return self._fitted(self._lm.next_token_logprobs_sync(token_ids, adapter=lora_name))
+        return self.fitted(self.lm.next_token_logprobs_sync(token_ids, adapter=lora_name))
 
     async def batch_next_token_logprobs(
         self, token_ids_list: Sequence[TokenIds], lora_name: str | None = None
     ) -> Tensor:
         """Return the rows after each of the contexts: ``[len(token_ids_list), len(byte_vocab)]``."""
-        rows = await self._lm.batch_next_token_logprobs(token_ids_list, adapter=lora_name)
-        return self._fitted(rows)
+        rows = await self.lm.batch_next_token_logprobs(token_ids_list, adapter=lora_name)
+        return self.fitted(rows)
 
     def batch_next_token_logprobs_sync(
         self, token_ids_list: Sequence[TokenIds], lora_name: str | None = None
     ) -> Tensor:
         """Return the result of ``batch_next_token_logprobs``, blocking."""
-        rows = self._lm.batch_next_token_logprobs_sync(token_ids_list, adapter=lora_name)
-        return self._fitted(rows)
+        rows = self.lm.batch_next_token_logprobs_sync(token_ids_list, adapter=lora_name)
+        return self.fitted(rows)
 
-    next_token_logprobs_uncached = next_token_logprobs_sync
-    """A cached row has the computed bits; ``genrt.load(…, cache_bytes=0)`` computes every row again."""
-
-    def _fitted(self, rows: Tensor) -> Tensor:
+    def fitted(self, rows: Tensor) -> Tensor:
+        """Return rows of the runtime with an entry for each token of ``byte_vocab``."""
         missing = len(self.byte_vocab) - rows.shape[-1]
         if missing > 0:
             return pad(rows, (0, missing), value=-math.inf)
@@ -134,7 +133,7 @@ class GenrtLM:
     ) -> list[int]:
         """Sample up to ``max_tokens`` tokens by the engine's own decode loop, without the end token. A
         seed reproduces a sample of genrt, not of another backend."""
-        return await self._lm.sample(
+        return await self.lm.sample(
             prompt_token_ids,
             max_tokens=max_tokens,
             stop_token_ids=eos_token_ids,
@@ -162,52 +161,23 @@ class GenrtLM:
         """Load the LoRA adapter in directory ``lora_path`` under ``lora_name``, a new or a known name.
         The runtime must have been opened with ``enable_lora``. Raises InvalidAdapter for other files;
         names on a hub are not fetched."""
-        self._lm.add_adapter_sync(lora_name, lora_path)
+        self.lm.add_adapter_sync(lora_name, lora_path)
 
     def remove_lora(self, lora_name: str) -> None:
         """Unbind ``lora_name``; earlier questions are still answered."""
-        self._lm.remove_adapter(lora_name)
+        self.lm.remove_adapter(lora_name)
 
     def set_lora(self, lora_path: object = None, lora_name: object = None) -> NoReturn:
         """Raise InvalidRequest: not supported, as in genlm-backend since 0.3."""
-        raise InvalidRequest(
-            "no adapter is set for all calls: add_new_lora(path, name), then lora_name= on each call"
-        )
+        raise InvalidRequest("add_new_lora(path, name), then pass lora_name= in each call")
 
     def clear_lora(self) -> NoReturn:
         """Raise InvalidRequest: not supported, as in genlm-backend since 0.3."""
-        raise InvalidRequest(
-            "no adapter is set for all calls: leave lora_name out for the base model"
-        )
+        raise InvalidRequest("leave lora_name out of a call for the base model")
 
     def clear_cache(self) -> None:
         """Drop the runtime's cached rows."""
-        self._lm.clear_cache()
-
-    def cache_kv(self, prompt_tokens: TokenIds, lora_name: str | None = None) -> None:
-        """Compute the prompt, so that it is resident where the engine keeps sequences."""
-        self.next_token_logprobs_sync(prompt_tokens, lora_name)
-
-    def walk_cache(self, token_ids: object, lora_name: object = None) -> NoReturn:
-        """Raise InvalidRequest: not supported, as there is no trie of cached rows."""
-        raise InvalidRequest(
-            "the runtime's cache has no trie to walk: lm.statistics() says what was cached"
-        )
-
-    def add_query(
-        self, query: object, future: object, past: object, lora_name: object = None
-    ) -> NoReturn:
-        """Raise InvalidRequest: not supported, as callers have no queue of their own."""
-        raise InvalidRequest("queue nothing yourself: await next_token_logprobs, which is batched")
-
-    def clear_kv_cache(self) -> None:
-        """Has no effect: the runtime decides which sequences stay resident."""
-
-    def reset_async_queries(self) -> None:
-        """Has no effect: a cancelled question is withdrawn by itself."""
-
-    def batch_evaluate_queries(self) -> None:
-        """Has no effect: the runtime answers questions by itself."""
+        self.lm.clear_cache()
 
     def cleanup(self) -> None:
         """Has no effect: the runtime's owner closes it, with ``lm.close()`` or ``with``."""
