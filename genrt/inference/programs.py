@@ -62,7 +62,6 @@ from genrt.inference import checks
 from genrt.inference.model import DEAD, Growth
 from genrt.inference.resampling import Floats, normalized_weights
 from genrt.lm import AsyncLM
-from genrt.numbers import check_float
 from genrt.questions.arguments import TokenIds
 from genrt.questions.masks import Mask, packed_words
 from genrt.runtime.concurrency import gather_all
@@ -108,6 +107,10 @@ class _Weighed(NamedTuple):
         """Return whether both are the same changes, up to rounding."""
         size = max(self.size, other.size)
         return self.conditions == other.conditions and _is_close(self.total, other.total, size)
+
+
+NOTHING = _Weighed()
+"""No change of weight."""
 
 
 class _Pause(NamedTuple):
@@ -199,7 +202,7 @@ class Execution:
         self._to_replay = deque(choices)
         self._pause = pause
         """The draw at which it paused, and continues; ``None`` before the first pause."""
-        self._weighed = _Weighed()
+        self._weighed = NOTHING
         """The changes of weight since the last draw."""
         self._is_live = pause is None
         self._coroutines: list[CoroutineType[Any, Any, Any]] = []
@@ -274,9 +277,10 @@ class Execution:
                 ``AsyncLM.draw`` refuses.
             ContextTooLong, UnknownAdapter, EngineFailed, Closed: as ``AsyncLM.draw``.
         """
-        if check_float("temperature", temperature) != 1 and mask is not None:
-            raise InvalidRequest("sample takes a mask or a temperature, not both: leave one out")
-        tempered = checks.check_temperature(temperature)
+        if type(temperature) is not float or temperature != 1.0:
+            temperature = checks.check_temperature(temperature)
+            if temperature != 1 and mask is not None:
+                raise InvalidRequest("sample takes a mask or a temperature: leave one out")
         allowed: Any = mask
         key: Any = mask
         # A text leads to the same state when the program runs again, as long as the record keeps it.
@@ -286,7 +290,7 @@ class Execution:
             allowed = packed_words(mask, self.lm.vocab_size)
             key = hash(allowed.numpy().tobytes())
         given = _argument_hash("sample", token_ids, adapter)
-        asked = ("sample", given, key, tempered, adapter)
+        asked = ("sample", given, key, temperature, adapter)
         if (recorded := await self._recorded(asked, due=self._has_sampled)) is not None:
             return int(recorded.outcome)
         self._has_sampled = True
@@ -396,7 +400,7 @@ class Execution:
 
     def _record(self, asked: DrawKey, *outcome: Any) -> None:
         self._choices.append(_Choice(asked, self._weighed, *outcome))
-        self._weighed = _Weighed()
+        self._weighed = NOTHING
 
     async def _recorded(self, asked: DrawKey, *, due: bool = False) -> _Choice | None:
         """Return the recorded outcome of this draw; ``None`` if it is new, after a pause if one is due.
@@ -408,8 +412,9 @@ class Execution:
             )
         if self._to_replay:
             recorded = self._to_replay.popleft()
-            _check_same(recorded, asked, self._weighed)
-            self._weighed = _Weighed()
+            if recorded.asked != asked or recorded.weighed != self._weighed:
+                _check_same(recorded, asked, self._weighed)
+            self._weighed = NOTHING
             return recorded
         if not self._is_live:
             if self._pause is not None:

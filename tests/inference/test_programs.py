@@ -758,7 +758,7 @@ def offering(act: Callable[[Execution], Any]) -> Any:
 @pytest.mark.parametrize(
     ("act", "error", "message"),
     [
-        (lambda p: p.sample([0], mask=[1], temperature=2.0), InvalidRequest, "not both"),
+        (lambda p: p.sample([0], mask=[1], temperature=2.0), InvalidRequest, "leave one out"),
         (lambda p: p.sample([0], temperature=0), InvalidRequest, "greedy"),
         (
             lambda p: p.sample([0], temperature="hot"),
