@@ -9,18 +9,18 @@ Rule:
 from __future__ import annotations
 
 import asyncio
+import sys
 from array import array
 from collections import Counter
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, repeat
-from typing import Any, Self, TypeAlias, TypeVar, Unpack, cast
-from weakref import WeakKeyDictionary
+from typing import Any, NoReturn, Self, TypeAlias, TypeVar, Unpack, cast
 
 import numpy as np
 import torch
 
-from genrt.constraints.products import abitmasks, are_quick, bitmasks, fill
+from genrt.constraints.products import abitmasks, bitmasks
 from genrt.engines.protocol import failure
 from genrt.errors import Closed, GenrtError, InvalidRequest, NotFinite
 from genrt.numbers import check_int, check_timeout
@@ -28,7 +28,7 @@ from genrt.populations import Ask, PopulationRuntime
 from genrt.questions.arguments import Adapter, TokenIds, check_seed, id_words
 from genrt.questions.completions import Completion, GenerateOptions, SampleOptions
 from genrt.questions.draws import PopulationDraw, draw_temperature
-from genrt.questions.masks import Mask, joined_words, packed_words
+from genrt.questions.masks import Mask, joined_words, words_or_state
 from genrt.questions.reads import candidates_request, top_request
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import check_length
@@ -42,6 +42,9 @@ from genrt.tokens.sampling import BatchDraw, Draw, TopLogprobs
 
 __all__ = ["Context", "Gatherer", "begin_context", "take_over"]
 
+
+MOST_TOGETHER = 1024
+"""The most questions that one pass of an event loop sends or answers, so that its other tasks can run."""
 
 C = TypeVar("C", bound="Context")
 
@@ -86,11 +89,12 @@ otherwise than by more tokens gets another tuple."""
 class Context:
     """A sequence of one coroutine, such as a particle of a sampler.
 
-    ``AsyncLM.context`` makes it. Questions are about the sequence at the call and append nothing;
-    ``append``, ``extend`` and ``cut`` change it without a question. The questions that contexts ask at
-    once are one request, so a step of many costs about as much as a step of a population. Answers,
-    cancellation, timeouts and errors are as for every question of an ``AsyncLM``. After a restart or an
-    eviction, the engine recomputes what it lost. After new weights, later questions have these.
+    ``AsyncLM.context`` makes it. A question is about the sequence when it is first awaited, in a new task
+    when that first runs, and appends nothing. ``append``, ``extend`` and ``cut`` change the sequence
+    without a question. The questions that contexts ask at once are one request, so a step of many costs
+    about as much as a step of a population. Answers, cancellation, timeouts and errors are as for every
+    question of an ``AsyncLM``. After a restart or an eviction, the engine recomputes what it lost. After
+    new weights, later questions have these.
 
     One task or thread at a time may change a context. As a context manager, it closes at the end; a
     context that is collected closes too.
@@ -167,12 +171,10 @@ class Context:
                 limit. An exception of a predicate; otherwise as ``logprobs``.
         """
         runtime = self._runtime
-        given: Any = mask
-        if mask is not None and not hasattr(mask, "advance"):
-            given = packed_words(mask, runtime.limits.vocab_size)
+        given = None if mask is None else words_or_state(mask, runtime.limits.vocab_size)
         heat = draw_temperature(temperature)
         own = next(runtime.nonces) if seed is None else cast("int", check_seed(seed))
-        question = self._question(heat, given, own)
+        question = _Question(self, heat, given, own)
         return cast("Draw", await self._ask(question, timeout=timeout))
 
     async def logprobs(self, *, timeout: float | None = None) -> torch.Tensor:
@@ -184,7 +186,7 @@ class Context:
                 removed. EngineFailed, NotFinite, TimedOut: as ``AsyncLM.next_token_logprobs``.
             Closed: the context or the runtime is closed.
         """
-        return cast("torch.Tensor", await self._ask(self._question(), timeout=timeout))
+        return cast("torch.Tensor", await self._ask(_Question(self), timeout=timeout))
 
     async def top_logprobs(self, k: int, *, timeout: float | None = None) -> TopLogprobs:
         """Return the ``k`` likeliest next tokens, as ``AsyncLM.top_logprobs`` does."""
@@ -294,14 +296,20 @@ class Context:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        self._leave()
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # then the modules may be gone
+            self._leave()
 
     def __copy__(self) -> Self:
         return self.fork()
 
     def __deepcopy__(self, _: object) -> Self:
         return self.fork()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a context cannot be pickled: send its token_ids, and begin another with them"
+        )
 
     # -- how ----------------------------------------------------------------------------------
 
@@ -328,29 +336,10 @@ class Context:
         words.extend(self._tail)
         return words
 
-    def _question(
-        self,
-        temperature: float | None = None,
-        mask: Any = None,
-        seed: int = 0,
-    ) -> _Question:
-        """Return a question about the present sequence: for a draw, or without a temperature for the
-        row."""
-        if self._adapter is not None or self._is_closed:
-            self._bound()
-        place, tail = self._place, self._tail
-        added = len(tail)
-        if place[2] + added > self._runtime.limits.max_model_len:
-            check_length(self._runtime.limits, place[2] + added)
-        kind = self._adapter, temperature
-        if added == 1 and place[0] is not None:
-            return _Question(self, kind, place, 1, tail[0], None, mask, seed)
-        words = np.frombuffer(self._words(), np.uint32)
-        return _Question(self, kind, place, added, 0, words, mask, seed)
-
     def _leave(self) -> None:
         """Extend no sequence; give the last one of its request back. A finalizer may call this."""
-        answered, self._place = self._place[0], (None, 0, 0)
+        # The length is no constant, so each tuple is another object.
+        answered, self._place = self._place[0], (None, 0, len(()))
         if answered is not None:
             answered.extended_by -= 1
             if not answered.extended_by:
@@ -370,7 +359,7 @@ class Context:
         if not isinstance(asked, _Question):
             return asker.ask_sync(asked, timeout=timeout)
 
-        if hasattr(asked.mask, "advance"):
+        if asked.has_state:
             asked.give_mask(bitmasks([asked.mask])[0])
 
         async def ask(requests: Sequence[Request], *, timeout: float | None) -> list[Result]:
@@ -381,14 +370,14 @@ class Context:
 
 
 class _Question:
-    """A question about the next token of a context.
+    """A question about the next token of a context, with its sequence at the call.
 
     Attributes:
         kind: the adapter, and the temperature of a draw; without one, the row is asked for.
         place: the context's at the call.
         added: how many tokens follow the sequence of ``place``.
         token: the only one of them; or else ``words`` has the whole sequence, uint32 ``[n]``.
-        mask: packed, int32, or a state that has it; ``None`` allows every token.
+        mask: packed, int32, or with ``has_state`` a constraint's state; ``None`` allows every token.
         seed: of the draw.
     """
 
@@ -397,6 +386,7 @@ class _Question:
         "answer",
         "context",
         "flush",
+        "has_state",
         "kind",
         "mask",
         "place",
@@ -410,19 +400,24 @@ class _Question:
     waits_for: asyncio.Future[Any]
 
     def __init__(
-        self,
-        context: Context,
-        kind: tuple[str | None, float | None],
-        place: _Place,
-        added: int,
-        token: int,
-        words: np.ndarray | None,
-        mask: Any,
-        seed: int,
+        self, context: Context, temperature: float | None = None, mask: Any = None, seed: int = 0
     ) -> None:
-        self.context, self.kind, self.place, self.added = context, kind, place, added
-        self.token, self.words, self.seed = token, words, seed
-        self.mask: Any = mask
+        if context._adapter is not None or context._is_closed:
+            context._bound()
+        place, tail = context._place, context._tail
+        self.added = added = len(tail)
+        if place[2] + added > context._runtime.limits.max_model_len:
+            check_length(context._runtime.limits, place[2] + added)
+        self.context, self.place = context, place
+        self.kind = context._adapter, temperature
+        self.mask, self.seed = mask, seed
+        self.has_state = mask is not None and type(mask) is not torch.Tensor
+        self.token = 0
+        self.words: np.ndarray | None = None
+        if added == 1 and place[0] is not None:
+            self.token = tail[0]
+        else:
+            self.words = np.frombuffer(context._words(), np.uint32)
         self.flush: _Flush | None = None
 
     def give_mask(self, mask: torch.Tensor) -> None:
@@ -447,10 +442,16 @@ class _Flush:
 @dataclass(slots=True)
 class _Gathered:
     """The questions that one event loop has gathered, and how many contexts were answered since the last
-    flush."""
+    flush. ``is_taken`` is locked while one part of them has the present pass of the loop."""
 
     questions: list[_Question] = field(default_factory=list)
     returning: int = 0
+    is_taken: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def take_pass(self) -> None:
+        """Wait for a pass of the loop in which no other part of the questions has work to do."""
+        await self.is_taken.acquire()
+        asyncio.get_running_loop().call_soon(self.is_taken.release)
 
 
 class Gatherer:
@@ -463,21 +464,18 @@ class Gatherer:
     def __init__(self, runtime: PopulationRuntime, texts: Texts) -> None:
         self.runtime = runtime
         self.texts = texts
-        self._loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _Gathered] = WeakKeyDictionary()
+        self._loops: dict[asyncio.AbstractEventLoop, _Gathered] = {}
 
-    def _of(self, loop: asyncio.AbstractEventLoop) -> _Gathered:
-        found = self._loops.get(loop)
-        if found is None:
-            for each in [each for each in self._loops if each.is_closed()]:
-                del self._loops[each]
-            found = self._loops[loop] = _Gathered()
-        return found
+    def _begin(self, loop: asyncio.AbstractEventLoop) -> _Gathered:
+        """Begin to gather for another loop, and forget the closed ones."""
+        self._loops = {loop: each for loop, each in self._loops.items() if not loop.is_closed()}
+        return self._loops.setdefault(loop, _Gathered())
 
     async def ask(self, question: _Question, timeout: float | None) -> Any:
         """Return the answer. Cancelling withdraws this question only."""
         seconds = None if timeout is None else check_timeout(timeout)
         loop = asyncio.get_running_loop()
-        gathered = self._of(loop)
+        gathered = self._loops.get(loop) or self._begin(loop)
         question.waits_for = future = loop.create_future()
         gathered.questions.append(question)
         count = len(gathered.questions)
@@ -508,18 +506,28 @@ class Gatherer:
         for each in questions:
             if not each.waits_for.done():
                 groups.setdefault(each.kind, []).append(each)
+        most = min(self.runtime.thread.max_weight, MOST_TOGETHER)
         for group in groups.values():
-            # The questions keep the task, and their callers keep these.
-            flush = _Flush(loop.create_task(self._answer_each(gathered, group)), len(group))
-            for each in group:
-                each.flush = flush
+            for start in range(0, len(group), most):
+                part = group[start : start + most]
+                # The questions keep the task, and their callers keep these.
+                flush = _Flush(loop.create_task(self._answer_each(gathered, part)), len(part))
+                for each in part:
+                    each.flush = flush
 
     async def _answer_each(self, gathered: _Gathered, group: list[_Question]) -> None:
         """Ask these questions, of one kind, and resolve their futures."""
+
+        async def ask(requests: Sequence[Request], *, timeout: float | None) -> list[Result]:
+            results = await self.runtime.asker.ask(requests, timeout=timeout)
+            await gathered.take_pass()
+            return results
+
         try:
+            await gathered.take_pass()
             group = await _with_masks(group)
             if group:
-                await _ask_together(self.runtime, self.runtime.asker.ask, group)
+                await _ask_together(self.runtime, ask, group)
         except NotFinite as error:
             if len(group) > 1:  # the rows of others are finite
                 waiting = [each for each in group if not each.waits_for.done()]
@@ -541,21 +549,25 @@ class Gatherer:
 
 async def _with_masks(group: list[_Question]) -> list[_Question]:
     """Compute the masks of states, fail the questions whose states fail, and return the others."""
-    asked = [each for each in group if hasattr(each.mask, "advance")]
+    asked = [each for each in group if each.has_state]
     if not asked:
         return group
-    states = [each.mask for each in asked]
     try:
-        if are_quick(states):
-            fill(states)
-        for each, words in zip(asked, await abitmasks(states), strict=True):
+        words_of_each = await abitmasks([each.mask for each in asked])
+        for each, words in zip(asked, words_of_each, strict=True):
             each.give_mask(words)
-    except Exception as error:
+    except BaseException as error:
+        task = cast("asyncio.Task[None]", asyncio.current_task())
+        if task.cancelling() or isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
         if len(group) > 1:
             left = await gather_all([_with_masks([each]) for each in group])
             return [each for one in left for each in one]
-        if not group[0].waits_for.done():
-            group[0].waits_for.set_exception(error)
+        future = group[0].waits_for
+        if isinstance(error, asyncio.CancelledError):  # the state cancelled a task of its own
+            future.cancel()
+        elif not future.done():
+            future.set_exception(error)
         return []
     return group
 
@@ -573,7 +585,7 @@ async def _ask_together(
     """Answer questions of one kind. Their contexts then extend the answered sequences."""
     adapter, heat = group[0].kind
     going = [each for each in group if each.words is None]
-    new = group if not going else [each for each in group if each.words is not None]
+    new = [each for each in group if each.words is not None] if len(going) < len(group) else []
     sequences: list[tuple[list[_Question], Contexts, Origins | None]] = []
     if going:
         sequences.append(_extensions(going))

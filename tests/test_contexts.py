@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import gc
+import pickle
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 
 import genrt
 from genrt import contexts
-from genrt.constraints import abitmasks, all_of, predicate, regex
+from genrt.constraints import abitmasks, all_of, predicate, products, regex
 from genrt.constraints.products import fill
 from genrt.contexts import Context
 from genrt.engines.exact import ExactEngine, NGram
@@ -41,6 +42,10 @@ from tests.keeping_engine import Seen as Watched
 
 SIZE, LONGEST = 7, 24
 MODEL = NGram.random(SIZE, order=2, seed=3, zeros=0.2)
+
+
+class Stop(BaseException):
+    """No ``Exception``, as of some frameworks."""
 
 
 class Seen(ExactEngine):
@@ -463,7 +468,7 @@ async def test_a_state_gives_its_mask_and_all_are_computed_together(
         filled.append(len(states))
         fill(states)
 
-    monkeypatch.setattr(contexts, "fill", counted)
+    monkeypatch.setattr(products, "fill", counted)
     with genrt.load(BYTES, engine="exact") as lm:
         starts = [regex("(a|b)*b", lm).start(), regex("b+a", lm).start()]
         both = all_of(regex("[ab]*", lm), predicate(some_a, lm)).start()
@@ -506,6 +511,78 @@ async def test_a_state_that_fails_fails_alone() -> None:
     assert isinstance(raised, ZeroDivisionError)
     assert isinstance(refused, InvalidRequest)
     assert "another vocabulary" in str(refused)
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError, Stop])
+async def test_a_state_that_stops_or_cancels_ends_its_own_draw_alone(
+    error: type[BaseException],
+) -> None:
+    async def stops(text: str) -> bool:
+        raise error
+
+    with genrt.load(BYTES, engine="exact") as lm:
+        one, other = lm.context([0]), lm.context([1])
+        stopped, drawn = await asyncio.gather(
+            one.draw(mask=predicate(stops, lm).start()), other.draw(seed=3), return_exceptions=True
+        )
+        assert isinstance(stopped, error)
+        assert drawn == await lm.draw([1], seed=3)
+        assert one.token_ids == [0]
+        assert await one.draw(seed=4) == await lm.draw([0], seed=4)
+
+
+async def test_a_late_answer_takes_over_no_context_that_changed_twice() -> None:
+    """A context is cut below its answered sequence, asks, is answered otherwise and cut again. Both times
+    it extends nothing, and yet the first question's sequence is not its own any more."""
+    go = asyncio.Event()
+
+    async def slow(text: str) -> bool:
+        await go.wait()
+        return True
+
+    with genrt.load(BYTES, engine="exact") as lm:
+        context = lm.context([0, 1, 0])
+        await context.logprobs()
+        context.cut(2)
+        question = asyncio.create_task(context.draw(mask=predicate(slow, lm).start(), seed=1))
+        for _ in range(10):  # the question is made, and waits for its mask
+            await asyncio.sleep(0)
+        await context.logprobs()
+        context.cut(1)
+        context.extend([0, 1])
+        go.set()
+        await question
+        assert context.token_ids == [0, 0, 1]
+        assert torch.equal(await context.logprobs(), await lm.next_token_logprobs([0, 0, 1]))
+
+
+async def test_a_pass_of_the_loop_answers_a_bounded_number_of_contexts() -> None:
+    """Three thousand contexts that ask at once are answered in parts, between which other tasks run."""
+    passes, answered = 0, dict[int, int]()
+
+    async def count() -> None:
+        nonlocal passes
+        while True:
+            await asyncio.sleep(0)
+            passes += 1
+
+    async def ask(context: Context, number: int) -> None:
+        drawn = await context.draw(seed=number)
+        answered[passes] = answered.get(passes, 0) + 1
+        context.append(max(0, drawn.token_id))
+
+    with genrt.load(engine=Seen, cache_bytes=0) as lm:
+        counter = asyncio.create_task(count())
+        held = [lm.context([number % SIZE]) for number in range(3_000)]
+        await asyncio.gather(*map(ask, held, range(3_000)))
+        counter.cancel()
+    assert sum(answered.values()) == 3_000
+    assert max(answered.values()) <= contexts.MOST_TOGETHER
+
+
+def test_a_context_is_not_pickled(lm: AsyncLM) -> None:
+    with pytest.raises(TypeError, match="token_ids"):
+        pickle.dumps(lm.context([1]))
 
 
 async def test_short_lived_contexts_leave_nothing() -> None:

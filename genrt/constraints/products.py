@@ -254,7 +254,9 @@ def _known(states: Sequence[Any]) -> tuple[Words, int] | None:
 
 
 async def _awords(states: Sequence[State]) -> tuple[Words, int]:
-    known = _known(_checked_list(states))
+    if are_quick(_checked_list(states)):
+        fill(states)
+    known = _known(states)
     words, vocab_size = await asyncio.to_thread(_words, states) if known is None else known
     checked: dict[int, tuple[CheckedState, list[int]]] = {}
     for row, state in enumerate(states):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence, Set
-from typing import Any, Protocol, TypeAlias, TypeGuard
+from typing import Any, Protocol, TypeAlias, TypeGuard, cast
 
 import numpy as np
 import torch
@@ -82,15 +82,21 @@ def packed_words(mask: Mask, vocab_size: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(packed_mask(mask, vocab_size)), dtype=torch.int32)
 
 
+def words_or_state(mask: Mask, vocab_size: int) -> torch.Tensor | MaskedState:
+    """Return a mask as ``packed_words`` does, and a constraint's state as it is."""
+    if _is_packed(mask, -(-vocab_size // 32)):
+        return mask
+    return cast("MaskedState", mask) if hasattr(mask, "advance") else packed_words(mask, vocab_size)
+
+
 def _is_packed(mask: Any, words: int) -> TypeGuard[torch.Tensor]:
     """Return whether a mask is a packed tensor on the host."""
     return (
         type(mask) is torch.Tensor
         and mask.dtype is torch.int32
-        and mask.ndim == 1
-        and mask.layout is torch.strided
+        and mask.shape == (words,)
         and mask.is_cpu
-        and mask.numel() == words
+        and mask.layout is torch.strided
     )
 
 
