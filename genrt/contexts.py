@@ -25,13 +25,13 @@ from genrt.engines.protocol import failure
 from genrt.errors import Closed, GenrtError, InvalidRequest, NotFinite
 from genrt.numbers import check_int, check_timeout
 from genrt.populations import Ask, PopulationRuntime
-from genrt.questions.arguments import Adapter, TokenIds, check_seed, id_words
+from genrt.questions.arguments import Adapter, TokenIds, check_seed
 from genrt.questions.completions import Completion, GenerateOptions, SampleOptions
 from genrt.questions.draws import PopulationDraw, draw_temperature
 from genrt.questions.masks import Mask, joined_words, words_or_state
 from genrt.questions.reads import candidates_request, top_request
 from genrt.questions.request import Request, Result
-from genrt.questions.rows import check_length
+from genrt.questions.rows import check_length, id_words
 from genrt.questions.scores import joined_scores, score_requests
 from genrt.questions.sequences import Contexts, Origins, SequenceHandle
 from genrt.runtime.ask import blocking_question, run_without_loop, within

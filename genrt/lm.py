@@ -22,14 +22,7 @@ from genrt.engines.weights import SleepingPart
 from genrt.errors import EngineFailed, InvalidRequest
 from genrt.numbers import check_int, check_timeout, named
 from genrt.populations import Population, PopulationRuntime, Prompts, begin, draw_batch
-from genrt.questions.arguments import (
-    Limits,
-    TokenIds,
-    check_contexts,
-    check_seed,
-    id_words,
-    nonces_of,
-)
+from genrt.questions.arguments import TokenIds, check_contexts, check_seed, nonces_of
 from genrt.questions.completions import Completion, GenerateOptions, SampleOptions, TurnOptions
 from genrt.questions.draws import draw_request
 from genrt.questions.masks import Mask, Masks
@@ -42,7 +35,7 @@ from genrt.questions.reads import (
     candidates_request,
     top_request,
 )
-from genrt.questions.rows import Device, must_move, row_request
+from genrt.questions.rows import Device, Limits, id_words, must_move, row_request
 from genrt.questions.scores import (
     joined_scores,
     row_chunks,

@@ -15,11 +15,11 @@ import torch
 
 from genrt.errors import Closed, GenrtError, InvalidRequest, OutOfMemory, UnknownAdapter
 from genrt.numbers import check_int, check_timeout, shown
-from genrt.questions.arguments import Adapter, Limits, TokenIds, check_contexts, id_words
+from genrt.questions.arguments import Adapter, TokenIds, check_contexts
 from genrt.questions.draws import PopulationDraw, merge_draws, population_draw
 from genrt.questions.masks import Masks, packed_masks
 from genrt.questions.reads import HostRow, ReadRequest
-from genrt.questions.rows import Device, check_length, must_move
+from genrt.questions.rows import Device, Limits, check_length, id_words, must_move
 from genrt.questions.scores import joined_scores, score_requests
 from genrt.questions.sequences import (
     MOST_SEQUENCES,

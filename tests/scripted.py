@@ -19,11 +19,11 @@ import torch
 
 from genrt.engines.protocol import Engine, EngineStatistics, Finished
 from genrt.errors import GenrtError
-from genrt.questions.arguments import Adapter, Limits
+from genrt.questions.arguments import Adapter
 from genrt.questions.completions import SampleRequest
 from genrt.questions.draws import PopulationDraw
 from genrt.questions.request import Request, Result
-from genrt.questions.rows import LogprobsRequest
+from genrt.questions.rows import Limits, LogprobsRequest
 from genrt.questions.sequences import Contexts, Sequences
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.ask import Asker

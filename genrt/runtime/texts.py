@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from genrt.engines.protocol import check_supported, tokenizer_of
 from genrt.errors import InvalidRequest
 from genrt.numbers import shown
-from genrt.questions.arguments import Limits, TokenIds
+from genrt.questions.arguments import TokenIds
 from genrt.questions.completions import (
     CompletionRequest,
     SampleOptions,
@@ -19,7 +19,7 @@ from genrt.questions.completions import (
     sample_requests,
 )
 from genrt.questions.reads import KeptContext, Prefix, PrefixOptions, ReadRequest, WarmUpOptions
-from genrt.questions.rows import row_request
+from genrt.questions.rows import Limits, row_request
 from genrt.runtime.adapters import AdapterNames
 from genrt.runtime.thread import EngineThread
 from genrt.tokens import encoding

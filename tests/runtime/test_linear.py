@@ -17,10 +17,10 @@ import pytest
 import genrt
 from genrt.engines.protocol import Finished
 from genrt.errors import EngineFailed
-from genrt.questions.arguments import Adapter, Limits
+from genrt.questions.arguments import Adapter
 from genrt.questions.draws import draw_request
 from genrt.questions.reads import ReadRequest, TopTokens
-from genrt.questions.rows import LogprobsRequest
+from genrt.questions.rows import Limits, LogprobsRequest
 from genrt.runtime.batcher import Waiter
 from tests.scripted import ByHand, ScriptedEngine, logprobs, passes, population_of, sample
 

@@ -22,11 +22,10 @@ from genrt.engines.vllm.populations import EarlyDelivery
 from genrt.engines.vllm.steps import CoreSteps
 from genrt.errors import NotFinite
 from genrt.populations import Population, PopulationRuntime, begin
-from genrt.questions.arguments import Limits
 from genrt.questions.completions import SampleRequest
 from genrt.questions.draws import PopulationDraw
 from genrt.questions.request import Request
-from genrt.questions.rows import LogprobsRequest
+from genrt.questions.rows import Limits, LogprobsRequest
 from genrt.questions.sequences import Contexts
 from genrt.runtime.cache import RowCache
 from genrt.tokens.sampling import BatchDraw
