@@ -291,6 +291,7 @@ class ByHand:
         for adapter in adapters:
             self.engine.add_adapter(adapter, NOWHERE)
             self.answering._adapters._copies[adapter] = NOWHERE
+            self.asker.adapters[adapter.name] = adapter
 
     def ask(self, *requests: Request) -> asyncio.Task[list[Result]]:
         """A task that asks them as one question."""

@@ -245,8 +245,10 @@ class Batcher:
         self._step_seconds = 0.0
         self._returning: dict[_Loop, None] = {}
         self.streams = Streams(self.lock, clock)
-        # The number of requests of each adapter; the adapters to remove at zero.
+        # The number of requests of each adapter; the adapters of questions that ask later; the adapters
+        # to remove without any.
         self._bound: Counter[Adapter] = Counter()
+        self._held: dict[object, Adapter] = {}
         self._retired: list[Adapter] = []
         self.weights_version = 0
         self.barriers: dict[Barrier, None] = {}
@@ -713,7 +715,11 @@ class Batcher:
         """Return the retired adapters without requests, under the lock."""
         if self.keeps_adapters:
             return []
-        return [adapter for adapter in self._retired if adapter not in self._bound]
+        needed = {
+            *self._bound,
+            *list(self._held.values()),
+        }  # a list at once: others change the dict
+        return [adapter for adapter in self._retired if adapter not in needed]
 
     def _settle(self, finished: Sequence[Finished], *, stepped: bool = False) -> None:
         """End these requests: cache the rows, then give each waiter its own results. Requests that ran
@@ -861,6 +867,16 @@ class Batcher:
         return not self._entries
 
     # -- adapters, close, restart -------------------------------------------------------------
+
+    def hold(self, question: object, adapter: Adapter) -> None:
+        """Keep an adapter in the engine for a question that asks its requests later."""
+        self._held[question] = adapter
+
+    def let_go(self, question: object) -> None:
+        """End ``hold``. Finalizers call this, so neither takes the lock."""
+        self._held.pop(question, None)
+        if self._retired:
+            self._wake()
 
     def retire(self, adapter: Adapter) -> None:
         """Have ``turn`` remove the adapter from the engine after its last request."""

@@ -59,6 +59,9 @@ class _Asker:
     async def ask(self, requests: Sequence[Request], **_: Any) -> list[Any]:
         return await _asked(requests)
 
+    def bound(self, _: str | None) -> None:
+        return None
+
     ask_sync = None
 
 
@@ -72,11 +75,8 @@ class Turns:
         self.ends: dict[Request, Finished] = {}
         self.went_on = 0
         thread: Any = SimpleNamespace(max_weight=100, give_back=self.answering.give_back)
-        names: Any = SimpleNamespace(bound=lambda _: None)
         asker: Any = _Asker()
-        self.home = PopulationRuntime(
-            thread, asker, Limits(320, LONGEST - 1), names, itertools.count()
-        )
+        self.home = PopulationRuntime(thread, asker, Limits(320, LONGEST - 1), itertools.count())
 
     def begin(self, count: int, length: int, seed: int) -> Population:
         contexts = [tokens(length, seed=100 * seed + n) for n in range(count)]
