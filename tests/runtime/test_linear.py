@@ -217,5 +217,5 @@ def test_lines_are_counted() -> None:
     batcher = ByHand().batcher
     with Lines() as lines:
         for _ in range(FEW):
-            batcher._leave_queue([])
+            assert batcher.is_drained
     assert lines.count == FEW

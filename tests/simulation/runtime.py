@@ -202,12 +202,12 @@ class WatchedBatcher(Batcher):
         self._ledger.settling()  # where all of it is sent again, nothing was cached, and none ended
 
     def close(self, reason: GenrtError | None = None) -> bool:
-        was_closed = self.is_closed
+        was_closed = self.closed is not None
         if not was_closed and not self.lock._is_owned():  # type: ignore[attr-defined]
             self._ledger.closed(reason or Closed(WAS_CLOSED))
         done = super().close(reason)
         if done and not was_closed:
-            self._record.add("closed", self._closed)
+            self._record.add("closed", self.closed)
         return done
 
     def reopen(self) -> None:
