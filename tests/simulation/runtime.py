@@ -367,9 +367,9 @@ class SimulatedRuntime:
         )
         self.batcher = cast("WatchedBatcher", self.thread.batcher)
         self.lm = AsyncLM(self.thread, self.cache, self.thread.engine, seed=seed)
-        self._ask, self._stream = self.lm._ask, self.lm._stream
+        self._ask, self._stream, self.bound = self.lm._ask, self.lm._stream, self.lm._bound
         self.lm._ask = self.ask
-        self.lm._populations.asker = cast("Asker", self)  # it has the two methods of an Asker
+        self.lm._populations.asker = cast("Asker", self)  # it has the methods of an Asker
         self.lm._stream = self.stream
 
     def _make_batcher(self, cache: RowCache, **options: Any) -> Batcher:
@@ -622,9 +622,7 @@ class BusyCache(RowCache):
         super().__init__(max_bytes)
         self.runtime = runtime
 
-    def put_all(
-        self, rows: dict[LogprobsRequest, torch.Tensor]
-    ) -> dict[LogprobsRequest, Exception]:
+    def put_all(self, rows: dict[LogprobsRequest, torch.Tensor]) -> dict[Request, GenrtError]:
         self.runtime.ledger.settling()
         self.runtime.meanwhile()
         errors = super().put_all(rows)
