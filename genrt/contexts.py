@@ -25,13 +25,13 @@ from genrt.engines.protocol import failure
 from genrt.errors import Closed, GenrtError, InvalidRequest, NotFinite
 from genrt.numbers import check_int, check_timeout
 from genrt.populations import Ask, PopulationRuntime
-from genrt.questions.arguments import Adapter, TokenIds, check_seed, id_words
+from genrt.questions.arguments import Adapter, TokenIds, check_seed
 from genrt.questions.completions import Completion, GenerateOptions, SampleOptions
 from genrt.questions.draws import PopulationDraw, draw_temperature
 from genrt.questions.masks import Mask, words_of_each, words_or_state
 from genrt.questions.reads import candidates_request, top_request
 from genrt.questions.request import Request, Result
-from genrt.questions.rows import check_length
+from genrt.questions.rows import check_length, id_words
 from genrt.questions.scores import joined_scores, score_requests
 from genrt.questions.sequences import Contexts, Origins, SequenceHandle
 from genrt.runtime.ask import blocking_question, run_without_loop, within
@@ -54,7 +54,7 @@ def begin_context(
 ) -> C:
     """Return a context of this class that begins with a prompt, as ``AsyncLM.context`` does."""
     runtime = gatherer.runtime
-    runtime.adapters.bound(adapter)
+    runtime.asker.bound(adapter)
     given: Any = prompt
     if isinstance(given, Context):
         if given._gatherer is gatherer and given.adapter == adapter:
@@ -319,7 +319,7 @@ class Context:
 
     def _bound(self) -> Adapter | None:
         self._check_open()
-        return self._runtime.adapters.bound(self._adapter)
+        return self._runtime.asker.bound(self._adapter)
 
     def _own_adapter(self, options: Mapping[str, Any]) -> str | None:
         """Return this context's adapter. Raises InvalidRequest if options name one, or Closed."""
@@ -402,14 +402,14 @@ class _Question:
     def __init__(
         self, context: Context, temperature: float | None = None, mask: Any = None, seed: int = 0
     ) -> None:
-        if context._adapter is not None or context._is_closed:
-            context._bound()
+        has_adapter = context._adapter is not None or context._is_closed
+        adapter = context._bound() if has_adapter else None
         place, tail = context._place, context._tail
         self.added = added = len(tail)
         if place[2] + added > context._runtime.limits.max_model_len:
             check_length(context._runtime.limits, place[2] + added)
         self.context, self.place = context, place
-        self.kind = context._adapter, temperature
+        self.kind = adapter, temperature
         self.mask, self.seed = mask, seed
         self.has_state = mask is not None and type(mask) is not torch.Tensor
         self.token = 0
@@ -476,6 +476,8 @@ class Gatherer:
         seconds = None if timeout is None else check_timeout(timeout)
         loop = asyncio.get_running_loop()
         gathered = self._loops.get(loop) or self._begin(loop)
+        if (adapter := question.kind[0]) is not None:
+            self.runtime.thread.batcher.hold(question, adapter)
         question.waits_for = future = loop.create_future()
         gathered.questions.append(question)
         count = len(gathered.questions)
@@ -486,6 +488,8 @@ class Gatherer:
         try:
             return await (future if seconds is None else within(seconds, future))
         finally:
+            if adapter is not None:
+                batcher.let_go(question)
             if (flush := question.flush) is not None:
                 flush.waiting -= 1
                 if not flush.waiting and not loop.is_closed():
@@ -502,7 +506,7 @@ class Gatherer:
 
     def _send(self, loop: asyncio.AbstractEventLoop, gathered: _Gathered) -> None:
         questions, gathered.questions, gathered.returning = gathered.questions, [], 0
-        groups: dict[tuple[str | None, float | None], list[_Question]] = {}
+        groups: dict[tuple[Adapter | None, float | None], list[_Question]] = {}
         for each in questions:
             if not each.waits_for.done():
                 groups.setdefault(each.kind, []).append(each)
@@ -593,22 +597,19 @@ async def _ask_together(
     if new:
         sequences.append((new, Contexts.of([cast("Any", each.words) for each in new]), None))
 
-    def requests(bound: Adapter | None) -> list[PopulationDraw]:
-        return [
-            PopulationDraw(
-                contexts,
-                bound,
-                words_of_each([each.mask for each in questions]),
-                1.0 if heat is None else heat,
-                None if heat is None else np.array([each.seed for each in questions], np.uint64),
-                origins,
-                came_from=() if origins is None else origins.handles,
-            )
-            for questions, contexts, origins in sequences
-        ]
-
-    most = runtime.thread.max_weight
-    found, parts = await runtime.draws(ask, requests, adapter, most, timeout)
+    requests = [
+        PopulationDraw(
+            contexts,
+            adapter,
+            words_of_each([each.mask for each in questions]),
+            1.0 if heat is None else heat,
+            None if heat is None else np.array([each.seed for each in questions], np.uint64),
+            origins,
+            came_from=() if origins is None else origins.handles,
+        )
+        for questions, contexts, origins in sequences
+    ]
+    found, parts = await runtime.draws(ask, requests, runtime.thread.max_weight, timeout)
     ordered = iter([*going, *new])
     over: list[SequenceHandle] = []
     for result, part in zip(found, parts, strict=True):

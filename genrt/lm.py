@@ -22,14 +22,7 @@ from genrt.engines.weights import SleepingPart
 from genrt.errors import EngineFailed, InvalidRequest
 from genrt.numbers import check_int, check_timeout, named
 from genrt.populations import Population, PopulationRuntime, Prompts, begin, draw_batch
-from genrt.questions.arguments import (
-    Limits,
-    TokenIds,
-    check_contexts,
-    check_seed,
-    id_words,
-    nonces_of,
-)
+from genrt.questions.arguments import TokenIds, check_contexts, check_seed, nonces_of
 from genrt.questions.completions import Completion, GenerateOptions, SampleOptions, TurnOptions
 from genrt.questions.draws import draw_request
 from genrt.questions.masks import Mask, Masks
@@ -42,7 +35,7 @@ from genrt.questions.reads import (
     candidates_request,
     top_request,
 )
-from genrt.questions.rows import Device, must_move, row_request
+from genrt.questions.rows import Device, Limits, id_words, must_move, row_request
 from genrt.questions.scores import (
     joined_scores,
     row_chunks,
@@ -122,11 +115,13 @@ class AsyncLM:
         self._cache = cache
         self._limits = Limits(engine.vocab_size, engine.max_model_len)
         has_own = bool(thread.capabilities.reads)
-        self._adapters = AdapterNames(thread, thread.answering.engine.adapters if has_own else {})
+        given = thread.answering.engine.adapters if has_own else {}  # which the engine may change
         self._weights = WeightUpdates(thread, cache)
         thread.belong_to(self)
-        self._asker = asker = Asker(thread, self._adapters)
-        # The next stop of every question: ``Asker.ask``.
+        self._asker = asker = Asker(thread, given, thread.adapters.lost)
+        self._adapters = AdapterNames(thread, asker)
+        # The next stops of every question.
+        self._bound = asker.bound
         self._ask, self._ask_sync = asker.ask, asker.ask_sync
         self._stream, self._stream_sync = asker.stream, asker.stream_sync
         self._draw_from(seed)
@@ -152,9 +147,9 @@ class AsyncLM:
     def _draw_from(self, seed: int | None) -> None:
         """Draw questions without a seed from this one."""
         self._nonces = nonces_of(seed)
-        own = self._limits, self._adapters, self._nonces
-        self._texts = Texts(self._thread, *own)
-        self._populations = PopulationRuntime(self._thread, self._asker, *own)
+        own = self._thread, self._asker, self._limits, self._nonces
+        self._texts = Texts(*own)
+        self._populations = PopulationRuntime(*own)
         self._contexts = Gatherer(self._populations, self._texts)
 
     def _of_seed(self, seed: int) -> Self:
@@ -260,7 +255,7 @@ class AsyncLM:
             TimedOut: there was no answer within ``timeout`` seconds.
             Closed: the runtime is closed.
         """
-        row = row_request(self._limits, token_ids, self._adapters.bound(adapter))
+        row = row_request(self._limits, token_ids, self._bound(adapter))
         moves = device is not None and must_move(device, self.device)
         request = ReadRequest(row, HostRow()) if moves else row
         [found] = await self._ask((request,), timeout=timeout)
@@ -277,7 +272,7 @@ class AsyncLM:
         """Return the rows after ``contexts``, in order: float32 ``[len(contexts), vocab_size]``.
 
         One question for the whole batch; raises and cancels as ``next_token_logprobs``."""
-        bound, moves = self._adapters.bound(adapter), must_move(device, self.device)
+        bound, moves = self._bound(adapter), must_move(device, self.device)
         rows = [row_request(self._limits, each, bound) for each in check_contexts(contexts)]
         requests = [ReadRequest(row, HostRow()) for row in rows] if moves else rows
         found = await self._ask(requests, stacked=bool(requests), timeout=timeout)
@@ -316,7 +311,7 @@ class AsyncLM:
         Raises:
             InvalidRequest: a mask or parameter that does not fit; otherwise as ``next_token_logprobs``.
         """
-        bound, nonce = self._adapters.bound(adapter), next(self._nonces)
+        bound, nonce = self._bound(adapter), next(self._nonces)
         request = draw_request(self._limits, token_ids, bound, nonce, mask, temperature, seed)
         return cast("Draw", (await self._ask((request,), timeout=timeout))[0])
 
@@ -347,7 +342,7 @@ class AsyncLM:
         timeout: float | None = None,
     ) -> torch.Tensor:
         """Return the row's entries for ``candidates``: float32 ``[len(candidates)]`` on the host."""
-        bound = self._adapters.bound(adapter)
+        bound = self._bound(adapter)
         request = candidates_request(self._limits, token_ids, candidates, bound)
         return cast("torch.Tensor", (await self._ask((request,), timeout=timeout))[0])
 
@@ -360,7 +355,7 @@ class AsyncLM:
         timeout: float | None = None,
     ) -> TopLogprobs:
         """Return the ``k`` likeliest tokens, likeliest first: ``(token_ids, logprobs)``, on the host."""
-        request = top_request(self._limits, token_ids, k, self._adapters.bound(adapter))
+        request = top_request(self._limits, token_ids, k, self._bound(adapter))
         return cast("TopLogprobs", (await self._ask((request,), timeout=timeout))[0])
 
     async def score(
@@ -374,7 +369,7 @@ class AsyncLM:
         """Return the log-probability of each token of ``continuation`` after the tokens before it:
         float32 ``[len(continuation)]`` on the host. vLLM computes the text once; other engines, a row a
         token."""
-        own = self._limits, [token_ids], [continuation], self._adapters.bound(adapter)
+        own = self._limits, [token_ids], [continuation], self._bound(adapter)
         requests = score_requests(*own, in_one=self._thread.capabilities.scores)
         return joined_scores(await self._ask(requests[0], timeout=timeout), requests)[0]
 
@@ -387,7 +382,7 @@ class AsyncLM:
         timeout: float | None = None,
     ) -> list[torch.Tensor]:
         """Return the score of each continuation after its context, as one question."""
-        own = self._limits, contexts, continuations, self._adapters.bound(adapter)
+        own = self._limits, contexts, continuations, self._bound(adapter)
         requests = score_requests(*own, in_one=self._thread.capabilities.scores)
         return joined_scores(await self._ask([*chain(*requests)], timeout=timeout), requests)
 
@@ -396,7 +391,7 @@ class AsyncLM:
     ) -> torch.Tensor:
         """Return the score of a text after its first token: float32 ``[len(token_ids) - 1]``."""
         words = id_words(token_ids, self._limits.vocab_size)
-        own = self._limits, [words[:1]], [words[1:]], self._adapters.bound(adapter)
+        own = self._limits, [words[:1]], [words[1:]], self._bound(adapter)
         requests = score_requests(*own, in_one=self._thread.capabilities.scores)
         return joined_scores(await self._ask(requests[0], timeout=timeout), requests)[0]
 
@@ -417,7 +412,7 @@ class AsyncLM:
         loop asks no more, and later tensors are of new weights. Wrong arguments raise here, other errors
         in the loop.
         """
-        own = self._limits, token_ids, start, chunk, self._adapters.bound(adapter)
+        own = self._limits, token_ids, start, chunk, self._bound(adapter)
         check_timeout(timeout)
         chunks = row_chunks(*own, in_one=self._thread.capabilities.scores_rows)
         return asked_in_turn(self._ask, chunks, timeout)
@@ -574,7 +569,7 @@ class AsyncLM:
     @property
     def adapters(self) -> tuple[str, ...]:
         """The names of the loaded adapters, for ``adapter=``."""
-        return self._adapters.loaded()
+        return self._asker.loaded()
 
     async def add_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
         """Load the LoRA adapter in directory ``path`` (safetensors) under ``name``, for later questions.
@@ -763,7 +758,7 @@ class AsyncLM:
             return f"{type(self).__name__}(closed, {engine})"
         return (
             f"{type(self).__name__}(open, {engine}, max_model_len={self.max_model_len}, "
-            f"adapters={list(self._adapters.by_name)}, {self._thread.batcher!r}, {self._cache!r})"
+            f"adapters={list(self._asker.adapters)}, {self._thread.batcher!r}, {self._cache!r})"
         )
 
     # -- the same, blocking a thread; an interrupt withdraws the question -----------------------

@@ -6,20 +6,20 @@ import contextlib
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Self, SupportsIndex, TypeAlias, cast
 
 import numpy as np
 import torch
 
-from genrt.errors import Closed, GenrtError, InvalidRequest, OutOfMemory, UnknownAdapter
+from genrt.errors import Closed, InvalidRequest, OutOfMemory
 from genrt.numbers import check_int, check_timeout, shown
-from genrt.questions.arguments import Adapter, Limits, TokenIds, check_contexts, id_words
+from genrt.questions.arguments import TokenIds, check_contexts
 from genrt.questions.draws import PopulationDraw, merge_draws, population_draw
 from genrt.questions.masks import Masks, packed_masks
 from genrt.questions.reads import HostRow, ReadRequest
-from genrt.questions.rows import Device, check_length, must_move
+from genrt.questions.rows import Device, Limits, check_length, id_words, must_move
 from genrt.questions.scores import joined_scores, score_requests
 from genrt.questions.sequences import (
     MOST_SEQUENCES,
@@ -32,7 +32,6 @@ from genrt.questions.sequences import (
     check_flags,
     check_integers,
 )
-from genrt.runtime.adapters import AdapterNames
 from genrt.runtime.ask import Asker, blocking_question, seconds_left
 from genrt.runtime.thread import EngineThread
 from genrt.tokens.encoding import encode_prompt
@@ -59,7 +58,6 @@ class PopulationRuntime:
     thread: EngineThread
     asker: Asker
     limits: Limits
-    adapters: AdapterNames
     nonces: Iterator[int]
 
     def give_back(self, handles: Sequence[SequenceHandle]) -> None:
@@ -71,36 +69,23 @@ class PopulationRuntime:
                 self.thread.give_back(over)
 
     async def draws(
-        self,
-        ask: Ask,
-        requests: Callable[[Adapter | None], Sequence[PopulationDraw]],
-        adapter: str | None,
-        most: int,
-        timeout: float | None,
+        self, ask: Ask, requests: list[PopulationDraw], most: int, timeout: float | None
     ) -> tuple[list[Any], list[PopulationDraw]]:
-        """Return the results of the requests for the present adapter of this name, and the requests as
-        they were sent: in parts of ``most`` sequences, or fewer if the engine runs out of memory. Raises
-        as ``Population.draw``."""
+        """Return the results of the requests, and the requests as they were sent: in parts of ``most``
+        sequences, or fewer if the engine runs out of memory. Raises as ``Population.draw``."""
         seconds = check_timeout(timeout)
         until = None if seconds is None else time.monotonic() + seconds
-        failed: GenrtError | None = None
         while True:
-            # Binding the adapter and asking are one step, so the adapter cannot be removed in between.
-            try:
-                bound = self.adapters.bound(adapter)
-            except UnknownAdapter:
-                if failed is None:
-                    raise
-                raise failed from None  # the adapter was there at first
-            parts = [part for each in requests(bound) for part in each.parts(most)]
+            parts = [part for each in requests for part in each.parts(most)]
             try:
                 return await ask(parts, timeout=timeout), parts
-            except OutOfMemory as error:
-                failed, largest = error, max(map(len, parts))
+            except OutOfMemory:
+                largest = max(map(len, parts))
                 if largest == 1:
                     raise
                 # The batcher halves a flush that ran out of memory; a single request is halved here.
                 most = (largest + 1) // 2
+                requests = [replace(each) for each in requests]  # each with another handle
                 timeout = seconds_left(until)
 
     async def draw(
@@ -127,23 +112,21 @@ class PopulationRuntime:
         own = origins if len(places) == count else origins.take(places).needed()
         known = own if own.can_continue(contexts.lengths) else None
 
-        def requests(bound: Adapter | None) -> list[PopulationDraw]:
-            request = population_draw(
-                contexts,
-                bound,
-                places,
-                self.nonces,
-                masks,
-                count,
-                self.limits.vocab_size,
-                temperature,
-                seed,
-                known,
-                own.handles or origins.handles,
-            )
-            return [] if request is None else [request]
-
-        found, parts = await self.draws(ask, requests, adapter, most, timeout)
+        request = population_draw(
+            contexts,
+            self.asker.bound(adapter),
+            places,
+            self.nonces,
+            masks,
+            count,
+            self.limits.vocab_size,
+            temperature,
+            seed,
+            known,
+            own.handles or origins.handles,
+        )
+        requests = [] if request is None else [request]
+        found, parts = await self.draws(ask, requests, most, timeout)
         return merge_draws(found, places, count), [part.handle for part in parts]
 
 
@@ -158,7 +141,7 @@ async def draw_batch(
     timeout: float | None,
 ) -> BatchDraw:
     """Return a draw after each context, as ``AsyncLM.batch_draw`` does, by a new population."""
-    runtime.adapters.bound(adapter)
+    runtime.asker.bound(adapter)
     sequences = Sequences.of(runtime.limits, contexts)
     count = len(sequences)
     places = np.arange(count)
@@ -182,7 +165,7 @@ def begin(
         InvalidRequest: not a prompt or contexts; one prompt without ``n``, or several with it.
         UnknownAdapter: there is no such adapter.
     """
-    runtime.adapters.bound(adapter)
+    runtime.asker.bound(adapter)
     given: Any = prompt
 
     def encoded(one: str | TokenIds) -> TokenIds:
@@ -346,7 +329,7 @@ class Population:
         runtime, engine = self._runtime, self._runtime.thread.engine
         moves = must_move(device, engine.device)
         contexts = self._contexts(self._places(where))
-        rows = contexts.rows(runtime.adapters.bound(self._adapter))
+        rows = contexts.rows(runtime.asker.bound(self._adapter))
         requests = [ReadRequest(row, HostRow()) for row in rows] if moves else rows
         found = await self._ask(requests, stacked=bool(requests), timeout=timeout)
         if found:
@@ -370,7 +353,7 @@ class Population:
             InvalidRequest: not one continuation per sequence, or bad token ids or temperature; otherwise
                 as ``draw``.
         """
-        runtime, bound = self._runtime, self._runtime.adapters.bound(self._adapter)
+        runtime, bound = self._runtime, self._runtime.asker.bound(self._adapter)
         own = runtime.limits, self._contexts(self._places(None)), continuations, bound
         in_one = runtime.thread.capabilities.scores
         requests = score_requests(*own, in_one=in_one, temperature=temperature)

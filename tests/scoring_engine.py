@@ -26,7 +26,7 @@ class ScoringEngine(ExactEngine):
         others = [each for each in requests if not isinstance(each, ScoreRequest)]
         if others:
             super().submit(others)
-        self._count(requests=len(scores))
+        self._counts["requests"] += len(scores)
         self._scored |= dict.fromkeys(scores)
 
     def step(self) -> list[Finished]:
@@ -36,7 +36,7 @@ class ScoringEngine(ExactEngine):
             contexts = [row.token_ids for row in each.rows]
             rows = normalised(self._model.logits(contexts, each.adapter))
             ends.append(Finished(each, each.answer([*rows])))
-            self._count(scored_tokens=len(each))
+            self._counts["scored_tokens"] += len(each)
         self._scored.clear()
         return ends + super().step()
 

@@ -19,11 +19,11 @@ import torch
 
 from genrt.engines.protocol import Engine, EngineStatistics, Finished
 from genrt.errors import GenrtError
-from genrt.questions.arguments import Adapter, Limits
+from genrt.questions.arguments import Adapter
 from genrt.questions.completions import SampleRequest
 from genrt.questions.draws import PopulationDraw
 from genrt.questions.request import Request, Result
-from genrt.questions.rows import LogprobsRequest
+from genrt.questions.rows import Limits, LogprobsRequest
 from genrt.questions.sequences import Contexts, Sequences
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.ask import Asker
@@ -291,6 +291,7 @@ class ByHand:
         for adapter in adapters:
             self.engine.add_adapter(adapter, NOWHERE)
             self.answering._adapters._copies[adapter] = NOWHERE
+            self.asker.adapters[adapter.name] = adapter
 
     def ask(self, *requests: Request) -> asyncio.Task[list[Result]]:
         """A task that asks them as one question."""

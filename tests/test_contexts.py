@@ -32,6 +32,7 @@ from genrt.errors import (
     UnknownAdapter,
 )
 from genrt.lm import AsyncLM
+from genrt.questions.arguments import Adapter
 from genrt.questions.draws import PopulationDraw
 from genrt.questions.request import Request
 from genrt.tokens.sampling import Draw
@@ -52,6 +53,7 @@ class Seen(ExactEngine):
     """An exact engine that records its flushes, and fails as told.
 
     Attributes:
+        loaded: the present adapters.
         not_finite: the last token of contexts with rows that are not finite.
         fails: whether steps fail.
     """
@@ -59,6 +61,7 @@ class Seen(ExactEngine):
     def __init__(self) -> None:
         super().__init__(MODEL, max_model_len=LONGEST)
         self.flushes: list[list[Request]] = []
+        self.loaded: set[Adapter] = set()
         self.not_finite: int | None = None
         self.fails = False
         logits = self._model.logits
@@ -73,6 +76,14 @@ class Seen(ExactEngine):
     def submit(self, requests: Any) -> None:
         self.flushes.append([*requests])
         super().submit(requests)
+
+    def add_adapter(self, adapter: Adapter, path: Path) -> None:
+        super().add_adapter(adapter, path)
+        self.loaded.add(adapter)
+
+    def remove_adapter(self, adapter: Adapter) -> None:
+        super().remove_adapter(adapter)
+        self.loaded.remove(adapter)
 
     def step(self) -> Any:
         if self.fails:
@@ -317,6 +328,28 @@ async def test_adapters(lm: AsyncLM, tmp_path: Path) -> None:
     with pytest.raises(UnknownAdapter, match="'b'"):
         lm.context([1], adapter="b")
     assert (await base.draw(seed=5)) == found[1]
+
+
+async def test_a_question_has_the_adapter_of_its_call(lm: AsyncLM, tmp_path: Path) -> None:
+    engine = engine_of(lm)
+    directory = adapter_directory(tmp_path / "a", NGram.random(SIZE, order=2, seed=9).table)
+    for is_cancelled in (False, True):
+        await lm.add_adapter("a", directory)
+        known = await lm.draw([1, 2], seed=3, adapter="a")
+        context = lm.context([1, 2], adapter="a")
+        asked = [asyncio.ensure_future(context.draw(seed=3)) for _ in range(2)]
+        await asyncio.sleep(0)
+        lm.remove_adapter("a")
+        lm.draw_sync([1])  # turns of the engine, while this loop waits
+        if is_cancelled:
+            for each in asked:
+                each.cancel()
+        else:
+            assert await asyncio.gather(*asked) == [known] * 2
+        with pytest.raises(UnknownAdapter, match="'a'"):
+            await context.draw()
+        await lm.draw([1])
+        assert not engine.loaded
 
 
 async def test_begin_fork_cut_and_text() -> None:

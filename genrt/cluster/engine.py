@@ -111,7 +111,6 @@ class ReplicaEngine:
     """
 
     reads = frozenset({DrawToken, TopTokens, Candidates, PopulationDraw})
-    adapters: MappingProxyType[str, Adapter] = MappingProxyType({})
     device = torch.device("cpu")
     runs_programs = True
 
@@ -125,6 +124,7 @@ class ReplicaEngine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._set, self._clock = replicas, clock
+        self.adapters: dict[str, Adapter] = {}
         self._stall_seconds = stall_seconds
         self._numbers = HandleNumbers()
         self._replicas = [_ReplicaRecord(n, FarSequences(self._numbers)) for n in range(count)]

@@ -205,8 +205,7 @@ class _Tables(SteppedModel):
         return repr(self._models[None])
 
     def logits(self, contexts: Sequence[Sequence[int]], adapter: Adapter | None) -> Tensor:
-        model = self._models[adapter]
-        return torch.stack([model.row(context) for context in contexts])
+        return torch.stack([*map(self._models[adapter].row, contexts)])
 
     def load_adapter(self, adapter: Adapter, path: Path) -> None:
         from safetensors import SafetensorError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -201,7 +201,7 @@ class FullEngine(Engine, Protocol):
     @property
     def rows_by_number(self) -> bool: ...
     @property
-    def adapters(self) -> Mapping[str, Adapter]: ...
+    def adapters(self) -> dict[str, Adapter]: ...
     @property
     def prefixes(self) -> Prefixes: ...
     @property

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -90,8 +89,8 @@ class _Progress:
     state: CompletionState | None = None
 
     @property
-    def context(self) -> Sequence[int]:
-        return (*self.request.token_ids, *self.drawn) if self.drawn else self.request.token_ids
+    def context(self) -> tuple[int, ...]:
+        return (*self.request.token_ids, *self.drawn)
 
 
 class _Weights:
@@ -148,7 +147,6 @@ class SteppedEngine:
         self._adapters: set[Adapter] = set()
         self._removed: set[Adapter] = set()
         self._closed = False
-        self._counted: Counter[str] = Counter()  # in the present step
         self._counts: dict[str, Any] = asdict(EngineStatistics())
         self.weights = _Weights(model, self._in_progress)
 
@@ -172,11 +170,10 @@ class SteppedEngine:
             raise InvalidRequest("a request is in progress already: join it, don't submit it again")
         for request in new:
             try:
-                self._check(request)
                 self._in_progress[request] = self._begun(request)
             except GenrtError as error:
                 self._refused[request] = error
-        self._count(requests=len(requests))
+        self._counts["requests"] += len(requests)
 
     def step(self) -> list[Finished]:
         """Run one forward; refused requests come back in a step without one."""
@@ -184,7 +181,7 @@ class SteppedEngine:
         if self._refused:
             finished = [Finished(request, error=error) for request, error in self._refused.items()]
             self._refused.clear()
-            self._count(failed=len(finished))
+            self._counts["failed"] += len(finished)
             return finished
         batch = list(islice(self._in_progress.values(), self.max_batch_size))
         if not batch:
@@ -194,7 +191,6 @@ class SteppedEngine:
         for progress in batch:
             groups.setdefault(progress.request.adapter, []).append(progress)
         finished = []
-        self._counted = Counter(steps=1)
         try:
             for adapter, group in groups.items():
                 finished += self._advance(group, adapter)
@@ -202,12 +198,13 @@ class SteppedEngine:
             self._fail(error, started)
         for end in finished:
             del self._in_progress[end.request]
-            self._counted["failed"] += end.error is not None
+            self._counts["failed"] += end.error is not None
         if len(finished) < len(batch):  # unfinished ones go behind the waiting ones
             for progress in batch:
                 if self._in_progress.pop(progress.request, None) is not None:
                     self._in_progress[progress.request] = progress
-        self._count(**self._counted, seconds=time.perf_counter() - started)
+        self._counts["steps"] += 1
+        self._counts["seconds"] += time.perf_counter() - started
         if self._removed:
             self._unload_unused()
         return finished
@@ -219,7 +216,7 @@ class SteppedEngine:
     def cancel(self, requests: Sequence[Request]) -> None:
         for request in requests:
             if self._in_progress.pop(request, None) or self._refused.pop(request, None):
-                self._count(cancelled=1)
+                self._counts["cancelled"] += 1
         self._unload_unused()
 
     def add_adapter(self, adapter: Adapter, path: Path) -> None:
@@ -264,34 +261,28 @@ class SteppedEngine:
     def _to_host(self, tensor: Tensor) -> list[int]:
         """Return a tensor's values, and count their bytes as moved if they were on a device."""
         if tensor.device.type != "cpu":
-            self._counted["bytes_to_host"] += tensor.nbytes
+            self._counts["bytes_to_host"] += tensor.nbytes
         return list(tensor.tolist())
 
     def _begun(self, request: Request) -> _Progress:
-        """Return a request's progress before its first step. Raises InvalidRequest for a completion that
-        cannot be begun."""
+        """Return a request's progress before its first step. Raises the error of a request that cannot be
+        computed."""
+        if request.adapter is not None and request.adapter not in self._adapters:
+            raise UnknownAdapter(f"{request.adapter} is not loaded: add it first")
+        if isinstance(request, LogprobsRequest) and len(request) > self.max_model_len:
+            raise ContextTooLong(
+                f"the context is over max_model_len {self.max_model_len}: shorten it"
+            )
         progress = _Progress(request)
         if isinstance(request, SampleRequest | CompletionRequest):
+            if (reason := self.unsupported(request.decoding)) is not None:
+                raise InvalidRequest(reason)
             progress.seed = deciding_seed(request) % 2**64
             progress.state = CompletionState(
                 request, self.tokenizer, self._guides, self._spellings, self._ends
             )
             progress.drawn = progress.state.drawn
         return progress
-
-    def _check(self, request: Request) -> None:
-        """Raise the error of a request that cannot be computed: its numbers were checked before."""
-        if (
-            isinstance(request, SampleRequest | CompletionRequest)
-            and (reason := self.unsupported(request.decoding)) is not None
-        ):
-            raise InvalidRequest(reason)
-        if isinstance(request, LogprobsRequest) and len(request) > self.max_model_len:
-            raise ContextTooLong(
-                f"the context is over max_model_len {self.max_model_len}: shorten it"
-            )
-        if request.adapter is not None and request.adapter not in self._adapters:
-            raise UnknownAdapter(f"{request.adapter} is not loaded: add it first")
 
     def _generator(self, progress: _Progress) -> torch.Generator:
         """Return the random generator of a sample's next token."""
@@ -305,7 +296,7 @@ class SteppedEngine:
         """Run one forward over requests that share an adapter; return the ones that end."""
         contexts = [progress.context for progress in group]
         logits = self._model.logits(contexts, adapter).float()
-        self._counted["computed_tokens"] += sum(map(len, contexts))
+        self._counts["computed_tokens"] += sum(map(len, contexts))
         sound = ~(logits.isnan() | (logits == torch.inf)).any(-1) & (logits > -torch.inf).any(-1)
         finished: list[Finished] = []
         distributions: dict[int, Tensor | None] = {}
@@ -321,7 +312,7 @@ class SteppedEngine:
                     finished.append(Finished(progress.request, error=failed))
             else:
                 finished.append(Finished(progress.request, result=rows[index].clone()))
-                self._counted["rows"] += 1
+                self._counts["rows"] += 1
         if distributions:
             finished += self._sample(distributions, rows, group)
         return finished
@@ -359,15 +350,16 @@ class SteppedEngine:
             else:
                 if result is not None:
                     finished.append(Finished(request, result))
-        self._counted["sampled_tokens"] += len(tokens)
+        self._counts["sampled_tokens"] += len(tokens)
         return finished
 
     def _fail(self, error: Exception, started: float) -> NoReturn:
         """Forget every request, and raise what the step's failure means."""
-        lost = len(self._in_progress)
+        self._counts["steps"] += 1
+        self._counts["failed"] += len(self._in_progress)
+        self._counts["seconds"] += time.perf_counter() - started
         self._in_progress.clear()
         self._unload_unused()
-        self._count(steps=1, failed=lost, seconds=time.perf_counter() - started)
         raise failure(error, "the engine failed in a step") from error
 
     def _unload_unused(self) -> None:
@@ -377,10 +369,3 @@ class SteppedEngine:
         for adapter in [each for each in self._removed if each not in bound]:
             self._removed.remove(adapter)
             self._model.unload_adapter(adapter)
-
-    def _count(self, **increments: float) -> None:
-        # One assignment of a new dict, so that other threads read a whole one.
-        counts = self._counts.copy()
-        for name, more in increments.items():
-            counts[name] += more
-        self._counts = counts

@@ -15,8 +15,9 @@ from genrt.errors import ContextTooLong, InvalidRequest
 from genrt.generation.many import check_lm
 from genrt.lm import AsyncLM
 from genrt.numbers import check_int, shown
-from genrt.questions.arguments import TokenIds, id_words
+from genrt.questions.arguments import TokenIds
 from genrt.questions.completions import Completion, GenerateOptions
+from genrt.questions.rows import id_words
 from genrt.tokens import encoding
 
 Message: TypeAlias = Mapping[str, Any]

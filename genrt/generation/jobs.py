@@ -31,7 +31,7 @@ from genrt.numbers import (
     named,
     shown,
 )
-from genrt.questions.arguments import Limits, check_seed, seed_at
+from genrt.questions.arguments import check_seed, seed_at
 from genrt.questions.completions import (
     STRUCTURES,
     Completion,
@@ -39,6 +39,7 @@ from genrt.questions.completions import (
     TurnOptions,
     completion_requests,
 )
+from genrt.questions.rows import Limits
 from genrt.runtime.concurrency import blocking_twin, run_in_thread
 from genrt.structures.guides import Guides
 

@@ -17,8 +17,9 @@ from genrt.errors import ContextTooLong, InvalidRequest, TimedOut
 from genrt.generation.many import Failed, Item, check_lm, generate_many
 from genrt.lm import AsyncLM
 from genrt.numbers import check_bool, check_int, check_options, named, shown
-from genrt.questions.arguments import check_seed, host_array, id_words, seed_at
+from genrt.questions.arguments import check_seed, host_array, seed_at
 from genrt.questions.completions import Completion, CompletionOptions
+from genrt.questions.rows import id_words
 from genrt.runtime.concurrency import blocking
 
 StopStrings: TypeAlias = str | Sequence[str] | Sequence[Sequence[str] | None] | None

@@ -15,7 +15,8 @@ from genrt.constraints.protocols import tokens_of, words_of
 from genrt.errors import EngineUnsupported, InvalidRequest
 from genrt.lm import AsyncLM
 from genrt.numbers import check_float, displayed, is_truth_value
-from genrt.questions.arguments import advice_for, host_array, id_words
+from genrt.questions.arguments import advice_for, host_array
+from genrt.questions.rows import id_words
 from genrt.runtime.concurrency import ConcurrentCalls
 from genrt.structures.matching import Tokens
 from genrt.tokens.texts import Potential, Text

@@ -71,7 +71,7 @@ def as_lm_eval(
         raise InvalidRequest(
             f"add_bos_token must be True, False or None, got {shown(add_bos_token)}"
         )
-    lm._adapters.bound(adapter)
+    lm._bound(adapter)
     check_int("max_gen_toks", max_gen_toks, 1)
     return GenrtEval(lm, adapter, int(max_gen_toks), add_bos_token)
 
@@ -154,7 +154,7 @@ class GenrtEval(TemplateLM):  # type: ignore[misc]
         """Return the log-probability of each continuation, and whether greedy decoding gives it. Contexts
         that are too long lose their first tokens."""
         lm, most = self._lm, self.max_length
-        bound, in_one = lm._adapters.bound(self._adapter), lm._thread.capabilities.scores
+        bound, in_one = lm._bound(self._adapter), lm._thread.capabilities.scores
         found: list[tuple[float, bool]] = []
         for part in _parts(requests):
             asked = []

@@ -1,4 +1,4 @@
-"""Checks arguments: token ids become 32-bit words below the limits of the model; seeds; adapters."""
+"""Checks arguments of any kind of question: contexts as callers give them, tables, seeds; adapters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from genrt.errors import InvalidRequest
-from genrt.numbers import check_int, shown
+from genrt.numbers import check_int
 
 Table: TypeAlias = torch.Tensor | np.ndarray
 """Numbers in a tensor, on any device, or in an array."""
@@ -37,52 +37,7 @@ class Adapter:
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The limits of a model: token ids below ``vocab_size``, contexts up to ``max_model_len``."""
-
-    vocab_size: int
-    max_model_len: int
-
-    def token_ids(
-        self, token_ids: TokenIds, *, allow_empty: bool = False, name: str = "token ids"
-    ) -> tuple[int, ...]:
-        """Return token ids as a tuple of int; messages call them ``name``.
-
-        Raises:
-            InvalidRequest: not a flat sequence of ints in the vocabulary, or empty.
-        """
-        return tuple(id_words(token_ids, self.vocab_size, allow_empty=allow_empty, name=name))
-
-
-def id_words(
-    token_ids: TokenIds, vocab_size: int, *, allow_empty: bool = False, name: str = "token ids"
-) -> array[int]:
-    """Return the token ids as unsigned 32-bit numbers; messages call them ``name``.
-
-    Raises:
-        InvalidRequest: not a flat sequence of ints below ``vocab_size``, or empty.
-    """
-    given: Any = token_ids
-    if isinstance(given, torch.Tensor | np.ndarray):
-        given = _integer_list(given, name)
-    elif type(given) is not list and type(given) is not tuple and not is_plain_sequence(given):
-        kind = type(given).__name__
-        raise InvalidRequest(f"{name} must be a sequence of int, got {kind}{advice_for(given)}")
-    try:
-        words = array("I", given)
-    except (TypeError, OverflowError, ValueError, RuntimeError):  # torch raises the last
-        raise InvalidRequest(_what_is_wrong(given, vocab_size, name)) from None
-    if not words:
-        if allow_empty:
-            return words
-        raise InvalidRequest("an empty prompt has no next token: give at least one token id")
-    if words[np.frombuffer(words, np.uint32).argmax()] >= vocab_size:
-        raise InvalidRequest(_what_is_wrong(words, vocab_size, name))
-    return words
-
-
-def _integer_list(table: Table, name: str) -> list[int]:
+def integer_list(table: Table, name: str) -> list[int]:
     """Return the ints of a flat array or tensor. Raises InvalidRequest for other shapes and types."""
     if isinstance(table, torch.Tensor):
         dtype = table.dtype
@@ -145,19 +100,6 @@ def advice_for(given: object) -> str:
         case int() | np.integer():
             return "; give one token id in a list"
     return "; give a list" if isinstance(given, Iterable) else ""
-
-
-def _what_is_wrong(token_ids: Sequence[Any], vocab_size: int, name: str) -> str:
-    for position, token_id in enumerate(token_ids):
-        if not isinstance(token_id, int | np.integer):
-            kind = type(token_id).__name__ + (advice_for(token_id) if position == 0 else "")
-            return f"{name} must be int, but at position {position} there is a {kind}"
-        if not 0 <= token_id < vocab_size:
-            return (
-                f"{name} must be in the vocabulary, from 0 to {vocab_size - 1}, "
-                f"but at position {position} there is {shown(token_id)}"
-            )
-    return f"{name} must be one flat sequence of int"
 
 
 def check_contexts(

@@ -10,8 +10,9 @@ from typing import Any, ClassVar, Literal, Required, TypeAlias, TypedDict, get_a
 
 from genrt.errors import ContextTooLong, InvalidRequest
 from genrt.numbers import check_bool, check_float, check_int, named, nearest, shown
-from genrt.questions.arguments import Adapter, Limits, TokenIds, abbreviated, check_seed, seed_at
+from genrt.questions.arguments import Adapter, TokenIds, abbreviated, check_seed, seed_at
 from genrt.questions.request import Request
+from genrt.questions.rows import Limits
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 """Why a text is over: it has ended, it is as long as it may be, or the engine aborted it."""

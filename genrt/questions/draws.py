@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from genrt.numbers import check_float
-from genrt.questions.arguments import Adapter, Limits, TokenIds, check_seed, deciding_seed, seeds_at
+from genrt.questions.arguments import Adapter, TokenIds, check_seed, deciding_seed, seeds_at
 from genrt.questions.masks import Mask, Masks, packed_mask, packed_masks
 from genrt.questions.reads import Answering, Read, ReadRequest, Wanted, wanted_of
 from genrt.questions.request import Request
-from genrt.questions.rows import LogprobsRequest, row_request
+from genrt.questions.rows import Limits, LogprobsRequest, row_request
 from genrt.questions.sequences import Contexts, Origins, SequenceHandle
 from genrt.tokens.rows import AsyncHostCopy, gather_rows, moved
 from genrt.tokens.sampling import (

@@ -17,13 +17,8 @@ import torch
 
 from genrt.errors import InvalidRequest
 from genrt.numbers import is_truth_value
-from genrt.questions.arguments import (
-    Table,
-    TokenIds,
-    host_array,
-    id_words,
-    is_plain_sequence,
-)
+from genrt.questions.arguments import Table, TokenIds, host_array, is_plain_sequence
+from genrt.questions.rows import id_words
 
 
 class MaskedState(Protocol):

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from genrt.errors import InvalidRequest
 from genrt.numbers import check_float, check_int
-from genrt.questions.arguments import Adapter, Limits, TokenIds, abbreviated
+from genrt.questions.arguments import Adapter, TokenIds, abbreviated
 from genrt.questions.request import Request
-from genrt.questions.rows import LogprobsRequest, moved_rows, row_request
+from genrt.questions.rows import Limits, LogprobsRequest, moved_rows, row_request
 from genrt.tokens.rows import entries_of, gather_rows, separate_copies
 from genrt.tokens.sampling import TopLogprobs, rows_at_once, truncate
 

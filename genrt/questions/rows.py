@@ -1,4 +1,5 @@
-"""Rows: the log-probabilities of every next token, on the device or moved to the host."""
+"""Rows: the log-probabilities of every next token, on the device or moved to the host. The contexts
+before them are checked here: token ids become 32-bit words below the limits of the model."""
 
 from __future__ import annotations
 
@@ -6,15 +7,24 @@ import contextlib
 import sys
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from genrt.errors import ContextTooLong, InvalidRequest, NotFinite
-from genrt.numbers import named
-from genrt.questions.arguments import TOKEN_BYTES, Adapter, Limits, TokenIds, abbreviated, id_words
+from genrt.numbers import named, shown
+from genrt.questions.arguments import (
+    TOKEN_BYTES,
+    Adapter,
+    TokenIds,
+    abbreviated,
+    advice_for,
+    integer_list,
+    is_plain_sequence,
+)
 from genrt.questions.request import Request
 from genrt.tokens.rows import gather_rows
 from genrt.tokens.sampling import rows_at_once
@@ -23,36 +33,82 @@ Device: TypeAlias = str | torch.device
 """A device or its name, as torch takes it."""
 
 
-@dataclass(frozen=True, slots=True, repr=False, init=False)
-class LogprobsRequest(Request):
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The limits of a model: token ids below ``vocab_size``, contexts up to ``max_model_len``."""
+
+    vocab_size: int
+    max_model_len: int
+
+    def token_ids(
+        self, token_ids: TokenIds, *, allow_empty: bool = False, name: str = "token ids"
+    ) -> tuple[int, ...]:
+        """Return token ids as a tuple of int; messages call them ``name``.
+
+        Raises:
+            InvalidRequest: not a flat sequence of ints in the vocabulary, or empty.
+        """
+        return tuple(id_words(token_ids, self.vocab_size, allow_empty=allow_empty, name=name))
+
+
+def id_words(
+    token_ids: TokenIds, vocab_size: int, *, allow_empty: bool = False, name: str = "token ids"
+) -> array[int]:
+    """Return the token ids as unsigned 32-bit numbers; messages call them ``name``.
+
+    Raises:
+        InvalidRequest: not a flat sequence of ints below ``vocab_size``, or empty.
+    """
+    given: Any = token_ids
+    if isinstance(given, torch.Tensor | np.ndarray):
+        given = integer_list(given, name)
+    elif type(given) is not list and type(given) is not tuple and not is_plain_sequence(given):
+        kind = type(given).__name__
+        raise InvalidRequest(f"{name} must be a sequence of int, got {kind}{advice_for(given)}")
+    try:
+        words = array("I", given)
+    except (TypeError, OverflowError, ValueError, RuntimeError):  # torch raises the last
+        raise InvalidRequest(_what_is_wrong(given, vocab_size, name)) from None
+    if not words:
+        if allow_empty:
+            return words
+        raise InvalidRequest("an empty prompt has no next token: give at least one token id")
+    if words[np.frombuffer(words, np.uint32).argmax()] >= vocab_size:
+        raise InvalidRequest(_what_is_wrong(words, vocab_size, name))
+    return words
+
+
+class _Row(NamedTuple):
+    packed: bytes
+    adapter: Adapter | None
+    weights_version: int
+
+
+class LogprobsRequest(_Row, Request):
     """The row after ``token_ids``: normalized log-probabilities, float32 ``[vocab_size]`` on the engine's
-    device.
+    device. A tuple, because it is the key of many look-ups, which then call no Python.
 
     Attributes:
         packed: the token ids as unsigned 32-bit words in this machine's byte order, which hash and
             compare at the speed of memory.
     """
 
-    packed: bytes
-    adapter: Adapter | None = None
-    weights_version: int = 0
-    _hash: int = field(init=False, compare=False)
+    __slots__ = ()
 
-    def __init__(
-        self,
+    def __new__(
+        cls,
         token_ids: Sequence[int] = (),
         adapter: Adapter | None = None,
         *,
         packed: bytes | None = None,
         weights_version: int = 0,
-    ) -> None:
+    ) -> Self:
         if packed is None:
             packed = (token_ids if type(token_ids) is array else _token_words(token_ids)).tobytes()
-        # Every question makes one, and a frozen dataclass's own way takes 1.5 times as long.
-        _set_packed(self, packed)
-        _set_adapter(self, adapter)
-        _set_version(self, weights_version)
-        _set_hash(self, hash((packed, adapter, weights_version)))
+        return tuple.__new__(cls, (packed, adapter, weights_version))
+
+    def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, Any]]:
+        return (), self._asdict()
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -68,25 +124,17 @@ class LogprobsRequest(Request):
     def nbytes(self) -> int:
         return len(self.packed)
 
-    def of_weights(self, version: int) -> LogprobsRequest:
-        return LogprobsRequest(packed=self.packed, adapter=self.adapter, weights_version=version)
+    def bound_to(self, adapter: Adapter | None) -> Self:
+        return tuple.__new__(type(self), (self.packed, adapter, self.weights_version))
+
+    def of_weights(self, version: int) -> Self:
+        return tuple.__new__(type(self), (self.packed, self.adapter, version))
 
     def __len__(self) -> int:
         return len(self.packed) // TOKEN_BYTES
 
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Another process hashes bytes by another key.
-        return _restored, (self.packed, self.adapter, self.weights_version)
-
     def __repr__(self) -> str:
         return f"LogprobsRequest({abbreviated(self.token_ids)}, adapter={self.adapter})"
-
-
-def _restored(packed: bytes, adapter: Adapter | None, version: int) -> LogprobsRequest:
-    return LogprobsRequest(packed=packed, adapter=adapter, weights_version=version)
 
 
 def _token_words(token_ids: Sequence[int]) -> array[int]:
@@ -96,18 +144,25 @@ def _token_words(token_ids: Sequence[int]) -> array[int]:
         raise InvalidRequest(f"{abbreviated(token_ids)}: no token id is negative") from error
 
 
-_set_packed, _set_adapter, _set_version, _set_hash = (
-    vars(LogprobsRequest)[name].__set__
-    for name in ("packed", "adapter", "weights_version", "_hash")
-)
-
-
 def row_request(limits: Limits, token_ids: TokenIds, adapter: Adapter | None) -> LogprobsRequest:
     """Return the request for a row. Raises InvalidRequest for bad token ids, ContextTooLong for too
     many."""
-    packed = id_words(token_ids, limits.vocab_size).tobytes()
-    check_length(limits, len(packed) // TOKEN_BYTES)
-    return LogprobsRequest(packed=packed, adapter=adapter)
+    words = id_words(token_ids, limits.vocab_size)
+    check_length(limits, len(words))
+    return LogprobsRequest(words, adapter)
+
+
+def _what_is_wrong(token_ids: Sequence[Any], vocab_size: int, name: str) -> str:
+    for position, token_id in enumerate(token_ids):
+        if not isinstance(token_id, int | np.integer):
+            kind = type(token_id).__name__ + (advice_for(token_id) if position == 0 else "")
+            return f"{name} must be int, but at position {position} there is a {kind}"
+        if not 0 <= token_id < vocab_size:
+            return (
+                f"{name} must be in the vocabulary, from 0 to {vocab_size - 1}, "
+                f"but at position {position} there is {shown(token_id)}"
+            )
+    return f"{name} must be one flat sequence of int"
 
 
 def check_length(limits: Limits, count: int) -> None:

@@ -14,18 +14,10 @@ from torch import Tensor
 
 from genrt.errors import InvalidRequest
 from genrt.numbers import check_int
-from genrt.questions.arguments import (
-    TOKEN_BYTES,
-    Adapter,
-    Limits,
-    TokenIds,
-    abbreviated,
-    check_contexts,
-    id_words,
-)
+from genrt.questions.arguments import TOKEN_BYTES, Adapter, TokenIds, abbreviated, check_contexts
 from genrt.questions.reads import Candidates, ReadRequest, TopTokens, checked_temperature
 from genrt.questions.request import Request
-from genrt.questions.rows import LogprobsRequest, check_length
+from genrt.questions.rows import Limits, LogprobsRequest, check_length, id_words
 from genrt.questions.sequences import Contexts
 from genrt.tokens.sampling import GREEDY_BELOW
 

@@ -20,16 +20,14 @@ from genrt.numbers import check_int, shown
 from genrt.questions.arguments import (
     TOKEN_BYTES,
     Adapter,
-    Limits,
     Table,
     TokenIds,
     advice_for,
     check_contexts,
     host_array,
-    id_words,
     is_plain_sequence,
 )
-from genrt.questions.rows import LogprobsRequest
+from genrt.questions.rows import Limits, LogprobsRequest, id_words
 
 Integers: TypeAlias = Sequence[int] | np.ndarray | torch.Tensor
 """An integer for each sequence."""

@@ -1,4 +1,4 @@
-"""Binds adapter names to loaded adapters: loading a name again makes another adapter."""
+"""Loads adapters under names: loading a name again makes another adapter."""
 
 from __future__ import annotations
 
@@ -8,68 +8,29 @@ import contextlib
 import itertools
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 
 from genrt.engines.adapters import adapter_bytes, check_adapter_directory, drop_copy
-from genrt.errors import GenrtError, InvalidAdapter, InvalidRequest, UnknownAdapter
+from genrt.errors import GenrtError, InvalidAdapter, InvalidRequest
 from genrt.numbers import named
 from genrt.questions.arguments import Adapter
-from genrt.questions.request import Request
 from genrt.runtime.answers import AnsweringEngine
+from genrt.runtime.ask import Asker
 from genrt.runtime.concurrency import AT_ONCE_BYTES, in_background
 from genrt.runtime.thread import COMPUTES, EngineThread
 
 
 class AdapterNames:
-    """The present adapters by name. Safe from any thread.
+    """Loads adapters under names, and unloads them. Safe from any thread."""
 
-    Attributes:
-        by_name: the adapters, including adapters that a restart has lost.
-    """
-
-    def __init__(
-        self, thread: EngineThread, given: Mapping[str, Adapter] = MappingProxyType({})
-    ) -> None:
-        """Start with the engine's own adapters; the engine may change the dict."""
-        self.by_name: dict[str, Adapter] = given if isinstance(given, dict) else {**given}
-        self._thread = thread
+    def __init__(self, thread: EngineThread, asker: Asker) -> None:
+        self._thread, self._asker = thread, asker
+        self.by_name = asker.adapters
         self._lock = threading.Lock()
         self._versions = itertools.count(1)
         self._bound: dict[str, int] = {}  # the last version that each name was bound to
-
-    def loaded(self) -> tuple[str, ...]:
-        """Return the names of usable adapters."""
-        lost = self._thread.adapters.lost
-        found = ((name, self.by_name.get(name)) for name in list(self.by_name))
-        return tuple(name for name, each in found if each is not None and each not in lost)
-
-    def bound(self, name: str | None) -> Adapter | None:
-        """Return the adapter of a name; ``None`` stands for the base model. Raises UnknownAdapter if it
-        is not loaded, or a restart has lost it."""
-        if name is None:
-            return None
-        adapter = self.by_name.get(name) if isinstance(name, str) else None
-        lost = self._thread.adapters.lost
-        if adapter in lost:
-            raise lost[adapter].fresh()
-        if adapter is None:
-            loaded = ", ".join(map(repr, self.loaded())) or "none"
-            raise UnknownAdapter(
-                f"no adapter is named {named(name)} (loaded: {loaded}); load it with add_adapter first"
-            )
-        return adapter
-
-    def rebound(self, requests: Sequence[Request], error: UnknownAdapter) -> list[Request]:
-        """Return requests for the adapter that has their adapter's name now: another thread has replaced
-        it meanwhile. Raises UnknownAdapter: ``error`` if it is the same adapter."""
-        before = requests[0].adapter
-        adapter = self.bound(before.name) if before is not None else None
-        if adapter == before:
-            raise error
-        return [request.bound_to(adapter) for request in requests]
 
     def files(self, name: str) -> Path | None:
         """Return the directory of the copy of an adapter's files, if there is one."""
@@ -141,7 +102,7 @@ class AdapterNames:
         InvalidRequest, Closed."""
         batcher = self._thread.batcher
         with self._lock:
-            adapter = self.bound(name)
+            adapter = self._asker.bound(name)
             if adapter is None:
                 raise InvalidRequest("the base model is no adapter: give the name of one")
             del self.by_name[adapter.name]

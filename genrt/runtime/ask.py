@@ -1,4 +1,4 @@
-"""Awaits questions, or blocks for them. Asks again with the new adapter if another thread replaced it."""
+"""Binds questions to adapters by name, and awaits them, or blocks for them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ from collections.abc import (
     Generator,
     Iterable,
     Iterator,
+    Mapping,
     Sequence,
 )
+from types import MappingProxyType
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 from torch import Tensor
 
 from genrt.errors import GenrtError, TimedOut, UnknownAdapter
-from genrt.numbers import check_timeout
+from genrt.numbers import check_timeout, named
+from genrt.questions.arguments import Adapter
 from genrt.questions.completions import CompletionRequest, Delta, NativeRequest
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
-from genrt.runtime.adapters import AdapterNames
 from genrt.runtime.batcher import Batcher, Waiter
 from genrt.runtime.concurrency import twin_of
 from genrt.runtime.streams import Flow, NativeFlow, Stream, StreamBuffer, SyncStream
@@ -49,17 +51,55 @@ class HasBatcher(Protocol):
 
 
 class Asker:
-    """Asks a batcher.
+    """Asks a batcher. A question whose adapter another thread replaces meanwhile is asked again with the
+    new one.
 
     Args:
         source: has the batcher.
-        adapters: the present adapters by name, for questions with an adapter that was replaced meanwhile.
+
+    Attributes:
+        adapters: the present adapters by name, including adapters that a restart has lost.
+        lost: the lost ones, with their errors.
     """
 
-    def __init__(self, source: HasBatcher, adapters: AdapterNames | None = None) -> None:
+    def __init__(
+        self,
+        source: HasBatcher,
+        adapters: dict[str, Adapter] | None = None,
+        lost: Mapping[Adapter, GenrtError] = MappingProxyType({}),
+    ) -> None:
         self._source = source
-        self._adapters = adapters
+        self.adapters = {} if adapters is None else adapters
+        self.lost = lost
         self._unawaited = Unawaited()
+
+    def bound(self, name: str | None) -> Adapter | None:
+        """Return the adapter of a name; ``None`` stands for the base model. Raises UnknownAdapter if it
+        is not loaded, or a restart has lost it."""
+        if name is None:
+            return None
+        adapter = self.adapters.get(name) if isinstance(name, str) else None
+        if adapter is None:
+            loaded = ", ".join(map(repr, self.loaded())) or "none"
+            raise UnknownAdapter(
+                f"no adapter is named {named(name)} (loaded: {loaded}); load it with add_adapter first"
+            )
+        if adapter in self.lost:
+            raise self.lost[adapter].fresh()
+        return adapter
+
+    def loaded(self) -> tuple[str, ...]:
+        """Return the names of usable adapters."""
+        return tuple(name for name, each in [*self.adapters.items()] if each not in self.lost)
+
+    def _rebound(self, requests: Sequence[Request], error: UnknownAdapter) -> list[Request]:
+        """Return requests for the adapter that has their adapter's name now. Raises UnknownAdapter:
+        ``error`` if it is the same adapter."""
+        before = requests[0].adapter
+        adapter = self.bound(before.name) if before is not None else None
+        if adapter == before:
+            raise error
+        return [request.bound_to(adapter) for request in requests]
 
     async def ask(
         self, requests: Sequence[Request], *, stacked: bool = False, timeout: float | None = None
@@ -99,13 +139,6 @@ class Asker:
                 if unawaited.count >= MAX_UNAWAITED:  # not before ``join``: the adapter could go
                     await unawaited.let_others_run()
                 return results
-
-    def _rebound(self, requests: Sequence[Request], error: UnknownAdapter) -> Sequence[Request]:
-        """Return the requests for the adapter that has their adapter's name now; raise the error if there
-        is no such adapter."""
-        if self._adapters is None:
-            raise error
-        return self._adapters.rebound(requests, error)
 
     def ask_sync(
         self, requests: Sequence[Request], *, stacked: bool = False, timeout: float | None = None

@@ -29,7 +29,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import math
 import sys
 import threading
 import time
@@ -205,6 +204,7 @@ class Batcher:
     Attributes:
         weights_version: the version of the weights for new questions.
         barriers: the raised barriers. Read without the lock.
+        closed: the reason to refuse every question, once there is one. Read without the lock.
         keeps_adapters: whether retired adapters stay in the engine: while an update or a sleep owns it.
     """
 
@@ -222,7 +222,7 @@ class Batcher:
     ) -> None:
         self._cache, self._wake, self._clock = cache, wake, clock
         self.lock = lock or threading.RLock()
-        self._closed: GenrtError | None = None
+        self.closed: GenrtError | None = None
         self._undelivered: list[tuple[Waiter, Outcome]] = []  # after an interrupted close
         self._counted: Counter[str] = Counter()  # by names of BatcherStatistics
         self._entries: dict[Request, Entry] = {}
@@ -245,8 +245,10 @@ class Batcher:
         self._step_seconds = 0.0
         self._returning: dict[_Loop, None] = {}
         self.streams = Streams(self.lock, clock)
-        # The number of requests of each adapter; the adapters to remove at zero.
+        # The number of requests of each adapter; the adapters of questions that ask later; the adapters
+        # to remove without any.
         self._bound: Counter[Adapter] = Counter()
+        self._held: dict[object, Adapter] = {}
         self._retired: list[Adapter] = []
         self.weights_version = 0
         self.barriers: dict[Barrier, None] = {}
@@ -260,8 +262,8 @@ class Batcher:
         refusal of a barrier."""
         requests = waiter.requests
         with self.lock:
-            if self._closed is not None:
-                raise self._closed.fresh()
+            if self.closed is not None:
+                raise self.closed.fresh()
             try:
                 if self.barriers and requests:
                     for barrier in self.barriers:
@@ -283,7 +285,7 @@ class Batcher:
             self._wake()
         if lacks_something:
             return None
-        [outcome] = outcomes([waiter])
+        [(_, outcome)] = outcomes([waiter])
         if isinstance(outcome, GenrtError):
             raise outcome
         return outcome
@@ -357,7 +359,7 @@ class Batcher:
         flush, at once. Return whether to wake the engine's thread."""
         if loop is None or not entries:
             return self._make_ready(entries)
-        asking = self._loop(loop)
+        asking = self._loops[loop]
         if asking.gathered is None:
             loop.call_soon(self._look_for_more, loop, asking, 0)  # first: it may be interrupted
             asking.gathered, asking.weight, asking.questions, asking.passes = {}, 0, 0, 0
@@ -460,7 +462,7 @@ class Batcher:
             else:
                 self._end(entry)
                 self._ready_weight -= self._ready.pop(entry, 0)
-                self._leave_queue([entry])
+                self._leave_queue(entry.request)
 
     def _end(self, entry: Entry) -> None:
         """Remove an entry that has ended, under the lock."""
@@ -482,10 +484,9 @@ class Batcher:
         if not self._bound[adapter]:
             del self._bound[adapter]
 
-    def _leave_queue(self, entries: Iterable[Entry]) -> None:
-        for entry in entries:
-            self._queued -= entry.request.weight
-            self._queued_bytes -= entry.request.nbytes
+    def _leave_queue(self, request: Request) -> None:
+        self._queued -= request.weight
+        self._queued_bytes -= request.nbytes
 
     def _recount(self) -> None:
         """Recount queued requests and bound adapters after an interrupt, under the lock."""
@@ -557,18 +558,10 @@ class Batcher:
 
     # -- turning: the engine's thread ---------------------------------------------------------
 
-    def serve(self, answering: AnsweringEngine) -> float:
-        """Take a turn if one is due. Return the seconds until the next one, unless ``wake`` is called
-        before: 0.0 after a turn, infinity without work."""
-        seconds = self.seconds_until_due()
-        if seconds == 0.0:
-            self.turn(answering)
-        return math.inf if seconds is None else seconds
-
     def seconds_until_due(self) -> float | None:
         """Return the seconds until ``turn`` has something to do; ``None`` means after ``wake``."""
         with self.lock:
-            if self._cancelled or self._has_just_drained:
+            if self._cancelled or (self._is_draining and not self._entries):
                 return 0.0
             if self._line and self._first_in_line() is not None:
                 return 0.0
@@ -577,10 +570,6 @@ class Batcher:
             if self._flight:  # behind a barrier, a new question would not be in the next step
                 return self._return_seconds() if self._returning and not self.barriers else 0.0
             return self._ready_seconds() if self._ready else None
-
-    @property
-    def _has_just_drained(self) -> bool:
-        return self._is_draining and not self._entries
 
     def _ready_seconds(self) -> float:
         if not self._max_wait_seconds or self._ready_weight >= self._max_batch_size:
@@ -603,7 +592,8 @@ class Batcher:
             EngineDied: the engine cannot go on. Requests in flight stay in flight.
         """
         flush, withdrawn, retired, answered = self._take()
-        _deliver_results(answered)
+        if answered:
+            deliver(outcomes(answered))
         if withdrawn:
             answering.cancel(withdrawn)
         for adapter in retired:
@@ -617,7 +607,8 @@ class Batcher:
             except Exception as error:
                 failed = survived(error)
                 ends = [Finished(request, error=failed) for request in flush]
-            self._settle(ends)
+            if ends:
+                self._settle(ends)
         if self._flight:
             began = self._clock()
             finished = self._step(answering)
@@ -627,7 +618,7 @@ class Batcher:
             self._settle(finished, stepped=True)
             if self.streams.by_loop:
                 self.streams.deliver(answering.progress)
-        if self._has_just_drained:
+        if self._is_draining and not self._entries:
             with self.lock:
                 self._is_draining, drained = False, [*self.barriers]
             for barrier in drained:
@@ -649,29 +640,24 @@ class Batcher:
         the withdrawn requests, the adapters to remove, and waiters that the cache answers."""
         with self.lock:
             released: list[object] = []
-            for loop in [each for each in self._loops if each.is_closed()]:
-                released.append(asking := self._loops.pop(loop))
-                self._returning.pop(asking, None)
-                self._gathering.pop(asking, None)
-                self._cancelled.extend(asking.waiters)
+            for loop in [*self._loops]:
+                if loop.is_closed():
+                    released.append(asking := self._loops.pop(loop))
+                    self._returning.pop(asking, None)
+                    self._gathering.pop(asking, None)
+                    self._cancelled.extend(asking.waiters)
             while self._cancelled:
                 released.append(waiter := self._cancelled.popleft())
                 self._withdraw(waiter)
-            withdrawn = [*self._withdrawn]
-            for entry in withdrawn:
+            withdrawn = []
+            for entry in [*self._withdrawn]:
                 self._end(entry)
-            sent = self._take_ready() if self._ready else []
-            if sent:
-                before = self._flight_weight
-                self._launch(sent)
-                self._leave_queue(sent)
-                weight = self._flight_weight - before
-                self._counted["flushes"] += 1
-                self._counted["largest_flush"] = max(self._counted["largest_flush"], weight)
+                withdrawn.append(entry.request)
+            flush = self._launch(self._take_ready()) if self._ready else []
             answered = self._admit() if self._line else []
             retired = self._removable() if self._retired else []
         del released  # without the lock
-        return [e.request for e in sent], [e.request for e in withdrawn], retired, answered
+        return flush, withdrawn, retired, answered
 
     def _take_ready(self) -> list[Entry]:
         """Remove and return the ready entries that are due and fit. An entry larger than a flush is its
@@ -701,19 +687,32 @@ class Batcher:
         self._ready[entry] = entry.request.weight
         self._ready.move_to_end(entry, last=False)
 
-    def _launch(self, entries: Iterable[Entry]) -> None:
+    def _launch(self, entries: Sequence[Entry]) -> list[Request]:
+        """Move entries from the queue into flight; return the flush."""
+        flush, before = [], self._flight_weight
         for entry in entries:
-            entry.in_flight = True
-            self._flight[entry] = weight = entry.request.weight
-            self._flight_weight += weight
+            request, entry.in_flight = entry.request, True
+            self._leave_queue(request)
+            self._flight[entry] = request.weight
+            self._flight_weight += request.weight
             if entry.flow is not None:
-                self.streams.add(cast("Streamed", entry.request), entry.flow)
+                self.streams.add(cast("Streamed", request), entry.flow)
+            flush.append(request)
+        if flush:
+            weight = self._flight_weight - before
+            self._counted["flushes"] += 1
+            self._counted["largest_flush"] = max(self._counted["largest_flush"], weight)
+        return flush
 
     def _removable(self) -> list[Adapter]:
         """Return the retired adapters without requests, under the lock."""
         if self.keeps_adapters:
             return []
-        return [adapter for adapter in self._retired if adapter not in self._bound]
+        needed = {
+            *self._bound,
+            *list(self._held.values()),
+        }  # a list at once: others change the dict
+        return [adapter for adapter in self._retired if adapter not in needed]
 
     def _settle(self, finished: Sequence[Finished], *, stepped: bool = False) -> None:
         """End these requests: cache the rows, then give each waiter its own results. Requests that ran
@@ -755,9 +754,7 @@ class Batcher:
             self._note_answers(answered, stepped=stepped)
             if self._line:
                 answered += self._admit()  # a failed question may have made room in the queue
-        if failed:
-            deliver(failed)
-        _deliver_results(answered)
+        deliver([*failed, *outcomes(answered)])
 
     def _note_answers(self, answered: Sequence[Waiter], *, stepped: bool) -> None:
         """Forget answered waiters, and note the loops that may ask again at once. Under the lock."""
@@ -830,7 +827,7 @@ class Batcher:
                     self._enter(waiter, answered)
             self.barriers[barrier] = None
             self._is_draining = True
-        _deliver_results(answered)
+        deliver(outcomes(answered))
         self._wake()
 
     def lift_barrier(self, barrier: Barrier, weights_version: int | None = None) -> None:
@@ -852,7 +849,7 @@ class Batcher:
             InvalidRequest("the runtime was resumed before its earlier questions had ended"),
         )
         deliver(cut)
-        _deliver_results(answered)
+        deliver(outcomes(answered))
         self._wake()
 
     @property
@@ -862,16 +859,21 @@ class Batcher:
 
     # -- adapters, close, restart -------------------------------------------------------------
 
+    def hold(self, question: object, adapter: Adapter) -> None:
+        """Keep an adapter in the engine for a question that asks its requests later."""
+        self._held[question] = adapter
+
+    def let_go(self, question: object) -> None:
+        """End ``hold``. Finalizers call this, so neither takes the lock."""
+        self._held.pop(question, None)
+        if self._retired:
+            self._wake()
+
     def retire(self, adapter: Adapter) -> None:
         """Have ``turn`` remove the adapter from the engine after its last request."""
         with self.lock:
             self._retired.append(adapter)
         self._wake()
-
-    @property
-    def is_closed(self) -> bool:
-        """True once questions are refused; read without the lock."""
-        return self._closed is not None
 
     def close(self, reason: GenrtError | None = None) -> bool:
         """End every waiter and every later question with ``reason`` (``Closed`` by default), and break
@@ -885,11 +887,11 @@ class Batcher:
             return False
         with self.lock:
             released: list[object] = [self._loops]
-            if self._closed is None:
-                self._closed = reason or Closed(WAS_CLOSED)
+            if self.closed is None:
+                self.closed = reason or Closed(WAS_CLOSED)
                 waiters = {waiter: None for waiter in self._in_line()}
                 waiters |= {w: None for entry in self._entries.values() for w in entry.waiters}
-                self._undelivered = [(waiter, self._closed.fresh()) for waiter in waiters]
+                self._undelivered = [(waiter, self.closed.fresh()) for waiter in waiters]
                 for waiter in waiters:
                     waiter.missing, waiter.client = 0, None
                 for entry in self._entries.values():
@@ -902,7 +904,7 @@ class Batcher:
                 self.streams.by_loop.clear()
                 self._bound.clear()
             self._loops = WeakKeyDictionary()
-            undelivered, reason = self._undelivered, self._closed
+            undelivered, reason = self._undelivered, self.closed
             barriers, self.barriers, self._is_draining = [*self.barriers], {}, False
             for barrier in barriers:
                 barrier.is_lifted = True
@@ -916,7 +918,7 @@ class Batcher:
     def reopen(self) -> None:
         """Take questions again, for another engine."""
         with self.lock:
-            self._closed = None
+            self.closed = None
 
     def resume(self) -> None:
         """Queue everything in flight again: another engine replaces the one before."""
@@ -930,7 +932,7 @@ class Batcher:
             return BatcherStatistics(**self._counted, **sizes)
 
     def __repr__(self) -> str:
-        s, state = self.statistics(), "closed" if self.is_closed else "open"
+        s, state = self.statistics(), "open" if self.closed is None else "closed"
         return f"Batcher({state}, {s.queued} queued, {s.in_flight} in flight, {s.flushes} flushes)"
 
 
@@ -952,25 +954,20 @@ def _size(requests: Iterable[Request]) -> tuple[int, int]:
 # -- delivery -------------------------------------------------------------------------------------
 
 
-def _deliver_results(waiters: Sequence[Waiter]) -> None:
-    if waiters:
-        deliver(zip(waiters, outcomes(waiters), strict=True))
-
-
-def outcomes(waiters: Sequence[Waiter]) -> list[Outcome]:
-    """Return each waiter's results in its own storage, or an error if there is no memory for it. All are
-    copied together; if that fails, one by one."""
+def outcomes(waiters: Sequence[Waiter]) -> list[tuple[Waiter, Outcome]]:
+    """Return each waiter with its results in its own storage, or with an error if there is no memory for
+    them. All are copied together; if that fails, one by one."""
     try:
-        return list(_own(waiters))
+        return _own(waiters)
     except Exception as error:
         if len(waiters) == 1:
-            return [failure(error)]
+            return [(waiters[0], failure(error))]
     return [outcome for waiter in waiters for outcome in outcomes([waiter])]
 
 
-def _own(waiters: Sequence[Waiter]) -> Iterator[list[Result]]:
-    """Yield the results of each waiter in its own storage, or one stack of the rows. Tensors are copied
-    here, other results by their requests."""
+def _own(waiters: Sequence[Waiter]) -> list[tuple[Waiter, Outcome]]:
+    """Return each waiter with its results in its own storage, or one stack of the rows. Tensors are
+    copied here, other results by their requests."""
     shared = [
         result
         for waiter in waiters
@@ -979,14 +976,17 @@ def _own(waiters: Sequence[Waiter]) -> Iterator[list[Result]]:
         if isinstance(result, Tensor)
     ]
     copies = iter(separate_copies(shared))
+    owned: list[tuple[Waiter, Outcome]] = []
     for waiter in waiters:
         if waiter.stacked:
-            yield [stacked(cast("list[Tensor]", waiter.results))]
+            results = [stacked(cast("list[Tensor]", waiter.results))]
         else:
-            yield [
+            results = [
                 next(copies) if isinstance(result, Tensor) else request.owned(result)
                 for request, result in zip(waiter.requests, waiter.results, strict=True)
             ]
+        owned.append((waiter, results))
+    return owned
 
 
 def deliver(done: Iterable[tuple[Waiter, Outcome]]) -> None:

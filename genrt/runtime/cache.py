@@ -78,57 +78,46 @@ class RowCache:
     def keep(self, finished: Sequence[Finished]) -> dict[Request, GenrtError]:
         """Store the rows among these results; return the errors of rows without memory for a copy."""
         rows = {}
-        for end in finished if self.max_bytes else ():
+        for end in finished:
             if isinstance(end.request, LogprobsRequest) and isinstance(end.result, Tensor):
                 rows[end.request] = end.result
-        errors = self.put_all(rows)
-        return {each: failure(error) for each, error in errors.items()} if errors else {}
+        return self.put_all(rows)
 
-    def put_all(self, rows: dict[LogprobsRequest, Tensor]) -> dict[LogprobsRequest, Exception]:
-        """Store all rows, copied together; return the errors of rows without memory for a copy."""
-        try:
-            self._put(rows)
-        except Exception as error:
-            if len(rows) == 1:
-                return dict.fromkeys(rows, error)
-        else:
-            return {}
-        failed: dict[LogprobsRequest, Exception] = {}
-        for request, row in rows.items():
-            failed |= self.put_all({request: row})
-        return failed
-
-    def _put(self, rows: dict[LogprobsRequest, Tensor]) -> None:
-        kept, room, passing, is_full = [], self.max_bytes, 0, False
-        for request, row in reversed(
-            rows.items()
-        ):  # a row that later ones would evict is not copied
-            if row.nbytes > self.max_bytes:
-                continue
-            is_full = is_full or row.nbytes > room
-            if is_full:
-                passing += request not in self._rows
-                continue
-            kept.append((request, row))
+    def put_all(self, rows: dict[LogprobsRequest, Tensor]) -> dict[Request, GenrtError]:
+        """Store rows of one width, copied together; return the errors of rows without memory for a
+        copy."""
+        kept, room = [], self.max_bytes
+        for request, row in reversed(rows.items()):  # those that these would evict are not copied
+            if row.nbytes > room:
+                break
             room -= row.nbytes
+            kept.append((request, row))
         if not kept:
-            return
+            return {}
         kept.reverse()
-        copies = separate_copies([row for _, row in kept])
+        try:
+            copies = separate_copies([row for _, row in kept])
+        except Exception as error:
+            if len(kept) == 1:
+                return {kept[0][0]: failure(error)}
+            failed: dict[Request, GenrtError] = {}
+            for request, row in kept:
+                failed |= self.put_all({request: row})
+            return failed
         dropped = []
         with self._lock:
-            self._evictions += passing
             for (request, _), copy in zip(kept, copies, strict=True):
-                dropped.append(before := self._rows.pop(request, None))
-                self._bytes += _storage_bytes(copy) - (
-                    0 if before is None else _storage_bytes(before)
-                )
+                if (before := self._rows.pop(request, None)) is not None:
+                    dropped.append(before)
+                    self._bytes -= before.nbytes
                 self._rows[request] = copy
+                self._bytes += copy.nbytes
             while self._bytes > self.max_bytes:
                 _, row = self._rows.popitem(last=False)
-                self._bytes -= _storage_bytes(row)
+                self._bytes -= row.nbytes
                 self._evictions += 1
                 dropped.append(row)
+        return {}
 
     def forget(self, adapter: Adapter) -> None:
         """Drop the rows of an adapter."""
@@ -137,8 +126,8 @@ class RowCache:
         for request in requests:  # the lock is not held for the whole look
             if request.adapter == adapter:
                 with self._lock:
-                    row = self._rows.pop(request, None)
-                    self._bytes -= 0 if row is None else _storage_bytes(row)
+                    if (row := self._rows.pop(request, None)) is not None:
+                        self._bytes -= row.nbytes
 
     def clear(self) -> None:
         """Drop every row. The counters stay."""
@@ -160,7 +149,3 @@ class RowCache:
     def __repr__(self) -> str:
         s = self.statistics()
         return f"RowCache({s.rows} rows, {s.bytes} of {s.max_bytes} bytes, {s.hits} hits)"
-
-
-def _storage_bytes(row: Tensor) -> int:
-    return row.untyped_storage().nbytes()

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from genrt.engines.protocol import check_supported, tokenizer_of
 from genrt.errors import InvalidRequest
 from genrt.numbers import shown
-from genrt.questions.arguments import Limits, TokenIds
+from genrt.questions.arguments import TokenIds
 from genrt.questions.completions import (
     CompletionRequest,
     SampleOptions,
@@ -19,8 +19,8 @@ from genrt.questions.completions import (
     sample_requests,
 )
 from genrt.questions.reads import KeptContext, Prefix, PrefixOptions, ReadRequest, WarmUpOptions
-from genrt.questions.rows import row_request
-from genrt.runtime.adapters import AdapterNames
+from genrt.questions.rows import Limits, row_request
+from genrt.runtime.ask import Asker
 from genrt.runtime.thread import EngineThread
 from genrt.tokens import encoding
 
@@ -32,11 +32,11 @@ class Texts:
     """Makes the requests of one runtime."""
 
     def __init__(
-        self, thread: EngineThread, limits: Limits, adapters: AdapterNames, nonces: Iterator[int]
+        self, thread: EngineThread, asker: Asker, limits: Limits, nonces: Iterator[int]
     ) -> None:
         self._thread = thread
         self._limits = limits
-        self._adapters = adapters
+        self._bound = asker.bound
         self._nonces = nonces
 
     def samples(
@@ -45,7 +45,7 @@ class Texts:
         """Return a request for each context of a call of ``method``. Raises TypeError for an unknown
         option or without ``max_tokens``; InvalidRequest, ContextTooLong, UnknownAdapter."""
         given: dict[str, Any] = {**options}
-        bound = self._adapters.bound(given.pop("adapter", None))
+        bound = self._bound(given.pop("adapter", None))
         return sample_requests(self._limits, contexts, bound, self._nonces, method, given)
 
     def requests(
@@ -69,7 +69,7 @@ class Texts:
         ]
         given: dict[str, Any] = {**options}
         seed, timeout = given.pop("seed", None), given.pop("timeout", None)
-        bound = self._adapters.bound(given.pop("adapter", None))
+        bound = self._bound(given.pop("adapter", None))
         requests = completion_requests(
             self._limits, contexts, bound, self._nonces, seed, given, template
         )
@@ -111,7 +111,7 @@ class Texts:
         tools: Sequence[Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> ReadRequest:
-        bound = self._adapters.bound(adapter)
+        bound = self._bound(adapter)
         given: Any = prefix
         if isinstance(given, list | tuple) and given and isinstance(given[0], Mapping):
             tokenizer = tokenizer_of(self._thread.engine)

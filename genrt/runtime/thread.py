@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import concurrent.futures
 import contextlib
+import math
 import os
 import queue
 import secrets
@@ -340,7 +341,7 @@ class EngineThread:
         if (answering := self._answering) is None or not self.opened.done():
             return self._first_round()
         try:
-            if not (self._is_closing or self._batcher.is_closed):
+            if not self._is_closing and self._batcher.closed is None:
                 return self._serve(answering)
             reason: GenrtError = Closed(WAS_CLOSED)
         except EngineDied as error:
@@ -393,9 +394,14 @@ class EngineThread:
                 self._deferred.append(call)
             else:
                 self._run(answering, call)
-        seconds = self._batcher.serve(answering)
-        if seconds and (self._is_closing or self._batcher.is_closed or self._calls):
+        batcher = self._batcher
+        seconds = batcher.seconds_until_due()
+        if seconds == 0.0:
+            batcher.turn(answering)
+        elif self._calls or self._is_closing or batcher.closed is not None:
             return 0.0  # a call that closed this, or admits others, cannot wake its own thread
+        elif seconds is None:
+            seconds = math.inf
         if answering.capabilities.has_replicas:
             return min(seconds, answering.engine.tend())
         return seconds
@@ -430,7 +436,7 @@ class EngineThread:
         """Return whether another engine may be opened: only after an answer of this one, or a deadly
         question would open engines for ever."""
         before, self._answered = self._answered, self._batcher.statistics().answered
-        is_over = self._is_closing or self._batcher.is_closed
+        is_over = self._is_closing or self._batcher.closed is not None
         return self.restarts and not is_over and self._answered != before
 
     def _restart(self, dead: AnsweringEngine) -> float | None:

@@ -27,7 +27,6 @@ from genrt.engines.vllm.texts import NativeText
 from genrt.errors import Closed, GenrtError
 from genrt.lm import AsyncLM
 from genrt.questions.completions import NativeRequest
-from genrt.runtime.ask import Asker
 from genrt.runtime.streams import NativeFlow
 from genrt.server.gate import HTTPError, http_error
 
@@ -63,7 +62,7 @@ class RuntimeClient(EngineClient):  # type: ignore[misc]
     def __init__(self, lm: AsyncLM) -> None:
         engine = cast("FullEngine", lm._thread.engine)
         self._lm = lm
-        self._asker = Asker(lm._thread, lm._adapters)
+        self._asker = lm._asker
         self._flows: dict[str, set[NativeFlow]] = {}  # texts in progress, by the front end's ids
         self.vllm_config = engine.vllm_config
         self.model_config = self.vllm_config.model_config
@@ -144,7 +143,7 @@ class RuntimeClient(EngineClient):  # type: ignore[misc]
         flows = self._flows.setdefault(core.request_id, set())
         flows.add(flow)
         try:
-            bound = lm._adapters.bound(adapter)
+            bound = lm._bound(adapter)
             request = NativeRequest(tuple(token_ids), text, next(lm._nonces), bound, is_streamed)
             async with aclosing(self._asker.native(request, flow)) as steps:
                 async for outputs in steps:

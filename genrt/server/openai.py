@@ -42,7 +42,7 @@ from genrt.errors import EngineFailed, InvalidRequest
 from genrt.generation.conversations import splice_turn
 from genrt.lm import AsyncLM
 from genrt.numbers import named, shown
-from genrt.questions.arguments import id_words
+from genrt.questions.rows import id_words
 from genrt.server.bodies import Bodies, check_front_end_body, json_bytes
 from genrt.server.client import TASKS, RuntimeClient, TextFailed
 from genrt.server.gate import HTTPError

@@ -285,7 +285,7 @@ class OwnRoutes:
         if body.temperature is not None:
             options["temperature"] = body.temperature
         model = TextModel(lm, prompt, max_tokens=body.max_tokens, **options)
-        lm._adapters.bound(body.adapter)  # an unknown adapter is refused before the first step
+        lm._bound(body.adapter)  # an unknown adapter is refused before the first step
         return SMC(model, num_particles=body.particles, resample_when=body.resample_when)
 
     async def _run(self, smc: SMC, seed: int, on_step: Callable[[Info], None]) -> Result:
@@ -363,7 +363,7 @@ class OwnRoutes:
 
     async def _flush(self, request: Request) -> Response:
         lm, data, now = self._lm, await _body_data(request, BYTES), self._fingerprint()
-        bound, most = lm._adapters.bound, self._most
+        bound, most = lm._bound, self._most
         try:
             questions = await asyncio.to_thread(
                 flush_to, data, lm._limits, bound, model=now, most=most

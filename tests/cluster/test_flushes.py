@@ -27,7 +27,7 @@ from genrt.cluster.flushes import (
 from genrt.engines.protocol import EngineStatistics
 from genrt.errors import InvalidRequest
 from genrt.questions import sequences
-from genrt.questions.arguments import Adapter, Limits
+from genrt.questions.arguments import Adapter
 from genrt.questions.completions import (
     Completion,
     CompletionRequest,
@@ -38,7 +38,7 @@ from genrt.questions.completions import (
 from genrt.questions.draws import DrawToken, PopulationDraw
 from genrt.questions.reads import Candidates, ReadRequest, TopTokens
 from genrt.questions.request import Request
-from genrt.questions.rows import LogprobsRequest
+from genrt.questions.rows import Limits, LogprobsRequest
 from genrt.questions.scores import ScoreRequest
 from genrt.questions.sequences import Contexts, Origins, SequenceHandle, Sequences
 from genrt.tokens.sampling import BatchDraw, Draw, TopLogprobs

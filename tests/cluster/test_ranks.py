@@ -30,9 +30,10 @@ from genrt.engines.vllm.rank import broadcast_from_rank0
 from genrt.engines.weights import TensorsIn
 from genrt.errors import EngineDied, EngineUnsupported, GenrtError, InvalidAdapter, InvalidRequest
 from genrt.loading import load
-from genrt.questions.arguments import Adapter, Limits
+from genrt.questions.arguments import Adapter
 from genrt.questions.draws import PopulationDraw
 from genrt.questions.request import Request
+from genrt.questions.rows import Limits
 from genrt.questions.scores import ScoreRequest
 from genrt.questions.sequences import Origins, Sequences
 from tests.scripted import logprobs, sample

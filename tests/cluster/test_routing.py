@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from genrt.cluster.programs import ProgramRequest
 from genrt.cluster.routing import MARGIN, Router
-from genrt.questions.arguments import Limits
 from genrt.questions.draws import PopulationDraw
-from genrt.questions.rows import LogprobsRequest
+from genrt.questions.rows import Limits, LogprobsRequest
 from genrt.questions.sequences import Sequences
 
 LIMITS = Limits(1000, 4096)

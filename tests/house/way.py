@@ -1,4 +1,4 @@
-"""Measure a row's way: the files of the package in which something runs from a question to its answer.
+"""Measure a row's way: the calls in each file of the package from a question to its answer.
 
 ``python -m tests.house.way`` prints them for the exact engine, in the order in which they are come to;
 ``python -m tests.house.way vllm`` for vLLM and the embedded model. The bound is in test_way.py.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+from collections import Counter
 from pathlib import Path
 from types import FrameType
 
@@ -19,20 +20,20 @@ PACKAGE = Path(genrt.__file__).parent
 
 
 class Visited:
-    """Notes the files of the package in which functions are called, on threads that begin after it."""
+    """Counts the calls of functions in each file of the package, on threads that begin after it."""
 
     def __init__(self) -> None:
-        self.files: dict[str, None] = {}
+        self.calls: Counter[str] = Counter()
         self.is_on = False
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> None:
         path = frame.f_code.co_filename
         if self.is_on and event == "call" and path.startswith(str(PACKAGE)):
-            self.files[Path(path).relative_to(PACKAGE).as_posix()] = None
+            self.calls[Path(path).relative_to(PACKAGE).as_posix()] += 1
 
 
-def files_on_a_rows_way(engine: str = "exact") -> list[str]:
-    """Return the files that run for one new row, whose context has grown by a token."""
+def calls_on_a_rows_way(engine: str = "exact") -> Counter[str]:
+    """Return the calls in each file for one new row, whose context has grown by a token."""
     visited, before = Visited(), threading.getprofile()
     threading.setprofile(visited)  # before the engine's thread begins
     try:
@@ -41,7 +42,7 @@ def files_on_a_rows_way(engine: str = "exact") -> list[str]:
         threading.setprofile(before)
     with lm:
         asyncio.run(_asked(lm, visited))
-    return [*visited.files]
+    return visited.calls
 
 
 async def _asked(lm: genrt.AsyncLM, visited: Visited) -> None:
@@ -60,6 +61,6 @@ async def _asked(lm: genrt.AsyncLM, visited: Visited) -> None:
 
 
 if __name__ == "__main__":
-    found = files_on_a_rows_way(*sys.argv[1:2])
-    print("\n".join(found))
-    print(len(found), "files")
+    found = calls_on_a_rows_way(*sys.argv[1:2])
+    print(*(f"{count:4} {file}" for file, count in found.items()), sep="\n")
+    print(found.total(), "calls in", len(found), "files")

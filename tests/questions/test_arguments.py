@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from transformers import BatchEncoding
 
 from genrt.errors import ContextTooLong, InvalidRequest
-from genrt.questions.arguments import Adapter, Limits, check_contexts
+from genrt.questions.arguments import Adapter, check_contexts
 from genrt.questions.completions import SampleRequest, sample_requests
-from genrt.questions.rows import row_request
+from genrt.questions.rows import Limits, row_request
 
 masked: Any = np.ma.array
 """Not annotated by NumPy."""

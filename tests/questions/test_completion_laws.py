@@ -22,8 +22,8 @@ from genrt.engines.completions import CompletionState
 from genrt.engines.exact import NGram
 from genrt.errors import InvalidRequest
 from genrt.lm import AsyncLM
-from genrt.questions.arguments import Limits
 from genrt.questions.completions import completion_requests
+from genrt.questions.rows import Limits
 from genrt.structures.guides import Guides
 from genrt.testing import assert_samples_from
 from genrt.tokens.sampling import truncate

@@ -13,9 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import genrt
 from genrt.engines.exact import ExactEngine, NGram
-from genrt.questions.arguments import Limits
 from genrt.questions.reads import Candidates, Read, ReadRequest
-from genrt.questions.rows import LogprobsRequest
+from genrt.questions.rows import Limits, LogprobsRequest
 from genrt.questions.scores import row_chunks
 from genrt.tokens.sampling import GREEDY_BELOW, truncate
 from tests.answers import is_answer

@@ -7,6 +7,7 @@ that was stored and not copied is seen.
 from __future__ import annotations
 
 import threading
+import weakref
 
 import pytest
 import torch
@@ -14,13 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from genrt.engines.protocol import Finished
+from genrt.errors import EngineFailed, OutOfMemory
 from genrt.questions.arguments import Adapter
+from genrt.questions.reads import HostRow, ReadRequest
 from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.cache import RowCache
 from genrt.tokens.rows import separate_copies
+from tests.inside import is_held
 from tests.scripted import logprobs
 
-A, B, C = logprobs(1), logprobs(2), logprobs(3)
+A, B, C, D = map(logprobs, range(1, 5))
 
 
 def row(entries: int, value: float = 0.0) -> torch.Tensor:
@@ -169,6 +174,40 @@ def test_of_more_rows_than_there_is_room_for_the_last_are_copied_and_no_others(
     assert copied == [2]
     RowCache(0).put_all({A: row(4)})
     assert copied == [2]
+
+
+def test_only_rows_are_kept() -> None:
+    cache, read = RowCache(100), ReadRequest(C, HostRow())
+    ends = [Finished(A, row(4)), Finished(B, error=EngineFailed("no")), Finished(read, row(4))]
+    assert cache.keep(ends) == {}
+    assert [each in cache for each in (A, B, C, read)] == [True, False, False, False]
+
+
+def test_rows_without_memory_for_a_copy_fail_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def scarce(rows: list[torch.Tensor]) -> list[torch.Tensor]:
+        if any(float(each[0]) == 2.0 for each in rows):
+            raise MemoryError("no room")
+        return separate_copies(rows)
+
+    monkeypatch.setattr("genrt.runtime.cache.separate_copies", scarce)
+    cache = RowCache(100)
+    errors = cache.put_all({A: row(4, 1.0), B: row(4, 2.0), C: row(4, 3.0)})
+    assert {each: type(error) for each, error in errors.items()} == {B: OutOfMemory}
+    assert [each in cache for each in (A, B, C)] == [True, False, True]
+    with pytest.raises(OutOfMemory, match="no room"):
+        cache.put(B, row(4, 2.0))
+
+
+@pytest.mark.parametrize("later", [(A, B), (C, D)], ids=["replaced", "evicted"])
+def test_rows_are_dropped_without_the_lock(later: tuple[LogprobsRequest, ...]) -> None:
+    cache, is_locked = RowCache(32), list[bool]()
+    cache.put_all({A: row(4), B: row(4)})
+    for request in (A, B):
+        stored = cache.borrow(request)
+        weakref.finalize(stored, lambda: is_locked.append(is_held(vars(cache)["_lock"])))
+    del stored
+    cache.put_all({each: row(4) for each in later})
+    assert is_locked == [False, False]
 
 
 def test_threads_at_once_lose_no_count() -> None:

@@ -17,10 +17,10 @@ import pytest
 import genrt
 from genrt.engines.protocol import Finished
 from genrt.errors import EngineFailed
-from genrt.questions.arguments import Adapter, Limits
+from genrt.questions.arguments import Adapter
 from genrt.questions.draws import draw_request
 from genrt.questions.reads import ReadRequest, TopTokens
-from genrt.questions.rows import LogprobsRequest
+from genrt.questions.rows import Limits, LogprobsRequest
 from genrt.runtime.batcher import Waiter
 from tests.scripted import ByHand, ScriptedEngine, logprobs, passes, population_of, sample
 
@@ -217,5 +217,5 @@ def test_lines_are_counted() -> None:
     batcher = ByHand().batcher
     with Lines() as lines:
         for _ in range(FEW):
-            batcher._leave_queue([])
+            assert batcher.is_drained
     assert lines.count == FEW

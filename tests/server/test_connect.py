@@ -35,10 +35,10 @@ from genrt.engines.remote.wire import (
 from genrt.errors import EngineFailed, EngineUnsupported, InvalidRequest, NotFinite
 from genrt.inference import SMC, TextModel
 from genrt.lm import AsyncLM
-from genrt.questions.arguments import Adapter, Limits
+from genrt.questions.arguments import Adapter
 from genrt.questions.draws import DrawToken
 from genrt.questions.reads import Candidates, ReadRequest, TopTokens
-from genrt.questions.rows import LogprobsRequest
+from genrt.questions.rows import Limits, LogprobsRequest
 from genrt.questions.scores import ScoreRequest, Wanted
 from genrt.server import Server, ServerLimits, serving
 from genrt.testing import check_engine

@@ -202,12 +202,12 @@ class WatchedBatcher(Batcher):
         self._ledger.settling()  # where all of it is sent again, nothing was cached, and none ended
 
     def close(self, reason: GenrtError | None = None) -> bool:
-        was_closed = self.is_closed
+        was_closed = self.closed is not None
         if not was_closed and not self.lock._is_owned():  # type: ignore[attr-defined]
             self._ledger.closed(reason or Closed(WAS_CLOSED))
         done = super().close(reason)
         if done and not was_closed:
-            self._record.add("closed", self._closed)
+            self._record.add("closed", self.closed)
         return done
 
     def reopen(self) -> None:
@@ -367,9 +367,9 @@ class SimulatedRuntime:
         )
         self.batcher = cast("WatchedBatcher", self.thread.batcher)
         self.lm = AsyncLM(self.thread, self.cache, self.thread.engine, seed=seed)
-        self._ask, self._stream = self.lm._ask, self.lm._stream
+        self._ask, self._stream, self.bound = self.lm._ask, self.lm._stream, self.lm._bound
         self.lm._ask = self.ask
-        self.lm._populations.asker = cast("Asker", self)  # it has the two methods of an Asker
+        self.lm._populations.asker = cast("Asker", self)  # it has the methods of an Asker
         self.lm._stream = self.stream
 
     def _make_batcher(self, cache: RowCache, **options: Any) -> Batcher:
@@ -622,9 +622,7 @@ class BusyCache(RowCache):
         super().__init__(max_bytes)
         self.runtime = runtime
 
-    def put_all(
-        self, rows: dict[LogprobsRequest, torch.Tensor]
-    ) -> dict[LogprobsRequest, Exception]:
+    def put_all(self, rows: dict[LogprobsRequest, torch.Tensor]) -> dict[Request, GenrtError]:
         self.runtime.ledger.settling()
         self.runtime.meanwhile()
         errors = super().put_all(rows)

@@ -78,7 +78,6 @@ REPLACED: dict[str, tuple[Any, str, Any]] = {
     "adapters go at once": (Batcher, "_removable", lambda self: list(self._retired)),
     "adapters never go": (Batcher, "retire", lambda self, adapter: None),
     "cached rows outlive their adapter": (RowCache, "forget", lambda self, adapter: None),
-    "the cache counts rows for bytes": (genrt.runtime.cache, "_storage_bytes", lambda row: 1),
     "who asked a row that is read is forgotten": (genrt.runtime.answers._Row, "is_asked", False),
     "seeded draws depend on their batch": (
         genrt.questions.draws,
@@ -164,6 +163,17 @@ def rows_are_cached_when_their_requests_have_ended(patch: Patch) -> None:
     patch.setattr(Batcher, "_settle", settle_so)
 
 
+def the_cache_counts_rows_for_bytes(patch: Patch) -> None:
+    put_all = RowCache.put_all
+
+    def put_so(self: RowCache, rows: Any) -> Any:
+        errors = put_all(self, rows)
+        self._bytes = len(self._rows)
+        return errors
+
+    patch.setattr(RowCache, "put_all", put_so)
+
+
 def what_needs_no_forward_ends_the_turn(patch: Patch) -> None:
     turn, settle = Batcher.turn, Batcher._settle
 
@@ -237,6 +247,7 @@ BREAKS: list[Break] = [
     rows_go_by_position,
     the_key_lacks_the_adapter,
     rows_are_cached_when_their_requests_have_ended,
+    the_cache_counts_rows_for_bytes,
     what_needs_no_forward_ends_the_turn,
     one_error_fails_the_whole_step,
     a_reader_cancels_for_all_readers,

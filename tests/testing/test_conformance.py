@@ -163,7 +163,7 @@ BROKEN: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "counts no rows": (lambda: {"count": lambda all: replace(all, rows=0)}, "rows grew by 0"),
     "closes once": (lambda: {"close": closes_once}, "closed twice"),
     "adapters ignored": (
-        lambda: {"ask": lambda request: replace(request, adapter=None)},
+        lambda: {"ask": lambda request: request.bound_to(None)},
         "are those of the base model",
     ),
     "old weights": (lambda: {"add_adapter": first_weights}, "the same weights"),

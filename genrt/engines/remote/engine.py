@@ -140,13 +140,16 @@ class RemoteEngine(SteppedEngine):
             finished.append(_finished(request, results[place : place + count]))
             place += count
             del self._direct[request]
-        rows = sum(isinstance(each, LogprobsRequest) for each in direct)
-        computed = sum(_token_count(each) for each in asked[len(contexts) :])
-        scored = sum(len(each) for each in direct if isinstance(each, ScoreRequest))
-        self._count(rows=rows, computed_tokens=computed, scored_tokens=scored)
+        counts = self._counts
+        counts["rows"] += sum(isinstance(each, LogprobsRequest) for each in direct)
+        counts["computed_tokens"] += sum(map(_token_count, asked[len(contexts) :]))
+        counts["scored_tokens"] += sum(
+            len(each) for each in direct if isinstance(each, ScoreRequest)
+        )
         if not drawing:
-            failed = sum(end.error is not None for end in finished)
-            self._count(steps=1, failed=failed, seconds=time.perf_counter() - started)
+            counts["failed"] += sum(end.error is not None for end in finished)
+            counts["steps"] += 1
+            counts["seconds"] += time.perf_counter() - started
             return finished
         self._rows.found = dict(zip(contexts, results, strict=False))
         try:
@@ -179,7 +182,7 @@ class RemoteEngine(SteppedEngine):
         """Forget these requests; no call is in progress between steps."""
         for request in requests:
             if self._direct.pop(request, self) is None:
-                self._count(cancelled=1)
+                self._counts["cancelled"] += 1
         super().cancel(requests)
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ from genrt import errors
 from genrt.engines.folders import Folder
 from genrt.errors import EngineFailed, GenrtError, InvalidRequest
 from genrt.numbers import check_int
-from genrt.questions.arguments import Adapter, Limits
+from genrt.questions.arguments import Adapter
 from genrt.questions.draws import DrawToken, draw_request
 from genrt.questions.reads import (
     Candidates,
@@ -37,7 +37,7 @@ from genrt.questions.reads import (
     candidates_request,
     top_request,
 )
-from genrt.questions.rows import LogprobsRequest, row_request
+from genrt.questions.rows import Limits, LogprobsRequest, row_request
 from genrt.questions.scores import ScoreRequest, text_score_request
 from genrt.tokens.sampling import Draw, TopLogprobs
 from genrt.tokens.vocabulary import BytesTokenizer

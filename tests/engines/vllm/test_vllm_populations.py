@@ -22,11 +22,10 @@ from genrt.engines.vllm.populations import EarlyDelivery
 from genrt.engines.vllm.steps import CoreSteps
 from genrt.errors import NotFinite
 from genrt.populations import Population, PopulationRuntime, begin
-from genrt.questions.arguments import Limits
 from genrt.questions.completions import SampleRequest
 from genrt.questions.draws import PopulationDraw
 from genrt.questions.request import Request
-from genrt.questions.rows import LogprobsRequest
+from genrt.questions.rows import Limits, LogprobsRequest
 from genrt.questions.sequences import Contexts
 from genrt.runtime.cache import RowCache
 from genrt.tokens.sampling import BatchDraw
@@ -60,6 +59,9 @@ class _Asker:
     async def ask(self, requests: Sequence[Request], **_: Any) -> list[Any]:
         return await _asked(requests)
 
+    def bound(self, _: str | None) -> None:
+        return None
+
     ask_sync = None
 
 
@@ -73,11 +75,8 @@ class Turns:
         self.ends: dict[Request, Finished] = {}
         self.went_on = 0
         thread: Any = SimpleNamespace(max_weight=100, give_back=self.answering.give_back)
-        names: Any = SimpleNamespace(bound=lambda _: None)
         asker: Any = _Asker()
-        self.home = PopulationRuntime(
-            thread, asker, Limits(320, LONGEST - 1), names, itertools.count()
-        )
+        self.home = PopulationRuntime(thread, asker, Limits(320, LONGEST - 1), itertools.count())
 
     def begin(self, count: int, length: int, seed: int) -> Population:
         contexts = [tokens(length, seed=100 * seed + n) for n in range(count)]

@@ -24,8 +24,8 @@ from genrt.engines.vllm.structures import GuidedStructures
 from genrt.engines.vllm.texts import check_v2
 from genrt.errors import EngineFailed, InvalidRequest, TimedOut
 from genrt.lm import AsyncLM
-from genrt.questions.arguments import Limits
 from genrt.questions.completions import Completion, Decoding, completion_requests
+from genrt.questions.rows import Limits
 from genrt.structures.guides import Guides
 from genrt.tokens.sampling import truncate
 from genrt.tokens.spellings import Spellings
