@@ -476,8 +476,10 @@ class Gatherer:
         seconds = None if timeout is None else check_timeout(timeout)
         loop = asyncio.get_running_loop()
         gathered = self._loops.get(loop) or self._begin(loop)
+        holder = None
         if (adapter := question.kind[0]) is not None:
-            self.runtime.thread.batcher.hold(question, adapter)
+            holder = self.runtime.thread.batcher
+            holder.hold(question, adapter)
         question.waits_for = future = loop.create_future()
         gathered.questions.append(question)
         count = len(gathered.questions)
@@ -487,13 +489,15 @@ class Gatherer:
             loop.call_soon(self._look_for_more, loop, gathered, 1)
         try:
             return await (future if seconds is None else within(seconds, future))
-        finally:
-            if adapter is not None:
-                batcher.let_go(question)
+        except BaseException:
             if (flush := question.flush) is not None:
                 flush.waiting -= 1
                 if not flush.waiting and not loop.is_closed():
                     flush.task.cancel()
+            raise
+        finally:
+            if holder is not None:
+                holder.let_go(question)
 
     def _look_for_more(
         self, loop: asyncio.AbstractEventLoop, gathered: _Gathered, seen: int
