@@ -489,15 +489,13 @@ class Gatherer:
             loop.call_soon(self._look_for_more, loop, gathered, 1)
         try:
             return await (future if seconds is None else within(seconds, future))
-        except BaseException:
+        finally:
+            if holder is not None:
+                holder.let_go(question)
             if (flush := question.flush) is not None:
                 flush.waiting -= 1
                 if not flush.waiting and not loop.is_closed():
                     flush.task.cancel()
-            raise
-        finally:
-            if holder is not None:
-                holder.let_go(question)
 
     def _look_for_more(
         self, loop: asyncio.AbstractEventLoop, gathered: _Gathered, seen: int
