@@ -110,7 +110,9 @@ class VLLMEngine:
                 device=self.device,
             )
             self._open = OpenRequests(core.scheduler, steps)
-        self._populations = OpenPopulations(self._open, self._adapters)
+        weights = () if model_runner is None else model_runner.model.parameters()
+        weight_bytes = sum(each.nbytes for each in weights)
+        self._populations = OpenPopulations(self._open, self._adapters, weight_bytes)
         self._decoded: list[tuple[EngineRequest, str]] = []  # requests of the last decode step
         drawn_here = self.runner == "V1" and on_cpu
         self._texts = VLLMTexts(llm_engine, self.max_batch_size, drawn_here=drawn_here)

@@ -27,8 +27,12 @@ from genrt.questions.sequences import Contexts, SequenceHandle
 from genrt.tokens.rows import AsyncHostCopy, gather_rows
 from genrt.tokens.sampling import DrawGraphs
 
-MOST_FORKS = 64
-"""The most forks that are made for sequences before the next request, while the forward runs."""
+FEWEST_FORKS = 64
+"""So many forks are always made for sequences before the next request, while the forward runs."""
+
+FORKS_A_GIB = 16
+"""How many forks a forward hides for each GiB of weights. A GPU reads a GiB in 0.3 ms or more; a fork
+takes 10 to 30 µs of Python."""
 
 
 @dataclass(slots=True)
@@ -106,7 +110,10 @@ class EarlyDelivery:
 class OpenPopulations:
     """The populations of an engine. It has none without ``open_requests``, which hold the sequences."""
 
-    def __init__(self, open_requests: OpenRequests | None, adapters: VLLMAdapters) -> None:
+    def __init__(
+        self, open_requests: OpenRequests | None, adapters: VLLMAdapters, weight_bytes: int
+    ) -> None:
+        self._most_forks = max(FEWEST_FORKS, FORKS_A_GIB * weight_bytes >> 30)
         self._open = cast("OpenRequests", open_requests)
         self._adapters = adapters
         # The vLLM requests of each handle; for a settled one, a function that finds them when needed.
@@ -194,7 +201,7 @@ class OpenPopulations:
         kept, wanted = self._open, len(rows)
         if not (kept.steps.ahead and _count(several) < wanted):
             return False
-        return wanted <= min(kept.most, len(np.unique(rows)) + MOST_FORKS)
+        return wanted <= min(kept.most, len(np.unique(rows)) + self._most_forks)
 
     def whole(self, request_ids: list[str]) -> list[PopulationDraw]:
         """Return the populations that consist of exactly these requests; ``[]`` if some belong to
@@ -217,7 +224,7 @@ class OpenPopulations:
         The new requests are forks of requests of the step under way. So each sequence can be computed
         with its drawn token before the caller says which sequences continue.
         """
-        kept, left = self._open, MOST_FORKS
+        kept, left = self._open, self._most_forks
         # Populations whose sequences share requests, each with the request of each sequence, with the
         # sequences that repeat an earlier one's request, and with parked requests that could serve these.
         shared: list[tuple[PopulationDraw, list[str], list[int], list[str]]] = []
