@@ -62,7 +62,7 @@ from genrt.inference import checks
 from genrt.inference.model import DEAD, Growth
 from genrt.inference.resampling import Floats, normalized_weights
 from genrt.lm import AsyncLM
-from genrt.questions.arguments import TokenIds
+from genrt.questions.arguments import TokenIds, seed_at
 from genrt.questions.masks import Mask, packed_words
 from genrt.runtime.concurrency import gather_all
 from genrt.tokens.texts import decoded
@@ -171,7 +171,7 @@ class ParticleContext(Context):
 
     def extend(self, token_ids: TokenIds) -> None:
         super().extend(token_ids)
-        self.history = hash((self.history, _argument_hash("extend", token_ids)))
+        self.history = hash((self.history, _argument_hash(self._execution, "extend", token_ids)))
 
     def cut(self, length: int) -> None:
         super().cut(length)
@@ -211,11 +211,7 @@ class Execution:
 
     def _check_awaited(self, cause: Exception | None = None) -> None:
         """Raise InvalidRequest, from ``cause``, if the program has not awaited a call."""
-        unawaited = [
-            each
-            for each in self._coroutines
-            if inspect.getcoroutinestate(each) == inspect.CORO_CREATED
-        ]
+        unawaited = _unawaited(self._coroutines)
         for each in unawaited:
             each.close()
         if unawaited:
@@ -224,9 +220,11 @@ class Execution:
                 f"the program never awaited {names}: write await before the call"
             ) from cause
 
-    def _begin(self, rng: np.random.Generator) -> None:
-        """Begin a step in the running task, with this randomness."""
-        self._rng = rng
+    def _begin(self, seed: int, place: int) -> None:
+        """Begin a step of this seed in the running task, as the particle at this place."""
+        self._seed, self._place = seed, place
+        self._rng: np.random.Generator | None = None
+        self._coroutines = _unawaited(self._coroutines)
         self._task = asyncio.current_task()
         self._has_sampled = False
         self._has_drawn = False
@@ -289,12 +287,12 @@ class Execution:
         ):
             allowed = packed_words(mask, self.lm.vocab_size)
             key = hash(allowed.numpy().tobytes())
-        given = _argument_hash("sample", token_ids, adapter)
+        given = _argument_hash(self, "sample", token_ids, adapter)
         asked = ("sample", given, key, temperature, adapter)
         if (recorded := await self._recorded(asked, due=self._has_sampled)) is not None:
             return int(recorded.outcome)
         self._has_sampled = True
-        seed = int(self._rng.integers(2**63))
+        seed = seed_at(self._seed, self._place)  # as a TextModel's draw has
         if isinstance(token_ids, Context):
             drawn = await token_ids.draw(mask=allowed, temperature=temperature, seed=seed)
         else:
@@ -319,8 +317,8 @@ class Execution:
         Raises:
             InvalidRequest, ContextTooLong, UnknownAdapter, EngineFailed, Closed: as ``AsyncLM.score``.
         """
-        given = _argument_hash("condition", token_ids, adapter)
-        texts = given, _argument_hash("condition", continuation)
+        given = _argument_hash(self, "condition", token_ids, adapter)
+        texts = given, _argument_hash(self, "condition", continuation)
         total, size, conditions = self._weighed
         self._weighed = _Weighed(total, size, conditions + hash((*texts, adapter)))
         if self._is_live:
@@ -359,7 +357,7 @@ class Execution:
         asked = ("uniform",)
         if (recorded := await self._recorded(asked)) is not None:
             return float(recorded.outcome)
-        drawn = float(self._rng.random())
+        drawn = float(self._generator().random())
         self._record(asked, drawn)
         return drawn
 
@@ -386,7 +384,9 @@ class Execution:
             raise InvalidRequest("choice got no values: give at least one")
         asked = ("choice", count)
         recorded = await self._recorded(asked)
-        index = int(self._rng.choice(count, p=shares)) if recorded is None else recorded.outcome
+        index = (
+            int(self._generator().choice(count, p=shares)) if recorded is None else recorded.outcome
+        )
         share = 1 / count if shares is None else float(shares[index])
         log_share = math.log(share) if share > 0 else -math.inf
         value = values[index]
@@ -397,6 +397,12 @@ class Execution:
         elif not _is_close(recorded.log_share, log_share, -log_share):
             raise _impure(f"choice gave {value!r} another probability than before")
         return value
+
+    def _generator(self) -> np.random.Generator:
+        """Return the generator of this step's choices."""
+        if self._rng is None:
+            self._rng = np.random.default_rng((self._seed, self._place))
+        return self._rng
 
     def _record(self, asked: DrawKey, *outcome: Any) -> None:
         self._choices.append(_Choice(asked, self._weighed, *outcome))
@@ -430,6 +436,12 @@ class Execution:
             await _pause()
         self._has_drawn = True
         return None
+
+
+def _unawaited(
+    coroutines: list[CoroutineType[Any, Any, Any]],
+) -> list[CoroutineType[Any, Any, Any]]:
+    return [each for each in coroutines if inspect.getcoroutinestate(each) == inspect.CORO_CREATED]
 
 
 def _check_same(before: _Choice | _Pause, asked: DrawKey, weighed: _Weighed) -> None:
@@ -476,13 +488,15 @@ def _comparable(value: Any) -> Any:
     return value
 
 
-def _argument_hash(method: str, token_ids: TokenIds | Context, adapter: str | None = None) -> int:
-    if isinstance(token_ids, ParticleContext):
+def _argument_hash(
+    execution: Execution, method: str, token_ids: TokenIds | Context, adapter: str | None = None
+) -> int:
+    if isinstance(token_ids, Context):
+        if not isinstance(token_ids, ParticleContext) or token_ids._execution is not execution:
+            raise InvalidRequest(f"{method} got a context of others: begin it by p.context(…)")
         if adapter is not None:
             raise InvalidRequest("a context has its adapter: p.context(prompt, adapter=…)")
         return token_ids.history
-    if isinstance(token_ids, Context):
-        raise InvalidRequest(f"{method} got a context of the runtime: begin it by p.context(…)")
     if isinstance(token_ids, np.ndarray | torch.Tensor):
         token_ids = token_ids.tolist()
     try:
@@ -508,9 +522,10 @@ def _choice_probabilities(log_weights: Any, count: int) -> Floats:
     return normalized_weights(weighed)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Trace:
-    """A particle: the choices of one execution, and at most once that execution itself, to continue."""
+    """A particle: the choices of one execution, and at most once that execution itself, to continue. Only
+    ``live`` changes."""
 
     choices: tuple[_Choice, ...] = ()
     pause: _Pause | None = None
@@ -575,23 +590,17 @@ class Program:
 
     async def grow(self, particles: Sequence[_Trace], seed: int) -> list[Growth]:
         """Run all executions at once, each to its next resampling point or to its end."""
-        seeds = np.random.SeedSequence(seed).spawn(len(particles))
         seen: set[_Trace] = set()
         computed: list[Computed] = []
         for particle in particles:
             computed.append(particle.forked() if particle in seen else ())
             seen.add(particle)
         return await gather_all(
-            self._grown(particle, np.random.default_rng(each), contexts)
-            for particle, each, contexts in zip(particles, seeds, computed, strict=True)
+            self._grown(particle, seed, place, contexts)
+            for place, (particle, contexts) in enumerate(zip(particles, computed, strict=True))
         )
 
-    async def _grown(
-        self,
-        particle: _Trace,
-        rng: np.random.Generator,
-        computed: Computed,
-    ) -> Growth:
+    async def _grown(self, particle: _Trace, seed: int, place: int, computed: Computed) -> Growth:
         try:
             execution, coroutine = particle.live.pop()
         except IndexError:
@@ -601,7 +610,7 @@ class Program:
                 raise InvalidRequest(
                     f"the program returned a {type(coroutine).__name__}: make it an async def"
                 ) from None
-        execution._begin(rng)
+        execution._begin(seed, place)
         try:
             finished, value = await _until_pause(coroutine)
         except (AttributeError, TypeError, ValueError) as error:

@@ -11,6 +11,7 @@ import gc
 import inspect
 import itertools
 import math
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +23,7 @@ import torch
 import genrt
 from genrt.constraints import regex
 from genrt.engines.exact import ExactEngine, NGram
-from genrt.errors import GenrtError, InvalidRequest, UnknownAdapter
+from genrt.errors import Closed, GenrtError, InvalidRequest, UnknownAdapter
 from genrt.inference import SMC, Execution, Program, Result, TextModel, importance_sampling
 from genrt.lm import AsyncLM
 from genrt.questions.draws import PopulationDraw
@@ -877,19 +878,21 @@ async def test_whatever_makes_coroutines_is_a_program() -> None:
             assert result.values == (2, 2, 2)
 
 
-async def test_a_text_model_and_a_program_of_it_draw_alike_in_one_runtime() -> None:
-    """Rows are shared by both; so are none of their random numbers."""
+@pytest.mark.parametrize("when", [0.0, 0.7, every_step])
+async def test_a_text_model_and_a_program_of_it_draw_alike(when: Any) -> None:
+    """The same tokens and weights of a seed, by lists and by contexts, alone and in one runtime at
+    once."""
     with genrt.load(MODEL, engine="exact") as lm:
         text = TextModel(lm, PROMPT, max_tokens=5, constraint=regex(PATTERN, lm))
-        together = await asyncio.gather(
-            SMC(text, num_particles=9).run(1),
-            SMC(Program(lm, constrained(lm)), num_particles=9).run(1),
-        )
-        alone = (
-            await SMC(text, num_particles=9).run(1),
-            await SMC(Program(lm, constrained(lm)), num_particles=9).run(1),
-        )
+        models = text, Program(lm, constrained(lm)), Program(lm, stated(lm, 5))
+        samplers = [SMC(each, num_particles=9, resample_when=when) for each in models]
+        together = await asyncio.gather(*(each.run(1) for each in samplers))
+        alone = [await each.run(1) for each in samplers]
     assert all(map(same, together, alone))
+    expected, *programs = together
+    for each in programs:
+        assert each.values == expected.token_ids
+        np.testing.assert_allclose(each.log_weights, expected.log_weights, atol=1e-5)
 
 
 # -- contexts ---------------------------------------------------------------------------------
@@ -923,15 +926,18 @@ async def on_contexts(p: Execution) -> tuple[int, ...]:
     return (*first.token_ids, *second.token_ids, *third.token_ids)
 
 
-def stated(lm: AsyncLM) -> Any:
+def stated(lm: AsyncLM, max_tokens: int = 9) -> Any:
     """A text of ``constrained`` by a context and the constraint's states."""
     start = regex(PATTERN, lm).start()
 
     async def program(p: Execution) -> tuple[int, ...]:
         context, state = p.context(PROMPT), start
-        while (token := await p.sample(context, mask=state)) != EOS:
+        allowed: Any = state
+        while (token := await p.sample(context, mask=allowed)) != EOS:
             context.append(token)
-            state = state.advance(token)
+            allowed = state = state.advance(token)
+            if len(context) == len(PROMPT) + max_tokens - 1:
+                allowed = state.mask() & (torch.arange(5) == EOS)
         return tuple(context.token_ids[len(PROMPT) :])
 
     return program
@@ -956,6 +962,101 @@ async def test_contexts_draw_as_their_tokens_do(when: Any) -> None:
         again = SMC(forgetful, num_particles=12, resample_when=when)
         assert same(await smc.run(3), expected)
         assert same(await again.run(3), expected)
+
+
+async def nothing(smc: SMC, state: Any) -> None:
+    """Nothing happens."""
+
+
+async def restarted(smc: SMC, state: Any) -> None:
+    await smc.model.lm.arestart()  # type: ignore[attr-defined]
+
+
+async def updated(smc: SMC, state: Any) -> None:
+    """The weights are replaced by equal ones."""
+    await smc.model.lm.update_weights({"table": MODEL.table})  # type: ignore[attr-defined]
+
+
+async def cancelled(smc: SMC, state: Any) -> None:
+    """A step is cancelled, anywhere on its way."""
+    step = asyncio.ensure_future(smc.step(state))
+    for _ in range(state.step * 5 % 9):
+        await asyncio.sleep(0)
+    step.cancel()
+    await asyncio.gather(step, return_exceptions=True)
+
+
+async def elsewhere(smc: SMC, state: Any) -> None:
+    """Another thread's loop takes the same step, and is closed."""
+    await asyncio.to_thread(asyncio.run, smc.step(state))
+
+
+async def interrupted_loop(smc: SMC, state: Any) -> None:
+    """Another thread's loop is closed in the middle of the same step."""
+
+    async def begin() -> None:
+        step = asyncio.ensure_future(smc.step(state))
+        await asyncio.sleep(0)
+        assert not step.done()
+
+    await asyncio.to_thread(asyncio.run, begin())
+
+
+EVENTS = nothing, restarted, updated, cancelled, elsewhere, interrupted_loop
+
+
+@pytest.mark.parametrize("when", [0.0, every_step])
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: event.__name__)
+async def test_what_happens_between_two_steps_changes_no_result(event: Any, when: Any) -> None:
+    """Neither to the runtime nor to the other one, which runs at the same time."""
+
+    async def run(lm: AsyncLM, event: Any) -> Result:
+        smc = SMC(Program(lm, on_contexts), num_particles=6, resample_when=when)
+        state, infos = smc.init(3), []
+        while not state.done:
+            await event(smc, state)
+            state, info = await smc.step(state)
+            infos.append(info)
+        return smc.result(state, infos=infos)
+
+    with genrt.load(MODEL, engine="exact") as lm, genrt.load(MODEL, engine="exact") as other:
+        expected = await run(other, nothing)
+        found = await asyncio.gather(run(lm, event), run(other, nothing))
+        assert same(found[0], expected)
+        assert same(found[1], expected)
+        smc = SMC(Program(lm, on_contexts), num_particles=6, resample_when=when)
+        state, _ = await smc.step(smc.init(0))
+    with pytest.raises(Closed):
+        await smc.step(state)
+
+
+async def test_finished_calls_of_a_program_are_forgotten() -> None:
+    calls: list[Any] = []
+
+    async def program(p: Execution) -> None:
+        context = p.context([0])
+        for _ in range(30):
+            call = p.sample(context)
+            calls.append(weakref.ref(call))
+            context.append(await call)
+            del call
+            assert sum(each() is not None for each in calls) <= 2
+
+    with genrt.load(MODEL, engine="exact") as lm:
+        await SMC(Program(lm, program), num_particles=1).run(0)
+    assert len(calls) == 30
+
+
+async def test_a_particle_may_not_sample_after_another_s_context() -> None:
+    held: list[Any] = []
+
+    async def program(p: Execution) -> None:
+        held.append(p.context([0]))
+        await p.sample(held[0])
+
+    refused = pytest.raises(InvalidRequest, match="sample got a context of others")
+    with genrt.load(MODEL, engine="exact") as lm, refused:
+        await SMC(Program(lm, program), num_particles=2).run(0)
 
 
 async def test_copied_particles_extend_what_their_parents_computed(
