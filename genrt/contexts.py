@@ -28,7 +28,7 @@ from genrt.populations import Ask, PopulationRuntime
 from genrt.questions.arguments import Adapter, TokenIds, check_seed
 from genrt.questions.completions import Completion, GenerateOptions, SampleOptions
 from genrt.questions.draws import PopulationDraw, draw_temperature
-from genrt.questions.masks import Mask, joined_words, words_or_state
+from genrt.questions.masks import Mask, words_of_each, words_or_state
 from genrt.questions.reads import candidates_request, top_request
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import check_length, id_words
@@ -601,7 +601,7 @@ async def _ask_together(
         PopulationDraw(
             contexts,
             adapter,
-            joined_words([each.mask for each in questions], runtime.limits.vocab_size),
+            words_of_each([each.mask for each in questions]),
             1.0 if heat is None else heat,
             None if heat is None else np.array([each.seed for each in questions], np.uint64),
             origins,

@@ -65,7 +65,8 @@ def are_draws(request: PopulationDraw, rows: Sequence[Tensor], result: object) -
     if not isinstance(result, BatchDraw) or len(result.token_ids) != len(rows):
         return False
     draws = map(Draw, *[numbers.tolist() for numbers in result])
-    masks = [None] * len(rows) if request.masks is None else [m.tobytes() for m in request.masks]
+    table = request.mask_table
+    masks = [None] * len(rows) if table is None else [mask.tobytes() for mask in table]
     return all(
         _is_possible_draw(DrawToken(mask, request.temperature, seed=0), row, draw)
         for row, mask, draw in zip(rows, masks, draws, strict=True)

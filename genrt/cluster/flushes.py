@@ -134,7 +134,7 @@ def _sent(draw: PopulationDraw, far: FarSequences) -> _SentPopulation:
     if not is_known:
         lengths = contexts.lengths
         sequences = contexts.table[contexts.places, : int(lengths.max())], lengths
-    rest = draw.adapter, draw.masks, draw.temperature, draw.seeds, draw.weights_version
+    rest = draw.adapter, draw.mask_table, draw.temperature, draw.seeds, draw.weights_version
     return _SentPopulation(far.numbers.of(draw.handle), extended, sequences, is_held, rest)
 
 

@@ -28,6 +28,7 @@ from genrt.tokens.sampling import (
     Draw,
     DrawGraphs,
     DrawInputs,
+    PackedMasks,
     copy_masks,
     draw_chunk,
     rows_at_once,
@@ -128,7 +129,7 @@ class PopulationDraw(Request):
 
     Attributes:
         contexts: the sequences, at least one.
-        masks: uint8 ``[n, size]``, each as in ``DrawToken``; ``None`` allows every token.
+        masks: one for each sequence; ``None`` allows every token.
         temperature: of all draws.
         seeds: uint64 ``[n]``, one for each draw; without them, the request is for the rows.
         origins: where to find the sequences that these extend, if each extends one by a single token.
@@ -138,7 +139,7 @@ class PopulationDraw(Request):
 
     contexts: Contexts
     adapter: Adapter | None
-    masks: np.ndarray | None
+    masks: PackedMasks | None
     temperature: float
     seeds: np.ndarray | None
     origins: Origins | None = None
@@ -168,7 +169,17 @@ class PopulationDraw(Request):
 
     @property
     def nbytes(self) -> int:
-        return self.contexts.nbytes + getattr(self.masks, "nbytes", 0)
+        return self.contexts.nbytes + (
+            0 if self.masks is None else len(self) * self.masks[0].nbytes
+        )
+
+    @property
+    def mask_table(self) -> np.ndarray | None:
+        """The masks as one array, uint8 ``[n, size]``."""
+        if self.masks is None or isinstance(self.masks, np.ndarray):
+            return self.masks
+        table: np.ndarray = torch.stack([*self.masks]).numpy().view(np.uint8)
+        return table
 
     def bound_to(self, adapter: Adapter | None) -> PopulationDraw:
         return replace(self, adapter=adapter, origins=None, came_from=())
@@ -207,7 +218,8 @@ class PopulationDraw(Request):
             at = np.arange(len(self)) if places is None else places
             return rows.index_select(0, moved(torch.from_numpy(at), rows.device))
         heats = None if self.temperature == 1.0 else np.full(len(self), self.temperature)
-        return draw_from_rows(rows, self.seeds, self.masks, heats, places)
+        masks = self.mask_table if rows[0].device.type == "cpu" else self.masks
+        return draw_from_rows(rows, self.seeds, masks, heats, places)
 
     def __repr__(self) -> str:
         return f"PopulationDraw({len(self)} sequences, adapter={self.adapter})"
@@ -278,7 +290,7 @@ def launch_draws(
 def draw_from_rows(
     rows: Sequence[Tensor] | Tensor,
     seeds: np.ndarray,
-    masks: np.ndarray | Sequence[bytes] | None,
+    masks: PackedMasks | Sequence[bytes] | None,
     heats: np.ndarray | None,
     places: np.ndarray | None = None,
 ) -> Tensor:
@@ -287,7 +299,7 @@ def draw_from_rows(
     Args:
         rows: on one device, each ``[vocab_size]``.
         seeds: uint64 ``[n]``.
-        masks: packed, uint8 ``[n, size]``, or the bytes of each.
+        masks: one for each draw, packed; also as bytes.
         heats: the temperatures, float64 ``[n]``; ``None`` is 1 for all.
         places: int64 ``[n]``: draw ``i`` is from row ``places[i]``; by default from row ``i``.
     """
@@ -318,21 +330,22 @@ def _one(parts: list[Tensor]) -> Tensor:
 
 
 def _moved_inputs(
-    uniforms: Tensor, masks: np.ndarray | Sequence[bytes] | None, device: torch.device
+    uniforms: Tensor, masks: PackedMasks | Sequence[bytes] | None, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
     """Return random numbers, float64 ``[n, 2]``, and masks on the device, by one copy."""
     if masks is None:
         return moved(uniforms, device), None
     if isinstance(masks, np.ndarray) and device.type == "cpu" and masks.flags.writeable:
         return uniforms, torch.from_numpy(masks)  # torch warns of others
-    count, size, first = len(uniforms), len(masks[0]), uniforms.nbytes
+    count, first = len(uniforms), uniforms.nbytes
+    size = len(masks[0]) if isinstance(masks[0], bytes) else masks[0].nbytes
     both = torch.empty(first + count * size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     both[:first] = uniforms.view(torch.uint8).reshape(-1)
-    if isinstance(masks, np.ndarray):
-        copy_masks(both[first:].view(count, size), masks)
-    else:
+    if isinstance(masks[0], bytes):
         places = both.numpy().data
         for start, mask in zip(range(first, len(places), size), masks, strict=True):
-            places[start : start + size] = mask
+            places[start : start + size] = cast("bytes", mask)
+    else:
+        copy_masks(both[first:].view(count, size), cast("PackedMasks", masks))
     both = both.to(device, non_blocking=True)
     return both[:first].view(torch.float64).view(count, 2), both[first:].view(count, size)

@@ -70,8 +70,8 @@ def packed_mask(mask: Mask, vocab_size: int) -> bytes:
 
 
 def packed_words(mask: Mask, vocab_size: int) -> torch.Tensor:
-    """Return a mask as a packed tensor for ``joined_words``; a packed tensor on the host as it is. Raises
-    as ``packed_mask``."""
+    """Return a mask as a packed tensor; a packed tensor on the host as it is, which may have bits beyond
+    the vocabulary. Raises as ``packed_mask``."""
     if _is_packed(mask, -(-vocab_size // 32)):
         return mask
     return torch.frombuffer(bytearray(packed_mask(mask, vocab_size)), dtype=torch.int32)
@@ -104,15 +104,14 @@ def _cleared(packed: bytes, vocab_size: int) -> bytes:
     return packed
 
 
-def joined_words(masks: Sequence[torch.Tensor | None], vocab_size: int) -> np.ndarray | None:
-    """Return packed tensors as uint8 ``[n, size]``. A missing mask allows every token; without any mask,
-    return ``None``."""
+def words_of_each(masks: Sequence[torch.Tensor | None]) -> list[torch.Tensor] | None:
+    """Return packed tensors, with one that allows every token for a missing mask; ``None`` without any
+    mask."""
     given = next((mask for mask in masks if mask is not None), None)
     if given is None:
         return None
     everything = torch.full_like(given, -1)
-    table = torch.stack([everything if mask is None else mask for mask in masks]).numpy()
-    return _without_excess(table, vocab_size).view(np.uint8)
+    return [everything if mask is None else mask for mask in masks]
 
 
 def packed_masks(

@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -513,17 +513,22 @@ def _divisor(heat: Tensor, dtype: torch.dtype) -> Tensor:
     return heat.clamp(max=torch.finfo(dtype).max).to(dtype)
 
 
+PackedMasks: TypeAlias = np.ndarray | Sequence[Tensor]
+"""A packed mask for each of several draws: uint8 ``[n, size]``, or the int32 words of each. Bits beyond
+the vocabulary are ignored."""
+
+
 class DrawInputs(NamedTuple):
     """Some of the draws of a launch; either all draws have masks or no draw has one.
 
     Attributes:
         seeds: uint64 ``[n]``.
-        masks: packed, uint8 ``[n, size]``.
+        masks: one for each.
         places: int64 ``[n]``: draw ``i`` is from row ``places[i]``; by default from row ``i``.
     """
 
     seeds: np.ndarray
-    masks: np.ndarray | None
+    masks: PackedMasks | None
     places: np.ndarray | None
 
 
@@ -553,7 +558,7 @@ class DrawGraphs:
         valid until the next call. ``None`` where there are no kernels for these rows, float32 ``[m, V]``,
         or if only some of the draws have masks."""
         count = sum(len(each.seeds) for each in several)
-        first, *others = [0 if each.masks is None else each.masks.shape[1] for each in several]
+        first, *others = [0 if each.masks is None else each.masks[0].nbytes for each in several]
         if not has_kernels(rows) or count > 4096 or rows.data_ptr() % 16:
             return None
         if any(mask_bytes != first for mask_bytes in others):
@@ -615,9 +620,11 @@ class _Graph:
         return self._found[:count], self._last
 
 
-def copy_masks(target: Tensor, masks: np.ndarray) -> None:
-    """Copy packed masks on the host; large ones use several cores."""
-    if masks.flags.writeable and masks.nbytes > 2**18:
+def copy_masks(target: Tensor, masks: PackedMasks) -> None:
+    """Copy packed masks to ``target`` on the host, uint8 ``[n, size]``; large ones use several cores."""
+    if not isinstance(masks, np.ndarray):
+        torch.stack([*masks], out=target.view(torch.int32))
+    elif masks.flags.writeable and masks.nbytes > 2**18:
         target.copy_(torch.from_numpy(masks))
     else:
         target.numpy()[:] = masks

@@ -262,7 +262,8 @@ def _questions(request: Request) -> list[Question]:
     """Return a request's questions: for a population, a draw for each sequence."""
     if not isinstance(request, PopulationDraw):
         return [cast("Question", request)]
-    masks = [None] * len(request) if request.masks is None else map(bytes, request.masks)
+    table = request.mask_table
+    masks = [None] * len(request) if table is None else map(bytes, table)
     seeds = cast("Any", request.seeds).tolist()
     return [
         ReadRequest(row, DrawToken(mask, request.temperature, seed=seed))
