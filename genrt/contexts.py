@@ -457,8 +457,8 @@ class _Gathered:
 class Gatherer:
     """Gathers the questions of a runtime's contexts, for each event loop.
 
-    The questions go together once as many contexts have asked as were answered since the last flush, or
-    once a pass of the loop brings no further question.
+    The questions go together after the pass of the loop in which as many contexts have asked as were
+    answered since the last flush, or after a pass that brings no further question.
     """
 
     def __init__(self, runtime: PopulationRuntime, texts: Texts) -> None:
@@ -484,7 +484,7 @@ class Gatherer:
         gathered.questions.append(question)
         count = len(gathered.questions)
         if count == gathered.returning:
-            self._send(loop, gathered)
+            loop.call_soon(self._send, loop, gathered)  # with any others of this pass
         elif count == 1:
             loop.call_soon(self._look_for_more, loop, gathered, 1)
         try:

@@ -134,6 +134,10 @@ async def test_questions_of_one_turn_are_one_request(
     assert sent[3:] == [[8], [5], [3]]
     flushes = seen(lm).flushes
     assert len(flushes) == 5
+    # More contexts ask than were answered last.
+    await asyncio.gather(*(each.draw() for each in several[:3]))
+    await step()
+    assert [sum(each) for each in sent[6:]] == [3, 8]
 
 
 async def test_a_draw_depends_on_its_seed_and_sequence_alone(lm: AsyncLM) -> None:
