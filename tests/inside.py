@@ -34,6 +34,11 @@ def adapters_of(lm: AsyncLM) -> Any:
     return lm._adapters
 
 
+def asker_of(lm: AsyncLM) -> Any:
+    """Return the next stop of a runtime's questions."""
+    return lm._asker
+
+
 def in_progress(engine: Any) -> Any:
     """Return the requests that an engine works on."""
     return engine._in_progress

@@ -37,7 +37,7 @@ from genrt.questions.draws import PopulationDraw
 from genrt.questions.request import Request
 from genrt.tokens.sampling import Draw
 from tests.engines.test_exact import adapter_directory
-from tests.inside import engine_of
+from tests.inside import asker_of, engine_of
 from tests.keeping_engine import KeepingEngine
 from tests.keeping_engine import Seen as Watched
 
@@ -108,14 +108,14 @@ async def test_questions_of_one_turn_are_one_request(
 ) -> None:
     """One for each temperature, and one for rows, in one flush a step; also after forks and closings."""
     sent: list[list[int]] = []
-    ask = lm._asker.ask
+    ask = asker_of(lm).ask
 
     async def recorded(requests: Any, **options: Any) -> Any:
         assert all(isinstance(each, PopulationDraw) for each in requests)
         sent.append([len(each) for each in requests])
         return await ask(requests, **options)
 
-    monkeypatch.setattr(lm._asker, "ask", recorded)
+    monkeypatch.setattr(asker_of(lm), "ask", recorded)
     several = [lm.context([n % SIZE, 1]) for n in range(8)]
 
     async def step(heat: float = 1.0, rows: int = 0) -> None:

@@ -20,8 +20,9 @@ pytest.importorskip("openai")
 import genrt
 from genrt.errors import InvalidRequest, NotFinite
 from genrt.lm import AsyncLM
+from genrt.runtime import texts
 from genrt.server import Server, serving
-from tests.inside import adapters_of, thread_of
+from tests.inside import thread_of
 from tests.server.conftest import OPTIONS
 from tests.waiting import until
 
@@ -225,10 +226,10 @@ async def test_a_text_that_is_refused_is_told_by_its_status(
     status: int,
     logged: list[Any],
 ) -> None:
-    def fails(_: object) -> Any:
+    def fails(*_: object) -> Any:
         raise error
 
-    monkeypatch.setattr(adapters_of(lm), "bound", fails)
+    monkeypatch.setattr(texts, "completion_requests", fails)
     for path, asked in KINDS.values():
         found = await http.post(path, json=asked)
         assert (found.status_code, str(error) in found.text) == (status, True)

@@ -138,11 +138,11 @@ def what_is_asked_again_stays_withdrawn(patch: Patch) -> None:
 def rows_go_by_position(patch: Patch) -> None:
     settle = Batcher._settle
 
-    def settle_so(self: Batcher, finished: Sequence[Finished]) -> None:
+    def settle_so(self: Batcher, finished: Sequence[Finished], **how: Any) -> None:
         places = [each for each in self._entries if any(each == end.request for end in finished)]
         ends = [end for end in finished if end.request in places]
         moved = zip(places, ends, strict=False)
-        settle(self, [Finished(each, end.result, end.error) for each, end in moved])
+        settle(self, [Finished(each, end.result, end.error) for each, end in moved], **how)
 
     patch.setattr(Batcher, "_settle", settle_so)
 
@@ -156,8 +156,8 @@ def rows_are_cached_when_their_requests_have_ended(patch: Patch) -> None:
     settle, keep = Batcher._settle, RowCache.keep
     patch.setattr(RowCache, "keep", lambda self, finished: {})
 
-    def settle_so(self: Batcher, finished: Sequence[Finished]) -> None:
-        settle(self, finished)
+    def settle_so(self: Batcher, finished: Sequence[Finished], **how: Any) -> None:
+        settle(self, finished, **how)
         keep(self._cache, finished)
 
     patch.setattr(Batcher, "_settle", settle_so)
@@ -196,11 +196,11 @@ def what_needs_no_forward_ends_the_turn(patch: Patch) -> None:
 def one_error_fails_the_whole_step(patch: Patch) -> None:
     settle = Batcher._settle
 
-    def settle_so(self: Batcher, finished: Sequence[Finished]) -> None:
+    def settle_so(self: Batcher, finished: Sequence[Finished], **how: Any) -> None:
         errors = [end.error for end in finished if end.error is not None]
         if errors:
             finished = [Finished(end.request, error=errors[0]) for end in finished]
-        settle(self, finished)
+        settle(self, finished, **how)
 
     patch.setattr(Batcher, "_settle", settle_so)
 
