@@ -20,7 +20,6 @@ pytest.importorskip("openai")
 import genrt
 from genrt.errors import InvalidRequest, NotFinite
 from genrt.lm import AsyncLM
-from genrt.runtime import texts
 from genrt.server import Server, serving
 from tests.inside import thread_of
 from tests.server.conftest import OPTIONS
@@ -229,7 +228,7 @@ async def test_a_text_that_is_refused_is_told_by_its_status(
     def fails(*_: object) -> Any:
         raise error
 
-    monkeypatch.setattr(texts, "completion_requests", fails)
+    monkeypatch.setattr(lm, "_bound", fails)
     for path, asked in KINDS.values():
         found = await http.post(path, json=asked)
         assert (found.status_code, str(error) in found.text) == (status, True)
