@@ -218,8 +218,7 @@ class PopulationDraw(Request):
             at = np.arange(len(self)) if places is None else places
             return rows.index_select(0, moved(torch.from_numpy(at), rows.device))
         heats = None if self.temperature == 1.0 else np.full(len(self), self.temperature)
-        masks = self.mask_table if rows[0].device.type == "cpu" else self.masks
-        return draw_from_rows(rows, self.seeds, masks, heats, places)
+        return draw_from_rows(rows, self.seeds, self.masks, heats, places)
 
     def __repr__(self) -> str:
         return f"PopulationDraw({len(self)} sequences, adapter={self.adapter})"

@@ -78,13 +78,13 @@ def id_words(
     return words
 
 
-class _Row(NamedTuple):
+class _RowKey(NamedTuple):
     packed: bytes
     adapter: Adapter | None
     weights_version: int
 
 
-class LogprobsRequest(_Row, Request):
+class LogprobsRequest(_RowKey, Request):
     """The row after ``token_ids``: normalized log-probabilities, float32 ``[vocab_size]`` on the engine's
     device. A tuple, because it is the key of many look-ups, which then call no Python.
 

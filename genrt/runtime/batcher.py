@@ -708,11 +708,8 @@ class Batcher:
         """Return the retired adapters without requests, under the lock."""
         if self.keeps_adapters:
             return []
-        needed = {
-            *self._bound,
-            *list(self._held.values()),
-        }  # a list at once: others change the dict
-        return [adapter for adapter in self._retired if adapter not in needed]
+        held = [*self._held.values()]  # in one step: ``hold`` takes no lock
+        return [each for each in self._retired if each not in self._bound and each not in held]
 
     def _settle(self, finished: Sequence[Finished], *, stepped: bool = False) -> None:
         """End these requests: cache the rows, then give each waiter its own results. Requests that ran

@@ -162,7 +162,7 @@ class _Versioned:
     @classmethod
     def of(cls, fields: Iterable[Any], weights_version: int) -> Self:
         """Return these fields with this version of the weights."""
-        made: Self = tuple.__new__(cls, fields)  # type: ignore[type-var]
+        made: Self = cls._make(fields)  # type: ignore[attr-defined]
         if weights_version:
             made.weights_version = weights_version
         return made
