@@ -30,7 +30,7 @@ import genrt
 from benchmarks.setups import append, taken
 from genrt.constraints import MaskedConstraint, abitmasks, json_schema
 from genrt.inference import SMC, Execution, Info, Program, State, TextModel
-from genrt.inference.checks import seeds_of_step
+from genrt.inference.model import seeds_of_step
 from genrt.lm import AsyncLM
 from genrt.populations import Population
 
@@ -208,7 +208,7 @@ async def drawn_by_population(
             continue
         _, seed = seeds_of_step(before.seed, before.step)
         await population.draw(masks=packed, where=was_asked(info), seed=seed)
-        population.append(info.token_ids)
+        population.append(info.token_ids[:, 0])
 
 
 def spread(info: Info, packed: torch.Tensor) -> torch.Tensor:
@@ -220,7 +220,7 @@ def spread(info: Info, packed: torch.Tensor) -> torch.Tensor:
 
 def was_asked(info: Info) -> Any:
     """Which particles this step asked about: its resampled ones, but for those that were over."""
-    return (info.token_ids >= 0) | np.isneginf(info.log_increments)
+    return (info.token_ids[:, 0] >= 0) | np.isneginf(info.log_increments)
 
 
 def grown(before: State, info: Info) -> list[Any]:

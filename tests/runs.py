@@ -68,7 +68,7 @@ def drawn(particles: int, steps: int, *, seed: int = 0, dying: float = 0.02) -> 
         increments = rng.normal(0, 0.5, particles)
         increments[rng.random(particles) < dying] = -math.inf
         increments[log_weights == -math.inf] = 0.0
-        token_ids = rng.integers(len(VOCABULARY) - 1, size=particles)
+        token_ids = rng.integers(len(VOCABULARY) - 1, size=(particles, 1))
         token_ids[log_weights == -math.inf] = -1
         log_weights = log_weights + increments
         infos.append(

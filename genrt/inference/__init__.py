@@ -1,4 +1,4 @@
-r"""Inference over texts and programs: a model grows one particle, an algorithm runs many.
+r"""Inference over texts and programs: a model grows traces, kernels change weighted ones, samplers run.
 
 The models. ``TextModel`` is a language model's own law of a text after a prompt, under a constraint,
 weighted by a potential. ``Program`` is a coroutine that you write: it samples tokens and observes.
@@ -19,23 +19,26 @@ from genrt.inference.baselines import BestOfN, Rejection, RejectionState
 from genrt.inference.diagnostics import ChainStatistics, Diagnosis
 from genrt.inference.display.genealogy import Genealogy
 from genrt.inference.infilling import infilling
+from genrt.inference.kernels import branch, chain, extend, keep, move, repeat, resample, reweight
+from genrt.inference.laws import Law
 from genrt.inference.metropolis import Chains, MetropolisHastings, Moves
-from genrt.inference.model import Deaths, Growth, Info, Model, Particle, State
-from genrt.inference.programs import Execution, Program
+from genrt.inference.model import Deaths, Info, Model, State, Trace
+from genrt.inference.programs import Execution, Program, ProgramTrace
 from genrt.inference.resampling import (
     Resampler,
     effective_sample_size,
     log_mean_exp,
     multinomial,
+    optimal,
     partial,
     residual,
     stratified,
     systematic,
 )
 from genrt.inference.result import Result
-from genrt.inference.smc import SMC, importance_sampling
-from genrt.inference.text_model import TextModel, TextParticle
-from genrt.inference.texts import END_TOKEN
+from genrt.inference.samplers import SMC, Sampler, importance_sampling
+from genrt.inference.text_model import TextModel
+from genrt.inference.texts import END_TOKEN, TextTrace
 
 __all__ = [
     "END_TOKEN",
@@ -47,27 +50,38 @@ __all__ = [
     "Diagnosis",
     "Execution",
     "Genealogy",
-    "Growth",
     "Info",
+    "Law",
     "MetropolisHastings",
     "Model",
     "Moves",
-    "Particle",
     "Program",
+    "ProgramTrace",
     "Rejection",
     "RejectionState",
     "Resampler",
     "Result",
+    "Sampler",
     "State",
     "TextModel",
-    "TextParticle",
+    "TextTrace",
+    "Trace",
+    "branch",
+    "chain",
     "effective_sample_size",
+    "extend",
     "importance_sampling",
     "infilling",
+    "keep",
     "log_mean_exp",
+    "move",
     "multinomial",
+    "optimal",
     "partial",
+    "repeat",
+    "resample",
     "residual",
+    "reweight",
     "stratified",
     "systematic",
 ]

@@ -18,25 +18,19 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from genrt.constraints import potential as indicator
 from genrt.errors import InvalidRequest
-from genrt.inference.algorithms import Algorithm, result_of
-from genrt.inference.checks import (
-    check_callable,
-    evaluate_potential,
-    frozen,
-    seeds_of_step,
-    state_of,
-)
-from genrt.inference.model import Deaths, State
+from genrt.inference.checks import check_callable, evaluate_potential, state_of
+from genrt.inference.model import Deaths, State, frozen, seeds_of_step
 from genrt.inference.result import Result
-from genrt.inference.smc import importance_sampling
-from genrt.inference.text_model import TextModel, TextParticle
+from genrt.inference.samplers import Algorithm, importance_sampling, result_of
+from genrt.inference.text_model import TextModel
+from genrt.inference.texts import TextTrace
 from genrt.numbers import check_float, check_int
 from genrt.tokens.texts import Potential, Text
 
@@ -121,7 +115,7 @@ class Rejection(Algorithm[TextModel, RejectionState, None]):
         count = min(self._batch_size, self._max_texts - state.drawn) if missing > 0 else 0
         texts = await _whole_texts(self.model, count, models)
         # A text cut at max_tokens has not ended, so it is not one of the constraint's.
-        longest = math.inf if self._indicator is None else self.model.max_steps
+        longest = math.inf if self._indicator is None else self.model.max_tokens
         log_weights = [0.0 if len(text.token_ids) < longest else -math.inf for text in texts]
         log_weights = await _scored("constraint", self._indicator, texts, log_weights)
         log_weights = await _scored("potential", self.model.potential, texts, log_weights)
@@ -148,7 +142,7 @@ class Rejection(Algorithm[TextModel, RejectionState, None]):
         else:
             share = (kept - 1) / (drawn - 1) if kept > 1 else math.nan
         log_share = -math.inf if share == 0 else math.log(share)
-        particles = map(TextParticle.of, state.texts)
+        particles = [TextTrace(text=text, finished=True) for text in state.texts]
         return result_of(self.model, particles, frozen(np.zeros(kept)), log_share + self._bound)
 
     def _figures(self, state: RejectionState, info: None) -> dict[str, Any]:
@@ -186,8 +180,7 @@ class BestOfN(Algorithm[TextModel, State, None]):
 
     def init(self, seed: int) -> State:
         """Return N texts without tokens; the seed is an integer from 0 on."""
-        start, scores = self.model.start(), frozen(np.zeros(self._n))
-        return State((start,) * self._n, scores, 0, check_int("seed", seed, 0))
+        return State.begin(self.model.start(), self._n, check_int("seed", seed, 0))
 
     def is_done(self, state: State) -> bool:
         """Return whether the texts were drawn."""
@@ -201,10 +194,11 @@ class BestOfN(Algorithm[TextModel, State, None]):
             GenrtError: any error of the model.
         """
         _, models = seeds_of_step(state_of(State, state).seed, state.step)
-        particles: Sequence[TextParticle]
-        if self.model.constraint is None:
+        particles: Sequence[TextTrace]
+        if self.model.constraint is None and self.model.laws[0].power == 1 == len(self.model.laws):
             texts = await _whole_texts(self.model, self._n, models)
-            particles, log_weights = [*map(TextParticle.of, texts)], [0.0] * self._n
+            particles = [TextTrace(text=text, finished=True) for text in texts]
+            log_weights = [0.0] * self._n
         else:
             unweighted = copy.copy(self.model)
             unweighted.potential = unweighted._twist = None
@@ -215,7 +209,8 @@ class BestOfN(Algorithm[TextModel, State, None]):
             particles, log_weights = drawn.particles, drawn.log_weights.tolist()
             texts = [each.generated for each in particles]
         scores = frozen(np.array(await _scored("score", self._score, texts, log_weights)))
-        return State(tuple(particles), scores, state.step + 1, state.seed), None
+        after = replace(state, particles=tuple(particles), log_weights=scores, step=state.step + 1)
+        return after, None
 
     def result(self, state: State, *, infos: Sequence[None] = ()) -> Result:
         """Return all texts. The first one of the highest score alone has a weight."""
@@ -231,11 +226,11 @@ async def _whole_texts(model: TextModel, count: int, seed: int) -> list[Text]:
     """Draw independent texts without the model's constraint and twist."""
     sampled = await model.lm.batch_sample(
         [model.prompt] * count,
-        max_tokens=model.max_steps,
+        max_tokens=model.max_tokens,
         stop_token_ids=sorted(model.ends.token_ids),
-        temperature=model.temperature,
+        temperature=model.laws[0].temperature,
         seed=seed >> 1,  # leaves room for the index that batch_sample adds
-        adapter=model.adapter,
+        adapter=model.laws[0].adapter,
     )
     texts = []
     for token_ids in sampled:

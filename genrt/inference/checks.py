@@ -1,4 +1,4 @@
-"""Checks of arguments, and of the log-weights that users' functions give; the seeds of steps."""
+"""Checks of arguments, and of the log-weights that users' functions give."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from genrt.runtime.concurrency import ConcurrentCalls
 from genrt.structures.matching import Tokens
 from genrt.tokens.texts import Potential, Text
 
-A = TypeVar("A", bound=NDArray[Any])
 S = TypeVar("S")
 
 
@@ -174,21 +173,3 @@ def constraint_start(lm: AsyncLM, constraint: Any) -> ConstraintState | CheckedS
             f"{lm.vocab_size}: make it with the lm of the model"
         )
     return start
-
-
-def frozen(array: A) -> A:
-    """Make an array read-only, and return it."""
-    array.flags.writeable = False
-    return array
-
-
-def seeds_of_step(seed: int, step: int) -> tuple[np.random.SeedSequence, int]:
-    """Return the seeds of a step: one for the algorithm's own choices, one for its model's. All
-    algorithms and models have the same, so runs with one seed share their random numbers."""
-    own, model = (np.random.SeedSequence(seed, spawn_key=(step, kind)) for kind in (0, 1))
-    return own, model_seed(model)
-
-
-def model_seed(sequence: np.random.SeedSequence) -> int:
-    """Return the seed of a step for its model, below 2^63."""
-    return int(sequence.generate_state(1, np.uint64)[0] >> 1)

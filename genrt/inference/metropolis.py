@@ -26,29 +26,27 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from genrt.errors import InvalidRequest
-from genrt.inference.algorithms import Algorithm, result_of
-from genrt.inference.checks import frozen, model_seed, seeds_of_step, state_of
+from genrt.inference.checks import state_of
 from genrt.inference.diagnostics import ChainStatistics
-from genrt.inference.model import Growth, Model, checked_model, grown
+from genrt.inference.kernels import finished, gained, propose
+from genrt.inference.model import Model, Trace, checked_model, frozen, seeds_of_step
 from genrt.inference.result import Result
+from genrt.inference.samplers import Algorithm, result_of
 from genrt.numbers import check_int, displayed
-
-Chain: TypeAlias = tuple[Growth, ...]
-"""A chain's present text: the growths from its start to a finished particle. Empty if a chain found no
-first text of positive weight."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chains:
-    """All chains after ``step`` moves of each."""
+    """All chains after ``step`` moves of each: their present texts, or ``None`` where a chain found no
+    first text of positive weight."""
 
-    chains: tuple[Chain, ...]
+    chains: tuple[Any, ...]
     step: int
     seed: int
 
@@ -125,7 +123,7 @@ class MetropolisHastings(Algorithm[Model, Chains, Moves]):
 
     def init(self, seed: int) -> Chains:
         """Return chains without texts; the seed is an integer from 0 on."""
-        return Chains(((),) * self._num_chains, 0, check_int("seed", seed, 0))
+        return Chains((None,) * self._num_chains, 0, check_int("seed", seed, 0))
 
     def is_done(self, state: Chains) -> bool:
         """Return whether each chain has made ``num_steps`` moves."""
@@ -144,26 +142,25 @@ class MetropolisHastings(Algorithm[Model, Chains, Moves]):
         chains, cuts = list(state.chains), np.zeros(len(state.chains), dtype=np.int64)
         if state.step == 0:
             await self._begin(chains, seeds)
-            accepted = np.array([bool(chain) for chain in chains])
+            accepted = np.array([chain is not None for chain in chains])
             ratios = np.where(accepted, 0.0, -math.inf)
         else:
-            places = [place for place, chain in enumerate(chains) if chain]
-            cuts[places] = [rng.integers(len(chains[place])) for place in places]
-            thresholds = np.log1p(-rng.random(len(places)))
-            prefixes = [chains[place][: cuts[place]] for place in places]
-            moved = await self._finished(prefixes, seeds)
+            present = {place: chain for place, chain in enumerate(chains) if chain is not None}
+            places = [*present]
             accepted, ratios = np.zeros(len(chains), np.bool_), np.full(len(chains), -math.inf)
-            for place, new, threshold in zip(places, moved, thresholds, strict=True):
-                ratios[place] = _log_acceptance(chains[place], new, cuts[place])
-                if threshold <= ratios[place]:
-                    accepted[place], chains[place] = True, new
+            old = [*present.values()]
+            cuts[places], new, ratios[places] = await propose(self.model, old, rng, seeds)
+            accepted[places] = np.log1p(-rng.random(len(places))) <= ratios[places]
+            for place, trace in zip(places, new, strict=True):
+                if accepted[place]:
+                    chains[place] = trace
         moves = Moves(
             state.step,
             frozen(cuts),
             frozen(accepted),
             frozen(ratios),
-            tuple(chain[-1].particle if chain else None for chain in chains),
-            frozen(np.array([_gained(chain) if chain else math.nan for chain in chains])),
+            tuple(chains),
+            frozen(np.array([math.nan if each is None else gained(each) for each in chains])),
         )
         return Chains(tuple(chains), state.step + 1, state.seed), moves
 
@@ -171,7 +168,7 @@ class MetropolisHastings(Algorithm[Model, Chains, Moves]):
         """Return every text after these moves of one run, weighted alike, with the chains' mixing. Moves
         of the warm-up do not count."""
         infos = [info for info in infos if info.step > self._warm_up]
-        places = [place for place, chain in enumerate(state.chains) if chain]
+        places = [place for place, chain in enumerate(state.chains) if chain is not None]
         particles = [info.particles[place] for info in infos for place in places]
         values = tuple(map(self.model.value, particles))
         count, shape = len(places), (len(infos), len(places))
@@ -191,43 +188,14 @@ class MetropolisHastings(Algorithm[Model, Chains, Moves]):
     def _figures(self, state: Chains, info: Moves) -> dict[str, Any]:
         return {"accepted": f"{info.accepted.mean():.2f}"}
 
-    async def _begin(self, chains: list[Chain], seeds: np.random.SeedSequence) -> None:
+    async def _begin(self, chains: list[Trace | None], seeds: np.random.SeedSequence) -> None:
         """Draw first texts of positive weight, for the chains without one, in a bounded number of
         attempts."""
         for _ in range(self._attempts):
-            missing = [place for place, chain in enumerate(chains) if not chain]
+            missing = [place for place, chain in enumerate(chains) if chain is None]
             if not missing:
                 break
-            begun = await self._finished([()] * len(missing), seeds)
-            for place, growths in zip(missing, begun, strict=True):
-                if growths[-1].log_weight > -math.inf:
-                    chains[place] = growths
-
-    async def _finished(
-        self, prefixes: Sequence[Chain], seeds: np.random.SeedSequence
-    ) -> list[Chain]:
-        """Grow each prefix to its end, or until it dies."""
-        histories = [list(prefix) for prefix in prefixes]
-        while True:
-            places = [place for place, history in enumerate(histories) if _goes_on(history)]
-            if not places:
-                return [tuple(growths) for growths in histories]
-            particles = [
-                histories[place][-1].particle if histories[place] else self.model.start()
-                for place in places
-            ]
-            growths = await grown(self.model, particles, model_seed(seeds.spawn(1)[0]))
-            for place, growth in zip(places, growths, strict=True):
-                histories[place].append(growth)
-
-
-def _goes_on(growths: Sequence[Growth]) -> bool:
-    return not growths or (growths[-1].log_weight > -math.inf and not growths[-1].particle.finished)
-
-
-def _gained(growths: Sequence[Growth]) -> float:
-    return float(sum(growth.log_weight for growth in growths))
-
-
-def _log_acceptance(old: Chain, new: Chain, cut: int) -> float:
-    return _gained(new[cut:]) - _gained(old[cut:]) + math.log(len(old) / len(new))
+            begun = await finished(self.model, [self.model.start()] * len(missing), seeds)
+            for place, trace in zip(missing, begun, strict=True):
+                if trace.gain > -math.inf:
+                    chains[place] = trace

@@ -1,13 +1,14 @@
-"""What algorithms run and pass on: models, their particles, weighted particles, records of steps."""
+"""Models, their traces, weighted particles, and records of steps."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, Self, TypeAlias, runtime_checkable
+from itertools import chain
+from typing import Any, Protocol, Self, TypeAlias, TypeVar, cast, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,58 +21,147 @@ DEAD = -1
 
 Tokens: TypeAlias = NDArray[np.int64]
 
+A = TypeVar("A", bound=NDArray[Any])
 
-@runtime_checkable
-class Particle(Protocol):
-    """One text, or one execution of a program, so far. A value: growing it makes another."""
+
+def frozen(array: A) -> A:
+    """Make an array read-only, and return it."""
+    array.flags.writeable = False
+    return array
+
+
+def seeds_of_step(seed: int, step: int) -> tuple[np.random.SeedSequence, int]:
+    """Return the seeds of a step: one for an algorithm's own choices, one for its model's. All
+    algorithms and models have the same, so runs with one seed share their random numbers."""
+    own, model = (np.random.SeedSequence(seed, spawn_key=(step, kind)) for kind in (0, 1))
+    return own, model_seed(model)
+
+
+def model_seed(sequence: np.random.SeedSequence) -> int:
+    """Return the seed of a step for its model, below 2^63."""
+    return int(sequence.generate_state(1, np.uint64)[0] >> 1)
+
+
+class Trace:
+    """One text, or one execution of a program, so far: a value, which shares its beginning with others.
+
+    A trace is its last unit and the trace before it. Growing it makes another one. A model's own traces
+    are a subclass, with what it needs to go on.
+
+    Attributes:
+        before: the trace without its last unit; ``None`` at the beginning.
+        units: the number of its units.
+        tokens: the tokens that the last unit drew, with an end token.
+        log_weight: log target - log proposal of the last unit, or an unbiased estimate's logarithm; -inf
+            if the trace is dead.
+        log_proposal: the log-probability with which the last unit was drawn.
+        log_twist: the part of its log-weight that is a twist's, of the whole trace.
+        finished: true if it is complete.
+    """
+
+    __slots__ = (
+        "before",
+        "finished",
+        "log_proposal",
+        "log_twist",
+        "log_weight",
+        "tokens",
+        "units",
+    )
+
+    def __init__(
+        self,
+        before: Trace | None = None,
+        tokens: tuple[int, ...] = (),
+        log_weight: float = 0.0,
+        log_proposal: float = 0.0,
+        log_twist: float = 0.0,
+        finished: bool = False,
+    ) -> None:
+        self.before, self.tokens, self.finished = before, tokens, finished
+        self.log_weight, self.log_proposal, self.log_twist = log_weight, log_proposal, log_twist
+        self.units: int = 0 if before is None else before.units + 1
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The tokens drawn so far, without the end token."""
+        """The tokens drawn so far, without an end token."""
+        return tuple(chain.from_iterable(each.tokens for each in self.path()))
 
     @property
-    def finished(self) -> bool:
-        """True if it is complete."""
+    def log_target(self) -> float:
+        """The log target of the last unit."""
+        return self.log_weight + self.log_proposal
+
+    @property
+    def gain(self) -> float:
+        """The gain of a particle's log-weight by the last unit: -inf if it died."""
+        return self.log_weight + (self.log_twist - self.before.log_twist if self.before else 0.0)
+
+    def path(self) -> list[Self]:
+        """Return the trace after each of its units, the first one first."""
+        found, trace = list[Self](), self
+        while trace.before is not None:
+            found.append(trace)
+            trace = cast("Self", trace.before)
+        found.reverse()
+        return found
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        """Return a copy's parts, unit by unit: a long trace is no deep structure for pickle."""
+        names = [name for kind in type(self).__mro__ for name in getattr(kind, "__slots__", ())]
+        first, *rest = [self.cut(0), *self.path()]
+        parts = [
+            [each._part(name) for name in names if name != "before"] for each in (first, *rest)
+        ]
+        return _restored, (type(self), names, parts)
+
+    def _part(self, name: str) -> Any:
+        """Return an attribute as a copy has it."""
+        return getattr(self, name)
+
+    def cut(self, units: int) -> Self:
+        """Return the trace of its first ``units`` units."""
+        trace = self
+        while trace.units > units and trace.before is not None:
+            trace = cast("Self", trace.before)
+        return trace
 
 
-class Growth(NamedTuple):
-    """A particle one token longer.
-
-    Attributes:
-        particle: the particle after it.
-        log_weight: the gain of its log-weight; -inf if it died.
-        token_id: the drawn token, the end token included; ``DEAD`` without one.
-    """
-
-    particle: Any
-    log_weight: float
-    token_id: int
+def _restored(kind: type[Trace], names: list[str], parts: list[list[Any]]) -> Trace | None:
+    """Return the trace of these parts of its units."""
+    trace = None
+    for each in parts:
+        before, trace = trace, kind.__new__(kind)
+        trace.before = before
+        for name, value in zip([name for name in names if name != "before"], each, strict=True):
+            setattr(trace, name, value)
+    return trace
 
 
 @runtime_checkable
 class Model(Protocol):
-    """A target, and a way to propose from it token by token: ``TextModel``, ``Program``, or your own.
+    """A target, and a way to propose from it unit by unit: ``TextModel``, ``Program``, or your own.
 
-    Grown from ``start()`` until it is finished, a particle and its weight w, the product of its
-    gains, are *properly weighted*: E[w f(particle)] = Z E[f] under the target, for every function f,
-    where Z is the target's normaliser, the evidence.
+    Grown from ``start()`` until it is finished, a trace and its weight w, the product of its units'
+    weights, are *properly weighted*: E[w f(trace)] = Z E[f] under the target, for every function f, where
+    Z is the target's normaliser, the evidence.
     """
 
     @property
     def max_steps(self) -> int | None:
-        """The most steps that a particle takes; ``None`` if unknown."""
+        """The most units of a trace; ``None`` if unknown."""
 
     def start(self) -> Any:
-        """Return a particle before its first draw."""
+        """Return the trace before its first unit."""
 
-    async def grow(self, particles: Sequence[Any], seed: int) -> list[Growth]:
-        """Grow each of these particles, unfinished and alive, by one token, in order. The seed decides
-        all draws; a cancelled or failed call leaves the particles unchanged."""
+    async def extend(self, traces: Sequence[Any], seed: int) -> list[Any]:
+        """Return each of these traces, unfinished and alive, one unit longer, in order. The seed decides
+        all draws; a cancelled or failed call leaves the traces unchanged."""
 
-    def text(self, particle: Any) -> str:
-        """Return the text of the particle's tokens."""
+    def text(self, trace: Any) -> str:
+        """Return the text of the trace's tokens."""
 
-    def value(self, particle: Any) -> Any:
+    def value(self, trace: Any) -> Any:
         """Return the value for the posterior: the text, or a program's result."""
 
 
@@ -84,21 +174,20 @@ def checked_model(model: Any) -> Model:
     return model
 
 
-async def grown(model: Model, particles: Sequence[Any], seed: int) -> list[Growth]:
-    """Grow particles by the model. Raises InvalidRequest if it returns another number of growths, or a
-    gain that is NaN or +inf."""
-    growths = await model.grow(particles, seed)
-    if len(growths) != len(particles):
+async def extended(model: Model, traces: Sequence[Any], seed: int) -> list[Any]:
+    """Extend traces by the model. Raises InvalidRequest if it returns another number of traces, or a
+    weight that is NaN or +inf."""
+    longer = await model.extend(traces, seed)
+    if len(longer) != len(traces):
         raise InvalidRequest(
-            f"the model gave {len(growths)} growths of {len(particles)} particles: give one for each"
+            f"the model made {len(longer)} of {len(traces)} traces: return one for each"
         )
-    for each in growths:
-        if not each.log_weight < math.inf:
+    for each in longer:
+        if not each.gain < math.inf:
             raise InvalidRequest(
-                f"the model says that a particle gained {each.log_weight}: log-weights are finite, "
-                "or -inf"
+                f"the model says that a trace gained {each.gain}: log-weights are finite, or -inf"
             )
-    return growths
+    return longer
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,13 +195,40 @@ class State:
     """N weighted particles after ``step`` steps. A value: stepping makes a new one, and stepping the same
     one again gives the same, since the randomness of step t comes from ``(seed, t)`` alone.
 
-    ``log_weights`` is float64 ``[N]``, unnormalised, read-only; a dead particle has -inf.
+    Attributes:
+        particles: the traces.
+        log_weights: float64 ``[N]``, unnormalised, read-only; a dead particle has -inf.
+        step: the number of steps made.
+        seed: the seed of the run.
+        eve: int64 ``[N]``, the index in the first state of the particle that each one descends from.
+        resamplings: how often the particles were resampled.
+        ancestors: int64 ``[N]``, the index before the present step of each one's ancestor.
+        units: how often the particles were extended: no trace has more units.
+        key: the place of a kernel in a step, from which its randomness comes.
+        is_final: whether the last step of a sampler with one was made.
     """
 
     particles: tuple[Any, ...]
     log_weights: Floats
     step: int
     seed: int
+    eve: Ancestors = None  # type: ignore[assignment]
+    resamplings: int = 0
+    ancestors: Ancestors = None  # type: ignore[assignment]
+    units: int = 0
+    key: tuple[int, ...] = ()
+    is_final: bool = False
+
+    @classmethod
+    def begin(cls, start: Any, count: int, seed: int) -> Self:
+        """Return ``count`` particles of weight 1 at the beginning."""
+        return cls((start,) * count, frozen(np.zeros(count)), 0, seed)
+
+    def __post_init__(self) -> None:
+        places = frozen(np.arange(len(self.log_weights)))
+        for name in ("eve", "ancestors"):
+            if getattr(self, name) is None:  # particles of no family
+                object.__setattr__(self, name, places)
 
     @cached_property
     def _summed(self) -> tuple[float, float]:
@@ -139,6 +255,25 @@ class State:
         """True if no particle is alive and unfinished."""
         return not self.unfinished
 
+    def at(self, *key: int) -> State:
+        """Return the state with the randomness of another place in the step."""
+        return replace(self, key=key)
+
+    def seed_sequence(self, *key: int) -> np.random.SeedSequence:
+        """Return the source of a kernel's randomness, or of one of its parts."""
+        return np.random.SeedSequence(self.seed, spawn_key=(self.step, *self.key, *key))
+
+    def take(self, ancestors: Ancestors, log_weights: Floats, *, resampled: bool = True) -> State:
+        """Return the particles at these indices, with these log-weights; any number of them."""
+        return replace(
+            self,
+            particles=tuple([self.particles[each] for each in ancestors.tolist()]),
+            log_weights=frozen(log_weights),
+            eve=frozen(self.eve[ancestors]),
+            resamplings=self.resamplings + resampled,
+            ancestors=frozen(self.ancestors[ancestors]),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Deaths:
@@ -157,7 +292,7 @@ class Deaths:
     @classmethod
     def of(cls, model: Any, state: State) -> Self:
         """Return the deaths among a state's particles."""
-        longest, ends = model.max_steps, getattr(model, "ends", None)
+        longest, ends = getattr(model, "max_tokens", model.max_steps), getattr(model, "ends", None)
         if longest is None:
             longest = math.inf
         elif ends is None or not ends.never:
@@ -191,8 +326,9 @@ class Info:
         step: its number, from 0.
         resampled: whether it began by resampling.
         ancestors: int64 ``[N]``, the index in the step before of the particle that each one grew from.
-        token_ids: int64 ``[N]``, the token that each one drew, the end token included; -1 for a
-            particle that was not extended, that died, or whose program drew another value.
+        token_ids: int64 ``[N, longest]``, the tokens that each one drew, the end token included, then -1;
+            no token for a particle that was not extended, that found none, or whose program drew another
+            value.
         log_increments: float64 ``[N]``, the gain of each log-weight after any resampling: 0 for
             a particle that was not extended, -inf for one that died.
         log_weights: float64 ``[N]``, after the step.

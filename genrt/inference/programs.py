@@ -47,7 +47,6 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Hashable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
 from types import CoroutineType
 from typing import Any, NamedTuple, Self, TypeAlias, TypeVar, cast
 
@@ -59,7 +58,7 @@ from genrt.constraints.protocols import PackedState
 from genrt.contexts import Context, begin_context, take_over
 from genrt.errors import InvalidRequest
 from genrt.inference import checks
-from genrt.inference.model import DEAD, Growth
+from genrt.inference.model import DEAD, Trace
 from genrt.inference.resampling import Floats, normalized_weights
 from genrt.lm import AsyncLM
 from genrt.questions.arguments import TokenIds, seed_at
@@ -199,6 +198,7 @@ class Execution:
         self._computed = computed
         """Forks of the contexts that the recorded execution had at its pause."""
         self._choices = list(choices)
+        self._known = 0
         self._to_replay = deque(choices)
         self._pause = pause
         """The draw at which it paused, and continues; ``None`` before the first pause."""
@@ -231,6 +231,8 @@ class Execution:
         self._has_weighed = False
         """Whether the weight has changed since the last draw of this step."""
         self._log_weight = 0.0
+        self._log_proposal = 0.0
+        self._known = len(self._choices)
         self._drawn = DEAD
 
     def context(
@@ -304,6 +306,7 @@ class Execution:
         if drawn.token_id == DEAD:
             await _pause()
         self._drawn = drawn.token_id
+        self._log_proposal += drawn.logprob
         self._record(asked, self._drawn)
         return self._drawn
 
@@ -391,6 +394,7 @@ class Execution:
         log_share = math.log(share) if share > 0 else -math.inf
         value = values[index]
         if recorded is None:
+            self._log_proposal += log_share
             self._record(asked, index, _comparable(value), log_share)
         elif recorded.value != _comparable(value):
             raise _impure(f"choice drew {value!r} where it had drawn another value before")
@@ -522,17 +526,44 @@ def _choice_probabilities(log_weights: Any, count: int) -> Floats:
     return normalized_weights(weighed)
 
 
-@dataclass(slots=True, eq=False)
-class _Trace:
-    """A particle: the choices of one execution, and at most once that execution itself, to continue. Only
-    ``live`` changes."""
+class ProgramTrace(Trace):
+    """The choices of one execution, and at most once that execution itself, to continue. Only ``live``
+    changes; a copy has none.
 
-    choices: tuple[_Choice, ...] = ()
-    pause: _Pause | None = None
-    token_ids: tuple[int, ...] = ()
-    finished: bool = False
-    value: Any = None
-    live: list[tuple[Execution, Coroutine[Any, Any, Any]]] = field(default_factory=list)
+    Attributes:
+        choices: the recorded draws of its last unit.
+        pause: the draw before which the execution stopped.
+        value: the result of the program.
+        live: the execution and its coroutine.
+    """
+
+    __slots__ = ("choices", "live", "pause", "value")
+
+    before: ProgramTrace | None
+
+    def __init__(
+        self,
+        before: ProgramTrace | None = None,
+        tokens: tuple[int, ...] = (),
+        log_weight: float = 0.0,
+        log_proposal: float = 0.0,
+        finished: bool = False,
+        *,
+        choices: tuple[_Choice, ...] = (),
+        pause: _Pause | None = None,
+        value: Any = None,
+        live: Sequence[tuple[Execution, Coroutine[Any, Any, Any]]] = (),
+    ) -> None:
+        super().__init__(before, tokens, log_weight, log_proposal, finished=finished)
+        self.choices, self.pause, self.value = choices, pause, value
+        self.live = [*live]
+
+    def _part(self, name: str) -> Any:
+        return [] if name == "live" else getattr(self, name)
+
+    def recorded(self) -> list[_Choice]:
+        """Return all recorded draws."""
+        return [choice for each in self.path() for choice in each.choices]
 
     def forked(self) -> list[tuple[int, Context | None]]:
         """Return forks of the execution's contexts, with their histories; ``None`` for a closed one."""
@@ -574,37 +605,39 @@ class Program:
         """``None``: a program ends when it returns."""
         return None
 
-    def start(self) -> _Trace:
+    def start(self) -> ProgramTrace:
         """Return an execution before its first line."""
-        return _Trace()
+        return ProgramTrace()
 
-    def text(self, particle: _Trace) -> str:
+    def text(self, trace: ProgramTrace) -> str:
         """Return the text of the sampled tokens as UTF-8; other bytes show as U+FFFD and their number.
         Without a tokenizer it is ``""``."""
         vocabulary = checks.token_bytes(self._lm)
-        return decoded(b"".join(vocabulary[token_id] for token_id in particle.token_ids))
+        return decoded(b"".join(vocabulary[token_id] for token_id in trace.token_ids))
 
-    def value(self, particle: _Trace) -> Any:
+    def value(self, trace: ProgramTrace) -> Any:
         """Return the result of the program; ``None`` before its end."""
-        return particle.value
+        return trace.value
 
-    async def grow(self, particles: Sequence[_Trace], seed: int) -> list[Growth]:
+    async def extend(self, traces: Sequence[ProgramTrace], seed: int) -> list[ProgramTrace]:
         """Run all executions at once, each to its next resampling point or to its end."""
-        seen: set[_Trace] = set()
+        seen: set[ProgramTrace] = set()
         computed: list[Computed] = []
-        for particle in particles:
-            computed.append(particle.forked() if particle in seen else ())
-            seen.add(particle)
+        for trace in traces:
+            computed.append(trace.forked() if trace in seen else ())
+            seen.add(trace)
         return await gather_all(
-            self._grown(particle, seed, place, contexts)
-            for place, (particle, contexts) in enumerate(zip(particles, computed, strict=True))
+            self._longer(trace, seed, place, contexts)
+            for place, (trace, contexts) in enumerate(zip(traces, computed, strict=True))
         )
 
-    async def _grown(self, particle: _Trace, seed: int, place: int, computed: Computed) -> Growth:
+    async def _longer(
+        self, trace: ProgramTrace, seed: int, place: int, computed: Computed
+    ) -> ProgramTrace:
         try:
-            execution, coroutine = particle.live.pop()
+            execution, coroutine = trace.live.pop()
         except IndexError:
-            execution = Execution(self._lm, particle.choices, particle.pause, computed)
+            execution = Execution(self._lm, trace.recorded(), trace.pause, computed)
             coroutine = self._function(execution)
             if not inspect.iscoroutine(coroutine):
                 raise InvalidRequest(
@@ -625,7 +658,7 @@ class Program:
             coroutine.close()
             for each in execution._coroutines:
                 each.close()
-            return Growth(particle, log_weight, DEAD)
+            return ProgramTrace(trace, log_weight=log_weight)
         if finished:
             execution._check_awaited()
             if not execution._is_live:
@@ -634,11 +667,17 @@ class Program:
                 raise InvalidRequest(
                     f"the program returned an unawaited {type(value).__name__}: write await before it"
                 )
-        token_ids = particle.token_ids if token_id == DEAD else (*particle.token_ids, token_id)
-        live = [] if finished else [(execution, coroutine)]
-        choices = tuple(execution._choices)
-        trace = _Trace(choices, execution._pause, token_ids, finished, value, live)
-        return Growth(trace, log_weight, token_id)
+        return ProgramTrace(
+            trace,
+            () if token_id == DEAD else (token_id,),
+            log_weight,
+            execution._log_proposal,
+            finished,
+            choices=tuple(execution._choices[execution._known :]),
+            pause=execution._pause,
+            value=value,
+            live=() if finished else ((execution, coroutine),),
+        )
 
 
 _PAUSE = object()

@@ -21,17 +21,21 @@ from genrt.errors import InvalidRequest
 Floats: TypeAlias = NDArray[np.float64]
 Ancestors: TypeAlias = NDArray[np.int64]
 
-Resampler: TypeAlias = Callable[[np.random.Generator, Floats], Ancestors | tuple[Ancestors, Floats]]
+Resampler: TypeAlias = Callable[..., Ancestors | tuple[Ancestors, Floats]]
 """``resample(rng, log_weights) -> ancestors``: for N unnormalised log-weights, at least one of them
 above -inf, N indices, index i in expectation N w_i / sum_j w_j times; every child then weighs the mean.
 Or ``-> (ancestors, log_weights)`` of the children, whose weights add up to those of their parent in
-expectation. Weights of 0 have no children that weigh anything."""
+expectation. Weights of 0 have no children that weigh anything. ``resample(rng, log_weights, count)``
+returns ``count`` of them, from the schemes that can."""
 
 
-def multinomial(rng: np.random.Generator, log_weights: Floats) -> Ancestors:
-    """Draw N independent ancestors, and sort them: the simplest scheme, and the most random (Gordon et
+def multinomial(
+    rng: np.random.Generator, log_weights: Floats, count: int | None = None
+) -> Ancestors:
+    """Draw independent ancestors, and sort them: the simplest scheme, and the most random (Gordon et
     al. 1993)."""
-    return _inverse_cdf(normalized_weights(log_weights), np.sort(rng.random(len(log_weights))))
+    size = len(log_weights) if count is None else count
+    return _inverse_cdf(normalized_weights(log_weights), np.sort(rng.random(size)))
 
 
 def stratified(rng: np.random.Generator, log_weights: Floats) -> Ancestors:
@@ -69,6 +73,36 @@ def partial(rng: np.random.Generator, log_weights: Floats) -> tuple[Ancestors, F
         ancestors[others] = others[systematic(rng, log_weights[others])]
         weights[others] = log_mean_exp(log_weights[others])
     return ancestors, weights
+
+
+def optimal(rng: np.random.Generator, log_weights: Floats, count: int) -> tuple[Ancestors, Floats]:
+    """Keep ``count`` of N weights, none of them twice: those above a threshold as they are, and others by
+    strata, each raised to the threshold. No scheme of unbiased weights has a smaller squared error
+    (Fearnhead & Clifford 2003). With at most ``count`` positive weights all stay."""
+    weights = normalized_weights(log_weights)
+    scale = math.log(count / len(weights))
+    [positive] = np.nonzero(weights > 0)
+    if len(positive) <= count:
+        padded = np.concatenate([positive, np.full(count - len(positive), positive[0])])
+        kept = np.where(np.arange(count) < len(positive), log_weights[padded], -math.inf)
+        return padded, kept + scale
+    # The threshold c solves sum_i min(1, w_i / c) = count.
+    ordered = np.sort(weights)[::-1]
+    left = np.cumsum(ordered[::-1])[::-1]
+    larger = int(np.argmax(ordered * (count - np.arange(len(ordered))) <= left))
+    threshold = left[larger] / (count - larger)
+    [certain] = np.nonzero(weights > threshold)
+    [others] = np.nonzero((weights <= threshold) & (weights > 0))
+    missing = count - len(certain)
+    cumulative = np.cumsum(weights[others])
+    points = (np.arange(missing) + rng.random()) * (cumulative[-1] / missing)
+    drawn = others[np.searchsorted(cumulative, np.minimum(points, cumulative[-1]), side="left")]
+    ancestors = np.concatenate([certain, drawn])
+    total = log_mean_exp(log_weights) + math.log(len(weights))
+    kept = np.where(
+        np.arange(count) < len(certain), log_weights[ancestors], math.log(threshold) + total
+    )
+    return ancestors, kept + scale
 
 
 def effective_sample_size(log_weights: Floats) -> float:

@@ -71,6 +71,8 @@ class Result:
         infos: one for each step, ancestors included; empty from algorithms without particles that grow.
         chains: of Metropolis–Hastings, the values and the mixing of chains.
         deaths: the causes of weight 0 at the end.
+        eve: int64 ``[N]``, the first particle that each one descends from; ``None`` without a family.
+        resamplings: how often the particles were resampled.
         statistics: the work of the runtime during ``run``, for all its callers. ``None`` from
             ``result``, and for a model without a runtime as ``lm``.
     """
@@ -84,6 +86,8 @@ class Result:
     statistics: Statistics | None = None
     chains: ChainStatistics | None = None
     deaths: Deaths = field(default_factory=Deaths)
+    eve: Ancestors | None = None
+    resamplings: int = 0
     _tokens: Mapping[int, bytes] = field(default_factory=dict)
     """The bytes of each drawn token."""
 

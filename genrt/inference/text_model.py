@@ -24,19 +24,24 @@ At the last token only the end token completes a constrained text, so A is the e
 with p(A) = 0 is dead: its weight is 0. For a constraint that judges tokens slowly, adaptive weighted
 rejection draws from the same q and gains an unbiased estimate of p(A) (``genrt.inference.awrs``).
 
-Another model d of the same vocabulary may propose. It draws tokens under the constraint, one a step, and
-the target does not change: the weight of a token is
+Several laws p_1, p_2, ... with powers multiply: the target has prod_i p_i(x)^a_i in place of p(x). Then q
+is this product over the tokens, normalised on A, and the gain is its sum over A.
+
+Another law d of the same tokens may propose: another prompt, adapter or model. It draws tokens under the
+constraint, and the target does not change: the weight of a unit is
 
     w <- w p(x) / q(x),        q(x) = d(x) 1[x in A] / d(A),
 
-with p and d tempered alike, and d(A) replaced by its estimate under rejection. d must be able to write
-every text that the model can write, as any softmax can. The model scores a block of ``block`` tokens of
-all texts in one question. A text that ends inside a block finishes when the block is complete; until then
-its log-weight is that before the block. These are the weights of importance sampling; Chen et al. (2023),
-*Accelerating large language model decoding with speculative sampling*, accept or reject such blocks.
+with d(A) replaced by its estimate under rejection. d must be able to write every text that the model can
+write, as any softmax can. The model scores a unit of all texts in one question. These are the weights of
+importance sampling; Chen et al. (2023), *Accelerating large language model decoding with speculative
+sampling*, accept or reject such blocks.
+
+``unit`` says by how much a text grows in a step: a token, several, or up to a string. Twists, weights and
+resampling see complete units.
 
 A twist psi guides particles while they grow and does not change the target: a text of t tokens has gained
-psi(x_1:t), which its next token replaces, and phi at its end:
+psi(x_1:t), which its next unit replaces, and phi at its end:
 
     w <- w exp(psi(x_1:t) - psi(x_1:t-1)),    at the end    w <- w exp(phi(x) - psi(x_1:t-1)).
 
@@ -53,10 +58,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
-from typing import Any, Literal, NamedTuple, Self, TypeAlias, cast
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, count
+from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -65,11 +69,12 @@ from torch import Tensor
 from genrt.constraints import CheckedState, Constraint, ConstraintState, abitmasks
 from genrt.constraints.products import are_quick, fill
 from genrt.constraints.protocols import words_of
-from genrt.errors import ContextTooLong, InvalidConstraint, InvalidRequest
+from genrt.errors import InvalidConstraint, InvalidRequest
 from genrt.inference import awrs, checks
-from genrt.inference.model import DEAD, Growth
+from genrt.inference.laws import Law, checked_laws, product
+from genrt.inference.model import DEAD, model_seed
 from genrt.inference.resampling import Floats
-from genrt.inference.texts import END_TOKEN, Ends, Stop, Trail, parse_stop
+from genrt.inference.texts import END_TOKEN, Ends, Stop, TextTrace, parse_stop
 from genrt.lm import AsyncLM
 from genrt.numbers import check_int, displayed
 from genrt.populations import Population
@@ -80,77 +85,15 @@ from genrt.tokens.texts import Potential, Text, decoded
 
 State: TypeAlias = ConstraintState | CheckedState
 
-Proposal: TypeAlias = Literal["mask", "awrs"] | AsyncLM
-"""How a ``TextModel`` draws: under masks, by rejection, or from another model."""
+Proposal: TypeAlias = Literal["mask", "awrs"] | Law | AsyncLM
+"""How a ``TextModel`` draws: under masks, by rejection, or from another law."""
 
+Unit: TypeAlias = int | str | Callable[[Text], bool]
+"""By how much a text grows in a step: tokens, up to a string, or until a function of the text is true."""
 
-class ProposedTokens(NamedTuple):
-    """Tokens that were drawn, one after each text.
-
-    Attributes:
-        token_ids: each is a token, or ``DEAD``.
-        log_masses: the logarithms of the allowed masses, or of unbiased estimates.
-        logprobs: log q of the drawn tokens, for another model's proposals; under rejection log(q / w) for
-            an estimate w of the mass, so that p / q stays unbiased.
-    """
-
-    token_ids: list[int]
-    log_masses: list[float]
-    logprobs: list[float]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Block:
-    """The tokens of one text that are not weighed yet.
-
-    Attributes:
-        before: the text without them.
-        token_ids: the tokens, with a stop token.
-        logprob: the log-probability with which all were drawn.
-        steps: the steps since its beginning; more than its tokens if the text has ended.
-    """
-
-    before: Trail
-    token_ids: tuple[int, ...] = ()
-    logprob: float = 0.0
-    steps: int = 0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TextParticle:
-    """One text as it grows.
-
-    Attributes:
-        trail: the text, and its place in a population.
-        constraint_state: the constraint's state after it, ``None`` without a constraint.
-        log_twist: the part of its log-weight that is a twist's.
-        block: its tokens that are not weighed yet, if another model proposes.
-    """
-
-    trail: Trail
-    constraint_state: State | None
-    log_twist: float = 0.0
-    block: Block | None = None
-
-    @classmethod
-    def of(cls, text: Text) -> Self:
-        """Return the particle of a text, without a constraint's state."""
-        return cls(Trail.of(text), None)
-
-    @property
-    def generated(self) -> Text:
-        """The text, without the prompt and without the end token."""
-        return self.trail.text
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """The generated tokens, without the end token."""
-        return self.trail.text.token_ids
-
-    @property
-    def finished(self) -> bool:
-        """True once its end was drawn, or at ``max_tokens`` where a text may be cut, and weighed."""
-        return self.trail.finished and self.block is None
+Draws: TypeAlias = list[tuple[int, float, float]]
+"""After each text: a token or ``DEAD``; the logarithm of the allowed mass, or of an unbiased estimate;
+and log q of the token."""
 
 
 class TextModel:
@@ -160,47 +103,45 @@ class TextModel:
     potential in every step.
 
     Attributes:
-        lm: the runtime.
-        prompt: the prompt's token ids.
+        laws: the factors of the target.
+        lm: the first law's runtime.
         constraint: the texts that count.
         potential: the log-weights of finished texts.
-        temperature: the temperature of the rows.
-        adapter: the name of the adapter.
         eos_token_id: the model's own end token.
         ends: the ways in which a text ends.
-        max_steps: ``max_tokens``: a step draws one token of every text.
+        max_tokens: the longest text, in tokens with its end token.
     """
 
+    laws: tuple[Law, ...]
     lm: AsyncLM
-    prompt: tuple[int, ...]
     constraint: Constraint | None
     potential: Potential | None
-    temperature: float
-    adapter: str | None
     eos_token_id: int | None
     ends: Ends
-    max_steps: int
+    max_tokens: int
 
     def __init__(
         self,
-        lm: AsyncLM,
-        prompt: str | Sequence[int],
+        target: AsyncLM | Law | Sequence[Law],
+        prompt: str | Sequence[int] | None = None,
         *,
         max_tokens: int,
+        unit: Unit = 1,
         stop: Stop = END_TOKEN,
         constraint: Constraint | None = None,
         potential: Potential | None = None,
         twist: Potential | None = None,
         proposal: Proposal | None = None,
-        block: int | None = None,
-        proposal_adapter: str | None = None,
         temperature: float = 1.0,
         adapter: str | None = None,
     ) -> None:
         """
         Args:
+            target: a runtime, with a prompt; or a law, or several laws, which multiply.
             prompt: a text, or token ids.
             max_tokens: the longest text, in tokens with its end token; at least 1.
+            unit: by how much a text grows in a step: so many tokens, up to a string such as
+                ``"\\n\\n"``, or until a function of the text so far is true.
             stop: the end of a text, and not part of it: ``END_TOKEN``, token ids, strings, or several of
                 these. With ``None`` a text ends at ``max_tokens``, or where its constraint allows no
                 more; this is for a text in the middle of a longer one. Strings cannot be combined with a
@@ -210,35 +151,33 @@ class TextModel:
             twist: log-weights of prefixes, which guide resampling and do not change the target. It may be
                 the potential itself, if that is meaningful for prefixes.
             proposal: how to draw under a constraint. ``"mask"`` checks every token, ``"awrs"`` few. The
-                default is ``"awrs"`` for predicates and products with them. Or another runtime of the
-                same vocabulary, of a smaller model, which draws the tokens that this one weighs.
-            block: the tokens that another runtime draws before one question weighs them; 8 by default.
-                Twists and resampling see their weights then.
-            proposal_adapter: the adapter of another runtime's draws, by name.
+                default is ``"awrs"`` for predicates and products with them. Or another law of the same
+                tokens, which draws the units that the target weighs; or a runtime, for its law after the
+                prompt.
             temperature: above 0. Target and evidence are those of the model with tempered rows.
+            adapter: the name of the adapter.
 
         Raises:
             InvalidRequest: an argument is out of its range.
             ContextTooLong: prompt and text exceed ``lm.max_model_len``.
             UnknownAdapter: from the first step on.
         """
-        ids = checks.prompt_ids(checks.check_runtime(lm), prompt)
-        max_tokens = check_int("max_tokens", max_tokens, 1, 2**31)
-        temperature = checks.check_temperature(temperature)
-        if not isinstance(proposal, AsyncLM) and (
-            not isinstance(proposal, str | None) or proposal not in (None, "mask", "awrs")
-        ):
-            raise InvalidRequest(
-                f'proposal is {displayed(proposal)}: give "mask" or "awrs", or a runtime'
-            )
+        if isinstance(target, AsyncLM):
+            given = cast("str | Sequence[int]", prompt)
+            laws: tuple[Law, ...] = (Law(target, given, adapter=adapter, temperature=temperature),)
+        else:
+            if prompt is not None or adapter is not None or temperature != 1:
+                raise InvalidRequest(
+                    "laws have their own prompts, adapters and temperatures: give these to the laws"
+                )
+            laws = checked_laws(target)
+        lm = laws[0].lm
+        self.max_tokens = check_int("max_tokens", max_tokens, 1, 2**31)
+        proposer = _proposal_law(laws[0], proposal)
         for name, function in {"the potential": potential, "the twist": twist}.items():
             checks.check_callable(name, function, "a function of a Text", optional=True)
-        longest = len(ids) + max_tokens - 1
-        if longest > lm.max_model_len:
-            raise ContextTooLong(
-                f"a prompt of {len(ids)} tokens and a text of {max_tokens} need a context of {longest}, "
-                f"and the model's is {lm.max_model_len}: shorten one of them"
-            )
+        for law in laws if proposer is None else (*laws, proposer):
+            law.check_length(self.max_tokens)
         eos_token_id: int | None = getattr(lm.tokenizer, "eos_token_id", None)
         if constraint is not None and eos_token_id is None:
             raise InvalidRequest(
@@ -258,14 +197,11 @@ class TextModel:
                 'proposal="awrs" is for constraints that are asked token by token, such as predicate; '
                 "this one has masks: leave the proposal out"
             )
-        self._block = _block_size(lm, proposal, block, proposal_adapter, longest)
-        self.lm, self.prompt, self.adapter = lm, ids, checks.adapter_name(adapter)
+        if not callable(unit) and (not isinstance(unit, str) or not unit):
+            unit = check_int("unit", unit, 1, 2**31)
+        self.laws, self.lm, self._proposer, self._unit = laws, lm, proposer, unit
         self.constraint, self.potential, self._twist = constraint, potential, twist
-        self.max_steps, self.temperature, self.ends = max_tokens, temperature, ends
-        self.eos_token_id, self._byte_vocab = eos_token_id, lm.byte_vocab
-        self._proposer, self._proposer_adapter = lm, self.adapter
-        if isinstance(proposal, AsyncLM):
-            self._proposer, self._proposer_adapter = proposal, checks.adapter_name(proposal_adapter)
+        self.ends, self.eos_token_id, self._byte_vocab = ends, eos_token_id, lm.byte_vocab
         self._rejects = is_asked and proposal != "mask"
         """Whether tokens are drawn by rejection."""
 
@@ -281,19 +217,31 @@ class TextModel:
     def __repr__(self) -> str:
         what = {"constraint": self.constraint, "potential": self.potential, "twist": self._twist}
         given = "".join(f", {name}={each!r}" for name, each in what.items() if each is not None)
-        return f"TextModel({len(self.prompt)} tokens, max_tokens={self.max_steps}{given})"
+        laws = "" if len(self.laws) == 1 else f"{len(self.laws)} laws, "
+        return f"TextModel({laws}{len(self.prompt)} tokens, max_tokens={self.max_tokens}{given})"
 
-    def start(self) -> TextParticle:
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """The token ids of the first law's prompt."""
+        return self.laws[0].ids
+
+    @property
+    def max_steps(self) -> int:
+        """The most units of a text."""
+        most = self._unit if isinstance(self._unit, int) else 1
+        return -(-self.max_tokens // most)
+
+    def start(self) -> TextTrace:
         """Return the empty text."""
-        return TextParticle(Trail.of(Text()), self._start)
+        return TextTrace(constraint_state=self._start)
 
-    def text(self, particle: TextParticle) -> str:
+    def text(self, trace: TextTrace) -> str:
         """Return the text as UTF-8; other bytes show as U+FFFD and their number."""
-        return decoded(particle.generated.bytes)
+        return decoded(trace.generated.bytes)
 
-    def value(self, particle: TextParticle) -> str:
+    def value(self, trace: TextTrace) -> str:
         """Return the text, as ``text`` does."""
-        return self.text(particle)
+        return self.text(trace)
 
     def extended(self, text: Text, token_id: int) -> Text:
         """Return the text after one more token, which may end it, as ``max_tokens`` may."""
@@ -305,101 +253,133 @@ class TextModel:
             starts = accumulate((len(self._byte_vocab[each]) for each in token_ids), initial=0)
             kept = [each for each, start in zip(token_ids, starts, strict=False) if start < cut]
             return Text(kept, data[:cut], finished=True)
-        return Text(token_ids, data, self._start is None and len(token_ids) >= self.max_steps)
+        return Text(token_ids, data, self._start is None and len(token_ids) >= self.max_tokens)
 
-    async def grow(self, particles: Sequence[TextParticle], seed: int) -> list[Growth]:
-        """Grow each text by one token, in one question to the proposing model; masks are computed
-        meanwhile. If it is another model, this one weighs complete blocks in one question."""
-        start = self._start if self.ends.never and not particles[0].trail.count else None
+    async def extend(self, traces: Sequence[TextTrace], seed: int) -> list[TextTrace]:
+        """Extend each text by a unit: one question to the proposing law for every token of it, and one to
+        the target if another law proposes. Masks are computed meanwhile."""
+        start = self._start if self.ends.never and not traces[0].count else None
         if start is not None and self._is_complete(start):
             # The empty text is the only one.
-            nothing = [Growth(each, 0.0, DEAD) for each in particles]
-            return await self._judged(particles, await self._ended(nothing, [True] * len(nothing)))
-        if self._block is None:
-            return await self._judged(particles, (await self._one_longer(particles, seed))[1])
-        going = [place for place, each in enumerate(particles) if not each.trail.finished]
-        grown = [Growth(each, 0.0, DEAD) for each in particles]
-        steps: dict[int, tuple[tuple[int, ...], float]] = {}
-        if going:
-            drawn, longer = await self._one_longer([particles[place] for place in going], seed)
-            own = zip(drawn.token_ids, drawn.logprobs, strict=True)
-            for place, (token_id, logprob), growth in zip(going, own, longer, strict=True):
-                steps[place], grown[place] = ((token_id,), logprob), growth
-        over: dict[int, Block] = {}
-        for place, (particle, growth) in enumerate(zip(particles, grown, strict=True)):
-            if growth.log_weight == -math.inf:
-                continue
-            old = particle.block or Block(particle.trail)
-            token_ids, logprob = steps.get(place, ((), 0.0))
-            block = Block(
-                old.before, old.token_ids + token_ids, old.logprob + logprob, old.steps + 1
+            nothing = [TextTrace(each, constraint_state=start) for each in traces]
+            ended = await self._ended(nothing, [True] * len(nothing))
+            return await self._judged(traces, ended)
+        populations = self._populations(traces)
+        drawing = populations if self._proposer is None else populations[:1]
+        new, going = [*traces], [*range(len(traces))]
+        for number in count(1):
+            own = (
+                seed
+                if number == 1
+                else model_seed(np.random.SeedSequence(seed, spawn_key=(number,)))
             )
-            is_over = block.steps == min(self._block, self.max_steps - block.before.count)
-            if is_over:
-                over[place] = block
-            own_block = None if is_over else block
-            waiting = replace(growth.particle, block=own_block, log_twist=particle.log_twist)
-            grown[place] = growth._replace(log_weight=0.0, particle=waiting)
-        if over:
-            gained = zip(over, await self._block_weights([*over.values()]), strict=True)
-            weighed = [grown[place]._replace(log_weight=gain) for place, gain in gained]
-            found = await self._judged([particles[place] for place in over], weighed)
-            for place, growth in zip(over, found, strict=True):
-                grown[place] = growth
-        return grown
+            longer = await self._one_longer([new[place] for place in going], drawing, going, own)
+            for place, trace in zip(going, longer, strict=True):
+                new[place] = trace
+            _append(drawing, new, going)
+            going = self._inside(traces, new, going, number)
+            if not going:
+                break
+        if number > 1:
+            new = [_joined(*pair) for pair in zip(traces, new, strict=True)]
+        if self._proposer is not None:
+            new = await self._weighed(new, populations[1:])
+        new = await self._judged(traces, new)
+        kept = [populations]
+        for place, trace in enumerate(new):
+            if not trace.finished and trace.log_weight > -math.inf:
+                trace.populations, trace.place = kept, place
+        return new
+
+    def _inside(
+        self,
+        before: Sequence[TextTrace],
+        new: Sequence[TextTrace],
+        going: Sequence[int],
+        number: int,
+    ) -> list[int]:
+        """Return the places of the texts that are inside a unit after its token ``number``."""
+        if self._unit == number:
+            return []
+        alive = [i for i in going if not new[i].finished and new[i].log_weight > -math.inf]
+        if isinstance(self._unit, int):
+            return alive
+        if isinstance(self._unit, str):
+            end = self._unit.encode()
+            return [i for i in alive if end not in _joined(before[i], new[i]).data]
+        return [i for i in alive if not self._unit(new[i].generated)]
+
+    def _populations(self, traces: Sequence[TextTrace]) -> list[Population]:
+        """Return the sequences of these texts after each law's prompt, the proposing law's first: the
+        ones of the step before, if all texts are from it and nobody took them."""
+        kept = traces[0].populations
+        if kept is not None and all(each.populations is kept for each in traces):
+            with contextlib.suppress(IndexError):
+                populations = kept.pop()
+                places = [each.place for each in traces]
+                if places != list(range(len(populations[0]))):
+                    for each in populations:
+                        each.resample(places)
+                return populations
+        laws = self.laws if self._proposer is None else (self._proposer, *self.laws)
+        if not any(each.count for each in traces):
+            return [law.population([()] * len(traces)) for law in laws]
+        texts = [each.token_ids for each in traces]
+        return [law.population(texts) for law in laws]
 
     async def _one_longer(
-        self, particles: Sequence[TextParticle], seed: int
-    ) -> tuple[ProposedTokens, list[Growth]]:
-        """Draw a token after each text; return the tokens, and the texts, which gain the masses."""
-        trails = [particle.trail for particle in particles]
-        states = [particle.constraint_state for particle in particles]
-        population = self._population(trails)
-        drawn = await self._draw(population, trails, states, seed)
-        grown = await self._grown(particles, drawn, [population])
+        self,
+        traces: Sequence[TextTrace],
+        populations: Sequence[Population],
+        places: Sequence[int],
+        seed: int,
+    ) -> list[TextTrace]:
+        """Draw a token after each text, the sequences at these places of the populations. Each gains its
+        mass."""
+        drawn = await self._draw(populations, places, traces, seed)
+        longer = await self._longer(traces, drawn)
         if self._start is not None and self.ends.never:
-            grown = await self._ended(grown, await asyncio.to_thread(self._complete, grown))
-        return drawn, grown
-
-    def _population(self, trails: Sequence[Trail]) -> Population:
-        """Return the population of these texts after the prompt: the previous one, extended, if all texts
-        are from it and it was not taken."""
-        frontier, lm, adapter = trails[0].frontier, self._proposer, self._proposer_adapter
-        if frontier is not None and all(each.frontier is frontier for each in trails):
-            with contextlib.suppress(IndexError):
-                population = frontier.pop()
-                numbers = [each.number for each in trails]
-                if numbers != list(range(len(population))):
-                    population.resample(numbers)
-                population.append([each.token_id for each in trails])
-                return population
-        if not any(each.count for each in trails):
-            return lm.population(self.prompt, len(trails), adapter=adapter)
-        contexts = [self.prompt + each.text.token_ids for each in trails]
-        return lm.population(contexts, adapter=adapter)
+            longer = await self._ended(longer, await asyncio.to_thread(self._complete, longer))
+        return longer
 
     async def _draw(
         self,
-        population: Population,
-        trails: Sequence[Trail],
-        states: Sequence[State | None],
+        populations: Sequence[Population],
+        places: Sequence[int],
+        traces: Sequence[TextTrace],
         seed: int,
-    ) -> ProposedTokens:
-        """Draw a token after each text of a population, in one question to the model; masks are computed
-        meanwhile. ``states`` are the constraint's."""
-        at_last = [each.count + 1 >= self.max_steps for each in trails]
+    ) -> Draws:
+        """Draw a token after each text, in one question to each law; masks are computed meanwhile."""
+        laws = self.laws if self._proposer is None else (self._proposer,)
+        states = [each.constraint_state for each in traces]
+        at_last = [each.count + 1 >= self.max_tokens for each in traces]
+        where = None
+        if len(places) < len(populations[0]):
+            where = np.zeros(len(populations[0]), np.bool_)
+            where[places] = True
         if self._rejects:
-            rows = await population.logprobs()
+            rows = await gather_all([each.logprobs(where=where) for each in populations])
             checked = cast("Sequence[CheckedState]", states)
-            return await self._draw_by_rejection(rows, checked, at_last, seed)
-        if self.temperature != 1 and self._block is None:
-            rows, masks = await asyncio.gather(population.logprobs(), self._masks(states, at_last))
-            found = await asyncio.to_thread(self._draw_tempered, rows, masks, seed)
+            return await self._draw_by_rejection(laws, rows, checked, at_last, seed)
+        law, is_one = laws[0], len(laws) == 1 and laws[0].power == 1
+        # Without a mask, or if another law's draws are weighed, the mass is not needed.
+        has_mass = self._start is not None and self._proposer is None
+        if is_one and (law.temperature == 1 or not has_mass):
+            masks = _spread(await self._masks(states, at_last), where)
+            heat = law.temperature
+            found = await populations[0].draw(masks=masks, temperature=heat, seed=seed, where=where)
+            if where is not None:
+                found = found._replace(**{k: v[where] for k, v in found._asdict().items()})
         else:
-            masks = await self._masks(states, at_last)
-            found = await population.draw(masks=masks, temperature=self.temperature, seed=seed)
-        log_masses = [0.0] * len(trails) if masks is None else found.log_mass.tolist()
-        return ProposedTokens(found.token_ids.tolist(), log_masses, found.logprobs.tolist())
+            asked = [each.logprobs(where=where) for each in populations]
+            *whole, masks = await asyncio.gather(*asked, self._masks(states, at_last))
+            rows = cast("list[Tensor]", whole)
+            seeds = seeds_at(seed, np.array(places))
+            found = await asyncio.to_thread(_draw_from_product, laws, rows, masks, seeds)
+        token_ids, logprobs, log_masses = (each.tolist() for each in found)
+        if is_one and not has_mass:
+            log_masses = [0.0] * len(token_ids)
+        return [*zip(token_ids, log_masses, logprobs, strict=True)]
 
     async def _masks(
         self, states: Sequence[State | None], at_last: Sequence[bool]
@@ -419,19 +399,15 @@ class TextModel:
             masks[torch.tensor(at_last)] &= stops
         return masks
 
-    def _draw_tempered(self, rows: Tensor, masks: Tensor | None, seed: int) -> sampling.BatchDraw:
-        """Draw from tempered rows under masks, with their masses, as ``batch_draw`` does from rows."""
-        seeds = seeds_at(seed, np.arange(len(rows)))
-        return sampling.draw(
-            sampling.truncate(rows, temperature=self.temperature),
-            mask=None if masks is None else masks.view(torch.uint8).to(rows.device),
-            uniforms=sampling.seeded_uniforms(seeds).to(rows.device),
-        )
-
     async def _draw_by_rejection(
-        self, rows: Tensor, states: Sequence[CheckedState], at_last: Sequence[bool], seed: int
-    ) -> ProposedTokens:
-        weights, endings = await asyncio.to_thread(self._weights, rows, states, at_last)
+        self,
+        laws: Sequence[Law],
+        rows: Sequence[Tensor],
+        states: Sequence[CheckedState],
+        at_last: Sequence[bool],
+        seed: int,
+    ) -> Draws:
+        weights, endings = await asyncio.to_thread(self._weights, laws, rows, states, at_last)
         rngs = [*map(np.random.default_rng, np.random.SeedSequence(seed).spawn(len(states)))]
         found = await gather_all(
             awrs.draw_allowed(row, state.check, rng)
@@ -440,22 +416,24 @@ class TextModel:
         drawn = []
         for place, (token_id, log_mass) in enumerate(found):
             weight = weights[place, token_id]
-            if self._block is not None and self.ends.token_ids and token_id == self.eos_token_id:
+            if self._proposer is not None and self.ends.token_ids and token_id == self.eos_token_id:
                 # Choose one of the stop tokens, because the weighing model needs its probability.
                 stop = int(rngs[place].choice(len(endings[place]), p=endings[place] / weight))
                 token_id, weight = sorted(self.ends.token_ids)[stop], endings[place, stop]
-            logprob = math.log(weight) - log_mass if token_id != DEAD else -math.inf
+            logprob = math.log(weight) - log_mass if token_id != DEAD else 0.0
             drawn.append((token_id, log_mass, logprob))
-        return ProposedTokens(*map(list, zip(*drawn, strict=True)))
+        return drawn
 
     def _weights(
-        self, rows: Tensor, states: Sequence[CheckedState], at_last: Sequence[bool]
+        self,
+        laws: Sequence[Law],
+        rows: Sequence[Tensor],
+        states: Sequence[CheckedState],
+        at_last: Sequence[bool],
     ) -> tuple[Floats, Floats]:
-        """Return the tokens' probabilities ``[n, V]``, 0 where the constraint is not checked, with
-        the sum of all stop tokens at the end token; and the probability of each stop token, in order."""
-        if self.temperature != 1:
-            rows = sampling.truncate(rows, temperature=self.temperature)
-        weights: Floats = rows.cpu().double().exp().numpy()
+        """Return the tokens' weights ``[n, V]``, 0 where the constraint is not checked, with the sum of
+        all stop tokens at the end token; and the weight of each stop token, in order."""
+        weights: Floats = product(laws, rows).cpu().double().exp().numpy()
         distinct = {id(state): state for state in states}
         allowed = {key: state.mask().cpu().numpy() for key, state in distinct.items()}
         stops = sorted(self.ends.token_ids)
@@ -470,35 +448,46 @@ class TextModel:
                 row[np.arange(len(row)) != self.eos_token_id] = 0.0
         return weights, endings
 
-    async def _block_weights(self, blocks: Sequence[Block]) -> list[float]:
-        """Return the gains of log-weights by these blocks: one question to the model."""
-        contexts = [self.prompt + each.before.text.token_ids for each in blocks]
-        population = self.lm.population(contexts, adapter=self.adapter)
-        tokens = [each.token_ids for each in blocks]
-        scores = await population.score(tokens, temperature=self.temperature)
-        return [
-            math.fsum(score.tolist()) - block.logprob
-            for score, block in zip(scores, blocks, strict=True)
+    async def _weighed(
+        self, traces: Sequence[TextTrace], populations: Sequence[Population]
+    ) -> list[TextTrace]:
+        """Weigh the last units of these texts by the target: one question to each law."""
+        tokens = [each.tokens if each.log_weight > -math.inf else () for each in traces]
+        asked = zip(self.laws, populations, strict=True)
+        found = await gather_all(
+            [each.score(tokens, temperature=law.temperature) for law, each in asked]
+        )
+        for place, trace in enumerate(traces):
+            if trace.log_weight > -math.inf:
+                gained = [
+                    law.power * math.fsum(scores[place].tolist())
+                    for law, scores in zip(self.laws, found, strict=True)
+                ]
+                trace.log_weight = math.fsum(gained) - trace.log_proposal
+        inside = [
+            () if trace.finished or trace.log_weight == -math.inf else trace.tokens
+            for trace in traces
         ]
+        for each in populations:
+            each.extend(inside)
+        return [*traces]
 
-    async def _grown(
-        self, particles: Sequence[TextParticle], drawn: ProposedTokens, frontier: list[Population]
-    ) -> list[Growth]:
-        token_ids = drawn.token_ids
-        if self._start is not None and self.ends.token_ids:
+    async def _longer(self, traces: Sequence[TextTrace], drawn: Draws) -> list[TextTrace]:
+        """Return the texts with these tokens, and the constraint's states after them."""
+        token_ids = [token_id for token_id, _, _ in drawn]
+        if self._start is not None and self.ends.token_ids and self._proposer is None:
             # A rejection does not tell which stop token, so it is one for all.
             stop, end = min(self.ends.token_ids), self.eos_token_id
             token_ids = [stop if each == end else each for each in token_ids]
-        states = [particle.constraint_state for particle in particles]
-        if self.ends.strings:  # which are looked for in texts that are put together
-            trails = await asyncio.to_thread(self._longer, particles, token_ids, frontier)
-        else:
-            trails = self._longer(particles, token_ids, frontier)
+        states = [each.constraint_state for each in traces]
         if self._start is not None and are_quick(states):
             states = self._advanced(states, token_ids)
         elif self._start is not None:
             states = await asyncio.to_thread(self._advanced, states, token_ids)
-        return [*map(Growth, map(TextParticle, trails, states), drawn.log_masses, token_ids)]
+        own = traces, token_ids, drawn, states
+        if self.ends.strings:  # which are looked for in texts that are put together
+            return await asyncio.to_thread(self._traces, *own)
+        return self._traces(*own)
 
     def _advanced(
         self, states: Sequence[State | None], token_ids: Sequence[int]
@@ -516,34 +505,47 @@ class TextModel:
             fill(state for state in after.values() if state is not None)
         return [after[key] for key in keys]
 
-    def _longer(
+    def _traces(
         self,
-        particles: Sequence[TextParticle],
+        traces: Sequence[TextTrace],
         token_ids: Sequence[int],
-        frontier: list[Population],
-    ) -> list[Trail]:
+        drawn: Draws,
+        states: Sequence[State | None],
+    ) -> list[TextTrace]:
         """Return the texts as ``extended`` does, without a look at them where no string may end one."""
         ends, strings, vocab = self.ends.token_ids, self.ends.strings, self._byte_vocab
-        longest = self.max_steps - 1 if self._start is None else math.inf
-        trails = []
-        for number, (particle, token_id) in enumerate(zip(particles, token_ids, strict=True)):
-            trail = particle.trail
-            if token_id in ends:
-                trail = trail.ended()
-            elif strings and token_id != DEAD:
-                trail = Trail.of(self.extended(trail.text, token_id), frontier, number)
-            elif token_id != DEAD:
-                is_over = trail.count >= longest
-                trail = Trail(trail, token_id, vocab[token_id], is_over, frontier, number)
-            trails.append(trail)
-        return trails
+        longest = self.max_tokens - 1 if self._start is None else math.inf
+        new = []
+        for trace, token_id, (_, log_mass, logprob), state in zip(
+            traces, token_ids, drawn, states, strict=True
+        ):
+            if token_id == DEAD:
+                new.append(TextTrace(trace, constraint_state=state, log_weight=-math.inf))
+                continue
+            text, is_end = None, token_id in ends
+            if strings and not is_end:
+                text = self.extended(trace.generated, token_id)
+            new.append(
+                TextTrace(
+                    trace,
+                    (token_id,),
+                    b"" if is_end else vocab[token_id],
+                    constraint_state=state,
+                    log_weight=log_mass,
+                    log_proposal=logprob,
+                    finished=is_end or (trace.count >= longest if text is None else text.finished),
+                    is_end=is_end,
+                    text=text,
+                )
+            )
+        return new
 
-    def _complete(self, grown: Sequence[Growth]) -> list[bool]:
+    def _complete(self, traces: Sequence[TextTrace]) -> list[bool]:
         """Return whether each text ends here, without a stop."""
         return [
-            token_id != DEAD
-            and (each.trail.count >= self.max_steps or self._is_complete(each.constraint_state))
-            for each, _, token_id in grown
+            each.log_weight > -math.inf
+            and (each.count >= self.max_tokens or self._is_complete(each.constraint_state))
+            for each in traces
         ]
 
     def _is_complete(self, state: State) -> bool:
@@ -551,22 +553,20 @@ class TextModel:
         words = words_of(state)[0]
         return not (words & ~_packed_tokens({self.eos_token_id}, len(words)).numpy()).any()
 
-    async def _ended(self, grown: Sequence[Growth], complete: Sequence[bool]) -> list[Growth]:
+    async def _ended(
+        self, traces: Sequence[TextTrace], complete: Sequence[bool]
+    ) -> list[TextTrace]:
         """Finish the complete texts; a text that the constraint does not accept is dead."""
-        ending = [each.particle for each, ends in zip(grown, complete, strict=True) if ends]
+        ending = [each for each, ends in zip(traces, complete, strict=True) if ends]
         states = {id(each.constraint_state): each.constraint_state for each in ending}
         answers = await gather_all([self._accepts(state) for state in states.values()])
         accepts = dict(zip(states, answers, strict=True))
-        ended = list(grown)
-        for place, (particle, log_weight, token_id) in enumerate(grown):
-            if not complete[place]:
-                continue
-            if accepts[id(particle.constraint_state)]:
-                over = replace(particle, trail=particle.trail.ended())
-                ended[place] = Growth(over, log_weight, token_id)
-            else:
-                ended[place] = Growth(particle, -math.inf, DEAD)
-        return ended
+        for trace, ends in zip(traces, complete, strict=True):
+            if ends and accepts[id(trace.constraint_state)]:
+                trace.finished = True
+            elif ends:
+                trace.log_weight = -math.inf
+        return [*traces]
 
     async def _accepts(self, state: State) -> bool:
         """Return whether a text may end here."""
@@ -575,28 +575,79 @@ class TextModel:
         return state.accepting
 
     async def _judged(
-        self, particles: Sequence[TextParticle], grown: Sequence[Growth]
-    ) -> list[Growth]:
+        self, before: Sequence[TextTrace], traces: Sequence[TextTrace]
+    ) -> list[TextTrace]:
         """Weigh texts that are finished now by the potential, and the others by the twist."""
-        is_weighed = self.potential is not None or self._twist is not None
-        if not (is_weighed or any(each.log_twist for each in particles)):
-            return list(grown)
-        twists = {place: 0.0 for place, each in enumerate(grown) if each.log_weight > -math.inf}
-        judges = ("potential", self.potential, True), ("twist", self._twist, False)
-        for name, function, finished in judges:
-            places = [place for place in twists if grown[place].particle.finished == finished]
-            if function is not None and places:
-                texts = [grown[place].particle.generated for place in places]
+        if self.potential is None and self._twist is None:
+            return [*traces]
+        alive = [each for each in traces if each.log_weight > -math.inf]
+        for name, function, finished in (
+            ("potential", self.potential, True),
+            ("twist", self._twist, False),
+        ):
+            judged = [each for each in alive if each.finished == finished]
+            values = [0.0] * len(judged)
+            if function is not None and judged:
+                texts = [each.generated for each in judged]
                 values = await checks.evaluate_potential(name, function, texts)
-                twists.update(zip(places, values, strict=True))
-        judged = list(grown)
-        for place, twist in twists.items():
-            particle, log_weight, token_id = grown[place]
-            gained = log_weight + twist - particles[place].log_twist
-            if twist != particle.log_twist:
-                particle = replace(particle, log_twist=twist)
-            judged[place] = Growth(particle, gained, token_id)
-        return judged
+            for trace, value in zip(judged, values, strict=True):
+                trace.log_weight += value if finished else 0.0
+                trace.log_twist = 0.0 if finished else value
+        return [*traces]
+
+
+def _append(
+    populations: Sequence[Population], new: Sequence[TextTrace], going: Sequence[int]
+) -> None:
+    """Append the last token of each text that goes on to its sequences."""
+    tokens = np.full(len(new), -1)
+    for place in going:
+        if not new[place].finished and (drawn := new[place].tokens):
+            tokens[place] = drawn[-1]
+    for each in populations:
+        each.append(tokens)
+
+
+def _joined(before: TextTrace, last: TextTrace) -> TextTrace:
+    """Return the tokens after ``before`` as one unit."""
+    parts = last.path()[before.units :]
+    if len(parts) == 1:
+        return last
+    tokens = tuple([each for part in parts for each in part.tokens])
+    return TextTrace(
+        before,
+        tokens,
+        b"".join([part.data for part in parts]),
+        constraint_state=last.constraint_state,
+        log_weight=sum(part.log_weight for part in parts),
+        log_proposal=sum(part.log_proposal for part in parts),
+        finished=last.finished,
+        is_end=before.count + len(tokens) > last.count,
+        text=last._text,
+    )
+
+
+def _spread(masks: Tensor | None, where: Any) -> Tensor | None:
+    """Return masks of the sequences at these places as masks of all."""
+    if masks is None or where is None:
+        return masks
+    whole = torch.zeros(len(where), masks.shape[1], dtype=masks.dtype)
+    whole[torch.from_numpy(where)] = masks
+    return whole
+
+
+def _draw_from_product(
+    laws: Sequence[Law], rows: Sequence[Tensor], masks: Tensor | None, seeds: Any
+) -> sampling.BatchDraw:
+    """Draw from the product of laws under masks, with the sums of its allowed weights as masses."""
+    weights = product(laws, rows)
+    total = weights.logsumexp(dim=-1, keepdim=True)
+    found = sampling.draw(
+        weights - total.masked_fill(total == -math.inf, 0.0),
+        mask=None if masks is None else masks.view(torch.uint8).to(weights.device),
+        uniforms=sampling.seeded_uniforms(seeds).to(weights.device),
+    )
+    return found._replace(log_mass=found.log_mass + total.squeeze(-1))
 
 
 def _packed_tokens(token_ids: Iterable[int | None], count: int) -> Tensor:
@@ -608,23 +659,17 @@ def _packed_tokens(token_ids: Iterable[int | None], count: int) -> Tensor:
     return torch.from_numpy(words.view(np.int32))
 
 
-def _block_size(lm: AsyncLM, proposal: Any, block: Any, adapter: Any, longest: int) -> int | None:
-    """Return the tokens of a block, ``None`` unless another runtime proposes, whose arguments are checked
-    for contexts of up to ``longest`` tokens."""
-    if not isinstance(proposal, AsyncLM):
-        if block is not None or adapter is not None:
-            raise InvalidRequest(
-                "block and proposal_adapter are for proposal=another runtime, which draws the tokens"
-            )
+def _proposal_law(law: Law, proposal: Any) -> Law | None:
+    """Return the law that proposes, ``None`` if the target does. Raises InvalidRequest otherwise."""
+    if proposal is None or (isinstance(proposal, str) and proposal in ("mask", "awrs")):
         return None
-    if proposal is not lm and proposal.byte_vocab != lm.byte_vocab:
+    if isinstance(proposal, AsyncLM):
+        proposal = Law(proposal, law.prompt, temperature=law.temperature)
+    if not isinstance(proposal, Law):
         raise InvalidRequest(
-            f"the proposal has another vocabulary, of {proposal.vocab_size} tokens, and the model's has "
-            f"{lm.vocab_size}: give a runtime whose tokens are the same ones, by number and by bytes"
+            f'proposal is {displayed(proposal)}: give "mask" or "awrs", or a law or a runtime'
         )
-    if longest > proposal.max_model_len:
-        raise ContextTooLong(
-            f"prompt and text need a context of {longest}, and the proposal's is "
-            f"{proposal.max_model_len}: shorten one of them, or give another proposal"
-        )
-    return 8 if block is None else check_int("block", block, 1)
+    if proposal.power != 1:
+        raise InvalidRequest("a proposal has power 1: give a temperature instead")
+    law.check_vocabulary(proposal, "the proposal")
+    return proposal

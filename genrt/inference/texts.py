@@ -1,4 +1,4 @@
-"""A text as it grows, and how it ends: by tokens, by strings, or without either."""
+"""A text as it grows, and the ways in which it ends: by tokens, by strings, or without either."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import operator
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal, Self, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast
 
 from genrt.errors import InvalidRequest
+from genrt.inference.model import Trace
 from genrt.numbers import displayed
 from genrt.populations import Population
 from genrt.tokens.texts import Text
@@ -85,73 +86,82 @@ def parse_stop(stop: Any, *, eos_token_id: int | None, vocab_size: int) -> Ends:
     return Ends(frozenset(token_ids), tuple(strings), False)
 
 
-class Trail:
-    """One text: its last token and its prefix, joined at the first access. The joined text replaces the
-    prefix, so that no token is stored twice. A copy or a pickle has no frontier: the runtime looks it up
-    by its tokens.
+class TextTrace(Trace):
+    """One text as it grows. Its tokens are joined at the first access. A copy or a pickle has no place in
+    a population; the runtime looks its sequence up by its tokens.
 
     Attributes:
-        token_id: its last token, where it has a frontier.
-        count: the number of its tokens.
-        finished: true if the text is complete.
-        frontier: a list with the population of all prefixes of its step before their last tokens, until
-            the next step takes it; so a history of particles holds no population. ``None`` if unknown.
-        number: its place in that population.
+        count: the number of the text's tokens.
+        data: the bytes of the last unit.
+        constraint_state: the constraint's state after it, ``None`` without a constraint.
+        populations: a list with the populations of all texts of its step, until the next step takes them;
+            so a history of traces holds no population. ``None`` if unknown.
+        place: its place in them.
     """
 
-    __slots__ = ("_before", "_data", "_text", "count", "finished", "frontier", "number", "token_id")
+    __slots__ = ("_text", "constraint_state", "count", "data", "place", "populations")
+
+    before: TextTrace | None
+    constraint_state: Any
+    populations: list[list[Population]] | None
 
     def __init__(
         self,
-        before: Trail,
-        token_id: int,
-        data: bytes,
-        finished: bool,
-        frontier: list[Population] | None = None,
-        number: int = 0,
+        before: TextTrace | None = None,
+        tokens: tuple[int, ...] = (),
+        data: bytes = b"",
+        *,
+        constraint_state: Any = None,
+        log_weight: float = 0.0,
+        log_proposal: float = 0.0,
+        finished: bool = False,
+        is_end: bool = False,
+        text: Text | None = None,
     ) -> None:
-        """Add a token and its bytes to a text."""
-        self._before: Trail | None = before
-        self._data, self.token_id = data, token_id
-        self._text: Text | None = None
-        self.count: int = before.count + 1
-        self.finished, self.frontier, self.number = finished, frontier, number
-
-    @classmethod
-    def of(cls, text: Text, frontier: list[Population] | None = None, number: int = 0) -> Self:
-        """Return a joined text."""
-        made = cls.__new__(cls)
-        made._before, made._data, made._text = None, b"", text
-        made.token_id = text.token_ids[-1] if text.token_ids else -1
-        made.count, made.finished = len(text.token_ids), text.finished
-        made.frontier, made.number = frontier, number
-        return made
+        """
+        Args:
+            tokens: what is drawn after ``before``; if ``is_end``, the last one ends the text.
+            text: the text, if it is not that of ``before`` and ``tokens``.
+        """
+        # Written out, because a step makes one for each particle.
+        self.before, self.tokens, self.data, self.finished = before, tokens, data, finished
+        self.log_weight, self.log_proposal = log_weight, log_proposal
+        self.constraint_state, self.populations, self.place = constraint_state, None, 0
+        self._text = text
+        if before is None:
+            self.units, self.count, self.log_twist = 0, 0, 0.0
+            self._text = Text() if text is None else text
+        else:
+            self.units, self.log_twist = before.units + 1, before.log_twist
+            self.count = before.count + len(tokens) - is_end
+        if self._text is not None:
+            self.count = len(self._text.token_ids)
 
     @property
-    def text(self) -> Text:
-        """The text, joined at the first access."""
-        trail, after = self, list[Trail]()
-        # In this order: another thread drops the prefix once the text is set.
-        while (before := trail._before) is not None and trail._text is None:
-            after.append(trail)
-            trail = before
-        begun = cast("Text", trail._text)
-        if not after:
-            return begun
-        after.reverse()
-        token_ids = (*begun.token_ids, *[each.token_id for each in after])
-        data = begun.bytes + b"".join([each._data for each in after])
-        self._text = text = Text(token_ids, data, self.finished)
-        self._before = None
-        return text
+    def generated(self) -> Text:
+        """The text, without the prompt and without the end token."""
+        after, trace = list[TextTrace](), self
+        while trace._text is None:
+            after.append(trace)
+            trace = cast("TextTrace", trace.before)
+        begun = trace._text
+        if after:
+            after.reverse()
+            drawn = [token for each in after for token in each.tokens]
+            token_ids = (*begun.token_ids, *drawn)[: self.count]
+            data = begun.bytes + b"".join([each.data for each in after])
+            begun = self._text = Text(token_ids, data, self.finished)
+        return begun
 
-    def ended(self) -> Trail:
-        """Return the same text, over."""
-        text = self.text
-        return Trail.of(Text(text.token_ids, text.bytes, finished=True))
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The generated tokens, without the end token."""
+        return self.generated.token_ids
 
-    def __reduce__(self) -> tuple[object, tuple[Text]]:
-        return Trail.of, (self.text,)
+    def _part(self, name: str) -> Any:
+        if name == "_text" and not (self.finished or self.before is None):
+            return None  # it is joined again; only a finished text may differ from its tokens
+        return {"populations": None, "place": 0}.get(name, getattr(self, name))
 
     def __repr__(self) -> str:
-        return f"Trail({self.text!r})"
+        return f"TextTrace({self.generated!r})"

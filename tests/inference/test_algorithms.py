@@ -161,7 +161,7 @@ async def proposed(case: Case) -> None:
         ngram.vocabulary, ngram.table.clamp(min=-3.0) * 0.8, eos_token_id=ngram.eos_token_id
     )
     async with await genrt.aload(other, engine="exact") as small:
-        model = case.text_model(proposal=small, block=2)
+        model = case.text_model(proposal=small, unit=2)
         sampler = SMC(model, num_particles=5, resample_when=0.9)
         results = await asyncio.gather(*(sampler.run(seed) for seed in range(40)))
     runs = [(result.token_ids, result.log_weights) for result in results]

@@ -20,6 +20,7 @@ from genrt.engines.exact import NGram
 from genrt.errors import ContextTooLong, InvalidRequest
 from genrt.inference import (
     SMC,
+    Law,
     TextModel,
     importance_sampling,
 )
@@ -51,27 +52,21 @@ def row_of(ngram: NGram, before: tuple[int, ...], temperature: float) -> torch.T
     return sampling.truncate(row, temperature=temperature)
 
 
-@pytest.mark.parametrize(("block", "temperature"), [(1, 0.7), (3, 1.0), (5, 1.0)])
+@pytest.mark.parametrize(("unit", "temperature"), [(1, 0.7), (3, 1.0), (5, 1.0)])
 async def test_every_weight_is_that_of_its_text(
-    lm: AsyncLM, small: AsyncLM, block: int, temperature: float
+    lm: AsyncLM, small: AsyncLM, unit: int, temperature: float
 ) -> None:
     """Without resampling, by hand: the probability by the one model over that by the other."""
     constraint = regex("(a|b)*b", lm)
     model = TextModel(
-        lm, PROMPT, max_tokens=LENGTH, constraint=constraint, temperature=temperature,
-        proposal=small, block=block,
+        Law(lm, PROMPT, temperature=temperature), max_tokens=LENGTH, constraint=constraint,
+        proposal=Law(small, PROMPT, temperature=temperature), unit=unit,
     )  # fmt: skip
     smc = importance_sampling(model, num_particles=100)
     state = smc.init(1)
     while not state.done:
-        state, info = await smc.step(state)
-        ends_block = (info.step + 1) % block == 0 or info.step == LENGTH - 1
-        # Dead ends apart, no weight moves inside of a block, nor is a text finished there.
-        assert ends_block or set(info.log_increments.tolist()) <= {0.0, -math.inf}
-        assert ends_block or all(
-            each.finished == (each.trail.finished and each.block is None)
-            for each in state.particles
-        )
+        state, _ = await smc.step(state)
+    assert state.step == model.max_steps == -(-LENGTH // unit)
     seen = 0
     for particle, log_weight in zip(state.particles, state.log_weights, strict=True):
         if log_weight == -math.inf:
@@ -102,7 +97,7 @@ async def test_a_block_is_one_question_to_the_model(length: int, block: int) -> 
         await genrt.aload(MODEL, **options) as lm,
         await genrt.aload(SMALL, **options) as small,
     ):
-        model = TextModel(lm, PROMPT, max_tokens=length, proposal=small, block=block)
+        model = TextModel(lm, PROMPT, max_tokens=length, proposal=small, unit=block)
         result = await SMC(model, num_particles=40).run(0)
         assert len({len(each) for each in result.token_ids}) > 2
         assert lm.statistics().engine.steps == -(-length // block)
@@ -117,12 +112,13 @@ async def test_what_does_not_fit_is_refused(lm: AsyncLM, small: AsyncLM) -> None
     ):
         with pytest.raises(InvalidRequest, match="another vocabulary"):
             TextModel(lm, PROMPT, max_tokens=4, proposal=foreign)
-        with pytest.raises(ContextTooLong, match="the proposal's is 4"):
+        with pytest.raises(ContextTooLong, match="the model's is 4"):
             TextModel(lm, PROMPT, max_tokens=5, proposal=short)
-    lacking: list[dict[str, Any]] = [{"block": 2}, {"proposal_adapter": "a"}]
-    for more in (*lacking, {"block": 2, "proposal": "mask"}):
-        with pytest.raises(InvalidRequest, match="proposal=another runtime"):
+    for more in ({"unit": 0}, {"unit": ""}, {"unit": 1.5}):
+        with pytest.raises(InvalidRequest, match="unit"):
             TextModel(lm, PROMPT, max_tokens=4, **more)
+    with pytest.raises(InvalidRequest, match="power 1"):
+        TextModel(lm, PROMPT, max_tokens=4, proposal=Law(small, PROMPT, power=2.0))
 
 
 # -- on vLLM ------------------------------------------------------------------------------------
@@ -181,8 +177,8 @@ async def test_weights_on_vllm_are_those_of_rows(
     lm = pair[0]
     proposal = pair[1] if proposal_adapter is None else lm
     model = TextModel(
-        lm, BEGIN, max_tokens=10, stop=None, proposal=proposal, block=4, adapter=adapter,
-        proposal_adapter=proposal_adapter, temperature=temperature,
+        lm, BEGIN, max_tokens=10, stop=None, unit=4, adapter=adapter, temperature=temperature,
+        proposal=Law(proposal, BEGIN, adapter=proposal_adapter, temperature=temperature),
     )  # fmt: skip
     before = lm.statistics().engine
     result = await importance_sampling(model, num_particles=6).run(3)

@@ -23,7 +23,6 @@ from genrt.inference import (
     BestOfN,
     Deaths,
     Execution,
-    Growth,
     MetropolisHastings,
     Program,
     Result,
@@ -337,7 +336,7 @@ def test_a_resampler_that_gives_no_ancestors_is_refused(chosen: Any) -> None:
 
 
 class Wrong:
-    """A model that says something else of its first growth than it should."""
+    """A model that says something else of its first trace than it should."""
 
     max_steps = 2
 
@@ -347,20 +346,23 @@ class Wrong:
     def start(self) -> Any:
         return self._model.start()
 
-    async def grow(self, particles: Sequence[Any], seed: int) -> list[Growth]:
-        first, *others = await self._model.grow(particles, seed)
-        return others if self._gain is None else [first._replace(log_weight=self._gain), *others]
+    async def extend(self, traces: Sequence[Any], seed: int) -> list[Any]:
+        first, *others = await self._model.extend(traces, seed)
+        if self._gain is None:
+            return others
+        first.log_weight = self._gain
+        return [first, *others]
 
-    def text(self, particle: Any) -> str:
-        return self._model.text(particle)
+    def text(self, trace: Any) -> str:
+        return self._model.text(trace)
 
-    def value(self, particle: Any) -> Any:
-        return self._model.value(particle)
+    def value(self, trace: Any) -> Any:
+        return self._model.value(trace)
 
 
 @pytest.mark.parametrize(
     ("gain", "message"),
-    [(math.nan, "gained nan"), (math.inf, "gained inf"), (None, "gave 2 growths of 3 particles")],
+    [(math.nan, "gained nan"), (math.inf, "gained inf"), (None, "made 2 of 3 traces")],
 )
 @pytest.mark.parametrize("name", ["SMC", "Metropolis-Hastings"])
 def test_every_algorithm_refuses_what_a_wrong_model_gives(
@@ -379,4 +381,4 @@ def test_a_model_without_a_runtime_has_no_statistics_and_tokens_without_names() 
     with genrt.load(MODEL, engine="exact") as lm:
         result = SMC(Wrong(lm, 0.0), num_particles=3).run_sync(0)
     assert result.statistics is None
-    assert f"⟨{result.infos[0].token_ids[0]}⟩" in result.genealogy().svg
+    assert f"⟨{result.infos[0].token_ids[0, 0]}⟩" in result.genealogy().svg

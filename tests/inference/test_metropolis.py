@@ -18,7 +18,6 @@ from genrt.constraints import predicate, regex
 from genrt.engines.exact import NGram
 from genrt.inference import (
     Chains,
-    Growth,
     MetropolisHastings,
     Model,
     Moves,
@@ -41,33 +40,28 @@ def no_bb(text: Text) -> bool:
     return b"bb" not in text.bytes
 
 
-async def grown(model: Model, count: int, seed: int) -> list[tuple[Growth, ...]]:
-    """Independent particles of a model, each with all of its growths."""
-    histories: list[list[Growth]] = [[] for _ in range(count)]
+async def grown(model: Model, count: int, seed: int) -> list[Any]:
+    """Independent finished or dead traces of a model."""
+    traces = [model.start() for _ in range(count)]
     going, step = list(range(count)), 0
     while going:
-        particles = [histories[i][-1].particle if histories[i] else model.start() for i in going]
-        for i, growth in zip(going, await model.grow(particles, 1000 * seed + step), strict=True):
-            histories[i].append(growth)
+        longer = await model.extend([traces[i] for i in going], 1000 * seed + step)
+        for i, trace in zip(going, longer, strict=True):
+            traces[i] = trace
         step += 1
-        going = [
-            i
-            for i in going
-            if histories[i][-1].log_weight > -math.inf and not histories[i][-1].particle.finished
-        ]
-    return [tuple(history) for history in histories]
+        going = [i for i in going if traces[i].gain > -math.inf and not traces[i].finished]
+    return traces
 
 
 async def exact_chains(model: Model, count: int, *, most: int = 400) -> Chains:
     """Up to ``most`` chains that begin with independent, exact draws, for models with weights up to 1."""
     rng = np.random.default_rng(0)
-    histories = await grown(model, count, 1)
     chains = []
-    for history in histories:
-        log_weight = sum(growth.log_weight for growth in history)
+    for trace in await grown(model, count, 1):
+        log_weight = sum(each.gain for each in trace.path())
         assert log_weight <= 1e-6
         if math.log1p(-rng.random()) <= log_weight:
-            chains.append(history)
+            chains.append(trace)
     return Chains(tuple(chains[:most]), 1, 7)
 
 
@@ -78,7 +72,7 @@ async def moved(model: Model, state: Chains, *, steps: int) -> tuple[list[Any], 
     for _ in range(steps):
         state, made = await sampler.step(state)
         moves.append(made)
-    return [model.value(chain[-1].particle) for chain in state.chains if chain], moves
+    return [model.value(chain) for chain in state.chains if chain], moves
 
 
 def case(name: str, lm: AsyncLM) -> tuple[TextModel, dict[Any, float]]:
@@ -111,7 +105,7 @@ async def test_moves_leave_the_law_as_it_is(name: str) -> None:
         model, law = case(name, lm)
         state = await exact_chains(model, {"plain": 400, "twist": 1400, "awrs": 700}[name])
         assert len(state.chains) > 80
-        assert_samples_from([model.value(each[-1].particle) for each in state.chains if each], law)
+        assert_samples_from([model.value(each) for each in state.chains], law)
         for steps in (1, 4):
             values, moves = await moved(model, state, steps=steps)
             assert_samples_from(values, law)
@@ -132,15 +126,15 @@ async def test_ratios_are_those_of_the_detailed_balance() -> None:
     ):
         assert old is not None
         assert new is not None
-        assert 0 <= cut < len(old)
-        assert [g.token_id for g in new[:cut]] == [g.token_id for g in old[:cut]]
+        assert 0 <= cut < old.units
+        assert new.cut(cut).token_ids == old.cut(cut).token_ids
         if not accepted:
             assert new is old
             continue
-        gained = sum(g.log_weight for g in new) - sum(g.log_weight for g in old)
-        expected = gained + math.log(len(old) / len(new))
+        gained = sum(each.gain for each in new.path()) - sum(each.gain for each in old.path())
+        expected = gained + math.log(old.units / new.units)
         assert ratio == pytest.approx(expected, abs=1e-9)
-        lengths.add(len(new) - len(old))
+        lengths.add(new.units - old.units)
     assert len(lengths) > 2
 
 
@@ -160,9 +154,10 @@ async def test_a_result_has_its_chains() -> None:
     for place in range(6):
         for step, (state, _) in enumerate(counted):
             chain = state.chains[place]
-            assert chains.values[place][step] == model.value(chain[-1].particle)
-            assert chains.lengths[place, step] == len(chain[-1].particle.token_ids)
-            gained = sum(growth.log_weight for growth in chain)
+            assert chains.values[place][step] == model.value(chain)
+            assert chain is not None
+            assert chains.lengths[place, step] == len(chain.token_ids)
+            gained = sum(each.gain for each in chain.path())
             assert chains.log_weights[place, step] == pytest.approx(gained)
         accepted = [bool(moves.accepted[place]) for _, moves in counted]
         assert chains.acceptance[place] == pytest.approx(np.mean(accepted))
@@ -182,15 +177,13 @@ async def test_some_chains_may_find_none_and_the_others_go_on() -> None:
         for _ in range(4):
             state, moves = await sampler.step(state)
             seen.append(moves)
-        found = np.array([chain != () for chain in state.chains])
+        found = np.array([chain is not None for chain in state.chains])
         assert 0 < found.sum() < 40
         assert seen[0].accepted.tolist() == found.tolist()
         for moves in seen[1:]:
             assert not moves.accepted[~found].any()
             assert (moves.log_ratios[~found] == -math.inf).all()
-        assert all(
-            model.text(chain[-1].particle).count("b") == 2 for chain in state.chains if chain
-        )
+        assert all(model.text(chain).count("b") == 2 for chain in state.chains if chain)
         result = sampler.result(state, infos=seen)
         assert result.chains is not None
         assert (len(result.chains.values), result.chains.missing) == (found.sum(), 40 - found.sum())

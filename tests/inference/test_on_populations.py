@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import genrt
 from genrt.engines.exact import NGram
 from genrt.inference import SMC, State, TextModel, importance_sampling
-from genrt.inference.texts import Trail
+from genrt.inference.texts import TextTrace
 from genrt.lm import AsyncLM
 from genrt.populations import Population
 from genrt.tokens.texts import Text
@@ -45,8 +45,8 @@ def lm(llama: Path) -> Iterator[AsyncLM]:
 
 def populations_in(state: State) -> list[Population]:
     """The populations that a state's particles go on from."""
-    frontiers = {id(each.trail.frontier): each.trail.frontier or [] for each in state.particles}
-    return [population for frontier in frontiers.values() for population in frontier]
+    kept = {id(each.populations): each.populations or [] for each in state.particles}
+    return [population for own in kept.values() for several in own for population in several]
 
 
 def told(state: State) -> tuple[list[tuple[int, ...]], list[float]]:
@@ -72,41 +72,48 @@ VOCABULARY = [b"a", b"", b"\xc3", b"\xa9", b"bc"]
 
 @settings(deadline=None)
 @given(st.data())
-def test_a_trail_is_its_text(data: st.DataObject) -> None:
-    """Trails that branch, and are read, copied and pickled in any order; a copy knows no place."""
+def test_a_trace_is_its_text(data: st.DataObject) -> None:
+    """Traces that branch, and are read, copied and pickled in any order; a copy knows no place."""
     places: list[Any] = [object()]
     begun = Text((3,), b"x")
-    trails: list[tuple[Trail, Text]] = [(Trail.of(Text()), Text()), (Trail.of(begun), begun)]
+    traces: list[tuple[TextTrace, Text]] = [
+        (TextTrace(), Text()),
+        (TextTrace(text=begun), begun),
+    ]
     for _ in range(data.draw(st.integers(0, 20))):
-        trail, text = data.draw(st.sampled_from(trails))
+        trace, text = data.draw(st.sampled_from(traces))
         what = data.draw(st.sampled_from(["grow", "grow", "grow", "read", "end", "copy", "pickle"]))
         if what == "grow":
             token_id = data.draw(st.integers(0, len(VOCABULARY) - 1))
-            finished = data.draw(st.booleans())
-            longer = Text((*text.token_ids, token_id), text.bytes + VOCABULARY[token_id], finished)
-            trails.append((Trail(trail, token_id, VOCABULARY[token_id], finished, places), longer))
+            longer = Text((*text.token_ids, token_id), text.bytes + VOCABULARY[token_id])
+            grown = TextTrace(trace, (token_id,), VOCABULARY[token_id])
+            grown.populations = places
+            traces.append((grown, longer))
         elif what == "read":
-            assert trail.text == text
+            assert trace.generated == text
         elif what == "end":
-            trails.append((trail.ended(), Text(text.token_ids, text.bytes, finished=True)))
-        elif what == "copy":
-            trails.append((copy.deepcopy(trail), text))
-            assert trails[-1][0].frontier is None
+            ended = TextTrace(trace, (4,), finished=True, is_end=True)
+            assert ended.generated == Text(text.token_ids, text.bytes, finished=True)
         else:
-            trails.append((pickle.loads(pickle.dumps(trail)), text))  # noqa: S301
-    for trail, text in trails:
-        assert (trail.count, trail.finished) == (len(text.token_ids), text.finished)
-        assert (trail.text, str(trail.text)) == (text, str(text))
-        assert trail.text is trail.text
+            copied = copy.copy(trace) if what == "copy" else pickle.loads(pickle.dumps(trace))  # noqa: S301
+            assert (copied.populations, copied.units) == (None, trace.units)
+            traces.append((copied, text))
+    for trace, text in traces:
+        assert (trace.count, trace.finished) == (len(text.token_ids), text.finished)
+        assert (trace.generated, trace.token_ids) == (text, text.token_ids)
+        assert trace.generated is trace.generated
+        for units in range(trace.units):
+            assert trace.cut(units).units == units
 
 
-def test_a_long_trail_is_read_and_dropped() -> None:
-    trail = Trail.of(Text())
+def test_a_long_trace_is_read_pickled_and_dropped() -> None:
+    trace = TextTrace()
     for _ in range(100_000):
-        trail = Trail(trail, 0, b"a", False)
-    longest = Trail(trail, 4, b"bc", True)
-    assert len(longest.text) == 100_002
-    del longest, trail
+        trace = TextTrace(trace, (0,), b"a")
+    assert len(pickle.loads(pickle.dumps(trace)).token_ids) == 100_000  # noqa: S301
+    longest = TextTrace(trace, (4,), b"bc", finished=True)
+    assert len(longest.generated) == 100_002
+    del longest, trace
 
 
 # -- on vLLM ------------------------------------------------------------------------------------

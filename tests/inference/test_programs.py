@@ -78,12 +78,12 @@ class Forgetful:
         self.max_steps = program.max_steps
         self.start, self.text, self.value = program.start, program.text, program.value
 
-    async def grow(self, particles: Any, seed: int) -> Any:
-        for particle in particles:
-            for _, coroutine in particle.live:
+    async def extend(self, traces: Any, seed: int) -> Any:
+        for trace in traces:
+            for _, coroutine in trace.live:
                 coroutine.close()
-            particle.live.clear()
-        return await self.program.grow(particles, seed)
+            trace.live.clear()
+        return await self.program.extend(traces, seed)
 
 
 # -- the law ----------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ async def test_a_choice_without_a_change_of_weight_before_it_makes_no_step() -> 
     with genrt.load(EXPERTS, engine="exact") as lm:
         result = await SMC(Program(lm, program), num_particles=3).run(0)
     assert len(result.infos) == 2
-    assert [info.token_ids.tolist() for info in result.infos][1] == [-1, -1, -1]
+    assert [info.token_ids[:, 0].tolist() for info in result.infos][1] == [-1, -1, -1]
 
 
 async def test_a_particle_that_is_dead_draws_nothing_more() -> None:
@@ -374,7 +374,7 @@ async def test_a_step_is_one_sample_and_one_flush() -> None:
         async for state, info in smc.steps(smc.init(0)):
             steps, finished = steps + 1, list(state.particles)
             assert all(len(each.token_ids) == steps for each in state.particles)
-            assert [each.token_ids[-1] for each in state.particles] == info.token_ids.tolist()
+            assert [each.token_ids[-1] for each in state.particles] == info.token_ids[:, 0].tolist()
             assert state.done == (steps == 3)
             assert lm.statistics().batcher.flushes == steps
     assert {smc.model.value(each) for each in finished} == {4}

@@ -6,6 +6,7 @@ Evidence and posterior are in ``test_algorithms.py``.
 from __future__ import annotations
 
 import asyncio
+import copy
 import math
 import pickle
 import xml.etree.ElementTree as ET
@@ -32,7 +33,6 @@ from genrt.inference import (
     Result,
     State,
     TextModel,
-    TextParticle,
     importance_sampling,
     infilling,
     multinomial,
@@ -40,7 +40,6 @@ from genrt.inference import (
     residual,
     stratified,
 )
-from genrt.inference.texts import Trail
 from genrt.lm import AsyncLM
 from genrt.tokens.texts import Text
 
@@ -97,7 +96,7 @@ SAMPLERS: dict[str, Callable[[AsyncLM, AsyncLM], Any]] = {
     "SMC, no stop": lambda lm, small: smc(words(lm, stop=None), resample=partial),
     "SMC, tempered": lambda lm, small: smc(words(lm, temperature=0.7, stop=[END_TOKEN, 0])),
     "SMC, by rejection": lambda lm, small: smc(text(lm, constraint=predicate(even, lm))),
-    "SMC, in blocks": lambda lm, small: smc(words(lm, proposal=small, block=3)),
+    "SMC, in blocks": lambda lm, small: smc(words(lm, proposal=small, unit=3)),
     "program": lambda lm, small: smc(Program(lm, by_hand)),
     "infilling": lambda lm, small: smc(infilling(lm, [0], [1], max_tokens=3)),
     "chains": lambda lm, small: MetropolisHastings(
@@ -129,7 +128,9 @@ def figures(result: Result) -> Any:
 def content(state: Any) -> Any:
     """What a state holds, which can be compared."""
     if isinstance(state, Chains):
-        return [[growth[1:] for growth in chain] for chain in state.chains], state.step
+        return [
+            [(each.gain, each.tokens) for each in chain.path()] for chain in state.chains if chain
+        ], state.step
     if isinstance(state, State):
         return [each.token_ids for each in state.particles], state.log_weights.tolist(), state.step
     return state
@@ -138,19 +139,10 @@ def content(state: Any) -> Any:
 def without_places(state: Any) -> Any:
     """The same state, of which no text knows its place in a population, and no program runs."""
 
-    def forgotten(particle: Any) -> Any:
-        if isinstance(particle, TextParticle):
-            return replace(particle, trail=Trail.of(particle.generated))
-        return replace(particle, live=[])
-
     if isinstance(state, Chains):
-        chains = [
-            tuple(each._replace(particle=forgotten(each.particle)) for each in chain)
-            for chain in state.chains
-        ]
-        return replace(state, chains=tuple(chains))
+        return replace(state, chains=tuple(map(copy.copy, state.chains)))
     if isinstance(state, State):
-        return replace(state, particles=tuple(map(forgotten, state.particles)))
+        return replace(state, particles=tuple(map(copy.copy, state.particles)))
     return state
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from genrt.inference.display.formatting import (
     BLUE,
@@ -69,15 +70,14 @@ class Lineage:
 def leaves_of(infos: Sequence[Info]) -> dict[End, list[Node]]:
     """Return the leaves by how they end: survivors by weight, all first copies of a text before second
     copies, and so on; the others by step."""
-    dropped = np.array([info.log_weights for info in infos]) > -math.inf
-    died = np.array([info.log_increments for info in infos]) == -math.inf
-    places, columns = np.arange(died.shape[1]), []
+    dropped = [info.log_weights > -math.inf for info in infos]
+    places, columns = np.arange(len(infos[-1].ancestors)), []
     for step, info in reversed([*enumerate(infos)]):
         if step:
-            dropped[step - 1, info.ancestors] = False
+            dropped[step - 1][info.ancestors] = False
         columns.append(info.token_ids[places])
         places = info.ancestors[places]
-    log_weights, texts = infos[-1].log_weights, np.stack(columns[::-1], axis=1)
+    log_weights, texts = infos[-1].log_weights, np.concatenate(columns[::-1], axis=1)
     seen, ranked = Counter[bytes](), []
     for particle in np.argsort(-log_weights, kind="stable").tolist():
         if log_weights[particle] > -math.inf:
@@ -85,12 +85,18 @@ def leaves_of(infos: Sequence[Info]) -> dict[End, list[Node]]:
             ranked.append((seen[text], particle))
             seen[text] += 1
     ranked.sort(key=lambda each: each[0])
-    dropped[-1] = False
+    dropped[-1][:] = False
+    died = [info.log_increments == -math.inf for info in infos]
     return {
         "survived": [(len(infos) - 1, particle) for _, particle in ranked],
-        "died": [(step, particle) for step, particle in np.argwhere(died).tolist()],
-        "dropped": [(step, particle) for step, particle in np.argwhere(dropped).tolist()],
+        "died": _nodes(died),
+        "dropped": _nodes(dropped),
     }
+
+
+def _nodes(flags: Sequence[NDArray[np.bool_]]) -> list[Node]:
+    """Return the particles of each step whose flag is set."""
+    return [(step, each) for step, own in enumerate(flags) for each in np.nonzero(own)[0].tolist()]
 
 
 def lineages_of(infos: Sequence[Info], ends: Mapping[Node, End]) -> list[Lineage]:
@@ -185,9 +191,13 @@ class Genealogy:
         return "\n".join([head, *self._axis(column, bottom), *lines, *notes])
 
     def _label(self, node: Node) -> str:
-        """Return the token that a particle drew in a step, printable; "" without one."""
-        token_id = int(self.infos[node[0]].token_ids[node[1]])
-        return "" if token_id == DEAD else token_label(token_id, self.tokens)
+        """Return the tokens that a particle drew in a step, printable; "" without one."""
+        return "".join(token_label(each, self.tokens) for each in self._drawn(node))
+
+    def _drawn(self, node: Node) -> list[int]:
+        drawn = self.infos[node[0]].token_ids[node[1]]
+        found: list[int] = drawn[drawn != DEAD].tolist()
+        return found
 
     def _axis(self, column: float, bottom: float) -> list[str]:
         """Draw the numbers of the steps, and a line for each resampling."""
@@ -227,8 +237,7 @@ class Genealogy:
             for node in own
             if room > 0 and (token := self._label(node))
         ]
-        drawn = [int(self.infos[place].token_ids[each]) for place, each in lineage.path]
-        text = said([token_id for token_id in drawn if token_id != DEAD], self.tokens)
+        text = said([each for node in lineage.path for each in self._drawn(node)], self.tokens)
         log_weight = number(float(self.infos[step].log_weights[particle]))
         return (
             f'<g class="{lineage.end}"><title>{escape_text(shorten(text, 300))}\nparticle {particle} of '

@@ -88,7 +88,7 @@ def test_a_choice_of_lineages_is_a_part_of_all(name: str, most: int) -> None:
 def test_distinct_texts_come_before_equal_ones() -> None:
     result = runs.drawn(6, 1, dying=0.0)
     [info] = result.infos
-    object.__setattr__(info, "token_ids", np.array([0, 0, 0, 1, 0, 2]))
+    object.__setattr__(info, "token_ids", np.array([[0], [0], [0], [1], [0], [2]]))
     object.__setattr__(info, "log_weights", np.array([0.0, -0.1, -0.2, -3.0, -0.3, -4.0]))
     assert [particle for _, particle in leaves_of(result.infos)["survived"]] == [0, 3, 5, 1, 2, 4]
 
@@ -107,7 +107,7 @@ def test_the_picture_has_every_token_in_its_column_and_every_text_in_a_title(
     shown = sorted(span.text or "" for span in root.iter(f"{SVG}tspan"))
     nodes = {node for each in lineages(result, EVERYTHING) for node in each.path}
     drawn = [result.infos[step].token_ids[particle] for step, particle in nodes]
-    assert len(shown) == sum(token_id != -1 for token_id in drawn)
+    assert len(shown) == sum((tokens != -1).any() for tokens in drawn)
     assert {"<script>&", r"\x1b[2J", r"\u202e", r"\xc3", "\N{OPEN BOX}" * 2, r"\n"} <= set(shown)
     titles = [title.text or "" for title in root.iter(f"{SVG}title")]
     for text, log_weight in zip(result.texts, result.log_weights, strict=True):
@@ -147,7 +147,7 @@ def test_everything_is_inside_the_picture(name: str) -> None:
 def test_tokens_without_a_spelling_are_their_numbers() -> None:
     result = runs.drawn(3, 2, dying=0.0)
     object.__setattr__(result, "_tokens", {})
-    first = int(result.infos[0].token_ids[0])
+    first = int(result.infos[0].token_ids[0, 0])
     assert f"⟨{first}⟩" in result.genealogy().svg
 
 

@@ -1,0 +1,315 @@
+r"""Kernels: functions from a state to a state, of which samplers are composed.
+
+::
+
+    smc = chain(resample(), extend(model))                             # sequential Monte Carlo
+    moving = chain(resample(), extend(model), repeat(move(model), 2))  # resample-move
+    beam = chain(branch(4), extend(model), keep(8))                    # beam search
+
+A kernel changes particles and weights so that a properly weighted state stays one:
+E[sum_i w_i f(x_i) / N] is Z E[f] for the target so far, before and after. ``keep`` alone does not.
+``Sampler`` runs a kernel until its state is done.
+
+Randomness comes from the seed of the state, the number of the step and the kernel's place in it, so
+kernels are functions without a state of their own, and may run at once.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from genrt.errors import InvalidRequest
+from genrt.inference.model import Model, State, Trace, extended, frozen, model_seed
+from genrt.inference.resampling import Floats, Resampler, multinomial, systematic
+from genrt.numbers import check_float, check_int, displayed
+
+Kernel: TypeAlias = Callable[[State], Awaitable[State]]
+"""A function from a state to the next one."""
+
+Rule: TypeAlias = Callable[[State], bool]
+"""Returns whether to resample."""
+
+LogTarget: TypeAlias = Callable[[Sequence[Any]], Floats | Awaitable[Floats]]
+"""Returns the log target of each trace, up to a constant."""
+
+
+def chain(*kernels: Kernel) -> Kernel:
+    """Return the kernel that runs these one after the other."""
+
+    async def chained(state: State) -> State:
+        key = state.key
+        for number, kernel in enumerate(kernels):
+            state = await kernel(state.at(*key, number))
+        return state.at(*key)
+
+    return chained
+
+
+def repeat(kernel: Kernel, count: int) -> Kernel:
+    """Return the kernel that runs this one ``count`` times."""
+    return chain(*[kernel] * check_int("count", count, 0))
+
+
+def extend(model: Model, *, pinned: Trace | None = None) -> Kernel:
+    """Return the kernel that extends every particle that is alive and unfinished by one unit.
+
+    Args:
+        pinned: a trace that particle 0 follows, as conditional SMC needs it.
+    """
+
+    async def extended_by(state: State) -> State:
+        places = [place for place in state.unfinished if place or pinned is None]
+        particles, log_weights = list(state.particles), state.log_weights.copy()
+        if pinned is not None and 0 in state.unfinished:
+            particles[0] = pinned.cut(particles[0].units + 1)
+            log_weights[0] += particles[0].gain
+        if places:
+            growing = [particles[place] for place in places]
+            longer = await extended(model, growing, model_seed(state.seed_sequence()))
+            log_weights[places] += [each.gain for each in longer]
+            for place, trace in zip(places, longer, strict=True):
+                particles[place] = trace
+        return replace(
+            state,
+            particles=tuple(particles),
+            log_weights=frozen(log_weights),
+            units=state.units + 1,
+        )
+
+    return extended_by
+
+
+def resample(
+    scheme: Resampler = systematic,
+    *,
+    below: float | Rule = 0.5,
+    count: int | None = None,
+    pinned: bool = False,
+) -> Kernel:
+    """Return the kernel that resamples the particles, where one of them is alive and unfinished.
+
+    Args:
+        scheme: how ancestors are drawn; ``partial`` keeps the weights of most particles. Or your own.
+        below: resample if the effective sample size is under this share of the particles: 0 never
+            does, 1 does whenever weights differ. Or a rule of your own.
+        count: so many particles afterwards, whatever the weights, for ``optimal`` and ``multinomial``.
+        pinned: particle 0 is its own ancestor, and the others are drawn independently.
+
+    Raises:
+        InvalidRequest: an argument is out of its range; later, what a scheme or a rule gave.
+    """
+    if not callable(below) and not 0 <= check_float("below", below) <= 1:
+        raise InvalidRequest(f"below is {displayed(below)}: give a share from 0 to 1, or a rule")
+    if not callable(scheme):
+        raise InvalidRequest(f"scheme is {displayed(scheme)}: give a resampler, such as systematic")
+    if pinned and scheme is not multinomial:
+        raise InvalidRequest("pinned=True needs independent ancestors: give multinomial")
+    size = None if count is None else check_int("count", count, 1)
+
+    async def resampled(state: State) -> State:
+        if not state.unfinished:
+            return state
+        if not _is_due(state, below) if size is None else len(state.particles) == size:
+            return state
+        rng = np.random.default_rng(state.seed_sequence())
+        more = () if size is None else (size,)
+        chosen = scheme(rng, state.log_weights, *more)
+        ancestors, log_weights = _checked_ancestors(chosen, state, size)
+        if pinned:
+            ancestors[0] = 0
+        return state.take(ancestors, log_weights)
+
+    return resampled
+
+
+def reweight(log_ratio: LogTarget) -> Kernel:
+    """Return the kernel that adds ``log_ratio(traces)`` to the log-weights of the particles alive: the
+    logarithm of a new target over the old one."""
+
+    async def reweighted(state: State) -> State:
+        [alive] = np.nonzero(state.log_weights > -math.inf)
+        log_weights = state.log_weights.copy()
+        if len(alive):
+            log_weights[alive] += await values_of(log_ratio, [state.particles[i] for i in alive])
+        return replace(state, log_weights=frozen(log_weights))
+
+    return reweighted
+
+
+def move(model: Model, *, target: LogTarget | None = None, whole: bool = False) -> Kernel:
+    """Return the kernel that makes a Metropolis-Hastings move of every particle alive: it cuts the trace
+    before a unit, drawn uniformly, grows another suffix, and takes it by the usual ratio. Weights stay.
+
+    Traces grow to as many units as the state's steps have extended them by, or to their end, so that a
+    move leaves the target of the step as it is.
+
+    Args:
+        target: the log target of traces, up to a constant, in place of the model's own.
+        whole: grow to the end; all traces are finished.
+    """
+
+    async def moved(state: State) -> State:
+        places = [
+            i for i in np.nonzero(state.log_weights > -math.inf)[0] if state.particles[i].units
+        ]
+        if not places:
+            return state
+        rng = np.random.default_rng(state.seed_sequence(0))
+        seeds = np.random.SeedSequence(model_seed(state.seed_sequence(1)))
+        old = [state.particles[place] for place in places]
+        most = math.inf if whole else state.units
+        _, new, log_ratios = await propose(model, old, rng, seeds, most=most, target=target)
+        particles = list(state.particles)
+        thresholds = np.log1p(-rng.random(len(places)))
+        for place, trace, is_taken in zip(places, new, thresholds <= log_ratios, strict=True):
+            if is_taken:
+                particles[place] = trace
+        return replace(state, particles=tuple(particles))
+
+    return moved
+
+
+def branch(copies: int) -> Kernel:
+    """Return the kernel that copies every particle that is alive and unfinished ``copies`` times. A copy
+    has its share of the weight."""
+    check_int("copies", copies, 1)
+
+    async def branched(state: State) -> State:
+        times = np.ones(len(state.particles), np.int64)
+        times[list(state.unfinished)] = copies
+        ancestors = np.repeat(np.arange(len(times)), times)
+        shared = state.log_weights - np.log(times) + math.log(times.mean())
+        return state.take(ancestors, shared[ancestors], resampled=False)
+
+    return branched
+
+
+def keep(count: int, *, by: LogTarget | None = None) -> Kernel:
+    """Return the kernel that keeps the ``count`` best particles of different texts, by weight or by a
+    score of traces. Weights of the others are lost, so there is no estimate of the evidence."""
+    check_int("count", count, 1)
+
+    async def kept(state: State) -> State:
+        scores = state.log_weights.copy()
+        [alive] = np.nonzero(scores > -math.inf)
+        if by is not None and len(alive):
+            scores[alive] = await values_of(by, [state.particles[i] for i in alive])
+        best: dict[tuple[int, ...], int] = {}
+        for place in np.argsort(-scores, kind="stable").tolist():
+            best.setdefault(state.particles[place].token_ids, place)
+        chosen = np.array([*best.values()][:count])
+        return state.take(chosen, state.log_weights[chosen], resampled=False)
+
+    return kept
+
+
+async def propose(
+    model: Model,
+    old: Sequence[Any],
+    rng: np.random.Generator,
+    seeds: np.random.SeedSequence,
+    *,
+    most: float = math.inf,
+    target: LogTarget | None = None,
+) -> tuple[list[int], list[Any], Floats]:
+    """Return the units at which traces were cut, the traces with other suffixes, and the logarithms of
+    the acceptance ratios: -inf for a trace that died."""
+    cuts = [int(rng.integers(each.units)) for each in old]
+    begun = [each.cut(cut) for each, cut in zip(old, cuts, strict=True)]
+    new = await finished(model, begun, seeds, most=most)
+    ratios = np.full(len(old), -math.inf)
+    alive = [place for place, each in enumerate(new) if each.gain > -math.inf]
+    for place in alive:
+        ratios[place] = math.log(old[place].units / new[place].units)
+        if target is None:
+            ratios[place] += gained(new[place], cuts[place]) - gained(old[place], cuts[place])
+        else:
+            drawn = [
+                sum(each.log_proposal for each in trace.path()[cuts[place] :])
+                for trace in (old[place], new[place])
+            ]
+            ratios[place] += drawn[0] - drawn[1]
+    if target is not None and alive:
+        after = await values_of(target, [new[place] for place in alive])
+        before = await values_of(target, [old[place] for place in alive])
+        ratios[alive] += after - before
+    return cuts, new, ratios
+
+
+async def finished(
+    model: Model, traces: Sequence[Any], seeds: np.random.SeedSequence, *, most: float = math.inf
+) -> list[Any]:
+    """Return traces extended to their end, to ``most`` units, or until they die."""
+    new = list(traces)
+    while True:
+        places = [
+            place
+            for place, each in enumerate(new)
+            if not each.finished and each.gain > -math.inf and each.units < most
+        ]
+        if not places:
+            return new
+        growing = [new[place] for place in places]
+        longer = await extended(model, growing, model_seed(seeds.spawn(1)[0]))
+        for place, trace in zip(places, longer, strict=True):
+            new[place] = trace
+
+
+async def values_of(function: LogTarget, traces: Sequence[Any]) -> Floats:
+    """Return the function's log-weights of these traces. Raises InvalidRequest for other values."""
+    found: Any = function(traces)
+    if inspect.isawaitable(found):
+        found = await found
+    values = np.asarray(found, np.float64)
+    if values.shape != (len(traces),) or not (values < math.inf).all():
+        raise InvalidRequest(
+            f"a function of {len(traces)} traces gave {displayed(found)}: give a log-weight for each, "
+            "finite or -inf"
+        )
+    return values
+
+
+def gained(trace: Trace, cut: int = 0) -> float:
+    """Return the log-weight of a trace's units after the first ``cut`` ones."""
+    return float(sum(each.gain for each in trace.path()[cut:]))
+
+
+def _is_due(state: State, below: float | Rule) -> bool:
+    if callable(below):
+        answer: Any = below(state)
+        if not isinstance(answer, bool | np.bool_ | int):
+            raise InvalidRequest(
+                f"resample_when gave a {type(answer).__name__}: give a rule that returns True or False"
+            )
+        return bool(answer)
+    return state.ess < below * len(state.particles)
+
+
+def _checked_ancestors(chosen: Any, state: State, size: int | None) -> tuple[Any, Floats]:
+    """Return the ancestors of the next particles, and their log-weights. Raises InvalidRequest if a
+    resampler gave something else."""
+    before, count = len(state.log_weights), size or len(state.log_weights)
+    is_pair = isinstance(chosen, tuple) and len(chosen) == 2
+    indices, weights = chosen if is_pair else (chosen, np.full(count, state.log_evidence))
+    try:
+        ancestors, log_weights = np.array(indices), np.array(weights, dtype=np.float64)
+        is_right = (
+            ancestors.shape == log_weights.shape == (count,)
+            and ancestors.dtype.kind in "iu"
+            and 0 <= ancestors.min() <= ancestors.max() < before
+            and (log_weights < np.inf).all()
+        )
+    except (TypeError, ValueError):
+        is_right = False
+    if not is_right:
+        raise InvalidRequest(
+            f"the resampler gave {displayed(chosen)}: give {count} integers from 0 to {before - 1}, "
+            f"or these and {count} log-weights, finite or -inf"
+        )
+    return ancestors.astype(np.int64), log_weights

@@ -1,0 +1,130 @@
+"""Laws: what gives probabilities to the next tokens of a text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from genrt.errors import ContextTooLong, InvalidRequest
+from genrt.inference import checks
+from genrt.lm import AsyncLM
+from genrt.numbers import check_float, displayed
+from genrt.populations import Population
+from genrt.tokens import sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Law:
+    """A language model's law of the tokens after a prompt, raised to a power.
+
+    Several laws in a ``TextModel`` multiply: an ensemble of prompts or models, or with a negative power a
+    contrast. As ``proposal=`` a law draws what others weigh.
+
+    Attributes:
+        lm: the runtime.
+        prompt: a text, or token ids; ``ids`` are its token ids.
+        adapter: the name of the adapter.
+        temperature: above 0. The rows are divided by it and normalized.
+        power: the exponent of the tempered probabilities, which are not normalized again. 0 is no law.
+    """
+
+    lm: AsyncLM
+    prompt: str | Sequence[int]
+    adapter: str | None = field(default=None, kw_only=True)
+    temperature: float = field(default=1.0, kw_only=True)
+    power: float = field(default=1.0, kw_only=True)
+    ids: tuple[int, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            InvalidRequest: an argument is out of its range.
+        """
+        ids = checks.prompt_ids(checks.check_runtime(self.lm), self.prompt)
+        object.__setattr__(self, "ids", ids)
+        checks.adapter_name(self.adapter)
+        object.__setattr__(self, "temperature", checks.check_temperature(self.temperature))
+        object.__setattr__(self, "power", check_float("power", self.power))
+        if self.power == 0 or not math.isfinite(self.power):
+            raise InvalidRequest(f"power is {displayed(self.power)}: give a finite number but 0")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its probabilities are the rows themselves."""
+        return self.power == 1 and self.temperature == 1
+
+    def check_length(self, max_tokens: int) -> None:
+        """Raise ContextTooLong if the prompt leaves no room for so many tokens."""
+        longest = len(self.ids) + max_tokens - 1
+        if longest > self.lm.max_model_len:
+            raise ContextTooLong(
+                f"a prompt of {len(self.ids)} tokens and a text of {max_tokens} need a context of "
+                f"{longest}, and the model's is {self.lm.max_model_len}: shorten one of them"
+            )
+
+    def check_vocabulary(self, other: Law, name: str) -> None:
+        """Raise InvalidRequest if another law is over other tokens; messages call it ``name``."""
+        if other.lm is not self.lm and other.lm.byte_vocab != self.lm.byte_vocab:
+            raise InvalidRequest(
+                f"{name} has another vocabulary, of {other.lm.vocab_size} tokens, and the model's has "
+                f"{self.lm.vocab_size}: give a runtime whose tokens are the same ones, by number and by "
+                "bytes"
+            )
+
+    def population(self, texts: Sequence[tuple[int, ...]]) -> Population:
+        """Return the sequences of these texts after the prompt."""
+        if not any(texts):
+            return self.lm.population(self.ids, len(texts), adapter=self.adapter)
+        contexts = [self.ids + each for each in texts]
+        return self.lm.population(contexts, adapter=self.adapter)
+
+    def weighed(self, rows: Tensor) -> Tensor:
+        """Return the log-weights of tokens ``[n, V]`` by rows of the model."""
+        if self.temperature != 1:
+            rows = sampling.truncate(rows, temperature=self.temperature)
+        return rows if self.power == 1 else self.power * rows
+
+
+def product(laws: Sequence[Law], rows: Sequence[Tensor]) -> Tensor:
+    """Return the log-weights of tokens by several laws, ``[n, V]`` on the device of the first rows: -inf
+    where any law of positive power has no probability.
+
+    Raises:
+        InvalidRequest: a law of negative power gives no probability to a token that the others give some.
+    """
+    total = laws[0].weighed(rows[0])
+    if len(laws) == 1 and laws[0].power > 0:
+        return total
+    parts = [law.weighed(each).to(total.device) for law, each in zip(laws, rows, strict=True)]
+    no_mass = torch.stack(
+        [part == -math.inf for law, part in zip(laws, parts, strict=True) if law.power > 0]
+    ).any(dim=0)
+    total = torch.stack(parts).sum(dim=0).masked_fill(no_mass, -math.inf)
+    if bool((total == math.inf).any()):
+        raise InvalidRequest(
+            "a law of negative power gives some tokens no probability, so their weight is infinite: "
+            "give a law with a positive probability for every token"
+        )
+    return total
+
+
+def checked_laws(laws: Any) -> tuple[Law, ...]:
+    """Return one law or several. Raises InvalidRequest for something else, no law of positive power, or
+    laws over other tokens."""
+    given = (laws,) if isinstance(laws, Law) else laws
+    if isinstance(given, str) or not isinstance(given, Sequence) or not given:
+        raise InvalidRequest(
+            f"lm is a {type(laws).__name__}: give what genrt.load returned, a Law, or several in a list"
+        )
+    for each in given:
+        if not isinstance(each, Law):
+            raise InvalidRequest(f"{displayed(each)} is no Law: give Law(lm, prompt, …)")
+        given[0].check_vocabulary(each, "a law")
+    if not any(each.power > 0 for each in given):
+        raise InvalidRequest("no law has a positive power: give one that has")
+    return tuple(given)

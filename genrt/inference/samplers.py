@@ -1,0 +1,311 @@
+r"""Samplers: a state is stepped until it is done, and becomes a result.
+
+Sequential Monte Carlo: N particles of a model grow side by side. A step grows each one by a unit and
+multiplies its weight by the gain that the model returns. Weights are unnormalised and carried along, so
+at any step
+
+    Z_hat = (1/N) sum_i w_i,        E[Z_hat] = Z at the end,
+
+resampled or not, because resampling is unbiased: ancestor i gets N w_i / sum_j w_j children in
+expectation, each of weight Z_hat. It happens before a step, by default when the effective sample size
+ESS = (sum w)^2 / sum w^2 is under half of N: never after the last, where it would only add variance. The
+weighted particles estimate the target consistently as N grows.
+
+Gordon, Salmond & Smith (1993), *Novel approach to nonlinear/non-Gaussian Bayesian state estimation*
+(the bootstrap filter). Del Moral, Doucet & Jasra (2006), *Sequential Monte Carlo samplers* (evidence,
+adaptive resampling). Lew, Zhi-Xuan, Grand & Mansinghka (2023), *Sequential Monte Carlo steering of large
+language models using probabilistic programs*. Loula et al. (2025), *Syntactic and semantic control of
+large language models via sequential Monte Carlo*.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from genrt.errors import InvalidRequest
+from genrt.inference.checks import check_callable, state_of, token_bytes
+from genrt.inference.kernels import Kernel, Rule, chain, extend
+from genrt.inference.kernels import resample as resample_kernel
+from genrt.inference.model import DEAD, Deaths, Info, Model, State, Tokens, checked_model, frozen
+from genrt.inference.resampling import Floats, Resampler, systematic
+from genrt.inference.result import Result
+from genrt.lm import AsyncLM
+from genrt.numbers import check_float, check_int, displayed
+from genrt.progress import progress_bar
+from genrt.runtime.concurrency import blocking_twin
+
+M = TypeVar("M", bound=Model)
+S = TypeVar("S")
+I = TypeVar("I")  # noqa: E741
+
+
+class Algorithm(ABC, Generic[M, S, I]):
+    """An algorithm for a model: states ``S``, records of steps ``I``.
+
+    It holds no state of a run, so it may run many times, at once and on several event loops.
+    """
+
+    _name: str
+    _total: int | None = None
+    _needs_infos = False
+    """Whether a result has parts of the steps' records."""
+
+    def __init__(self, model: M) -> None:
+        self.model = model
+        """The model that runs."""
+
+    @abstractmethod
+    def init(self, seed: int) -> S:
+        """Return the state before the first step; the seed is an integer from 0 on."""
+
+    @abstractmethod
+    def is_done(self, state: S) -> bool:
+        """Return whether a run ends at this state."""
+
+    @abstractmethod
+    async def step(self, state: S) -> tuple[S, I]:
+        """Return the next state, and a record of the step. The same state gives the same step, also after
+        a cancellation or an error.
+
+        Raises:
+            GenrtError: any error of the model.
+        """
+
+    async def steps(self, state: S) -> AsyncIterator[tuple[S, I]]:
+        """Step until the state is done, from ``init(seed)`` or from any later state."""
+        while not self.is_done(state):
+            state, info = await self.step(state)
+            yield state, info
+
+    async def run(
+        self, seed: int, *, on_step: Callable[[S, I], None] | None = None, progress: bool = False
+    ) -> Result:
+        """Make all steps from ``init(seed)`` and return the result. Equal seeds and rows give equal
+        results.
+
+        Args:
+            on_step: called after every step.
+            progress: show a bar, in a notebook or on stderr.
+        """
+        state, infos, lm = self.init(seed), list[I](), runtime_of(self.model)
+        before = None if lm is None else lm.statistics()
+        with progress_bar(self._name, self._total, shown=progress) as show:
+            while not self.is_done(state):
+                state, info = await self.step(state)
+                if self._needs_infos:
+                    infos.append(info)
+                show(**self._figures(state, info))
+                if on_step is not None:
+                    on_step(state, info)
+        result = self.result(state, infos=infos)
+        if lm is None or before is None:
+            return result
+        return replace(result, statistics=lm.statistics().since(before))
+
+    run_sync = blocking_twin(run)
+    """``run``, blocking: in another thread, which also calls ``on_step``. An interrupt cancels it."""
+
+    def _figures(self, state: S, info: I) -> dict[str, Any]:
+        """Return the figures of the progress bar."""
+        return {}
+
+    @abstractmethod
+    def result(self, state: S, *, infos: Sequence[I] = ()) -> Result:
+        """Return the result of a run at this state, with the records of all steps."""
+
+
+class Sampler(Algorithm[Model, State, Info]):
+    """A kernel that runs on N particles of a model until they are done.
+
+    ::
+
+        kernel = chain(resample(), extend(model), move(model))
+        result = await Sampler(model, kernel, num_particles=64).run(seed=0)
+
+    or, step by step, ``async for state, info in sampler.steps(sampler.init(seed)): ...``. If every
+    particle dies, the result says so (log evidence -inf, ESS 0, an empty posterior).
+    """
+
+    _name = "sampler"
+    _needs_infos = True
+
+    def __init__(
+        self,
+        model: Model,
+        kernel: Kernel,
+        *,
+        num_particles: int,
+        finally_: Kernel | None = None,
+    ) -> None:
+        """
+        Args:
+            kernel: one step; see ``genrt.inference.kernels``.
+            finally_: a last step, once no particle is alive and unfinished.
+
+        Raises:
+            InvalidRequest: an argument is out of its range.
+        """
+        super().__init__(checked_model(model))
+        check_callable("kernel", kernel, "a kernel, such as chain(resample(), extend(model))")
+        check_callable("finally_", finally_, "a kernel, such as keep(1)", optional=True)
+        self._total = model.max_steps
+        self._num_particles = check_int("num_particles", num_particles, 1, 2**31)
+        self._kernel, self._finally = kernel, finally_
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.model!r}, num_particles={self._num_particles})"
+
+    def init(self, seed: int) -> State:
+        """Return N particles without tokens, of weight 1; the seed is an integer from 0 on."""
+        return State.begin(self.model.start(), self._num_particles, check_int("seed", seed, 0))
+
+    def is_done(self, state: State) -> bool:
+        """Return whether no particle goes on, and the last step was made."""
+        return state_of(State, state).done and (self._finally is None or state.is_final)
+
+    async def step(self, state: State) -> tuple[State, Info]:
+        """Run the kernel once, or the last step.
+
+        A state that is ``done`` comes back with another step number. A cancelled or failed step leaves
+        ``state`` unchanged: step it again.
+
+        Raises:
+            GenrtError: any error of the model.
+        """
+        is_last = state_of(State, state).done and self._finally is not None
+        kernel = self._finally if is_last and self._finally is not None else self._kernel
+        places = frozen(np.arange(len(state.particles)))
+        after = await kernel(replace(state, ancestors=places, key=()))
+        after = replace(after, step=state.step + 1, key=(), is_final=is_last)
+        return after, _info_of(state, after)
+
+    def result(self, state: State, *, infos: Sequence[Info] = ()) -> Result:
+        """Return a state as a result, with the infos of the steps before it. Before the last step the
+        texts are prefixes, and so the evidence is that of prefixes."""
+        return result_of(
+            self.model,
+            state.particles,
+            state.log_weights,
+            state.log_evidence,
+            infos=tuple(infos),
+            deaths=Deaths.of(self.model, state),
+            eve=state.eve,
+            resamplings=state.resamplings,
+            _tokens=self._drawn_tokens(infos),
+        )
+
+    def _drawn_tokens(self, infos: Sequence[Info]) -> dict[int, bytes]:
+        """Return the bytes of every token that was drawn, by its id; ``{}`` without a runtime."""
+        if (lm := runtime_of(self.model)) is None:
+            return {}
+        drawn = set().union(*(np.unique(info.token_ids).tolist() for info in infos)) - {DEAD}
+        vocabulary = token_bytes(lm)
+        return {each: vocabulary[each] for each in sorted(drawn)}
+
+    def _figures(self, state: State, info: Info) -> dict[str, Any]:
+        return {"going": f"{info.unfinished}/{len(state.particles)}", "ESS": f"{info.ess:.1f}"}
+
+
+class SMC(Sampler):
+    """Sequential Monte Carlo for one model: ``chain(resample(), extend(model))``; the module's docstring
+    has the mathematics.
+
+    ::
+
+        model = TextModel(lm, "It happened on ", max_tokens=16,
+                          constraint=regex(r"(Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day\\.", lm))
+        result = await SMC(model, num_particles=64).run(seed=0)
+    """
+
+    _name = "SMC"
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        num_particles: int,
+        resample_when: float | Rule = 0.5,
+        resample: Resampler = systematic,
+    ) -> None:
+        """
+        Args:
+            resample_when: resample when the effective sample size is under this share of N: 0 is
+                importance sampling, 1 resamples whenever weights differ. Or a rule of your own, called
+                before every step that has a particle alive.
+            resample: the scheme; ``partial`` keeps the weights of most particles. Or your own.
+
+        Raises:
+            InvalidRequest: an argument is out of its range.
+        """
+        given = resample_when
+        if not callable(given) and not 0 <= check_float("resample_when", given) <= 1:
+            raise InvalidRequest(
+                f"resample_when is {displayed(resample_when)}: give a share from 0 to 1, or a rule"
+            )
+        check_callable("resample", resample, "a resampler, such as genrt.inference.systematic")
+        kernel = chain(resample_kernel(resample, below=resample_when), extend(checked_model(model)))
+        super().__init__(model, kernel, num_particles=num_particles)
+
+
+def importance_sampling(model: Model, *, num_particles: int) -> SMC:
+    """Return an SMC that never resamples: N independent particles, whose weights correct for drawing
+    unit by unit (Kahn & Marshall 1953)."""
+    return SMC(model, num_particles=num_particles, resample_when=0.0)
+
+
+def _info_of(before: State, after: State) -> Info:
+    """Return the record of a step."""
+    units = [before.particles[each].units for each in after.ancestors.tolist()]
+    grown = [
+        trace.tokens if trace.units > count else ()
+        for trace, count in zip(after.particles, units, strict=True)
+    ]
+    gains = [
+        trace.gain if trace.units > count else 0.0
+        for trace, count in zip(after.particles, units, strict=True)
+    ]
+    return Info(
+        step=before.step,
+        resampled=after.resamplings > before.resamplings,
+        ancestors=after.ancestors,
+        token_ids=_padded(grown),
+        log_increments=frozen(np.array(gains)),
+        log_weights=after.log_weights,
+        ess=after.ess,
+        log_evidence=after.log_evidence,
+        unfinished=len(after.unfinished),
+    )
+
+
+def _padded(tokens: Sequence[tuple[int, ...]]) -> Tokens:
+    """Return tokens as int64 ``[N, longest]``, with -1 after the last of each."""
+    found = np.full((len(tokens), max(1, *map(len, tokens))), DEAD)
+    for row, each in zip(found, tokens, strict=True):
+        row[: len(each)] = each
+    return frozen(found)
+
+
+def result_of(
+    model: Model, particles: Iterable[Any], log_weights: Floats, log_evidence: float, **fields: Any
+) -> Result:
+    """Return weighted particles of a model as a result with these further fields."""
+    particles = tuple(particles)
+    return Result(
+        texts=tuple(map(model.text, particles)),
+        token_ids=tuple(particle.token_ids for particle in particles),
+        values=tuple(map(model.value, particles)),
+        log_weights=log_weights,
+        log_evidence=log_evidence,
+        **fields,
+    )
+
+
+def runtime_of(model: Any) -> AsyncLM | None:
+    """Return the model's runtime; ``None`` without one."""
+    lm = getattr(model, "lm", None)
+    return lm if isinstance(lm, AsyncLM) else None
