@@ -24,6 +24,13 @@ from genrt.inference.laws import Law
 from genrt.inference.metropolis import Chains, MetropolisHastings, Moves
 from genrt.inference.model import Deaths, Info, Model, State, Trace
 from genrt.inference.programs import Execution, Program, ProgramTrace
+from genrt.inference.recipes import (
+    ParticleGibbs,
+    beam_search,
+    resample_move,
+    tempered,
+    without_replacement,
+)
 from genrt.inference.resampling import (
     Resampler,
     effective_sample_size,
@@ -36,7 +43,14 @@ from genrt.inference.resampling import (
     systematic,
 )
 from genrt.inference.result import Result
-from genrt.inference.samplers import SMC, Sampler, importance_sampling
+from genrt.inference.samplers import (
+    SMC,
+    Sampler,
+    Several,
+    importance_sampling,
+    several,
+    several_sync,
+)
 from genrt.inference.text_model import TextModel
 from genrt.inference.texts import END_TOKEN, TextTrace
 
@@ -55,6 +69,7 @@ __all__ = [
     "MetropolisHastings",
     "Model",
     "Moves",
+    "ParticleGibbs",
     "Program",
     "ProgramTrace",
     "Rejection",
@@ -62,10 +77,12 @@ __all__ = [
     "Resampler",
     "Result",
     "Sampler",
+    "Several",
     "State",
     "TextModel",
     "TextTrace",
     "Trace",
+    "beam_search",
     "branch",
     "chain",
     "effective_sample_size",
@@ -80,8 +97,13 @@ __all__ = [
     "partial",
     "repeat",
     "resample",
+    "resample_move",
     "residual",
     "reweight",
+    "several",
+    "several_sync",
     "stratified",
     "systematic",
+    "tempered",
+    "without_replacement",
 ]

@@ -121,9 +121,10 @@ def resample(
         more = () if size is None else (size,)
         chosen = scheme(rng, state.log_weights, *more)
         ancestors, log_weights = _checked_ancestors(chosen, state, size)
-        if pinned:
+        if pinned:  # the others as they were drawn, before they were sorted
+            ancestors = rng.permutation(ancestors)
             ancestors[0] = 0
-        return state.take(ancestors, log_weights)
+        return state.take(ancestors, log_weights, independent=scheme is multinomial and not pinned)
 
     return resampled
 

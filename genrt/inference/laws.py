@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,18 +112,14 @@ def product(laws: Sequence[Law], rows: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def checked_laws(laws: Any) -> tuple[Law, ...]:
-    """Return one law or several. Raises InvalidRequest for something else, no law of positive power, or
-    laws over other tokens."""
-    given = (laws,) if isinstance(laws, Law) else laws
-    if isinstance(given, str) or not isinstance(given, Sequence) or not given:
-        raise InvalidRequest(
-            f"lm is a {type(laws).__name__}: give what genrt.load returned, a Law, or several in a list"
-        )
+def checked_laws(laws: Law | Sequence[Law]) -> tuple[Law, ...]:
+    """Return one law or several. Raises InvalidRequest if one is none, none has a positive power, or laws
+    are over other tokens."""
+    given = (laws,) if isinstance(laws, Law) else tuple(laws)
     for each in given:
         if not isinstance(each, Law):
             raise InvalidRequest(f"{displayed(each)} is no Law: give Law(lm, prompt, …)")
         given[0].check_vocabulary(each, "a law")
     if not any(each.power > 0 for each in given):
         raise InvalidRequest("no law has a positive power: give one that has")
-    return tuple(given)
+    return given

@@ -36,6 +36,7 @@ from genrt.inference.checks import state_of
 from genrt.inference.diagnostics import ChainStatistics
 from genrt.inference.kernels import finished, gained, propose
 from genrt.inference.model import Model, Trace, checked_model, frozen, seeds_of_step
+from genrt.inference.resampling import Floats
 from genrt.inference.result import Result
 from genrt.inference.samplers import Algorithm, result_of
 from genrt.numbers import check_int, displayed
@@ -149,7 +150,7 @@ class MetropolisHastings(Algorithm[Model, Chains, Moves]):
             places = [*present]
             accepted, ratios = np.zeros(len(chains), np.bool_), np.full(len(chains), -math.inf)
             old = [*present.values()]
-            cuts[places], new, ratios[places] = await propose(self.model, old, rng, seeds)
+            cuts[places], new, ratios[places] = await self._moved(old, rng, seeds)
             accepted[places] = np.log1p(-rng.random(len(places))) <= ratios[places]
             for place, trace in zip(places, new, strict=True):
                 if accepted[place]:
@@ -187,6 +188,12 @@ class MetropolisHastings(Algorithm[Model, Chains, Moves]):
 
     def _figures(self, state: Chains, info: Moves) -> dict[str, Any]:
         return {"accepted": f"{info.accepted.mean():.2f}"}
+
+    async def _moved(
+        self, old: Sequence[Any], rng: np.random.Generator, seeds: np.random.SeedSequence
+    ) -> tuple[list[int], list[Any], Floats]:
+        """Return the cuts of one move of each text, the other texts, and the log acceptance ratios."""
+        return await propose(self.model, old, rng, seeds)
 
     async def _begin(self, chains: list[Trace | None], seeds: np.random.SeedSequence) -> None:
         """Draw first texts of positive weight, for the chains without one, in a bounded number of

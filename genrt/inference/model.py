@@ -202,6 +202,8 @@ class State:
         seed: the seed of the run.
         eve: int64 ``[N]``, the index in the first state of the particle that each one descends from.
         resamplings: how often the particles were resampled.
+        has_families: whether every resampling drew independent ancestors, so that families of one eve
+            show the variance of estimates.
         ancestors: int64 ``[N]``, the index before the present step of each one's ancestor.
         units: how often the particles were extended: no trace has more units.
         key: the place of a kernel in a step, from which its randomness comes.
@@ -214,6 +216,7 @@ class State:
     seed: int
     eve: Ancestors = None  # type: ignore[assignment]
     resamplings: int = 0
+    has_families: bool = True
     ancestors: Ancestors = None  # type: ignore[assignment]
     units: int = 0
     key: tuple[int, ...] = ()
@@ -263,7 +266,14 @@ class State:
         """Return the source of a kernel's randomness, or of one of its parts."""
         return np.random.SeedSequence(self.seed, spawn_key=(self.step, *self.key, *key))
 
-    def take(self, ancestors: Ancestors, log_weights: Floats, *, resampled: bool = True) -> State:
+    def take(
+        self,
+        ancestors: Ancestors,
+        log_weights: Floats,
+        *,
+        resampled: bool = True,
+        independent: bool = False,
+    ) -> State:
         """Return the particles at these indices, with these log-weights; any number of them."""
         return replace(
             self,
@@ -271,6 +281,7 @@ class State:
             log_weights=frozen(log_weights),
             eve=frozen(self.eve[ancestors]),
             resamplings=self.resamplings + resampled,
+            has_families=self.has_families and independent,
             ancestors=frozen(self.ancestors[ancestors]),
         )
 

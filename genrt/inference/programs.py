@@ -561,7 +561,7 @@ class ProgramTrace(Trace):
     def _part(self, name: str) -> Any:
         return [] if name == "live" else getattr(self, name)
 
-    def recorded(self) -> list[_Choice]:
+    def _recorded(self) -> list[_Choice]:
         """Return all recorded draws."""
         return [choice for each in self.path() for choice in each.choices]
 
@@ -637,7 +637,7 @@ class Program:
         try:
             execution, coroutine = trace.live.pop()
         except IndexError:
-            execution = Execution(self._lm, trace.recorded(), trace.pause, computed)
+            execution = Execution(self._lm, trace._recorded(), trace.pause, computed)
             coroutine = self._function(execution)
             if not inspect.iscoroutine(coroutine):
                 raise InvalidRequest(

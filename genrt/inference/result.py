@@ -15,6 +15,7 @@ from genrt.errors import ExtraNotInstalled, InvalidRequest
 from genrt.inference.diagnostics import ChainStatistics, Diagnosis, diagnose, key_of
 from genrt.inference.display.formatting import BLUE, count_of, fixed, label, number, shorten
 from genrt.inference.display.genealogy import Genealogy
+from genrt.inference.estimates import expectation_error, relative_error
 from genrt.inference.model import Deaths, Info
 from genrt.inference.resampling import (
     Ancestors,
@@ -71,7 +72,8 @@ class Result:
         infos: one for each step, ancestors included; empty from algorithms without particles that grow.
         chains: of Metropolis–Hastings, the values and the mixing of chains.
         deaths: the causes of weight 0 at the end.
-        eve: int64 ``[N]``, the first particle that each one descends from; ``None`` without a family.
+        eve: int64 ``[N]``, the first particle that each one descends from; ``None`` unless ancestors were
+            drawn independently of each other, as ``multinomial`` draws them.
         resamplings: how often the particles were resampled.
         statistics: the work of the runtime during ``run``, for all its callers. ``None`` from
             ``result``, and for a model without a runtime as ``lm``.
@@ -162,6 +164,21 @@ class Result:
                         f"expectation takes a function that gives numbers, and this one gave {found!r}"
                     ) from error
         return mean
+
+    @property
+    def evidence_error(self) -> float:
+        """The standard error of the evidence, relative to it, from this one run; NaN if unknown: see
+        ``genrt.inference.estimates``."""
+        return relative_error(self.log_weights, self.eve, self.resamplings)
+
+    def expectation_error(self, function: Callable[[Any], float]) -> float:
+        """Return the standard error of ``expectation(function)``, from this one run; NaN if unknown."""
+        mean = self.expectation(function)
+        values = [
+            float(function(value)) - mean if weight > 0 else 0.0
+            for value, weight in zip(self.values, self.weights, strict=True)
+        ]
+        return expectation_error(np.array(values), self.weights, self.eve, self.resamplings)
 
     def sample(self, count: int, *, seed: int) -> list[Any]:
         """Draw values from the posterior, independently of each other.
@@ -356,6 +373,8 @@ class Result:
         yield "particles", f"{count:,}", note * (alive < count)
         if not math.isnan(self.log_evidence):
             note = f"Z = {math.exp(self.log_evidence):.3g}" if self.log_evidence < 700 else ""
+            if alive and not math.isnan(self.evidence_error):
+                note += f" \N{PLUS-MINUS SIGN} {100 * self.evidence_error:.0f} %"
             yield "log evidence", number(self.log_evidence), note
         if self.chains is not None and alive:
             chains = self.chains

@@ -20,9 +20,10 @@ large language models via sequential Monte Carlo*.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -32,7 +33,13 @@ from genrt.inference.checks import check_callable, state_of, token_bytes
 from genrt.inference.kernels import Kernel, Rule, chain, extend
 from genrt.inference.kernels import resample as resample_kernel
 from genrt.inference.model import DEAD, Deaths, Info, Model, State, Tokens, checked_model, frozen
-from genrt.inference.resampling import Floats, Resampler, systematic
+from genrt.inference.resampling import (
+    Floats,
+    Resampler,
+    log_mean_exp,
+    normalized_weights,
+    systematic,
+)
 from genrt.inference.result import Result
 from genrt.lm import AsyncLM
 from genrt.numbers import check_float, check_int, displayed
@@ -194,7 +201,7 @@ class Sampler(Algorithm[Model, State, Info]):
             state.log_evidence,
             infos=tuple(infos),
             deaths=Deaths.of(self.model, state),
-            eve=state.eve,
+            eve=state.eve if state.has_families else None,
             resamplings=state.resamplings,
             _tokens=self._drawn_tokens(infos),
         )
@@ -256,6 +263,68 @@ def importance_sampling(model: Model, *, num_particles: int) -> SMC:
     """Return an SMC that never resamples: N independent particles, whose weights correct for drawing
     unit by unit (Kahn & Marshall 1953)."""
     return SMC(model, num_particles=num_particles, resample_when=0.0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Several:
+    """Independent runs of a sampler, weighted by their evidences.
+
+    Attributes:
+        results: the results of the runs.
+    """
+
+    results: tuple[Result, ...]
+
+    @property
+    def log_evidence(self) -> float:
+        """The logarithm of the mean evidence."""
+        return log_mean_exp(self._log_evidences)
+
+    @property
+    def evidence_error(self) -> float:
+        """The standard error of the mean evidence, relative to it; NaN if every run has none."""
+        if self.log_evidence == -math.inf:
+            return math.nan
+        ratios = np.exp(self._log_evidences - self.log_evidence)
+        return float(ratios.std(ddof=1) / math.sqrt(len(ratios)))
+
+    @property
+    def _log_evidences(self) -> Floats:
+        return np.array([each.log_evidence for each in self.results])
+
+    def expectation(self, function: Callable[[Any], float]) -> tuple[float, float]:
+        """Return the posterior mean of a function of the values, and its standard error."""
+        if self.log_evidence == -math.inf:
+            return math.nan, math.nan
+        weights = normalized_weights(self._log_evidences)
+        means = np.array(
+            [
+                each.expectation(function) if weight > 0 else 0.0
+                for each, weight in zip(self.results, weights, strict=True)
+            ]
+        )
+        mean = float(weights @ means)
+        count = len(means)
+        error = math.sqrt(count / (count - 1) * float(((weights * (means - mean)) ** 2).sum()))
+        return mean, error
+
+    def __str__(self) -> str:
+        error = f"\N{PLUS-MINUS SIGN} {100 * self.evidence_error:.0f} %"
+        return f"log evidence {self.log_evidence:.3f} {error}, {len(self.results)} runs"
+
+
+async def several(sampler: Any, runs: int, *, seed: int) -> Several:
+    """Run a sampler ``runs`` times, at least twice, with seeds of their own, one after the other.
+
+    Raises:
+        InvalidRequest: fewer than two runs, or a bad seed; GenrtError: as ``run``.
+    """
+    sequence = np.random.SeedSequence(check_int("seed", seed, 0))
+    seeds: Sequence[int] = sequence.generate_state(check_int("runs", runs, 2), np.uint64).tolist()
+    return Several(tuple([await sampler.run(each) for each in seeds]))
+
+
+several_sync = blocking_twin(several)
 
 
 def _info_of(before: State, after: State) -> Info:

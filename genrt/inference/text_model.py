@@ -122,7 +122,7 @@ class TextModel:
 
     def __init__(
         self,
-        target: AsyncLM | Law | Sequence[Law],
+        lm: AsyncLM | Law | Sequence[Law],
         prompt: str | Sequence[int] | None = None,
         *,
         max_tokens: int,
@@ -137,7 +137,7 @@ class TextModel:
     ) -> None:
         """
         Args:
-            target: a runtime, with a prompt; or a law, or several laws, which multiply.
+            lm: a runtime; or a law, or several laws, which multiply and have their own prompts.
             prompt: a text, or token ids.
             max_tokens: the longest text, in tokens with its end token; at least 1.
             unit: by how much a text grows in a step: so many tokens, up to a string such as
@@ -162,35 +162,35 @@ class TextModel:
             ContextTooLong: prompt and text exceed ``lm.max_model_len``.
             UnknownAdapter: from the first step on.
         """
-        if isinstance(target, AsyncLM):
-            given = cast("str | Sequence[int]", prompt)
-            laws: tuple[Law, ...] = (Law(target, given, adapter=adapter, temperature=temperature),)
-        else:
+        if isinstance(lm, Law | list | tuple):
             if prompt is not None or adapter is not None or temperature != 1:
                 raise InvalidRequest(
                     "laws have their own prompts, adapters and temperatures: give these to the laws"
                 )
-            laws = checked_laws(target)
-        lm = laws[0].lm
+            laws = checked_laws(lm)
+        else:
+            given: Any = prompt
+            laws = (Law(cast("AsyncLM", lm), given, adapter=adapter, temperature=temperature),)
+        runtime = laws[0].lm
         self.max_tokens = check_int("max_tokens", max_tokens, 1, 2**31)
         proposer = _proposal_law(laws[0], proposal)
         for name, function in {"the potential": potential, "the twist": twist}.items():
             checks.check_callable(name, function, "a function of a Text", optional=True)
         for law in laws if proposer is None else (*laws, proposer):
             law.check_length(self.max_tokens)
-        eos_token_id: int | None = getattr(lm.tokenizer, "eos_token_id", None)
+        eos_token_id: int | None = getattr(runtime.tokenizer, "eos_token_id", None)
         if constraint is not None and eos_token_id is None:
             raise InvalidRequest(
                 "a constrained text ends with the end token, and the model's tokenizer names none: "
                 "set its eos_token_id"
             )
-        ends = parse_stop(stop, eos_token_id=eos_token_id, vocab_size=lm.vocab_size)
+        ends = parse_stop(stop, eos_token_id=eos_token_id, vocab_size=runtime.vocab_size)
         if constraint is not None and ends.strings:
             raise InvalidRequest(
                 "stop has strings, which may begin inside of a token, where no constraint can tell: put "
                 "the string into the constraint, as in regex(r'[^\\n]*\\n', lm), and give stop=None"
             )
-        self._start = None if constraint is None else checks.constraint_start(lm, constraint)
+        self._start = None if constraint is None else checks.constraint_start(runtime, constraint)
         is_asked = isinstance(self._start, CheckedState)
         if proposal == "awrs" and self._start is not None and not is_asked:
             raise InvalidRequest(
@@ -199,9 +199,9 @@ class TextModel:
             )
         if not callable(unit) and (not isinstance(unit, str) or not unit):
             unit = check_int("unit", unit, 1, 2**31)
-        self.laws, self.lm, self._proposer, self._unit = laws, lm, proposer, unit
+        self.laws, self.lm, self._proposer, self._unit = laws, runtime, proposer, unit
         self.constraint, self.potential, self._twist = constraint, potential, twist
-        self.ends, self.eos_token_id, self._byte_vocab = ends, eos_token_id, lm.byte_vocab
+        self.ends, self.eos_token_id, self._byte_vocab = ends, eos_token_id, runtime.byte_vocab
         self._rejects = is_asked and proposal != "mask"
         """Whether tokens are drawn by rejection."""
 

@@ -27,7 +27,9 @@ from genrt.inference import (
     END_TOKEN,
     SMC,
     Execution,
+    Law,
     MetropolisHastings,
+    ParticleGibbs,
     Program,
     Rejection,
     Resampler,
@@ -35,9 +37,12 @@ from genrt.inference import (
     importance_sampling,
     multinomial,
     partial,
+    resample_move,
     residual,
     stratified,
     systematic,
+    tempered,
+    without_replacement,
 )
 from genrt.inference.checks import evaluate_potential
 from genrt.lm import AsyncLM
@@ -216,6 +221,73 @@ async def metropolis(case: Case) -> None:
         assert set(found) <= set(exact.token_ids)
 
 
+def log_probability(ngram: NGram, prompt: list[int], ids: tuple[int, ...]) -> float:
+    """Of a text, with its end if it is not cut at ``MAX_TOKENS``."""
+    end = [] if len(ids) == MAX_TOKENS or ngram.eos_token_id is None else [ngram.eos_token_id]
+    tokens = [*prompt, *ids, *end]
+    places = range(len(prompt), len(tokens))
+    return sum(float(ngram.row(tokens[:place])[tokens[place]]) for place in places)
+
+
+async def laws(case: Case) -> None:
+    """Two prompts and powers multiply: the base law, with the rest as a potential."""
+    ngram, own = case.ngram, case.options.get("potential", likes_nothing)
+
+    async def rest(text: Text) -> float:
+        more = own(text)
+        total = float(await more if asyncio.iscoroutine(more) else more)
+        total += 0.5 * log_probability(ngram, [0], text.token_ids)
+        return total + 1.25 * log_probability(ngram, [1], text.token_ids)
+
+    exact = exact_posterior(ngram, [0], **(case.options | {"potential": rest}))
+    model = TextModel([Law(case.lm, [0], power=1.5), Law(case.lm, [1], power=1.25)], **case.options)
+    sampler = SMC(model, num_particles=5, resample_when=0.9, resample=case.resample)
+    results = await asyncio.gather(*(sampler.run(seed) for seed in range(40)))
+    assert_weighted_samples_from(
+        [(result.token_ids, result.log_weights) for result in results],
+        exact.token_ids, log_evidence=exact.log_evidence, highest=1.0, level=LEVEL,
+    )  # fmt: skip
+
+
+def recipe(make: Callable[[Any], Any], **more: Any) -> Check:
+    async def check(case: Case) -> None:
+        sampler = make(case.text_model(**more))
+        results = await asyncio.gather(*(sampler.run(seed) for seed in range(40)))
+        runs = [(result.token_ids, result.log_weights) for result in results]
+        await weighs(runs, case, variance=False)
+
+    return check
+
+
+async def annealed(case: Case) -> None:
+    """The potential comes in by degrees after the texts are whole."""
+    options = {name: each for name, each in case.options.items() if name != "potential"}
+    potential = case.options.get("potential", likes_nothing)
+    sampler = tempered(
+        TextModel(case.lm, [0], **options), potential, num_particles=5, temperatures=[0.2, 1.0]
+    )
+    results = await asyncio.gather(*(sampler.run(seed) for seed in range(40)))
+    runs = [(result.token_ids, result.log_weights) for result in results]
+    await weighs(runs, case, variance=False)
+
+
+def likes_nothing(text: Text) -> float:
+    return 0.0
+
+
+async def gibbs(case: Case) -> None:
+    exact = case.exact
+    for model in (case.text_model(twist=case.twist), case.text_model(unit=2)):
+        sampler = ParticleGibbs(
+            model, num_particles=4, num_chains=60, num_steps=6, warm_up=5, attempts=20
+        )
+        found = (await sampler.run(0)).token_ids
+        if exact.evidence > 0.3:
+            assert len(found) == 60
+            assert_samples_from(found, exact.token_ids, level=LEVEL)
+        assert set(found) <= set(exact.token_ids)
+
+
 async def rejection(case: Case) -> None:
     """Of other ends and temperatures; a constraint without a stop is refused."""
     if case.other["stop"] is not None or "constraint" not in case.options:
@@ -235,6 +307,15 @@ ALGORITHMS: dict[str, Check] = {
     "SMC": smc(),
     "SMC, twisted": smc(twisted=True),
     "SMC, proposed in blocks": proposed,
+    "two laws": laws,
+    "SMC, in units of two": recipe(lambda model: SMC(model, num_particles=5), unit=2),
+    "SMC, in units up to a string": recipe(lambda model: SMC(model, num_particles=5), unit="b"),
+    "resample-move": recipe(lambda model: resample_move(model, num_particles=5, moves=2)),
+    "without replacement": recipe(
+        lambda model: without_replacement(model, num_particles=4, branches=3)
+    ),
+    "tempered": annealed,
+    "particle Gibbs": gibbs,
     "program": program,
     "Metropolis-Hastings": metropolis,
     "rejection": rejection,

@@ -21,6 +21,7 @@ from genrt.inference import (
     MetropolisHastings,
     Model,
     Moves,
+    ParticleGibbs,
     TextModel,
 )
 from genrt.lm import AsyncLM
@@ -65,14 +66,15 @@ async def exact_chains(model: Model, count: int, *, most: int = 400) -> Chains:
     return Chains(tuple(chains[:most]), 1, 7)
 
 
-async def moved(model: Model, state: Chains, *, steps: int) -> tuple[list[Any], list[Moves]]:
+async def moved(
+    sampler: MetropolisHastings, state: Chains, *, steps: int
+) -> tuple[list[Any], list[Moves]]:
     """Where the chains are after so many moves, as the model's values, and the moves."""
-    sampler = MetropolisHastings(model, num_chains=1, num_steps=1)
     moves = []
     for _ in range(steps):
         state, made = await sampler.step(state)
         moves.append(made)
-    return [model.value(chain) for chain in state.chains if chain], moves
+    return [sampler.model.value(chain) for chain in state.chains if chain], moves
 
 
 def case(name: str, lm: AsyncLM) -> tuple[TextModel, dict[Any, float]]:
@@ -107,10 +109,25 @@ async def test_moves_leave_the_law_as_it_is(name: str) -> None:
         assert len(state.chains) > 80
         assert_samples_from([model.value(each) for each in state.chains], law)
         for steps in (1, 4):
-            values, moves = await moved(model, state, steps=steps)
+            sampler = MetropolisHastings(model, num_chains=1, num_steps=1)
+            values, moves = await moved(sampler, state, steps=steps)
             assert_samples_from(values, law)
         rate = np.mean([made.accepted.mean() for made in moves])
         assert 0.2 < rate <= 1
+
+
+async def test_conditional_smc_leaves_the_law_as_it_is() -> None:
+    """With so few particles that what is pinned counts for most."""
+    with genrt.load(MODEL, engine="exact") as lm:
+        model, law = case("twist", lm)
+        state = await exact_chains(model, 2000, most=500)
+        sampler = ParticleGibbs(model, num_particles=2, num_chains=1, num_steps=1)
+        values, moves = await moved(sampler, state, steps=2)
+        assert_samples_from(values, law)
+        moved_on = [
+            each is not old for each, old in zip(moves[0].particles, state.chains, strict=True)
+        ]
+        assert 0.1 < np.mean(moved_on) < 1
 
 
 async def test_ratios_are_those_of_the_detailed_balance() -> None:

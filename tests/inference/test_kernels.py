@@ -1,0 +1,336 @@
+"""Kernels and recipes on one model, in so many runs that small errors show; what each kernel does to a
+state; error bars.
+
+The same recipes on drawn models are in ``test_algorithms.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import genrt
+from genrt.constraints import regex
+from genrt.engines.exact import NGram
+from genrt.errors import InvalidRequest
+from genrt.inference import (
+    SMC,
+    Law,
+    Sampler,
+    State,
+    TextModel,
+    Trace,
+    beam_search,
+    branch,
+    chain,
+    extend,
+    importance_sampling,
+    keep,
+    log_mean_exp,
+    move,
+    multinomial,
+    optimal,
+    repeat,
+    resample,
+    resample_move,
+    reweight,
+    several,
+    systematic,
+    tempered,
+    without_replacement,
+)
+from genrt.lm import AsyncLM
+from genrt.testing import assert_weighted_samples_from, exact_posterior
+from genrt.tokens.texts import Text
+
+PROMPT, OTHER = [0], [1]
+MODEL = NGram.random([b"a", b"b", b"ab", b"ba", b""], seed=3, zeros=0.25, eos_token_id=4)
+LENGTH = 4
+RUNS = 600
+
+
+@pytest.fixture
+async def lm() -> AsyncIterator[AsyncLM]:
+    async with await genrt.aload(MODEL, engine="exact") as runtime:
+        yield runtime
+
+
+def likes_b(text: Text) -> float:
+    return 0.8 * text.bytes.count(b"b") - 3.2
+
+
+def log_probability(prompt: list[int], ids: tuple[int, ...]) -> float:
+    tokens = ids if len(ids) == LENGTH else (*ids, 4)
+    rows = (MODEL.row([*prompt, *tokens[:place]]) for place in range(len(tokens)))
+    return sum(float(row[token]) for row, token in zip(rows, tokens, strict=True))
+
+
+def exact(lm: AsyncLM, *laws: tuple[list[int], float]) -> Any:
+    """The target of these prompts and powers, and of what ``model`` has beside them."""
+
+    def rest(text: Text) -> float:
+        more = [power * log_probability(prompt, text.token_ids) for prompt, power in laws]
+        return likes_b(text) + sum(more) - log_probability(PROMPT, text.token_ids)
+
+    return exact_posterior(
+        MODEL, PROMPT, max_tokens=LENGTH, constraint=regex("[ab]{1,5}", lm), potential=rest
+    )
+
+
+def model(lm: Any, runtime: AsyncLM, **more: Any) -> TextModel:
+    options: dict[str, Any] = {"twist": likes_b, "potential": likes_b} | more
+    constraint = regex("[ab]{1,5}", runtime)
+    return TextModel(lm, max_tokens=LENGTH, constraint=constraint, **options)
+
+
+RECIPES: dict[str, tuple[Callable[[AsyncLM], Any], list[tuple[list[int], float]]]] = {
+    "resample-move": (
+        lambda lm: resample_move(model(Law(lm, PROMPT), lm), num_particles=4, moves=1, below=1.0),
+        [(PROMPT, 1.0)],
+    ),
+    "a power, moved in units of two": (
+        lambda lm: resample_move(
+            model(Law(lm, PROMPT, power=2.0), lm, unit=2), num_particles=4, moves=2
+        ),
+        [(PROMPT, 2.0)],
+    ),
+    "two prompts": (
+        lambda lm: SMC(model([Law(lm, PROMPT), Law(lm, OTHER, power=0.5)], lm), num_particles=4),
+        [(PROMPT, 1.0), (OTHER, 0.5)],
+    ),
+    "a contrast": (
+        lambda lm: SMC(
+            model([Law(lm, PROMPT, power=1.5), Law(lm, PROMPT, power=-0.5, temperature=1.0)], lm),
+            num_particles=4,
+        ),
+        [(PROMPT, 1.0)],
+    ),
+    "another prompt proposes for two": (
+        lambda lm: SMC(
+            model(
+                [Law(lm, PROMPT), Law(lm, PROMPT, power=0.5)],
+                lm,
+                proposal=Law(lm, PROMPT, temperature=1.5),
+                unit=2,
+            ),
+            num_particles=4,
+        ),
+        [(PROMPT, 1.5)],
+    ),
+    "without replacement": (
+        lambda lm: without_replacement(model(Law(lm, PROMPT), lm), num_particles=3, branches=3),
+        [(PROMPT, 1.0)],
+    ),
+    "tempered": (
+        lambda lm: tempered(
+            model(Law(lm, PROMPT), lm, potential=None, twist=None),
+            likes_b,
+            num_particles=4,
+            temperatures=[0.3, 1.0],
+            moves=1,
+        ),
+        [(PROMPT, 1.0)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+async def test_a_recipe_is_unbiased(name: str, lm: AsyncLM) -> None:
+    make, laws = RECIPES[name]
+    sampler, posterior = make(lm), exact(lm, *laws)
+    results = await asyncio.gather(*(sampler.run(seed) for seed in range(RUNS)))
+    assert len({result.texts for result in results}) > 10
+    assert_weighted_samples_from(
+        [(result.token_ids, result.log_weights) for result in results],
+        posterior.token_ids,
+        log_evidence=posterior.log_evidence,
+        highest=20 * posterior.evidence,
+        level=1e-7,
+    )
+
+
+async def test_adaptive_temperatures_reach_the_target(lm: AsyncLM) -> None:
+    bare = model(Law(lm, PROMPT), lm, potential=None, twist=None)
+    sampler, posterior = tempered(bare, likes_b, num_particles=400), exact(lm, (PROMPT, 1.0))
+    result = await sampler.run(0)
+    assert result.log_evidence == pytest.approx(posterior.log_evidence, abs=0.2)
+    found: Counter[Any] = Counter()
+    for ids, weight in zip(result.token_ids, result.weights, strict=True):
+        found[ids] += weight
+    apart = sum(abs(found[ids] - share) for ids, share in posterior.token_ids.items())
+    assert apart / 2 < 0.15
+
+
+# -- what a kernel does -------------------------------------------------------------------------
+
+
+async def grown(lm: AsyncLM, *, steps: int = 3, count: int = 6) -> State:
+    smc = importance_sampling(model(Law(lm, PROMPT), lm), num_particles=count)
+    state = smc.init(1)
+    for _ in range(steps):
+        state, _ = await smc.step(state)
+    return state
+
+
+async def test_branches_share_the_weight_and_keep_what_is_finished(lm: AsyncLM) -> None:
+    state = await grown(lm)
+    after = await branch(3)(state)
+    assert 0 < len(state.unfinished) < 6
+    assert len(after.particles) == 6 + 2 * len(state.unfinished)
+    assert after.log_evidence == pytest.approx(state.log_evidence)
+    assert Counter(after.eve.tolist()) == {
+        place: 3 if place in state.unfinished else 1 for place in range(6)
+    }
+
+
+async def test_the_best_are_kept_once(lm: AsyncLM) -> None:
+    state = await branch(3)(await grown(lm, count=12))
+    best = await keep(4)(state)
+    assert len({each.token_ids for each in best.particles}) == len(best.particles) == 4
+    left = [
+        weight
+        for each, weight in zip(state.particles, state.log_weights, strict=True)
+        if each.token_ids not in {kept.token_ids for kept in best.particles}
+    ]
+    assert min(best.log_weights) >= max(left)
+    shortest = await keep(1, by=lambda traces: np.array([-each.count for each in traces]))(state)
+    assert shortest.particles[0].count == min(each.count for each in state.particles)
+
+
+async def test_a_beam_is_as_wide_as_it_says(lm: AsyncLM) -> None:
+    result = await beam_search(model(Law(lm, PROMPT), lm), width=3, reward=likes_b).run(0)
+    assert len(result.texts) == len(set(result.texts)) == 3
+    assert [len(info.ancestors) for info in result.infos][1:] == [3] * (len(result.infos) - 1)
+    assert "survived" in result.genealogy().svg
+
+
+async def test_a_new_target_changes_the_weights_alone(lm: AsyncLM) -> None:
+    state = await grown(lm)
+
+    def lengths(traces: Any) -> Any:
+        return np.array([-0.5 * each.count for each in traces])
+
+    after = await reweight(lengths)(state)
+    assert after.particles == state.particles
+    alive = state.log_weights > -math.inf
+    expected = state.log_weights[alive] + lengths(np.array(state.particles, object)[alive])
+    assert after.log_weights[alive].tolist() == expected.tolist()
+    with pytest.raises(InvalidRequest, match="a log-weight for each"):
+        await reweight(lambda traces: np.zeros(1 + len(traces)))(state)
+
+
+async def test_a_kernel_has_the_randomness_of_its_place(lm: AsyncLM) -> None:
+    """The same kernel twice in one step draws twice; the same step again draws the same."""
+    state = await grown(lm, count=40)
+    moves = repeat(move(model(Law(lm, PROMPT), lm)), 2)
+    once, twice = await chain(move(model(Law(lm, PROMPT), lm)))(state), await moves(state)
+    again = await moves(state)
+    texts = [[each.token_ids for each in own.particles] for own in (state, once, twice, again)]
+    assert texts[0] != texts[1] != texts[2] == texts[3]
+    assert twice.log_weights.tolist() == state.log_weights.tolist()
+
+
+async def test_a_pinned_particle_is_its_own_ancestor_and_the_others_are_independent() -> None:
+    """Of 3,000 states: the pairs of the other two's ancestors have the product of the weights."""
+    weights = np.array([0.2, 0.5, 0.3])
+    pairs = Counter[tuple[int, int]]()
+    kernel = resample(multinomial, below=1.0, pinned=True)
+    for seed in range(3000):
+        after = await kernel(State((Trace(),) * 3, np.log(weights), 0, seed))
+        assert after.ancestors[0] == 0
+        pairs[tuple(after.ancestors[1:].tolist())] += 1
+    for (first, second), count in pairs.items():
+        assert count / 3000 == pytest.approx(weights[first] * weights[second], abs=0.04)
+
+
+def test_no_weight_is_drawn_twice_and_all_keep_their_mean() -> None:
+    rng, total = np.random.default_rng(0), np.zeros(9)
+    weights = np.array([5.0, 1, 1, 0.5, 0.5, 0.2, 0.1, 0.0, 3])
+    with np.errstate(divide="ignore"):
+        log_weights = np.log(weights)
+    for _ in range(4000):
+        ancestors, kept = optimal(rng, log_weights, 4)
+        assert len({*ancestors.tolist()}) == 4
+        np.add.at(total, ancestors, np.exp(kept) * 9 / 4)
+        assert log_mean_exp(kept) == pytest.approx(log_mean_exp(log_weights))
+    assert total / 4000 == pytest.approx(weights, rel=0.1)
+    few, kept = optimal(rng, np.array([0.0, -math.inf, 1.0]), 4)
+    assert len(few) == 4
+    assert log_mean_exp(kept) == pytest.approx(log_mean_exp(np.array([0.0, -math.inf, 1.0])))
+
+
+async def test_wrong_kernels_say_so(lm: AsyncLM) -> None:
+    own = model(Law(lm, PROMPT), lm)
+    with pytest.raises(InvalidRequest, match="independent ancestors"):
+        resample(systematic, pinned=True)
+    with pytest.raises(InvalidRequest, match="from 0 to 1"):
+        resample(below=2.0)
+    with pytest.raises(InvalidRequest, match="a resampler"):
+        resample("systematic")  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="kernel"):
+        Sampler(own, "extend", num_particles=2)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="rising"):
+        tempered(own, likes_b, num_particles=2, temperatures=[0.5, 0.4, 1.0])
+    with pytest.raises(InvalidRequest, match="their own prompts"):
+        TextModel(Law(lm, PROMPT), PROMPT, max_tokens=2)
+    with pytest.raises(InvalidRequest, match="positive power"):
+        TextModel(Law(lm, PROMPT, power=-1.0), max_tokens=2)
+    with pytest.raises(InvalidRequest, match="but 0"):
+        Law(lm, PROMPT, power=0.0)
+    assert (MODEL.row([3]) == -math.inf).any()
+    zeros = [Law(lm, [each], power=-1.0) for each in range(5)]
+    contrast = TextModel([Law(lm, PROMPT), *zeros], max_tokens=LENGTH)
+    with pytest.raises(InvalidRequest, match="infinite"):
+        await importance_sampling(contrast, num_particles=64).run(0)
+
+
+# -- error bars ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("below", [0.0, 1.0])
+async def test_one_run_shows_its_own_error(below: float, lm: AsyncLM) -> None:
+    """The mean of the estimated variances is the variance of the estimates; intervals hold the truth."""
+    kernel = chain(resample(multinomial, below=below), extend(model(Law(lm, PROMPT), lm)))
+    sampler, posterior = (
+        Sampler(model(Law(lm, PROMPT), lm), kernel, num_particles=250),
+        exact(lm, (PROMPT, 1.0)),
+    )
+    results = await asyncio.gather(*(sampler.run(seed) for seed in range(300)))
+    ratios = np.exp([each.log_evidence - posterior.log_evidence for each in results])
+    found = np.array([each.evidence_error for each in results])
+    assert np.mean((ratios * found) ** 2) == pytest.approx(ratios.var(), rel=0.25)
+    covered = np.abs(ratios - 1) < 1.96 * ratios * found
+    assert 0.9 < covered.mean() < 0.99
+    truth = sum(len(ids) * share for ids, share in posterior.token_ids.items())
+    lengths = [dict(zip(each.texts, map(len, each.token_ids), strict=True)) for each in results]
+    means = [each.expectation(own.__getitem__) for each, own in zip(results, lengths, strict=True)]
+    errors = [
+        each.expectation_error(own.__getitem__) for each, own in zip(results, lengths, strict=True)
+    ]
+    covered = np.abs(np.array(means) - truth) < 1.96 * np.array(errors)
+    assert 0.9 < covered.mean() < 0.99
+
+
+async def test_other_schemes_have_no_error_of_one_run_and_several_have(lm: AsyncLM) -> None:
+    sampler = SMC(model(Law(lm, PROMPT), lm), num_particles=32, resample_when=1.0)
+    result = await sampler.run(0)
+    assert math.isnan(result.evidence_error)
+    assert math.isnan(result.expectation_error(len))
+    assert "\N{PLUS-MINUS SIGN}" not in str(result)
+    posterior = exact(lm, (PROMPT, 1.0))
+    runs = await several(sampler, 40, seed=0)
+    assert len({each.log_evidence for each in runs.results}) == 40
+    off = math.exp(runs.log_evidence - posterior.log_evidence) - 1
+    assert 0 < abs(off) < 4 * runs.evidence_error < 0.5
+    mean, error = runs.expectation(lambda text: float(text.startswith("b")))
+    truth = sum(share for text, share in posterior.texts.items() if text.startswith(b"b"))
+    assert 0 < abs(mean - truth) < 4 * error < 0.3
+    plain = await importance_sampling(model(Law(lm, PROMPT), lm), num_particles=32).run(0)
+    assert plain.evidence_error > 0
+    assert "\N{PLUS-MINUS SIGN}" in str(plain)
