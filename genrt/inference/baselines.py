@@ -74,7 +74,7 @@ class Rejection(Algorithm[TextModel, RejectionState, None]):
             bound: an upper bound of the model's potential.
 
         Raises:
-            InvalidRequest: an argument is out of its range.
+            InvalidRequest: an argument is out of range.
         """
         super().__init__(_text_model(model))
         if model.constraint is not None and model.ends.never:
@@ -168,7 +168,7 @@ class BestOfN(Algorithm[TextModel, State, None]):
                 dead is the best.
 
         Raises:
-            InvalidRequest: an argument is out of its range.
+            InvalidRequest: an argument is out of range.
         """
         super().__init__(_text_model(model))
         self._n = check_int("n", n, 1)

@@ -131,7 +131,7 @@ async def evaluate_potential(name: str, potential: Potential, texts: Sequence[Te
 
     A plain function is called in another thread, for one text after the other; a coroutine function on
     the running loop, for all texts at once. The first exception is raised. After it, or a
-    cancellation, no call continues, except a plain one that has begun. Raises InvalidRequest for a
+    cancellation, no call continues, except a plain one that already runs. Raises InvalidRequest for a
     log-weight that is not a number, NaN or +inf.
     """
     distinct = list(dict.fromkeys(texts))

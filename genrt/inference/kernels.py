@@ -1,4 +1,4 @@
-r"""Kernels: functions from a state to a state, of which samplers are composed.
+r"""Kernels: functions from a state to a state. Samplers are compositions of kernels.
 
 ::
 
@@ -71,8 +71,8 @@ def extend(model: Model, *, pinned: Trace | None = None) -> Kernel:
             log_weights[0] += particles[0].gain
         if places:
             growing = [particles[place] for place in places]
-            longer = await extended(model, growing, model_seed(state.seed_sequence()))
-            log_weights[places] += [each.gain for each in longer]
+            longer, gains = await extended(model, growing, model_seed(state.seed_sequence()))
+            log_weights[places] += gains
             for place, trace in zip(places, longer, strict=True):
                 particles[place] = trace
         return replace(
@@ -102,7 +102,7 @@ def resample(
         pinned: particle 0 is its own ancestor, and the others are drawn independently.
 
     Raises:
-        InvalidRequest: an argument is out of its range; later, what a scheme or a rule gave.
+        InvalidRequest: an argument is out of range; later, a scheme or a rule returned something wrong.
     """
     if not callable(below) and not 0 <= check_float("below", below) <= 1:
         raise InvalidRequest(f"below is {displayed(below)}: give a share from 0 to 1, or a rule")
@@ -257,13 +257,13 @@ async def finished(
         if not places:
             return new
         growing = [new[place] for place in places]
-        longer = await extended(model, growing, model_seed(seeds.spawn(1)[0]))
+        longer, _ = await extended(model, growing, model_seed(seeds.spawn(1)[0]))
         for place, trace in zip(places, longer, strict=True):
             new[place] = trace
 
 
 async def values_of(function: LogTarget, traces: Sequence[Any]) -> Floats:
-    """Return the function's log-weights of these traces. Raises InvalidRequest for other values."""
+    """Return the log-weights that a function gives traces. Raises InvalidRequest for other values."""
     found: Any = function(traces)
     if inspect.isawaitable(found):
         found = await found

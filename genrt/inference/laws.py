@@ -1,4 +1,4 @@
-"""Laws: what gives probabilities to the next tokens of a text."""
+"""Laws: distributions of the next tokens of a text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Law:
     """A language model's law of the tokens after a prompt, raised to a power.
 
     Several laws in a ``TextModel`` multiply: an ensemble of prompts or models, or with a negative power a
-    contrast. As ``proposal=`` a law draws what others weigh.
+    contrast. As ``proposal=`` a law draws tokens, and others weigh them.
 
     Attributes:
         lm: the runtime.
@@ -42,7 +42,7 @@ class Law:
     def __post_init__(self) -> None:
         """
         Raises:
-            InvalidRequest: an argument is out of its range.
+            InvalidRequest: an argument is out of range.
         """
         ids = checks.prompt_ids(checks.check_runtime(self.lm), self.prompt)
         object.__setattr__(self, "ids", ids)
@@ -76,7 +76,7 @@ class Law:
             )
 
     def population(self, texts: Sequence[tuple[int, ...]]) -> Population:
-        """Return the sequences of these texts after the prompt."""
+        """Return a population with these texts after the prompt."""
         if not any(texts):
             return self.lm.population(self.ids, len(texts), adapter=self.adapter)
         contexts = [self.ids + each for each in texts]
@@ -113,8 +113,8 @@ def product(laws: Sequence[Law], rows: Sequence[Tensor]) -> Tensor:
 
 
 def checked_laws(laws: Law | Sequence[Law]) -> tuple[Law, ...]:
-    """Return one law or several. Raises InvalidRequest if one is none, none has a positive power, or laws
-    are over other tokens."""
+    """Return one law or several. Raises InvalidRequest if one is no law, no power is positive, or
+    laws are over other tokens."""
     given = (laws,) if isinstance(laws, Law) else tuple(laws)
     for each in given:
         if not isinstance(each, Law):

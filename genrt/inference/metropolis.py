@@ -104,7 +104,7 @@ class MetropolisHastings(Algorithm[Model, Chains, Moves]):
             attempts: the most texts to draw for a chain's first one.
 
         Raises:
-            InvalidRequest: an argument is out of its range.
+            InvalidRequest: an argument is out of range.
         """
         super().__init__(checked_model(model))
         self._num_chains = check_int("num_chains", num_chains, 1)

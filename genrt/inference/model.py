@@ -46,16 +46,16 @@ class Trace:
     """One text, or one execution of a program, so far: a value, which shares its beginning with others.
 
     A trace is its last unit and the trace before it. Growing it makes another one. A model's own traces
-    are a subclass, with what it needs to go on.
+    are a subclass, with the data that the next unit needs.
 
     Attributes:
         before: the trace without its last unit; ``None`` at the beginning.
-        units: the number of its units.
+        units: how many units it has.
         tokens: the tokens that the last unit drew, with an end token.
         log_weight: log target - log proposal of the last unit, or an unbiased estimate's logarithm; -inf
             if the trace is dead.
         log_proposal: the log-probability with which the last unit was drawn.
-        log_twist: the part of its log-weight that is a twist's, of the whole trace.
+        log_twist: the twist's part in the log-weight of the whole trace.
         finished: true if it is complete.
     """
 
@@ -95,10 +95,13 @@ class Trace:
     @property
     def gain(self) -> float:
         """The gain of a particle's log-weight by the last unit: -inf if it died."""
-        return self.log_weight + (self.log_twist - self.before.log_twist if self.before else 0.0)
+        before = self.before
+        if before is None or self.log_twist == before.log_twist:
+            return self.log_weight
+        return self.log_weight + (self.log_twist - before.log_twist)
 
     def path(self) -> list[Self]:
-        """Return the trace after each of its units, the first one first."""
+        """Return the trace after every unit, the first one first."""
         found, trace = list[Self](), self
         while trace.before is not None:
             found.append(trace)
@@ -120,7 +123,7 @@ class Trace:
         return getattr(self, name)
 
     def cut(self, units: int) -> Self:
-        """Return the trace of its first ``units`` units."""
+        """Return the trace without its units after the first ``units``."""
         trace = self
         while trace.units > units and trace.before is not None:
             trace = cast("Self", trace.before)
@@ -128,7 +131,7 @@ class Trace:
 
 
 def _restored(kind: type[Trace], names: list[str], parts: list[list[Any]]) -> Trace | None:
-    """Return the trace of these parts of its units."""
+    """Return the trace with these parts, unit by unit."""
     trace = None
     for each in parts:
         before, trace = trace, kind.__new__(kind)
@@ -142,8 +145,8 @@ def _restored(kind: type[Trace], names: list[str], parts: list[list[Any]]) -> Tr
 class Model(Protocol):
     """A target, and a way to propose from it unit by unit: ``TextModel``, ``Program``, or your own.
 
-    Grown from ``start()`` until it is finished, a trace and its weight w, the product of its units'
-    weights, are *properly weighted*: E[w f(trace)] = Z E[f] under the target, for every function f, where
+    Grown from ``start()`` until it is finished, a trace and its weight w, the product over units,
+    are *properly weighted*: E[w f(trace)] = Z E[f] under the target, for every function f, where
     Z is the target's normaliser, the evidence.
     """
 
@@ -155,7 +158,7 @@ class Model(Protocol):
         """Return the trace before its first unit."""
 
     async def extend(self, traces: Sequence[Any], seed: int) -> list[Any]:
-        """Return each of these traces, unfinished and alive, one unit longer, in order. The seed decides
+        """Return the traces, unfinished and alive, one unit longer, in order. The seed decides
         all draws; a cancelled or failed call leaves the traces unchanged."""
 
     def text(self, trace: Any) -> str:
@@ -174,20 +177,21 @@ def checked_model(model: Any) -> Model:
     return model
 
 
-async def extended(model: Model, traces: Sequence[Any], seed: int) -> list[Any]:
-    """Extend traces by the model. Raises InvalidRequest if it returns another number of traces, or a
-    weight that is NaN or +inf."""
+async def extended(model: Model, traces: Sequence[Any], seed: int) -> tuple[list[Any], Floats]:
+    """Extend traces by the model; return them with their gains. Raises InvalidRequest if it returns
+    another number of traces, or a weight that is NaN or +inf."""
     longer = await model.extend(traces, seed)
     if len(longer) != len(traces):
         raise InvalidRequest(
             f"the model made {len(longer)} of {len(traces)} traces: return one for each"
         )
-    for each in longer:
-        if not each.gain < math.inf:
-            raise InvalidRequest(
-                f"the model says that a trace gained {each.gain}: log-weights are finite, or -inf"
-            )
-    return longer
+    gains = np.array([each.gain for each in longer])
+    if not (gains < math.inf).all():
+        wrong = gains[~(gains < math.inf)][0]
+        raise InvalidRequest(
+            f"the model says that a trace gained {wrong}: log-weights are finite, or -inf"
+        )
+    return longer, gains
 
 
 @dataclass(frozen=True, eq=False)
@@ -260,10 +264,16 @@ class State:
 
     def at(self, *key: int) -> State:
         """Return the state with the randomness of another place in the step."""
-        return replace(self, key=key)
+        return self.labeled(key=key)
+
+    def labeled(self, **fields: Any) -> State:
+        """Return the same particles and weights with other labels; sums that are known stay."""
+        made = object.__new__(State)
+        vars(made).update(vars(self), **fields)
+        return made
 
     def seed_sequence(self, *key: int) -> np.random.SeedSequence:
-        """Return the source of a kernel's randomness, or of one of its parts."""
+        """Return the source of randomness for a kernel, or for a part with this key."""
         return np.random.SeedSequence(self.seed, spawn_key=(self.step, *self.key, *key))
 
     def take(
@@ -338,8 +348,8 @@ class Info:
         resampled: whether it began by resampling.
         ancestors: int64 ``[N]``, the index in the step before of the particle that each one grew from.
         token_ids: int64 ``[N, longest]``, the tokens that each one drew, the end token included, then -1;
-            no token for a particle that was not extended, that found none, or whose program drew another
-            value.
+            no token for a particle that was not extended or found no token, or if its program drew
+            another value.
         log_increments: float64 ``[N]``, the gain of each log-weight after any resampling: 0 for
             a particle that was not extended, -inf for one that died.
         log_weights: float64 ``[N]``, after the step.

@@ -11,20 +11,20 @@ r"""Particle programs: you write one particle as a coroutine, the algorithms run
 
     result = await SMC(Program(lm, haiku), num_particles=32).run(seed=0)
 
-The target. A run of the program has the density of its choices under their laws, times the product of its
-observations. The evidence is the normaliser: the mean of this product over runs of the program. A masked
-``sample`` draws from the row restricted to the mask and observes the mask's mass, so it is a draw from
-the row under the condition of the mask.
+The target. A run of the program has the density that its choices have under their laws, times the
+product over all observations. The evidence is the normaliser: the mean of this product over runs of the
+program. A masked ``sample`` draws from the row restricted to the mask and observes the mask's mass, so it
+is a draw from the row under the condition of the mask.
 
 Steps. Draws are awaited: ``sample``, ``choice``, ``uniform``. A step takes a particle from one draw to
 just before another, or to its end: to the next draw after its weight has changed, by ``observe``,
 ``condition`` or a mask, and to the next ``sample`` in any case. Particles are resampled between steps,
 so a changed weight counts before the next draw.
 
-Resampling may copy a particle, and a coroutine cannot be copied. So a particle is the list of its
+Resampling may copy a particle, and a coroutine cannot be copied. So a particle is a list of
 choices: one child continues where its parent stopped; the others first replay the recorded choices,
 without questions to the model, and their contexts then become forks of the parent's. Therefore a program
-must be a function of its choices: all randomness comes from ``p``, and side effects are repeated. The
+must depend on its choices alone: all randomness comes from ``p``, and side effects are repeated. The
 program itself awaits its draws, not tasks that it starts, and no ``asyncio.timeout`` or task group may be
 open around them, because another task continues the program afterwards.
 
@@ -125,7 +125,7 @@ class _Choice(NamedTuple):
     Attributes:
         outcome: the token, the number, or the index of the value.
         value: a digest of the value that a choice drew.
-        log_share: the logarithm of its probability.
+        log_share: the log-probability.
     """
 
     asked: DrawKey
@@ -151,7 +151,7 @@ class ParticleContext(Context):
     """A context of a program, made by ``Execution.context``. It has all that a ``Context`` has.
 
     Attributes:
-        history: a digest of its prompt, its adapter and all changes.
+        history: a digest of prompt, adapter and all changes.
     """
 
     __slots__ = ("_execution", "history")
@@ -259,7 +259,7 @@ class Execution:
         adapter: str | None = None,
     ) -> int:
         """Draw a token from the row after ``token_ids`` or a context of ``p.context``, restricted to
-        ``mask`` if there is one. Append nothing.
+        ``mask`` if there is one. The context stays as it is.
 
         With a mask the log-weight gains its mass, the logarithm of the probability that the row gives it.
         A mask of no mass kills the particle, and its program does not go on.
@@ -267,14 +267,14 @@ class Execution:
         Args:
             mask: the tokens that may be drawn, as ``AsyncLM.draw`` takes them. After a context, the masks
                 of all particles' states are computed together.
-            temperature: of the row; other than 1, the tempered row is the law. Not with a mask, whose
-                mass is the row's own.
+            temperature: of the row; other than 1, the tempered row is the law. Not with a mask,
+                because the mask's mass belongs to the row.
             adapter: by name; a context has its own.
 
         Raises:
             InvalidRequest: a temperature with a mask, one that is not above 0, a ``sample`` in another
-                task than the program's, another context than ``p.context`` makes, or what
-                ``AsyncLM.draw`` refuses.
+                task than the program's, another context than ``p.context`` makes, or
+                an argument that ``AsyncLM.draw`` refuses.
             ContextTooLong, UnknownAdapter, EngineFailed, Closed: as ``AsyncLM.draw``.
         """
         if type(temperature) is not float or temperature != 1.0:
@@ -315,7 +315,7 @@ class Execution:
         self, token_ids: TokenIds | Context, continuation: TokenIds, *, adapter: str | None = None
     ) -> None:
         """Observe that ``continuation`` follows ``token_ids``, or a context: the log-weight gains its
-        log-probability. Append nothing.
+        log-probability. The context stays as it is.
 
         Raises:
             InvalidRequest, ContextTooLong, UnknownAdapter, EngineFailed, Closed: as ``AsyncLM.score``.
@@ -531,7 +531,7 @@ class ProgramTrace(Trace):
     changes; a copy has none.
 
     Attributes:
-        choices: the recorded draws of its last unit.
+        choices: the draws that its last unit recorded.
         pause: the draw before which the execution stopped.
         value: the result of the program.
         live: the execution and its coroutine.
@@ -578,7 +578,7 @@ class Program:
     """A model that you write: an async function of an ``Execution``, which returns a value.
 
     The module's docstring has its target and its limits. A posterior needs hashable values;
-    ``token_ids`` and texts are those of all ``sample`` calls.
+    ``token_ids`` and texts come from all ``sample`` calls.
     """
 
     def __init__(

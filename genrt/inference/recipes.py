@@ -60,7 +60,7 @@ def resample_move(
 
 
 def without_replacement(model: Model, *, num_particles: int, branches: int = 4) -> Sampler:
-    """Return SMC whose particles branch, grow, and are resampled so that none is copied (Lew et al. 2023,
+    """Return SMC whose particles branch, grow, and are resampled without copies (Lew et al. 2023,
     *Sequential Monte Carlo steering*; Fearnhead & Clifford 2003)."""
     kernel = chain(branch(branches), extend(model), resample(optimal, count=num_particles))
     return Sampler(model, kernel, num_particles=num_particles)
@@ -142,8 +142,8 @@ def tempered(
 
 
 class ParticleGibbs(MetropolisHastings):
-    """Chains whose moves are conditional SMC: N particles, one of which is the present text; the next
-    text is drawn from their weights (Andrieu, Doucet & Holenstein 2010).
+    """Chains whose moves are conditional SMC: N particles, the present text among them; the next text is
+    drawn from their weights (Andrieu, Doucet & Holenstein 2010).
 
     Where moves of suffixes get stuck, such as under a potential of whole texts, this mixes with the
     number of particles.
@@ -162,7 +162,7 @@ class ParticleGibbs(MetropolisHastings):
             num_particles: of each conditional SMC, at least 2; for the others see ``MetropolisHastings``.
 
         Raises:
-            InvalidRequest: an argument is out of its range.
+            InvalidRequest: an argument is out of range.
         """
         super().__init__(
             model, num_chains=num_chains, num_steps=num_steps, warm_up=warm_up, attempts=attempts

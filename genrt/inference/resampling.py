@@ -76,7 +76,7 @@ def partial(rng: np.random.Generator, log_weights: Floats) -> tuple[Ancestors, F
 
 
 def optimal(rng: np.random.Generator, log_weights: Floats, count: int) -> tuple[Ancestors, Floats]:
-    """Keep ``count`` of N weights, none of them twice: those above a threshold as they are, and others by
+    """Keep ``count`` different ones of N weights: weights above a threshold as they are, and others by
     strata, each raised to the threshold. No scheme of unbiased weights has a smaller squared error
     (Fearnhead & Clifford 2003). With at most ``count`` positive weights all stay."""
     weights = normalized_weights(log_weights)
@@ -143,7 +143,7 @@ def _expected(log_weights: Floats) -> Floats:
 
 
 def _round_whole(counts: Floats, log_weights: Floats) -> Floats:
-    """Return counts made of these weights, whole where only rounding keeps them from being whole.
+    """Return counts that come from these weights, made whole where only rounding kept them from it.
 
     A log-weight l is a float of precision eps, so its weight has a relative error of about eps * abs(l)
     however it is computed, and exponentials, sums and products add a few eps. Without this 49 equal

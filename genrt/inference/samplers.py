@@ -155,7 +155,7 @@ class Sampler(Algorithm[Model, State, Info]):
             finally_: a last step, once no particle is alive and unfinished.
 
         Raises:
-            InvalidRequest: an argument is out of its range.
+            InvalidRequest: an argument is out of range.
         """
         super().__init__(checked_model(model))
         check_callable("kernel", kernel, "a kernel, such as chain(resample(), extend(model))")
@@ -187,8 +187,8 @@ class Sampler(Algorithm[Model, State, Info]):
         is_last = state_of(State, state).done and self._finally is not None
         kernel = self._finally if is_last and self._finally is not None else self._kernel
         places = frozen(np.arange(len(state.particles)))
-        after = await kernel(replace(state, ancestors=places, key=()))
-        after = replace(after, step=state.step + 1, key=(), is_final=is_last)
+        after = await kernel(state.labeled(ancestors=places, key=()))
+        after = after.labeled(step=state.step + 1, key=(), is_final=is_last)
         return after, _info_of(state, after)
 
     def result(self, state: State, *, infos: Sequence[Info] = ()) -> Result:
@@ -247,7 +247,7 @@ class SMC(Sampler):
             resample: the scheme; ``partial`` keeps the weights of most particles. Or your own.
 
         Raises:
-            InvalidRequest: an argument is out of its range.
+            InvalidRequest: an argument is out of range.
         """
         given = resample_when
         if not callable(given) and not 0 <= check_float("resample_when", given) <= 1:
@@ -260,7 +260,7 @@ class SMC(Sampler):
 
 
 def importance_sampling(model: Model, *, num_particles: int) -> SMC:
-    """Return an SMC that never resamples: N independent particles, whose weights correct for drawing
+    """Return an SMC that never resamples: N independent particles, with weights that correct for drawing
     unit by unit (Kahn & Marshall 1953)."""
     return SMC(model, num_particles=num_particles, resample_when=0.0)
 
@@ -282,7 +282,7 @@ class Several:
 
     @property
     def evidence_error(self) -> float:
-        """The standard error of the mean evidence, relative to it; NaN if every run has none."""
+        """The standard error of the mean evidence, relative to it; NaN if it is 0 in every run."""
         if self.log_evidence == -math.inf:
             return math.nan
         ratios = np.exp(self._log_evidences - self.log_evidence)
@@ -329,15 +329,11 @@ several_sync = blocking_twin(several)
 
 def _info_of(before: State, after: State) -> Info:
     """Return the record of a step."""
-    units = [before.particles[each].units for each in after.ancestors.tolist()]
-    grown = [
-        trace.tokens if trace.units > count else ()
-        for trace, count in zip(after.particles, units, strict=True)
-    ]
-    gains = [
-        trace.gain if trace.units > count else 0.0
-        for trace, count in zip(after.particles, units, strict=True)
-    ]
+    old = before.particles
+    parents = [old[each] for each in after.ancestors.tolist()]
+    pairs = [*zip(after.particles, parents, strict=True)]
+    grown = [() if trace is parent else trace.tokens for trace, parent in pairs]
+    gains = [0.0 if trace is parent else trace.gain for trace, parent in pairs]
     return Info(
         step=before.step,
         resampled=after.resamplings > before.resamplings,
@@ -353,10 +349,11 @@ def _info_of(before: State, after: State) -> Info:
 
 def _padded(tokens: Sequence[tuple[int, ...]]) -> Tokens:
     """Return tokens as int64 ``[N, longest]``, with -1 after the last of each."""
-    found = np.full((len(tokens), max(1, *map(len, tokens))), DEAD)
-    for row, each in zip(found, tokens, strict=True):
-        row[: len(each)] = each
-    return frozen(found)
+    longest = max(1, *map(len, tokens))
+    if longest == 1:
+        return frozen(np.array([each[0] if each else DEAD for each in tokens])[:, None])
+    padded = [[*each, *[DEAD] * (longest - len(each))] for each in tokens]
+    return frozen(np.array(padded))
 
 
 def result_of(

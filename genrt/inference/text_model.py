@@ -13,11 +13,11 @@ constraint allows, and its weight gains the mass of A under the row:
 
     q(x) = p(x) 1[x in A] / p(A),        w <- w p(x) / q(x) = w p(A).
 
-``stop`` decides how a text ends. By tokens: p(x) is the product of its tokens' probabilities, times that
+``stop`` decides how a text ends. By tokens: p(x) is the product of the tokens' probabilities, times that
 of all stop tokens together at its end. By strings: tokens are drawn until they spell one; p(x) is the
 probability of all drawn tokens, and the text is the part before the string, which may begin inside a
 token. Without a stop (``stop=None``): a text has ``max_tokens`` tokens, or fewer if the constraint allows
-no more, and p(x) is the product of its tokens' probabilities, the probability that the model continues
+no more, and p(x) is the product of the tokens' probabilities, the probability that the model continues
 with x. No such text begins with another, so Z is a probability here, too.
 
 At the last token only the end token completes a constrained text, so A is the end token alone. A text
@@ -142,10 +142,10 @@ class TextModel:
             max_tokens: the longest text, in tokens with its end token; at least 1.
             unit: by how much a text grows in a step: so many tokens, up to a string such as
                 ``"\\n\\n"``, or until a function of the text so far is true.
-            stop: the end of a text, and not part of it: ``END_TOKEN``, token ids, strings, or several of
-                these. With ``None`` a text ends at ``max_tokens``, or where its constraint allows no
-                more; this is for a text in the middle of a longer one. Strings cannot be combined with a
-                constraint.
+            stop: the end of a text, which does not include it: ``END_TOKEN``, token ids, strings, or a
+                list with several. With ``None`` a text ends at ``max_tokens``, or where its constraint
+                allows no more; this is for a text in the middle of a longer one. Strings cannot be
+                combined with a constraint.
             constraint: the texts that count; see ``genrt.constraints``.
             potential: log-weights of finished texts, in the target and in the evidence.
             twist: log-weights of prefixes, which guide resampling and do not change the target. It may be
@@ -154,11 +154,11 @@ class TextModel:
                 default is ``"awrs"`` for predicates and products with them. Or another law of the same
                 tokens, which draws the units that the target weighs; or a runtime, for its law after the
                 prompt.
-            temperature: above 0. Target and evidence are those of the model with tempered rows.
+            temperature: above 0. Target and evidence belong to the model with tempered rows.
             adapter: the name of the adapter.
 
         Raises:
-            InvalidRequest: an argument is out of its range.
+            InvalidRequest: an argument is out of range.
             ContextTooLong: prompt and text exceed ``lm.max_model_len``.
             UnknownAdapter: from the first step on.
         """
@@ -256,7 +256,7 @@ class TextModel:
         return Text(token_ids, data, self._start is None and len(token_ids) >= self.max_tokens)
 
     async def extend(self, traces: Sequence[TextTrace], seed: int) -> list[TextTrace]:
-        """Extend each text by a unit: one question to the proposing law for every token of it, and one to
+        """Extend each text by a unit: one question to the proposing law for every token, and one to
         the target if another law proposes. Masks are computed meanwhile."""
         start = self._start if self.ends.never and not traces[0].count else None
         if start is not None and self._is_complete(start):
@@ -310,8 +310,8 @@ class TextModel:
         return [i for i in alive if not self._unit(new[i].generated)]
 
     def _populations(self, traces: Sequence[TextTrace]) -> list[Population]:
-        """Return the sequences of these texts after each law's prompt, the proposing law's first: the
-        ones of the step before, if all texts are from it and nobody took them."""
+        """Return the sequences of these texts after each law's prompt, the proposing law's first: those
+        from the step before, if all texts come from it and no other step took them."""
         kept = traces[0].populations
         if kept is not None and all(each.populations is kept for each in traces):
             with contextlib.suppress(IndexError):
@@ -451,7 +451,7 @@ class TextModel:
     async def _weighed(
         self, traces: Sequence[TextTrace], populations: Sequence[Population]
     ) -> list[TextTrace]:
-        """Weigh the last units of these texts by the target: one question to each law."""
+        """Weigh each text's last unit by the target: one question to each law."""
         tokens = [each.tokens if each.log_weight > -math.inf else () for each in traces]
         asked = zip(self.laws, populations, strict=True)
         found = await gather_all(
@@ -639,7 +639,7 @@ def _spread(masks: Tensor | None, where: Any) -> Tensor | None:
 def _draw_from_product(
     laws: Sequence[Law], rows: Sequence[Tensor], masks: Tensor | None, seeds: Any
 ) -> sampling.BatchDraw:
-    """Draw from the product of laws under masks, with the sums of its allowed weights as masses."""
+    """Draw from the product of laws under masks; a mass is the sum of all allowed weights."""
     weights = product(laws, rows)
     total = weights.logsumexp(dim=-1, keepdim=True)
     found = sampling.draw(
@@ -651,7 +651,7 @@ def _draw_from_product(
 
 
 def _packed_tokens(token_ids: Iterable[int | None], count: int) -> Tensor:
-    """Return the packed mask of these tokens, int32 ``[count]``."""
+    """Return a packed mask that allows these tokens, int32 ``[count]``."""
     words = np.zeros(count, np.uint32)
     for token_id in token_ids:
         if token_id is not None:

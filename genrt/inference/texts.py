@@ -47,8 +47,8 @@ class Ends:
     never: bool
 
     def cut(self, data: bytes, new: int) -> int | None:
-        """Return the start of the first string in ``data``, whose last ``new`` bytes are new; ``None``
-        if there is no string."""
+        """Return the start of the first string in ``data``, if it ends in the last ``new`` bytes, else
+        ``None``."""
         before = len(data) - new + 1
         places = [data.find(each, max(0, before - len(each))) for each in self.strings]
         return min((place for place in places if place >= 0), default=None)
@@ -94,8 +94,8 @@ class TextTrace(Trace):
         count: the number of the text's tokens.
         data: the bytes of the last unit.
         constraint_state: the constraint's state after it, ``None`` without a constraint.
-        populations: a list with the populations of all texts of its step, until the next step takes them;
-            so a history of traces holds no population. ``None`` if unknown.
+        populations: a list with the step's populations of all texts, until the next step takes them; so
+            a history of traces holds no population. ``None`` if unknown.
         place: its place in them.
     """
 
@@ -120,7 +120,7 @@ class TextTrace(Trace):
     ) -> None:
         """
         Args:
-            tokens: what is drawn after ``before``; if ``is_end``, the last one ends the text.
+            tokens: drawn after ``before``; if ``is_end``, the last one ends the text.
             text: the text, if it is not that of ``before`` and ``tokens``.
         """
         # Written out, because a step makes one for each particle.
