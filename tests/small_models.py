@@ -27,6 +27,7 @@ def make_llama(
     kv_heads: int = 2,
     max_position_embeddings: int = 512,
     tokenizer: bool = True,
+    tied: bool = False,
 ) -> Path:
     """A random Llama in float32 safetensors, with a byte-level tokenizer if asked (``vocab_size`` of at
     least 258 then). Its weights are scaled up so that rows are far from uniform and every token of
@@ -44,7 +45,7 @@ def make_llama(
         bos_token_id=0,
         eos_token_id=1,
         pad_token_id=None,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
         dtype="float32",
     )
     model = LlamaForCausalLM(config)

@@ -210,11 +210,25 @@ def _finish_reload(worker: Any) -> tuple[dict[str, int], set[str]]:
 def _reset(worker: Any) -> tuple[dict[str, int], set[str]]:
     """Drop a worker's caches of the old weights; return the same as ``_finish_reload``."""
     runner, model = worker.model_runner, worker.get_model()
+    _repack_tied(model)
     runner.reset_lora_state()  # adapters are loaded again with the next request for each
     runner.reset_encoder_cache()
     runner.reset_mm_cache()
     names = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
     return _places(worker), names
+
+
+def _repack_tied(model: torch.nn.Module) -> None:
+    """Pack the weights of tied layers again. On CPUs a layer multiplies by a packed copy, and vLLM's
+    reloading renews only that of the layer that is loaded, not that of an output head tied to it."""
+    seen: set[int] = set()
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if weight is None or not hasattr(module, "cpu_linear") or not weight.numel():
+            continue
+        if id(weight) in seen:
+            module.quant_method.process_weights_after_loading(module)
+        seen.add(id(weight))
 
 
 def _places(worker: Any) -> dict[str, int]:

@@ -19,6 +19,7 @@ from genrt.inference import SMC, TextModel
 from genrt.lm import AsyncLM
 from tests.engines.vllm.small import runner_of
 from tests.inside import engine_of
+from tests.small_models import make_llama
 
 pytestmark = pytest.mark.vllm
 
@@ -113,6 +114,21 @@ async def test_new_weights_are_as_if_they_had_been_loaded(
         assert len({each.weights_version for each in await before}) == 1
         assert_equal(await answers_of(lm), answers[path])
     lm.cool_down()
+
+
+async def test_an_output_head_that_is_tied_has_the_new_weights(tmp_path: Path) -> None:
+    """With vLLM's copies of it for the CPU."""
+    paths = [make_llama(tmp_path / f"tied{seed}", seed=seed, tied=True) for seed in (1, 2)]
+    rows = []
+    for path in reversed(paths):
+        async with await genrt.aload(str(path), engine_options={"max_num_seqs": 16}) as tied:
+            rows.append(await tied.batch_next_token_logprobs(CONTEXTS))
+            if path == paths[0]:
+                await tied.update_weights(paths[1])
+                rows.append(await tied.batch_next_token_logprobs(CONTEXTS))
+    wanted, before, after = rows
+    assert not torch.allclose(before, wanted, atol=0.5)
+    assert torch.allclose(after, wanted, atol=1e-3)
 
 
 NAME = "model.layers.1.mlp.down_proj.weight"
