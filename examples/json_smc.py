@@ -1,0 +1,42 @@
+"""Sequential Monte Carlo over JSON records under a schema, with the posterior printed.
+
+A line of text becomes a record, as in the example before it. The line does not name the country. Each
+particle writes one record token by token; all together estimate the model's distribution of records
+under the schema. `posterior(of=...)` gives the distribution of one field. The evidence is the
+probability that the model writes a record of this schema without any constraint.
+"""
+
+import json
+import math
+
+import genrt
+from genrt.constraints import json_schema
+from genrt.inference import SMC, TextModel
+
+PROMPT = """Ada was born in Athens in 1990.
+{"name": "Ada", "country": "Greece", "born": 1990}
+Emma was born on an island in 1984.
+"""
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": "^[A-Z][a-z]{2,11}$"},
+        "country": {"enum": ["Austria", "Cuba", "Germany", "Iceland", "Ireland", "Japan"]},
+        "born": {"type": "integer", "minimum": 1900, "maximum": 2020},
+    },
+    "required": ["name", "country", "born"],
+    "additionalProperties": False,
+}
+
+# In float32 all CPUs print the same; the embedded model's own bfloat16 rounds differently on each.
+with genrt.load(engine_options={"dtype": "float32"}) as lm:
+    # stop=None: a text ends with its record, whatever the model would write after it.
+    record = json_schema(SCHEMA, lm)
+    model = TextModel(lm, PROMPT, max_tokens=32, constraint=record, stop=None)
+    result = SMC(model, num_particles=64).run_sync(seed=0)
+
+for text, weight in result.posterior()[:4]:
+    print(f"{weight:.2f}  {text}")
+for country, weight in result.posterior(of=lambda text: json.loads(text)["country"]):
+    print(f"{weight:.2f}  {country}")
+print(f"evidence {math.exp(result.log_evidence):.2f}")
