@@ -1,9 +1,9 @@
 """Sequential Monte Carlo over JSON records under a schema, with the posterior printed.
 
-A line of text becomes a record, as in the example before it. The line does not name the country. Each
-particle writes one record token by token; all together estimate the model's distribution of records
-under the schema. `posterior(of=...)` gives the distribution of one field. The evidence is the
-probability that the model writes a record of this schema without any constraint.
+The prompt shows how a sentence becomes a record; the second sentence does not name the country. Each
+particle writes one record, token by token. All particles together estimate the model's distribution of
+records under the schema. `posterior(of=...)` is the distribution of one field. The evidence is the
+probability that the model writes such a record without any constraint.
 """
 
 import json
@@ -35,8 +35,18 @@ with genrt.load(engine_options={"dtype": "float32"}) as lm:
     model = TextModel(lm, PROMPT, max_tokens=32, constraint=record, stop=None)
     result = SMC(model, num_particles=64).run_sync(seed=0)
 
-for text, weight in result.posterior()[:4]:
+for text, weight in result.posterior()[:3]:
     print(f"{weight:.2f}  {text}")
 for country, weight in result.posterior(of=lambda text: json.loads(text)["country"]):
     print(f"{weight:.2f}  {country}")
 print(f"evidence {math.exp(result.log_evidence):.2f}")
+
+# Output:
+# 0.46  {"name": "Emma", "country": "Ireland", "born": 1984}
+# 0.15  {"name": "Emma", "country": "Germany", "born": 1984}
+# 0.15  {"name": "Emma", "country": "Austria", "born": 1984}
+# 0.53  Ireland
+# 0.20  Germany
+# 0.20  Austria
+# 0.07  Japan
+# evidence 0.06

@@ -1,11 +1,12 @@
 """An engine of your own: a model of letter pairs, counted from a text.
 
-`SteppedEngine` implements the engine protocol around any model that computes logits from contexts:
-batches, samples, cancellation, counters. `check_engine` tests the result against the protocol. The
-runtime then batches, caches and constrains it as it does vLLM.
+`SteppedEngine` implements the engine protocol around any model that computes logits from contexts: it
+batches, samples, cancels and counts. `check_engine` tests the engine against the protocol, and raises
+AssertionError with the first broken promise. The runtime asks the engine as it asks vLLM.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
@@ -31,7 +32,7 @@ class LetterPairs(SteppedModel):
     def __init__(self) -> None:
         counts = torch.full((self.vocab_size, self.vocab_size), 0.01)
         ids = self.tokenizer.encode(TEXT)
-        for before, after in zip(ids, ids[1:], strict=False):
+        for before, after in pairwise(ids):
             counts[before, after] += 1
         self.table = counts.log()
 
@@ -48,6 +49,12 @@ def open_engine() -> SteppedEngine:
 check_engine(open_engine)
 with genrt.load(engine=open_engine) as lm:
     print(lm.generate_sync("the ", max_tokens=24, seed=1).text)
-    animals = TextModel(lm, "the ", max_tokens=8, constraint=regex("(cat|rat|bat)", lm), stop=None)
+    animals = TextModel(lm, "the ", max_tokens=8, constraint=regex("(cat|rat|hat)", lm), stop=None)
     for text, weight in SMC(animals, num_particles=200).run_sync(seed=0).posterior():
         print(f"{weight:.2f} {text}")
+
+# Output:
+# han rat ca
+# 0.47 rat
+# 0.40 cat
+# 0.12 hat

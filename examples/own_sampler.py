@@ -9,27 +9,25 @@ import asyncio
 import re
 
 import numpy as np
-import torch
+from torch import Tensor, tensor
 
 import genrt
 from genrt.inference import effective_sample_size, systematic
 
-PROMPT, LETTERS, SIZE = "Everything was quiet, and", "snow", 32
+PROMPT, LETTERS, SIZE = "The night was cold, and", "snow", 32
 
 
-def tokens(lm: genrt.AsyncLM, pattern: str) -> torch.Tensor:
+def tokens(lm: genrt.AsyncLM, pattern: str) -> Tensor:
     """Return the mask of the tokens that match a pattern."""
-    return torch.tensor([bool(re.fullmatch(pattern.encode(), each)) for each in lm.byte_vocab])
+    return tensor([bool(re.fullmatch(pattern.encode(), token)) for token in lm.byte_vocab])
 
 
-async def next_word(
-    context: genrt.Context, start: torch.Tensor, inside: torch.Tensor, chance: np.random.Generator
-) -> float:
+async def next_word(context: genrt.Context, start: Tensor, inside: Tensor, seed: int) -> float:
     """Draw up to the first token of the next word, four tokens at most; return their log-weight."""
     log_weight = 0.0
-    for _ in range(4):
+    for place in range(4):
         mask = start if context.text == PROMPT else start | inside
-        draw = await context.draw(mask=mask, seed=int(chance.integers(2**63)))
+        draw = await context.draw(mask=mask, seed=seed + place)
         log_weight += draw.log_mass
         context.append(draw.token_id)
         if start[draw.token_id]:
@@ -38,22 +36,25 @@ async def next_word(
 
 
 async def main() -> None:
-    """Print the sentences with the highest weights."""
+    """Print the sentences with their weights."""
     async with await genrt.aload(engine_options={"dtype": "float32"}) as lm:
-        chance, prompt, inside = np.random.default_rng(0), lm.context(PROMPT), tokens(lm, "[a-z]+")
+        chance, prompt, inside = np.random.default_rng(2), lm.context(PROMPT), tokens(lm, "[a-z]+")
         contexts, log_weights = [prompt.fork() for _ in range(SIZE)], np.zeros(SIZE)
         for pattern in (*(f" {letter}[a-z]*" for letter in LETTERS), r"\."):
-            particles = zip(contexts, chance.spawn(SIZE), strict=True)
-            start = tokens(lm, pattern)
-            grown = (next_word(context, start, inside, own) for context, own in particles)
-            log_weights += await asyncio.gather(*grown)
+            start, seeds = tokens(lm, pattern), chance.integers(2**62, size=SIZE).tolist()
+            words = (next_word(contexts[n], start, inside, seeds[n]) for n in range(SIZE))
+            log_weights += await asyncio.gather(*words)
             if effective_sample_size(log_weights) < SIZE / 2:
-                contexts = [contexts[each].fork() for each in systematic(chance, log_weights)]
+                contexts = [contexts[n].fork() for n in systematic(chance, log_weights)]
                 log_weights[:] = 0.0
         weights = np.exp(log_weights - np.logaddexp.reduce(log_weights))
         for text in sorted({context.text for context in contexts}):
-            same = [context.text == text for context in contexts]
-            print(f"{weights[same].sum():.2f}  {text}")
+            print(f"{weights[[each.text == text for each in contexts]].sum():.2f}  {text}")
 
 
 asyncio.run(main())
+
+# Output:
+# 0.41  The night was cold, and something no one wants.
+# 0.03  The night was cold, and something no one was.
+# 0.56  The night was cold, and still no one was.

@@ -1,9 +1,9 @@
 """A reward model filters texts: best of N beside sequential Monte Carlo with a twist.
 
-The reward is the log-probability that a reader calls the text good. Best of N ranks whole texts: it
-returns one, and cannot improve what it has drawn. SMC asks for the reward of every prefix (the twist),
-and copies good prefixes before they are continued. Its particles follow the model's distribution
-weighted by exp(4 reward), so that they stay different from each other.
+The reward is the log-probability that a reader, the same model with another prompt, calls the text good.
+Best of N draws whole texts and returns the best one. SMC asks for the reward of every prefix (the twist)
+and continues good prefixes more often. Its particles estimate a distribution, that of the model times
+exp(4 reward), and not only its mode.
 """
 
 import asyncio
@@ -31,17 +31,23 @@ async def main() -> None:
             rewards[str(text)] = float(good)
             return 4 * float(good)
 
-        model = TextModel(
-            lm, BEGINNING, max_tokens=12, stop=end, potential=reward, twist=reward
-        )
+        model = TextModel(lm, BEGINNING, max_tokens=12, stop=end, potential=reward, twist=reward)
         for name, algorithm in (
             ("best of 32", BestOfN(model, n=32)),
             ("SMC, 32 particles", SMC(model, num_particles=32)),
         ):
             print(name)
             result = await algorithm.run(seed=2)
-            for text, weight in result.posterior()[:5]:
-                print(f"  weight {weight:.2f}  reward {rewards[text]:.1f} {text}")
+            for text, weight in result.posterior()[:3]:
+                print(f"  weight {weight:.2f}  reward {rewards[text]:.2f} {text}")
 
 
 asyncio.run(main())
+
+# Output:
+# best of 32
+#   weight 1.00  reward -1.20  indeed quite exquisite
+# SMC, 32 particles
+#   weight 0.13  reward -1.34  modern, delicious, and made with fresh ingredients
+#   weight 0.06  reward -1.42  fantastic
+#   weight 0.06  reward -1.72  locally sourced

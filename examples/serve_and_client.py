@@ -1,8 +1,8 @@
-"""A server on a free port, three kinds of clients, and its end.
+"""A server on a free port, three kinds of clients, and the end of the server.
 
-One engine answers all: an OpenAI client draws a chat answer, plain HTTP asks for an inference under a
-regular expression, and a remote runtime asks for the rows of the model, as a local one would. Closing
-the server leaves the runtime open.
+One engine answers all. An OpenAI client draws a chat answer; plain HTTP asks for an inference under a
+regular expression; a remote runtime asks for log-probabilities, as a local one would. Closing the
+server leaves the runtime open.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import openai
 
 import genrt
 
-QUESTION = "What is the capital of France?"
+QUESTION, PROMPT = "What is the capital of France?", "My favourite city is"
 
 
 async def ask(url: str) -> None:
@@ -27,21 +27,29 @@ async def ask(url: str) -> None:
         print("chat:", answer.choices[0].message.content)
 
     async with httpx.AsyncClient(base_url=url, timeout=60) as http:
-        question = {"prompt": "The capital of France is", "regex": " (Paris|Lyon|Rome)\\."}
-        question |= {"particles": 64, "max_tokens": 8, "seed": 0}
-        found = (await http.post("/v1/infer", json=question)).raise_for_status().json()
-        for each in found["posterior"]:
+        question = {"prompt": PROMPT, "regex": " (Paris|Rome|Tokyo)\\.", "max_tokens": 8}
+        found = await http.post("/v1/infer", json={**question, "particles": 64, "seed": 0})
+        for each in found.raise_for_status().json()["posterior"]:
             print(f"inference: {each['weight']:.2f} {each['text']}")
 
     async with await genrt.AsyncLM.connect(url) as remote:
-        prompt = remote.encode("The capital of France is")
-        top = await remote.top_logprobs(prompt, 3)
-        for token_id, logprob in zip(top.token_ids.tolist(), top.logprobs.tolist(), strict=True):
-            print(f"remote row: {logprob:.1f} {remote.decode([token_id])}")
+        for city in (" Paris.", " Tokyo."):
+            scores = await remote.score(remote.encode(PROMPT), remote.encode(city))
+            print(f"remote runtime: {scores.sum():.2f} {city}")
 
 
 # In float32 all CPUs print the same; the embedded model's own bfloat16 rounds differently on each.
 with genrt.load(engine_options={"dtype": "float32"}) as lm:
     with genrt.serving(lm, model="smol") as server:
-        asyncio.run(ask(server.url))
-    print("still open:", lm.generate_sync("The capital of Italy is", max_tokens=1, temperature=0).text)
+        asyncio.run(ask(str(server.url)))
+    [token_id] = lm.sample_sync(lm.encode("The capital of Italy is"), max_tokens=1, temperature=0)
+    print("the runtime, after the server:", lm.decode([token_id]))
+
+# Output:
+# chat: The capital of France is Paris.
+# inference: 0.89  Paris.
+# inference: 0.10  Rome.
+# inference: 0.02  Tokyo.
+# remote runtime: -4.26  Paris.
+# remote runtime: -7.00  Tokyo.
+# the runtime, after the server:  Rome
