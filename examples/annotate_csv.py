@@ -28,7 +28,7 @@ async def annotate(folder: Path) -> None:
     """Write a file of reviews, label it in two runs, and print the labels."""
     reviews, labels = folder / "reviews.csv", folder / "labels.jsonl"
     reviews.write_text(REVIEWS)
-    # In float32 all CPUs print the same; the embedded model's own bfloat16 rounds differently on each.
+    # With float32 the output hardly depends on the CPU; the model's own bfloat16 rounds more.
     async with await genrt.aload(engine_options={"dtype": "float32"}) as lm:
         for limit in (2, None):
             job = Job(

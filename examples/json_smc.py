@@ -28,7 +28,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 
-# In float32 all CPUs print the same; the embedded model's own bfloat16 rounds differently on each.
+# With float32 the output hardly depends on the CPU; the model's own bfloat16 rounds more.
 with genrt.load(engine_options={"dtype": "float32"}) as lm:
     # stop=None: a text ends with its record, whatever the model would write after it.
     record = json_schema(SCHEMA, lm)

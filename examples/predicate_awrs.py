@@ -1,9 +1,9 @@
 """A constraint that only a function can judge, sampled by adaptive weighted rejection (AWRS).
 
-The model writes house numbers, and only primes count. A mask would call the function 49,152 times for
-each token of each particle. AWRS draws a token from the model's own distribution, calls the function for
-that token, and draws again if the function refuses it. The weights account for the rejections: the target
-is the same as with masks. Use it for slow functions: a parser, a type checker, a service.
+The model writes house numbers, and only primes count. A mask calls the function for all 49,152 tokens.
+AWRS draws a token from the model's own distribution, calls the function for that token, and draws again
+if the function refuses it. The weights account for the rejections: the target is the same as with masks.
+Use it for slow functions: a parser, a type checker, a service.
 """
 
 import math
@@ -33,7 +33,7 @@ class Prime:
 
 
 prime = Prime()
-# In float32 all CPUs print the same; the embedded model's own bfloat16 rounds differently on each.
+# With float32 the output hardly depends on the CPU; the model's own bfloat16 rounds more.
 with genrt.load(engine_options={"dtype": "float32"}) as lm:
     constraint = predicate(prime, lm, name="a prime", max_concurrent=1)
     end = lm.encode(".")  # the text ends where the model writes a full stop

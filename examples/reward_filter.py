@@ -20,7 +20,7 @@ Review: "{BEGINNING}'''
 
 async def main() -> None:
     """Print the texts of both, and the reward of each."""
-    # In float32 all CPUs print the same; the embedded model's own bfloat16 rounds differently on each.
+    # With float32 the output hardly depends on the CPU; the model's own bfloat16 rounds more.
     async with await genrt.aload(engine_options={"dtype": "float32"}) as lm:
         before, after = lm.encode(READER), lm.encode('." Verdict:')
         verdict, end = lm.encode(" good"), lm.encode(".")

@@ -24,7 +24,7 @@ async def main() -> None:
     policy = AutoModelForCausalLM.from_pretrained(models.resolve(None), dtype=torch.float32)
     trained = policy.requires_grad_(False).model.layers[-2:].requires_grad_(True)
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.05)
-    # In float32 all CPUs print the same; the embedded model's own bfloat16 rounds differently on each.
+    # With float32 the output hardly depends on the CPU; the model's own bfloat16 rounds more.
     async with await genrt.aload(engine_options={"dtype": "float32"}) as lm:
         input_ids = torch.tensor([lm.encode(PROMPT)] * COUNT)
         lengths = torch.full((COUNT,), input_ids.shape[1])

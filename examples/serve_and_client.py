@@ -38,7 +38,7 @@ async def ask(url: str) -> None:
             print(f"remote runtime: {scores.sum():.2f} {city}")
 
 
-# In float32 all CPUs print the same; the embedded model's own bfloat16 rounds differently on each.
+# With float32 the output hardly depends on the CPU; the model's own bfloat16 rounds more.
 with genrt.load(engine_options={"dtype": "float32"}) as lm:
     with genrt.serving(lm, model="smol") as server:
         asyncio.run(ask(str(server.url)))
