@@ -12,6 +12,8 @@
 #   make soak     fresh seeds of the simulator for so long                       (SECONDS=600)
 #   make mutants  break genrt on purpose, and show which test catches it         (ARGS="FILE TESTS")
 #   make docs     the documentation, into site/; installs the extra docs first
+#   make dist     the wheel and the sdist, into dist/, checked; installs the extra dist first
+#   make lock     the versions in .venv, into requirements/ci.txt, for continuous integration
 #   make setup, make notebooks, make clean
 
 PYTHON ?= python3
@@ -23,12 +25,13 @@ WORKERS ?= 2
 BIN := .venv/bin
 READY := .venv/.ready
 DOCS_READY := .venv/.docs
+DIST_READY := .venv/.dist
 SETTINGS := VLLM_LOGGING_LEVEL=ERROR VLLM_NO_USAGE_STATS=1 TOKENIZERS_PARALLELISM=false
 OFFLINE := $(SETTINGS) HF_HUB_OFFLINE=1
 # A worker a core, and so a thread a worker.
 PYTEST := $(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 
-.PHONY: setup demo test proofs strict coverage promises check bench soak mutants notebooks docs clean
+.PHONY: setup demo test proofs strict coverage promises check bench soak mutants notebooks docs dist lock clean
 .DEFAULT_GOAL := setup
 
 setup: $(READY)
@@ -94,6 +97,23 @@ docs: $(DOCS_READY)
 $(DOCS_READY): $(READY)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
 	@touch $@
+
+# genrt doctor runs without any of genrt's dependencies: a fresh environment shows that the wheel is whole.
+dist: $(DIST_READY)
+	rm -rf dist build/fresh
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python -m twine check --strict dist/*
+	$(PYTHON) -m venv build/fresh
+	build/fresh/bin/python -m pip install --quiet --disable-pip-version-check --no-deps dist/*.whl
+	build/fresh/bin/genrt doctor
+
+$(DIST_READY): $(READY)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dist]'
+	@touch $@
+
+# Without the suffix of torch's CPU build, so that the file constrains every build of that version.
+lock: $(READY)
+	@$(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//' > requirements/ci.txt
 
 clean:
 	rm -rf .venv site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

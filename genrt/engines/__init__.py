@@ -84,7 +84,7 @@ def open_engine(
         except ImportError as error:
             raise EngineNotInstalled(
                 f"vLLM cannot be imported ({error}): install it with pip install 'genrt[cpu]', or "
-                "'genrt[cuda]' on a GPU machine; `genrt info` says what else is missing"
+                "'genrt[cuda]' on a GPU machine; `genrt doctor` says what else is missing"
             ) from error
         return open_vllm(
             model, options=options, reserve_bytes=reserve_bytes, residency=residency, rank=rank

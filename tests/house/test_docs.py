@@ -31,7 +31,7 @@ from genrt.lm import AsyncLM
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "PROMISES.md", "SECURITY.md"]
-DOCUMENTS += ["tests/README.md", "examples/README.md"]
+DOCUMENTS += ["CODE_OF_CONDUCT.md", "tests/README.md", "examples/README.md"]
 PAGES = sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
 GENERATED = {"promises.md", "security.md"} | {
     f"notebooks/{path.stem}.md" for path in (ROOT / "notebooks").glob("*.ipynb")
