@@ -14,6 +14,7 @@ from genrt.inference import (
     importance_sampling,
     resample_move,
 )
+from genrt.inference.texts import Stop
 
 PROMPT = "Question: Which planet is the largest?\nAnswer: The largest planet is"
 
@@ -25,9 +26,9 @@ def mean_log_probability(result: Result) -> float:
 
 # With float32 the output hardly depends on the CPU; the model's own bfloat16 rounds more.
 with genrt.load(engine_options={"dtype": "float32"}) as lm:
-    options = {"max_tokens": 12, "stop": [END_TOKEN, lm.encode("\n")[0]], "unit": 4}
-    plain = TextModel(lm, PROMPT, **options)
-    sharp = TextModel(Law(lm, PROMPT, power=4.0), **options)
+    stop: Stop = [END_TOKEN, lm.encode("\n")[0]]
+    plain = TextModel(lm, PROMPT, max_tokens=12, stop=stop)
+    sharp = TextModel(Law(lm, PROMPT, power=4.0), max_tokens=12, stop=stop, unit=4)
     results = {
         "the model": importance_sampling(plain, num_particles=32).run_sync(seed=0),
         "power 4": resample_move(sharp, num_particles=32, moves=2).run_sync(seed=0),
@@ -44,10 +45,10 @@ for name, result in results.items():
         print(f"  {weight:.2f} {text!r}")
 
 # Output:
-# the model: mean log-probability -14.1
-#   0.09 ' Jupiter.'
-#   0.06 ' Mars.'
-#   0.06 ' Mercury.'
+# the model: mean log-probability -12.3
+#   0.19 ' Jupiter.'
+#   0.19 ' Neptune.'
+#   0.03 ' Jupiter, orbiting the Sun at a staggering 258'
 # power 4: mean log-probability -1.9
 #   0.95 ' Jupiter.'
 #   0.05 ' Neptune.'

@@ -222,6 +222,7 @@ def _repack_tied(model: torch.nn.Module) -> None:
     """Pack the weights of tied layers again. On CPUs a layer multiplies by a packed copy, and vLLM's
     reloading renews only that of the layer that is loaded, not that of an output head tied to it."""
     seen: set[int] = set()
+    module: Any
     for module in model.modules():
         weight = getattr(module, "weight", None)
         if weight is None or not hasattr(module, "cpu_linear") or not weight.numel():
