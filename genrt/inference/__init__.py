@@ -15,6 +15,7 @@ The algorithms, each with ``init(seed)``, ``step(state)``, ``run(seed)`` and ``r
 
 from __future__ import annotations
 
+from genrt.inference.awrs import AWRS
 from genrt.inference.baselines import BestOfN, Rejection, RejectionState
 from genrt.inference.diagnostics import ChainStatistics, Diagnosis
 from genrt.inference.display.genealogy import Genealogy
@@ -55,6 +56,7 @@ from genrt.inference.text_model import TextModel
 from genrt.inference.texts import END_TOKEN, TextTrace
 
 __all__ = [
+    "AWRS",
     "END_TOKEN",
     "SMC",
     "BestOfN",

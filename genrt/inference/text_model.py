@@ -70,7 +70,8 @@ from genrt.constraints import CheckedState, Constraint, ConstraintState, abitmas
 from genrt.constraints.products import are_quick, fill
 from genrt.constraints.protocols import words_of
 from genrt.errors import InvalidConstraint, InvalidRequest
-from genrt.inference import awrs, checks
+from genrt.inference import checks
+from genrt.inference.awrs import AWRS, draw_allowed
 from genrt.inference.laws import Law, checked_laws, product
 from genrt.inference.model import DEAD, model_seed
 from genrt.inference.resampling import Floats
@@ -85,7 +86,7 @@ from genrt.tokens.texts import Potential, Text, decoded
 
 State: TypeAlias = ConstraintState | CheckedState
 
-Proposal: TypeAlias = Literal["mask", "awrs"] | Law | AsyncLM
+Proposal: TypeAlias = Literal["mask", "awrs"] | AWRS | Law | AsyncLM
 """How a ``TextModel`` draws: under masks, by rejection, or from another law."""
 
 Unit: TypeAlias = int | str | Callable[[Text], bool]
@@ -151,7 +152,8 @@ class TextModel:
             twist: log-weights of prefixes, which guide resampling and do not change the target. It may be
                 the potential itself, if that is meaningful for prefixes.
             proposal: how to draw under a constraint. ``"mask"`` checks every token, ``"awrs"`` few. The
-                default is ``"awrs"`` for predicates and products with them. Or another law of the same
+                default is ``"awrs"`` for predicates and products with them; ``AWRS(accepts=4)`` has less
+                variance. Or another law of the same
                 tokens, which draws the units that the target weighs; or a runtime, for its law after the
                 prompt.
             temperature: above 0. Target and evidence belong to the model with tempered rows.
@@ -192,7 +194,8 @@ class TextModel:
             )
         self._start = None if constraint is None else checks.constraint_start(runtime, constraint)
         is_asked = isinstance(self._start, CheckedState)
-        if proposal == "awrs" and self._start is not None and not is_asked:
+        is_awrs = proposal == "awrs" or isinstance(proposal, AWRS)
+        if is_awrs and self._start is not None and not is_asked:
             raise InvalidRequest(
                 'proposal="awrs" is for constraints that are asked token by token, such as predicate; '
                 "this one has masks: leave the proposal out"
@@ -204,6 +207,7 @@ class TextModel:
         self.ends, self.eos_token_id, self._byte_vocab = ends, eos_token_id, runtime.byte_vocab
         self._rejects = is_asked and proposal != "mask"
         """Whether tokens are drawn by rejection."""
+        self._rejection = proposal if isinstance(proposal, AWRS) else AWRS()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the parts that the runtime at the other end does not have."""
@@ -410,7 +414,7 @@ class TextModel:
         weights, endings = await asyncio.to_thread(self._weights, laws, rows, states, at_last)
         rngs = [*map(np.random.default_rng, np.random.SeedSequence(seed).spawn(len(states)))]
         found = await gather_all(
-            awrs.draw_allowed(row, state.check, rng)
+            draw_allowed(row, state.check, rng, self._rejection)
             for row, state, rng in zip(weights, states, rngs, strict=True)
         )
         drawn = []
@@ -661,7 +665,9 @@ def _packed_tokens(token_ids: Iterable[int | None], count: int) -> Tensor:
 
 def _proposal_law(law: Law, proposal: Any) -> Law | None:
     """Return the law that proposes, ``None`` if the target does. Raises InvalidRequest otherwise."""
-    if proposal is None or (isinstance(proposal, str) and proposal in ("mask", "awrs")):
+    if proposal is None or isinstance(proposal, AWRS):
+        return None
+    if isinstance(proposal, str) and proposal in ("mask", "awrs"):
         return None
     if isinstance(proposal, AsyncLM):
         proposal = Law(proposal, law.prompt, temperature=law.temperature)

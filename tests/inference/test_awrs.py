@@ -1,7 +1,8 @@
-"""Adaptive weighted rejection sampling: its law and its weights by enumeration, what it asks, and in SMC.
+"""Adaptive weighted rejection sampling: law and weights by enumeration, what it asks, and in SMC.
 
-A draw asks in turn until two tokens were accepted, so that all it can do is a finite tree: ``outcomes``
-walks it, and every law here follows from that. Statistical tests have fixed seeds and a level of 1e-6.
+A draw asks in turn until enough tokens were accepted or rejected, so that all it can do is a finite tree:
+``outcomes`` walks it, and every law here follows from that. Statistical tests have fixed seeds and a
+level of 1e-6.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import genrt
 from genrt.constraints import predicate
 from genrt.engines.exact import NGram
 from genrt.inference import TextModel, awrs, importance_sampling
-from genrt.inference.awrs import draw_allowed, log_mean_rate
+from genrt.inference.awrs import AWRS, draw_allowed, log_mean_rate
 from genrt.inference.model import DEAD
 from genrt.inference.text_model import Proposal
 from genrt.testing import (
@@ -31,29 +32,41 @@ from genrt.testing import (
 from genrt.tokens.texts import Text
 
 Floats = NDArray[np.float64]
-Outcome = tuple[int, tuple[float, ...]]
-"""The token that was taken, and the rates at which draws were waited for."""
+Outcome = tuple[int, tuple[float, ...], int]
+"""The token that was taken, the rates at which draws were waited for, and how many were accepted before
+the last one."""
 
 
-def outcomes(weights: Collection[float], allowed: Collection[int]) -> dict[Outcome, float]:
+def outcomes(
+    weights: Collection[float],
+    allowed: Collection[int],
+    how: AWRS = AWRS(),  # noqa: B008
+) -> dict[Outcome, float]:
     """Everything that a draw may do, with its probability."""
     found: defaultdict[Outcome, float] = defaultdict(float)
+    most = math.inf if how.rejects is None else how.rejects
 
-    def walk(left: dict[int, float], taken: int, rates: tuple[float, ...], p: float) -> None:
+    def walk(
+        left: dict[int, float], taken: tuple[int, ...], rates: tuple[float, ...], p: float
+    ) -> None:
+        rejected = len(rates) - len(taken)
         total = math.fsum(left.values())
-        if not total:
-            found[DEAD, ()] += p
-        for token_id, weight in left.items():
-            share, after = p * weight / total, (*rates, total)
-            if token_id not in allowed:
-                rest = {other: w for other, w in left.items() if other != token_id}
-                walk(rest, taken, after, share)
-            elif taken == DEAD:
-                walk(left, token_id, after, share)
-            else:
-                found[taken, after] += share
+        if len(taken) == how.accepts:
+            found[taken[0], rates, how.accepts - 1] += p
+        elif taken and rejected == most:
+            found[taken[0], rates, len(taken)] += p
+        elif not total or rejected == most:
+            found[DEAD, (), 0] += p
+        else:
+            for token_id, weight in left.items():
+                share, after = p * weight / total, (*rates, total)
+                if token_id in allowed:
+                    walk(left, (*taken, token_id), after, share)
+                else:
+                    rest = {other: w for other, w in left.items() if other != token_id}
+                    walk(rest, taken, after, share)
 
-    walk({i: w for i, w in enumerate(weights) if w > 0}, DEAD, (), 1.0)
+    walk({i: w for i, w in enumerate(weights) if w > 0}, (), (), 1.0)
     return found
 
 
@@ -73,9 +86,17 @@ class Asked:
 
 
 async def drawn(
-    weights: Collection[float], allowed: Collection[int], *, seed: int
+    weights: Collection[float],
+    allowed: Collection[int],
+    *,
+    seed: int,
+    how: AWRS = AWRS(),  # noqa: B008
 ) -> tuple[int, float]:
-    return await draw_allowed(np.array(list(weights)), Asked(allowed), np.random.default_rng(seed))
+    rng = np.random.default_rng(seed)
+    return await draw_allowed(np.array(list(weights)), Asked(allowed), rng, how)
+
+
+DIALS = [AWRS(), AWRS(accepts=3), AWRS(rejects=2), AWRS(accepts=3, rejects=2)]
 
 
 # -- the weight -------------------------------------------------------------------------------
@@ -88,23 +109,30 @@ async def drawn(
         max_size=5,
     ),
     st.sets(st.integers(0, 4)),
+    st.sampled_from(DIALS),
 )
-@settings(max_examples=60, deadline=None)
-def test_the_weight_is_unbiased_given_the_token(weights: list[float], allowed: set[int]) -> None:
+@settings(max_examples=100, deadline=None)
+def test_the_weight_is_unbiased_given_the_token(
+    weights: list[float], allowed: set[int], how: AWRS
+) -> None:
+    """With a bound on rejections, of all draws: dead ones count as 0."""
     mass = math.fsum(weight for i, weight in enumerate(weights) if i in allowed)
     total: defaultdict[int, float] = defaultdict(float)
     mean: defaultdict[int, float] = defaultdict(float)
-    for (taken, rates), probability in outcomes(weights, allowed).items():
+    for (taken, rates, count), probability in outcomes(weights, allowed, how).items():
         total[taken] += probability
         if rates:
-            mean[taken] += probability * math.exp(log_mean_rate(np.array(rates)))
+            mean[taken] += probability * count * math.exp(log_mean_rate(np.array(rates)))
     if not mass:
         assert set(total) == {DEAD}
         return
-    for token_id, probability in total.items():
-        assert probability == pytest.approx(weights[token_id] / mass, rel=1e-9)
-        assert mean[token_id] / probability == pytest.approx(mass, rel=1e-9)
-    assert set(total) == {i for i in allowed if i < len(weights) and weights[i] > 0}
+    if how.rejects is None:
+        assert DEAD not in total
+    for token_id in set(total) - {DEAD}:
+        assert mean[token_id] == pytest.approx(weights[token_id], rel=1e-9)
+        if how.rejects is None:
+            assert total[token_id] == pytest.approx(weights[token_id] / mass, rel=1e-9)
+    assert set(total) - {DEAD} == {i for i in allowed if i < len(weights) and weights[i] > 0}
 
 
 @pytest.mark.parametrize(
@@ -120,15 +148,17 @@ def test_the_weight_is_unbiased_given_the_token(weights: list[float], allowed: s
     ],
     ids=str,
 )
+@pytest.mark.parametrize("how", DIALS, ids=str)
 async def test_a_draw_follows_the_law_that_was_enumerated(
-    weights: list[float], allowed: set[int]
+    weights: list[float], allowed: set[int], how: AWRS
 ) -> None:
     law: defaultdict[tuple[int, float], float] = defaultdict(float)
-    for (taken, rates), probability in outcomes(weights, allowed).items():
-        law[taken, round(log_mean_rate(np.array(rates)), 6)] += probability
+    for (taken, rates, count), probability in outcomes(weights, allowed, how).items():
+        log_weight = math.log(count) + log_mean_rate(np.array(rates)) if count else -math.inf
+        law[taken, round(log_weight, 6)] += probability
     samples = []
     for seed in range(800):
-        token_id, log_weight = await drawn(weights, allowed, seed=seed)
+        token_id, log_weight = await drawn(weights, allowed, seed=seed, how=how)
         samples.append((token_id, round(log_weight, 6)))
     assert_samples_from(samples, law)
 

@@ -22,6 +22,7 @@ from genrt.constraints import predicate, regex
 from genrt.engines.exact import NGram
 from genrt.errors import Closed
 from genrt.inference import (
+    AWRS,
     END_TOKEN,
     SMC,
     BestOfN,
@@ -96,6 +97,9 @@ SAMPLERS: dict[str, Callable[[AsyncLM, AsyncLM], Any]] = {
     "SMC, no stop": lambda lm, small: smc(words(lm, stop=None), resample=partial),
     "SMC, tempered": lambda lm, small: smc(words(lm, temperature=0.7, stop=[END_TOKEN, 0])),
     "SMC, by rejection": lambda lm, small: smc(text(lm, constraint=predicate(even, lm))),
+    "SMC, by few rejections": lambda lm, small: smc(
+        text(lm, constraint=predicate(even, lm), proposal=AWRS(accepts=3, rejects=2))
+    ),
     "SMC, in blocks": lambda lm, small: smc(words(lm, proposal=small, unit=3)),
     "program": lambda lm, small: smc(Program(lm, by_hand)),
     "infilling": lambda lm, small: smc(infilling(lm, [0], [1], max_tokens=3)),
