@@ -77,6 +77,11 @@ class Rejection(Algorithm[TextModel, RejectionState, None]):
             InvalidRequest: an argument is out of range.
         """
         super().__init__(_text_model(model))
+        if not _has_one_law(model):
+            raise InvalidRequest(
+                "whole texts are drawn from one law of power 1, and this model has others: take SMC or "
+                "importance_sampling"
+            )
         if model.constraint is not None and model.ends.never:
             raise InvalidRequest(
                 "whole texts are drawn to their end, and with stop=None the constraint alone knows where "
@@ -195,7 +200,7 @@ class BestOfN(Algorithm[TextModel, State, None]):
         """
         _, models = seeds_of_step(state_of(State, state).seed, state.step)
         particles: Sequence[TextTrace]
-        if self.model.constraint is None and self.model.laws[0].power == 1 == len(self.model.laws):
+        if self.model.constraint is None and _has_one_law(self.model):
             texts = await _whole_texts(self.model, self._n, models)
             particles = [TextTrace(text=text, finished=True) for text in texts]
             log_weights = [0.0] * self._n
@@ -240,6 +245,10 @@ async def _whole_texts(model: TextModel, count: int, seed: int) -> list[Text]:
                 text = model.extended(text, token_id)
         texts.append(Text(text.token_ids, text.bytes, finished=True))
     return texts
+
+
+def _has_one_law(model: TextModel) -> bool:
+    return len(model.laws) == 1 and model.laws[0].power == 1
 
 
 def _text_model(model: TextModel) -> TextModel:

@@ -22,6 +22,7 @@ from genrt.errors import InvalidRequest
 from genrt.inference import (
     SMC,
     Law,
+    Rejection,
     Sampler,
     State,
     TextModel,
@@ -281,6 +282,8 @@ async def test_wrong_kernels_say_so(lm: AsyncLM) -> None:
         TextModel(Law(lm, PROMPT), PROMPT, max_tokens=2)
     with pytest.raises(InvalidRequest, match="positive power"):
         TextModel(Law(lm, PROMPT, power=-1.0), max_tokens=2)
+    with pytest.raises(InvalidRequest, match="one law of power 1"):
+        Rejection(model(Law(lm, PROMPT, power=2.0), lm), num_samples=1, max_texts=1)
     with pytest.raises(InvalidRequest, match="but 0"):
         Law(lm, PROMPT, power=0.0)
     assert (MODEL.row([3]) == -math.inf).any()
