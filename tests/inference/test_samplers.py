@@ -28,18 +28,24 @@ from genrt.inference import (
     BestOfN,
     Chains,
     Execution,
+    Law,
     MetropolisHastings,
+    ParticleGibbs,
     Program,
     Rejection,
     Result,
     State,
     TextModel,
+    beam_search,
     importance_sampling,
     infilling,
     multinomial,
     partial,
+    resample_move,
     residual,
     stratified,
+    tempered,
+    without_replacement,
 )
 from genrt.lm import AsyncLM
 from genrt.tokens.texts import Text
@@ -101,6 +107,21 @@ SAMPLERS: dict[str, Callable[[AsyncLM, AsyncLM], Any]] = {
         text(lm, constraint=predicate(even, lm), proposal=AWRS(accepts=3, rejects=2))
     ),
     "SMC, in blocks": lambda lm, small: smc(words(lm, proposal=small, unit=3)),
+    "SMC, two laws": lambda lm, small: smc(
+        TextModel([Law(lm, [0], power=1.5), Law(small, [1])], max_tokens=5, twist=likes_b)
+    ),
+    "SMC, up to a string": lambda lm, small: smc(words(lm, twist=likes_b, unit="b")),
+    "resample-move": lambda lm, small: resample_move(
+        words(lm, twist=likes_b, unit=2), num_particles=8, moves=2, below=1.0
+    ),
+    "without replacement": lambda lm, small: without_replacement(
+        words(lm, twist=likes_b), num_particles=6, branches=3
+    ),
+    "beam search": lambda lm, small: beam_search(text(lm), width=4, branches=3, reward=likes_b),
+    "tempered": lambda lm, small: tempered(words(lm), likes_b_later, num_particles=8, ess=0.9),
+    "particle Gibbs": lambda lm, small: ParticleGibbs(
+        words(lm, potential=likes_b, twist=likes_b), num_particles=3, num_chains=4, num_steps=5
+    ),
     "program": lambda lm, small: smc(Program(lm, by_hand)),
     "infilling": lambda lm, small: smc(infilling(lm, [0], [1], max_tokens=3)),
     "chains": lambda lm, small: MetropolisHastings(
@@ -116,6 +137,9 @@ SAMPLERS: dict[str, Callable[[AsyncLM, AsyncLM], Any]] = {
     "best of N": lambda lm, small: BestOfN(text(lm, potential=likes_b_later), n=8),
     "best of N, constrained": lambda lm, small: BestOfN(words(lm, potential=likes_b), n=8),
 }
+
+
+RESAMPLED = "SMC", "program", "infilling", "resample", "without", "tempered"
 
 
 def figures(result: Result) -> Any:
@@ -157,7 +181,7 @@ def test_every_part_of_the_table_differs() -> None:
         for name, make in SAMPLERS.items():
             result = make(lm, small).run_sync(7)
             resampled = any(info.resampled for info in result.infos)
-            assert resampled == (name.startswith(("SMC", "program", "infilling"))), name
+            assert resampled == name.startswith(RESAMPLED), name
             seen |= {"dead"} if -math.inf in result.log_weights else {"alive"}
             assert len(set(result.values)) > 1, name
     assert seen == {"dead", "alive"}
