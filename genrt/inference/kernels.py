@@ -26,7 +26,7 @@ import numpy as np
 
 from genrt.errors import InvalidRequest
 from genrt.inference.model import Model, State, Trace, extended, frozen, model_seed
-from genrt.inference.resampling import Floats, Resampler, multinomial, systematic
+from genrt.inference.resampling import Floats, Resampler, multinomial, partial, systematic
 from genrt.numbers import check_float, check_int, displayed
 
 Kernel: TypeAlias = Callable[[State], Awaitable[State]]
@@ -98,7 +98,7 @@ def resample(
         scheme: how ancestors are drawn; ``partial`` keeps the weights of most particles. Or your own.
         below: resample if the effective sample size is under this share of the particles: 0 never
             does, 1 does whenever weights differ. Or a rule of your own.
-        count: so many particles afterwards, whatever the weights, for ``optimal`` and ``multinomial``.
+        count: so many particles afterwards, whatever the weights; not for ``partial``.
         pinned: particle 0 is its own ancestor, and the others are drawn independently.
 
     Raises:
@@ -111,6 +111,10 @@ def resample(
     if pinned and scheme is not multinomial:
         raise InvalidRequest("pinned=True needs independent ancestors: give multinomial")
     size = None if count is None else check_int("count", count, 1)
+    if size is not None and scheme is partial:
+        raise InvalidRequest(
+            "partial keeps the number of particles: leave count out, or give optimal"
+        )
 
     async def resampled(state: State) -> State:
         if not state.unfinished:
@@ -205,7 +209,8 @@ def keep(count: int, *, by: LogTarget | None = None) -> Kernel:
         for place in np.argsort(-scores, kind="stable").tolist():
             best.setdefault(state.particles[place].token_ids, place)
         chosen = np.array([*best.values()][:count])
-        return state.take(chosen, state.log_weights[chosen], resampled=False)
+        best_of = state.take(chosen, state.log_weights[chosen], resampled=False)
+        return best_of.labeled(has_evidence=False)
 
     return kept
 

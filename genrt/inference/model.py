@@ -211,6 +211,8 @@ class State:
         ancestors: int64 ``[N]``, the index before the present step of each one's ancestor.
         units: how often the particles were extended: no trace has more units.
         key: the place of a kernel in a step, from which its randomness comes.
+        has_evidence: whether ``log_evidence`` estimates an evidence; particles that were chosen by their
+            weights have none.
         is_final: whether the last step of a sampler with one was made.
     """
 
@@ -224,6 +226,7 @@ class State:
     ancestors: Ancestors = None  # type: ignore[assignment]
     units: int = 0
     key: tuple[int, ...] = ()
+    has_evidence: bool = True
     is_final: bool = False
 
     @classmethod

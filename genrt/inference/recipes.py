@@ -37,6 +37,7 @@ from genrt.inference.resampling import (
     systematic,
 )
 from genrt.inference.samplers import Sampler
+from genrt.inference.text_model import TextModel
 from genrt.numbers import check_float, check_int, displayed
 from genrt.tokens.texts import Potential
 
@@ -74,7 +75,7 @@ def beam_search(
 
     With ``TextModel(…, unit="\\n\\n")`` it searches by paragraphs, as reward models judge them.
     """
-    by = None if reward is None else _judge(reward)
+    by = None if reward is None else _judge(model, reward)
     kernel = chain(branch(branches), extend(model), keep(width, by=by))
     return Sampler(model, kernel, num_particles=check_int("width", width, 1))
 
@@ -99,7 +100,6 @@ def tempered(
             evidence is only nearly unbiased.
         temperatures: the values of b instead, from above 0 to 1, rising.
     """
-    check_callable("the potential", potential, "a function of a Text")
     share = check_float("ess", ess)
     if not 0 < share < 1:
         raise InvalidRequest(f"ess is {displayed(ess)}: give a share between 0 and 1")
@@ -110,7 +110,7 @@ def tempered(
         raise InvalidRequest(
             f"temperatures are {displayed(temperatures)}: give rising ones up to 1"
         )
-    judge = _judge(potential)
+    judge = _judge(model, potential)
 
     async def anneal(state: State) -> State:
         key, present, number = state.key, 0.0, 0
@@ -138,7 +138,7 @@ def tempered(
         return state.at(*key)
 
     kernel = extend(model)
-    return Sampler(model, kernel, num_particles=num_particles, finally_=anneal)
+    return Sampler(model, kernel, num_particles=num_particles, last=anneal)
 
 
 class ParticleGibbs(MetropolisHastings):
@@ -191,9 +191,14 @@ class ParticleGibbs(MetropolisHastings):
         ]
 
 
-def _judge(potential: Potential) -> Any:
-    """Return a potential of texts as a function of traces."""
+def _judge(model: Model, potential: Potential) -> Any:
+    """Return a potential of texts as a function of traces. Raises InvalidRequest if it is none, or the
+    model is not one of texts."""
     check_callable("the potential", potential, "a function of a Text")
+    if not isinstance(model, TextModel):
+        raise InvalidRequest(
+            f"the model is a {type(model).__name__}: give a TextModel for a reward"
+        )
 
     async def judged(traces: Sequence[Any]) -> Floats:
         texts = [each.generated for each in traces]

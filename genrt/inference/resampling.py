@@ -26,7 +26,7 @@ Resampler: TypeAlias = Callable[..., Ancestors | tuple[Ancestors, Floats]]
 above -inf, N indices, index i in expectation N w_i / sum_j w_j times; every child then weighs the mean.
 Or ``-> (ancestors, log_weights)`` of the children, whose weights add up to those of their parent in
 expectation. Weights of 0 have no children that weigh anything. ``resample(rng, log_weights, count)``
-returns ``count`` of them, from the schemes that can."""
+returns ``count`` of them; ``partial`` cannot."""
 
 
 def multinomial(
@@ -38,24 +38,31 @@ def multinomial(
     return _inverse_cdf(normalized_weights(log_weights), np.sort(rng.random(size)))
 
 
-def stratified(rng: np.random.Generator, log_weights: Floats) -> Ancestors:
+def stratified(
+    rng: np.random.Generator, log_weights: Floats, count: int | None = None
+) -> Ancestors:
     """Draw one uniform in each of N equal strata of the cumulative weights (Kitagawa 1996)."""
-    return _by_strata(log_weights, rng.random(len(log_weights)))
+    size = len(log_weights) if count is None else count
+    return _by_strata(log_weights, rng.random(size), size)
 
 
-def systematic(rng: np.random.Generator, log_weights: Floats) -> Ancestors:
+def systematic(
+    rng: np.random.Generator, log_weights: Floats, count: int | None = None
+) -> Ancestors:
     """Draw one uniform and shift it into each of N equal strata: an ancestor of normalised weight w has
     ``floor(N w)`` or ``ceil(N w)`` children (Kitagawa 1996; Douc & Cappé 2005)."""
-    return _by_strata(log_weights, rng.random())
+    size = len(log_weights) if count is None else count
+    return _by_strata(log_weights, rng.random(), size)
 
 
-def residual(rng: np.random.Generator, log_weights: Floats) -> Ancestors:
+def residual(rng: np.random.Generator, log_weights: Floats, count: int | None = None) -> Ancestors:
     """Give ``floor(N w)`` children for certain, the rest multinomially by the remainders (Liu & Chen
     1998)."""
-    expected = _expected(log_weights)
+    size = len(log_weights) if count is None else count
+    expected = _expected(log_weights, size)
     certain = np.floor(expected)
     ancestors = np.repeat(np.arange(len(expected)), certain.astype(np.int64))
-    missing = len(expected) - len(ancestors)
+    missing = size - len(ancestors)
     if not missing:
         return ancestors
     drawn = _inverse_cdf(expected - certain, np.sort(rng.random(missing)))
@@ -66,7 +73,7 @@ def partial(rng: np.random.Generator, log_weights: Floats) -> tuple[Ancestors, F
     """Keep weights from half the mean to twice the mean, and resample the others among themselves,
     systematically, each child with their mean weight: less randomness than resampling all, and fewer
     forks (Bolić, Djurić & Hong 2003)."""
-    relative = _expected(log_weights)
+    relative = _expected(log_weights, len(log_weights))
     [others] = np.nonzero((_round_whole(2 * relative, log_weights) < 1) | (relative > 2))
     ancestors, weights = np.arange(len(log_weights)), log_weights.copy()
     if relative[others].sum() > 0:
@@ -75,11 +82,14 @@ def partial(rng: np.random.Generator, log_weights: Floats) -> tuple[Ancestors, F
     return ancestors, weights
 
 
-def optimal(rng: np.random.Generator, log_weights: Floats, count: int) -> tuple[Ancestors, Floats]:
+def optimal(
+    rng: np.random.Generator, log_weights: Floats, count: int | None = None
+) -> tuple[Ancestors, Floats]:
     """Keep ``count`` different ones of N weights: weights above a threshold as they are, and others by
     strata, each raised to the threshold. No scheme of unbiased weights has a smaller squared error
     (Fearnhead & Clifford 2003). With at most ``count`` positive weights all stay."""
     weights = normalized_weights(log_weights)
+    count = len(weights) if count is None else count
     scale = math.log(count / len(weights))
     [positive] = np.nonzero(weights > 0)
     if len(positive) <= count:
@@ -137,9 +147,9 @@ def normalized_weights(log_weights: Floats) -> Floats:
     return weights
 
 
-def _expected(log_weights: Floats) -> Floats:
-    """Return how many of N children each index has in expectation: N times its normalised weight."""
-    return _round_whole(normalized_weights(log_weights) * len(log_weights), log_weights)
+def _expected(log_weights: Floats, count: int) -> Floats:
+    """Return how many of ``count`` children each index has in expectation."""
+    return _round_whole(normalized_weights(log_weights) * count, log_weights)
 
 
 def _round_whole(counts: Floats, log_weights: Floats) -> Floats:
@@ -159,11 +169,10 @@ def _round_whole(counts: Floats, log_weights: Floats) -> Floats:
     return np.where(is_whole, nearest, counts)
 
 
-def _by_strata(log_weights: Floats, uniforms: Floats | float) -> Ancestors:
-    """Return the indices at which the cumulative weights, scaled to sum to N, pass ``k + uniforms`` for k
-    from 0 to N - 1."""
-    count = len(log_weights)
-    cumulative = np.cumsum(_expected(log_weights))
+def _by_strata(log_weights: Floats, uniforms: Floats | float, count: int) -> Ancestors:
+    """Return the indices at which the cumulative weights, scaled to sum to ``count``, pass
+    ``k + uniforms`` for k from 0 to ``count`` - 1."""
+    cumulative = np.cumsum(_expected(log_weights, count))
     cumulative = _round_whole(cumulative * (count / cumulative[-1]), log_weights)
     # Rounding may bring k and a uniform below 1 up to k + 1.
     points = np.minimum(np.arange(count) + uniforms, np.nextafter(np.arange(1.0, count + 1), 0.0))

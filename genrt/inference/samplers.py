@@ -147,22 +147,22 @@ class Sampler(Algorithm[Model, State, Info]):
         kernel: Kernel,
         *,
         num_particles: int,
-        finally_: Kernel | None = None,
+        last: Kernel | None = None,
     ) -> None:
         """
         Args:
             kernel: one step; see ``genrt.inference.kernels``.
-            finally_: a last step, once no particle is alive and unfinished.
+            last: a last step, once no particle is alive and unfinished.
 
         Raises:
             InvalidRequest: an argument is out of range.
         """
         super().__init__(checked_model(model))
         check_callable("kernel", kernel, "a kernel, such as chain(resample(), extend(model))")
-        check_callable("finally_", finally_, "a kernel, such as keep(1)", optional=True)
+        check_callable("last", last, "a kernel, such as keep(1)", optional=True)
         self._total = model.max_steps
         self._num_particles = check_int("num_particles", num_particles, 1, 2**31)
-        self._kernel, self._finally = kernel, finally_
+        self._kernel, self._last = kernel, last
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.model!r}, num_particles={self._num_particles})"
@@ -173,7 +173,7 @@ class Sampler(Algorithm[Model, State, Info]):
 
     def is_done(self, state: State) -> bool:
         """Return whether no particle goes on, and the last step was made."""
-        return state_of(State, state).done and (self._finally is None or state.is_final)
+        return state_of(State, state).done and (self._last is None or state.is_final)
 
     async def step(self, state: State) -> tuple[State, Info]:
         """Run the kernel once, or the last step.
@@ -184,8 +184,8 @@ class Sampler(Algorithm[Model, State, Info]):
         Raises:
             GenrtError: any error of the model.
         """
-        is_last = state_of(State, state).done and self._finally is not None
-        kernel = self._finally if is_last and self._finally is not None else self._kernel
+        is_last = state_of(State, state).done and self._last is not None
+        kernel = self._last if is_last and self._last is not None else self._kernel
         places = frozen(np.arange(len(state.particles)))
         after = await kernel(state.labeled(ancestors=places, key=()))
         after = after.labeled(step=state.step + 1, key=(), is_final=is_last)
@@ -198,7 +198,7 @@ class Sampler(Algorithm[Model, State, Info]):
             self.model,
             state.particles,
             state.log_weights,
-            state.log_evidence,
+            state.log_evidence if state.has_evidence else math.nan,
             infos=tuple(infos),
             deaths=Deaths.of(self.model, state),
             eve=state.eve if state.has_families else None,

@@ -22,6 +22,7 @@ from genrt.errors import InvalidRequest
 from genrt.inference import (
     SMC,
     Law,
+    Program,
     Rejection,
     Sampler,
     State,
@@ -37,11 +38,14 @@ from genrt.inference import (
     move,
     multinomial,
     optimal,
+    partial,
     repeat,
     resample,
     resample_move,
+    residual,
     reweight,
     several,
+    stratified,
     systematic,
     tempered,
     without_replacement,
@@ -209,6 +213,8 @@ async def test_a_beam_is_as_wide_as_it_says(lm: AsyncLM) -> None:
     assert len(result.texts) == len(set(result.texts)) == 3
     assert [len(info.ancestors) for info in result.infos][1:] == [3] * (len(result.infos) - 1)
     assert "survived" in result.genealogy().svg
+    assert math.isnan(result.log_evidence)
+    assert "log evidence" not in str(result)
 
 
 async def test_a_new_target_changes_the_weights_alone(lm: AsyncLM) -> None:
@@ -266,12 +272,35 @@ def test_no_weight_is_drawn_twice_and_all_keep_their_mean() -> None:
     assert log_mean_exp(kept) == pytest.approx(log_mean_exp(np.array([0.0, -math.inf, 1.0])))
 
 
+async def wrong(p: Any) -> None:
+    pass
+
+
+@pytest.mark.parametrize("scheme", [multinomial, stratified, systematic, residual, optimal])
+def test_any_number_of_particles_comes_of_any_other(scheme: Any) -> None:
+    rng, log_weights = np.random.default_rng(0), np.log(np.array([4.0, 1.0, 2.0, 1.0]))
+    for count in (2, 4, 9):
+        total = np.zeros(4)
+        for _ in range(1500):
+            found = scheme(rng, log_weights, count)
+            ancestors, kept = (
+                found if isinstance(found, tuple) else (found, np.full(count, math.log(2)))
+            )
+            assert len(ancestors) == count
+            np.add.at(total, ancestors, np.exp(kept) / count)
+        assert total / 1500 == pytest.approx(np.array([1.0, 0.25, 0.5, 0.25]), rel=0.15)
+
+
 async def test_wrong_kernels_say_so(lm: AsyncLM) -> None:
     own = model(Law(lm, PROMPT), lm)
     with pytest.raises(InvalidRequest, match="independent ancestors"):
         resample(systematic, pinned=True)
     with pytest.raises(InvalidRequest, match="from 0 to 1"):
         resample(below=2.0)
+    with pytest.raises(InvalidRequest, match="keeps the number"):
+        resample(partial, count=3)
+    with pytest.raises(InvalidRequest, match="give a TextModel"):
+        beam_search(Program(lm, wrong), width=2, reward=likes_b)
     with pytest.raises(InvalidRequest, match="a resampler"):
         resample("systematic")  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match="kernel"):
