@@ -128,7 +128,8 @@ def resample(
         if pinned:  # the others as they were drawn, before they were sorted
             ancestors = rng.permutation(ancestors)
             ancestors[0] = 0
-        return state.take(ancestors, log_weights, independent=scheme is multinomial and not pinned)
+        is_independent = scheme is multinomial and not pinned and len(ancestors) == len(state.eve)
+        return state.take(ancestors, log_weights, independent=is_independent)
 
     return resampled
 
@@ -180,17 +181,24 @@ def move(model: Model, *, target: LogTarget | None = None, whole: bool = False) 
     return moved
 
 
-def branch(copies: int) -> Kernel:
-    """Return the kernel that copies every particle that is alive and unfinished ``copies`` times. A copy
-    has its share of the weight."""
+def branch(copies: int, *, share: bool = True) -> Kernel:
+    """Return the kernel that copies every particle that is alive and unfinished ``copies`` times.
+
+    Args:
+        share: whether copies share the weight of their parent, as an estimate needs it. Otherwise each
+            has it whole, as a beam ranks particles, and there is no estimate of the evidence.
+    """
     check_int("copies", copies, 1)
 
     async def branched(state: State) -> State:
         times = np.ones(len(state.particles), np.int64)
         times[list(state.unfinished)] = copies
         ancestors = np.repeat(np.arange(len(times)), times)
-        shared = state.log_weights - np.log(times) + math.log(times.mean())
-        return state.take(ancestors, shared[ancestors], resampled=False)
+        log_weights = state.log_weights
+        if share:
+            log_weights = log_weights - np.log(times) + math.log(times.mean())
+        after = state.take(ancestors, log_weights[ancestors], resampled=False)
+        return after if share else after.labeled(has_evidence=False)
 
     return branched
 
@@ -205,9 +213,10 @@ def keep(count: int, *, by: LogTarget | None = None) -> Kernel:
         [alive] = np.nonzero(scores > -math.inf)
         if by is not None and len(alive):
             scores[alive] = await values_of(by, [state.particles[i] for i in alive])
-        best: dict[tuple[int, ...], int] = {}
+        best: dict[Any, int] = {}
         for place in np.argsort(-scores, kind="stable").tolist():
-            best.setdefault(state.particles[place].token_ids, place)
+            trace = state.particles[place]
+            best.setdefault(trace.token_ids or trace, place)
         chosen = np.array([*best.values()][:count])
         best_of = state.take(chosen, state.log_weights[chosen], resampled=False)
         return best_of.labeled(has_evidence=False)
@@ -272,7 +281,10 @@ async def values_of(function: LogTarget, traces: Sequence[Any]) -> Floats:
     found: Any = function(traces)
     if inspect.isawaitable(found):
         found = await found
-    values = np.asarray(found, np.float64)
+    try:
+        values = np.asarray(found, np.float64)
+    except (TypeError, ValueError, RuntimeError):
+        values = np.empty(0)
     if values.shape != (len(traces),) or not (values < math.inf).all():
         raise InvalidRequest(
             f"a function of {len(traces)} traces gave {displayed(found)}: give a log-weight for each, "

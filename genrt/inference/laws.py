@@ -16,6 +16,11 @@ from genrt.numbers import check_float, displayed
 from genrt.populations import Population
 from genrt.tokens import sampling
 
+INFINITE = (
+    "a law of negative power gives some tokens no probability, so their weight is infinite: give a law "
+    "with a positive probability for every token"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Law:
@@ -105,10 +110,18 @@ def product(laws: Sequence[Law], rows: Sequence[Tensor]) -> Tensor:
     ).any(dim=0)
     total = torch.stack(parts).sum(dim=0).masked_fill(no_mass, -math.inf)
     if bool((total == math.inf).any()):
-        raise InvalidRequest(
-            "a law of negative power gives some tokens no probability, so their weight is infinite: "
-            "give a law with a positive probability for every token"
-        )
+        raise InvalidRequest(INFINITE)
+    return total
+
+
+def product_of_sums(laws: Sequence[Law], log_probabilities: Sequence[float]) -> float:
+    """Return the log-weight of tokens by several laws, as ``product`` does."""
+    pairs = [*zip(laws, log_probabilities, strict=True)]
+    if any(each == -math.inf for law, each in pairs if law.power > 0):
+        return -math.inf
+    total = math.fsum(law.power * each for law, each in pairs)
+    if total == math.inf:
+        raise InvalidRequest(INFINITE)
     return total
 
 

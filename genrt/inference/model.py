@@ -111,12 +111,14 @@ class Trace:
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         """Return a copy's parts, unit by unit: a long trace is no deep structure for pickle."""
-        names = [name for kind in type(self).__mro__ for name in getattr(kind, "__slots__", ())]
-        first, *rest = [self.cut(0), *self.path()]
+        slots = [getattr(kind, "__slots__", ()) for kind in type(self).__mro__]
+        names = [name for own in slots for name in ([own] if isinstance(own, str) else own)]
         parts = [
-            [each._part(name) for name in names if name != "before"] for each in (first, *rest)
+            {name: each._part(name) for name in names if name not in ("before", "__weakref__")}
+            | getattr(each, "__dict__", {})
+            for each in (self.cut(0), *self.path())
         ]
-        return _restored, (type(self), names, parts)
+        return _restored, (type(self), parts)
 
     def _part(self, name: str) -> Any:
         """Return an attribute as a copy has it."""
@@ -130,13 +132,13 @@ class Trace:
         return trace
 
 
-def _restored(kind: type[Trace], names: list[str], parts: list[list[Any]]) -> Trace | None:
+def _restored(kind: type[Trace], parts: list[dict[str, Any]]) -> Trace | None:
     """Return the trace with these parts, unit by unit."""
     trace = None
     for each in parts:
         before, trace = trace, kind.__new__(kind)
         trace.before = before
-        for name, value in zip([name for name in names if name != "before"], each, strict=True):
+        for name, value in each.items():
             setattr(trace, name, value)
     return trace
 
@@ -317,8 +319,8 @@ class Deaths:
     def of(cls, model: Any, state: State) -> Self:
         """Return the deaths among a state's particles."""
         longest, ends = getattr(model, "max_tokens", model.max_steps), getattr(model, "ends", None)
-        if longest is None:
-            longest = math.inf
+        if longest is None or getattr(model, "constraint", ends) is None:
+            longest = math.inf  # without a constraint a text may be cut
         elif ends is None or not ends.never:
             longest -= 1  # the last step draws only an end
         dead = [state.particles[place] for place in np.nonzero(state.log_weights == -math.inf)[0]]
@@ -353,8 +355,8 @@ class Info:
         token_ids: int64 ``[N, longest]``, the tokens that each one drew, the end token included, then -1;
             no token for a particle that was not extended or found no token, or if its program drew
             another value.
-        log_increments: float64 ``[N]``, the gain of each log-weight after any resampling: 0 for
-            a particle that was not extended, -inf for one that died.
+        log_increments: float64 ``[N]``, the gain of each log-weight by the units that extended its
+            ancestor: 0 for a particle that was not extended, or moved; -inf for one that died.
         log_weights: float64 ``[N]``, after the step.
         ess: the effective sample size after the step.
         log_evidence: log Z_hat after the step.

@@ -45,6 +45,7 @@ import inspect
 import math
 import types
 import weakref
+import zlib
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Hashable, Mapping, Sequence, Set
 from types import CoroutineType
@@ -174,7 +175,7 @@ class ParticleContext(Context):
 
     def cut(self, length: int) -> None:
         super().cut(length)
-        self.history = hash((self.history, "cut", length))
+        self.history = hash((self.history, -1, length))
 
     def fork(self) -> Self:
         return super().fork()._belong(self._execution, self.history)
@@ -247,7 +248,7 @@ class Execution:
         begun: Hashable = tuple(made.token_ids)
         if isinstance(prompt, ParticleContext):
             begun = prompt.history
-        return made._belong(self, hash((begun, adapter)))
+        return made._belong(self, hash((begun, _digest((adapter or "").encode()))))
 
     @_tracked
     async def sample(
@@ -288,7 +289,7 @@ class Execution:
             isinstance(mask, PackedState) and isinstance(token_ids, Context)
         ):
             allowed = packed_words(mask, self.lm.vocab_size)
-            key = hash(allowed.numpy().tobytes())
+            key = _digest(allowed.numpy().tobytes())
         given = _argument_hash(self, "sample", token_ids, adapter)
         asked = ("sample", given, key, temperature, adapter)
         if (recorded := await self._recorded(asked, due=self._has_sampled)) is not None:
@@ -323,7 +324,9 @@ class Execution:
         given = _argument_hash(self, "condition", token_ids, adapter)
         texts = given, _argument_hash(self, "condition", continuation)
         total, size, conditions = self._weighed
-        self._weighed = _Weighed(total, size, conditions + hash((*texts, adapter)))
+        self._weighed = _Weighed(
+            total, size, conditions + hash((*texts, _digest((adapter or "").encode())))
+        )
         if self._is_live:
             if isinstance(token_ids, Context):
                 scores = await token_ids.score(continuation)
@@ -456,8 +459,19 @@ def _check_same(before: _Choice | _Pause, asked: DrawKey, weighed: _Weighed) -> 
     if not before.weighed.is_like(weighed):
         raise _impure(f"other values were observed, or other texts conditioned on, before {kind}")
     for name, old, new in zip(ARGUMENTS[kind], before.asked[1:], arguments, strict=True):
-        if old != new:
+        if old != new and not _are_equal_masks(old, new):
             raise _impure(f"{kind} was given another {name} than before")
+
+
+def _are_equal_masks(old: Any, new: Any) -> bool:
+    """Return whether two states of constraints allow the same tokens: the program may make its own."""
+    states = isinstance(old, PackedState) and isinstance(new, PackedState)
+    return states and bool(np.array_equal(old.packed(), new.packed()))
+
+
+def _digest(data: bytes) -> int:
+    """Return a number for bytes, the same in every process."""
+    return zlib.crc32(data)
 
 
 def _impure(found: str) -> InvalidRequest:

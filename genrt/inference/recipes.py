@@ -76,8 +76,9 @@ def beam_search(
     With ``TextModel(…, unit="\\n\\n")`` it searches by paragraphs, as reward models judge them.
     """
     by = None if reward is None else _judge(model, reward)
-    kernel = chain(branch(branches), extend(model), keep(width, by=by))
-    return Sampler(model, kernel, num_particles=check_int("width", width, 1))
+    width, branches = check_int("width", width, 1), check_int("branches", branches, 1)
+    kernel = chain(branch(branches, share=False), extend(model), keep(width, by=by))
+    return Sampler(model, kernel, num_particles=width)
 
 
 def tempered(
@@ -103,7 +104,12 @@ def tempered(
     share = check_float("ess", ess)
     if not 0 < share < 1:
         raise InvalidRequest(f"ess is {displayed(ess)}: give a share between 0 and 1")
-    steps = None if temperatures is None else [check_float("temperatures", b) for b in temperatures]
+    check_int("moves", moves, 0)
+    steps = None
+    if temperatures is not None:
+        if not isinstance(temperatures, list | tuple):
+            raise InvalidRequest(f"temperatures are {displayed(temperatures)}: give them in a list")
+        steps = [check_float("temperatures", each) for each in temperatures]
     if steps is not None and not (
         steps and steps[-1] == 1 and all(a < b for a, b in zip([0.0, *steps], steps, strict=False))
     ):
@@ -218,7 +224,7 @@ def _target(judge: Any, share: float) -> Any:
 
 
 def _scaled(share: float, values: Floats) -> Floats:
-    """Return ``share * values``, where 0 times -inf is 0."""
+    """Return ``share * values``, where any share of -inf is -inf."""
     return np.multiply(share, values, where=values > -math.inf, out=values.copy())
 
 

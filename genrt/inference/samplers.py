@@ -184,11 +184,13 @@ class Sampler(Algorithm[Model, State, Info]):
         Raises:
             GenrtError: any error of the model.
         """
-        is_last = state_of(State, state).done and self._last is not None
-        kernel = self._last if is_last and self._last is not None else self._kernel
+        kernel = self._last if state_of(State, state).done and self._last else self._kernel
         places = frozen(np.arange(len(state.particles)))
-        after = await kernel(state.labeled(ancestors=places, key=()))
-        after = after.labeled(step=state.step + 1, key=(), is_final=is_last)
+        after = state.labeled(ancestors=places, key=())
+        if not self.is_done(state):
+            after = await kernel(after)
+        is_final = state.is_final or kernel is self._last
+        after = after.labeled(step=state.step + 1, key=(), is_final=is_final)
         return after, _info_of(state, after)
 
     def result(self, state: State, *, infos: Sequence[Info] = ()) -> Result:
@@ -331,9 +333,9 @@ def _info_of(before: State, after: State) -> Info:
     """Return the record of a step."""
     old = before.particles
     parents = [old[each] for each in after.ancestors.tolist()]
-    pairs = [*zip(after.particles, parents, strict=True)]
-    grown = [() if trace is parent else trace.tokens for trace, parent in pairs]
-    gains = [0.0 if trace is parent else trace.gain for trace, parent in pairs]
+    new = [*map(_units_after, after.particles, parents)]
+    grown = [tuple([token for unit in units for token in unit.tokens]) for units in new]
+    gains = [sum([unit.gain for unit in units]) for units in new]
     return Info(
         step=before.step,
         resampled=after.resamplings > before.resamplings,
@@ -345,6 +347,13 @@ def _info_of(before: State, after: State) -> Info:
         log_evidence=after.log_evidence,
         unfinished=len(after.unfinished),
     )
+
+
+def _units_after(trace: Any, parent: Any) -> list[Any]:
+    """Return the units that extended a parent to a trace; no unit if the trace was moved away from it."""
+    if trace.before is parent:
+        return [trace]
+    return trace.path()[parent.units :] if trace.cut(parent.units) is parent else []
 
 
 def _padded(tokens: Sequence[tuple[int, ...]]) -> Tokens:

@@ -72,7 +72,7 @@ from genrt.constraints.protocols import words_of
 from genrt.errors import InvalidConstraint, InvalidRequest
 from genrt.inference import checks
 from genrt.inference.awrs import AWRS, draw_allowed
-from genrt.inference.laws import Law, checked_laws, product
+from genrt.inference.laws import Law, checked_laws, product, product_of_sums
 from genrt.inference.model import DEAD, model_seed
 from genrt.inference.resampling import Floats
 from genrt.inference.texts import END_TOKEN, Ends, Stop, TextTrace, parse_stop
@@ -463,11 +463,8 @@ class TextModel:
         )
         for place, trace in enumerate(traces):
             if trace.log_weight > -math.inf:
-                gained = [
-                    law.power * math.fsum(scores[place].tolist())
-                    for law, scores in zip(self.laws, found, strict=True)
-                ]
-                trace.log_weight = math.fsum(gained) - trace.log_proposal
+                sums = [math.fsum(scores[place].tolist()) for scores in found]
+                trace.log_weight = product_of_sums(self.laws, sums) - trace.log_proposal
         inside = [
             () if trace.finished or trace.log_weight == -math.inf else trace.tokens
             for trace in traces
@@ -606,8 +603,9 @@ def _append(
     """Append the last token of each text that goes on to its sequences."""
     tokens = np.full(len(new), -1)
     for place in going:
-        if not new[place].finished and (drawn := new[place].tokens):
-            tokens[place] = drawn[-1]
+        trace = new[place]
+        if not trace.finished and trace.log_weight > -math.inf:
+            tokens[place] = trace.tokens[-1]
     for each in populations:
         each.append(tokens)
 

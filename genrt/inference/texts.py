@@ -88,7 +88,8 @@ def parse_stop(stop: Any, *, eos_token_id: int | None, vocab_size: int) -> Ends:
 
 class TextTrace(Trace):
     """One text as it grows. Its tokens are joined at the first access. A copy or a pickle has no place in
-    a population; the runtime looks its sequence up by its tokens.
+    a population; the runtime looks its sequence up by its tokens. With a constraint there is no pickle,
+    because the constraint's state belongs to a runtime.
 
     Attributes:
         count: the number of the text's tokens.

@@ -7,7 +7,9 @@ The same recipes on drawn models are in ``test_algorithms.py``.
 from __future__ import annotations
 
 import asyncio
+import copy
 import math
+import pickle
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -215,6 +217,109 @@ async def test_a_beam_is_as_wide_as_it_says(lm: AsyncLM) -> None:
     assert "survived" in result.genealogy().svg
     assert math.isnan(result.log_evidence)
     assert "log evidence" not in str(result)
+
+
+def length(text: Text) -> float:
+    return 2.0 * len(text.token_ids)
+
+
+async def test_a_beam_ranks_whole_weights(lm: AsyncLM) -> None:
+    """With more branches it finds texts that are no worse; a text that ended early has no advantage."""
+    found = []
+    for branches in (1, 4, 16):
+        longer = TextModel(
+            lm, PROMPT, max_tokens=6, potential=lambda text: 2.0 * len(text.token_ids)
+        )
+        results = [
+            await beam_search(longer, width=3, branches=branches).run(seed) for seed in range(20)
+        ]
+        found.append(np.mean([max(each.log_weights) for each in results]))
+        for result in results:
+            for ids, weight in zip(result.token_ids, result.log_weights, strict=True):
+                assert weight == pytest.approx(2.0 * len(ids))
+    assert found[0] <= found[1] <= found[2]
+    assert found[2] > 11
+
+    async def pair(p: Any) -> tuple[int, int]:
+        return await p.choice([0, 1, 2]), await p.choice([0, 1, 2])
+
+    several_values = await beam_search(Program(lm, pair), width=4, branches=6).run(0)
+    assert len(several_values.values) == 4
+
+
+async def test_a_law_without_mass_has_weight_0_also_when_another_proposes(lm: AsyncLM) -> None:
+    even = NGram.random(MODEL.vocabulary, seed=50, eos_token_id=4)
+    laws = [Law(lm, PROMPT, power=1.5), Law(lm, PROMPT, power=-0.5)]
+    async with await genrt.aload(even, engine="exact") as other:
+        runs = [
+            await importance_sampling(
+                TextModel(each, max_tokens=3, proposal=Law(other, PROMPT), unit=2),
+                num_particles=60,
+            ).run(0)
+            for each in (laws, [Law(lm, PROMPT)])
+        ]
+        assert -math.inf in runs[0].log_weights
+        assert runs[0].log_weights == pytest.approx(runs[1].log_weights)
+        contrast = TextModel(
+            [Law(other, PROMPT), Law(lm, PROMPT, power=-1.0)], max_tokens=3, proposal=other
+        )
+        with pytest.raises(InvalidRequest, match="infinite"):
+            await SMC(contrast, num_particles=64).run(0)
+
+
+async def test_a_history_says_what_moves_did_not_draw(lm: AsyncLM) -> None:
+    """Followed back from a particle that was not moved, the tokens of the steps are its text."""
+    result = await resample_move(model(Law(lm, PROMPT), lm), num_particles=40).run(1)
+    checked = 0
+    for place, ids in enumerate(result.token_ids):
+        tokens: list[int] = []
+        at, is_whole = place, result.log_weights[place] > -math.inf
+        for info in reversed(result.infos):
+            drawn = [each for each in info.token_ids[at].tolist() if each >= 0]
+            tokens[:0], at = drawn, int(info.ancestors[at])
+        is_whole &= tuple(tokens[: len(ids)]) == ids
+        checked += is_whole
+        assert 4 not in tokens[:-1]
+    assert 0 < checked <= 40
+
+
+async def test_a_last_step_is_made_once_and_a_change_of_size_leaves_no_error_bar(
+    lm: AsyncLM,
+) -> None:
+    bare = model(Law(lm, PROMPT), lm, potential=None, twist=None)
+    sampler = tempered(bare, likes_b, num_particles=20)
+    state = sampler.init(0)
+    while not sampler.is_done(state):
+        state, _ = await sampler.step(state)
+    after, _ = await sampler.step(state)
+    assert (after.log_evidence, after.step) == (state.log_evidence, state.step + 1)
+    kernel = chain(extend(bare), resample(multinomial, count=50))
+    grown_up = await Sampler(bare, kernel, num_particles=4).run(0)
+    assert len(grown_up.values) == 50
+    assert math.isnan(grown_up.evidence_error)
+
+
+class Noted(Trace):
+    def __init__(self, before: Trace | None = None, note: str = "") -> None:
+        super().__init__(before)
+        self.note = note
+
+
+def test_a_copy_of_a_trace_of_ones_own_has_all_of_it() -> None:
+    trace = Noted(Noted(note="first"), "second")
+    for each in (copy.copy(trace), pickle.loads(pickle.dumps(trace))):  # noqa: S301
+        assert [each.note, each.units] == ["second", 1]
+        assert [unit.note for unit in (each.cut(0), *each.path())] == ["first", "second"]
+
+
+def rules_out_two(text: Text) -> float:
+    return -math.inf if len(text.token_ids) == 2 else 0.0
+
+
+async def test_a_twist_without_a_constraint_kills_at_dead_ends(lm: AsyncLM) -> None:
+    ruled_out = TextModel(lm, PROMPT, max_tokens=3, twist=rules_out_two)
+    deaths = (await importance_sampling(ruled_out, num_particles=20).run(0)).deaths
+    assert deaths.max_tokens == 0 < deaths.dead_ends
 
 
 async def test_a_new_target_changes_the_weights_alone(lm: AsyncLM) -> None:

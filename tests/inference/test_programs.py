@@ -1116,3 +1116,21 @@ async def test_programs_run_on_a_model_without_a_tokenizer() -> None:
         result = await SMC(Program(lm, program), num_particles=5).run(0)
     assert result.texts == ("",) * 5
     assert result.token_ids == result.values
+
+
+async def test_a_program_may_make_its_constraint_itself() -> None:
+    """A copy makes another one, whose states allow the same tokens."""
+    with genrt.load(MODEL, engine="exact") as lm:
+
+        async def own(p: Execution) -> str:
+            context, state = p.context([0]), regex("[ab]{1,6}", p.lm).start()
+            for _ in range(3):
+                token = await p.sample(context, mask=state)
+                if token == 4:
+                    break
+                context.append(token)
+                state = state.advance(token)
+            return context.text
+
+        result = await SMC(Program(lm, own), num_particles=12, resample_when=1.0).run(0)
+    assert any(info.resampled for info in result.infos)
