@@ -227,9 +227,8 @@ async def test_a_beam_ranks_whole_weights(lm: AsyncLM) -> None:
     """With more branches it finds texts that are no worse; a text that ended early has no advantage."""
     found = []
     for branches in (1, 4, 16):
-        longer = TextModel(
-            lm, PROMPT, max_tokens=6, potential=lambda text: 2.0 * len(text.token_ids)
-        )
+        options: dict[str, Any] = dict.fromkeys(["potential", "twist"], length)
+        longer = TextModel(lm, PROMPT, max_tokens=6, **options)
         results = [
             await beam_search(longer, width=3, branches=branches).run(seed) for seed in range(20)
         ]
