@@ -1,4 +1,4 @@
-r"""The baselines: samples of the language model, by the engine's own decode loop, filtered or ranked.
+r"""The baselines: whole texts of the language model, filtered or ranked.
 
 **Rejection** draws whole texts from the model without its constraint, and keeps one with probability
 1[x in C] exp(phi(x) - c), for a bound c of the potential phi. Accepted texts follow the target exactly.
@@ -26,9 +26,10 @@ import numpy as np
 from genrt.constraints import potential as indicator
 from genrt.errors import InvalidRequest
 from genrt.inference.checks import check_callable, evaluate_potential, state_of
-from genrt.inference.model import Deaths, State, frozen, seeds_of_step
+from genrt.inference.kernels import extend, finished
+from genrt.inference.model import Deaths, Info, State, frozen, seeds_of_step
 from genrt.inference.result import Result
-from genrt.inference.samplers import Algorithm, importance_sampling, result_of
+from genrt.inference.samplers import Algorithm, Sampler, result_of
 from genrt.inference.text_model import TextModel
 from genrt.inference.texts import TextTrace
 from genrt.numbers import check_float, check_int
@@ -118,7 +119,10 @@ class Rejection(Algorithm[TextModel, RejectionState, None]):
         own, models = seeds_of_step(state_of(RejectionState, state).seed, state.step)
         missing = self._num_samples - len(state.texts)
         count = min(self._batch_size, self._max_texts - state.drawn) if missing > 0 else 0
-        texts = await _whole_texts(self.model, count, models)
+        plain = _unweighted(self.model, constrained=False)
+        seeds = np.random.SeedSequence(models)
+        traces = await finished(plain, [plain.start()] * count, seeds)
+        texts = [each.generated for each in traces]
         # A text cut at max_tokens has not ended, so it is not one of the constraint's.
         longest = math.inf if self._indicator is None else self.model.max_tokens
         log_weights = [0.0 if len(text.token_ids) < longest else -math.inf for text in texts]
@@ -154,9 +158,9 @@ class Rejection(Algorithm[TextModel, RejectionState, None]):
         return {"kept": f"{len(state.texts)}/{self._num_samples}", "drawn": state.drawn}
 
 
-class BestOfN(Algorithm[TextModel, State, None]):
-    """The best of N texts, drawn under the model's constraint, by its potential. A run makes one step;
-    its result has all N texts, the best with the only positive weight, and a log evidence of NaN.
+class BestOfN(Sampler):
+    """The best of N texts, drawn under the model's constraint, by its potential. The result has all N
+    texts, the best with the only positive weight, and a log evidence of NaN.
 
     ::
 
@@ -165,6 +169,7 @@ class BestOfN(Algorithm[TextModel, State, None]):
     """
 
     _name = "best of N"
+    _needs_infos = False
 
     def __init__(self, model: TextModel, *, n: int, score: Potential | None = None) -> None:
         """
@@ -175,49 +180,23 @@ class BestOfN(Algorithm[TextModel, State, None]):
         Raises:
             InvalidRequest: an argument is out of range.
         """
-        super().__init__(_text_model(model))
-        self._n = check_int("n", n, 1)
+        drawing = extend(_unweighted(_text_model(model)))
+        count = check_int("n", n, 1, 2**31)
+        super().__init__(model, drawing, num_particles=count, last=self._ranked)
         check_callable("the score", score, "a function of a Text", optional=True)
         self._score = model.potential if score is None else score
 
     def __repr__(self) -> str:
-        return f"BestOfN({self.model!r}, n={self._n})"
+        return f"BestOfN({self.model!r}, n={self._num_particles})"
 
-    def init(self, seed: int) -> State:
-        """Return N texts without tokens; the seed is an integer from 0 on."""
-        return State.begin(self.model.start(), self._n, check_int("seed", seed, 0))
+    async def _ranked(self, state: State) -> State:
+        """Return the texts with their scores as log-weights: -inf for a text that met a dead end of the
+        constraint, or ``max_tokens``."""
+        texts = [each.generated for each in state.particles]
+        scores = await _scored("score", self._score, texts, state.log_weights.tolist())
+        return replace(state, log_weights=frozen(np.array(scores)))
 
-    def is_done(self, state: State) -> bool:
-        """Return whether the texts were drawn."""
-        return state_of(State, state).step > 0
-
-    async def step(self, state: State) -> tuple[State, None]:
-        """Draw N texts at once. Their log-weights are their scores: -inf for texts that met a dead end of
-        the constraint, or ``max_tokens``. A cancelled or failed step leaves ``state`` unchanged.
-
-        Raises:
-            GenrtError: any error of the model.
-        """
-        _, models = seeds_of_step(state_of(State, state).seed, state.step)
-        particles: Sequence[TextTrace]
-        if self.model.constraint is None and _has_one_law(self.model):
-            texts = await _whole_texts(self.model, self._n, models)
-            particles = [TextTrace(text=text, finished=True) for text in texts]
-            log_weights = [0.0] * self._n
-        else:
-            unweighted = copy.copy(self.model)
-            unweighted.potential = unweighted._twist = None
-            sampler = importance_sampling(unweighted, num_particles=self._n)
-            drawn = sampler.init(models)
-            while not drawn.done:
-                drawn, _ = await sampler.step(drawn)
-            particles, log_weights = drawn.particles, drawn.log_weights.tolist()
-            texts = [each.generated for each in particles]
-        scores = frozen(np.array(await _scored("score", self._score, texts, log_weights)))
-        after = replace(state, particles=tuple(particles), log_weights=scores, step=state.step + 1)
-        return after, None
-
-    def result(self, state: State, *, infos: Sequence[None] = ()) -> Result:
+    def result(self, state: State, *, infos: Sequence[Info] = ()) -> Result:
         """Return all texts. The first one of the highest score alone has a weight."""
         log_weights = np.full(len(state.particles), -math.inf)
         best = int(np.argmax(state.log_weights))
@@ -227,24 +206,13 @@ class BestOfN(Algorithm[TextModel, State, None]):
         return result_of(self.model, state.particles, frozen(log_weights), math.nan, deaths=deaths)
 
 
-async def _whole_texts(model: TextModel, count: int, seed: int) -> list[Text]:
-    """Draw independent texts without the model's constraint and twist."""
-    sampled = await model.lm.batch_sample(
-        [model.prompt] * count,
-        max_tokens=model.max_tokens,
-        stop_token_ids=sorted(model.ends.token_ids),
-        temperature=model.laws[0].temperature,
-        seed=seed >> 1,  # leaves room for the index that batch_sample adds
-        adapter=model.laws[0].adapter,
-    )
-    texts = []
-    for token_ids in sampled:
-        text = Text()
-        for token_id in token_ids:
-            if not text.finished:
-                text = model.extended(text, token_id)
-        texts.append(Text(text.token_ids, text.bytes, finished=True))
-    return texts
+def _unweighted(model: TextModel, *, constrained: bool = True) -> TextModel:
+    """Return the model without potential and twist, or also without its constraint."""
+    made = copy.copy(model)
+    made.potential = made._twist = None
+    if not constrained:
+        made.constraint, made._start, made._rejects = None, None, False
+    return made
 
 
 def _has_one_law(model: TextModel) -> bool:

@@ -101,7 +101,9 @@ async def test_the_best_is_the_best_of_all_that_satisfy_the_constraint() -> None
             (BestOfN(model, n=40), likes_b),
             (BestOfN(model, n=40, score=score), score),
         ):
-            state, _ = await sampler.step(sampler.init(1))
+            state = sampler.init(1)
+            while not sampler.is_done(state):
+                state, _ = await sampler.step(state)
             texts = [each.generated for each in state.particles]
             valid = [text for text in texts if text.finished]
             assert 0 < len(valid) < 40
