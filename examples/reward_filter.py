@@ -46,7 +46,7 @@ asyncio.run(main())
 
 # Output:
 # best of 32
-#   weight 1.00  reward -1.20  indeed quite exquisite
+#   weight 1.00  reward -1.19  a healthy choice
 # SMC, 32 particles
 #   weight 0.13  reward -1.34  modern, delicious, and made with fresh ingredients
 #   weight 0.06  reward -1.42  fantastic
