@@ -153,6 +153,9 @@ async def test_a_recipe_is_unbiased(name: str, lm: AsyncLM) -> None:
     sampler, posterior = make(lm), exact(lm, *laws)
     results = await asyncio.gather(*(sampler.run(seed) for seed in range(RUNS)))
     assert len({result.texts for result in results}) > 10
+    ratios = np.exp([result.log_evidence - posterior.log_evidence for result in results])
+    error = ratios.std() / math.sqrt(RUNS)
+    assert abs(ratios.mean() - 1) < 4 * error < 0.3
     assert_weighted_samples_from(
         [(result.token_ids, result.log_weights) for result in results],
         posterior.token_ids,
