@@ -251,15 +251,15 @@ def _has_nvidia_gpu() -> bool:
 
 
 def _default_model(report: Installation) -> None:
-    state = None
+    state, is_installed = None, models.embedded_installed()
     with contextlib.suppress(ModuleNotFoundError):  # already reported with genrt's other packages
         if converted := models.converted_embedded():
             state = f"converted, in {converted}"
-        elif models.embedded_installed():
+        elif is_installed:
             state = f"the first use converts it, to {models.cache_directory()}"
             if importlib.util.find_spec("gguf") is None:
                 report.commands["converting the default model needs gguf"] = "pip install gguf"
-    if not models.embedded_installed() and state is None:
+    if not is_installed and state is None:
         report.commands["the default model is missing"] = models.EMBEDDED_INSTALL
     report.facts["default model"] = {models.EMBEDDED: state}
 

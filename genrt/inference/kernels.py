@@ -4,7 +4,7 @@ r"""Kernels: functions from a state to a state. Samplers are compositions of ker
 
     smc = chain(resample(), extend(model))                             # sequential Monte Carlo
     moving = chain(resample(), extend(model), repeat(move(model), 2))  # resample-move
-    beam = chain(branch(4), extend(model), keep(8))                    # beam search
+    beam = chain(branch(4, share=False), extend(model), keep(8))       # beam search
 
 A kernel changes particles and weights so that a properly weighted state stays one:
 E[sum_i w_i f(x_i) / N] is Z E[f] for the target so far, before and after. ``keep`` alone does not.
@@ -119,7 +119,8 @@ def resample(
     async def resampled(state: State) -> State:
         if not state.unfinished:
             return state
-        if not _is_due(state, below) if size is None else len(state.particles) == size:
+        is_due = _is_due(state, below) if size is None else len(state.particles) != size
+        if not is_due:
             return state
         rng = np.random.default_rng(state.seed_sequence())
         more = () if size is None else (size,)
@@ -241,19 +242,16 @@ async def propose(
     ratios = np.full(len(old), -math.inf)
     alive = [place for place, each in enumerate(new) if each.gain > -math.inf]
     for place in alive:
+        before, after = (each.path()[cuts[place] :] for each in (old[place], new[place]))
         ratios[place] = math.log(old[place].units / new[place].units)
         if target is None:
-            ratios[place] += gained(new[place], cuts[place]) - gained(old[place], cuts[place])
+            ratios[place] += sum(each.gain for each in after) - sum(each.gain for each in before)
         else:
-            drawn = [
-                sum(each.log_proposal for each in trace.path()[cuts[place] :])
-                for trace in (old[place], new[place])
-            ]
-            ratios[place] += drawn[0] - drawn[1]
+            ratios[place] += sum(each.log_proposal for each in before)
+            ratios[place] -= sum(each.log_proposal for each in after)
     if target is not None and alive:
-        after = await values_of(target, [new[place] for place in alive])
-        before = await values_of(target, [old[place] for place in alive])
-        ratios[alive] += after - before
+        ratios[alive] += await values_of(target, [new[place] for place in alive])
+        ratios[alive] -= await values_of(target, [old[place] for place in alive])
     return cuts, new, ratios
 
 
@@ -291,11 +289,6 @@ async def values_of(function: LogTarget, traces: Sequence[Any]) -> Floats:
             "finite or -inf"
         )
     return values
-
-
-def gained(trace: Trace, cut: int = 0) -> float:
-    """Return the log-weight of a trace's units after the first ``cut`` ones."""
-    return float(sum(each.gain for each in trace.path()[cut:]))
 
 
 def _is_due(state: State, below: float | Rule) -> bool:

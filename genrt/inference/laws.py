@@ -57,11 +57,6 @@ class Law:
         if self.power == 0 or not math.isfinite(self.power):
             raise InvalidRequest(f"power is {displayed(self.power)}: give a finite number but 0")
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether its probabilities are the rows themselves."""
-        return self.power == 1 and self.temperature == 1
-
     def check_length(self, max_tokens: int) -> None:
         """Raise ContextTooLong if the prompt leaves no room for so many tokens."""
         longest = len(self.ids) + max_tokens - 1

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from genrt.errors import InvalidRequest
 from genrt.inference.checks import state_of
 from genrt.inference.diagnostics import ChainStatistics
-from genrt.inference.kernels import finished, gained, propose
+from genrt.inference.kernels import finished, propose
 from genrt.inference.model import Model, Trace, checked_model, frozen, seeds_of_step
 from genrt.inference.resampling import Floats
 from genrt.inference.result import Result
@@ -161,7 +161,7 @@ class MetropolisHastings(Algorithm[Model, Chains, Moves]):
             frozen(accepted),
             frozen(ratios),
             tuple(chains),
-            frozen(np.array([math.nan if each is None else gained(each) for each in chains])),
+            frozen(np.array([math.nan if each is None else _log_weight(each) for each in chains])),
         )
         return Chains(tuple(chains), state.step + 1, state.seed), moves
 
@@ -206,3 +206,7 @@ class MetropolisHastings(Algorithm[Model, Chains, Moves]):
             for place, trace in zip(missing, begun, strict=True):
                 if trace.gain > -math.inf:
                     chains[place] = trace
+
+
+def _log_weight(trace: Trace) -> float:
+    return float(sum(each.gain for each in trace.path()))

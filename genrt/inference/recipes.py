@@ -5,7 +5,6 @@ Each returns a sampler with ``run(seed)``. They are short on purpose: read one, 
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -39,7 +38,8 @@ from genrt.inference.resampling import (
 from genrt.inference.samplers import Sampler
 from genrt.inference.text_model import TextModel
 from genrt.numbers import check_float, check_int, displayed
-from genrt.tokens.texts import Potential
+from genrt.runtime.concurrency import gather_all
+from genrt.tokens.texts import Potential, Text
 
 
 def resample_move(
@@ -116,10 +116,11 @@ def tempered(
         raise InvalidRequest(
             f"temperatures are {displayed(temperatures)}: give rising ones up to 1"
         )
-    judge = _judge(model, potential)
+    _judge(model, potential)
 
     async def anneal(state: State) -> State:
         key, present, number = state.key, 0.0, 0
+        judge = _judge(model, potential, known={})
         while present < 1 and (state.log_weights > -math.inf).any():
             state = state.at(*key, number)
             [alive] = np.nonzero(state.log_weights > -math.inf)
@@ -179,9 +180,9 @@ class ParticleGibbs(MetropolisHastings):
         self, old: Sequence[Any], rng: np.random.Generator, seeds: np.random.SeedSequence
     ) -> tuple[list[int], list[Any], Floats]:
         """Return another text of each chain, which is taken in any case."""
-        new = await asyncio.gather(*map(self._conditional, old, seeds.spawn(len(old))))
+        new = await gather_all(map(self._conditional, old, seeds.spawn(len(old))))
         cuts = [_shared(*pair) for pair in zip(old, new, strict=True)]
-        return cuts, [*new], np.zeros(len(old))
+        return cuts, new, np.zeros(len(old))
 
     async def _conditional(self, reference: Any, seed: np.random.SeedSequence) -> Any:
         number = int(seed.generate_state(1, np.uint64)[0])
@@ -197,9 +198,9 @@ class ParticleGibbs(MetropolisHastings):
         ]
 
 
-def _judge(model: Model, potential: Potential) -> Any:
-    """Return a potential of texts as a function of traces. Raises InvalidRequest if it is none, or the
-    model is not one of texts."""
+def _judge(model: Model, potential: Potential, known: dict[Text, float] | None = None) -> Any:
+    """Return a potential of texts as a function of traces; it asks about no text in ``known``, and adds
+    the answers. Raises InvalidRequest if it is no function, or the model is not one of texts."""
     check_callable("the potential", potential, "a function of a Text")
     if not isinstance(model, TextModel):
         raise InvalidRequest(
@@ -208,7 +209,11 @@ def _judge(model: Model, potential: Potential) -> Any:
 
     async def judged(traces: Sequence[Any]) -> Floats:
         texts = [each.generated for each in traces]
-        return np.array(await evaluate_potential("potential", potential, texts))
+        found = {} if known is None else known
+        missing = [each for each in dict.fromkeys(texts) if each not in found]
+        values = await evaluate_potential("potential", potential, missing)
+        found.update(zip(missing, values, strict=True))
+        return np.array([found[each] for each in texts])
 
     return judged
 

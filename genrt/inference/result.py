@@ -373,8 +373,8 @@ class Result:
         yield "particles", f"{count:,}", note * (alive < count)
         if not math.isnan(self.log_evidence):
             note = f"Z = {math.exp(self.log_evidence):.3g}" if self.log_evidence < 700 else ""
-            if alive and not math.isnan(self.evidence_error):
-                note += f" \N{PLUS-MINUS SIGN} {100 * self.evidence_error:.0f} %"
+            if alive and not math.isnan(error := self.evidence_error):
+                note += f" \N{PLUS-MINUS SIGN} {100 * error:.0f} %"
             yield "log evidence", number(self.log_evidence), note
         if self.chains is not None and alive:
             chains = self.chains

@@ -266,8 +266,9 @@ class TextModel:
         if start is not None and self._is_complete(start):
             # The empty text is the only one.
             nothing = [TextTrace(each, constraint_state=start) for each in traces]
-            ended = await self._ended(nothing, [True] * len(nothing))
-            return await self._judged(traces, ended)
+            await self._end(nothing, [True] * len(nothing))
+            await self._judge(nothing)
+            return nothing
         populations = self._populations(traces)
         drawing = populations if self._proposer is None else populations[:1]
         new, going = [*traces], [*range(len(traces))]
@@ -287,8 +288,8 @@ class TextModel:
         if number > 1:
             new = [_joined(*pair) for pair in zip(traces, new, strict=True)]
         if self._proposer is not None:
-            new = await self._weighed(new, populations[1:])
-        new = await self._judged(traces, new)
+            await self._weigh(new, populations[1:])
+        await self._judge(new)
         kept = [populations]
         for place, trace in enumerate(new):
             if not trace.finished and trace.log_weight > -math.inf:
@@ -343,7 +344,7 @@ class TextModel:
         drawn = await self._draw(populations, places, traces, seed)
         longer = await self._longer(traces, drawn)
         if self._start is not None and self.ends.never:
-            longer = await self._ended(longer, await asyncio.to_thread(self._complete, longer))
+            await self._end(longer, await asyncio.to_thread(self._complete, longer))
         return longer
 
     async def _draw(
@@ -376,7 +377,7 @@ class TextModel:
                 found = found._replace(**{k: v[where] for k, v in found._asdict().items()})
         else:
             asked = [each.logprobs(where=where) for each in populations]
-            *whole, masks = await asyncio.gather(*asked, self._masks(states, at_last))
+            *whole, masks = await gather_all([*asked, self._masks(states, at_last)])
             rows = cast("list[Tensor]", whole)
             seeds = seeds_at(seed, np.array(places))
             found = await asyncio.to_thread(_draw_from_product, laws, rows, masks, seeds)
@@ -452,9 +453,7 @@ class TextModel:
                 row[np.arange(len(row)) != self.eos_token_id] = 0.0
         return weights, endings
 
-    async def _weighed(
-        self, traces: Sequence[TextTrace], populations: Sequence[Population]
-    ) -> list[TextTrace]:
+    async def _weigh(self, traces: Sequence[TextTrace], populations: Sequence[Population]) -> None:
         """Weigh each text's last unit by the target: one question to each law."""
         tokens = [each.tokens if each.log_weight > -math.inf else () for each in traces]
         asked = zip(self.laws, populations, strict=True)
@@ -471,7 +470,6 @@ class TextModel:
         ]
         for each in populations:
             each.extend(inside)
-        return [*traces]
 
     async def _longer(self, traces: Sequence[TextTrace], drawn: Draws) -> list[TextTrace]:
         """Return the texts with these tokens, and the constraint's states after them."""
@@ -554,9 +552,7 @@ class TextModel:
         words = words_of(state)[0]
         return not (words & ~_packed_tokens({self.eos_token_id}, len(words)).numpy()).any()
 
-    async def _ended(
-        self, traces: Sequence[TextTrace], complete: Sequence[bool]
-    ) -> list[TextTrace]:
+    async def _end(self, traces: Sequence[TextTrace], complete: Sequence[bool]) -> None:
         """Finish the complete texts; a text that the constraint does not accept is dead."""
         ending = [each for each, ends in zip(traces, complete, strict=True) if ends]
         states = {id(each.constraint_state): each.constraint_state for each in ending}
@@ -567,7 +563,6 @@ class TextModel:
                 trace.finished = True
             elif ends:
                 trace.log_weight = -math.inf
-        return [*traces]
 
     async def _accepts(self, state: State) -> bool:
         """Return whether a text may end here."""
@@ -575,12 +570,10 @@ class TextModel:
             return (await state.check([cast("int", self.eos_token_id)]))[0]
         return state.accepting
 
-    async def _judged(
-        self, before: Sequence[TextTrace], traces: Sequence[TextTrace]
-    ) -> list[TextTrace]:
+    async def _judge(self, traces: Sequence[TextTrace]) -> None:
         """Weigh texts that are finished now by the potential, and the others by the twist."""
         if self.potential is None and self._twist is None:
-            return [*traces]
+            return
         alive = [each for each in traces if each.log_weight > -math.inf]
         for name, function, finished in (
             ("potential", self.potential, True),
@@ -594,7 +587,6 @@ class TextModel:
             for trace, value in zip(judged, values, strict=True):
                 trace.log_weight += value if finished else 0.0
                 trace.log_twist = 0.0 if finished else value
-        return [*traces]
 
 
 def _append(

@@ -177,6 +177,21 @@ async def test_adaptive_temperatures_reach_the_target(lm: AsyncLM) -> None:
     assert apart / 2 < 0.15
 
 
+async def test_a_potential_that_comes_in_by_degrees_is_asked_once_about_a_text(
+    lm: AsyncLM,
+) -> None:
+    asked: Counter[Text] = Counter()
+
+    def counted(text: Text) -> float:
+        asked[text] += 1
+        return likes_b(text)
+
+    bare = model(Law(lm, PROMPT), lm, potential=None, twist=None)
+    await tempered(bare, counted, num_particles=20, temperatures=[0.2, 0.5, 1.0]).run(0)
+    assert len(asked) > 5
+    assert set(asked.values()) == {1}
+
+
 # -- what a kernel does -------------------------------------------------------------------------
 
 
