@@ -25,7 +25,9 @@ S = TypeVar("S")
 
 
 def check_runtime(lm: Any) -> AsyncLM:
-    """Return ``lm``. Raises InvalidRequest if it is not an AsyncLM."""
+    """Return ``lm``, the runtime itself for ``p.lm`` of a program. Raises InvalidRequest if it is not an
+    AsyncLM."""
+    lm = getattr(lm, "of_program", lm)
     if not isinstance(lm, AsyncLM):
         raise InvalidRequest(f"lm is a {type(lm).__name__}: give what genrt.load returned")
     return lm

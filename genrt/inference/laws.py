@@ -49,8 +49,8 @@ class Law:
         Raises:
             InvalidRequest: an argument is out of range.
         """
-        ids = checks.prompt_ids(checks.check_runtime(self.lm), self.prompt)
-        object.__setattr__(self, "ids", ids)
+        object.__setattr__(self, "lm", checks.check_runtime(self.lm))
+        object.__setattr__(self, "ids", checks.prompt_ids(self.lm, self.prompt))
         checks.adapter_name(self.adapter)
         object.__setattr__(self, "temperature", checks.check_temperature(self.temperature))
         object.__setattr__(self, "power", check_float("power", self.power))

@@ -22,11 +22,14 @@ just before another, or to its end: to the next draw after its weight has change
 so a changed weight counts before the next draw.
 
 Resampling may copy a particle, and a coroutine cannot be copied. So a particle is a list of
-choices: one child continues where its parent stopped; the others first replay the recorded choices,
+choices and answers: one child continues where its parent stopped; the others first replay the record,
 without questions to the model, and their contexts then become forks of the parent's. Therefore a program
-must depend on its choices alone: all randomness comes from ``p``, and side effects are repeated. The
+must depend on its record alone: all randomness comes from ``p``, and side effects are repeated. The
 program itself awaits its draws, not tasks that it starts, and no ``asyncio.timeout`` or task group may be
 open around them, because another task continues the program afterwards.
+
+Answers. ``p.lm`` and the contexts of ``p.context`` answer as the runtime does, with seeds of the
+particle where a call has none. Their answers are recorded, except rows, which the runtime's cache keeps.
 
 A replay is compared with the record: the contexts, masks, temperatures and adapters of draws, the texts
 of conditions, the values of choices. Observations and the probabilities of choices may differ by
@@ -40,15 +43,17 @@ of large language models using probabilistic programs*.
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import inspect
 import math
 import types
 import weakref
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Generator, Hashable, Mapping, Sequence, Set
-from types import CoroutineType
+from itertools import count
+from types import CoroutineType, MappingProxyType
 from typing import Any, NamedTuple, Self, TypeAlias, TypeVar, cast
 
 import numpy as np
@@ -59,12 +64,14 @@ from genrt.constraints.protocols import PackedState
 from genrt.contexts import Context, begin_context, take_over
 from genrt.errors import InvalidRequest
 from genrt.inference import checks
-from genrt.inference.model import DEAD, Trace
+from genrt.inference.model import DEAD, Trace, model_seed
 from genrt.inference.resampling import Floats, normalized_weights
 from genrt.lm import AsyncLM
+from genrt.numbers import displayed
 from genrt.questions.arguments import TokenIds, seed_at
 from genrt.questions.masks import Mask, packed_words
 from genrt.runtime.concurrency import gather_all
+from genrt.tokens.sampling import Draw
 from genrt.tokens.texts import decoded
 
 T = TypeVar("T")
@@ -84,6 +91,20 @@ ARGUMENTS = {
     "choice": ("number of values",),
     "uniform": (),
 }
+
+SEEDED = frozenset(
+    ("draw", "batch_draw", "sample", "batch_sample", "generate", "batch_generate", "chat", "run")
+)
+"""The questions of a runtime or a context that draw; ``run`` is inference inside of inference."""
+
+RECORDED = SEEDED | {
+    "batch_score",
+    "prompt_logprobs",
+    "score",
+    "token_logprobs",
+    "top_logprobs",
+}
+"""The questions whose answers are recorded."""
 
 ROUNDING = 0.5, 0.02
 """How far two computations of one log-weight may be apart: absolutely, and relative to its terms. Rows of
@@ -127,6 +148,8 @@ class _Choice(NamedTuple):
         outcome: the token, the number, or the index of the value.
         value: a digest of the value that a choice drew.
         log_share: the log-probability.
+        name: the name of the draw, if it has one.
+        drawn: the value that a choice drew.
     """
 
     asked: DrawKey
@@ -134,6 +157,8 @@ class _Choice(NamedTuple):
     outcome: Any
     value: Any = None
     log_share: float = 0.0
+    name: str | None = None
+    drawn: Any = None
 
 
 def _tracked(method: M) -> M:
@@ -148,8 +173,21 @@ def _tracked(method: M) -> M:
     return cast("M", call)
 
 
+def _recorded_question(name: str) -> Any:
+    """Return a method of ``Context`` whose answers are recorded."""
+    method = getattr(Context, name)
+
+    @functools.wraps(method)
+    def ask(self: ParticleContext, /, *args: Any, **kwargs: Any) -> Any:
+        key = ("context", self.history)
+        return self._execution._question(key, functools.partial(method, self), name, args, kwargs)
+
+    return ask
+
+
 class ParticleContext(Context):
-    """A context of a program, made by ``Execution.context``. It has all that a ``Context`` has.
+    """A context of a program, made by ``Execution.context``. It has all that a ``Context`` has; its
+    answers are recorded.
 
     Attributes:
         history: a digest of prompt, adapter and all changes.
@@ -181,10 +219,33 @@ class ParticleContext(Context):
         return super().fork()._belong(self._execution, self.history)
 
 
+for _name in RECORDED & vars(Context).keys():
+    setattr(ParticleContext, _name, _recorded_question(_name))
+
+
+class _RecordingRuntime:
+    """A runtime as a program has it: the answers to its ``RECORDED`` questions are recorded."""
+
+    def __init__(self, execution: Execution, runtime: AsyncLM) -> None:
+        self._execution = weakref.proxy(execution)
+        self.of_program = runtime
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.of_program, name)
+        if name not in RECORDED:
+            return found
+
+        def ask(*args: Any, **kwargs: Any) -> Any:
+            return self._execution._question(("lm",), found, name, args, kwargs)
+
+        return ask
+
+
 class Execution:
     """The argument of a program: one particle's own randomness, and its weight.
 
-    ``lm`` is the runtime, for everything else: rows, scores, other draws with seeds.
+    ``lm`` is the runtime, for everything else: rows, scores, texts. Its answers are recorded, except
+    rows, and a draw without a seed has one of the particle.
     """
 
     def __init__(
@@ -193,8 +254,17 @@ class Execution:
         choices: Sequence[_Choice],
         pause: _Pause | None,
         computed: Computed = (),
+        answers: Mapping[Hashable, Any] = MappingProxyType({}),
+        given: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        self.lm = lm
+        self._lm = lm
+        self.lm = cast("AsyncLM", _RecordingRuntime(self, lm))
+        self._answers = answers
+        self._given = given
+        self._times = Counter[Hashable]()
+        """How often each question was asked."""
+        self._answered: list[tuple[Hashable, Any]] = []
+        """The answers since the last step."""
         self._contexts: list[weakref.ref[ParticleContext]] = []
         self._computed = computed
         """Forks of the contexts that the recorded execution had at its pause."""
@@ -234,7 +304,40 @@ class Execution:
         self._log_weight = 0.0
         self._log_proposal = 0.0
         self._known = len(self._choices)
+        self._answered = []
         self._drawn = DEAD
+        self._seeds = count(1)
+
+    def _question(
+        self,
+        key: tuple[Hashable, ...],
+        ask: Callable[..., Coroutine[Any, Any, Any]],
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Coroutine[Any, Any, Any]:
+        """Return the recorded answer to a question, or else its answer, which is recorded. Equal
+        questions are told apart by the order of their calls."""
+        key = (*key, name, _comparable(args), _comparable(kwargs))
+        try:
+            self._times[key] += 1
+        except TypeError:  # an argument that is not hashable
+            key = (*key[:-2],)
+            self._times[key] += 1
+        key = (*key, self._times[key])
+        if name in SEEDED and kwargs.get("seed") is None and key not in self._answers:
+            sequence = np.random.SeedSequence((self._seed, self._place, next(self._seeds)))
+            kwargs["seed"] = model_seed(sequence)
+        return self._answer(key, ask, args, kwargs)
+
+    async def _answer(
+        self, key: Hashable, ask: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if key in self._answers:
+            return _own(self._answers[key])
+        found = await ask(*args, **kwargs)
+        self._answered.append((key, _own(found)))
+        return found
 
     def context(
         self, prompt: str | TokenIds | Context, *, adapter: str | None = None
@@ -244,7 +347,7 @@ class Execution:
         ``sample`` after it is as fast as a ``TextModel``. When the particle is copied, the copy's
         contexts share all that was computed.
         """
-        made = begin_context(self.lm._contexts, prompt, adapter, ParticleContext)
+        made = begin_context(self._lm._contexts, prompt, adapter, ParticleContext)
         begun: Hashable = tuple(made.token_ids)
         if isinstance(prompt, ParticleContext):
             begun = prompt.history
@@ -258,6 +361,8 @@ class Execution:
         mask: Mask | None = None,
         temperature: float = 1.0,
         adapter: str | None = None,
+        proposal: TokenIds | Context | None = None,
+        name: str | None = None,
     ) -> int:
         """Draw a token from the row after ``token_ids`` or a context of ``p.context``, restricted to
         ``mask`` if there is one. The context stays as it is.
@@ -271,45 +376,78 @@ class Execution:
             temperature: of the row; other than 1, the tempered row is the law. Not with a mask,
                 because the mask's mass belongs to the row.
             adapter: by name; a context has its own.
+            proposal: token ids or a context; the row after them draws instead, and the log-weight gains
+                log p - log q of the token. Not with a temperature.
+            name: names the draw, so that ``Program(given=…)`` can fix its token.
 
         Raises:
-            InvalidRequest: a temperature with a mask, one that is not above 0, a ``sample`` in another
-                task than the program's, another context than ``p.context`` makes, or
-                an argument that ``AsyncLM.draw`` refuses.
+            InvalidRequest: a temperature with a mask or a proposal, one that is not above 0, a ``sample``
+                in another task than the program's, another context than ``p.context`` makes, or an
+                argument that ``AsyncLM.draw`` refuses.
             ContextTooLong, UnknownAdapter, EngineFailed, Closed: as ``AsyncLM.draw``.
         """
         if type(temperature) is not float or temperature != 1.0:
             temperature = checks.check_temperature(temperature)
-            if temperature != 1 and mask is not None:
-                raise InvalidRequest("sample takes a mask or a temperature: leave one out")
+            if temperature != 1 and (mask is not None or proposal is not None):
+                raise InvalidRequest(
+                    "sample takes a mask or a proposal, or a temperature: leave one out"
+                )
         allowed: Any = mask
         key: Any = mask
         # A text leads to the same state when the program runs again, as long as the record keeps it.
         if mask is not None and not (
             isinstance(mask, PackedState) and isinstance(token_ids, Context)
         ):
-            allowed = packed_words(mask, self.lm.vocab_size)
+            allowed = packed_words(mask, self._lm.vocab_size)
             key = _digest(allowed.numpy().tobytes())
         given = _argument_hash(self, "sample", token_ids, adapter)
         asked = ("sample", given, key, temperature, adapter)
         if (recorded := await self._recorded(asked, due=self._has_sampled)) is not None:
             return int(recorded.outcome)
         self._has_sampled = True
-        seed = seed_at(self._seed, self._place)  # as a TextModel's draw has
-        if isinstance(token_ids, Context):
-            drawn = await token_ids.draw(mask=allowed, temperature=temperature, seed=seed)
+        if name is not None and name in self._given:
+            if temperature != 1:
+                raise InvalidRequest(f"{name} is given, and has a temperature: leave one out")
+            token_id, logprob = int(self._given[name]), 0.0
+            self._weigh(await self._logprob(token_ids, token_id, mask, adapter))
+        elif proposal is not None:
+            drawn = await self._draw(proposal, allowed, 1.0, None)
+            token_id, logprob = drawn.token_id, drawn.logprob
+            if token_id != DEAD:
+                self._weigh(await self._logprob(token_ids, token_id, None, adapter) - logprob)
         else:
-            drawn = await self.lm.draw(
-                token_ids, mask=allowed, temperature=temperature, seed=seed, adapter=adapter
-            )
-        if mask is not None:
-            self._weigh(drawn.log_mass)
-        if drawn.token_id == DEAD:
+            drawn = await self._draw(token_ids, allowed, temperature, adapter)
+            token_id, logprob = drawn.token_id, drawn.logprob
+            if mask is not None:
+                self._weigh(drawn.log_mass)
+        if token_id == DEAD:
+            self._weigh(-math.inf)
             await _pause()
-        self._drawn = drawn.token_id
-        self._log_proposal += drawn.logprob
-        self._record(asked, self._drawn)
-        return self._drawn
+        self._drawn = token_id
+        self._log_proposal += logprob
+        self._record(_Choice(asked, self._weighed, token_id, name=name))
+        return token_id
+
+    def _draw(
+        self, token_ids: TokenIds | Context, mask: Any, temperature: float, adapter: str | None
+    ) -> Coroutine[Any, Any, Draw]:
+        """Draw a token, with the seed that a TextModel's draw has."""
+        seed = seed_at(self._seed, self._place)
+        if isinstance(token_ids, Context):
+            return Context.draw(token_ids, mask=mask, temperature=temperature, seed=seed)
+        return self._lm.draw(
+            token_ids, mask=mask, temperature=temperature, seed=seed, adapter=adapter
+        )
+
+    async def _logprob(
+        self, token_ids: TokenIds | Context, token_id: int, mask: Mask | None, adapter: str | None
+    ) -> float:
+        """Return the log-probability of a token, -inf if a mask forbids it."""
+        if mask is not None:
+            words = packed_words(mask, self._lm.vocab_size)
+            if not int(words[token_id // 32]) >> token_id % 32 & 1:
+                return -math.inf
+        return (await self._draw(token_ids, [token_id], 1.0, adapter)).log_mass
 
     @_tracked
     async def condition(
@@ -329,9 +467,9 @@ class Execution:
         )
         if self._is_live:
             if isinstance(token_ids, Context):
-                scores = await token_ids.score(continuation)
+                scores = await Context.score(token_ids, continuation)
             else:
-                scores = await self.lm.score(token_ids, continuation, adapter=adapter)
+                scores = await self._lm.score(token_ids, continuation, adapter=adapter)
             self._weigh(float(scores.double().sum()))
 
     def observe(self, log_weight: float) -> None:
@@ -364,15 +502,27 @@ class Execution:
         if (recorded := await self._recorded(asked)) is not None:
             return float(recorded.outcome)
         drawn = float(self._generator().random())
-        self._record(asked, drawn)
+        self._record(_Choice(asked, self._weighed, drawn))
         return drawn
 
     @_tracked
-    async def choice(self, values: Sequence[T], *, log_weights: Weights | None = None) -> T:
+    async def choice(
+        self,
+        values: Sequence[T],
+        *,
+        log_weights: Weights | None = None,
+        proposal: Weights | None = None,
+        name: str | None = None,
+    ) -> T:
         """Draw one of the values, uniformly, or in proportion to the exponentials of ``log_weights``.
 
         With values ``range(vocab_size)`` this draws a token by weights of your own, such as the sum of
         two rows; ``observe`` their ``logsumexp`` first.
+
+        Args:
+            proposal: other log-weights, which draw instead; the particle's log-weight gains log p - log q
+                of the value.
+            name: names the draw, so that ``Program(given=…)`` can fix its value.
 
         Raises:
             InvalidRequest: there are no values, or values without an order; not as many log-weights,
@@ -389,16 +539,25 @@ class Execution:
         if not count:
             raise InvalidRequest("choice got no values: give at least one")
         asked = ("choice", count)
+        proposed = shares if proposal is None else _choice_probabilities(proposal, count)
         recorded = await self._recorded(asked)
-        index = (
-            int(self._generator().choice(count, p=shares)) if recorded is None else recorded.outcome
-        )
-        share = 1 / count if shares is None else float(shares[index])
-        log_share = math.log(share) if share > 0 else -math.inf
+        logprob = 0.0
+        if recorded is not None:
+            index = int(recorded.outcome)
+        elif name is not None and name in self._given:
+            index = _place_of(self._given[name], values, name)
+        else:
+            index = int(self._generator().choice(count, p=proposed))
+            logprob = _log_share(proposed, index, count)
+        log_share = _log_share(shares, index, count)
         value = values[index]
         if recorded is None:
-            self._log_proposal += log_share
-            self._record(asked, index, _comparable(value), log_share)
+            if log_share != logprob:
+                self._weigh(log_share - logprob)
+            self._log_proposal += logprob
+            self._record(
+                _Choice(asked, self._weighed, index, _comparable(value), log_share, name, value)
+            )
         elif recorded.value != _comparable(value):
             raise _impure(f"choice drew {value!r} where it had drawn another value before")
         elif not _is_close(recorded.log_share, log_share, -log_share):
@@ -411,8 +570,8 @@ class Execution:
             self._rng = np.random.default_rng((self._seed, self._place))
         return self._rng
 
-    def _record(self, asked: DrawKey, *outcome: Any) -> None:
-        self._choices.append(_Choice(asked, self._weighed, *outcome))
+    def _record(self, choice: _Choice) -> None:
+        self._choices.append(choice)
         self._weighed = NOTHING
 
     async def _recorded(self, asked: DrawKey, *, due: bool = False) -> _Choice | None:
@@ -525,6 +684,25 @@ def _argument_hash(
         ) from error
 
 
+def _log_share(shares: Floats | None, index: int, count: int) -> float:
+    """Return the log-probability of value ``index`` of ``count``, with ``shares`` or uniformly."""
+    share = 1 / count if shares is None else float(shares[index])
+    return math.log(share) if share > 0 else -math.inf
+
+
+def _place_of(value: Any, values: Sequence[Any], name: str | None) -> int:
+    """Return the index of a given value. Raises InvalidRequest if it is not one of the values."""
+    for index, each in enumerate(values):
+        if _comparable(each) == _comparable(value):
+            return index
+    raise InvalidRequest(f"{name} was given {value!r}, which is not one of its values")
+
+
+def _own(answer: Any) -> Any:
+    """Return an answer that its caller cannot change in the record."""
+    return copy.deepcopy(answer) if isinstance(answer, list | tuple | torch.Tensor) else answer
+
+
 def _choice_probabilities(log_weights: Any, count: int) -> Floats:
     """Return the probabilities of ``count`` values. Raises InvalidRequest if these are not their
     log-weights."""
@@ -546,12 +724,13 @@ class ProgramTrace(Trace):
 
     Attributes:
         choices: the draws that its last unit recorded.
+        answers: the answers that its last unit recorded.
         pause: the draw before which the execution stopped.
         value: the result of the program.
         live: the execution and its coroutine.
     """
 
-    __slots__ = ("choices", "live", "pause", "value")
+    __slots__ = ("answers", "choices", "live", "pause", "value")
 
     before: ProgramTrace | None
 
@@ -564,16 +743,27 @@ class ProgramTrace(Trace):
         finished: bool = False,
         *,
         choices: tuple[_Choice, ...] = (),
+        answers: Sequence[tuple[Hashable, Any]] = (),
         pause: _Pause | None = None,
         value: Any = None,
         live: Sequence[tuple[Execution, Coroutine[Any, Any, Any]]] = (),
     ) -> None:
         super().__init__(before, tokens, log_weight, log_proposal, finished=finished)
-        self.choices, self.pause, self.value = choices, pause, value
+        self.choices, self.answers = choices, answers
+        self.pause, self.value = pause, value
         self.live = [*live]
 
     def _part(self, name: str) -> Any:
         return [] if name == "live" else getattr(self, name)
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """The values of the draws with names, the last one of each name."""
+        return {
+            each.name: each.drawn if each.asked[0] == "choice" else each.outcome
+            for each in self._recorded()
+            if each.name is not None
+        }
 
     def _recorded(self) -> list[_Choice]:
         """Return all recorded draws."""
@@ -596,15 +786,27 @@ class Program:
     """
 
     def __init__(
-        self, lm: AsyncLM, function: Callable[[Execution], Coroutine[Any, Any, Any]]
+        self,
+        lm: AsyncLM,
+        function: Callable[[Execution], Coroutine[Any, Any, Any]],
+        *,
+        given: Mapping[str, Any] | None = None,
     ) -> None:
         """
+        Args:
+            given: values of draws by name. Such a draw has its value, and the log-weight gains the
+                log-probability of it. ``trace.named`` of another run replays its draws.
+
         Raises:
-            InvalidRequest: ``function`` cannot be called; from the first step, it is no ``async def``.
+            InvalidRequest: ``function`` cannot be called, or ``given`` is no mapping; from the first
+                step, ``function`` is no ``async def``, or a value is none of a draw's.
         """
         checks.check_callable("the program", function, "an async function of an execution")
         self._lm = checks.check_runtime(lm)
         self._function = function
+        if not isinstance(given, Mapping | None):
+            raise InvalidRequest(f"given is {displayed(given)}: give a dict of values by name")
+        self._given = dict(given or {})
 
     def __repr__(self) -> str:
         return f"Program({getattr(self._function, '__name__', self._function)})"
@@ -651,7 +853,10 @@ class Program:
         try:
             execution, coroutine = trace.live.pop()
         except IndexError:
-            execution = Execution(self._lm, trace._recorded(), trace.pause, computed)
+            answers = dict([pair for each in trace.path() for pair in each.answers])
+            execution = Execution(
+                self._lm, trace._recorded(), trace.pause, computed, answers, self._given
+            )
             coroutine = self._function(execution)
             if not inspect.iscoroutine(coroutine):
                 raise InvalidRequest(
@@ -688,6 +893,7 @@ class Program:
             execution._log_proposal,
             finished,
             choices=tuple(execution._choices[execution._known :]),
+            answers=execution._answered,
             pause=execution._pause,
             value=value,
             live=() if finished else ((execution, coroutine),),

@@ -1134,3 +1134,114 @@ async def test_a_program_may_make_its_constraint_itself() -> None:
 
         result = await SMC(Program(lm, own), num_particles=12, resample_when=1.0).run(0)
     assert any(info.resampled for info in result.infos)
+
+
+# -- proposals, given draws, recorded answers -------------------------------------------------
+
+
+async def proposed(p: Execution) -> tuple[int, int, str]:
+    """Draws from other laws than those of the target."""
+    context = p.context([0])
+    first = await p.sample(context, mask=[0, 1, 2], proposal=[1], name="first")
+    context.append(first)
+    second = await p.sample([0, first], proposal=context.fork(), name="second")
+    side = await p.choice("lr", log_weights=[0.0, 1.0], proposal=[1.0, 0.0], name="side")
+    return first, second, side
+
+
+@pytest.mark.parametrize("given", [{}, {"first": 1}, {"side": "l", "second": 2}], ids=str)
+async def test_proposals_and_given_draws_leave_the_target_as_it_is(given: dict[str, Any]) -> None:
+    full = NGram.random(5, seed=8)  # a proposal has to reach every token
+    table = torch.where(torch.arange(5)[:, None] == 1, full.table, MODEL.table)
+    with genrt.load(NGram(MODEL.vocabulary, table, eos_token_id=EOS), engine="exact") as lm:
+        rows, left = table.double().exp(), 1 / (1 + math.e)
+        weights = {
+            (one, two, side): float(rows[0, one] * rows[one, two]) * share
+            for one, two in itertools.product(range(3), range(5))
+            for side, share in {"l": left, "r": 1 - left}.items()
+            if given.items() <= {"first": one, "second": two, "side": side}.items()
+        }
+        evidence = sum(weights.values())
+        law = {value: weight / evidence for value, weight in weights.items() if weight > 0}
+        for when in (0.0, every_step):
+            smc = SMC(Program(lm, proposed, given=given), num_particles=8, resample_when=when)
+            results = [await smc.run(seed) for seed in range(40)]
+            runs = [(result.values, result.log_weights) for result in results]
+            assert_weighted_samples_from(runs, law, log_evidence=math.log(evidence), highest=None)
+
+
+async def test_a_trace_is_read_and_replayed_by_its_names() -> None:
+    with genrt.load(MODEL, engine="exact") as lm:
+        smc = SMC(Program(lm, proposed), num_particles=4)
+        state = smc.init(0)
+        while not smc.is_done(state):
+            state, _ = await smc.step(state)
+        alive = [each for each in state.particles if each.finished]
+        assert alive
+        for trace in alive:
+            again = await importance_sampling(
+                Program(lm, proposed, given=trace.named), num_particles=1
+            ).run(9)
+            assert tuple(trace.named.values()) == trace.value == again.values[0]
+            logs = sum(each.log_target for each in trace.path())
+            assert again.log_evidence == pytest.approx(logs, abs=1e-5)
+        with pytest.raises(InvalidRequest, match="side was given 'x', which is not one of"):
+            await SMC(Program(lm, proposed, given={"side": "x"}), num_particles=1).run(0)
+        with pytest.raises(InvalidRequest, match="give a dict"):
+            Program(lm, proposed, given=[1])  # type: ignore[arg-type]
+
+
+async def asking(p: Execution) -> tuple[Any, ...]:
+    """Draws after answers of every recorded kind, which have seeds of the particle's own."""
+    context, heard = p.context([0]), list[Any]()
+    inner = importance_sampling(TextModel(p.lm, [1], max_tokens=2), num_particles=3)
+    for _ in range(3):
+        ids = context.token_ids
+        one, two = await asyncio.gather(
+            p.lm.sample(ids, max_tokens=2), p.lm.draw(ids, mask=torch.ones(5, dtype=torch.bool))
+        )
+        drawn = await context.draw()
+        scores = await context.score([1, 2])
+        heard += [tuple(one), two.token_id, drawn.token_id, tuple(scores.tolist())]
+        scores.fill_(0.0)  # its own copy
+        heard.append((await p.lm.run(inner)).token_ids)
+        heard.append(tuple((await p.lm.batch_sample([ids, ids], max_tokens=2))[1]))
+        p.observe(-0.5 * drawn.token_id)
+        context.append(await p.sample(context))
+    return *heard, *context.token_ids
+
+
+async def test_answers_are_recorded_and_have_seeds_of_their_particle() -> None:
+    with genrt.load(MODEL, engine="exact", cache_bytes=0) as lm:
+        smc = SMC(Program(lm, asking), num_particles=12, resample_when=every_step)
+        result = await smc.run(3)
+        assert len(set(result.values)) > 1  # particles heard different answers
+        replayed: Any = Forgetful(Program(lm, asking))
+        before = lm.statistics().batcher.questions
+        assert same(await SMC(replayed, num_particles=12, resample_when=every_step).run(3), result)
+        of_replays = lm.statistics().batcher.questions - before
+        assert same(await smc.run(3), result)
+        assert lm.statistics().batcher.questions - before == 2 * of_replays
+
+
+async def test_inference_in_a_program_runs_once() -> None:
+    runs = 0
+
+    class Counting:
+        async def run(self, seed: int) -> int:
+            nonlocal runs
+            runs += 1
+            return seed
+
+    async def program(p: Execution) -> tuple[int, ...]:
+        heard = list[int]()
+        for _ in range(3):
+            heard.append(await p.lm.run(Counting()))
+            await p.sample([0])
+        return tuple(heard)
+
+    with genrt.load(MODEL, engine="exact") as lm:
+        model: Any = Forgetful(Program(lm, program))
+        result = await SMC(model, num_particles=4).run(0)
+        assert runs == 4 * 3
+        assert len({seed for value in result.values for seed in value}) == runs
