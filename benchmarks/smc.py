@@ -30,7 +30,7 @@ import genrt
 from benchmarks.setups import append, taken
 from genrt.constraints import MaskedConstraint, abitmasks, json_schema
 from genrt.inference import SMC, Execution, Info, Program, State, TextModel
-from genrt.inference.model import seeds_of_step
+from genrt.inference.model import model_seed
 from genrt.lm import AsyncLM
 from genrt.populations import Population
 
@@ -206,7 +206,7 @@ async def drawn_by_population(
             population.resample(info.ancestors)
         if packed is None:
             continue
-        _, seed = seeds_of_step(before.seed, before.step)
+        seed = model_seed(before.seed_sequence(1))  # of the second kernel of SMC
         await population.draw(masks=packed, where=was_asked(info), seed=seed)
         population.append(info.token_ids[:, 0])
 

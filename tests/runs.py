@@ -82,6 +82,7 @@ def drawn(particles: int, steps: int, *, seed: int = 0, dying: float = 0.02) -> 
                 ess=effective_sample_size(log_weights),
                 log_evidence=log_mean_exp(log_weights),
                 unfinished=int((log_weights > -math.inf).sum()),
+                moved=np.zeros(particles, bool),
             )
         )
     texts = tuple(f"{'<&日' * 2000}{index}" for index in range(particles))

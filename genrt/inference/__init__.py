@@ -16,17 +16,16 @@ The algorithms, each with ``init(seed)``, ``step(state)``, ``run(seed)`` and ``r
 from __future__ import annotations
 
 from genrt.inference.awrs import AWRS
-from genrt.inference.baselines import BestOfN, Rejection, RejectionState
+from genrt.inference.baselines import BestOfN, Rejection
 from genrt.inference.diagnostics import ChainStatistics, Diagnosis
 from genrt.inference.display.genealogy import Genealogy
 from genrt.inference.infilling import infilling
 from genrt.inference.kernels import branch, chain, extend, keep, move, repeat, resample, reweight
 from genrt.inference.laws import Law
-from genrt.inference.metropolis import Chains, MetropolisHastings, Moves
+from genrt.inference.metropolis import MetropolisHastings, ParticleGibbs
 from genrt.inference.model import Deaths, Info, Model, State, Trace
 from genrt.inference.programs import Execution, Program, ProgramTrace
 from genrt.inference.recipes import (
-    ParticleGibbs,
     beam_search,
     resample_move,
     tempered,
@@ -61,7 +60,6 @@ __all__ = [
     "SMC",
     "BestOfN",
     "ChainStatistics",
-    "Chains",
     "Deaths",
     "Diagnosis",
     "Execution",
@@ -70,12 +68,10 @@ __all__ = [
     "Law",
     "MetropolisHastings",
     "Model",
-    "Moves",
     "ParticleGibbs",
     "Program",
     "ProgramTrace",
     "Rejection",
-    "RejectionState",
     "Resampler",
     "Result",
     "Sampler",

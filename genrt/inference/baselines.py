@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,26 +27,15 @@ from genrt.constraints import potential as indicator
 from genrt.errors import InvalidRequest
 from genrt.inference.checks import check_callable, evaluate_potential, state_of
 from genrt.inference.kernels import extend, finished
-from genrt.inference.model import Deaths, Info, State, frozen, seeds_of_step
+from genrt.inference.model import Deaths, Info, State, frozen, model_seed
 from genrt.inference.result import Result
-from genrt.inference.samplers import Algorithm, Sampler, result_of
+from genrt.inference.samplers import Sampler, result_of
 from genrt.inference.text_model import TextModel
-from genrt.inference.texts import TextTrace
 from genrt.numbers import check_float, check_int
 from genrt.tokens.texts import Potential, Text
 
 
-@dataclass(frozen=True, slots=True)
-class RejectionState:
-    """The state of rejection after ``step`` batches: accepted texts among ``drawn`` ones."""
-
-    texts: tuple[Text, ...]
-    drawn: int
-    step: int
-    seed: int
-
-
-class Rejection(Algorithm[TextModel, RejectionState, None]):
+class Rejection(Sampler):
     """Rejection sampling for a ``TextModel``: independent texts of its target, weighted alike. It is slow
     where the target has little mass.
 
@@ -56,6 +45,7 @@ class Rejection(Algorithm[TextModel, RejectionState, None]):
     """
 
     _name = "rejection"
+    _keeps_infos = False
 
     def __init__(
         self,
@@ -77,7 +67,7 @@ class Rejection(Algorithm[TextModel, RejectionState, None]):
         Raises:
             InvalidRequest: an argument is out of range.
         """
-        super().__init__(_text_model(model))
+        super().__init__(_text_model(model), self._batch, num_particles=1)
         if not _has_one_law(model):
             raise InvalidRequest(
                 "whole texts are drawn from one law of power 1, and this model has others: take SMC or "
@@ -88,6 +78,7 @@ class Rejection(Algorithm[TextModel, RejectionState, None]):
                 "whole texts are drawn to their end, and with stop=None the constraint alone knows where "
                 "that is: give tokens that end a text, or take SMC"
             )
+        self._model = model
         self._indicator = (
             None if model.constraint is None else indicator(model.constraint, lm=model.lm)
         )
@@ -99,63 +90,63 @@ class Rejection(Algorithm[TextModel, RejectionState, None]):
     def __repr__(self) -> str:
         return f"Rejection({self.model!r}, num_samples={self._num_samples}, max_texts={self._max_texts})"
 
-    def init(self, seed: int) -> RejectionState:
+    def init(self, seed: int) -> State:
         """Return the state before the first batch; the seed is an integer from 0 on."""
-        return RejectionState((), 0, 0, check_int("seed", seed, 0))
+        return State.begin(self.model.start(), 0, check_int("seed", seed, 0))
 
-    def is_done(self, state: RejectionState) -> bool:
+    def is_done(self, state: State) -> bool:
         """Return whether enough texts were accepted or drawn."""
-        enough = len(state_of(RejectionState, state).texts) >= self._num_samples
-        return enough or state.drawn >= self._max_texts
+        enough = _accepted(state_of(State, state)) >= self._num_samples
+        return enough or len(state.particles) >= self._max_texts
 
-    async def step(self, state: RejectionState) -> tuple[RejectionState, None]:
-        """Draw one more batch, up to the last text that is wanted; no text if the state is done. A
-        cancelled or failed step leaves ``state`` unchanged.
-
-        Raises:
-            InvalidRequest: a potential above the bound.
-            GenrtError: any error of the model.
-        """
-        own, models = seeds_of_step(state_of(RejectionState, state).seed, state.step)
-        missing = self._num_samples - len(state.texts)
-        count = min(self._batch_size, self._max_texts - state.drawn) if missing > 0 else 0
-        plain = _unweighted(self.model, constrained=False)
-        seeds = np.random.SeedSequence(models)
-        traces = await finished(plain, [plain.start()] * count, seeds)
+    async def _batch(self, state: State) -> State:
+        """Draw one more batch, up to the last text that is wanted. Refused texts have weight 0."""
+        missing = self._num_samples - _accepted(state)
+        size = min(self._batch_size, self._max_texts - len(state.particles))
+        plain = _unweighted(self._model, constrained=False)
+        seeds = np.random.SeedSequence(model_seed(state.seed_sequence(1)))
+        traces = await finished(plain, [plain.start()] * size, seeds)
         texts = [each.generated for each in traces]
         # A text cut at max_tokens has not ended, so it is not one of the constraint's.
-        longest = math.inf if self._indicator is None else self.model.max_tokens
-        log_weights = [0.0 if len(text.token_ids) < longest else -math.inf for text in texts]
-        log_weights = await _scored("constraint", self._indicator, texts, log_weights)
-        log_weights = await _scored("potential", self.model.potential, texts, log_weights)
-        thresholds = np.log1p(-np.random.default_rng(own).random(count))
-        kept, drawn = list[Text](), 0
-        for text, log_weight, threshold in zip(texts, log_weights, thresholds, strict=True):
+        longest = math.inf if self._indicator is None else self._model.max_tokens
+        found = [0.0 if len(text.token_ids) < longest else -math.inf for text in texts]
+        found = await _scored("constraint", self._indicator, texts, found)
+        found = await _scored("potential", self._model.potential, texts, found)
+        for text, log_weight in zip(texts, found, strict=True):
             if log_weight > self._bound:
                 raise InvalidRequest(
                     f"the potential of {str(text)!r} is {log_weight}, above the bound {self._bound}: "
                     "give a higher bound="
                 )
-            if len(kept) < missing:
-                drawn += 1
-                kept += [text] * bool(threshold <= log_weight - self._bound)
-        return RejectionState(
-            (*state.texts, *kept), state.drawn + drawn, state.step + 1, state.seed
-        ), None
+        thresholds = np.log1p(-np.random.default_rng(state.seed_sequence(0)).random(size))
+        accepted = thresholds <= np.array(found) - self._bound
+        last = np.flatnonzero(accepted)[:missing]
+        if len(last) == missing:
+            accepted = accepted[: last[-1] + 1]
+        log_weights = np.where(accepted, 0.0, -math.inf)
+        every = frozen(np.arange(len(state.particles) + len(accepted)))
+        return replace(
+            state,
+            particles=(*state.particles, *traces[: len(accepted)]),
+            log_weights=frozen(np.concatenate([state.log_weights, log_weights])),
+            eve=every,
+            ancestors=every,
+        )
 
-    def result(self, state: RejectionState, *, infos: Sequence[None] = ()) -> Result:
+    def result(self, state: State, *, infos: Sequence[Info] = ()) -> Result:
         """Return the accepted texts, weighted alike, and the estimate of the evidence."""
-        kept, drawn = len(state.texts), state.drawn
+        [places] = np.nonzero(state.log_weights > -math.inf)
+        kept, drawn = len(places), len(state.particles)
         if kept < self._num_samples:
             share = kept / max(drawn, 1)
         else:
             share = (kept - 1) / (drawn - 1) if kept > 1 else math.nan
         log_share = -math.inf if share == 0 else math.log(share)
-        particles = [TextTrace(text=text, finished=True) for text in state.texts]
+        particles = [state.particles[place] for place in places]
         return result_of(self.model, particles, frozen(np.zeros(kept)), log_share + self._bound)
 
-    def _figures(self, state: RejectionState, info: None) -> dict[str, Any]:
-        return {"kept": f"{len(state.texts)}/{self._num_samples}", "drawn": state.drawn}
+    def _figures(self, state: State, info: Info) -> dict[str, Any]:
+        return {"kept": f"{_accepted(state)}/{self._num_samples}", "drawn": len(state.particles)}
 
 
 class BestOfN(Sampler):
@@ -169,7 +160,7 @@ class BestOfN(Sampler):
     """
 
     _name = "best of N"
-    _needs_infos = False
+    _keeps_infos = False
 
     def __init__(self, model: TextModel, *, n: int, score: Potential | None = None) -> None:
         """
@@ -204,6 +195,10 @@ class BestOfN(Sampler):
             log_weights[best] = 0.0
         deaths = Deaths.of(self.model, state)
         return result_of(self.model, state.particles, frozen(log_weights), math.nan, deaths=deaths)
+
+
+def _accepted(state: State) -> int:
+    return int((state.log_weights > -math.inf).sum())
 
 
 def _unweighted(model: TextModel, *, constrained: bool = True) -> TextModel:

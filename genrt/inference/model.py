@@ -30,13 +30,6 @@ def frozen(array: A) -> A:
     return array
 
 
-def seeds_of_step(seed: int, step: int) -> tuple[np.random.SeedSequence, int]:
-    """Return the seeds of a step: one for an algorithm's own choices, one for its model's. All
-    algorithms and models have the same, so runs with one seed share their random numbers."""
-    own, model = (np.random.SeedSequence(seed, spawn_key=(step, kind)) for kind in (0, 1))
-    return own, model_seed(model)
-
-
 def model_seed(sequence: np.random.SeedSequence) -> int:
     """Return the seed of a step for its model, below 2^63."""
     return int(sequence.generate_state(1, np.uint64)[0] >> 1)
@@ -361,6 +354,8 @@ class Info:
         ess: the effective sample size after the step.
         log_evidence: log Z_hat after the step.
         unfinished: the number of particles that the next step extends.
+        moved: bool ``[N]``, whether a move took the particle away from its ancestor's text.
+        particles: the particles after the step, from samplers whose results need them.
     """
 
     step: int
@@ -372,3 +367,5 @@ class Info:
     ess: float
     log_evidence: float
     unfinished: int
+    moved: NDArray[np.bool_]
+    particles: tuple[Any, ...] | None = None

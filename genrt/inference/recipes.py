@@ -24,21 +24,17 @@ from genrt.inference.kernels import (
     resample,
     values_of,
 )
-from genrt.inference.metropolis import MetropolisHastings
 from genrt.inference.model import Model, State, frozen
 from genrt.inference.resampling import (
     Floats,
     Resampler,
     effective_sample_size,
-    multinomial,
-    normalized_weights,
     optimal,
     systematic,
 )
 from genrt.inference.samplers import Sampler
 from genrt.inference.text_model import TextModel
 from genrt.numbers import check_float, check_int, displayed
-from genrt.runtime.concurrency import gather_all
 from genrt.tokens.texts import Potential, Text
 
 
@@ -148,56 +144,6 @@ def tempered(
     return Sampler(model, kernel, num_particles=num_particles, last=anneal)
 
 
-class ParticleGibbs(MetropolisHastings):
-    """Chains whose moves are conditional SMC: N particles, the present text among them; the next text is
-    drawn from their weights (Andrieu, Doucet & Holenstein 2010).
-
-    Where moves of suffixes get stuck, such as under a potential of whole texts, this mixes with the
-    number of particles.
-
-    ::
-
-        result = await ParticleGibbs(model, num_particles=16, num_chains=8, num_steps=50).run(seed=0)
-    """
-
-    _name = "particle Gibbs"
-
-    def __init__(self, model: Model, *, num_particles: int, num_chains: int, num_steps: int,
-                 warm_up: int = 0, attempts: int = 100) -> None:  # fmt: skip
-        """
-        Args:
-            num_particles: of each conditional SMC, at least 2; for the others see ``MetropolisHastings``.
-
-        Raises:
-            InvalidRequest: an argument is out of range.
-        """
-        super().__init__(
-            model, num_chains=num_chains, num_steps=num_steps, warm_up=warm_up, attempts=attempts
-        )
-        self._num_particles = check_int("num_particles", num_particles, 2)
-
-    async def _moved(
-        self, old: Sequence[Any], rng: np.random.Generator, seeds: np.random.SeedSequence
-    ) -> tuple[list[int], list[Any], Floats]:
-        """Return another text of each chain, which is taken in any case."""
-        new = await gather_all(map(self._conditional, old, seeds.spawn(len(old))))
-        cuts = [_shared(*pair) for pair in zip(old, new, strict=True)]
-        return cuts, new, np.zeros(len(old))
-
-    async def _conditional(self, reference: Any, seed: np.random.SeedSequence) -> Any:
-        number = int(seed.generate_state(1, np.uint64)[0])
-        state = State.begin(self.model.start(), self._num_particles, number)
-        kernel = chain(
-            resample(multinomial, below=1.0, pinned=True), extend(self.model, pinned=reference)
-        )
-        while not state.done:
-            state = replace(await kernel(state.at()), step=state.step + 1, key=())
-        rng = np.random.default_rng(state.seed_sequence(2))
-        return state.particles[
-            rng.choice(len(state.particles), p=normalized_weights(state.log_weights))
-        ]
-
-
 def _judge(model: Model, potential: Potential, known: dict[Text, float] | None = None) -> Any:
     """Return a potential of texts as a function of traces; it asks about no text in ``known``, and adds
     the answers. Raises InvalidRequest if it is no function, or the model is not one of texts."""
@@ -244,9 +190,3 @@ def _next_temperature(log_weights: Floats, values: Floats, present: float, share
         found = effective_sample_size(log_weights + _scaled(middle - present, values))
         low, high = (middle, high) if found >= most else (low, middle)
     return max(low, min(1.0, present + 1e-6))
-
-
-def _shared(old: Any, new: Any) -> int:
-    """Return how many units two traces have in common."""
-    pairs = zip(old.path(), new.path(), strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a is not b), min(old.units, new.units))

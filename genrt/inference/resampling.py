@@ -127,7 +127,7 @@ def log_mean_exp(log_weights: Floats) -> float:
 
 def ess_and_log_mean(log_weights: Floats) -> tuple[float, float]:
     """Return ``effective_sample_size`` and ``log_mean_exp``, of one pass over the weights."""
-    peak = log_weights.max()
+    peak = log_weights.max(initial=-math.inf)
     if peak == -math.inf:
         return 0.0, -math.inf
     weights = np.exp(log_weights - peak)

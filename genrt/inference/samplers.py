@@ -21,10 +21,9 @@ large language models via sequential Monte Carlo*.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -46,87 +45,8 @@ from genrt.numbers import check_float, check_int, displayed
 from genrt.progress import progress_bar
 from genrt.runtime.concurrency import blocking_twin
 
-M = TypeVar("M", bound=Model)
-S = TypeVar("S")
-I = TypeVar("I")  # noqa: E741
 
-
-class Algorithm(ABC, Generic[M, S, I]):
-    """An algorithm for a model: states ``S``, records of steps ``I``.
-
-    It holds no state of a run, so it may run many times, at once and on several event loops.
-    """
-
-    _name: str
-    _total: int | None = None
-    _needs_infos = False
-    """Whether a result has parts of the steps' records."""
-
-    def __init__(self, model: M) -> None:
-        self.model = model
-        """The model that runs."""
-
-    @abstractmethod
-    def init(self, seed: int) -> S:
-        """Return the state before the first step; the seed is an integer from 0 on."""
-
-    @abstractmethod
-    def is_done(self, state: S) -> bool:
-        """Return whether a run ends at this state."""
-
-    @abstractmethod
-    async def step(self, state: S) -> tuple[S, I]:
-        """Return the next state, and a record of the step. The same state gives the same step, also after
-        a cancellation or an error.
-
-        Raises:
-            GenrtError: any error of the model.
-        """
-
-    async def steps(self, state: S) -> AsyncIterator[tuple[S, I]]:
-        """Step until the state is done, from ``init(seed)`` or from any later state."""
-        while not self.is_done(state):
-            state, info = await self.step(state)
-            yield state, info
-
-    async def run(
-        self, seed: int, *, on_step: Callable[[S, I], None] | None = None, progress: bool = False
-    ) -> Result:
-        """Make all steps from ``init(seed)`` and return the result. Equal seeds and rows give equal
-        results.
-
-        Args:
-            on_step: called after every step.
-            progress: show a bar, in a notebook or on stderr.
-        """
-        state, infos, lm = self.init(seed), list[I](), runtime_of(self.model)
-        before = None if lm is None else lm.statistics()
-        with progress_bar(self._name, self._total, shown=progress) as show:
-            while not self.is_done(state):
-                state, info = await self.step(state)
-                if self._needs_infos:
-                    infos.append(info)
-                show(**self._figures(state, info))
-                if on_step is not None:
-                    on_step(state, info)
-        result = self.result(state, infos=infos)
-        if lm is None or before is None:
-            return result
-        return replace(result, statistics=lm.statistics().since(before))
-
-    run_sync = blocking_twin(run)
-    """``run``, blocking: in another thread, which also calls ``on_step``. An interrupt cancels it."""
-
-    def _figures(self, state: S, info: I) -> dict[str, Any]:
-        """Return the figures of the progress bar."""
-        return {}
-
-    @abstractmethod
-    def result(self, state: S, *, infos: Sequence[I] = ()) -> Result:
-        """Return the result of a run at this state, with the records of all steps."""
-
-
-class Sampler(Algorithm[Model, State, Info]):
+class Sampler:
     """A kernel that runs on N particles of a model until they are done.
 
     ::
@@ -136,10 +56,16 @@ class Sampler(Algorithm[Model, State, Info]):
 
     or, step by step, ``async for state, info in sampler.steps(sampler.init(seed)): ...``. If every
     particle dies, the result says so (log evidence -inf, ESS 0, an empty posterior).
+
+    It holds no state of a run, so it may run many times, at once and on several event loops.
+
+    Attributes:
+        model: the model that runs.
     """
 
     _name = "sampler"
-    _needs_infos = True
+    _keeps_infos, _keeps_particles = True, False
+    """Whether results need the records of steps, and these the particles."""
 
     def __init__(
         self,
@@ -157,7 +83,7 @@ class Sampler(Algorithm[Model, State, Info]):
         Raises:
             InvalidRequest: an argument is out of range.
         """
-        super().__init__(checked_model(model))
+        self.model = checked_model(model)
         check_callable("kernel", kernel, "a kernel, such as chain(resample(), extend(model))")
         check_callable("last", last, "a kernel, such as keep(1)", optional=True)
         self._total = model.max_steps
@@ -191,7 +117,45 @@ class Sampler(Algorithm[Model, State, Info]):
             after = await kernel(after)
         is_final = state.is_final or kernel is self._last
         after = after.labeled(step=state.step + 1, key=(), is_final=is_final)
-        return after, _info_of(state, after)
+        info = _info_of(state, after)
+        return after, replace(info, particles=after.particles) if self._keeps_particles else info
+
+    async def steps(self, state: State) -> AsyncIterator[tuple[State, Info]]:
+        """Step until the state is done, from ``init(seed)`` or from any later state."""
+        while not self.is_done(state):
+            state, info = await self.step(state)
+            yield state, info
+
+    async def run(
+        self,
+        seed: int,
+        *,
+        on_step: Callable[[State, Info], None] | None = None,
+        progress: bool = False,
+    ) -> Result:
+        """Make all steps from ``init(seed)`` and return the result. Equal seeds and rows give equal
+        results.
+
+        Args:
+            on_step: called after every step.
+            progress: show a bar, in a notebook or on stderr.
+        """
+        state, infos, lm = self.init(seed), list[Info](), runtime_of(self.model)
+        before = None if lm is None else lm.statistics()
+        with progress_bar(self._name, self._total, shown=progress) as show:
+            async for state, info in self.steps(state):  # noqa: B020
+                if self._keeps_infos:
+                    infos.append(info)
+                show(**self._figures(state, info))
+                if on_step is not None:
+                    on_step(state, info)
+        result = self.result(state, infos=infos)
+        if lm is None or before is None:
+            return result
+        return replace(result, statistics=lm.statistics().since(before))
+
+    run_sync = blocking_twin(run)
+    """``run``, blocking: in another thread, which also calls ``on_step``. An interrupt cancels it."""
 
     def result(self, state: State, *, infos: Sequence[Info] = ()) -> Result:
         """Return a state as a result, with the infos of the steps before it. Before the last step the
@@ -332,8 +296,12 @@ several_sync = blocking_twin(several)
 def _info_of(before: State, after: State) -> Info:
     """Return the record of a step."""
     old = before.particles
-    parents = [old[each] for each in after.ancestors.tolist()]
+    parents = [old[each] if each < len(old) else None for each in after.ancestors.tolist()]
     new = [*map(_units_after, after.particles, parents)]
+    moved = [
+        not units and trace is not parent
+        for units, trace, parent in zip(new, after.particles, parents, strict=True)
+    ]
     grown = [tuple([token for unit in units for token in unit.tokens]) for units in new]
     gains = [sum([unit.gain for unit in units]) for units in new]
     return Info(
@@ -346,11 +314,15 @@ def _info_of(before: State, after: State) -> Info:
         ess=after.ess,
         log_evidence=after.log_evidence,
         unfinished=len(after.unfinished),
+        moved=frozen(np.array(moved, np.bool_)),
     )
 
 
 def _units_after(trace: Any, parent: Any) -> list[Any]:
-    """Return the units that extended a parent to a trace; no unit if the trace was moved away from it."""
+    """Return the units that extended a parent to a trace; no unit if the trace was moved away from it.
+    Without a parent, all units."""
+    if parent is None:
+        return list(trace.path())
     if trace.before is parent:
         return [trace]
     return trace.path()[parent.units :] if trace.cut(parent.units) is parent else []
@@ -358,9 +330,9 @@ def _units_after(trace: Any, parent: Any) -> list[Any]:
 
 def _padded(tokens: Sequence[tuple[int, ...]]) -> Tokens:
     """Return tokens as int64 ``[N, longest]``, with -1 after the last of each."""
-    longest = max(1, *map(len, tokens))
+    longest = max([1, *map(len, tokens)])
     if longest == 1:
-        return frozen(np.array([each[0] if each else DEAD for each in tokens])[:, None])
+        return frozen(np.array([each[0] if each else DEAD for each in tokens], np.int64)[:, None])
     padded = [[*each, *[DEAD] * (longest - len(each))] for each in tokens]
     return frozen(np.array(padded))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 
+import numpy as np
 import pytest
 
 import genrt
@@ -17,12 +18,11 @@ from genrt.errors import InvalidRequest
 from genrt.inference import (
     BestOfN,
     Rejection,
-    RejectionState,
+    State,
     TextModel,
 )
-from genrt.testing import (
-    exact_posterior,
-)
+from genrt.inference.texts import TextTrace
+from genrt.testing import exact_posterior
 from genrt.tokens.texts import Text
 
 PROMPT = [0]
@@ -60,7 +60,8 @@ def test_the_evidence_is_unbiased_over_all_points_at_which_it_stops(
                     ways = math.comb(drawn, kept) if drawn == max_texts else 0
                 probability = ways * share**kept * (1 - share) ** max(drawn - kept, 0)
                 if probability:
-                    state = RejectionState((Text(),) * kept, drawn, 1, 0)
+                    log_weights = np.where(np.arange(drawn) < kept, 0.0, -math.inf)
+                    state = State((TextTrace(finished=True),) * drawn, log_weights, 1, 0)
                     assert sampler.is_done(state)
                     total += probability
                     mean += probability * math.exp(sampler.result(state).log_evidence)

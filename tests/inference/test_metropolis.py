@@ -7,6 +7,7 @@ make then, their texts must be exact draws still. Fixed seeds; every test has a 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,14 @@ import genrt
 from genrt.constraints import predicate, regex
 from genrt.engines.exact import NGram
 from genrt.inference import (
-    Chains,
+    Info,
     MetropolisHastings,
     Model,
-    Moves,
     ParticleGibbs,
+    State,
     TextModel,
 )
+from genrt.inference.kernels import propose
 from genrt.lm import AsyncLM
 from genrt.testing import assert_samples_from, exact_posterior
 from genrt.tokens.texts import Text
@@ -54,7 +56,7 @@ async def grown(model: Model, count: int, seed: int) -> list[Any]:
     return traces
 
 
-async def exact_chains(model: Model, count: int, *, most: int = 400) -> Chains:
+async def exact_chains(model: Model, count: int, *, most: int = 400) -> State:
     """Up to ``most`` chains that begin with independent, exact draws, for models with weights up to 1."""
     rng = np.random.default_rng(0)
     chains = []
@@ -63,18 +65,19 @@ async def exact_chains(model: Model, count: int, *, most: int = 400) -> Chains:
         assert log_weight <= 1e-6
         if math.log1p(-rng.random()) <= log_weight:
             chains.append(trace)
-    return Chains(tuple(chains[:most]), 1, 7)
+    return State(tuple(chains[:most]), np.zeros(len(chains[:most])), 1, 7)
 
 
 async def moved(
-    sampler: MetropolisHastings, state: Chains, *, steps: int
-) -> tuple[list[Any], list[Moves]]:
-    """Where the chains are after so many moves, as the model's values, and the moves."""
-    moves = []
+    sampler: MetropolisHastings, state: State, *, steps: int
+) -> tuple[list[Any], list[Info]]:
+    """Where the chains are after so many moves, as the model's values, and the records of the moves."""
+    infos = []
     for _ in range(steps):
-        state, made = await sampler.step(state)
-        moves.append(made)
-    return [sampler.model.value(chain) for chain in state.chains if chain], moves
+        state, info = await sampler.step(replace(state, step=1))
+        infos.append(info)
+        state = replace(state, seed=state.seed + 1)
+    return [sampler.model.value(each) for each in state.particles], infos
 
 
 def case(name: str, lm: AsyncLM) -> tuple[TextModel, dict[Any, float]]:
@@ -106,13 +109,13 @@ async def test_moves_leave_the_law_as_it_is(name: str) -> None:
     with genrt.load(MODEL, engine="exact") as lm:
         model, law = case(name, lm)
         state = await exact_chains(model, {"plain": 400, "twist": 1400, "awrs": 700}[name])
-        assert len(state.chains) > 80
-        assert_samples_from([model.value(each) for each in state.chains], law)
+        assert len(state.particles) > 80
+        assert_samples_from([model.value(each) for each in state.particles], law)
         for steps in (1, 4):
             sampler = MetropolisHastings(model, num_chains=1, num_steps=1)
-            values, moves = await moved(sampler, state, steps=steps)
+            values, infos = await moved(sampler, state, steps=steps)
             assert_samples_from(values, law)
-        rate = np.mean([made.accepted.mean() for made in moves])
+        rate = np.mean([info.moved.mean() for info in infos])
         assert 0.2 < rate <= 1
 
 
@@ -122,12 +125,9 @@ async def test_conditional_smc_leaves_the_law_as_it_is() -> None:
         model, law = case("twist", lm)
         state = await exact_chains(model, 2000, most=500)
         sampler = ParticleGibbs(model, num_particles=2, num_chains=1, num_steps=1)
-        values, moves = await moved(sampler, state, steps=2)
+        values, infos = await moved(sampler, state, steps=2)
         assert_samples_from(values, law)
-        moved_on = [
-            each is not old for each, old in zip(moves[0].particles, state.chains, strict=True)
-        ]
-        assert 0.1 < np.mean(moved_on) < 1
+        assert 0.02 < infos[0].moved.mean() < 1
 
 
 async def test_ratios_are_those_of_the_detailed_balance() -> None:
@@ -135,19 +135,12 @@ async def test_ratios_are_those_of_the_detailed_balance() -> None:
     with genrt.load(MODEL, engine="exact") as lm:
         model, _ = case("twist", lm)
         state = await exact_chains(model, 1500)
-        sampler = MetropolisHastings(model, num_chains=1, num_steps=1)
-        after, made = await sampler.step(state)
+        rng, seeds = np.random.default_rng(0), np.random.SeedSequence(1)
+        cuts, proposed, ratios = await propose(model, state.particles, rng, seeds)
     lengths = set()
-    for old, new, cut, accepted, ratio in zip(
-        state.chains, after.chains, made.cuts, made.accepted, made.log_ratios, strict=True
-    ):
-        assert old is not None
-        assert new is not None
+    for old, new, cut, ratio in zip(state.particles, proposed, cuts, ratios, strict=True):
         assert 0 <= cut < old.units
         assert new.cut(cut).token_ids == old.cut(cut).token_ids
-        if not accepted:
-            assert new is old
-            continue
         gained = sum(each.gain for each in new.path()) - sum(each.gain for each in old.path())
         expected = gained + math.log(old.units / new.units)
         assert ratio == pytest.approx(expected, abs=1e-9)
@@ -162,21 +155,20 @@ async def test_a_result_has_its_chains() -> None:
     with genrt.load(MODEL, engine="exact") as lm:
         model, _ = case("twist", lm)
         sampler = MetropolisHastings(model, num_chains=6, num_steps=9, warm_up=3)
-        seen: list[tuple[Chains, Moves]] = []
-        result = await sampler.run(1, on_step=lambda state, moves: seen.append((state, moves)))
+        seen: list[tuple[State, Info]] = []
+        result = await sampler.run(1, on_step=lambda state, info: seen.append((state, info)))
     chains = result.chains
     assert chains is not None
-    counted = [(state, moves) for state, moves in seen if moves.step > 3]
+    counted = [(state, info) for state, info in seen if info.step > 3]
     assert len(counted) == 6
     for place in range(6):
         for step, (state, _) in enumerate(counted):
-            chain = state.chains[place]
+            chain = state.particles[place]
             assert chains.values[place][step] == model.value(chain)
-            assert chain is not None
             assert chains.lengths[place, step] == len(chain.token_ids)
             gained = sum(each.gain for each in chain.path())
             assert chains.log_weights[place, step] == pytest.approx(gained)
-        accepted = [bool(moves.accepted[place]) for _, moves in counted]
+        accepted = [bool(info.moved[place]) for _, info in counted]
         assert chains.acceptance[place] == pytest.approx(np.mean(accepted))
     assert sorted(map(str, result.values)) == sorted(map(str, sum(chains.values, ())))
     assert chains.missing == 0
@@ -192,19 +184,18 @@ async def test_some_chains_may_find_none_and_the_others_go_on() -> None:
         sampler = MetropolisHastings(model, num_chains=40, num_steps=3, attempts=5)
         state, seen = sampler.init(0), []
         for _ in range(4):
-            state, moves = await sampler.step(state)
-            seen.append(moves)
-        found = np.array([chain is not None for chain in state.chains])
+            state, info = await sampler.step(state)
+            seen.append(info)
+        found = state.log_weights == 0
         assert 0 < found.sum() < 40
-        assert seen[0].accepted.tolist() == found.tolist()
-        for moves in seen[1:]:
-            assert not moves.accepted[~found].any()
-            assert (moves.log_ratios[~found] == -math.inf).all()
-        assert all(model.text(chain).count("b") == 2 for chain in state.chains if chain)
+        assert all((info.log_weights == state.log_weights).all() for info in seen)
+        assert not any(info.moved[~found].any() for info in seen)
+        chains = [each for each, is_found in zip(state.particles, found, strict=True) if is_found]
+        assert all(model.text(chain).count("b") == 2 for chain in chains)
         result = sampler.result(state, infos=seen)
         assert result.chains is not None
         assert (len(result.chains.values), result.chains.missing) == (found.sum(), 40 - found.sum())
-        taken = np.mean([moves.accepted[found] for moves in seen[1:]], axis=0)
+        taken = np.mean([info.moved[found] for info in seen[1:]], axis=0)
         assert result.chains.acceptance.tolist() == taken.tolist()
         nothing = sampler.result(sampler.init(0))
         assert (nothing.texts, nothing.ess, nothing.posterior()) == ((), 0.0, [])

@@ -26,7 +26,6 @@ from genrt.inference import (
     END_TOKEN,
     SMC,
     BestOfN,
-    Chains,
     Execution,
     Law,
     MetropolisHastings,
@@ -34,7 +33,6 @@ from genrt.inference import (
     Program,
     Rejection,
     Result,
-    State,
     TextModel,
     beam_search,
     importance_sampling,
@@ -155,23 +153,14 @@ def figures(result: Result) -> Any:
 
 def content(state: Any) -> Any:
     """What a state holds, which can be compared."""
-    if isinstance(state, Chains):
-        return [
-            [(each.gain, each.tokens) for each in chain.path()] for chain in state.chains if chain
-        ], state.step
-    if isinstance(state, State):
-        return [each.token_ids for each in state.particles], state.log_weights.tolist(), state.step
-    return state
+    particles = [[(unit.gain, unit.tokens) for unit in each.path()] for each in state.particles]
+    return particles, state.log_weights.tolist(), state.step
 
 
 def without_places(state: Any) -> Any:
     """The same state, of which no text knows its place in a population, and no program runs."""
 
-    if isinstance(state, Chains):
-        return replace(state, chains=tuple(map(copy.copy, state.chains)))
-    if isinstance(state, State):
-        return replace(state, particles=tuple(map(copy.copy, state.particles)))
-    return state
+    return replace(state, particles=tuple(map(copy.copy, state.particles)))
 
 
 def test_every_part_of_the_table_differs() -> None:
