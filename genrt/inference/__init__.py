@@ -45,8 +45,11 @@ from genrt.inference.resampling import (
 from genrt.inference.result import Result
 from genrt.inference.samplers import (
     SMC,
+    Comparison,
     Sampler,
     Several,
+    compare,
+    compare_sync,
     importance_sampling,
     several,
     several_sync,
@@ -60,6 +63,7 @@ __all__ = [
     "SMC",
     "BestOfN",
     "ChainStatistics",
+    "Comparison",
     "Deaths",
     "Diagnosis",
     "Execution",
@@ -83,6 +87,8 @@ __all__ = [
     "beam_search",
     "branch",
     "chain",
+    "compare",
+    "compare_sync",
     "effective_sample_size",
     "extend",
     "importance_sampling",

@@ -15,7 +15,7 @@ from genrt.errors import ExtraNotInstalled, InvalidRequest
 from genrt.inference.diagnostics import ChainStatistics, Diagnosis, diagnose, key_of
 from genrt.inference.display.formatting import BLUE, count_of, fixed, label, number, shorten
 from genrt.inference.display.genealogy import Genealogy
-from genrt.inference.estimates import expectation_error, relative_error
+from genrt.inference.estimates import expectation_error, pareto_k, relative_error, tail_in_words
 from genrt.inference.model import Deaths, Info
 from genrt.inference.resampling import (
     Ancestors,
@@ -170,6 +170,12 @@ class Result:
         """The standard error of the evidence, relative to it, from this one run; NaN if unknown: see
         ``genrt.inference.estimates``."""
         return relative_error(self.log_weights, self.eve, self.resamplings)
+
+    @property
+    def pareto_k(self) -> float:
+        """The shape of the tail of the weights, NaN if unknown: over 0.7, few particles have most weight.
+        After resampling, it is that of the weights since then."""
+        return pareto_k(self.log_weights) if self.chains is None else math.nan
 
     def expectation_error(self, function: Callable[[Any], float]) -> float:
         """Return the standard error of ``expectation(function)``, from this one run; NaN if unknown."""
@@ -393,6 +399,8 @@ class Result:
             yield "accepted", f"{chains.acceptance.mean():.2f}", "of the moves"
         else:
             yield "ESS", f"{self.ess:,.1f}", ""
+            if not math.isnan(shape := self.pareto_k):
+                yield "Pareto k", number(shape, digits=2), tail_in_words(shape, alive)
         if self.infos:
             often = sum(info.resampled for info in self.infos)
             note = f"resampled before {often:,} of them" if often else "never resampled"

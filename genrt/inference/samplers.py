@@ -274,6 +274,12 @@ class Several:
         error = math.sqrt(count / (count - 1) * float(((weights * (means - mean)) ** 2).sum()))
         return mean, error
 
+    @property
+    def cost(self) -> float:
+        """The mean number of tokens that the engine computed for a run; NaN if unknown."""
+        known = [each.statistics.engine.computed_tokens for each in self.results if each.statistics]
+        return sum(known) / len(known) if known else math.nan
+
     def __str__(self) -> str:
         error = f"\N{PLUS-MINUS SIGN} {100 * self.evidence_error:.0f} %"
         return f"log evidence {self.log_evidence:.3f} {error}, {len(self.results)} runs"
@@ -291,6 +297,49 @@ async def several(sampler: Any, runs: int, *, seed: int) -> Several:
 
 
 several_sync = blocking_twin(several)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Comparison:
+    """Two samplers of one target, at equal cost.
+
+    Attributes:
+        first, second: their runs.
+    """
+
+    first: Several
+    second: Several
+
+    @property
+    def efficiency(self) -> float:
+        """How many tokens the second sampler computes for each one of the first, for estimates of the
+        evidence of equal variance; NaN if unknown."""
+        work = [each.evidence_error**2 * each.cost for each in (self.first, self.second)]
+        return work[1] / work[0] if work[0] > 0 else math.nan
+
+    @property
+    def efficiency_error(self) -> float:
+        """The standard error of the efficiency, if estimates are nearly normal."""
+        runs = [len(each.results) for each in (self.first, self.second)]
+        return self.efficiency * math.sqrt(sum(2 / (each - 1) for each in runs))
+
+    def __str__(self) -> str:
+        error = f"\N{PLUS-MINUS SIGN} {self.efficiency_error:.2g}"
+        return f"{self.first}\n{self.second}\nefficiency {self.efficiency:.2g} {error}"
+
+
+async def compare(first: Any, second: Any, *, runs: int, seed: int) -> Comparison:
+    """Run two samplers of one target several times each, with the same seeds, and compare the variances
+    of their evidences at equal cost. Nobody else may use the runtimes meanwhile, because the costs are
+    the engines'.
+
+    Raises:
+        InvalidRequest, GenrtError: as ``several``.
+    """
+    return Comparison(await several(first, runs, seed=seed), await several(second, runs, seed=seed))
+
+
+compare_sync = blocking_twin(compare)
 
 
 def _info_of(before: State, after: State) -> Info:

@@ -46,7 +46,6 @@ from genrt.inference import (
     resample_move,
     residual,
     reweight,
-    several,
     stratified,
     systematic,
     tempered,
@@ -442,49 +441,3 @@ async def test_wrong_kernels_say_so(lm: AsyncLM) -> None:
     contrast = TextModel([Law(lm, PROMPT), *zeros], max_tokens=LENGTH)
     with pytest.raises(InvalidRequest, match="infinite"):
         await importance_sampling(contrast, num_particles=64).run(0)
-
-
-# -- error bars ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("below", [0.0, 1.0])
-async def test_one_run_shows_its_own_error(below: float, lm: AsyncLM) -> None:
-    """The mean of the estimated variances is the variance of the estimates; intervals hold the truth."""
-    kernel = chain(resample(multinomial, below=below), extend(model(Law(lm, PROMPT), lm)))
-    sampler, posterior = (
-        Sampler(model(Law(lm, PROMPT), lm), kernel, num_particles=250),
-        exact(lm, (PROMPT, 1.0)),
-    )
-    results = await asyncio.gather(*(sampler.run(seed) for seed in range(300)))
-    ratios = np.exp([each.log_evidence - posterior.log_evidence for each in results])
-    found = np.array([each.evidence_error for each in results])
-    assert np.mean((ratios * found) ** 2) == pytest.approx(ratios.var(), rel=0.25)
-    covered = np.abs(ratios - 1) < 1.96 * ratios * found
-    assert 0.9 < covered.mean() < 0.99
-    truth = sum(len(ids) * share for ids, share in posterior.token_ids.items())
-    lengths = [dict(zip(each.texts, map(len, each.token_ids), strict=True)) for each in results]
-    means = [each.expectation(own.__getitem__) for each, own in zip(results, lengths, strict=True)]
-    errors = [
-        each.expectation_error(own.__getitem__) for each, own in zip(results, lengths, strict=True)
-    ]
-    covered = np.abs(np.array(means) - truth) < 1.96 * np.array(errors)
-    assert 0.9 < covered.mean() < 0.99
-
-
-async def test_other_schemes_have_no_error_of_one_run_and_several_have(lm: AsyncLM) -> None:
-    sampler = SMC(model(Law(lm, PROMPT), lm), num_particles=32, resample_when=1.0)
-    result = await sampler.run(0)
-    assert math.isnan(result.evidence_error)
-    assert math.isnan(result.expectation_error(len))
-    assert "\N{PLUS-MINUS SIGN}" not in str(result)
-    posterior = exact(lm, (PROMPT, 1.0))
-    runs = await several(sampler, 40, seed=0)
-    assert len({each.log_evidence for each in runs.results}) == 40
-    off = math.exp(runs.log_evidence - posterior.log_evidence) - 1
-    assert 0 < abs(off) < 4 * runs.evidence_error < 0.5
-    mean, error = runs.expectation(lambda text: float(text.startswith("b")))
-    truth = sum(share for text, share in posterior.texts.items() if text.startswith(b"b"))
-    assert 0 < abs(mean - truth) < 4 * error < 0.3
-    plain = await importance_sampling(model(Law(lm, PROMPT), lm), num_particles=32).run(0)
-    assert plain.evidence_error > 0
-    assert "\N{PLUS-MINUS SIGN}" in str(plain)
