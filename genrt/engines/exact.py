@@ -32,7 +32,7 @@ class NGram:
     Args:
         vocabulary: the bytes that each of the V tokens adds to a text.
         table: ``[V] * (k + 1)`` log-probabilities, the last k tokens first, the next token last; -inf for
-            a token that never follows. The model normalises the rows.
+            a token that never follows. The model normalizes the rows.
         eos_token_id: the end token, if there is one.
 
     Raises:
@@ -90,7 +90,7 @@ class NGram:
 
     @property
     def table(self) -> Tensor:
-        """The normalised table, float32, ``[V] * (k + 1)``; a copy."""
+        """The normalized table, float32, ``[V] * (k + 1)``; a copy."""
         return self._table.clone()
 
     def __repr__(self) -> str:
@@ -235,7 +235,7 @@ def _name(token: int) -> bytes:
 
 
 def _normalised_table(table: Tensor) -> Tensor:
-    """Return rows in float32, normalised in float64 so that they sum to 1 to a bit or two."""
+    """Return rows in float32, normalized in float64 so that they sum to 1 to a bit or two."""
     wide = table.detach().double()
     total = wide.logsumexp(-1, keepdim=True)
     if bool(wide.isnan().any()) or not bool(total.isfinite().all()):

@@ -91,7 +91,7 @@ async def draw_allowed(
     the wasted checks are at most the rejections before it.
 
     Args:
-        weights: ``[V]``, at least 0, normalised or not; a token of weight 0 is never checked.
+        weights: ``[V]``, at least 0, normalized or not; a token of weight 0 is never checked.
         check: called with a token at most once.
     """
     remaining = weights.copy()

@@ -142,7 +142,7 @@ class Model(Protocol):
 
     Grown from ``start()`` until it is finished, a trace and its weight w, the product over units,
     are *properly weighted*: E[w f(trace)] = Z E[f] under the target, for every function f, where
-    Z is the target's normaliser, the evidence.
+    Z is the target's normalizer, the evidence.
     """
 
     @property
@@ -196,7 +196,7 @@ class State:
 
     Attributes:
         particles: the traces.
-        log_weights: float64 ``[N]``, unnormalised, read-only; a dead particle has -inf.
+        log_weights: float64 ``[N]``, unnormalized, read-only; a dead particle has -inf.
         step: the number of steps made.
         seed: the seed of the run.
         eve: int64 ``[N]``, the index in the first state of the particle that each one descends from.

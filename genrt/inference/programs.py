@@ -12,7 +12,7 @@ r"""Particle programs: you write one particle as a coroutine, the algorithms run
     result = await SMC(Program(lm, haiku), num_particles=32).run(seed=0)
 
 The target. A run of the program has the density that its choices have under their laws, times the
-product over all observations. The evidence is the normaliser: the mean of this product over runs of the
+product over all observations. The evidence is the normalizer: the mean of this product over runs of the
 program. A masked ``sample`` draws from the row restricted to the mask and observes the mask's mass, so it
 is a draw from the row under the condition of the mask.
 

@@ -22,7 +22,7 @@ Floats: TypeAlias = NDArray[np.float64]
 Ancestors: TypeAlias = NDArray[np.int64]
 
 Resampler: TypeAlias = Callable[..., Ancestors | tuple[Ancestors, Floats]]
-"""``resample(rng, log_weights) -> ancestors``: for N unnormalised log-weights, at least one of them
+"""``resample(rng, log_weights) -> ancestors``: for N unnormalized log-weights, at least one of them
 above -inf, N indices, index i in expectation N w_i / sum_j w_j times; every child then weighs the mean.
 Or ``-> (ancestors, log_weights)`` of the children, whose weights add up to those of their parent in
 expectation. Weights of 0 have no children that weigh anything. ``resample(rng, log_weights, count)``
@@ -49,7 +49,7 @@ def stratified(
 def systematic(
     rng: np.random.Generator, log_weights: Floats, count: int | None = None
 ) -> Ancestors:
-    """Draw one uniform and shift it into each of N equal strata: an ancestor of normalised weight w has
+    """Draw one uniform and shift it into each of N equal strata: an ancestor of normalized weight w has
     ``floor(N w)`` or ``ceil(N w)`` children (Kitagawa 1996; Douc & Cappé 2005)."""
     size = len(log_weights) if count is None else count
     return _by_strata(log_weights, rng.random(), size)

@@ -66,7 +66,7 @@ class Result:
             equal bytes.
         token_ids: the particles' generated tokens, without the end token.
         values: the values of the posterior: the texts, or the results of a program.
-        log_weights: float64 ``[N]``, unnormalised; -inf for the dead.
+        log_weights: float64 ``[N]``, unnormalized; -inf for the dead.
         log_evidence: the estimate of log Z; -inf if every particle died, NaN from an algorithm that
             has no estimate.
         infos: one for each step, ancestors included; empty from algorithms without particles that grow.
@@ -111,7 +111,7 @@ class Result:
 
     @property
     def weights(self) -> Floats:
-        """The normalised weights, float64 ``[N]``; all 0 if every particle died."""
+        """The normalized weights, float64 ``[N]``; all 0 if every particle died."""
         return normalized_weights(self.log_weights) if self._alive else np.zeros(len(self.values))
 
     @property
@@ -120,7 +120,7 @@ class Result:
         return int((self.log_weights > -math.inf).sum())
 
     def posterior(self, *, of: Callable[[Any], Any] | None = None) -> list[tuple[Any, float]]:
-        """Return the distinct values with their normalised weights, heaviest first; ``[]`` if all are
+        """Return the distinct values with their normalized weights, heaviest first; ``[]`` if all are
         dead.
 
         Args:

@@ -1,7 +1,7 @@
 r"""Samplers: a state is stepped until it is done, and becomes a result.
 
 Sequential Monte Carlo: N particles of a model grow side by side. A step grows each one by a unit and
-multiplies its weight by the gain that the model returns. Weights are unnormalised and carried along, so
+multiplies its weight by the gain that the model returns. Weights are unnormalized and carried along, so
 at any step
 
     Z_hat = (1/N) sum_i w_i,        E[Z_hat] = Z at the end,

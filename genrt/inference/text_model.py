@@ -25,7 +25,7 @@ with p(A) = 0 is dead: its weight is 0. For a constraint that judges tokens slow
 rejection draws from the same q and gains an unbiased estimate of p(A) (``genrt.inference.awrs``).
 
 Several laws p_1, p_2, ... with powers multiply: the target has prod_i p_i(x)^a_i in place of p(x). Then q
-is this product over the tokens, normalised on A, and the gain is its sum over A.
+is this product over the tokens, normalized on A, and the gain is its sum over A.
 
 Another law d of the same tokens may propose: another prompt, adapter or model. It draws tokens under the
 constraint, and the target does not change: the weight of a unit is

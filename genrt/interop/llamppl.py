@@ -80,11 +80,11 @@ class LMContext(distributions.LMContext):  # type: ignore[misc]
             raise InvalidRequest(f"LMContext takes what as_llamppl returns, got {self.lm!r:.80}")
         self._context = model.lm.context(token_ids)
 
-    def next_token(self) -> _NextToken:
+    def next_token(self) -> LMNextToken:
         """Return the law of the next token, as ``llamppl.LMContext`` does."""
         return _NextToken(self)
 
-    def mask_dist(self, mask: set[int]) -> _TokenMask:
+    def mask_dist(self, mask: set[int]) -> LMTokenMask:
         """Return the law of the next token being in a mask, as ``llamppl.LMContext`` does."""
         return _TokenMask(self, mask)
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -234,6 +235,54 @@ def test_the_links_of_notebooks_lead_to_notebooks() -> None:
         cells = json.loads((ROOT / "notebooks" / name).read_text(encoding="utf-8"))["cells"]
         text = "".join("".join(cell["source"]) for cell in cells)
         assert set(re.findall(r"\b\w+\.ipynb", text)) <= names
+
+
+SEARCHED = ["beam search", "power sampling", "particle filter", "best-of-n", "GRPO", "resume"]
+SEARCHED += [
+    "GPU memory",
+    "troubleshooting",
+    "deployment",
+    "metrics",
+    "support matrix",
+    "precision",
+]
+
+
+@pytest.mark.parametrize("words", SEARCHED)
+def test_a_heading_has_the_words_that_people_search_for(words: str) -> None:
+    prose = "".join(re.sub(r"^```.*?^```$", "", text_of(page), flags=re.S | re.M) for page in PAGES)
+    assert re.search(rf"^#+ .*\b{words}\b", prose, re.M | re.I)
+
+
+def test_the_page_of_metrics_has_the_names_that_a_server_exports() -> None:
+    rows = re.findall(
+        r"^\| `(genrt_\w+)` \| .* \| (\w+) \|$", text_of("operations/metrics.md"), re.M
+    )
+    with genrt.load(NGram.random(3), engine="exact") as lm, genrt.serving(lm) as server:
+        exported = httpx.get(f"{server.url}/metrics").text
+    found = dict(re.findall(r"^# TYPE (genrt_\w+) (\w+)$", exported, re.M))
+    with_replicas = {"genrt_replica_in_flight": "gauge", "genrt_replica_restarts_total": "counter"}
+    assert dict(rows) == found | with_replicas
+    queried = re.findall(r"genrt_[a-z_]+[a-z]", text_of("operations/metrics.md"))
+    assert set(queried) <= {*found, *with_replicas, "genrt_engine"}
+
+
+def constants() -> str:
+    """All texts in the package's source; an f-string without its values."""
+    trees = [ast.parse(path.read_text("utf-8")) for path in (ROOT / "genrt").rglob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    return "\n".join(str(node.value) for node in nodes)
+
+
+def test_the_messages_of_troubleshooting_are_genrts() -> None:
+    """Those of vLLM say so, and statuses and errors are names."""
+    cells = re.findall(r"^\| (.*?) \| ", text_of("operations/troubleshooting.md"), re.M)
+    quoted = [
+        m for cell in cells if "vLLM:" not in cell for m in re.findall(r"`([^`]+ [^`]+)`", cell)
+    ]
+    assert len(quoted) > 8
+    texts = constants()
+    assert [message for message in quoted if message not in texts] == []
 
 
 def test_the_names_in_the_documents_are_there() -> None:
