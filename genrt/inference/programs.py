@@ -31,8 +31,8 @@ open around them, because another task continues the program afterwards.
 Answers. ``p.lm`` and the contexts of ``p.context`` answer as the runtime does, with seeds of the
 particle where a call has none. Their answers are recorded, except rows, which the runtime's cache keeps.
 
-A replay is compared with the record: the contexts, masks, temperatures and adapters of draws, the texts
-of conditions, the values of choices. Observations and the probabilities of choices may differ by
+A replay is compared with the record: the contexts, masks, temperatures and adapters of draws, the
+questions, the values of choices. Observations and the probabilities of choices may differ by
 ``ROUNDING``, because an engine may round a row otherwise in another batch.
 
 Goodman & Stuhlmüller (2014), *The design and implementation of probabilistic programming languages*
@@ -117,17 +117,15 @@ class _Weighed(NamedTuple):
     Attributes:
         total: the sum of all ``observe``.
         size: the sum of their absolute values.
-        conditions: the sum of the digests of all ``condition``.
     """
 
     total: float = 0.0
     size: float = 0.0
-    conditions: int = 0
 
     def is_like(self, other: _Weighed) -> bool:
         """Return whether both are the same changes, up to rounding."""
         size = max(self.size, other.size)
-        return self.conditions == other.conditions and _is_close(self.total, other.total, size)
+        return _is_close(self.total, other.total, size)
 
 
 NOTHING = _Weighed()
@@ -328,13 +326,20 @@ class Execution:
         if name in SEEDED and kwargs.get("seed") is None and key not in self._answers:
             sequence = np.random.SeedSequence((self._seed, self._place, next(self._seeds)))
             kwargs["seed"] = model_seed(sequence)
-        return self._answer(key, ask, args, kwargs)
+        return self._answer(key, name, ask, args, kwargs)
 
     async def _answer(
-        self, key: Hashable, ask: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        key: Hashable,
+        name: str,
+        ask: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         if key in self._answers:
             return _own(self._answers[key])
+        if not self._is_live:
+            raise _impure(f"it asked for another {name} than before")
         found = await ask(*args, **kwargs)
         self._answered.append((key, _own(found)))
         return found
@@ -459,18 +464,12 @@ class Execution:
         Raises:
             InvalidRequest, ContextTooLong, UnknownAdapter, EngineFailed, Closed: as ``AsyncLM.score``.
         """
-        given = _argument_hash(self, "condition", token_ids, adapter)
-        texts = given, _argument_hash(self, "condition", continuation)
-        total, size, conditions = self._weighed
-        self._weighed = _Weighed(
-            total, size, conditions + hash((*texts, _digest((adapter or "").encode())))
-        )
-        if self._is_live:
-            if isinstance(token_ids, Context):
-                scores = await Context.score(token_ids, continuation)
-            else:
-                scores = await self._lm.score(token_ids, continuation, adapter=adapter)
-            self._weigh(float(scores.double().sum()))
+        _argument_hash(self, "condition", token_ids, adapter)
+        if isinstance(token_ids, Context):
+            scores = await token_ids.score(continuation)
+        else:
+            scores = await self.lm.score(token_ids, continuation, adapter=adapter)
+        self.observe(float(scores.double().sum()))
 
     def observe(self, log_weight: float) -> None:
         """Add to the particle's log-weight; -inf ends the particle at its next draw.
@@ -482,8 +481,8 @@ class Execution:
             number = checks.check_log_weight(log_weight)
         except InvalidRequest as error:
             raise InvalidRequest(f"observe was given {log_weight!r}: {error}") from error
-        total, size, conditions = self._weighed
-        self._weighed = _Weighed(total + number, size + abs(number), conditions)
+        total, size = self._weighed
+        self._weighed = _Weighed(total + number, size + abs(number))
         if self._is_live:
             self._weigh(number)
 
@@ -616,7 +615,7 @@ def _check_same(before: _Choice | _Pause, asked: DrawKey, weighed: _Weighed) -> 
     if before.asked[0] != kind:
         raise _impure(f"it asked for {kind} where it had asked for {before.asked[0]} before")
     if not before.weighed.is_like(weighed):
-        raise _impure(f"other values were observed, or other texts conditioned on, before {kind}")
+        raise _impure(f"other values were observed before {kind}")
     for name, old, new in zip(ARGUMENTS[kind], before.asked[1:], arguments, strict=True):
         if old != new and not _are_equal_masks(old, new):
             raise _impure(f"{kind} was given another {name} than before")

@@ -625,19 +625,24 @@ IMPURE: dict[str, tuple[Callable[[Execution, int], Any], str]] = {
     ),
     "conditioned text": (
         lambda p, run: p.condition([0], [1 + run % 2]),
-        "other texts conditioned on",
+        "it asked for another score",
     ),
     "condition's context": (
         lambda p, run: p.condition([run % 2], [1]),
-        "other texts conditioned on",
+        "it asked for another score",
     ),
     "condition's adapter": (
         lambda p, run: p.condition([0], [1], adapter=None if run < 3 else "other"),
-        "other texts conditioned on",
+        "it asked for another score",
     ),
     "a condition less": (
         lambda p, run: p.condition([0], [1]) if run < 3 else None,
-        "other texts conditioned on",
+        "other values were observed",
+    ),
+    "a question": (lambda p, run: p.lm.sample([run], max_tokens=1), "another sample than before"),
+    "a context's question": (
+        lambda p, run: p.context([0]).top_logprobs(1 + run % 4),
+        "another top_logprobs than before",
     ),
     "observed value": (lambda p, run: p.observe(-run), "other values were observed"),
     "an observed end": (
