@@ -96,9 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s INPUT OUTPUT [option ...]"
     parser.epilog = EXITS
     parser.argument_default = argparse.SUPPRESS
-    parser.add_argument(
-        "input", metavar="INPUT", help="rows: .jsonl, .ndjson, .csv, .tsv or .parquet"
-    )
+    parser.add_argument("input", metavar="INPUT", help="rows: .jsonl, .csv, .tsv or .parquet")
     parser.add_argument(
         "output",
         metavar="OUTPUT",

@@ -20,24 +20,10 @@ from genrt.errors import InvalidRequest, JobRefused, OutputFailed, UnknownAdapte
 from genrt.generation.concurrent_map import ConcurrentMap
 from genrt.generation.journal import REMEDY, Journal, describe, directory_digest
 from genrt.generation.many import Failed, Item, ItemRunner, check_lm
-from genrt.generation.tables import (
-    Row,
-    RowPrompts,
-    check_files,
-    max_rows,
-    read_rows,
-    value_of,
-)
+from genrt.generation.tables import Row, RowPrompts, check_files, max_rows, read_rows, value_of
 from genrt.generation.validators import Fault, JSONSchema, RecordValidator, Validate
 from genrt.lm import AsyncLM
-from genrt.numbers import (
-    check_bool,
-    check_int,
-    check_timeout,
-    json_number,
-    named,
-    shown,
-)
+from genrt.numbers import check_bool, check_int, check_timeout, json_number, named, shown
 from genrt.progress import progress_bar
 from genrt.questions.arguments import check_seed, seed_at
 from genrt.questions.completions import (
@@ -406,8 +392,8 @@ class JobRun:
     async def run(self, lm: AsyncLM, *, progress: bool = False) -> JobReport:
         """Run the remaining rows, write them, and return a report. Raises as ``Job.run``, and
         InvalidRequest if this run has run or is closed."""
+        progress = check_bool("progress", progress)
         job, rows, self._rows = self._job, self._rows, None
-        shown = check_bool("progress", progress)
         if rows is None:
             raise InvalidRequest("a run runs once, and not when it is closed: begin another")
         if lm.weights_version != self._weights_version:
@@ -422,7 +408,9 @@ class JobRun:
                 await runner.check()
                 await runner.probe()
                 left = self._report.left
-                with progress_bar("rows", left, shown=shown, unit="row", ends_early=False) as step:
+                with progress_bar(
+                    "rows", left, shown=progress, unit="row", ends_early=False
+                ) as step:
                     await self._run_rows(lm, runner, rows, step)
         finally:
             beats.cancel()

@@ -56,9 +56,7 @@ def _import_pyarrow() -> Any:
     try:
         import pyarrow.parquet
     except ImportError as error:
-        raise ExtraNotInstalled(
-            "Parquet files need pyarrow: pip install 'genrt[parquet]'"
-        ) from error
+        raise ExtraNotInstalled("Parquet needs pyarrow: pip install 'genrt[parquet]'") from error
     return pyarrow
 
 

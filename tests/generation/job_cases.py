@@ -30,8 +30,9 @@ def rows(number: int, *, first: int = 0) -> list[dict[str, Any]]:
     return [{"text": text, "number": i} for i, text in enumerate(texts, first)]
 
 
-def job(directory: Path, *, output: str = "out.jsonl", **options: Any) -> Job:
-    """A job from ``in.jsonl`` to a file."""
+def job(directory: Path, **options: Any) -> Job:
+    """A job from ``in.jsonl`` to ``out.jsonl``, or another ``output``."""
+    output = options.pop("output", "out.jsonl")
     given: dict[str, Any] = {"prompt_template": "say {text}", "max_tokens": 6}
     if "messages_column" in options:
         del given["prompt_template"]

@@ -962,7 +962,7 @@ def test_the_estimate_follows_the_clock(
     """Each row takes a second of this clock."""
     job(folder, limit=2).run_sync(lm)
     clock, said = [100.0], list[str]()
-    monkeypatch.setattr(jobs.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(jobs, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
     original = JobRun._settle
 
     def settle(run: JobRun, *args: Any) -> None:
@@ -991,8 +991,10 @@ def test_a_bar_counts_the_rows_of_this_run(
     assert "rows: 100%" in last
     assert "10/10" in last
     assert "failed=1" in last
-    with pytest.raises(InvalidRequest, match="progress"):
-        job(folder).run_sync(lm, progress=2)  # type: ignore[arg-type]
+    with job(folder).begin() as running:
+        with pytest.raises(InvalidRequest, match="progress"):
+            running.run_sync(lm, progress=2)  # type: ignore[arg-type]
+        assert running.run_sync(lm).skipped == 12
 
 
 # -- arguments ----------------------------------------------------------------------------------
