@@ -1,12 +1,12 @@
 """A job annotates every row of a CSV file, and continues where it was interrupted.
 
-The template makes a prompt from the columns of a row, and `choice` allows two labels. Each line of the
-output has the row and its label. The first run has a limit of two rows; the second run finds them in the
-output and draws only the missing rows. A run after a crash continues in the same way.
+The template makes a prompt from the columns of a row, and `choice` allows two labels. The output is a CSV
+file too: the row's columns, then the label. The first run has a limit of two rows; the second run draws
+only the missing rows. A run after a crash continues in the same way.
 """
 
 import asyncio
-import json
+import csv
 import tempfile
 from pathlib import Path
 
@@ -26,7 +26,7 @@ Review: {review}. Verdict:"""
 
 async def annotate(folder: Path) -> None:
     """Write a file of reviews, label it in two runs, and print the labels."""
-    reviews, labels = folder / "reviews.csv", folder / "labels.jsonl"
+    reviews, labels = folder / "reviews.csv", folder / "labels.csv"
     reviews.write_text(REVIEWS)
     # With float32 the output hardly depends on the CPU; the model's own bfloat16 rounds more.
     async with await genrt.aload(engine_options={"dtype": "float32"}) as lm:
@@ -41,9 +41,9 @@ async def annotate(folder: Path) -> None:
             )
             report = await job.run(lm)
             print(f"{report.done} rows done, {report.skipped} done before")
-    lines = map(json.loads, labels.read_text().splitlines())
-    for line in sorted(lines, key=lambda line: int(line["index"])):
-        print(line["input"]["id"], line["text"].strip(), "-", line["input"]["review"])
+    with labels.open(newline="") as file:
+        for row in csv.DictReader(file):
+            print(row["id"], row["text"].strip(), "-", row["review"])
 
 
 with tempfile.TemporaryDirectory() as path:

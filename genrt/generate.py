@@ -46,6 +46,7 @@ on from there."""
 
 OPTIONS = """
 what is asked
+delimiter             CHARACTER  between the fields of .csv files (default: a comma)
 prompt-template       TEXT       the prompt, {column} standing for a value of the row; @FILE reads a file
                                  (default: the column prompt or messages, where the rows have one)
 messages-column       NAME       the column that has a conversation, as JSON
@@ -89,14 +90,19 @@ max-consecutive-failures  N      stop after so many in a row; 0 is no bound (def
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments. Options that are not used are not set."""
     parser.description = (
-        "Write a text for each row of INPUT as a line of OUTPUT. OUTPUT is the job's memory: run the "
-        "command again after any interruption, or after rows were added to INPUT, and it goes on."
+        "Write a text for each row of INPUT as a line of OUTPUT. Run the command again after any "
+        "interruption, or after rows were added to INPUT, and it goes on."
     )
     parser.usage = "%(prog)s INPUT OUTPUT [option ...]"
     parser.epilog = EXITS
     parser.argument_default = argparse.SUPPRESS
-    parser.add_argument("input", metavar="INPUT", help="rows: .jsonl, .ndjson, .csv or .tsv")
-    parser.add_argument("output", metavar="OUTPUT", help="lines of JSON, one for each row")
+    parser.add_argument("input", metavar="INPUT", help="rows: .jsonl, .csv, .tsv or .parquet")
+    parser.add_argument(
+        "output",
+        metavar="OUTPUT",
+        help="a line for each row, in one of these formats; until the job is complete, the lines of a "
+        ".csv, .tsv or .parquet file are in OUTPUT.jsonl",
+    )
     add_replica_arguments(parser)
     kinds: dict[str, dict[str, Any]] = {
         "flag": {"action": "store_true"},
@@ -175,7 +181,7 @@ def _run(given: dict[str, Any]) -> int:
                     if adapter is not None:
                         lm.add_adapter_sync(ADAPTER, adapter)
                     log.info("loaded in %.0f s", time.monotonic() - began)
-                    running.run_sync(lm)
+                    running.run_sync(lm, progress=sys.stderr.isatty())
         finally:
             report = running.report()
             print(report, flush=True)

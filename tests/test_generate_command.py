@@ -166,6 +166,7 @@ REACHED: list[tuple[list[str], Any]] = [
     *(([name, "2"], 2) for name in ("max-consecutive-failures", "num-retries-invalid", "seed")),
     *(([name, "0.5"], 0.5) for name in ("top-p", "min-p", "timeout", "temperature")),
     *(([name, "a"], "a") for name in ("system-message", "messages-column", "regex", "grammar")),
+    (["delimiter", ";"], ";"),
     *(([name, "a", "b"], ["a", "b"]) for name in ("choice", "keep-columns")),
     (["keep-columns"], []),
     (["stop", "a"], ["a"]),

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self, Unpack, cast
@@ -20,17 +20,11 @@ from genrt.errors import InvalidRequest, JobRefused, OutputFailed, UnknownAdapte
 from genrt.generation.concurrent_map import ConcurrentMap
 from genrt.generation.journal import REMEDY, Journal, describe, directory_digest
 from genrt.generation.many import Failed, Item, ItemRunner, check_lm
-from genrt.generation.tables import Row, RowPrompts, check_files, format_of, read_rows, value_of
+from genrt.generation.tables import Row, RowPrompts, check_files, max_rows, read_rows, value_of
 from genrt.generation.validators import Fault, JSONSchema, RecordValidator, Validate
 from genrt.lm import AsyncLM
-from genrt.numbers import (
-    check_bool,
-    check_int,
-    check_timeout,
-    json_number,
-    named,
-    shown,
-)
+from genrt.numbers import check_bool, check_int, check_timeout, json_number, named, shown
+from genrt.progress import progress_bar
 from genrt.questions.arguments import check_seed, seed_at
 from genrt.questions.completions import (
     STRUCTURES,
@@ -133,20 +127,23 @@ def _duration(seconds: float) -> str:
 
 
 class Job:
-    """A text for each row of a JSONL, CSV or TSV file, as a line of a JSONL file.
+    """A text for each row of a JSONL, CSV, TSV or Parquet file, as a line of a file in such a format.
 
-    The output is the job's memory: each row has one line, written when the row is finished, in the order
-    of completion. After any interruption the next run continues with the missing rows, and with rows that
-    were added to the input. A line has the row's ``index`` (from 0), its columns as ``input``, ``text``,
-    ``finish_reason``, ``stop_reason``, ``truncated``, ``prompt_tokens``, ``completion_tokens`` and
-    ``seed``, or else ``error`` and ``error_type``; ``reasoning`` if it is split from the text. With a
-    schema or ``validate`` it has the value of the text as ``output``, whether it is ``valid``, and
-    otherwise the ``fault``. With ``logprobs`` it has these and the ``token_ids``.
+    A JSONL output is the job's memory: each row has one line, written when the row is finished, in the
+    order of completion. After any interruption the next run continues with the missing rows, and with
+    rows that were added to the input. For other formats ``OUTPUT.jsonl`` is the memory: a run after which
+    each row has a line writes OUTPUT from it, in the order of the rows.
 
-    ``OUTPUT.job.json`` describes how the lines are made. A run with another template, schema, option,
-    model, adapter or ``weights_version`` is refused, and so is a run with another input in a finished
-    row. Weights from ``update_weights`` are known to one runtime only: other runtimes are refused, unless
-    ``model`` names a directory with the weights.
+    A line has the row's ``index`` (from 0), its columns as ``input``, ``text``, ``finish_reason``,
+    ``stop_reason``, ``truncated``, ``prompt_tokens``, ``completion_tokens`` and ``seed``, or else
+    ``error`` and ``error_type``; ``reasoning`` if it is split from the text. With a schema or
+    ``validate`` it has the value of the text as ``output``, whether it is ``valid``, and otherwise the
+    ``fault``. With ``logprobs`` it has these and the ``token_ids``.
+
+    A file ``.job.json`` beside the memory describes how the lines are made. A run with another template,
+    schema, option, model, adapter or ``weights_version`` is refused, and so is a run with another input
+    in a finished row. Weights from ``update_weights`` are known to one runtime only: other runtimes are
+    refused, unless ``model`` names a directory with the weights.
 
     Row ``i`` is drawn with seed ``seed + i``: interruptions do not change the results, if the engine
     computes the same in any batch.
@@ -157,6 +154,7 @@ class Job:
         input: str | os.PathLike[str],
         output: str | os.PathLike[str],
         *,
+        delimiter: str = ",",
         prompt_template: str | None = None,
         messages_column: str | None = None,
         system_message: str | None = None,
@@ -175,9 +173,10 @@ class Job:
     ) -> None:
         """
         Args:
-            input: the file of rows, ``.jsonl``, ``.ndjson``, ``.csv`` or ``.tsv``. It is read once before
-                the first row runs.
-            output: the file of lines, in an existing directory.
+            input: the file of rows, ``.jsonl``, ``.ndjson``, ``.csv``, ``.tsv`` or ``.parquet``. It is
+                read once before the first row runs.
+            output: the file of lines, of one of these formats, in an existing directory.
+            delimiter: the character between the fields of ``.csv`` files.
             prompt_template: the prompt of a row, with the names of columns: ``"Summarize: {text}"``.
                 ``{{`` and ``}}`` are braces; values other than str are written as JSON.
             messages_column: instead of a template, the column with a conversation: a list, or its JSON.
@@ -203,11 +202,12 @@ class Job:
 
         Raises:
             InvalidRequest: an argument is wrong, or the input does not exist.
-            ExtraNotInstalled: there is a schema, and jsonschema is missing.
+            ExtraNotInstalled: there is a schema, and jsonschema is missing; or a ``.parquet`` file, and
+                pyarrow is missing.
         """
         self._input, self._output = _path("input", input), _path("output", output)
-        check_files(self._input, self._output)
-        self._form = format_of(self._input)
+        check_files(self._input, self._output, delimiter)
+        self._delimiter = delimiter
         if "json_schema" in options:
             options = {**options, "json_schema": JSONSchema(options["json_schema"]).schema}
         validator = options.get("json_schema") if validate is None else validate
@@ -218,7 +218,7 @@ class Job:
             messages_column,
             chat=chat,
             system_message=system_message,
-            first=next(read_rows(self._input, self._form), None) if has_default else None,
+            first=next(self._rows(), None) if has_default else None,
         )
         self._keep_columns = None if keep_columns is None else _names("keep_columns", keep_columns)
         self._options: dict[str, Any] = {**options}
@@ -253,8 +253,11 @@ class Job:
     def __repr__(self) -> str:
         return f"Job({str(self._input)!r}, {str(self._output)!r})"
 
-    async def run(self, lm: AsyncLM) -> JobReport:
-        """Run the remaining rows, write them, and return a report.
+    def _rows(self, stop: int | None = None) -> Iterator[Row]:
+        return itertools.islice(read_rows(self._input, self._delimiter), stop)
+
+    async def run(self, lm: AsyncLM, *, progress: bool = False) -> JobReport:
+        """Run the remaining rows, write them, and return a report. ``progress`` shows a bar.
 
         The run stops early after too many failures in a row; the report says so. After any other end,
         also a cancellation or an interrupt, written rows stay, and another run continues.
@@ -270,7 +273,7 @@ class Job:
         running = JobRun(self)
         try:
             await run_in_thread(lambda: running._open(_model_of(check_lm(lm)), lm=lm))
-            return await running.run(lm)
+            return await running.run(lm, progress=progress)
         finally:
             try:
                 await run_in_thread(running.close)  # it waits for the disk
@@ -325,7 +328,7 @@ class JobRun:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._journal = Journal(job._output)
+        self._journal = Journal(job._output, job._delimiter)
         self._report = JobReport()
         self._began = time.monotonic()
         self._opening = threading.Lock()
@@ -342,30 +345,27 @@ class JobRun:
         """Lock the output, read it, and compare it with the input and the options. ``close`` ends it."""
         with self._opening:
             job, journal = self._job, self._journal
-            if job._output.exists() and os.path.samefile(job._input, job._output):
-                raise InvalidRequest(
-                    f"{job._output} is the input: name another file for the output"
-                )
+            for path in (journal.output, journal.path):
+                if path.exists() and os.path.samefile(job._input, path):
+                    raise InvalidRequest(f"{path} is the input: name another file for the output")
             if lm is not None and (name := job._options.get("adapter")) is not None:
                 adapter = lm.adapter_files(name)
             description = job._description(model, adapter, lm)
             self._weights_version = description["weights_version"]
-            max_rows = job._input.stat().st_size
             again = {"retry_errors": job._retry_errors, "overwrite": job._overwrite}
-            journal.read(description, max_rows, **again)
+            journal.read(description, max_rows(job._input), **again)
             self._compare()
             if self._is_closed:
                 return
             journal.start()
-            self._rows = itertools.islice(read_rows(job._input, job._form), self._report.rows)
+            self._rows = job._rows(self._report.rows)
 
     def _compare(self) -> None:
         """Read the input once. Finished rows must be unchanged, and all columns known."""
         job, report, digests = self._job, self._report, self._journal.digests
         known: dict[str, None] = {}
         count = 0
-        rows = read_rows(job._input, job._form)
-        for row in itertools.islice(rows, max(job._limit, len(digests))):
+        for row in job._rows(max(job._limit, len(digests))):
             if self._is_closed:
                 return
             count += 1
@@ -389,9 +389,10 @@ class JobRun:
         for name in (*job._prompts.columns, *(job._keep_columns or ())) if count else ():
             value_of(known, name)
 
-    async def run(self, lm: AsyncLM) -> JobReport:
+    async def run(self, lm: AsyncLM, *, progress: bool = False) -> JobReport:
         """Run the remaining rows, write them, and return a report. Raises as ``Job.run``, and
         InvalidRequest if this run has run or is closed."""
+        progress = check_bool("progress", progress)
         job, rows, self._rows = self._job, self._rows, None
         if rows is None:
             raise InvalidRequest("a run runs once, and not when it is closed: begin another")
@@ -401,12 +402,16 @@ class JobRun:
             self._adapter = lm.adapter_files(name)
         self._began = time.monotonic()
         runner = ItemRunner(lm, cast("Any", job._options))
-        beats = asyncio.create_task(self._beat())
+        beats = asyncio.create_task(self._beat(logging.DEBUG if progress else logging.INFO))
         try:
             if self._report.left:
                 await runner.check()
                 await runner.probe()
-                await self._run_rows(lm, runner, rows)
+                left = self._report.left
+                with progress_bar(
+                    "rows", left, shown=progress, unit="row", ends_early=False
+                ) as step:
+                    await self._run_rows(lm, runner, rows, step)
         finally:
             beats.cancel()
         return self.report()
@@ -419,7 +424,9 @@ class JobRun:
         counted = Counter(report.failed), Counter(report.invalid)
         return replace(report, failed=counted[0], invalid=counted[1], seconds=seconds)
 
-    async def _run_rows(self, lm: AsyncLM, runner: ItemRunner, rows: Iterable[Row]) -> None:
+    async def _run_rows(
+        self, lm: AsyncLM, runner: ItemRunner, rows: Iterable[Row], step: Callable[..., None]
+    ) -> None:
         answers: ConcurrentMap[_RowResult] = ConcurrentMap(
             self._remaining(rows),
             lambda number, row: self._answer(runner, number, row),
@@ -429,6 +436,7 @@ class JobRun:
         try:
             while not self._report.stopped and (taken := await answers.take()) is not None:
                 self._settle(lm, taken[1])
+                step(failed=self._report.failed.total())
         finally:
             await answers.close()
             for _, answer in answers.drain():
@@ -543,22 +551,23 @@ class JobRun:
             "error_type": None if error is None else type(error).__name__,
         }
 
-    async def _beat(self) -> None:
+    async def _beat(self, level: int) -> None:
         """Log the progress and synchronize the output, every ``BEAT_SECONDS``."""
         while True:
             await asyncio.sleep(BEAT_SECONDS)
-            log.info("%s: %s", self._job._output, self.report().progress)
+            log.log(level, "%s: %s", self._job._output, self.report().progress)
             try:
                 await run_in_thread(self._journal.sync)
             except OutputFailed as error:
                 log.warning("%s", error)
 
     def close(self) -> None:
-        """Synchronize and close the output, and release its lock. Idempotent, from any thread."""
+        """Synchronize and close the output, and release its lock. If every row has a line, write a CSV or
+        Parquet output. Idempotent, from any thread."""
         self._is_closed = True
         with self._opening:
             self._rows = None
-            self._journal.close()
+            self._journal.close(is_complete=not self._report.left)
 
     def __enter__(self) -> Self:
         return self
@@ -568,17 +577,12 @@ class JobRun:
 
 
 def _completion_fields(text: Completion | None) -> dict[str, Any]:
+    names = ("text", "finish_reason", "stop_reason", "truncated")
+    fields: dict[str, Any] = {name: getattr(text, name, None) for name in names}
+    fields["prompt_tokens"] = None if text is None else len(text.prompt_token_ids)
+    fields["completion_tokens"] = None if text is None else len(text.token_ids)
     if text is None:
-        names = "text finish_reason stop_reason truncated prompt_tokens completion_tokens"
-        return dict.fromkeys(names.split())
-    fields: dict[str, Any] = {
-        "text": text.text,
-        "finish_reason": text.finish_reason,
-        "stop_reason": text.stop_reason,
-        "truncated": text.truncated,
-        "prompt_tokens": len(text.prompt_token_ids),
-        "completion_tokens": len(text.token_ids),
-    }
+        return fields
     if text.reasoning:
         fields["reasoning"] = text.reasoning
     if text.logprobs:

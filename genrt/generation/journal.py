@@ -1,5 +1,6 @@
-"""The output file of a job, with a description (``OUTPUT.job.json``) of how its lines were made. A killed
-process leaves at most one incomplete line at the end, which the next run cuts off."""
+"""The lines of a job, with a description (``FILE.job.json``) of how they were made. A killed process
+leaves at most one incomplete line at the end, which the next run cuts off. When each row has a line, a
+CSV or Parquet output is written from them."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from typing import IO, Any
 import filelock
 
 from genrt.errors import InvalidRequest, JobRefused, OutputFailed
-from genrt.generation.tables import parse_json
+from genrt.generation.tables import format_of, parse_json, write_table
 
 log = logging.getLogger("genrt.generation")
 
@@ -58,16 +59,20 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]
 
 
 class Journal:
-    """The output file of one job.
+    """The output of one job.
 
     Attributes:
-        path: the file, with links resolved.
+        output: the output, with links resolved.
+        path: the file of lines: the output, or ``OUTPUT.jsonl`` if the output is a table.
         digests: the digest of each finished row of the input, by index; 0 for other rows.
         finished: the number of finished rows; ``failed`` of them with an error.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = Path(os.path.realpath(path))
+    def __init__(self, output: Path, delimiter: str = ",") -> None:
+        self.output = self.path = Path(os.path.realpath(output))
+        self._form, self._delimiter = format_of(output), delimiter
+        if self._form != "jsonl":
+            self.path = Path(os.path.realpath(f"{self.output}.jsonl"))
         self.description = self.path.with_name(f"{self.path.name}.job.json")
         self.digests = array("Q")
         self.finished = self.failed = 0
@@ -96,8 +101,9 @@ class Journal:
         """
         if not self.path.parent.is_dir():
             raise InvalidRequest(f"there is no directory {self.path.parent}: make it first")
-        if self.path.exists() and not self.path.is_file():
-            raise InvalidRequest(f"{self.path} is no file: name one for the output")
+        for path in (self.output, self.path):
+            if path.exists() and not path.is_file():
+                raise InvalidRequest(f"{path} is no file: name one for the output")
         before = self._parts = {**description}
         with _translate_os_errors(self.path):
             try:
@@ -106,7 +112,8 @@ class Journal:
                 raise JobRefused(
                     f"another job writes {self.path}: wait for it, or name another output"
                 ) from error
-            if not overwrite and self.path.exists() and self.path.stat().st_size:
+            written = [path for path in (self.output, self.path) if path.exists()]
+            if not overwrite and any(path.stat().st_size for path in written):
                 before = self._read_description()
                 self._read_lines(max_rows, retry_errors=retry_errors)
         if self.finished or self._retried:
@@ -117,13 +124,14 @@ class Journal:
                 )
 
     def _read_description(self) -> dict[str, Any]:
+        for path in (self.path, self.description):
+            if not path.exists():
+                raise JobRefused(
+                    f"{self.output} was not written by a job, for there is no {path.name}: name another "
+                    "output, or overwrite it (--overwrite, overwrite=True)"
+                )
         try:
             read = parse_json(self.description.read_bytes())
-        except FileNotFoundError as error:
-            raise JobRefused(
-                f"{self.path} was not written by a job, for there is no {self.description.name}: name "
-                "another output, or overwrite it (--overwrite, overwrite=True)"
-            ) from error
         except ValueError as error:
             raise JobRefused(f"{self.description} is damaged ({error}): {REMEDY}") from error
         parts = read.get("parts") if isinstance(read, dict) else None
@@ -172,8 +180,10 @@ class Journal:
 
     def start(self) -> None:
         """Open the file for the next line: cut off an incomplete one, remove the rows that run again, and
-        write the description."""
+        write the description. A table whose lines start over is removed."""
         with _translate_os_errors(self.path):
+            if self.output != self.path and not self._size:
+                self.output.unlink(missing_ok=True)
             if self._retried:
                 with _replaced(self.path) as kept, self.path.open("rb") as file:
                     for number, line in enumerate(file):
@@ -185,7 +195,6 @@ class Journal:
             with _replaced(self.description) as described:
                 text = json.dumps({"format": FORMAT, "parts": self._parts}, indent=1)
                 described.write(text.encode() + b"\n")
-            _sync_directory(self.path.parent)
 
     def write(self, entry: Mapping[str, Any]) -> None:
         """Append a line. If it cannot be written (OutputFailed), no part of it is in the file."""
@@ -210,10 +219,29 @@ class Journal:
             if (file := self._file) is not None:
                 os.fsync(file.fileno())
 
-    def close(self) -> None:
-        """Synchronize and close the file, and release the lock. Idempotent."""
+    def _write_table(self) -> None:
+        """Replace the output by a table of the lines, in the order of the rows."""
+        indexes, places = array("Q"), array("Q", [0])
+        with _translate_os_errors(self.output), self.path.open("rb") as file:
+            for line in file:
+                indexes.append(parse_json(line)["index"])
+                places.append(places[-1] + len(line))
+            order = sorted(range(len(indexes)), key=indexes.__getitem__)
+
+            def lines() -> Iterator[dict[str, Any]]:
+                for number in order:
+                    file.seek(places[number])
+                    yield parse_json(file.readline())
+
+            with _replaced(self.output) as table:
+                write_table(table, self._form, self._delimiter, lines)
+
+    def close(self, *, is_complete: bool) -> None:
+        """Synchronize the lines, write a table if they are complete, and release the lock. Idempotent."""
         try:
             self.sync()
+            if is_complete and self._file is not None and self.output != self.path:
+                self._write_table()
         finally:
             if self._file is not None:
                 self._file.close()
@@ -250,11 +278,7 @@ def _replaced(path: Path) -> Iterator[IO[bytes]]:
         os.replace(scratch, path)
     finally:
         scratch.unlink(missing_ok=True)
-    _sync_directory(path.parent)
-
-
-def _sync_directory(path: Path) -> None:
-    directory = os.open(path, os.O_RDONLY)
+    directory = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(directory)
     finally:

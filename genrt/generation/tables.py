@@ -1,22 +1,26 @@
-"""The input of a job: rows of JSONL, CSV and TSV files, read one at a time, and their prompts."""
+"""The files of a job: rows of JSONL, CSV, TSV and Parquet, read one at a time, their prompts, and output
+tables."""
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import hashlib
+import io
+import itertools
 import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
-from genrt.errors import InvalidRequest, UnknownColumn
+from genrt.errors import ExtraNotInstalled, InvalidRequest, UnknownColumn
 from genrt.numbers import check_bool, named, shown
 
-FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "tsv"}
+FORMATS = {".ndjson": "jsonl"} | {f".{form}": form for form in ("jsonl", "csv", "tsv", "parquet")}
 """The formats by file suffix."""
 
 
@@ -36,18 +40,35 @@ class Row:
 
 
 def format_of(path: Path) -> str:
-    """Return the format of a file, by its suffix. Raises InvalidRequest if it is unknown."""
+    """Return the format of a file, by its suffix. Raises InvalidRequest if it is unknown, and
+    ExtraNotInstalled if its package is missing."""
     if (found := FORMATS.get(path.suffix.lower())) is None:
         raise InvalidRequest(
-            f"a job reads {', '.join(FORMATS)}, and {path} has another suffix: rename or convert it"
+            f"a job reads and writes {', '.join(FORMATS)}, and {path} has another suffix: rename or "
+            "convert it"
         )
+    if found == "parquet":
+        _import_pyarrow()
     return found
 
 
-def read_rows(path: Path, form: str) -> Iterator[Row]:
+def _import_pyarrow() -> Any:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ExtraNotInstalled("Parquet needs pyarrow: pip install 'genrt[parquet]'") from error
+    return pyarrow
+
+
+def read_rows(path: Path, delimiter: str = ",") -> Iterator[Row]:
     """Yield the rows of a file in order, in flat memory. InvalidRequest names the line that is not a row,
     but not its content."""
-    lines = _json_lines(path) if form == "jsonl" else _csv_lines(path, form)
+    lines = {
+        "jsonl": lambda: _json_lines(path),
+        "parquet": lambda: _parquet_rows(path),
+        "csv": lambda: _csv_lines(path, delimiter),
+        "tsv": lambda: _csv_lines(path, "\t"),
+    }[format_of(path)]()
     try:
         for index, columns in enumerate(lines):
             yield Row(index, columns, _digest_row(columns))
@@ -57,6 +78,14 @@ def read_rows(path: Path, form: str) -> Iterator[Row]:
         raise InvalidRequest(
             f"{path} is not UTF-8 ({error.reason}): convert it, for example with iconv"
         ) from error
+
+
+def max_rows(path: Path) -> int:
+    """Return a bound on the number of rows of a file, without reading them."""
+    if format_of(path) != "parquet":
+        return path.stat().st_size
+    with _open_parquet(path) as file:
+        return int(file.metadata.num_rows)
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -102,9 +131,34 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
             yield columns
 
 
-def _csv_lines(path: Path, form: str) -> Iterator[dict[str, Any]]:
+@contextlib.contextmanager
+def _open_parquet(path: Path) -> Iterator[Any]:
+    pyarrow = _import_pyarrow()
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            _checked_header(path, file.schema_arrow.names)
+            yield file
+    except (pyarrow.ArrowException, ValueError, OSError) as error:
+        raise InvalidRequest(f"{path} cannot be read: {error}") from error
+
+
+def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
+    with _open_parquet(path) as file:
+        for batch in file.iter_batches(1024):
+            text = json.dumps(batch.to_pylist(), default=_as_text)
+            yield from json.loads(text, parse_constant=lambda name: None)
+
+
+def _as_text(value: Any) -> str:
+    """Return a date, a time or a decimal number as text."""
+    if isinstance(value, bytes):
+        raise ValueError("it has binary values: leave their column out, or convert them to text")
+    return str(value)
+
+
+def _csv_lines(path: Path, delimiter: str) -> Iterator[dict[str, Any]]:
     with path.open(encoding="utf-8-sig", newline="") as file:
-        lines = csv.reader(file, strict=True, delimiter="\t" if form == "tsv" else ",")
+        lines = csv.reader(file, strict=True, delimiter=delimiter)
         header: list[str] = []
         try:
             for fields in filter(None, lines):
@@ -140,17 +194,88 @@ def _digest_row(columns: dict[str, Any]) -> int:
     return int.from_bytes(digest, "big") or 1
 
 
-def check_files(source: Path, output: Path) -> None:
-    """Raise InvalidRequest unless the input is a readable file, and the output can be one of JSONL."""
+def write_table(
+    file: IO[bytes], form: str, delimiter: str, lines: Callable[[], Iterator[dict[str, Any]]]
+) -> None:
+    """Write the lines of a job as a CSV, TSV or Parquet file, in flat memory.
+
+    The columns are those of ``input``, then the other fields without ``digest``. An input column with the
+    name of a field gets the prefix ``input.``. A column of Parquet has the type of its values, if all are
+    bool, int, float or str. All other values are written as JSON.
+    """
+    types: dict[tuple[bool, str], set[type]] = {}
+    for line in lines():
+        for column, value in _cells(line).items():
+            types.setdefault(column, set()).add(_type_of(value))
+    columns = sorted(types, key=lambda column: column[0])
+    names = []
+    for is_field, name in columns:
+        is_taken = not is_field and ((True, name) in types or name.startswith("input."))
+        names.append(_as_cell(f"input.{name}" if is_taken else name))
+    rows = ([cells.get(column) for column in columns] for cells in map(_cells, lines()))
+    if form != "parquet":
+        text = io.TextIOWrapper(file, "utf-8", newline="")
+        writer = csv.writer(text, delimiter="\t" if form == "tsv" else delimiter)
+        writer.writerow(names)
+        writer.writerows(map(_as_cell, row) for row in rows)
+        text.detach()
+        return
+    pyarrow = _import_pyarrow()
+    arrow = {bool: pyarrow.bool_(), int: pyarrow.int64(), float: pyarrow.float64()}
+    kinds = [_common_type(types[column]) for column in columns]
+    fields = [arrow.get(kind, pyarrow.string()) for kind in kinds]
+    schema = pyarrow.schema([*zip(names, fields, strict=True)])
+    with pyarrow.parquet.ParquetWriter(file, schema) as writer:
+        while batch := [*itertools.islice(rows, 4096)]:
+            values = zip(*(map(_as_cell, row, kinds) for row in batch), strict=True)
+            arrays = [*map(pyarrow.array, values, fields)]
+            writer.write_batch(pyarrow.record_batch(arrays, schema))
+
+
+def _cells(line: dict[str, Any]) -> dict[tuple[bool, str], Any]:
+    """Return the values of a line by (whether it is a field of the job, its name)."""
+    fields = {(True, name): line[name] for name in line if name not in ("input", "digest")}
+    return {(False, name): value for name, value in line["input"].items()} | fields
+
+
+def _type_of(value: Any) -> type:
+    is_too_big = isinstance(value, int) and not -(2**63) <= value < 2**63
+    return str if is_too_big or isinstance(value, list | dict) else type(value)
+
+
+def _common_type(types: set[type]) -> type:
+    types = types - {type(None)}
+    if types == {int, float}:
+        return float
+    return types.pop() if len(types) == 1 else str
+
+
+def _as_cell(value: Any, kind: type = str) -> Any:
+    """Return a value as this type; str is text that UTF-8 can represent, or JSON."""
+    if value is None or kind is not str:
+        return None if value is None else kind(value)
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text.encode(errors="backslashreplace").decode()
+
+
+def check_files(source: Path, output: Path, delimiter: str) -> None:
+    """Raise InvalidRequest unless the input is a readable file, the formats are known, and the delimiter
+    is a character for a ``.csv`` file."""
     if not source.exists():
         raise InvalidRequest(f"there is no file {source}")
     if not source.is_file():
         raise InvalidRequest(f"{source} is not a file: a job reads its input more than once")
     if not os.access(source, os.R_OK):
         raise InvalidRequest(f"{source} cannot be read: its permissions forbid it")
-    if FORMATS.get(output.suffix.lower(), "jsonl") != "jsonl":
+    forms = format_of(source), format_of(output)
+    if not isinstance(delimiter, str) or len(delimiter) != 1 or delimiter in '"\r\n\0':
         raise InvalidRequest(
-            f"the output is a line of JSON for each row: call it {output.with_suffix('.jsonl').name}"
+            f"delimiter must be one character, and no quote or end of line, got {shown(delimiter)}; for "
+            "tabs call the file .tsv"
+        )
+    if delimiter != "," and "csv" not in forms:
+        raise InvalidRequest(
+            f"delimiter is for .csv files, and neither {source} nor {output} is one"
         )
 
 

@@ -31,11 +31,12 @@ def rows(number: int, *, first: int = 0) -> list[dict[str, Any]]:
 
 
 def job(directory: Path, **options: Any) -> Job:
-    """A job from ``in.jsonl`` to ``out.jsonl``."""
+    """A job from ``in.jsonl`` to ``out.jsonl``, or another ``output``."""
+    output = options.pop("output", "out.jsonl")
     given: dict[str, Any] = {"prompt_template": "say {text}", "max_tokens": 6}
     if "messages_column" in options:
         del given["prompt_template"]
-    return Job(directory / "in.jsonl", directory / "out.jsonl", **(given | options))
+    return Job(directory / "in.jsonl", directory / output, **(given | options))
 
 
 def lines_of(directory: Path) -> list[dict[str, Any]]:

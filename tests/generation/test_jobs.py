@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 import pydantic
 import pytest
 
@@ -30,9 +31,10 @@ from genrt.errors import (
     UnknownColumn,
 )
 from genrt.generation import jobs, journal, many
-from genrt.generation.jobs import Job, JobReport
+from genrt.generation.jobs import Job, JobReport, JobRun
 from genrt.generation.journal import Journal
 from genrt.generation.many import Failed
+from genrt.generation.tables import read_rows
 from genrt.generation.validators import JSONSchema
 from genrt.lm import AsyncLM
 from genrt.questions.completions import Completion
@@ -467,10 +469,14 @@ def test_the_input_is_no_output(lm: AsyncLM, folder: Path) -> None:
     before = (folder / "in.jsonl").read_bytes()
     (folder / "link.jsonl").symlink_to(folder / "in.jsonl")
     os.link(folder / "in.jsonl", folder / "hard.jsonl")
-    os.mkfifo(folder / "fifo")
+    os.link(folder / "in.jsonl", folder / "out.csv.jsonl")
+    os.mkfifo(folder / "fifo.jsonl")
+    for name in ("folder.jsonl", "folder.csv", "other.csv.jsonl"):
+        (folder / name).mkdir()
     for name, said in {
-        **dict.fromkeys(("in.jsonl", "link.jsonl", "hard.jsonl"), "is the input"),
-        **dict.fromkeys((".", "fifo"), "is no file"),
+        **dict.fromkeys(("in.jsonl", "link.jsonl", "hard.jsonl", "out.csv"), "is the input"),
+        **dict.fromkeys(("folder.jsonl", "folder.csv", "other.csv", "fifo.jsonl"), "is no file"),
+        **dict.fromkeys((".", "out", "out.xlsx"), "another suffix"),
         "none/out.jsonl": "no directory",
         **dict.fromkeys(("x" * 300, "\ud800", "\0"), "output must be a path that a file can have"),
     }.items():
@@ -566,6 +572,149 @@ def test_a_disk_that_is_full_leaves_whole_lines_and_the_job_goes_on_later(
     assert 0 < len(had) < 12
     assert job(folder).run_sync(lm).skipped == len(had)
     assert lines_of(folder) == whole
+
+
+# -- tables -------------------------------------------------------------------------------------
+
+TABLES = ["out.csv", "out.tsv", "out.parquet"]
+
+
+def table_of(folder: Path, name: str) -> list[dict[str, Any]]:
+    """The rows of a table; ``input.text`` and the numbers of tokens, as a job reads them."""
+    return [row.columns for row in read_rows(folder / name)]
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_has_the_lines_in_the_order_of_the_rows(
+    name: str, lm: AsyncLM, folder: Path, scripted: Scripted
+) -> None:
+    scripted.errors = {3: EngineFailed('broken,\n"')}
+    job(folder).run_sync(lm)
+    assert job(folder, output=name, concurrency=5).run_sync(lm).left == 0
+    table, lines = table_of(folder, name), lines_of(folder)
+    own = name == "out.parquet"  # other formats have texts only
+    for line, row in zip(lines, table, strict=True):
+        fields = {field: value for field, value in line.items() if field not in ("digest", "input")}
+        text, number = line["input"].values()
+        wanted = {"input.text": text, "number": number, **fields}
+        if not own:
+            wanted = {
+                field: ""
+                if value is None
+                else value
+                if isinstance(value, str)
+                else json.dumps(value)
+                for field, value in wanted.items()
+            }
+        assert row == wanted
+    assert [row["error"] for row in table if row["error"]] == ['broken,\n"']
+    names = [name, f"{name}.jsonl", f"{name}.jsonl.job.json"]
+    assert sorted(os.listdir(folder)) == sorted(
+        ["in.jsonl", "out.jsonl", "out.jsonl.job.json", *names]
+    )
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_comes_with_the_last_row_and_after_every_run(
+    name: str, lm: AsyncLM, folder: Path, scripted: Scripted
+) -> None:
+    """A job ends after each number of rows; the rows are asked once."""
+    job(folder).run_sync(lm)
+    texts = [line["text"] for line in lines_of(folder)]
+    path, lines = folder / name, folder / f"{name}.jsonl"
+    job(folder, output=name).run_sync(lm)
+    whole = lines.read_bytes()
+    ends = [place for place, byte in enumerate(whole, 1) if byte == ord("\n")]
+    for size in (0, ends[0] - 1, ends[0], ends[5] + 9, ends[10], ends[11]):
+        lines.write_bytes(whole[:size])
+        path.unlink(missing_ok=True)
+        (folder / f".{name}.partial").write_bytes(b"of a kill while the table was written")
+        scripted.asked.clear()
+        report = job(folder, output=name).run_sync(lm)
+        assert (report.complete, len(scripted.asked)) == (True, 12 - whole[:size].count(b"\n"))
+        assert [row["text"] for row in table_of(folder, name)] == texts
+        assert not list(folder.glob(".*"))
+    path.unlink()
+    with job(folder, output=name).begin():  # nothing is left to do
+        pass
+    assert len(table_of(folder, name)) == 12
+    write_rows(folder / "in.jsonl", rows(15))
+    assert job(folder, output=name).run_sync(lm).done == 3
+    assert [row["number"] for row in table_of(folder, name)][-1] in (14, "14")
+
+
+async def test_a_table_is_only_written_when_it_is_complete(
+    lm: AsyncLM, folder: Path, scripted: Scripted
+) -> None:
+    path = folder / "out.csv"
+    scripted.errors = dict.fromkeys(range(4, 12), EngineFailed("broken"))
+    options: dict[str, Any] = {"output": "out.csv", "concurrency": 1}
+    report = await job(folder, **options, max_consecutive_failures=3).run(lm)
+    assert report.left == 5
+    assert not path.exists()
+    scripted.errors = {}
+    assert (await job(folder, **options, retry_errors=True).run(lm)).complete
+    complete = path.read_bytes()
+    with pytest.raises(JobRefused, match="another max_tokens"):
+        await job(folder, **options, max_tokens=5).run(lm)
+    assert path.read_bytes() == complete
+    with job(folder, **options, overwrite=True).begin():
+        assert not path.exists()  # its lines are gone
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("lacks", ["out.csv.jsonl", "out.csv.jsonl.job.json"])
+def test_a_table_that_no_job_has_written_is_refused(lacks: str, lm: AsyncLM, folder: Path) -> None:
+    job(folder, output="out.csv").run_sync(lm)
+    (folder / lacks).unlink()
+    (folder / "out.csv").write_text("mine")
+    with pytest.raises(JobRefused, match=f"out.csv was not written by a job.* no {lacks}:"):
+        job(folder, output="out.csv").run_sync(lm)
+    assert (folder / "out.csv").read_text() == "mine"
+    assert job(folder, output="out.csv", overwrite=True).run_sync(lm).complete
+    assert len(table_of(folder, "out.csv")) == 12
+
+
+def test_a_table_that_cannot_be_written_leaves_the_lines(
+    lm: AsyncLM, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(journal, "write_table", full)
+        with pytest.raises(OutputFailed, match=r"out\.csv cannot be written: No space left"):
+            job(folder, output="out.csv").run_sync(lm)
+    assert sorted(os.listdir(folder)) == ["in.jsonl", "out.csv.jsonl", "out.csv.jsonl.job.json"]
+    assert job(folder, output="out.csv").run_sync(lm).skipped == 12
+    assert len(table_of(folder, "out.csv")) == 12
+
+
+@pytest.mark.parametrize("source", ["in.csv", "in.tsv", "in.parquet"])
+def test_a_table_may_be_the_input(source: str, lm: AsyncLM, folder: Path) -> None:
+    given: dict[str, Any] = {"prompt_template": "say {text}", "max_tokens": 6}
+    job(folder).run_sync(lm)
+    table = pandas.DataFrame(ROWS)
+    if source == "in.parquet":
+        table.to_parquet(folder / source)
+    else:
+        table.to_csv(folder / source, sep="\t" if source == "in.tsv" else ";", index=False)
+    delimiter = ";" if source == "in.csv" else ","
+    for limit in (5, None):
+        for output in ("two.jsonl", "two.parquet"):
+            again = Job(folder / source, folder / output, delimiter=delimiter, limit=limit, **given)
+            assert again.run_sync(lm).complete
+    texts = [line["text"] for line in lines_of(folder)]
+    assert [*pandas.read_parquet(folder / "two.parquet")["text"]] == texts
+
+
+def test_another_delimiter_than_the_files_is_told_with_the_columns(
+    lm: AsyncLM, folder: Path
+) -> None:
+    (folder / "in.csv").write_text("text;number\na;1\n")
+    with pytest.raises(UnknownColumn, match="'text': there are 'text;number'"):
+        Job(folder / "in.csv", folder / "out.csv", prompt_template="{text}").run_sync(lm)
+    assert os.listdir(folder).count("out.csv") == 0
 
 
 # -- failures -----------------------------------------------------------------------------------
@@ -807,6 +956,47 @@ async def test_a_heartbeat_tells_how_far_the_job_is(
     assert report.progress == "50 of 100 rows, 5 failed, 0 tokens/s, 0:00:30 elapsed, 0:01:30 left"
 
 
+def test_the_estimate_follows_the_clock(
+    lm: AsyncLM, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row takes a second of this clock."""
+    job(folder, limit=2).run_sync(lm)
+    clock, said = [100.0], list[str]()
+    monkeypatch.setattr(jobs, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
+    original = JobRun._settle
+
+    def settle(run: JobRun, *args: Any) -> None:
+        clock[0] += 1
+        original(run, *args)
+        said.append(run.report().progress)
+
+    monkeypatch.setattr(JobRun, "_settle", settle)
+    report = job(folder, concurrency=1).run_sync(lm)
+    assert report.seconds == 10
+    for number, line in enumerate(said, 1):
+        assert line.startswith(f"{number + 2} of 12 rows, 0 failed")
+        assert line.endswith(f"0:00:{number:02} elapsed, 0:00:{10 - number:02} left")
+
+
+def test_a_bar_counts_the_rows_of_this_run(
+    lm: AsyncLM, folder: Path, scripted: Scripted, capfd: pytest.CaptureFixture[str]
+) -> None:
+    scripted.errors = {5: EngineFailed("broken")}
+    job(folder, limit=2).run_sync(lm)
+    assert capfd.readouterr() == ("", "")
+    job(folder).run_sync(lm, progress=True)
+    out, err = capfd.readouterr()
+    last = err.rstrip().rsplit("\r", 1)[-1]
+    assert out == ""
+    assert "rows: 100%" in last
+    assert "10/10" in last
+    assert "failed=1" in last
+    with job(folder).begin() as running:
+        with pytest.raises(InvalidRequest, match="progress"):
+            running.run_sync(lm, progress=2)  # type: ignore[arg-type]
+        assert running.run_sync(lm).skipped == 12
+
+
 # -- arguments ----------------------------------------------------------------------------------
 
 
@@ -822,7 +1012,8 @@ def test_what_does_not_go_together_is_refused(folder: Path) -> None:
         {"min_tokens": 7},
         {"regex": "("},
         {"grammar": "no grammar"},
-        {"output": folder / "out.csv"},
+        {"output": folder / "out.xlsx"},
+        {"delimiter": ";"},
     ):
         given: dict[str, Any] = {"prompt_template": "{text}", "max_tokens": 6} | wrong
         with pytest.raises(InvalidRequest):

@@ -1,5 +1,5 @@
 """A job is killed at random moments, twenty times, then finished: each row is there once, whole, with the
-text that its seed decides, and what was written is never asked again.
+text that its seed decides, and what was written is never asked again. The table comes at the end.
 
 Each run is a child, forked from a process that has imported genrt, so that most of its time is the job's.
 ``GENRT_JOB_KILLS`` says how often it is killed.
@@ -14,6 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pandas
 import pytest
 
 import genrt
@@ -33,7 +34,7 @@ from genrt.lm import AsyncLM
 from tests.generation.job_cases import MODEL, job
 
 folder, kills, concurrency = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-output, asked = folder / "out.jsonl", folder / "asked"
+output, asked = folder / "out.parquet.jsonl", folder / "asked"
 choose = random.Random(int(sys.argv[4]))
 original = AsyncLM.generate
 
@@ -47,7 +48,7 @@ def size():
 
 def child():
     with genrt.load(MODEL, engine="exact") as lm:
-        report = job(folder, concurrency=concurrency).run_sync(lm)
+        report = job(folder, output="out.parquet", concurrency=concurrency).run_sync(lm)
     print(report.done, report.skipped, report.complete, flush=True)
 
 AsyncLM.generate = generate
@@ -95,6 +96,9 @@ def test_a_job_that_is_killed_again_and_again_is_finished(tmp_path: Path) -> Non
     assert ends[-1] == 0
     assert killed >= KILLS // 2, f"seed {seed}: the job was done too early, {told}"
 
+    table = pandas.read_parquet(tmp_path / "out.parquet")
+    for suffix in ("", ".job.json"):
+        (tmp_path / f"out.parquet.jsonl{suffix}").rename(tmp_path / f"out.jsonl{suffix}")
     lines = lines_of(tmp_path)  # all whole, each of a row of its own
     assert [line["index"] for line in lines] == list(range(ROWS))
     assert [line["input"] for line in lines] == rows(ROWS)
@@ -103,11 +107,13 @@ def test_a_job_that_is_killed_again_and_again_is_finished(tmp_path: Path) -> Non
         texts = lm.batch_generate_sync(prompts, max_tokens=6, seed=0)
     assert [line["text"] for line in lines] == [each.text for each in texts]
     assert all(line["error"] is None for line in lines)
+    assert [*table["index"]] == list(range(ROWS))
+    assert [*table["text"]] == [each.text for each in texts]
 
     asked = [int(line) for line in (tmp_path / "asked").read_text().split() if line != "run"]
     assert {*asked} == {*range(ROWS)}
     # Twice only what was under way when the job was killed, or ended and not yet written.
     again = len(asked) - ROWS
     assert again <= killed * 2 * CONCURRENCY, f"seed {seed}: {again} rows were asked again"
-    assert sorted(tmp_path.glob(".*")) in ([], [tmp_path / ".out.jsonl.lock"])
+    assert sorted(tmp_path.glob(".*")) in ([], [tmp_path / ".out.parquet.jsonl.lock"])
     assert json.loads((tmp_path / "out.jsonl.job.json").read_bytes())["format"] == FORMAT
