@@ -56,6 +56,7 @@ from genrt.inference.samplers import (
 )
 from genrt.inference.text_model import TextModel
 from genrt.inference.texts import END_TOKEN, TextTrace
+from genrt.tokens.texts import batched
 
 __all__ = [
     "AWRS",
@@ -84,6 +85,7 @@ __all__ = [
     "TextModel",
     "TextTrace",
     "Trace",
+    "batched",
     "beam_search",
     "branch",
     "chain",

@@ -19,7 +19,7 @@ from genrt.questions.arguments import advice_for, host_array
 from genrt.questions.rows import id_words
 from genrt.runtime.concurrency import ConcurrentCalls
 from genrt.structures.matching import Tokens
-from genrt.tokens.texts import Potential, Text
+from genrt.tokens.texts import BatchPotential, Potential, Text
 
 S = TypeVar("S")
 
@@ -132,18 +132,37 @@ async def evaluate_potential(name: str, potential: Potential, texts: Sequence[Te
     """Return the texts' log-weights; equal texts are one call. ``name`` is for messages.
 
     A plain function is called in another thread, for one text after the other; a coroutine function on
-    the running loop, for all texts at once. The first exception is raised. After it, or a
-    cancellation, no call continues, except a plain one that already runs. Raises InvalidRequest for a
-    log-weight that is not a number, NaN or +inf.
+    the running loop, for all texts at once; a ``batched`` one once for all. The first exception is
+    raised. After it, or a cancellation, no call continues, except a plain one that already runs. Raises
+    InvalidRequest for a log-weight that is not a number, NaN or +inf.
     """
     distinct = list(dict.fromkeys(texts))
     answers: dict[int, Any] = {}
-    asked = ConcurrentCalls(potential, max_concurrent=max(1, len(distinct)))
-    await asked.about(dict(enumerate(distinct)), answers.__setitem__)
+    if isinstance(potential, BatchPotential) and distinct:
+        asked = ConcurrentCalls(potential.function, max_concurrent=1)
+        await asked.about({0: distinct}, answers.__setitem__)
+        answers = dict(enumerate(_for_each_text(name, answers[0], len(distinct))))
+    else:
+        asked = ConcurrentCalls(potential, max_concurrent=max(1, len(distinct)))
+        await asked.about(dict(enumerate(distinct)), answers.__setitem__)
     by_text = {
         text: _checked_weight(name, text, answers[number]) for number, text in enumerate(distinct)
     }
     return [by_text[text] for text in texts]
+
+
+def _for_each_text(name: str, found: Any, count: int) -> list[Any]:
+    """Return the log-weights that a function gave ``count`` texts. Raises InvalidRequest if it gave
+    another number."""
+    try:
+        values = found.tolist() if hasattr(found, "tolist") else list(found)
+    except TypeError:
+        values = []
+    if not isinstance(values, list) or len(values) != count:
+        raise InvalidRequest(
+            f"the {name} gave {displayed(found)} for {count} texts: return a log-weight for each"
+        )
+    return values
 
 
 def _checked_weight(name: str, text: Text, answer: Any) -> float:

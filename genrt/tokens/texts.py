@@ -5,11 +5,12 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeAlias, cast
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
 
 from genrt.errors import InvalidRequest
 
-__all__ = ["Potential", "Predicate", "Text", "decoded"]
+__all__ = ["BatchPotential", "Potential", "Predicate", "Text", "batched", "decoded"]
 
 Bytes: TypeAlias = bytes
 """``bytes``, for a class in which an attribute hides that name."""
@@ -89,3 +90,20 @@ Predicate: TypeAlias = Callable[[Text], bool | Awaitable[bool]]
 
 Potential: TypeAlias = Callable[[Text], float | Awaitable[float]]
 """A log-weight of a text: a finite number, or -inf to rule it out."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPotential:
+    """A potential that judges several texts in one call, made by ``batched``."""
+
+    function: Callable[[list[Text]], Any]
+
+    def __call__(self, text: Text) -> float:
+        return float(self.function([text])[0])
+
+
+def batched(function: Callable[[list[Text]], Any]) -> BatchPotential:
+    """Return a potential from a function of a list of texts, such as a reward model: a plain function, or
+    a coroutine function, which returns a log-weight for each. All different texts of a step are one
+    call."""
+    return BatchPotential(function)

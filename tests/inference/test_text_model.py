@@ -19,7 +19,7 @@ import genrt
 from genrt.constraints import predicate, regex
 from genrt.engines.exact import NGram
 from genrt.errors import InvalidConstraint, InvalidRequest
-from genrt.inference import SMC, TextModel, importance_sampling
+from genrt.inference import SMC, BestOfN, TextModel, batched, importance_sampling
 from genrt.tokens.texts import Text
 
 PROMPT = [0]
@@ -74,6 +74,39 @@ async def test_equal_texts_are_judged_once_in_a_step_and_prefixes_by_the_twist_a
             assert {text for _, text in judged} == {state.particles[i].generated for i in going}
             assert all((name == "potential") == text.finished for name, text in judged)
     assert state.log_weights.tolist() == [0.0] * 100
+
+
+@pytest.mark.parametrize("kind", ["list", "tensor", "async"])
+async def test_a_batched_potential_judges_the_different_texts_of_a_step_in_one_call(
+    kind: str,
+) -> None:
+    calls: list[list[Text]] = []
+
+    def together(texts: list[Text]) -> Any:
+        calls.append(texts)
+        values = [likes_b(text) for text in texts]
+        return torch.tensor(values, dtype=torch.float64) if kind == "tensor" else values
+
+    async def awaited(texts: list[Text]) -> Any:
+        await asyncio.sleep(0)
+        return together(texts)
+
+    judge = batched(awaited if kind == "async" else together)
+    with genrt.load(MODEL, engine="exact") as lm:
+        one = TextModel(lm, PROMPT, max_tokens=4, potential=likes_b, twist=likes_b)
+        expected = await SMC(one, num_particles=12).run(0)
+        model = TextModel(lm, PROMPT, max_tokens=4, potential=judge, twist=judge)
+        found = await SMC(model, num_particles=12).run(0)
+        assert found.texts == expected.texts
+        assert found.log_weights.tolist() == pytest.approx(expected.log_weights.tolist())
+        assert len(calls) <= 2 * len(found.infos)
+        assert all(len(set(texts)) == len(texts) for texts in calls)
+        best = await BestOfN(TextModel(lm, PROMPT, max_tokens=4), n=8, score=judge).run(0)
+        assert len(best.posterior()) == 1
+        for wrong in (lambda texts: [0.0], lambda texts: 0.0, lambda texts: torch.zeros(2, 2)):
+            model = TextModel(lm, PROMPT, max_tokens=4, twist=batched(wrong))
+            with pytest.raises(InvalidRequest, match="a log-weight"):
+                await SMC(model, num_particles=8).run(0)
 
 
 async def test_plain_potentials_are_called_off_the_event_loop() -> None:
