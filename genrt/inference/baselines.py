@@ -205,6 +205,7 @@ def _unweighted(model: TextModel, *, constrained: bool = True) -> TextModel:
     """Return the model without potential and twist, or also without its constraint."""
     made = copy.copy(model)
     made.potential = made._twist = None
+    made._unit = 1  # so that no text waits for the others at the end of a unit
     if not constrained:
         made.constraint, made._start, made._rejects = None, None, False
     return made

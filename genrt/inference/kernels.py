@@ -92,7 +92,8 @@ def resample(
     count: int | None = None,
     pinned: bool = False,
 ) -> Kernel:
-    """Return the kernel that resamples the particles, where one of them is alive and unfinished.
+    """Return the kernel that resamples the particles while one of them is alive and unfinished, or to
+    another number.
 
     Args:
         scheme: how ancestors are drawn; ``partial`` keeps the weights of most particles. Or your own.
@@ -117,9 +118,10 @@ def resample(
         )
 
     async def resampled(state: State) -> State:
-        if not state.unfinished:
-            return state
-        is_due = _is_due(state, below) if size is None else len(state.particles) != size
+        if size is None:
+            is_due = bool(state.unfinished) and _is_due(state, below)
+        else:
+            is_due = len(state.particles) != size and state.ess > 0
         if not is_due:
             return state
         rng = np.random.default_rng(state.seed_sequence())

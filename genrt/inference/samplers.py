@@ -304,7 +304,8 @@ class Comparison:
     """Two samplers of one target, at equal cost.
 
     Attributes:
-        first, second: their runs.
+        first: the runs of the one.
+        second: the runs of the other.
     """
 
     first: Several

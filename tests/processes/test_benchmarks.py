@@ -24,6 +24,7 @@ from benchmarks import (
     overheads,
     pressure,
     replicas,
+    rewards,
     sharing,
     smc,
     step,
@@ -221,3 +222,18 @@ def test_smc_is_measured_beside_the_questions_that_it_asks(
     for ratios in (result["of_population"], result["of_draw"]):
         assert 0 < ratios[0] <= ratios[1] <= ratios[2]
     assert [each["particle_steps"] > 0 for each in result["repeats"]] == [True, True]
+
+
+@pytest.mark.proof
+@pytest.mark.vllm
+def test_rewards_are_measured_beside_calls_that_draw_as_much(
+    step_run: object, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = ["--options", '{"max_num_seqs": 8, "kv_cache_memory_bytes": 67108864}']
+    few = ["--particles", "4", "--branches", "2", "--unit", "3", "--model", str(llama)]
+    [result] = results_of(rewards, tmp_path / "rewards.json", monkeypatch, *few, *small)
+    for name in ("filter", "beam"):
+        for way in rewards.WAYS:
+            low, middle, high = result[f"{name}_of_{way}"]
+            assert 0 < low <= middle <= high
+    assert len(result["repeats"]) == 2

@@ -186,11 +186,45 @@ def policy_gradient(text: str) -> None:
     assert float(re.findall(r"mean cosine (\S+)", text)[0]) > 0.8
 
 
+def error_bars(text: str) -> None:
+    """The error bars of one run have the size of the spread over runs; both means are near the truth."""
+    found = re.findall(r"spread (\S+)  error bar (\S+)  intervals with truth (\d+)%", text)
+    assert len(found) == 2
+    for spread, bar, inside in found:
+        # Fixed seeds, 200 runs: a spread is known to 5 %, and the share to 2 points.
+        assert float(bar) == pytest.approx(float(spread), rel=0.25)
+        assert int(inside) > 85
+    [true] = re.findall(r"^truth +Z = (\S+),", text, re.M)
+    for z, error in re.findall(r"^(?:mult|syst)\S+ +Z = (\S+) \+- (\S+),", text, re.M):
+        assert abs(float(z) - float(true)) < 5 * float(error)
+    assert "systematic run: nan" in text
+
+
+def reward_filtering(text: str) -> None:
+    """At no more rows, texts of the filter have a higher reward: clearly on average."""
+    best, filtered = (float(each) for each in re.findall(r"(\d+) rows a run", text))
+    assert filtered < 1.1 * best
+    found = re.findall(r"all texts +(\S+) \+- (\S+)", text)
+    (low, low_error), (high, high_error) = [(float(a), float(b)) for a, b in found]
+    assert high - low > 3 * (low_error**2 + high_error**2) ** 0.5
+
+
+def power_sampling(text: str) -> None:
+    """SMC and chains are near the exact power; a low temperature is far from it."""
+    away = [float(each) for each in re.findall(r"total variation (\S+),", text)]
+    assert max(away[:2]) < 0.15 < 0.7 < away[2]
+    [(mean, error, exact)] = re.findall(r"evidence (\S+) \+- (\S+) %, exact (\S+)", text)
+    assert abs(float(mean) / float(exact) - 1) < 5 * float(error) / 100
+    means = [float(each) for each in re.findall(r"mean log-probability (\S+)", text)]
+    assert means[0] < means[1] - 3
+    assert means[0] < means[2] - 3
+
+
 RESULTS = {
     f"{check.__name__}.ipynb": check
     for check in (
         first_smc, constraints, your_own_sampler, twist_and_critic, adapters, tuning, generation,
-        populations, policy_gradient,
+        populations, policy_gradient, error_bars, reward_filtering, power_sampling,
     )
 }  # fmt: skip
 
