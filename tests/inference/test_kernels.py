@@ -164,6 +164,14 @@ async def test_a_recipe_is_unbiased(name: str, lm: AsyncLM) -> None:
     )
 
 
+async def test_steering_without_replacement_ends_with_as_many_particles_as_it_began(
+    lm: AsyncLM,
+) -> None:
+    sampler = without_replacement(model(Law(lm, PROMPT), lm), num_particles=3, branches=3)
+    results = [await sampler.run(seed) for seed in range(20)]
+    assert {len(each.values) for each in results if each.ess > 0} == {3}
+
+
 async def test_adaptive_temperatures_reach_the_target(lm: AsyncLM) -> None:
     bare = model(Law(lm, PROMPT), lm, potential=None, twist=None)
     sampler, posterior = tempered(bare, likes_b, num_particles=400), exact(lm, (PROMPT, 1.0))
