@@ -6,10 +6,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import TypeAlias, cast
 
 import numpy as np
 import torch
@@ -33,7 +34,11 @@ from genrt.tokens.sampling import (
     draw_chunk,
     rows_at_once,
     seeded_uniforms,
+    weighed,
 )
+
+Laws: TypeAlias = Sequence[tuple[float, float]]
+"""A temperature and a power above 0 for each of several rows, whose product is drawn from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +139,9 @@ class PopulationDraw(Request):
         seeds: uint64 ``[n]``, one for each draw; without them, the request is for the rows.
         origins: where to find the sequences that these extend, if each extends one by a single token.
         came_from: the handles of all sequences that these extend, which stay known until then.
+        laws: the factors of the weights to draw from, if they are not the row: of each text there are as
+            many sequences in turn, after other prompts, which get the same draw. The weights are the
+            product of their tempered rows to their powers, and a log mass is that of the allowed ones.
         handle: stands for these sequences in later origins.
     """
 
@@ -145,6 +153,7 @@ class PopulationDraw(Request):
     origins: Origins | None = None
     weights_version: int = 0
     came_from: tuple[SequenceHandle, ...] = ()
+    laws: Laws = ()
     handle: SequenceHandle = field(init=False)
 
     def __post_init__(self) -> None:
@@ -190,7 +199,9 @@ class PopulationDraw(Request):
         return again
 
     def parts(self, size: int) -> Iterator[PopulationDraw]:
-        """Yield requests for ``size`` sequences at a time."""
+        """Yield requests for ``size`` sequences at a time, or for those of one text."""
+        turns = len(self.laws) or 1
+        size = max(turns, size - size % turns)
         if len(self) <= size:
             yield self
             return
@@ -206,6 +217,7 @@ class PopulationDraw(Request):
                 origins,
                 self.weights_version,
                 self.came_from if origins is None else origins.handles,
+                self.laws,
             )
 
     def draw(self, rows: Sequence[Tensor] | Tensor, places: np.ndarray | None = None) -> Tensor:
@@ -218,7 +230,7 @@ class PopulationDraw(Request):
             at = np.arange(len(self)) if places is None else places
             return rows.index_select(0, moved(torch.from_numpy(at), rows.device))
         heats = None if self.temperature == 1.0 else np.full(len(self), self.temperature)
-        return draw_from_rows(rows, self.seeds, self.masks, heats, places)
+        return draw_from_rows(rows, self.seeds, self.masks, heats, places, self.laws)
 
     def __repr__(self) -> str:
         return f"PopulationDraw({len(self)} sequences, adapter={self.adapter})"
@@ -236,19 +248,22 @@ def population_draw(
     seed: int | None,
     origins: Origins | None = None,
     came_from: tuple[SequenceHandle, ...] = (),
+    laws: Laws = (),
 ) -> PopulationDraw | None:
     """Return the request for draws after these contexts, or ``None`` if there are none. They are the
-    sequences at ``places`` of a caller with ``count`` sequences; ``masks`` has one for each of these.
-    Raises InvalidRequest for bad masks or a bad parameter."""
+    sequences at ``places`` of a caller with ``count`` sequences; ``masks`` has one for each of these, or
+    with laws for each text. Raises InvalidRequest for bad masks or a bad parameter."""
+    turns = len(laws) or 1
     temperature, seed = draw_temperature(temperature), check_seed(seed)
-    packed = packed_masks(masks, count, vocab_size)
+    packed = packed_masks(masks, count // turns, vocab_size)
     if not len(contexts):
         return None
-    seeds = np.fromiter(nonces, np.uint64, len(places)) if seed is None else seeds_at(seed, places)
-    if packed is not None and len(places) < count:
-        packed = packed[places]
+    texts = places // turns
+    seeds = np.fromiter(nonces, np.uint64, len(places)) if seed is None else seeds_at(seed, texts)
+    if packed is not None and (turns > 1 or len(places) < count):
+        packed = packed[texts]
     return PopulationDraw(
-        contexts, adapter, packed, temperature, seeds, origins, came_from=came_from
+        contexts, adapter, packed, temperature, seeds, origins, came_from=came_from, laws=laws
     )
 
 
@@ -278,7 +293,7 @@ def launch_draws(
     Sequence ``i`` of population ``k`` draws from row ``places[k][i]``, or from row ``i``.
     """
     pairs = [*zip(several, places, strict=True)]
-    if all(each.temperature == 1.0 for each in several):
+    if all(each.temperature == 1.0 and not each.laws for each in several):
         inputs = [DrawInputs(cast("np.ndarray", each.seeds), each.masks, at) for each, at in pairs]
         if (found := graphs.launch(rows, inputs)) is not None:
             return found
@@ -292,6 +307,7 @@ def draw_from_rows(
     masks: PackedMasks | Sequence[bytes] | None,
     heats: np.ndarray | None,
     places: np.ndarray | None = None,
+    laws: Laws = (),
 ) -> Tensor:
     """Return one draw per seed as ``draw_chunk`` does, without waiting for the device.
 
@@ -301,6 +317,7 @@ def draw_from_rows(
         masks: one for each draw, packed; also as bytes.
         heats: the temperatures, float64 ``[n]``; ``None`` is 1 for all.
         places: int64 ``[n]``: draw ``i`` is from row ``places[i]``; by default from row ``i``.
+        laws: as in ``PopulationDraw``.
     """
     device, heat, at = rows[0].device, None, None
     numbers, mask = _moved_inputs(seeded_uniforms(seeds), masks, device)
@@ -313,14 +330,26 @@ def draw_from_rows(
             rows = rows[places[0] : places[-1] + 1]
         else:
             at = moved(torch.from_numpy(places), device)
-    size, parts = rows_at_once(rows[0]), list[Tensor]()
+    turns, parts = len(laws) or 1, list[Tensor]()
+    size = max(1, rows_at_once(rows[0]) // turns) * turns
     for start in range(0, len(numbers), size):
-        part = slice(start, start + size)
+        part, texts = slice(start, start + size), slice(start, start + size, turns)
         batch = rows if at is not None else rows[part]
-        bits, hot, there = [None if x is None else x[part] for x in (mask, heat, at)]
+        there = None if at is None else at[part]
         batch = batch if isinstance(batch, Tensor) else gather_rows(batch)
-        parts.append(draw_chunk(batch, numbers[part], mask=bits, heat=hot, places=there))
-    return _one(parts)
+        if laws:
+            batch, there = _product(batch, there, laws), None
+        bits, hot = [None if x is None else x[texts] for x in (mask, heat)]
+        parts.append(draw_chunk(batch, numbers[texts], mask=bits, heat=hot, places=there))
+    whole = _one(parts)
+    return whole if turns == 1 else whole.repeat_interleave(turns, dim=0)
+
+
+def _product(rows: Tensor, places: Tensor | None, laws: Laws) -> Tensor:
+    """Return the log-weights of the tokens of each text, ``[n, V]``, from its rows in turn."""
+    rows = rows if places is None else rows.index_select(0, places)
+    parts = [weighed(rows[turn :: len(laws)], *each) for turn, each in enumerate(laws)]
+    return functools.reduce(torch.add, parts)
 
 
 def _one(parts: list[Tensor]) -> Tensor:
