@@ -106,7 +106,7 @@ class PopulationRuntime:
         as ``Population.draw``.
 
         Args:
-            masks, origins: of all texts, of all sequences; see ``PopulationDraw.laws``.
+            masks, origins: of all texts, of all sequences; see ``PopulationDraw``.
             most: how many sequences one request has at most.
         """
         count = len(origins.numbers)
@@ -504,10 +504,9 @@ async def draw_texts(
     temperature: float = 1.0,
     timeout: float | None = None,
 ) -> BatchDraw:
-    """Draw a token after each text, a sequence of every population, as ``Population.draw`` does. With
-    laws, one for each of the populations, which are of one runtime and adapter, the weights are those of
-    ``PopulationDraw.laws``; give a seed.
-    """
+    """Draw a token after each text, a sequence of every population, as ``Population.draw`` does. The
+    populations are of one runtime and adapter, with a law each, or it is one without; see
+    ``PopulationDraw``."""
     first, turns = populations[0], len(populations)
     runtime, places = first._runtime, first._places(where)
     several = [each._contexts(places) for each in populations]

@@ -132,16 +132,17 @@ class PopulationDraw(Request):
     """A draw after each of several sequences, which may be equal, or without seeds the rows, ``[n,
     vocab_size]``. No two requests are equal.
 
+    With k ``laws``, k sequences in turn are one text after k prompts, and get one draw. Its weights are
+    the product of their tempered rows to the powers, and its log mass is that of all allowed weights.
+
     Attributes:
         contexts: the sequences, at least one.
-        masks: one for each sequence; ``None`` allows every token.
+        masks: one for each draw; ``None`` allows every token.
         temperature: of all draws.
-        seeds: uint64 ``[n]``, one for each draw; without them, the request is for the rows.
+        seeds: uint64, one for each draw; without them, the request is for the rows.
         origins: where to find the sequences that these extend, if each extends one by a single token.
         came_from: the handles of all sequences that these extend, which stay known until then.
-        laws: the factors of the weights to draw from, if they are not the row: of each text there are as
-            many sequences in turn, after other prompts, which get the same draw. The weights are the
-            product of their tempered rows to their powers, and a log mass is that of the allowed ones.
+        laws: the temperature and the power of each factor; without them, the weights are the row.
         handle: stands for these sequences in later origins.
     """
 
@@ -179,7 +180,7 @@ class PopulationDraw(Request):
     @property
     def nbytes(self) -> int:
         return self.contexts.nbytes + (
-            0 if self.masks is None else len(self) * self.masks[0].nbytes
+            0 if self.masks is None else len(self.masks) * self.masks[0].nbytes
         )
 
     @property
@@ -207,13 +208,14 @@ class PopulationDraw(Request):
             return
         for start in range(0, len(self), size):
             part = slice(start, start + size)
+            draws = slice(start // turns, (start + size) // turns)
             origins = None if self.origins is None else self.origins.take(part).needed()
             yield PopulationDraw(
                 self.contexts.part(part),
                 self.adapter,
-                None if self.masks is None else self.masks[part],
+                None if self.masks is None else self.masks[draws],
                 self.temperature,
-                None if self.seeds is None else self.seeds[part],
+                None if self.seeds is None else self.seeds[draws],
                 origins,
                 self.weights_version,
                 self.came_from if origins is None else origins.handles,
@@ -221,8 +223,8 @@ class PopulationDraw(Request):
             )
 
     def draw(self, rows: Sequence[Tensor] | Tensor, places: np.ndarray | None = None) -> Tensor:
-        """Return the draws as ``draw_from_rows`` does. Without seeds, return the rows: a copy of a
-        tensor's, or a view of separate ones."""
+        """Return the draws as ``draw_from_rows`` does, one for each sequence. Without seeds, return the
+        rows: a copy of a tensor's, or a view of separate ones."""
         rows = rows[: len(self)] if places is None else rows
         if self.seeds is None:
             if not isinstance(rows, Tensor):
@@ -230,7 +232,9 @@ class PopulationDraw(Request):
             at = np.arange(len(self)) if places is None else places
             return rows.index_select(0, moved(torch.from_numpy(at), rows.device))
         heats = None if self.temperature == 1.0 else np.full(len(self), self.temperature)
-        return draw_from_rows(rows, self.seeds, self.masks, heats, places, self.laws)
+        found = draw_from_rows(rows, self.seeds, self.masks, heats, places, self.laws)
+        turns = len(self) // len(found)
+        return found if turns == 1 else found.repeat_interleave(turns, dim=0)
 
     def __repr__(self) -> str:
         return f"PopulationDraw({len(self)} sequences, adapter={self.adapter})"
@@ -252,15 +256,15 @@ def population_draw(
 ) -> PopulationDraw | None:
     """Return the request for draws after these contexts, or ``None`` if there are none. They are the
     sequences at ``places`` of a caller with ``count`` sequences; ``masks`` has one for each of these, or
-    with laws for each text. Raises InvalidRequest for bad masks or a bad parameter."""
+    for each text of these. Raises InvalidRequest for bad masks or a bad parameter."""
     turns = len(laws) or 1
     temperature, seed = draw_temperature(temperature), check_seed(seed)
     packed = packed_masks(masks, count // turns, vocab_size)
     if not len(contexts):
         return None
-    texts = places // turns
-    seeds = np.fromiter(nonces, np.uint64, len(places)) if seed is None else seeds_at(seed, texts)
-    if packed is not None and (turns > 1 or len(places) < count):
+    texts = places[::turns] // turns
+    seeds = np.fromiter(nonces, np.uint64, len(texts)) if seed is None else seeds_at(seed, texts)
+    if packed is not None and len(places) < count:
         packed = packed[texts]
     return PopulationDraw(
         contexts, adapter, packed, temperature, seeds, origins, came_from=came_from, laws=laws
@@ -317,7 +321,7 @@ def draw_from_rows(
         masks: one for each draw, packed; also as bytes.
         heats: the temperatures, float64 ``[n]``; ``None`` is 1 for all.
         places: int64 ``[n]``: draw ``i`` is from row ``places[i]``; by default from row ``i``.
-        laws: as in ``PopulationDraw``.
+        laws: as in ``PopulationDraw``; a draw is then from as many rows or places in turn.
     """
     device, heat, at = rows[0].device, None, None
     numbers, mask = _moved_inputs(seeded_uniforms(seeds), masks, device)
@@ -331,25 +335,19 @@ def draw_from_rows(
         else:
             at = moved(torch.from_numpy(places), device)
     turns, parts = len(laws) or 1, list[Tensor]()
-    size = max(1, rows_at_once(rows[0]) // turns) * turns
+    size = max(1, rows_at_once(rows[0]) // turns)
     for start in range(0, len(numbers), size):
-        part, texts = slice(start, start + size), slice(start, start + size, turns)
-        batch = rows if at is not None else rows[part]
-        there = None if at is None else at[part]
+        part, own = slice(start, start + size), slice(turns * start, turns * (start + size))
+        batch = rows if at is not None else rows[own]
+        bits, hot = [None if x is None else x[part] for x in (mask, heat)]
+        there = None if at is None else at[own]
         batch = batch if isinstance(batch, Tensor) else gather_rows(batch)
         if laws:
-            batch, there = _product(batch, there, laws), None
-        bits, hot = [None if x is None else x[texts] for x in (mask, heat)]
-        parts.append(draw_chunk(batch, numbers[texts], mask=bits, heat=hot, places=there))
-    whole = _one(parts)
-    return whole if turns == 1 else whole.repeat_interleave(turns, dim=0)
-
-
-def _product(rows: Tensor, places: Tensor | None, laws: Laws) -> Tensor:
-    """Return the log-weights of the tokens of each text, ``[n, V]``, from its rows in turn."""
-    rows = rows if places is None else rows.index_select(0, places)
-    parts = [weighed(rows[turn :: len(laws)], *each) for turn, each in enumerate(laws)]
-    return functools.reduce(torch.add, parts)
+            batch = batch if there is None else batch.index_select(0, there)
+            factors = [weighed(batch[turn::turns], *each) for turn, each in enumerate(laws)]
+            batch, there = functools.reduce(torch.add, factors), None
+        parts.append(draw_chunk(batch, numbers[part], mask=bits, heat=hot, places=there))
+    return _one(parts)
 
 
 def _one(parts: list[Tensor]) -> Tensor:

@@ -240,7 +240,7 @@ TestFarEnds = FarEnds.TestCase
 
 
 def test_a_draw_has_its_weights_over_there() -> None:
-    seeds, laws = np.zeros(2, np.uint64), ((0.5, 2.0), (1.0, 1.5))
+    seeds, laws = np.zeros(1, np.uint64), ((0.5, 2.0), (1.0, 1.5))
     contexts = Sequences.of(Limits(5, 40), [[1, 2], [3]]).contexts(np.arange(2))
     draw = PopulationDraw(contexts, None, None, 1.0, seeds, weights_version=3, laws=laws)
     found = Hop().carry(draw)

@@ -129,7 +129,7 @@ def test_the_weights_of_laws_are_the_product_of_tempered_rows_to_powers(
             weights += power * greedy.log()
         else:
             weights += power * (own / temperature).log_softmax(-1)
-    table = None if whole.mask_table is None else torch.tensor(whole.mask_table[::turns])
-    numbers = seeded_uniforms(population(size, seed, 1.0, False).seeds)  # type: ignore[arg-type]
+    table = None if whole.mask_table is None else torch.tensor(whole.mask_table)
+    numbers = seeded_uniforms(whole.seeds)  # type: ignore[arg-type]
     assert torch.equal(found, found[::turns].repeat_interleave(turns, 0))
     assert disagreements(Case(weights, numbers, table), found[::turns], found[::turns]) == []
