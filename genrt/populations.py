@@ -16,7 +16,7 @@ import torch
 from genrt.errors import Closed, InvalidRequest, OutOfMemory
 from genrt.numbers import check_int, check_timeout, shown
 from genrt.questions.arguments import TokenIds, check_contexts
-from genrt.questions.draws import PopulationDraw, merge_draws, population_draw
+from genrt.questions.draws import Laws, PopulationDraw, merge_draws, population_draw
 from genrt.questions.masks import Masks, packed_masks
 from genrt.questions.reads import HostRow, ReadRequest
 from genrt.questions.rows import Device, Limits, check_length, id_words, must_move
@@ -37,7 +37,7 @@ from genrt.runtime.thread import EngineThread
 from genrt.tokens.encoding import encode_prompt
 from genrt.tokens.sampling import BatchDraw
 
-__all__ = ["Ask", "Population", "PopulationRuntime", "Prompts", "begin", "draw_batch"]
+__all__ = ["Ask", "Population", "PopulationRuntime", "Prompts", "begin", "draw_batch", "draw_texts"]
 
 LAST_INT64 = 2**63 - 1
 
@@ -81,7 +81,7 @@ class PopulationRuntime:
                 return await ask(parts, timeout=timeout), parts
             except OutOfMemory:
                 largest = max(map(len, parts))
-                if largest == 1:
+                if largest <= (len(parts[0].laws) or 1):
                     raise
                 # The batcher halves a flush that ran out of memory; a single request is halved here.
                 most = (largest + 1) // 2
@@ -100,12 +100,13 @@ class PopulationRuntime:
         seed: int | None,
         most: int,
         timeout: float | None,
+        laws: Laws = (),
     ) -> tuple[BatchDraw, list[SequenceHandle]]:
         """Return draws after the contexts, the sequences at ``places`` of all, and their handles. Raises
         as ``Population.draw``.
 
         Args:
-            masks, origins: of all sequences.
+            masks, origins: of all texts, of all sequences; see ``PopulationDraw``.
             most: how many sequences one request has at most.
         """
         count = len(origins.numbers)
@@ -124,6 +125,7 @@ class PopulationRuntime:
             seed,
             known,
             own.handles or origins.handles,
+            laws,
         )
         requests = [] if request is None else [request]
         found, parts = await self.draws(ask, requests, most, timeout)
@@ -301,17 +303,8 @@ class Population:
             InvalidRequest: an argument of the wrong type, shape or range; ContextTooLong, UnknownAdapter.
             EngineFailed: as ``AsyncLM.next_token_logprobs``, as are TimedOut and Closed.
         """
-        runtime, places = self._runtime, self._places(where)
-        contexts, before = self._contexts(places), self._sequences.origins
-        most = runtime.thread.max_weight
-        own = contexts, self._adapter, places, masks, before, temperature, seed, most, timeout
-        found, handles = await runtime.draw(self._ask, *own)
-        if handles and not self._finalizer.alive:
-            runtime.give_back(handles)
-        elif handles and self._sequences.origins is before:  # neither resampled nor cut meanwhile
-            self._sequences.origins = before.after(handles, places, contexts.lengths)
-            self._lease.renew(self._sequences.origins.handles)
-        return found
+        given: Any = {"masks": masks, "seed": seed, "where": where}
+        return await draw_texts([self], (), temperature=temperature, timeout=timeout, **given)
 
     async def logprobs(
         self,
@@ -499,6 +492,51 @@ class Population:
         found = check_integers(name, places, 0, len(self) - 1)
         check_int("the number of sequences", len(found), 0, MOST_SEQUENCES)
         return self._sequences.take(found)
+
+
+async def draw_texts(
+    populations: Sequence[Population],
+    laws: Laws,
+    *,
+    masks: Masks | None,
+    seed: int | None,
+    where: Flags | None,
+    temperature: float = 1.0,
+    timeout: float | None = None,
+) -> BatchDraw:
+    """Draw a token after each text, a sequence of every population, as ``Population.draw`` does. The
+    populations are of one runtime and adapter, with a law each, or it is one without; see
+    ``PopulationDraw``."""
+    first, turns = populations[0], len(populations)
+    runtime, places = first._runtime, first._places(where)
+    several = [each._contexts(places) for each in populations]
+    before = [each._sequences.origins for each in populations]
+    contexts, origins, own = several[0], before[0], places
+    if turns > 1:  # sequence ``turn`` of text ``i`` is number ``turns * i + turn`` in the question
+        contexts = Contexts.joined(several, _in_turn(turns, len(places)))
+        origins = Origins.joined(before).take(_in_turn(turns, len(first)))
+        own = (turns * places[:, None] + np.arange(turns)).ravel()
+    most = runtime.thread.max_weight
+    asked = contexts, first._adapter, own, masks, origins, temperature, seed, most, timeout, laws
+    found, handles = await runtime.draw(first._ask, *asked)
+    if handles:
+        for turn, each in enumerate(populations):
+            sequences = each._sequences  # neither resampled nor cut meanwhile?
+            if each._finalizer.alive and sequences.origins is before[turn]:
+                lengths = several[turn].lengths
+                sequences.origins = before[turn].after(handles, places, lengths, turn, turns)
+                each._lease.renew(sequences.origins.handles)
+        if not all(each._finalizer.alive for each in populations):
+            runtime.give_back(handles)
+    if turns == 1:
+        return found
+    return BatchDraw.of([each[::turns] for each in found], found.weights_version)
+
+
+def _in_turn(turns: int, count: int) -> np.ndarray:
+    """Return the places of the first of each of several populations of ``count`` sequences, one after
+    another, then of the second of each, and so on."""
+    return np.arange(turns * count).reshape(turns, count).T.ravel()
 
 
 def _checked_contexts(limits: Limits, sequences: Sequences, places: np.ndarray) -> Contexts:

@@ -17,9 +17,16 @@ import torch
 
 import genrt
 from genrt.engines.exact import ExactEngine, NGram
-from genrt.errors import Closed, ContextTooLong, InvalidRequest, TimedOut, UnknownAdapter
+from genrt.errors import (
+    Closed,
+    ContextTooLong,
+    InvalidRequest,
+    OutOfMemory,
+    TimedOut,
+    UnknownAdapter,
+)
 from genrt.lm import AsyncLM
-from genrt.populations import Population
+from genrt.populations import Population, draw_texts
 from tests.apart import drawn_apart_sync
 from tests.engines.test_exact import adapter_directory
 from tests.inside import engine_of, thread_of
@@ -401,27 +408,50 @@ def test_max_batch_size_bounds_the_flushes_of_a_population() -> None:
         assert torch.equal(got, wanted)
 
 
+class Small(ExactEngine):
+    """Has no memory for more than so many sequences."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(MODEL)
+        self.most = most
+        self.asked = 0
+
+    def submit(self, requests: Any) -> None:
+        self.asked = len(requests)
+        super().submit(requests)
+
+    def step(self) -> Any:
+        if self.asked > self.most:
+            raise torch.OutOfMemoryError("no room")
+        return super().step()
+
+
 @pytest.mark.parametrize("most", [1, 3, 7])
 def test_a_question_that_is_too_large_for_the_memory_is_asked_again_in_parts(most: int) -> None:
-    class Small(ExactEngine):
-        asked = 0
-
-        def submit(self, requests: Any) -> None:
-            self.asked = len(requests)
-            super().submit(requests)
-
-        def step(self) -> Any:
-            if self.asked > most:
-                raise torch.OutOfMemoryError("no room")
-            return super().step()
-
     contexts = [[token, other] for token in range(4) for other in range(5)]
-    with genrt.load(engine=lambda: Small(MODEL), cache_bytes=0) as lm:
+    with genrt.load(engine=lambda: Small(most), cache_bytes=0) as lm:
         draws = lm.population(contexts).draw_sync(seed=3)
         with genrt.load(MODEL, engine="exact") as large:
             expected = drawn_apart_sync(large, contexts, seed=3)
     for got, wanted in zip(draws, expected, strict=True):
         assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("most", [1, 2, 5])
+async def test_the_sequences_of_a_text_stay_together_in_a_small_memory(most: int) -> None:
+    async def drawn(lm: AsyncLM) -> Any:
+        pair = [lm.population([[token, other] for token in range(4)]) for other in (0, 1)]
+        laws = ((1.0, 2.0), (0.5, 1.0))
+        return await draw_texts(pair, laws, masks=None, seed=3, where=None)
+
+    async with await genrt.aload(engine=lambda: Small(most), cache_bytes=0) as lm:
+        if most == 1:
+            with pytest.raises(OutOfMemory):
+                await drawn(lm)
+            return
+        async with await genrt.aload(MODEL, engine="exact") as large:
+            for got, wanted in zip(await drawn(lm), await drawn(large), strict=True):
+                assert torch.equal(got, wanted)
 
 
 def test_the_parts_of_one_that_is_too_large_are_not_sent_together() -> None:

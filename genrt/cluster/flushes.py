@@ -93,7 +93,7 @@ class _SentPopulation(NamedTuple):
             lengths of its origins, if it has origins.
         sequences: its last tokens, or a table and its lengths.
         is_held: whether the other end is to hold them from now on.
-        rest: the adapter, masks, temperature, seeds and version.
+        rest: the adapter, masks, temperature, seeds, version and laws.
     """
 
     number: int
@@ -134,7 +134,8 @@ def _sent(draw: PopulationDraw, far: FarSequences) -> _SentPopulation:
     if not is_known:
         lengths = contexts.lengths
         sequences = contexts.table[contexts.places, : int(lengths.max())], lengths
-    rest = draw.adapter, draw.mask_table, draw.temperature, draw.seeds, draw.weights_version
+    own = draw.adapter, draw.mask_table, draw.temperature, draw.seeds
+    rest = *own, draw.weights_version, draw.laws
     return _SentPopulation(far.numbers.of(draw.handle), extended, sequences, is_held, rest)
 
 
@@ -157,8 +158,9 @@ def _came(sent: _SentPopulation, table: dict[int, SequenceHandle]) -> Population
     handle = known(sent.number, len(contexts))
     if sent.is_held:  # a copy: the channel frees its memory as a whole
         handle.contexts = contexts = contexts.kept()
-    adapter, masks, temperature, seeds, version = sent.rest
-    draw = PopulationDraw(contexts, adapter, masks, temperature, seeds, origins, version)
+    adapter, masks, temperature, seeds, version, laws = sent.rest
+    own = contexts, adapter, masks, temperature, seeds
+    draw = PopulationDraw(*own, origins, version, laws=laws)
     object.__setattr__(draw, "handle", handle)
     return draw
 

@@ -82,11 +82,11 @@ class Law:
         contexts = [self.ids + each for each in texts]
         return self.lm.population(contexts, adapter=self.adapter)
 
-    def weighed(self, rows: Tensor) -> Tensor:
-        """Return the log-weights of tokens ``[n, V]`` by rows of the model."""
-        if self.temperature != 1:
-            rows = sampling.truncate(rows, temperature=self.temperature)
-        return rows if self.power == 1 else self.power * rows
+
+def are_drawn_together(laws: Sequence[Law]) -> bool:
+    """Return whether the rows of the laws are multiplied where they are computed."""
+    models = {(id(each.lm), each.adapter) for each in laws}
+    return len(models) == 1 and all(each.power > 0 for each in laws)
 
 
 def product(laws: Sequence[Law], rows: Sequence[Tensor]) -> Tensor:
@@ -96,10 +96,12 @@ def product(laws: Sequence[Law], rows: Sequence[Tensor]) -> Tensor:
     Raises:
         InvalidRequest: a law of negative power gives no probability to a token that the others give some.
     """
-    total = laws[0].weighed(rows[0])
+    parts = [
+        sampling.weighed(each, law.temperature, law.power).to(rows[0].device)
+        for law, each in zip(laws, rows, strict=True)
+    ]
     if len(laws) == 1 and laws[0].power > 0:
-        return total
-    parts = [law.weighed(each).to(total.device) for law, each in zip(laws, rows, strict=True)]
+        return parts[0]
     no_mass = torch.stack(
         [part == -math.inf for law, part in zip(laws, parts, strict=True) if law.power > 0]
     ).any(dim=0)

@@ -72,13 +72,19 @@ from genrt.constraints.protocols import words_of
 from genrt.errors import InvalidConstraint, InvalidRequest
 from genrt.inference import checks
 from genrt.inference.awrs import AWRS, draw_allowed
-from genrt.inference.laws import Law, checked_laws, product, product_of_sums
+from genrt.inference.laws import (
+    Law,
+    are_drawn_together,
+    checked_laws,
+    product,
+    product_of_sums,
+)
 from genrt.inference.model import DEAD, model_seed
 from genrt.inference.resampling import Floats
 from genrt.inference.texts import END_TOKEN, Ends, Stop, TextTrace, parse_stop
 from genrt.lm import AsyncLM
 from genrt.numbers import check_int, displayed
-from genrt.populations import Population
+from genrt.populations import Population, draw_texts
 from genrt.questions.arguments import seeds_at
 from genrt.runtime.concurrency import gather_all
 from genrt.tokens import sampling
@@ -369,15 +375,20 @@ class TextModel:
         law, is_one = laws[0], len(laws) == 1 and laws[0].power == 1
         # Without a mask, or if another law's draws are weighed, the mass is not needed.
         has_mass = self._start is not None and self._proposer is None
-        if is_one and (law.temperature == 1 or not has_mass):
+        is_plain = is_one and (law.temperature == 1 or not has_mass)
+        if is_plain or are_drawn_together(laws):
             masks = _spread(await self._masks(states, at_last), where)
-            heat = law.temperature
-            found = await populations[0].draw(masks=masks, temperature=heat, seed=seed, where=where)
+            asked: Any = {"masks": masks, "seed": seed, "where": where}
+            if is_plain:
+                found = await populations[0].draw(temperature=law.temperature, **asked)
+            else:
+                weights = tuple([(each.temperature, each.power) for each in laws])
+                found = await draw_texts(populations, weights, **asked)
             if where is not None:
                 found = found._replace(**{k: v[where] for k, v in found._asdict().items()})
         else:
-            asked = [each.logprobs(where=where) for each in populations]
-            *whole, masks = await gather_all([*asked, self._masks(states, at_last)])
+            rows_of_each = [each.logprobs(where=where) for each in populations]
+            *whole, masks = await gather_all([*rows_of_each, self._masks(states, at_last)])
             rows = cast("list[Tensor]", whole)
             seeds = seeds_at(seed, np.array(places))
             found = await asyncio.to_thread(_draw_from_product, laws, rows, masks, seeds)
@@ -634,14 +645,11 @@ def _draw_from_product(
     laws: Sequence[Law], rows: Sequence[Tensor], masks: Tensor | None, seeds: Any
 ) -> sampling.BatchDraw:
     """Draw from the product of laws under masks; a mass is the sum of all allowed weights."""
-    weights = product(laws, rows)
-    total = weights.logsumexp(dim=-1, keepdim=True)
-    found = sampling.draw(
-        weights - total.masked_fill(total == -math.inf, 0.0),
-        mask=None if masks is None else masks.view(torch.uint8).to(weights.device),
-        uniforms=sampling.seeded_uniforms(seeds).to(weights.device),
+    return sampling.draw(
+        product(laws, rows),
+        mask=None if masks is None else masks.view(torch.uint8),
+        uniforms=sampling.seeded_uniforms(seeds),
     )
-    return found._replace(log_mass=found.log_mass + total.squeeze(-1))
 
 
 def _packed_tokens(token_ids: Iterable[int | None], count: int) -> Tensor:

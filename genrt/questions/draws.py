@@ -6,10 +6,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import TypeAlias, cast
 
 import numpy as np
 import torch
@@ -33,7 +34,11 @@ from genrt.tokens.sampling import (
     draw_chunk,
     rows_at_once,
     seeded_uniforms,
+    weighed,
 )
+
+Laws: TypeAlias = Sequence[tuple[float, float]]
+"""A temperature and a power above 0 for each of several rows, whose product is drawn from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,13 +132,17 @@ class PopulationDraw(Request):
     """A draw after each of several sequences, which may be equal, or without seeds the rows, ``[n,
     vocab_size]``. No two requests are equal.
 
+    With k ``laws``, k sequences in turn are one text after k prompts, and get one draw. Its weights are
+    the product of their tempered rows to the powers, and its log mass is that of all allowed weights.
+
     Attributes:
         contexts: the sequences, at least one.
-        masks: one for each sequence; ``None`` allows every token.
+        masks: one for each draw; ``None`` allows every token.
         temperature: of all draws.
-        seeds: uint64 ``[n]``, one for each draw; without them, the request is for the rows.
+        seeds: uint64, one for each draw; without them, the request is for the rows.
         origins: where to find the sequences that these extend, if each extends one by a single token.
         came_from: the handles of all sequences that these extend, which stay known until then.
+        laws: the temperature and the power of each factor; without them, the weights are the row.
         handle: stands for these sequences in later origins.
     """
 
@@ -145,6 +154,7 @@ class PopulationDraw(Request):
     origins: Origins | None = None
     weights_version: int = 0
     came_from: tuple[SequenceHandle, ...] = ()
+    laws: Laws = ()
     handle: SequenceHandle = field(init=False)
 
     def __post_init__(self) -> None:
@@ -170,7 +180,7 @@ class PopulationDraw(Request):
     @property
     def nbytes(self) -> int:
         return self.contexts.nbytes + (
-            0 if self.masks is None else len(self) * self.masks[0].nbytes
+            0 if self.masks is None else len(self.masks) * self.masks[0].nbytes
         )
 
     @property
@@ -190,27 +200,31 @@ class PopulationDraw(Request):
         return again
 
     def parts(self, size: int) -> Iterator[PopulationDraw]:
-        """Yield requests for ``size`` sequences at a time."""
+        """Yield requests for ``size`` sequences at a time, or for those of one text."""
+        turns = len(self.laws) or 1
+        size = max(turns, size - size % turns)
         if len(self) <= size:
             yield self
             return
         for start in range(0, len(self), size):
             part = slice(start, start + size)
+            draws = slice(start // turns, (start + size) // turns)
             origins = None if self.origins is None else self.origins.take(part).needed()
             yield PopulationDraw(
                 self.contexts.part(part),
                 self.adapter,
-                None if self.masks is None else self.masks[part],
+                None if self.masks is None else self.masks[draws],
                 self.temperature,
-                None if self.seeds is None else self.seeds[part],
+                None if self.seeds is None else self.seeds[draws],
                 origins,
                 self.weights_version,
                 self.came_from if origins is None else origins.handles,
+                self.laws,
             )
 
     def draw(self, rows: Sequence[Tensor] | Tensor, places: np.ndarray | None = None) -> Tensor:
-        """Return the draws as ``draw_from_rows`` does. Without seeds, return the rows: a copy of a
-        tensor's, or a view of separate ones."""
+        """Return the draws as ``draw_from_rows`` does, one for each sequence. Without seeds, return the
+        rows: a copy of a tensor's, or a view of separate ones."""
         rows = rows[: len(self)] if places is None else rows
         if self.seeds is None:
             if not isinstance(rows, Tensor):
@@ -218,7 +232,9 @@ class PopulationDraw(Request):
             at = np.arange(len(self)) if places is None else places
             return rows.index_select(0, moved(torch.from_numpy(at), rows.device))
         heats = None if self.temperature == 1.0 else np.full(len(self), self.temperature)
-        return draw_from_rows(rows, self.seeds, self.masks, heats, places)
+        found = draw_from_rows(rows, self.seeds, self.masks, heats, places, self.laws)
+        turns = len(self) // len(found)
+        return found if turns == 1 else found.repeat_interleave(turns, dim=0)
 
     def __repr__(self) -> str:
         return f"PopulationDraw({len(self)} sequences, adapter={self.adapter})"
@@ -236,19 +252,22 @@ def population_draw(
     seed: int | None,
     origins: Origins | None = None,
     came_from: tuple[SequenceHandle, ...] = (),
+    laws: Laws = (),
 ) -> PopulationDraw | None:
     """Return the request for draws after these contexts, or ``None`` if there are none. They are the
-    sequences at ``places`` of a caller with ``count`` sequences; ``masks`` has one for each of these.
-    Raises InvalidRequest for bad masks or a bad parameter."""
+    sequences at ``places`` of a caller with ``count`` sequences; ``masks`` has one for each of these, or
+    for each text of these. Raises InvalidRequest for bad masks or a bad parameter."""
+    turns = len(laws) or 1
     temperature, seed = draw_temperature(temperature), check_seed(seed)
-    packed = packed_masks(masks, count, vocab_size)
+    packed = packed_masks(masks, count // turns, vocab_size)
     if not len(contexts):
         return None
-    seeds = np.fromiter(nonces, np.uint64, len(places)) if seed is None else seeds_at(seed, places)
+    texts = places[::turns] // turns
+    seeds = np.fromiter(nonces, np.uint64, len(texts)) if seed is None else seeds_at(seed, texts)
     if packed is not None and len(places) < count:
-        packed = packed[places]
+        packed = packed[texts]
     return PopulationDraw(
-        contexts, adapter, packed, temperature, seeds, origins, came_from=came_from
+        contexts, adapter, packed, temperature, seeds, origins, came_from=came_from, laws=laws
     )
 
 
@@ -278,7 +297,7 @@ def launch_draws(
     Sequence ``i`` of population ``k`` draws from row ``places[k][i]``, or from row ``i``.
     """
     pairs = [*zip(several, places, strict=True)]
-    if all(each.temperature == 1.0 for each in several):
+    if all(each.temperature == 1.0 and not each.laws for each in several):
         inputs = [DrawInputs(cast("np.ndarray", each.seeds), each.masks, at) for each, at in pairs]
         if (found := graphs.launch(rows, inputs)) is not None:
             return found
@@ -292,6 +311,7 @@ def draw_from_rows(
     masks: PackedMasks | Sequence[bytes] | None,
     heats: np.ndarray | None,
     places: np.ndarray | None = None,
+    laws: Laws = (),
 ) -> Tensor:
     """Return one draw per seed as ``draw_chunk`` does, without waiting for the device.
 
@@ -301,6 +321,7 @@ def draw_from_rows(
         masks: one for each draw, packed; also as bytes.
         heats: the temperatures, float64 ``[n]``; ``None`` is 1 for all.
         places: int64 ``[n]``: draw ``i`` is from row ``places[i]``; by default from row ``i``.
+        laws: as in ``PopulationDraw``; a draw is then from as many rows or places in turn.
     """
     device, heat, at = rows[0].device, None, None
     numbers, mask = _moved_inputs(seeded_uniforms(seeds), masks, device)
@@ -313,12 +334,18 @@ def draw_from_rows(
             rows = rows[places[0] : places[-1] + 1]
         else:
             at = moved(torch.from_numpy(places), device)
-    size, parts = rows_at_once(rows[0]), list[Tensor]()
+    turns, parts = len(laws) or 1, list[Tensor]()
+    size = max(1, rows_at_once(rows[0]) // turns)
     for start in range(0, len(numbers), size):
-        part = slice(start, start + size)
-        batch = rows if at is not None else rows[part]
-        bits, hot, there = [None if x is None else x[part] for x in (mask, heat, at)]
+        part, own = slice(start, start + size), slice(turns * start, turns * (start + size))
+        batch = rows if at is not None else rows[own]
+        bits, hot = [None if x is None else x[part] for x in (mask, heat)]
+        there = None if at is None else at[own]
         batch = batch if isinstance(batch, Tensor) else gather_rows(batch)
+        if laws:
+            batch = batch if there is None else batch.index_select(0, there)
+            factors = [weighed(batch[turn::turns], *each) for turn, each in enumerate(laws)]
+            batch, there = functools.reduce(torch.add, factors), None
         parts.append(draw_chunk(batch, numbers[part], mask=bits, heat=hot, places=there))
     return _one(parts)
 

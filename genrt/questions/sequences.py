@@ -143,17 +143,19 @@ class Sequences:
 class Contexts:
     """The sequences of a request; they do not change.
 
-    Contexts that extend others share their memory, until the first read of more than their ends.
+    Contexts that extend others, or have those of several, share their memory until the first read of more
+    than their ends.
 
     Attributes:
         lengths: int64 ``[n]``.
     """
 
-    __slots__ = ("_growth", "_places", "_table", "lengths")
+    __slots__ = ("_growth", "_places", "_several", "_table", "lengths")
 
     def __init__(self, table: np.ndarray, places: np.ndarray, lengths: np.ndarray) -> None:
         self._table, self._places, self.lengths = table, places, lengths
         self._growth: _Extension | None = None
+        self._several: Sequence[Contexts] = ()
 
     @classmethod
     def of(cls, words: Sequence[np.ndarray]) -> Self:
@@ -162,13 +164,20 @@ class Contexts:
         return cls(table, np.arange(len(words)), lengths)
 
     @classmethod
+    def joined(cls, several: Sequence[Contexts], places: np.ndarray | None = None) -> Self:
+        """Return all sequences of several, in order, or those at these places."""
+        lengths = np.concatenate([each.lengths for each in several])
+        places = np.arange(len(lengths)) if places is None else places
+        found = cls(np.empty((0, 0), np.uint32), places, lengths[places])
+        found._several = several
+        return found
+
+    @classmethod
     def grown(cls, before: Sequence[Contexts], numbers: np.ndarray, tokens: np.ndarray) -> Self:
         """Return sequences ``numbers`` of several contexts, numbered in order, each with one more
         token."""
-        one, nothing = before[0], np.empty(0, np.int64)
-        if len(before) > 1:
-            parts = [Sequences(each.table[each.places], each.lengths) for each in before]
-            one = (whole := Sequences.joined(parts)).contexts(np.arange(len(whole)))
+        nothing = np.empty(0, np.int64)
+        one = before[0] if len(before) == 1 else cls.joined(before)
         found = cls(nothing, nothing, one.lengths[numbers] + 1)
         kept = EXTENSION_BYTES * len(numbers) + (one._growth.kept if one._growth else one.nbytes)
         found._growth = _Extension(one, numbers, tokens, kept)
@@ -177,6 +186,9 @@ class Contexts:
         return found
 
     def _put_together(self) -> None:
+        if several := self._several:
+            parts = [Sequences(each.table[each.places], each.lengths) for each in several]
+            self._table, self._several = Sequences.joined(parts)._table, ()
         if self._growth is None:
             return
         every, ends = np.arange(len(self)), list[np.ndarray]()
@@ -185,7 +197,7 @@ class Contexts:
             ends.append(growth.tokens[at])
             earlier, at = growth.before, growth.numbers[at]
         table = np.zeros((len(self), int(self.lengths.max())), np.uint32)
-        rows = earlier._table[earlier._places[at], : table.shape[1]]
+        rows = earlier.table[earlier._places[at], : table.shape[1]]
         table[:, : rows.shape[1]] = rows
         for back, tokens in enumerate(ends, 1):
             table[every, self.lengths - back] = tokens
@@ -214,8 +226,13 @@ class Contexts:
     @property
     def last_tokens(self) -> np.ndarray:
         """The last token of each, int64 ``[n]``."""
-        growth = self._growth
-        found = self.table[self.places, self.lengths - 1] if growth is None else growth.tokens
+        found: np.ndarray
+        if several := self._several:
+            found = np.concatenate([each.last_tokens for each in several])[self._places]
+        elif self._growth is not None:
+            found = self._growth.tokens
+        else:
+            found = self._table[self._places, self.lengths - 1]
         return found.astype(np.int64)
 
     def packed(self, number: int) -> bytes:
@@ -341,18 +358,23 @@ class Origins:
         return bool(((self.numbers >= 0) & (self.lengths + 1 == lengths)).all())
 
     def after(
-        self, handles: Sequence[SequenceHandle], places: np.ndarray, lengths: np.ndarray
+        self,
+        handles: Sequence[SequenceHandle],
+        places: np.ndarray,
+        lengths: np.ndarray,
+        turn: int = 0,
+        turns: int = 1,
     ) -> Self:
         """Return the origins after requests with these handles for the sequences at these places, of
-        these lengths."""
-        count = len(self.numbers)
+        these lengths; with ``turns``, the requests have so many for each place, one after another."""
+        count, own = len(self.numbers), np.arange(turn, turns * len(places), turns)
         if len(places) == count:
-            return type(self)(tuple(handles), np.arange(count), lengths)
+            return type(self)(tuple(handles), own, lengths)
         others = np.ones(count, bool)
         others[places] = False
         kept = type(self)(self.handles, np.where(others, self.numbers, -1), self.lengths).needed()
         numbers, before = kept.numbers.copy(), kept.lengths.copy()
-        numbers[places] = sum(each.count for each in kept.handles) + np.arange(len(places))
+        numbers[places] = sum(each.count for each in kept.handles) + own
         before[places] = lengths
         return type(self)((*kept.handles, *handles), numbers, before)
 

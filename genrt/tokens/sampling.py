@@ -108,6 +108,20 @@ def truncate(
     return (kept - total.masked_fill(total == -math.inf, 0.0)).view(rows.shape)
 
 
+def weighed(rows: Tensor, temperature: float, power: float) -> Tensor:
+    """Return the log-weights of tokens: ``power`` times the rows ``[n, V]`` that ``truncate`` returns for
+    this temperature. Only a greedy one waits for the device."""
+    if temperature < GREEDY_BELOW:
+        rows = truncate(rows, temperature=temperature)
+    elif temperature != 1.0:
+        peak = rows.amax(dim=-1, keepdim=True)
+        rows = rows - peak.masked_fill_(peak == -math.inf, 0.0)
+        rows /= min(temperature, torch.finfo(rows.dtype).max)
+        total = rows.logsumexp(dim=-1, keepdim=True)
+        rows -= total.masked_fill_(total == -math.inf, 0.0)
+    return rows if power == 1.0 else power * rows
+
+
 _RANGES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "temperature": (lambda x: (x >= 0) & (x < math.inf), "a finite number of at least 0"),
     "top_k": (lambda x: x >= 0, "an integer of at least 0, where 0 is off"),

@@ -239,6 +239,15 @@ FarEnds.TestCase.settings = settings(deadline=None, max_examples=60, stateful_st
 TestFarEnds = FarEnds.TestCase
 
 
+def test_a_draw_has_its_weights_over_there() -> None:
+    seeds, laws = np.zeros(1, np.uint64), ((0.5, 2.0), (1.0, 1.5))
+    contexts = Sequences.of(Limits(5, 40), [[1, 2], [3]]).contexts(np.arange(2))
+    draw = PopulationDraw(contexts, None, None, 1.0, seeds, weights_version=3, laws=laws)
+    found = Hop().carry(draw)
+    assert (found.laws, found.weights_version) == (laws, 3)
+    assert [each.laws for each in [*draw.parts(1), draw.of_weights(4)]] == [laws, laws]
+
+
 def steps(count: int, length: int) -> Iterator[PopulationDraw]:
     """Yield questions about ``count`` sequences, each of which goes on from the one before."""
     table = np.arange(count * length, dtype=np.int64).reshape(count, length)

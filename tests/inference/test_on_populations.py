@@ -6,6 +6,7 @@ does not hold; on vLLM each step goes on by number.
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import gc
 import pickle
@@ -19,13 +20,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import genrt
+from genrt.constraints import regex
 from genrt.engines.exact import NGram
-from genrt.inference import SMC, State, TextModel, importance_sampling
+from genrt.inference import SMC, Law, State, TextModel, importance_sampling
 from genrt.inference.texts import TextTrace
 from genrt.lm import AsyncLM
-from genrt.populations import Population
+from genrt.populations import Population, draw_texts
 from genrt.tokens.texts import Text
 from tests.inside import engine_of, populations_of
+from tests.keeping_engine import KeepingEngine, Seen
 
 NGRAM = NGram.random([b"a", b"b", b"ab", b"ba", b""], seed=3, zeros=0.1, eos_token_id=4)
 PROMPT = [5, 6, 7, 8]
@@ -65,6 +68,59 @@ async def test_a_history_holds_no_arrays() -> None:
     assert len(populations) > 4
     assert len({id(each()) for each in populations} - {id(None)}) <= 1
     assert [len(populations_in(state)) for state in states[:-1]] == [0] * (len(states) - 1)
+
+
+LAWS: list[list[dict[str, Any]]] = [
+    [{"power": 2.0}],
+    [{"power": 1.5}, {"power": 0.5, "temperature": 0.7}],
+    [{"temperature": 2.0}, {"power": 3.0}, {}],
+]
+
+
+@pytest.mark.parametrize("laws", LAWS)
+@pytest.mark.parametrize("is_constrained", [False, True])
+async def test_laws_of_one_runtime_go_on_by_number_and_draw_as_those_of_several(
+    laws: list[dict[str, Any]], is_constrained: bool
+) -> None:
+    """Rows of other runtimes are multiplied elsewhere. A square is a product of two equal laws."""
+    seen, runs = Seen(), []
+    keeping = await genrt.aload(engine=lambda: KeepingEngine(NGRAM, seen), cache_bytes=0)
+    async with keeping as lm, await genrt.aload(NGRAM, engine="exact") as other:
+        apart = laws if len(laws) > 1 else [{}, {}]
+        for runtimes, own in (([lm] * 3, laws), ([lm, other, other], apart)):
+            prompts = [[0], [0], [1, 2]]
+            factors = [
+                Law(each, prompt, **way)
+                for each, prompt, way in zip(runtimes, prompts, own, strict=False)
+            ]
+            constraint = regex("[ab]{1,7}", lm) if is_constrained else None
+            model = TextModel(factors, max_tokens=6, constraint=constraint)
+            by_number, flushes = seen.by_number, lm.statistics().engine.steps
+            runs.append(result := await SMC(model, num_particles=12, resample_when=0.7).run(5))
+            if runtimes[1] is lm:
+                steps = len(result.infos)
+                assert (seen.by_number - by_number, steps) == (steps - 1, steps)
+                assert lm.statistics().engine.steps - flushes <= steps
+    assert seen.wrong == []
+    assert runs[0].token_ids == runs[1].token_ids
+    assert runs[0].log_weights == pytest.approx(runs[1].log_weights, abs=1e-5)
+    assert runs[0].log_evidence == pytest.approx(runs[1].log_evidence, abs=1e-5)
+
+
+async def test_a_draw_of_laws_leaves_populations_that_changed_meanwhile() -> None:
+    async with await genrt.aload(NGRAM, engine="exact") as lm:
+        pair, laws = [lm.population([[0], [1]]) for _ in range(2)], ((1.0, 1.0), (1.0, 2.0))
+        asked = asyncio.ensure_future(
+            draw_texts(pair, laws, masks=None, seed=1, where=[False, True])
+        )
+        await asyncio.sleep(0)
+        pair[0].close()
+        found = await asked
+        assert found.token_ids.tolist()[0] == -1
+        row = 3 * (await lm.next_token_logprobs([1]))
+        assert found.log_mass.tolist() == pytest.approx([0.0, float(row.logsumexp(0))], abs=1e-5)
+        pair[1].append(found.token_ids)
+        assert (await pair[1].draw(where=[False, True])).token_ids.tolist()[1] >= 0
 
 
 VOCABULARY = [b"a", b"", b"\xc3", b"\xa9", b"bc"]
@@ -135,10 +191,14 @@ def continued(lm: AsyncLM) -> list[bool]:
 
 
 @pytest.mark.vllm
-async def test_steps_go_on_by_number_on_vllm(lm: AsyncLM) -> None:
+@pytest.mark.parametrize("laws", [1, 2])
+async def test_steps_go_on_by_number_on_vllm(lm: AsyncLM, laws: int) -> None:
     """The first step finds its prompt; later ones look for no context, while particles part and meet."""
     went_on = continued(lm)
-    smc = SMC(TextModel(lm, PROMPT, max_tokens=20, stop=None), num_particles=8, resample_when=1.0)
+    law = [Law(lm, PROMPT), Law(lm, PROMPT[::-1], power=0.5)][:laws]
+    smc = SMC(
+        TextModel(law, max_tokens=20, stop=None), num_particles=16 // (2 * laws), resample_when=1.0
+    )
     state, before = smc.init(0), lm.statistics().engine
     while not state.done:
         state, _ = await smc.step(state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -12,15 +13,20 @@ from hypothesis import strategies as st
 from genrt.questions.arguments import nonces_of
 from genrt.questions.draws import PopulationDraw, launch_draws, population_draw
 from genrt.questions.rows import LogprobsRequest
-from genrt.tokens.sampling import DrawGraphs
+from genrt.tokens.sampling import DrawGraphs, seeded_uniforms
 from tests.scripted import contexts_of
+from tests.tokens.draws_by_hand import Case, disagreements
 
 VOCAB_SIZE = 40
 
 
-def population(size: int, seed: int, temperature: float, is_masked: bool) -> PopulationDraw:
+def population(
+    size: int, seed: int, temperature: float, is_masked: bool, laws: Any = ()
+) -> PopulationDraw:
+    """Draws of texts, with a sequence for each law."""
     masks = torch.zeros(size, VOCAB_SIZE, dtype=torch.bool)
     masks[:, [seed % VOCAB_SIZE, (seed + 7) % VOCAB_SIZE]] = True
+    size *= len(laws) or 1
     request = population_draw(
         contexts_of(*(LogprobsRequest((number, 5)) for number in range(size))),
         None,
@@ -31,6 +37,7 @@ def population(size: int, seed: int, temperature: float, is_masked: bool) -> Pop
         vocab_size=VOCAB_SIZE,
         temperature=temperature,
         seed=seed,
+        laws=laws,
     )
     assert request is not None
     return request
@@ -76,3 +83,53 @@ def test_the_first_rows_are_drawn_from_where_no_places_are_said() -> None:
     assert torch.equal(found[3:], several[1].draw([rows[6], rows[4]]))
     [only], both = several[:1], rows[:3]
     assert torch.equal(launch_draws([only], both, [None], DrawGraphs())[0], only.draw([*both]))
+
+
+LAWS = st.lists(
+    st.tuples(st.sampled_from([1.0, 0.5, 2.0, 1e-7]), st.sampled_from([1.0, 0.3, 2.0])),
+    min_size=1,
+    max_size=3,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    laws=LAWS, size=st.integers(1, 5), seed=st.integers(0, 2**32), is_masked=st.booleans(),
+    in_order=st.booleans(), most=st.integers(1, 12),
+)  # fmt: skip
+def test_the_weights_of_laws_are_the_product_of_tempered_rows_to_powers(
+    laws: Any, size: int, seed: int, is_masked: bool, in_order: bool, most: int
+) -> None:
+    """In float64, of rows with zeros; beside another population, in parts, and from separate rows."""
+    turns, generator = len(laws), torch.Generator().manual_seed(seed)
+    whole, other = population(size, seed, 1.0, is_masked, laws), population(2, 1, 1.0, False)
+    rows = torch.randn(2 + size * turns, VOCAB_SIZE, generator=generator)
+    rows = rows.masked_fill(torch.rand(rows.shape, generator=generator) > 0.6, -math.inf)
+    rows[:, seed % 3] = 0.5
+    rows = rows.log_softmax(-1)
+    order = torch.arange(len(rows)) if in_order else torch.randperm(len(rows), generator=generator)
+    places = order.numpy()[2:]
+    found, on_host = launch_draws([other, whole], rows, [order.numpy()[:2], places], DrawGraphs())
+    found = found[2:]
+    assert torch.equal(on_host.part(slice(2, None)).result(), found)
+    assert torch.equal(found, whole.draw([*rows[places]]))
+    first, several = 0, []
+    for part in whole.parts(most):
+        assert len(part) % turns == 0
+        assert len(part) <= max(most, turns)
+        several.append(part.draw(rows, places[first : first + len(part)]))
+        first += len(part)
+    assert torch.equal(torch.cat(several), found)
+
+    weights = torch.zeros(size, VOCAB_SIZE, dtype=torch.float64)
+    for turn, (temperature, power) in enumerate(laws):
+        own = rows[places].double()[turn::turns]
+        if temperature < 1e-5:
+            greedy = torch.zeros_like(own).scatter(-1, own.argmax(-1, keepdim=True), 1.0)
+            weights += power * greedy.log()
+        else:
+            weights += power * (own / temperature).log_softmax(-1)
+    table = None if whole.mask_table is None else torch.tensor(whole.mask_table)
+    numbers = seeded_uniforms(whole.seeds)  # type: ignore[arg-type]
+    assert torch.equal(found, found[::turns].repeat_interleave(turns, 0))
+    assert disagreements(Case(weights, numbers, table), found[::turns], found[::turns]) == []

@@ -33,7 +33,7 @@ from genrt.engines.remote.wire import (
     unpacked_tokenizer,
 )
 from genrt.errors import EngineFailed, EngineUnsupported, InvalidRequest, NotFinite
-from genrt.inference import SMC, TextModel
+from genrt.inference import SMC, Law, TextModel
 from genrt.lm import AsyncLM
 from genrt.questions.arguments import Adapter
 from genrt.questions.draws import DrawToken
@@ -157,6 +157,17 @@ async def test_a_sampler_written_for_one_runs_on_the_other(lm: AsyncLM, server: 
         assert here.log_evidence == pytest.approx(there.log_evidence, abs=1e-6)
         # Draws are answered over there: no row of a step comes here.
         assert remote.statistics().engine.rows == 0
+
+
+async def test_the_laws_of_a_text_are_multiplied_here(lm: AsyncLM, server: Server) -> None:
+    def smc(own: AsyncLM) -> SMC:
+        laws = [Law(own, "a", power=2.0), Law(own, "bc", temperature=0.7)]
+        return SMC(TextModel(laws, max_tokens=6), num_particles=12)
+
+    async with await AsyncLM.connect(str(server.url), api_key=KEY) as remote:
+        here, there = await smc(remote).run(3), await smc(lm).run(3)
+        assert here.posterior() == there.posterior()
+        assert here.log_evidence == pytest.approx(there.log_evidence, abs=1e-6)
 
 
 async def test_a_flush_that_is_larger_than_a_call_takes_several(lm: AsyncLM) -> None:

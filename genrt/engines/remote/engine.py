@@ -42,6 +42,7 @@ from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest
+from genrt.tokens.sampling import Draw
 
 MOST_IN_BODY = 2**24
 """The approximate bound on the contexts and masks of one call, in bytes; more take several steps."""
@@ -259,9 +260,11 @@ def _token_count(asked: Question) -> int:
 
 
 def _questions(request: Request) -> list[Question]:
-    """Return a request's questions: for a population, a draw for each sequence."""
+    """Return a request's questions: for a population, a draw for each sequence, or its row."""
     if not isinstance(request, PopulationDraw):
         return [cast("Question", request)]
+    if request.laws:
+        return [*request.rows]
     table = request.mask_table
     masks = [None] * len(request) if table is None else map(bytes, table)
     seeds = cast("Any", request.seeds).tolist()
@@ -278,4 +281,6 @@ def _finished(request: Request, results: Sequence[Any]) -> Finished:
         return Finished(request, error=failed.fresh())
     if not isinstance(request, PopulationDraw):
         return Finished(request, results[0])
+    if request.laws:
+        results = [Draw.of(each, 0) for each in request.draw(results).tolist()]
     return Finished(request, batch_draw(results))
