@@ -351,6 +351,7 @@ class SimulatedRuntime:
         self.loops: list[VirtualLoop] = []
         self.stopped: set[VirtualLoop] = set()
         self.unanswered: dict[int, asyncio.AbstractEventLoop] = {}
+        self.told: list[tuple[type[GenrtError], str]] = []  # the errors of questions
         self.weights = {0: 0}  # the weights' number for each version
         self.numbers: Iterator[int] = itertools.count()
         self._engine_share = random.choice([0.05, 0.3, 0.7])
@@ -411,6 +412,8 @@ class SimulatedRuntime:
         except BaseException as error:
             if not isinstance(error, GeneratorExit):  # collected with its loop, at any moment
                 self.record.add(type(error).__name__, number)
+            if isinstance(error, GenrtError):
+                self.told.append((type(error), str(error)))
             self.ledger.left(question, error)
             raise
         finally:

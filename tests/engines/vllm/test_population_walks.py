@@ -179,7 +179,7 @@ async def test_what_a_copy_goes_on_from_is_given_back_with_the_copy(empty: Async
 
 
 async def test_closed_contexts_give_back_all_they_took(empty: AsyncLM) -> None:
-    """Closed by hand, by ``with``, as garbage, and in the middle of a question."""
+    """Closed by hand, by ``with``, as garbage, in the middle of a question, and beside another's."""
 
     async def grow(context: Context, steps: int) -> None:
         for seed in range(steps):
@@ -201,6 +201,17 @@ async def test_closed_contexts_give_back_all_they_took(empty: AsyncLM) -> None:
     await asyncio.sleep(0)
     several[0].close()
     assert (await question).token_id >= 0
+    assert held(empty) == (0, 0, 0)
+
+    one, other = empty.context([1, 2, 3]), empty.context([4, 5])
+    await asyncio.gather(grow(one, 1), grow(other, 1))
+    question = asyncio.ensure_future(one.draw())
+    for _ in range(4):  # the question is sent, with one idle sequence
+        await asyncio.sleep(0)
+    other.close()
+    await question
+    assert held(empty)[0] == 1
+    one.close()
     assert held(empty) == (0, 0, 0)
 
 
