@@ -30,6 +30,7 @@ from tests.test_every_argument import wrong_values
 
 SIZE = 7
 MODEL = NGram.random(SIZE, order=2, seed=3, zeros=0.2)
+BEGIN: dict[str, Any] = {"populations": AsyncLM.population, "contexts": HeldContexts.begin}
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +95,13 @@ async def exact_runtime(kind: str, adapter: Path, holds: str) -> AsyncIterator[R
             for each in (lm, quiet):
                 await each.update_weights({"table": tables[0]})
 
+        adapters = [adapter, adapter.with_name("b")]
+
+        async def replace() -> None:
+            adapters.reverse()
+            for each in (lm, quiet):
+                await each.add_adapter("a", adapters[0])
+
         yield Runtime(
             lm,
             quiet,
@@ -101,15 +109,16 @@ async def exact_runtime(kind: str, adapter: Path, holds: str) -> AsyncIterator[R
             tolerance=1e-5 if kind == "by number" else 0.0,
             adapters=(None, None, "a"),
             update=update,
+            replace=replace,
             breaks=Broken(lm),
-            begin=AsyncLM.population if holds == "populations" else HeldContexts.begin,
+            begin=[begin for name, begin in BEGIN.items() if name in holds],
         )
     assert seen.wrong == []
     assert bool(seen.by_number) == (kind == "by number")
 
 
 @pytest.mark.promise(number=36)
-@pytest.mark.parametrize("holds", ["populations", "contexts"])
+@pytest.mark.parametrize("holds", ["populations", "contexts", "populations and contexts"])
 @pytest.mark.parametrize("kind", ["plain", "scores", "by number"])
 @pytest.mark.parametrize(
     ("seed", "steps"),
@@ -119,6 +128,7 @@ async def test_each_draw_is_its_own_context_s_whatever_happens(
     kind: str, holds: str, seed: int, steps: int, tmp_path: Path
 ) -> None:
     adapter = adapter_directory(tmp_path / "a", NGram.random(SIZE, order=2, seed=9).table)
+    adapter_directory(tmp_path / "b", NGram.random(SIZE, order=2, seed=10).table)
     async with exact_runtime(kind, adapter, holds) as runtime:
         made = await walk(runtime, seed, steps)
     assert {*EVENTS, "resample", "cut", "extend", "split", "join", "take"} <= {*made.counts}
