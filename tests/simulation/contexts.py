@@ -100,7 +100,7 @@ class ContextClients:
             for _ in range(self._random.choice([0, 0, 1, 2])):  # in another order than before
                 await asyncio.sleep(0)
             asked = self._start(self._ask(particle))
-            for _ in range(self._random.choice([1, 1, 2, 4, 8])):
+            for _ in range(self._random.choice([1, 1, 1, 2, 8])):
                 await asyncio.sleep(0)
             if chance() < 0.2:
                 self._change(particle)
@@ -130,7 +130,7 @@ class ContextClients:
         context, mirror = particle.context, particle.mirror
         if context.is_closed:
             return
-        what = self._random.choice([*["append"] * 6, "extend", "cut", "fork", "replace", "close"])
+        what = self._random.choice([*["append"] * 9, "extend", "cut", "fork", "replace", "close"])
         more = [self._token() for _ in range(self._random.randint(0, 3))]
         if what == "append":
             context.append(token := self._token())
@@ -167,7 +167,7 @@ class ContextClients:
         violated, name = runtime.record.violated, context.adapter
         adapter = adapters_of(self._lm).by_name.get(name) if name is not None else None
         timeout = self._random.choice([None, None, None, 0.0, 0.01, 1.0])
-        if self._random.random() < 0.3:  # else as the question before, so that both go together
+        if self._random.random() < 0.1:  # else as the question before, so that both go together
             kinds = [*[self._draw] * 4, self._row, self._row, self._top, self._score]
             self._kind = self._random.choice(kinds), self._random.choice([1.0, 1.0, 0.5, 0.0])
         question, read, is_right = self._kind[0](context, ids, timeout)
