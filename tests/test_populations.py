@@ -17,12 +17,19 @@ import torch
 
 import genrt
 from genrt.engines.exact import ExactEngine, NGram
-from genrt.errors import Closed, ContextTooLong, InvalidRequest, TimedOut, UnknownAdapter
+from genrt.errors import (
+    Closed,
+    ContextTooLong,
+    InvalidRequest,
+    OutOfMemory,
+    TimedOut,
+    UnknownAdapter,
+)
 from genrt.lm import AsyncLM
 from genrt.populations import Population
 from tests.apart import drawn_apart_sync
 from tests.engines.test_exact import adapter_directory
-from tests.inside import engine_of, thread_of
+from tests.inside import asker_of, engine_of, thread_of
 from tests.keeping_engine import KeepingEngine, Seen
 from tests.population_walk import EVENTS, HeldContexts, Runtime, walk
 from tests.scoring_engine import ScoringEngine
@@ -132,6 +139,29 @@ async def test_each_draw_is_its_own_context_s_whatever_happens(
     async with exact_runtime(kind, adapter, holds) as runtime:
         made = await walk(runtime, seed, steps)
     assert {*EVENTS, "resample", "cut", "extend", "split", "join", "take"} <= {*made.counts}
+
+
+async def test_a_population_has_its_adapter_while_it_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ran out of memory, and its adapter is removed before its parts are asked."""
+    with genrt.load(MODEL, engine="exact") as lm:
+        table = NGram.random(SIZE, order=2, seed=9).table
+        await lm.add_adapter("a", adapter_directory(tmp_path / "a", table))
+        known = [await lm.draw([1, 2], seed=3 + n, adapter="a") for n in range(2)]
+        ask = asker_of(lm).ask
+
+        async def short(requests: Any, **options: Any) -> Any:
+            if len(requests[0]) == 1:
+                return await ask(requests, **options)
+            lm.remove_adapter("a")
+            lm.clear_cache()
+            lm.draw_sync([1])  # turns of the engine
+            raise OutOfMemory("scripted")
+
+        monkeypatch.setattr(asker_of(lm), "ask", short)
+        draws = await lm.population([1, 2], 2, adapter="a").draw(seed=3)
+        assert draws.token_ids.tolist() == [each.token_id for each in known]
 
 
 async def test_equal_sequences_share_a_row_and_a_population_is_one_flush(lm: AsyncLM) -> None:

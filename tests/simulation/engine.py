@@ -276,6 +276,7 @@ class SimulatedEngine:
         self.closed = False
         self.echoed: set[Request] = set()
         self.unforgotten: dict[Request, BaseException] = {}
+        self.was_unforgotten: set[Request] = set()
         self._random = random
         self._faults = faults
         self._record = record
@@ -378,6 +379,7 @@ class SimulatedEngine:
         if fails:
             error = self._error("cancel")
             self.unforgotten |= dict.fromkeys(requests, error)
+            self.was_unforgotten.update(requests)
             self.echoed.update(self.in_progress.keys() & self.unforgotten.keys())
             raise error
 

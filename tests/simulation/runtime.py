@@ -310,7 +310,10 @@ class CheckedEngine(SimulatedEngine):
         """Return whether a request ends in this error alone: as its own, or because the engine could not
         forget it when it was cancelled before."""
         if isinstance(request, PopulationDraw):
-            return any(self.explains(each, error) for each in request.rows)
+            # The row may have been forgotten with the population's other rows meanwhile.
+            was_held = not self.was_unforgotten.isdisjoint(request.rows)
+            known = was_held and self.raised(error.__cause__ or error)
+            return known or any(self.explains(each, error) for each in request.rows)
         if isinstance(error, NotFinite):
             return self._is_poisoned(request)
         held = self.unforgotten.get(request.row if isinstance(request, ReadRequest) else request)
