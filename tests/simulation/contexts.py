@@ -25,7 +25,7 @@ from genrt.tokens.sampling import Draw, TopLogprobs
 from tests.answers import is_answer, is_row
 from tests.inside import adapters_of, extended_by
 from tests.simulation.engine import VOCAB_SIZE
-from tests.simulation.runtime import SimulatedRuntime, coroutine_of
+from tests.simulation.runtime import SimulatedRuntime
 
 _Question: TypeAlias = tuple[
     Coroutine[Any, Any, Any], list[list[int]], Callable[[list[torch.Tensor], Any, int], bool]
@@ -51,7 +51,6 @@ class ContextClients:
         self._held: dict[Particle, None] = {}
         self._extended: dict[SequenceHandle, None] = {}
         self._kind: tuple[Callable[..., _Question], float] = self._draw, 1.0
-        self._tasks: list[asyncio.Task[None]] = []
         self._made: list[weakref.ref[Context]] = []
 
     async def flock(self, context: list[int], name: str | None) -> None:
@@ -62,22 +61,15 @@ class ContextClients:
         tasks: list[asyncio.Task[None]] = []
         for each in flock:
             each.is_free = False
-            tasks.append(self._start(self._live(each, tasks)))
+            tasks.append(asyncio.create_task(self._live(each, tasks)))
         for outcome in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(outcome, BaseException) and not isinstance(
                 outcome, asyncio.CancelledError
             ):
                 raise outcome
 
-    def _start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        self._tasks.append(asyncio.create_task(coroutine))
-        return self._tasks[-1]
-
     def close_all(self) -> None:
-        """Compare all contexts with their mirrors, and close them, and the coroutines of closed loops."""
-        for task in self._tasks:
-            if not task.done():
-                coroutine_of(task).close()
+        """Compare all contexts with their mirrors, and close them."""
         for each in self._held:
             self._compare(each)
         for made in self._made:  # exceptions may keep some that were dropped
@@ -99,7 +91,7 @@ class ContextClients:
         for _ in range(self._random.randint(1, 5)):
             for _ in range(self._random.choice([0, 0, 1, 2])):  # in another order than before
                 await asyncio.sleep(0)
-            asked = self._start(self._ask(particle))
+            asked = asyncio.create_task(self._ask(particle))
             for _ in range(self._random.choice([1, 1, 1, 2, 8])):
                 await asyncio.sleep(0)
             if chance() < 0.2:

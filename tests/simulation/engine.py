@@ -312,6 +312,7 @@ class SimulatedEngine:
             self._begin(request)
 
     def _begin(self, request: Request) -> None:
+        self.was_unforgotten.discard(request)
         chunks = self._random.randint(1, self._most_chunks)
         self.in_progress[request] = _Progress(chunks, chunks)
 

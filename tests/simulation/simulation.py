@@ -109,6 +109,7 @@ def _wind_up(runtime: SimulatedRuntime, clients: SimulatedClients) -> None:
         task = loop.create_task(runtime.lm.next_token_logprobs(UNASKED))
         runtime.run_until(task.done, "a new loop waits for its first answer")
         task.exception()
+    runtime.collect_lost()
     if clients.contexts is not None:
         clients.contexts.close_all()
     runtime.settle()
