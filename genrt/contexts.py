@@ -621,14 +621,15 @@ async def _ask_together(
         for number, (question, answer, length) in enumerate(of_part):
             question.answer = answer
             context, before = question.context, question.place
-            if context._place is before and not context._is_closed:
+            if context._place is before:
                 context._place = (answered, number, length)
                 del context._tail[: question.added]
                 moved += 1
                 if (left := before[0]) is not None:
                     left.extended_by -= 1
-                    if question.words is not None and not left.extended_by:
-                        over.append(left.handle)  # no sequence extends these by number
+                    # An engine frees the others of these sequences unless some were idle.
+                    if not left.extended_by and (left.handle.idle or question.words is not None):
+                        over.append(left.handle)
         answered.extended_by = moved
         if not moved:
             over.append(answered.handle)

@@ -75,18 +75,24 @@ class PopulationRuntime:
         sequences, or fewer if the engine runs out of memory. Raises as ``Population.draw``."""
         seconds = check_timeout(timeout)
         until = None if seconds is None else time.monotonic() + seconds
-        while True:
-            parts = [part for each in requests for part in each.parts(most)]
-            try:
-                return await ask(parts, timeout=timeout), parts
-            except OutOfMemory:
-                largest = max(map(len, parts))
-                if largest <= (len(parts[0].laws) or 1):
-                    raise
-                # The batcher halves a flush that ran out of memory; a single request is halved here.
-                most = (largest + 1) // 2
-                requests = [replace(each) for each in requests]  # each with another handle
-                timeout = seconds_left(until)
+        batcher, question = self.thread.batcher, object()
+        if requests and (bound := requests[0].adapter) is not None:
+            batcher.hold(question, bound)  # between two requests too
+        try:
+            while True:
+                parts = [part for each in requests for part in each.parts(most)]
+                try:
+                    return await ask(parts, timeout=timeout), parts
+                except OutOfMemory:
+                    largest = max(map(len, parts))
+                    if largest <= (len(parts[0].laws) or 1):
+                        raise
+                    # The batcher halves a flush that ran out of memory; one request is halved here.
+                    most = (largest + 1) // 2
+                    requests = [replace(each) for each in requests]  # each with another handle
+                    timeout = seconds_left(until)
+        finally:
+            batcher.let_go(question)
 
     async def draw(
         self,

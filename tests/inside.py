@@ -8,7 +8,9 @@ from collections.abc import Collection, Sized
 from pathlib import Path
 from typing import Any
 
+from genrt.contexts import Context
 from genrt.lm import AsyncLM
+from genrt.questions.sequences import SequenceHandle
 from genrt.runtime.thread import EngineThread
 
 
@@ -37,6 +39,12 @@ def adapters_of(lm: AsyncLM) -> Any:
 def asker_of(lm: AsyncLM) -> Any:
     """Return the next stop of a runtime's questions."""
     return lm._asker
+
+
+def extended_by(context: Context) -> SequenceHandle | None:
+    """Return the handle of the sequences that a context extends."""
+    answered = context._place[0]
+    return None if answered is None else answered.handle
 
 
 def in_progress(engine: Any) -> Any:

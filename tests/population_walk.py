@@ -48,6 +48,7 @@ EVENTS = (
     "fails",
     "not_finite",
     "paused",
+    "replaced",
     "restarted",
     "scored",
     "thread",
@@ -57,7 +58,7 @@ EVENTS = (
 """What may happen to questions and engines between two draws."""
 
 
-QUIET = ("batch", "cancelled", "evicted", "scored", "timed_out")
+QUIET = ("batch", "cancelled", "evicted", "scored", "thread", "timed_out")
 """The events that change nothing for other populations."""
 
 MADE: list[Any] = [list, np.array, torch.tensor]
@@ -174,9 +175,10 @@ class Runtime:
         tolerance: of log-probabilities; 0 is equality to the bit.
         adapters: the names that populations may have.
         update: gives both runtimes other weights.
+        replace: gives both runtimes another adapter of the name "a".
         breaks: makes a step of ``lm`` fail, or a row of it be not finite.
         evicts: so many contexts of ``evicts`` tokens evict every sequence.
-        begin: makes a population, or as many contexts.
+        begin: makes populations, or as many contexts: one of these at random.
     """
 
     lm: AsyncLM
@@ -186,9 +188,10 @@ class Runtime:
     tolerance: float = 0.0
     adapters: Sequence[str | None] = (None,)
     update: Callable[[], Awaitable[None]] | None = None
+    replace: Callable[[], Awaitable[None]] | None = None
     breaks: Callable[[str], contextlib.AbstractContextManager[None]] | None = None
     evicts: int = 40
-    begin: Callable[..., Any] = AsyncLM.population
+    begin: Sequence[Callable[..., Any]] = (AsyncLM.population,)
 
 
 @dataclass(slots=True, eq=False)
@@ -329,6 +332,15 @@ class Walk:
         await self.runtime.update()
         assert (await draw).weights_version <= self.runtime.lm.weights_version
 
+    async def _replaced(self, particles: Particles) -> None:
+        """In the middle of a draw, which has one of the two adapters."""
+        assert self.runtime.replace is not None
+        draw = asyncio.ensure_future(particles.population.draw(seed=1))
+        for _ in range(self.rng.randrange(4)):
+            await asyncio.sleep(0)
+        await self.runtime.replace()
+        await draw
+
     async def _paused(self, particles: Particles) -> None:
         lm = self.runtime.lm
         await lm.pause()
@@ -342,8 +354,11 @@ class Walk:
         await self.runtime.lm.batch_next_token_logprobs(contexts)
 
     async def _thread(self, particles: Particles) -> None:
-        """Another thread's loop asks, which is then closed."""
-        draws = await asyncio.to_thread(particles.population.draw_sync, seed=3)
+        """Another thread asks, blocking, or on a loop of its own, which is then closed."""
+        own = particles.population
+        blocks = self.rng.random() < 0.5
+        asked = own.draw_sync if blocks else lambda seed: asyncio.run(own.draw(seed=seed))
+        draws = await asyncio.to_thread(asked, seed=3)
         await self.check(particles, draws, {"seed": 3})
 
     async def _beside(self, particles: Particles) -> None:
@@ -405,7 +420,7 @@ class Walk:
 
     def begin(self) -> None:
         """Have one population more, of one prompt or of several."""
-        lm, rng, begin = self.runtime.lm, self.rng, self.runtime.begin
+        lm, rng, begin = self.runtime.lm, self.rng, self.rng.choice(self.runtime.begin)
         adapter, count = rng.choice(self.runtime.adapters), rng.randint(1, 8)
         if rng.random() < 0.5:
             prompt = self.ids(rng.randint(1, 20))
@@ -484,6 +499,7 @@ class Walk:
             for other in self.all
             if other is not each
             and other.adapter == each.adapter
+            and type(other.population) is type(each.population)
             and len(other.lists) + len(each.lists) <= 12
         ]
         if others:
@@ -504,7 +520,7 @@ class Walk:
         if len(self.all) > self.most:
             self.all.remove(each)
         else:
-            begin = self.runtime.begin
+            begin = self.rng.choice(self.runtime.begin)
             each.population = begin(self.runtime.lm, each.lists, adapter=each.adapter)
 
 

@@ -37,7 +37,7 @@ from genrt.questions.draws import PopulationDraw
 from genrt.questions.request import Request
 from genrt.tokens.sampling import Draw
 from tests.engines.test_exact import adapter_directory
-from tests.inside import asker_of, engine_of
+from tests.inside import asker_of, engine_of, extended_by, thread_of
 from tests.keeping_engine import KeepingEngine
 from tests.keeping_engine import Seen as Watched
 
@@ -266,6 +266,25 @@ async def test_questions_that_all_leave_are_withdrawn(lm: AsyncLM) -> None:
     assert counted.questions == counted.answered + counted.cancelled + counted.deduplicated or (
         counted.cancelled > 0
     )
+
+
+async def test_a_context_that_closes_beside_another_s_question_gives_back(
+    lm: AsyncLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both extend sequences of one request; the engine keeps the idle one until it is given back."""
+    given_back: list[Any] = []
+    one, other = lm.context([1]), lm.context([2])
+    await asyncio.gather(one.draw(), other.draw())
+    first = extended_by(one)
+    one.append(3)
+    monkeypatch.setattr(thread_of(lm), "give_back", given_back.extend)
+    question = asyncio.ensure_future(one.draw())
+    for _ in range(4):  # it is sent, and not yet answered
+        await asyncio.sleep(0)
+    other.close()
+    await question
+    assert extended_by(one) is not first
+    assert given_back == [first]
 
 
 async def test_a_row_that_is_not_finite_fails_its_context_alone(lm: AsyncLM) -> None:

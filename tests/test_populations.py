@@ -29,7 +29,7 @@ from genrt.lm import AsyncLM
 from genrt.populations import Population, draw_texts
 from tests.apart import drawn_apart_sync
 from tests.engines.test_exact import adapter_directory
-from tests.inside import engine_of, thread_of
+from tests.inside import asker_of, engine_of, thread_of
 from tests.keeping_engine import KeepingEngine, Seen
 from tests.population_walk import EVENTS, HeldContexts, Runtime, walk
 from tests.scoring_engine import ScoringEngine
@@ -37,6 +37,7 @@ from tests.test_every_argument import wrong_values
 
 SIZE = 7
 MODEL = NGram.random(SIZE, order=2, seed=3, zeros=0.2)
+BEGIN: dict[str, Any] = {"populations": AsyncLM.population, "contexts": HeldContexts.begin}
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +102,13 @@ async def exact_runtime(kind: str, adapter: Path, holds: str) -> AsyncIterator[R
             for each in (lm, quiet):
                 await each.update_weights({"table": tables[0]})
 
+        adapters = [adapter, adapter.with_name("b")]
+
+        async def replace() -> None:
+            adapters.reverse()
+            for each in (lm, quiet):
+                await each.add_adapter("a", adapters[0])
+
         yield Runtime(
             lm,
             quiet,
@@ -108,15 +116,16 @@ async def exact_runtime(kind: str, adapter: Path, holds: str) -> AsyncIterator[R
             tolerance=1e-5 if kind == "by number" else 0.0,
             adapters=(None, None, "a"),
             update=update,
+            replace=replace,
             breaks=Broken(lm),
-            begin=AsyncLM.population if holds == "populations" else HeldContexts.begin,
+            begin=[begin for name, begin in BEGIN.items() if name in holds],
         )
     assert seen.wrong == []
     assert bool(seen.by_number) == (kind == "by number")
 
 
 @pytest.mark.promise(number=36)
-@pytest.mark.parametrize("holds", ["populations", "contexts"])
+@pytest.mark.parametrize("holds", ["populations", "contexts", "populations and contexts"])
 @pytest.mark.parametrize("kind", ["plain", "scores", "by number"])
 @pytest.mark.parametrize(
     ("seed", "steps"),
@@ -126,9 +135,33 @@ async def test_each_draw_is_its_own_context_s_whatever_happens(
     kind: str, holds: str, seed: int, steps: int, tmp_path: Path
 ) -> None:
     adapter = adapter_directory(tmp_path / "a", NGram.random(SIZE, order=2, seed=9).table)
+    adapter_directory(tmp_path / "b", NGram.random(SIZE, order=2, seed=10).table)
     async with exact_runtime(kind, adapter, holds) as runtime:
         made = await walk(runtime, seed, steps)
     assert {*EVENTS, "resample", "cut", "extend", "split", "join", "take"} <= {*made.counts}
+
+
+async def test_a_population_has_its_adapter_while_it_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ran out of memory, and its adapter is removed before its parts are asked."""
+    with genrt.load(MODEL, engine="exact") as lm:
+        table = NGram.random(SIZE, order=2, seed=9).table
+        await lm.add_adapter("a", adapter_directory(tmp_path / "a", table))
+        known = [await lm.draw([1, 2], seed=3 + n, adapter="a") for n in range(2)]
+        ask = asker_of(lm).ask
+
+        async def short(requests: Any, **options: Any) -> Any:
+            if len(requests[0]) == 1:
+                return await ask(requests, **options)
+            lm.remove_adapter("a")
+            lm.clear_cache()
+            lm.draw_sync([1])  # turns of the engine
+            raise OutOfMemory("scripted")
+
+        monkeypatch.setattr(asker_of(lm), "ask", short)
+        draws = await lm.population([1, 2], 2, adapter="a").draw(seed=3)
+        assert draws.token_ids.tolist() == [each.token_id for each in known]
 
 
 async def test_equal_sequences_share_a_row_and_a_population_is_one_flush(lm: AsyncLM) -> None:

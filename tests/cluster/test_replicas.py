@@ -112,10 +112,10 @@ async def test_each_draw_is_its_own_context_s_when_replicas_die(
         replicas_of(two).die(0)
         yield
 
-    without = {"evicted", "not_finite", "restarted", "updated"}
+    without = {"evicted", "not_finite", "replaced", "restarted", "updated"}
     events = [each for each in EVENTS if each not in without]
     for begin in (AsyncLM.population, HeldContexts.begin):
-        own = Walked(two, alone, events, tolerance=1e-5, breaks=killed, begin=begin)
+        own = Walked(two, alone, events, tolerance=1e-5, breaks=killed, begin=[begin])
         await walk(own, seed=0, steps=30)
 
 

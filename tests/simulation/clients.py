@@ -24,6 +24,7 @@ from genrt.questions.rows import LogprobsRequest
 from genrt.testing.virtual_loop import VirtualLoop
 from tests.answers import read_examples
 from tests.inside import adapters_of
+from tests.simulation.contexts import ContextClients
 from tests.simulation.engine import VOCAB_SIZE, Violation
 from tests.simulation.runtime import SimulatedRuntime
 
@@ -51,7 +52,7 @@ class SimulatedClients:
         operations: how many things they do.
         directory: may be loaded as an adapter.
         texts: whether they ask for completions.
-        populations: whether they hold populations.
+        populations, contexts: whether they hold them.
         updates: whether they also replace the weights, in every possible way.
     """
 
@@ -63,12 +64,14 @@ class SimulatedClients:
         *,
         texts: bool = True,
         populations: bool = False,
+        contexts: bool = False,
         updates: bool = False,
     ) -> None:
         self.done = self.updated = 0
         self._updates = updates
         self._texts = texts
         self._populations = populations
+        self.contexts = ContextClients(runtime) if contexts else None
         self._runtime = runtime
         self._lm = runtime.lm
         self._random = runtime.random
@@ -106,7 +109,8 @@ class SimulatedClients:
     def _do_something(self) -> None:
         if self._updates and self._random.random() < 0.06:
             self.done += 1
-            self._start(self._update())
+            pauses = self.contexts is not None and self._random.random() < 0.3
+            self._start(self._pause() if pauses else self._update())
             return
         number = self._random.random()
         for share, operation in self._shares:
@@ -323,6 +327,7 @@ class SimulatedClients:
             self._sample,
             *([self._text, self._texts_of, *[self._stream] * 4] if self._texts else []),
             *([self._population] * 4 if self._populations else []),
+            *([self.contexts.flock] * 6 if self.contexts is not None else []),
             *([self._prompt_rows] if self._updates else []),
         ]
 
@@ -430,6 +435,13 @@ class SimulatedClients:
                 if how != "read" and self._random.random() < 0.5:
                     break
                 await asyncio.sleep(self._random.choice([0.0, 0.0, 0.01]))
+
+    async def _pause(self) -> None:
+        await self._lm.pause()
+        try:
+            await asyncio.sleep(0.01)
+        finally:
+            self._lm.resume()
 
     async def _update(self) -> None:
         """Replace the weights, at once or in chunks, or fail to."""

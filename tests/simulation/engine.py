@@ -8,6 +8,8 @@ Rules:
     views of one tensor, between rows without meaning.
     ``Faults`` define the faults, and the seed decides when they occur. After a failed step the engine has
     forgotten all requests, as the protocol says.
+    Sequences that populations or contexts continue by number are checked against their tokens. Some are
+    evicted.
     A call that the protocol forbids raises a ``Violation``, which is recorded.
 """
 
@@ -21,7 +23,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -42,6 +44,8 @@ from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest
+from genrt.questions.sequences import Origins, SequenceHandle
+from genrt.tokens.rows import AsyncHostCopy
 from tests.answers import are_draws, is_answer, is_row, is_score
 
 
@@ -220,6 +224,7 @@ class SimulatedWeights:
     def begin(self) -> None:
         """Check that no request is in progress."""
         self._engine.check("weights are replaced", self.is_whole and not self._engine.in_progress)
+        self._engine.known.clear()
 
     def load(self, tensors: NamedTensors) -> None:
         """Load a part of the weights; after that no step may run until ``finish``."""
@@ -234,7 +239,8 @@ class SimulatedWeights:
 
 
 class SimulatedEngine:
-    """An Engine over a model with known answers.
+    """An Engine over a model with known answers. ``known`` has the sequences of the handles that are
+    neither released nor extended.
 
     Args:
         random: decides everything that is not specified.
@@ -261,6 +267,8 @@ class SimulatedEngine:
         self.device = torch.device("cpu")
         self.tokenizer = model.tokenizer
         self.scores = True
+        self.rows_by_number = True
+        self.known: dict[SequenceHandle, list[LogprobsRequest]] = {}
         self.in_progress: dict[Request, _Progress] = {}
         self.adapters: dict[Adapter, None] = {}
         self.calls = {"submit": 0, "step": 0, "cancel": 0, "remove": 0, "load": 0}
@@ -268,6 +276,7 @@ class SimulatedEngine:
         self.closed = False
         self.echoed: set[Request] = set()
         self.unforgotten: dict[Request, BaseException] = {}
+        self.was_unforgotten: set[Request] = set()
         self._random = random
         self._faults = faults
         self._record = record
@@ -300,8 +309,36 @@ class SimulatedEngine:
             raise self._error("submit")
         self._requests += len(requests)
         for request in requests:
-            chunks = self._random.randint(1, self._most_chunks)
-            self.in_progress[request] = _Progress(chunks, chunks)
+            self._begin(request)
+
+    def _begin(self, request: Request) -> None:
+        self.was_unforgotten.discard(request)
+        chunks = self._random.randint(1, self._most_chunks)
+        self.in_progress[request] = _Progress(chunks, chunks)
+
+    def continue_population(self, population: PopulationDraw) -> bool:
+        origins = cast("Origins", population.origins)
+        if any(each not in self.known for each in origins.handles):
+            return False
+        before = [row for each in origins.handles for row in self.known[each]]
+        for number, row in zip(origins.numbers, population.rows, strict=True):
+            if before[number].token_ids != row.token_ids[:-1]:
+                self._record.violated(f"{row} does not continue {before[number]}")
+            if before[number].adapter != row.adapter:
+                return False
+        if self._random.random() < 0.2:
+            self.release(origins.handles)  # evicted
+            return False
+        self._begin(population)
+        return True
+
+    def settle(self, population: PopulationDraw) -> None:
+        self.release([each for each in population.came_from if not each.idle])
+        self.known[population.handle] = population.rows
+
+    def release(self, asked: Sequence[SequenceHandle]) -> None:
+        for each in asked:
+            self.known.pop(each, None)
 
     def step(self) -> list[Finished]:
         self._called("step")
@@ -343,6 +380,7 @@ class SimulatedEngine:
         if fails:
             error = self._error("cancel")
             self.unforgotten |= dict.fromkeys(requests, error)
+            self.was_unforgotten.update(requests)
             self.echoed.update(self.in_progress.keys() & self.unforgotten.keys())
             raise error
 
@@ -469,8 +507,10 @@ class SimulatedEngine:
 
     def _ends(self, done: list[Request], partial: int) -> list[Finished]:
         """Return the results of these requests; their rows lie between rows that belong to no request."""
+        ends = [self._drawn_by_number(each) for each in done if isinstance(each, PopulationDraw)]
+        done = [request for request in done if not isinstance(request, PopulationDraw)]
         sound = [request for request in done if not self._is_poisoned(request)]
-        ends = [
+        ends += [
             Finished(request, error=NotFinite(f"{request} has no finite row"))
             for request in done
             if self._is_poisoned(request)
@@ -495,6 +535,15 @@ class SimulatedEngine:
         self._failed += len(failed)
         self._answered += [request for request in sound if request not in failed]
         return ends
+
+    def _drawn_by_number(self, population: PopulationDraw) -> Finished:
+        rows = [
+            torch.full((VOCAB_SIZE,), torch.nan) if self._is_poisoned(row) else self._answer(row)
+            for row in population.rows
+        ]
+        self.settle(population)
+        drawn = population.draw(rows)
+        return Finished(population, drawn if population.seeds is None else AsyncHostCopy(drawn))
 
     def _drawn(self, request: SampleRequest | CompletionRequest) -> Finished:
         try:

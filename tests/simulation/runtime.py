@@ -313,9 +313,9 @@ class CheckedEngine(SimulatedEngine):
             return any(self.explains(each, error) for each in request.rows)
         if isinstance(error, NotFinite):
             return self._is_poisoned(request)
-        held = self.unforgotten.get(request.row if isinstance(request, ReadRequest) else request)
-        # A later refusal, by its rows of others, may have replaced the one that it ended in.
-        return held is not None and self.raised(error.__cause__ or error)
+        # A later call, for rows of others, may have forgotten it, or failed with another error.
+        row = request.row if isinstance(request, ReadRequest) else request
+        return row in self.was_unforgotten and self.raised(error.__cause__ or error)
 
     def _block(self, rows: int) -> Tensor:
         self._blocks.append(super()._block(rows))
@@ -350,7 +350,9 @@ class SimulatedRuntime:
         self.clock = VirtualClock()
         self.loops: list[VirtualLoop] = []
         self.stopped: set[VirtualLoop] = set()
+        self._lost: list[asyncio.Task[Any]] = []  # of closed loops
         self.unanswered: dict[int, asyncio.AbstractEventLoop] = {}
+        self.told: list[tuple[type[GenrtError], str]] = []  # the errors of questions
         self.weights = {0: 0}  # the weights' number for each version
         self.numbers: Iterator[int] = itertools.count()
         self._engine_share = random.choice([0.05, 0.3, 0.7])
@@ -411,6 +413,8 @@ class SimulatedRuntime:
         except BaseException as error:
             if not isinstance(error, GeneratorExit):  # collected with its loop, at any moment
                 self.record.add(type(error).__name__, number)
+            if isinstance(error, GenrtError):
+                self.told.append((type(error), str(error)))
             self.ledger.left(question, error)
             raise
         finally:
@@ -462,6 +466,7 @@ class SimulatedRuntime:
     def forget_loop(self, loop: VirtualLoop) -> None:
         """Close a loop without checking its error reports."""
         for task in asyncio.all_tasks(loop):
+            self._lost.append(task)
             coroutine = coroutine_of(task)
             if not inspect.iscoroutine(coroutine):
                 coroutine.close()  # the cleanup of an asynchronous generator that was collected
@@ -471,6 +476,11 @@ class SimulatedRuntime:
         self.loops.remove(loop)
         self.stopped.discard(loop)
         self.ledger.loop_closed(loop)
+
+    def collect_lost(self) -> None:
+        """Close the coroutines of closed loops, as a garbage collector does some day."""
+        for task in self._lost:
+            coroutine_of(task).close()
 
     def discard(self) -> None:
         """Close all loops and the model without any check."""

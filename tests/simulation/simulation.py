@@ -49,6 +49,7 @@ def simulate(
     faults: Faults | None = None,
     texts: bool = True,
     populations: bool = False,
+    contexts: bool = False,
     updates: bool = False,
 ) -> Report:
     """Run the real batcher, cache and answers once, and compare every question with the ledger.
@@ -60,7 +61,7 @@ def simulate(
         seed: decides everything; the same seed gives the same run.
         operations: the number of client operations.
         faults: the engine's faults; by default the seed decides them too.
-        texts, populations: whether clients ask for them.
+        texts, populations, contexts: whether clients ask for them.
         updates: whether clients also replace the weights. The ledger does not follow that: the runtime
             compares each answer with those of the versions that it may be of.
 
@@ -78,7 +79,8 @@ def simulate(
         **any_options(chance),
     )
     more = ("" if faults is None else f", faults={faults}") + ("" if texts else ", texts=False")
-    more += (", populations=True" if populations else "") + (", updates=True" if updates else "")
+    others = {"populations": populations, "contexts": contexts, "updates": updates}
+    more += "".join(f", {name}=True" for name, is_on in others.items() if is_on)
     again = f"replay with simulate({seed}, operations={operations}{more})"
     with adapter_directory() as directory, reporting(runtime, f"seed {seed}", again):
         clients = SimulatedClients(
@@ -87,17 +89,18 @@ def simulate(
             directory,
             texts=texts,
             populations=populations,
+            contexts=contexts,
             updates=updates,
         )
         clients.run()
-        _wind_up(runtime)
+        _wind_up(runtime, clients)
         clients.check_kept()
     return Report(
         seed, clients.done, runtime.lm.statistics(), runtime.record.lines(), clients.updated
     )
 
 
-def _wind_up(runtime: SimulatedRuntime) -> None:
+def _wind_up(runtime: SimulatedRuntime, clients: SimulatedClients) -> None:
     """Check that a new loop is answered, if the runtime is still there, and that nothing is left."""
     for loop in [*runtime.stopped]:
         runtime.close_loop(loop)
@@ -106,7 +109,12 @@ def _wind_up(runtime: SimulatedRuntime) -> None:
         task = loop.create_task(runtime.lm.next_token_logprobs(UNASKED))
         runtime.run_until(task.done, "a new loop waits for its first answer")
         task.exception()
+    runtime.collect_lost()
+    if clients.contexts is not None:
+        clients.contexts.close_all()
     runtime.settle()
+    if clients.contexts is not None:
+        clients.contexts.check_nothing_is_held()
     close(runtime)
 
 

@@ -27,7 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for seeds in itertools.count(1):
         seed = first + seeds - 1
         try:
-            operations += simulate(seed, operations=options.operations).operations
+            held = seed % 2 == 1
+            report = simulate(seed, operations=options.operations, populations=held, contexts=held)
+            operations += report.operations
         except AssertionError as error:
             print(error)
             print(f"{seeds - 1:,} seeds from {first} on did not fail")

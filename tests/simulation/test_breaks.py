@@ -17,9 +17,12 @@ import genrt.runtime.answers
 import genrt.runtime.batcher
 import genrt.runtime.cache
 import genrt.runtime.streams
+from genrt import contexts
+from genrt.contexts import Context
 from genrt.engines.protocol import Finished
 from genrt.errors import GenrtError
 from genrt.questions.completions import CompletionRequest, Delta
+from genrt.questions.masks import words_of_each
 from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
@@ -49,9 +52,42 @@ def simulate_many() -> None:
         simulate(seed, faults=UNFORGETTING)  # it takes two refusals in a row for one request
 
 
+def simulate_contexts() -> None:
+    for seed in range(RUNS):
+        simulate(seed, contexts=True)
+
+
 batcher, withdraw = genrt.runtime.batcher, Batcher._withdraw
 put, counted = genrt.runtime.streams._put, itertools.count()
 cancel, since = Batcher.cancel, Flow._since
+
+flush, extensions = contexts._Flush, contexts._extensions
+
+OF_CONTEXTS: dict[str, tuple[Any, str, Any]] = {
+    "a cancelled question withdraws its flush": (
+        contexts,
+        "_Flush",
+        lambda task, waiting: flush(task, 1),
+    ),
+    "masks go to other contexts": (
+        contexts,
+        "words_of_each",
+        lambda masks: words_of_each(masks[::-1]),
+    ),
+    "answers go to other contexts": (
+        contexts,
+        "_extensions",
+        lambda going: (going, *extensions(going)[1:]),
+    ),
+    "a context's adapter is ignored": (Context, "_bound", lambda self: None),
+    "a row that is not finite fails its flush": (contexts, "NotFinite", ZeroDivisionError),
+    "a context that is left gives nothing back": (
+        Context,
+        "_leave",
+        lambda self: setattr(self, "_place", (None, 0, len(()))),
+    ),
+}
+"""The same of contexts."""
 
 REPLACED: dict[str, tuple[Any, str, Any]] = {
     "a waiter that leaves is forgotten": (Batcher, "cancel", lambda self, waiter: None),
@@ -241,6 +277,29 @@ def what_was_read_is_brought_again(patch: Patch) -> None:
     patch.setattr(Flow, "_add", add)
 
 
+def a_late_answer_takes_over_what_was_cut(patch: Patch) -> None:
+    cut = Context.cut
+
+    def cut_so(self: Context, length: int) -> None:
+        place = self._place
+        cut(self, length)
+        if length >= place[2]:
+            self._place = place
+
+    patch.setattr(Context, "cut", cut_so)
+
+
+def a_fork_grows_with_its_parent(patch: Patch) -> None:
+    copied = Context.copied
+
+    def copied_so(self: Context, kind: Any) -> Any:
+        copy = copied(self, kind)
+        copy._tail = self._tail
+        return copy
+
+    patch.setattr(Context, "copied", copied_so)
+
+
 BREAKS: list[Break] = [
     nothing_in_flight_is_withdrawn,
     what_is_asked_again_stays_withdrawn,
@@ -257,15 +316,30 @@ BREAKS: list[Break] = [
 ]
 
 
-def found() -> None:
+BREAKS_OF_CONTEXTS = [a_late_answer_takes_over_what_was_cut, a_fork_grows_with_its_parent]
+
+
+def found(simulate: Callable[[], None] = simulate_many) -> None:
     with pytest.raises(AssertionError, match=r"^seed \d+: .+\nreplay with simulate\(\d+, op"):
-        simulate_many()
+        simulate()
 
 
 @pytest.mark.parametrize("name", REPLACED)
 def test_what_is_replaced_on_purpose_is_found(name: str, monkeypatch: Patch) -> None:
     monkeypatch.setattr(*REPLACED[name])
     found()
+
+
+@pytest.mark.parametrize("name", OF_CONTEXTS)
+def test_what_contexts_do_wrong_is_found(name: str, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(*OF_CONTEXTS[name])
+    found(simulate_contexts)
+
+
+@pytest.mark.parametrize("broken", BREAKS_OF_CONTEXTS, ids=lambda each: each.__name__)
+def test_what_is_broken_in_contexts_is_found(broken: Break, monkeypatch: Patch) -> None:
+    broken(monkeypatch)
+    found(simulate_contexts)
 
 
 @pytest.mark.parametrize("broken", BREAKS, ids=lambda each: each.__name__)

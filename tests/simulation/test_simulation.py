@@ -93,6 +93,17 @@ def test_populations_among_all_else() -> None:
         assert simulate(seed, populations=True).operations >= 100
 
 
+@pytest.mark.promise(number=36)
+@pytest.mark.parametrize("updates", [False, True])
+def test_contexts_among_all_else(updates: bool) -> None:
+    """They are answered as by content, disturb no other, and leave nothing."""
+    reports = [
+        simulate(n, operations=60, contexts=True, populations=n % 2 == 0, updates=updates)
+        for n in range(20)
+    ]
+    assert sum(told(each, r"asked \d+ PopulationDraw") for each in reports) > 500
+
+
 @pytest.mark.promise(number=34)
 def test_updates_under_load_are_never_seen_in_part() -> None:
     """The weights are replaced while others ask, cancel and time out, engines fail and die: every answer

@@ -45,18 +45,24 @@ async def test_rows_are_right_where_a_fraction_of_the_sequences_fit(
 ) -> None:
     """A hundred contexts and the samples beside them need hundreds of blocks; there are 24."""
     asked = contexts_of(100, 290, seed=1)
+    held = [tight.context(each) for each in asked[:20]]
     before = tight.statistics()
     with preemptions(tight) as preempted:
         samples = asyncio.create_task(
             tight.batch_sample([[n, 5] for n in range(12)], max_tokens=120, temperature=0.0)
         )
-        rows, drawn = await asyncio.gather(
+        rows, drawn, own = await asyncio.gather(
             asyncio.gather(*map(tight.next_token_logprobs, asked)),
             tight.batch_draw(asked[:50], masks=[[3]] * 50),
+            asyncio.gather(*(each.draw(mask=[3]) for each in held)),
         )
+        for each, (token_id, *_) in zip(held, own, strict=True):
+            each.append(token_id)
+        later = await asyncio.gather(*(each.logprobs() for each in held))
         greedy = await samples
     assert sum(-(-len(context) // BLOCK) for context in asked) > 15 * TIGHT_BLOCKS
     expect_rows(oracle, asked, rows)
+    expect_rows(oracle, [[*each, 3] for each in asked[:20]], later)
     assert drawn.token_ids.tolist() == [3] * 50
     for number, sample in enumerate(greedy):
         row = oracle([number, 5, *sample[:-1]])

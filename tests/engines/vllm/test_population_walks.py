@@ -31,6 +31,7 @@ pytestmark = pytest.mark.vllm
 
 TIGHT = {"max_num_seqs": 12, "block_size": 32, "kv_cache_memory_bytes": 34 * BLOCK_BYTES}
 BREAKS = ("fails", "not_finite")
+HELD = (AsyncLM.population, HeldContexts.begin)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +78,7 @@ async def walked(
     steps: int,
     without: Sequence[str] = (),
     *,
-    begin: Callable[..., Any] = AsyncLM.population,
+    begin: Sequence[Callable[..., Any]] = HELD[:1],
 ) -> None:
     """Walk on vLLM, between the weights of two checkpoints, and end with the first one's."""
     lm, quiet = both
@@ -90,7 +91,7 @@ async def walked(
     runtime = WalkedRuntime(
         lm,
         quiet,
-        [each for each in EVENTS if each not in without],
+        [each for each in EVENTS if each not in (*without, "replaced")],
         longest=90,
         tolerance=1e-3,
         update=update,
@@ -122,8 +123,7 @@ async def test_each_draw_is_its_own_context_s_on_vllm(
 ) -> None:
     await walked(runtimes, [llama, other], seed, steps, BREAKS)
     if "ahead" in request.node.callspec.id:
-        held = HeldContexts.begin
-        await walked(runtimes, [llama, other], seed + 100, steps, BREAKS, begin=held)
+        await walked(runtimes, [llama, other], seed + 100, steps, BREAKS, begin=HELD[1:])
         run_always_ahead(monkeypatch)
         await walked(runtimes, [llama, other], seed, steps, (*BREAKS, "restarted"))
 
@@ -133,7 +133,7 @@ async def test_and_with_hardly_any_memory_and_steps_that_fail(
     llama: Path, other: Path, seed: int, steps: int
 ) -> None:
     with two_runtimes(llama, ahead=False, **TIGHT) as both:
-        await walked(both, [llama, other], seed, steps)
+        await walked(both, [llama, other], seed, steps, begin=HELD)
         assert both[0].statistics().engine.evicted > 0
 
 
@@ -179,7 +179,7 @@ async def test_what_a_copy_goes_on_from_is_given_back_with_the_copy(empty: Async
 
 
 async def test_closed_contexts_give_back_all_they_took(empty: AsyncLM) -> None:
-    """Closed by hand, by ``with``, as garbage, and in the middle of a question."""
+    """Closed by hand, by ``with``, as garbage, in the middle of a question, and beside another's."""
 
     async def grow(context: Context, steps: int) -> None:
         for seed in range(steps):
@@ -201,6 +201,17 @@ async def test_closed_contexts_give_back_all_they_took(empty: AsyncLM) -> None:
     await asyncio.sleep(0)
     several[0].close()
     assert (await question).token_id >= 0
+    assert held(empty) == (0, 0, 0)
+
+    one, other = empty.context([1, 2, 3]), empty.context([4, 5])
+    await asyncio.gather(grow(one, 1), grow(other, 1))
+    question = asyncio.ensure_future(one.draw())
+    for _ in range(4):  # the question is sent, with one idle sequence
+        await asyncio.sleep(0)
+    other.close()
+    await question
+    assert held(empty)[0] == 1
+    one.close()
     assert held(empty) == (0, 0, 0)
 
 

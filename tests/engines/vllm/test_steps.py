@@ -27,6 +27,7 @@ from tests.engines.vllm.ahead import (
 )
 from tests.engines.vllm.small import begin, decode_steps_of, held, on_engine
 from tests.inside import engine_of, populations_of
+from tests.population_walk import HeldContexts
 
 pytestmark = pytest.mark.vllm
 
@@ -126,8 +127,9 @@ async def test_the_rest_of_a_step_is_answered_from_the_step_of_all(runtimes: Run
 
 
 @pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("begun", [AsyncLM.population, HeldContexts.begin])
 async def test_adapters_keep_their_steps_ahead_apart(
-    adaptable: AsyncLM, llama: Path, loras: tuple[Path, Path]
+    adaptable: AsyncLM, llama: Path, loras: tuple[Path, Path], begun: Callable[..., Any]
 ) -> None:
     """Two adapters and the base model in turns and together; one is replaced under its population."""
     rng, lm = random.Random(2), adaptable
@@ -141,7 +143,7 @@ async def test_adapters_keep_their_steps_ahead_apart(
             for name, path in zip("ab", loras, strict=True):
                 await each.add_adapter(name, path)
         names: list[str | None] = [None, "a", "b"]
-        populations = {name: lm.population([4, 5, 6], COUNT, adapter=name) for name in names}
+        populations = {name: begun(lm, [4, 5, 6], COUNT, adapter=name) for name in names}
         for step in range(12):
             if step == 6:
                 for each in (lm, quiet):
