@@ -15,6 +15,7 @@ method ``start`` that returns a state is a constraint too.
 
 from __future__ import annotations
 
+from genrt.constraints.canonical import canonical
 from genrt.constraints.grammars import grammar, json_schema, regex, strings
 from genrt.constraints.predicates import predicate
 from genrt.constraints.products import abitmasks, all_of, amasks, bitmasks, masks, potential
@@ -29,6 +30,7 @@ __all__ = [
     "all_of",
     "amasks",
     "bitmasks",
+    "canonical",
     "grammar",
     "json_schema",
     "masks",
