@@ -397,6 +397,7 @@ CALLS: dict[str, Call] = {
         ["text", "syntax"],
     ),
     "strings": (lambda lm, **a: constraints.strings(lm=lm, **a), {}, ["texts"]),
+    "heal": (lambda lm, **a: constraints.heal(lm, **a), {"prompt": [1, 2]}, ["prompt"]),
     "predicate": (
         lambda lm, **a: constraints.predicate(lm=lm, **a),
         {"function": bool},

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from genrt.constraints.canonical import canonical
 from genrt.constraints.grammars import grammar, json_schema, regex, strings
+from genrt.constraints.healing import Healed, heal
 from genrt.constraints.predicates import predicate
 from genrt.constraints.products import abitmasks, all_of, amasks, bitmasks, masks, potential
 from genrt.constraints.protocols import CheckedState, Constraint, ConstraintState, MaskedConstraint
@@ -25,6 +26,7 @@ __all__ = [
     "CheckedState",
     "Constraint",
     "ConstraintState",
+    "Healed",
     "MaskedConstraint",
     "abitmasks",
     "all_of",
@@ -32,6 +34,7 @@ __all__ = [
     "bitmasks",
     "canonical",
     "grammar",
+    "heal",
     "json_schema",
     "masks",
     "potential",
