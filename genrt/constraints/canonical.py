@@ -39,7 +39,7 @@ NEXT = ("", *"asel1!' \n\t")
 byte-level expression of GPT-2 distinguish."""
 
 PLAIN = ("{}", "{0}{0}{0}{0}", "a{}a", "1{}1", "!{}!", " {} ", " {}a", "\n{}\n", "\n{}a", "{}sa")
-ELIDED = ("'{}", "'{}e", "'{}l", "'r{}", "'l{}", "'v{}")
+ELIDED = ("'{}a", "'{}ea", "'{}la", "'r{}a", "'l{}a", "'v{}a")
 """Texts around a character. Characters that the splits treat alike in ``PLAIN`` are alike; after an
 apostrophe, those that they treat alike in ``ELIDED`` too."""
 

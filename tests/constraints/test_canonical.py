@@ -100,6 +100,15 @@ def test_masks_lead_to_the_sequences_that_the_tokenizer_makes_and_to_no_others(s
     assert prefixes >= {ids[:length] for ids in wanted for length in range(len(ids) + 1)}
 
 
+@pytest.mark.parametrize("split", SPLITS)
+def test_words_that_end_after_an_apostrophe_are_decided_late(split: Callable[[], Any]) -> None:
+    backend = backend_of("'lé".encode(), [(b"l", "é".encode()[:1])])
+    backend.pre_tokenizer = split()
+    lm = cast(AsyncLM, Lm(backend))
+    wanted = {token_ids for token_ids in sequences(lm, 5) if is_canonical(lm, token_ids)}
+    assert asyncio.run(led_to(canonical(lm), 5))[1] == wanted
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_after_a_prompt_the_tokens_of_both_are_canonical(seed: int) -> None:
     lm = drawn(seed)
