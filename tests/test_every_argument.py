@@ -26,6 +26,7 @@ import torch
 
 import genrt
 from genrt import constraints, inference
+from genrt.byte_lm import ByteLM
 from genrt.engines.exact import NGram
 from genrt.errors import InvalidRequest, TimedOut
 from genrt.generation import (
@@ -397,6 +398,12 @@ CALLS: dict[str, Call] = {
         ["text", "syntax"],
     ),
     "strings": (lambda lm, **a: constraints.strings(lm=lm, **a), {}, ["texts"]),
+    "ByteLM": (
+        lambda lm, **a: ByteLM(lm, **a),
+        {"prompt": [1]},
+        ["prompt", "beam", "adapter"],
+    ),
+    "heal": (lambda lm, **a: constraints.heal(lm, **a), {"prompt": [1, 2]}, ["prompt"]),
     "predicate": (
         lambda lm, **a: constraints.predicate(lm=lm, **a),
         {"function": bool},

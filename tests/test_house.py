@@ -38,6 +38,7 @@ ROOMS = (
     "interop",
     "generation",
     "loading.py",
+    "byte_lm.py",
     "lm.py",
     "contexts.py",
     "populations.py",

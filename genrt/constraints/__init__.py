@@ -15,7 +15,9 @@ method ``start`` that returns a state is a constraint too.
 
 from __future__ import annotations
 
+from genrt.constraints.canonical import canonical
 from genrt.constraints.grammars import grammar, json_schema, regex, strings
+from genrt.constraints.healing import Healed, heal
 from genrt.constraints.predicates import predicate
 from genrt.constraints.products import abitmasks, all_of, amasks, bitmasks, masks, potential
 from genrt.constraints.protocols import CheckedState, Constraint, ConstraintState, MaskedConstraint
@@ -24,12 +26,15 @@ __all__ = [
     "CheckedState",
     "Constraint",
     "ConstraintState",
+    "Healed",
     "MaskedConstraint",
     "abitmasks",
     "all_of",
     "amasks",
     "bitmasks",
+    "canonical",
     "grammar",
+    "heal",
     "json_schema",
     "masks",
     "potential",

@@ -8,11 +8,14 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol, Self, TypeAlias, TypeGuard, runtime_checkable
 
+import numpy as np
 from torch import Tensor
 
-from genrt.errors import InvalidConstraint
+from genrt.errors import InvalidConstraint, InvalidRequest
 from genrt.numbers import displayed
+from genrt.questions.rows import id_words
 from genrt.structures.matching import Tokens, Words, packed, unpacked
+from genrt.tokens.encoding import encode_prompt
 from genrt.tokens.vocabulary import checked_token_id
 
 
@@ -143,6 +146,16 @@ def tokens_of(lm: HasTokens) -> Tokens:
     if tokens is None:
         tokens = _tokens.setdefault(lm, Tokens.read(lm.tokenizer, lm.byte_vocab))
     return tokens
+
+
+def prompt_tokens(lm: HasTokens, prompt: Any) -> list[int]:
+    """Return the token ids of a prompt, a text or ids. Raises InvalidRequest if it is neither, or has ids
+    outside the vocabulary."""
+    if isinstance(prompt, str):
+        return encode_prompt(lm.tokenizer, prompt)
+    if not isinstance(prompt, Sequence | np.ndarray | Tensor):
+        raise InvalidRequest(f"the prompt is {displayed(prompt)}: give a str, or token ids")
+    return list(id_words(prompt, len(lm.byte_vocab), allow_empty=True, name="the prompt"))
 
 
 def lm_of(tokens: Tokens) -> HasTokens:
