@@ -142,6 +142,7 @@ def tokens_of(lm: HasTokens) -> Tokens:
         raise InvalidConstraint(
             f"the lm is {displayed(lm)}: give a runtime, as genrt.load returns it"
         )
+    lm = getattr(lm, "of_program", lm)  # the view of a program does not live long
     tokens = _tokens.get(lm)
     if tokens is None:
         tokens = _tokens.setdefault(lm, Tokens.read(lm.tokenizer, lm.byte_vocab))

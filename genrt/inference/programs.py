@@ -45,6 +45,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import functools
+import hashlib
 import inspect
 import math
 import types
@@ -62,12 +63,12 @@ from numpy.typing import NDArray
 
 from genrt.constraints.protocols import PackedState
 from genrt.contexts import Context, begin_context, take_over
-from genrt.errors import InvalidRequest
+from genrt.errors import GenrtError, InvalidRequest
 from genrt.inference import checks
 from genrt.inference.model import DEAD, Trace, model_seed
 from genrt.inference.resampling import Floats, normalized_weights
 from genrt.lm import AsyncLM
-from genrt.numbers import displayed
+from genrt.numbers import check_int, displayed
 from genrt.questions.arguments import TokenIds, seed_at
 from genrt.questions.masks import Mask, packed_words
 from genrt.runtime.concurrency import gather_all
@@ -82,6 +83,12 @@ Weights: TypeAlias = Sequence[float] | NDArray[np.floating[Any]] | torch.Tensor
 
 Computed: TypeAlias = Sequence[tuple[int, Context | None]]
 """Forks of an execution's contexts, with their histories."""
+
+AnswerKey: TypeAlias = tuple[bytes, int]
+"""A digest of a question, and the number of its calls."""
+
+Called: TypeAlias = "list[tuple[str, CoroutineType[Any, Any, Any]]]"
+"""Calls of a program, by name."""
 
 DrawKey: TypeAlias = tuple[Any, ...]
 """A draw of a program: its method, and digests of its ``ARGUMENTS``."""
@@ -147,7 +154,7 @@ class _Choice(NamedTuple):
         value: a digest of the value that a choice drew.
         log_share: the log-probability.
         name: the name of the draw, if it has one.
-        drawn: the value that a choice drew.
+        drawn: the value of a draw with a name.
     """
 
     asked: DrawKey
@@ -165,24 +172,32 @@ def _tracked(method: M) -> M:
     @functools.wraps(method)
     def call(self: Execution, /, *args: Any, **kwargs: Any) -> Any:
         coroutine = method(self, *args, **kwargs)
-        self._coroutines.append(coroutine)
+        self._coroutines.append((method.__name__, coroutine))
         return coroutine
 
     return cast("M", call)
 
 
-def _recorded_question(name: str) -> Any:
-    """Return a method of ``Context`` whose answers are recorded."""
-    method = getattr(Context, name)
+def _record_questions(kind: Any) -> Any:
+    """Decorate a class so that the answers to its ``RECORDED`` questions are recorded."""
 
-    @functools.wraps(method)
-    def ask(self: ParticleContext, /, *args: Any, **kwargs: Any) -> Any:
-        key = ("context", self.history)
-        return self._execution._question(key, functools.partial(method, self), name, args, kwargs)
+    def recorded(name: str, method: Any) -> Any:
+        @functools.wraps(method)
+        def ask(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+            asked, execution = functools.partial(method, self), self._asking()
+            if execution is None:  # it is over
+                return asked(*args, **kwargs)
+            return execution._question(name, self._about(), asked, args, kwargs)
 
-    return ask
+        return ask
+
+    for name in RECORDED:
+        if (method := getattr(kind, name, None)) is not None:
+            setattr(kind, name, recorded(name, method))
+    return kind
 
 
+@_record_questions
 class ParticleContext(Context):
     """A context of a program, made by ``Execution.context``. It has all that a ``Context`` has; its
     answers are recorded.
@@ -195,6 +210,12 @@ class ParticleContext(Context):
 
     history: int
     _execution: Execution
+
+    def _asking(self) -> Execution:
+        return self._execution
+
+    def _about(self) -> Hashable:
+        return self.history
 
     def _belong(self, execution: Execution, history: int) -> Self:
         self._execution, self.history = execution, history
@@ -217,26 +238,29 @@ class ParticleContext(Context):
         return super().fork()._belong(self._execution, self.history)
 
 
-for _name in RECORDED & vars(Context).keys():
-    setattr(ParticleContext, _name, _recorded_question(_name))
+@_record_questions
+class ParticleRuntime(AsyncLM):
+    """A runtime as a program has it, equal to the model's. Its answers are recorded, except rows; a
+    question that draws has a seed of the particle."""
 
+    _execution: weakref.ref[Execution]
+    of_program: AsyncLM
 
-class _RecordingRuntime:
-    """A runtime as a program has it: the answers to its ``RECORDED`` questions are recorded."""
+    def __init__(self, execution: Execution, lm: AsyncLM) -> None:
+        vars(self).update(vars(lm), _execution=weakref.ref(execution), of_program=lm)
 
-    def __init__(self, execution: Execution, runtime: AsyncLM) -> None:
-        self._execution = weakref.proxy(execution)
-        self.of_program = runtime
+    def _asking(self) -> Execution | None:
+        found: Execution | None = self._execution()
+        return found
 
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self.of_program, name)
-        if name not in RECORDED:
-            return found
+    def _about(self) -> Hashable:
+        return "lm"
 
-        def ask(*args: Any, **kwargs: Any) -> Any:
-            return self._execution._question(("lm",), found, name, args, kwargs)
-
-        return ask
+    def context(self, prompt: str | TokenIds | Context, *, adapter: str | None = None) -> Context:
+        """Return a context of the program, as ``Execution.context`` does."""
+        if (execution := self._asking()) is None:
+            return super().context(prompt, adapter=adapter)
+        return execution.context(prompt, adapter=adapter)
 
 
 class Execution:
@@ -252,16 +276,17 @@ class Execution:
         choices: Sequence[_Choice],
         pause: _Pause | None,
         computed: Computed = (),
-        answers: Mapping[Hashable, Any] = MappingProxyType({}),
+        answers: Mapping[AnswerKey, Any] = MappingProxyType({}),
         given: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._lm = lm
-        self.lm = cast("AsyncLM", _RecordingRuntime(self, lm))
+        self.lm: AsyncLM = ParticleRuntime(self, lm)
         self._answers = answers
         self._given = given
-        self._times = Counter[Hashable]()
+        self._names = set[str | None]()
+        self._times = Counter[bytes]()
         """How often each question was asked."""
-        self._answered: list[tuple[Hashable, Any]] = []
+        self._answered: list[tuple[AnswerKey, Any]] = []
         """The answers since the last step."""
         self._contexts: list[weakref.ref[ParticleContext]] = []
         self._computed = computed
@@ -274,17 +299,17 @@ class Execution:
         self._weighed = NOTHING
         """The changes of weight since the last draw."""
         self._is_live = pause is None
-        self._coroutines: list[CoroutineType[Any, Any, Any]] = []
+        self._coroutines: Called = []
         """The calls of the program, so that an unawaited one is an error."""
         self._task: asyncio.Task[Any] | None = None
 
     def _check_awaited(self, cause: Exception | None = None) -> None:
         """Raise InvalidRequest, from ``cause``, if the program has not awaited a call."""
         unawaited = _unawaited(self._coroutines)
-        for each in unawaited:
-            each.close()
+        for _, coroutine in unawaited:
+            coroutine.close()
         if unawaited:
-            names = ", ".join(dict.fromkeys(f"p.{each.cr_code.co_name}" for each in unawaited))
+            names = ", ".join(dict.fromkeys(f"p.{name}" for name, _ in unawaited))
             raise InvalidRequest(
                 f"the program never awaited {names}: write await before the call"
             ) from cause
@@ -308,39 +333,46 @@ class Execution:
 
     def _question(
         self,
-        key: tuple[Hashable, ...],
-        ask: Callable[..., Coroutine[Any, Any, Any]],
         name: str,
+        about: Hashable,
+        ask: Callable[..., Coroutine[Any, Any, Any]],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Coroutine[Any, Any, Any]:
         """Return the recorded answer to a question, or else its answer, which is recorded. Equal
         questions are told apart by the order of their calls."""
-        key = (*key, name, _comparable(args), _comparable(kwargs))
-        try:
-            self._times[key] += 1
-        except TypeError:  # an argument that is not hashable
-            key = (*key[:-2],)
-            self._times[key] += 1
-        key = (*key, self._times[key])
-        if name in SEEDED and kwargs.get("seed") is None and key not in self._answers:
+        is_seeded = name not in SEEDED or kwargs.get("seed") is not None
+        if asyncio.current_task() is not self._task:  # in which order, nobody knows
+            if is_seeded:
+                return ask(*args, **kwargs)
+            raise InvalidRequest(
+                f"{name} was called in another task than the program's: call it in the program itself, "
+                "and gather the calls, or give it a seed"
+            )
+        asked = repr((name, about, _comparable(args), _comparable(kwargs)))
+        digest = hashlib.blake2b(asked.encode(), digest_size=16).digest()
+        self._times[digest] += 1
+        key = digest, self._times[digest]
+        if not is_seeded and key not in self._answers:
             sequence = np.random.SeedSequence((self._seed, self._place, next(self._seeds)))
             kwargs["seed"] = model_seed(sequence)
-        return self._answer(key, name, ask, args, kwargs)
+        answer = self._answer(key, name, functools.partial(ask, *args, **kwargs))
+        self._coroutines.append((name, cast("CoroutineType[Any, Any, Any]", answer)))
+        return answer
 
-    async def _answer(
-        self,
-        key: Hashable,
-        name: str,
-        ask: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    async def _answer(self, key: AnswerKey, name: str, ask: Callable[[], Any]) -> Any:
         if key in self._answers:
-            return _own(self._answers[key])
+            found = _own(self._answers[key])
+            if isinstance(found, GenrtError):
+                raise found.fresh()
+            return found
         if not self._is_live:
             raise _impure(f"it asked for another {name} than before")
-        found = await ask(*args, **kwargs)
+        try:
+            found = await ask()
+        except GenrtError as error:
+            self._answered.append((key, error))  # the program may go on
+            raise
         self._answered.append((key, _own(found)))
         return found
 
@@ -405,6 +437,7 @@ class Execution:
         ):
             allowed = packed_words(mask, self._lm.vocab_size)
             key = _digest(allowed.numpy().tobytes())
+        self._check_name(name)
         given = _argument_hash(self, "sample", token_ids, adapter)
         asked = ("sample", given, key, temperature, adapter)
         if (recorded := await self._recorded(asked, due=self._has_sampled)) is not None:
@@ -413,7 +446,9 @@ class Execution:
         if name is not None and name in self._given:
             if temperature != 1:
                 raise InvalidRequest(f"{name} is given, and has a temperature: leave one out")
-            token_id, logprob = int(self._given[name]), 0.0
+            most = self._lm.vocab_size - 1
+            token_id = check_int(f"the given {name}", self._given[name], 0, most)
+            logprob = 0.0
             self._weigh(await self._logprob(token_ids, token_id, mask, adapter))
         elif proposal is not None:
             drawn = await self._draw(proposal, allowed, 1.0, None)
@@ -427,10 +462,11 @@ class Execution:
                 self._weigh(drawn.log_mass)
         if token_id == DEAD:
             self._weigh(-math.inf)
+        if self._log_weight == -math.inf:
             await _pause()
         self._drawn = token_id
         self._log_proposal += logprob
-        self._record(_Choice(asked, self._weighed, token_id, name=name))
+        self._record(_Choice(asked, self._weighed, token_id, name=name, drawn=token_id))
         return token_id
 
     def _draw(
@@ -455,21 +491,27 @@ class Execution:
         return (await self._draw(token_ids, [token_id], 1.0, adapter)).log_mass
 
     @_tracked
-    async def condition(
+    def condition(
         self, token_ids: TokenIds | Context, continuation: TokenIds, *, adapter: str | None = None
-    ) -> None:
+    ) -> Coroutine[Any, Any, None]:
         """Observe that ``continuation`` follows ``token_ids``, or a context: the log-weight gains its
-        log-probability. The context stays as it is.
+        log-probability. The context stays as it is. Await it.
 
         Raises:
             InvalidRequest, ContextTooLong, UnknownAdapter, EngineFailed, Closed: as ``AsyncLM.score``.
         """
         _argument_hash(self, "condition", token_ids, adapter)
         if isinstance(token_ids, Context):
-            scores = await token_ids.score(continuation)
+            scores = token_ids.score(continuation)
         else:
-            scores = await self.lm.score(token_ids, continuation, adapter=adapter)
-        self.observe(float(scores.double().sum()))
+            scores = self.lm.score(token_ids, continuation, adapter=adapter)
+        if self._coroutines and self._coroutines[-1][1] is scores:
+            self._coroutines[-1] = "condition", self._coroutines[-1][1]
+
+        async def condition() -> None:
+            self.observe(float((await scores).double().sum()))
+
+        return condition()
 
     def observe(self, log_weight: float) -> None:
         """Add to the particle's log-weight; -inf ends the particle at its next draw.
@@ -537,25 +579,34 @@ class Execution:
         shares = None if log_weights is None else _choice_probabilities(log_weights, count)
         if not count:
             raise InvalidRequest("choice got no values: give at least one")
+        self._check_name(name)
         asked = ("choice", count)
-        proposed = shares if proposal is None else _choice_probabilities(proposal, count)
+        proposed = shares
+        if proposal is not None:
+            proposed = _choice_probabilities(proposal, count)
+            if (proposed[shares > 0 if shares is not None else ...] == 0).any():
+                raise InvalidRequest("choice got a proposal that cannot draw one of its values")
         recorded = await self._recorded(asked)
-        logprob = 0.0
         if recorded is not None:
             index = int(recorded.outcome)
         elif name is not None and name in self._given:
-            index = _place_of(self._given[name], values, name)
+            places = _places_of(self._given[name], values, name)
+            index = places[0]
+            self._weigh(float(np.logaddexp.reduce([_log_share(shares, i, count) for i in places])))
         else:
             index = int(self._generator().choice(count, p=proposed))
             logprob = _log_share(proposed, index, count)
+            if proposal is not None:
+                self._weigh(_log_share(shares, index, count) - logprob)
+            self._log_proposal += logprob
+        if self._log_weight == -math.inf:
+            await _pause()
         log_share = _log_share(shares, index, count)
         value = values[index]
         if recorded is None:
-            if log_share != logprob:
-                self._weigh(log_share - logprob)
-            self._log_proposal += logprob
+            drawn = None if name is None else _own(value)
             self._record(
-                _Choice(asked, self._weighed, index, _comparable(value), log_share, name, value)
+                _Choice(asked, self._weighed, index, _comparable(value), log_share, name, drawn)
             )
         elif recorded.value != _comparable(value):
             raise _impure(f"choice drew {value!r} where it had drawn another value before")
@@ -568,6 +619,12 @@ class Execution:
         if self._rng is None:
             self._rng = np.random.default_rng((self._seed, self._place))
         return self._rng
+
+    def _check_name(self, name: str | None) -> None:
+        """Raise InvalidRequest if another draw of this execution has this name."""
+        if name is not None and name in self._names:
+            raise InvalidRequest(f"two draws are called {name!r}: give each its own name")
+        self._names.add(name)
 
     def _record(self, choice: _Choice) -> None:
         self._choices.append(choice)
@@ -603,10 +660,8 @@ class Execution:
         return None
 
 
-def _unawaited(
-    coroutines: list[CoroutineType[Any, Any, Any]],
-) -> list[CoroutineType[Any, Any, Any]]:
-    return [each for each in coroutines if inspect.getcoroutinestate(each) == inspect.CORO_CREATED]
+def _unawaited(called: Called) -> Called:
+    return [each for each in called if inspect.getcoroutinestate(each[1]) == inspect.CORO_CREATED]
 
 
 def _check_same(before: _Choice | _Pause, asked: DrawKey, weighed: _Weighed) -> None:
@@ -689,17 +744,26 @@ def _log_share(shares: Floats | None, index: int, count: int) -> float:
     return math.log(share) if share > 0 else -math.inf
 
 
-def _place_of(value: Any, values: Sequence[Any], name: str | None) -> int:
-    """Return the index of a given value. Raises InvalidRequest if it is not one of the values."""
-    for index, each in enumerate(values):
-        if _comparable(each) == _comparable(value):
-            return index
-    raise InvalidRequest(f"{name} was given {value!r}, which is not one of its values")
+def _places_of(given: Any, values: Sequence[Any], name: str) -> list[int]:
+    """Return the places of a given value. Raises InvalidRequest if it is not one of the values."""
+    found = [place for place, each in enumerate(values) if _is_same(each, given)]
+    if not found:
+        raise InvalidRequest(f"{name} was given {given!r}, which is not one of its values")
+    return found
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    if isinstance(value, np.ndarray | torch.Tensor):
+        return bool(_comparable(value) == _comparable(other))
+    return value is other or bool(value == other)
 
 
 def _own(answer: Any) -> Any:
-    """Return an answer that its caller cannot change in the record."""
-    return copy.deepcopy(answer) if isinstance(answer, list | tuple | torch.Tensor) else answer
+    """Return a copy of an answer that its caller may change, or the answer itself if it has no copy."""
+    try:
+        return copy.deepcopy(answer)
+    except Exception:  # such as a runtime
+        return answer
 
 
 def _choice_probabilities(log_weights: Any, count: int) -> Floats:
@@ -742,7 +806,7 @@ class ProgramTrace(Trace):
         finished: bool = False,
         *,
         choices: tuple[_Choice, ...] = (),
-        answers: Sequence[tuple[Hashable, Any]] = (),
+        answers: Sequence[tuple[AnswerKey, Any]] = (),
         pause: _Pause | None = None,
         value: Any = None,
         live: Sequence[tuple[Execution, Coroutine[Any, Any, Any]]] = (),
@@ -757,12 +821,8 @@ class ProgramTrace(Trace):
 
     @property
     def named(self) -> dict[str, Any]:
-        """The values of the draws with names, the last one of each name."""
-        return {
-            each.name: each.drawn if each.asked[0] == "choice" else each.outcome
-            for each in self._recorded()
-            if each.name is not None
-        }
+        """The values of the draws with names."""
+        return {each.name: _own(each.drawn) for each in self._recorded() if each.name is not None}
 
     def _recorded(self) -> list[_Choice]:
         """Return all recorded draws."""
@@ -874,7 +934,7 @@ class Program:
         log_weight, token_id = execution._log_weight, execution._drawn
         if log_weight == -math.inf:
             coroutine.close()
-            for each in execution._coroutines:
+            for _, each in execution._coroutines:
                 each.close()
             return ProgramTrace(trace, log_weight=log_weight)
         if finished:

@@ -780,7 +780,7 @@ def offering(act: Callable[[Execution], Any]) -> Any:
         (lambda p: p.sample([0], adapter="absent"), UnknownAdapter, "absent"),
         (lambda p: p.condition([0], [9]), InvalidRequest, "vocabulary"),
         (lambda p: p.context([9]), InvalidRequest, "vocabulary"),
-        (lambda p: p.sample(p.lm.context([0])), InvalidRequest, "begin it by p.context"),
+        (lambda p: p.sample(p.lm.of_program.context([0])), InvalidRequest, "begin it by p.context"),
         (lambda p: p.sample(p.context([0]), adapter="x"), InvalidRequest, "has its adapter"),
         (
             lambda p: p.observe(math.nan),
@@ -1250,3 +1250,140 @@ async def test_inference_in_a_program_runs_once() -> None:
         result = await SMC(model, num_particles=4).run(0)
         assert runs == 4 * 3
         assert len({seed for value in result.values for seed in value}) == runs
+
+
+# -- findings of a reader who tried to break it -------------------------------------------------
+
+
+async def test_questions_that_draw_are_called_by_the_program_itself() -> None:
+    """In which order tasks go on, a replay cannot know."""
+
+    async def program(p: Execution) -> Any:
+        async def one() -> Any:
+            await p.lm.score([0], [1])
+            return await p.lm.sample([0], max_tokens=1)
+
+        return await asyncio.gather(one(), p.lm.sample([0], max_tokens=1))
+
+    async def seeded(p: Execution) -> Any:
+        async def one() -> Any:
+            return await p.lm.sample([0], max_tokens=1, seed=7)
+
+        found = await asyncio.gather(one(), one(), p.lm.sample([0], max_tokens=1))
+        return tuple(map(tuple, found))
+
+    with genrt.load(MODEL, engine="exact") as lm:
+        with pytest.raises(InvalidRequest, match="sample was called in another task"):
+            await SMC(Program(lm, program), num_particles=1).run(0)
+        result = await SMC(Program(lm, seeded), num_particles=4).run(0)
+        assert all(one == two for one, two, _ in result.values)
+
+
+@pytest.mark.parametrize("kind", ["adapter", "text"])
+async def test_an_error_that_a_program_catches_is_recorded(kind: str) -> None:
+    async def program(p: Execution) -> list[str]:
+        caught = []
+        try:
+            if kind == "adapter":
+                await p.lm.score([0], [1], adapter="other")
+            else:
+                await p.lm.sample([0] * 5, max_tokens=10**6)
+        except UnknownAdapter:
+            caught.append("adapter")
+        except GenrtError:
+            caught.append("text")
+        await p.sample([0])
+        await p.sample([0])
+        return caught
+
+    with genrt.load(MODEL, engine="exact") as lm:
+        model: Any = Forgetful(Program(lm, program))
+        result = await SMC(model, num_particles=3).run(0)
+        assert result.values == ([kind],) * 3
+
+
+async def test_given_values_are_those_and_their_probabilities_together() -> None:
+    first, second = Thing(), Thing()
+
+    async def program(p: Execution) -> Any:
+        drawn = await p.choice([first, second, first], name="thing")
+        await p.sample([0])
+        return drawn
+
+    with genrt.load(MODEL, engine="exact") as lm:
+        for thing, share in ((first, 2 / 3), (second, 1 / 3)):
+            smc = SMC(Program(lm, program, given={"thing": thing}), num_particles=2)
+            result = await smc.run(0)
+            assert result.values == (thing, thing)
+            assert result.log_evidence == pytest.approx(math.log(share))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"t": 5}, "the given t must be from 0 to 4"),
+        ({"t": "a"}, "the given t must be an int"),
+        ({"t": 2.7}, "the given t must be an int"),
+    ],
+)
+async def test_given_tokens_are_checked(given: Any, message: str) -> None:
+    async def program(p: Execution) -> int:
+        return await p.sample([0], mask=[0, 1], name="t")
+
+    with genrt.load(MODEL, engine="exact") as lm:
+        with pytest.raises(InvalidRequest, match=message):
+            await SMC(Program(lm, program, given=given), num_particles=2).run(0)
+        forbidden = await SMC(Program(lm, program, given={"t": 2}), num_particles=2).run(0)
+        assert forbidden.ess == 0
+
+
+async def test_what_is_given_without_probability_ends_the_particle_at_once() -> None:
+    async def program(p: Execution) -> int:
+        drawn = await p.choice("ab", log_weights=[0.0, -math.inf], name="x")
+        return {"a": 1}[drawn]
+
+    with genrt.load(MODEL, engine="exact") as lm:
+        result = await SMC(Program(lm, program, given={"x": "b"}), num_particles=3).run(0)
+        assert result.ess == 0
+
+
+async def test_names_are_different_and_proposals_reach_every_value() -> None:
+    async def twice(p: Execution) -> None:
+        for _ in range(2):
+            await p.choice("ab", name="x")
+
+    async def short(p: Execution) -> None:
+        await p.choice("ab", proposal=[0.0, -math.inf])
+
+    with genrt.load(MODEL, engine="exact") as lm:
+        with pytest.raises(InvalidRequest, match="two draws are called 'x'"):
+            await SMC(Program(lm, twice), num_particles=1).run(0)
+        with pytest.raises(InvalidRequest, match="cannot draw one of its values"):
+            await SMC(Program(lm, short), num_particles=1).run(0)
+
+
+async def test_answers_belong_to_the_record_and_p_lm_is_the_runtime() -> None:
+    class Reporting:
+        async def run(self, seed: int) -> Any:
+            return {"seeds": [seed]}
+
+    class Naming:
+        async def run(self, seed: int) -> Any:
+            return lm, seed
+
+    async def program(p: Execution) -> int:
+        assert p.lm == lm
+        assert regex("a", p.lm).start() is not None
+        found = await p.lm.run(Reporting())
+        assert (await p.lm.run(Naming()))[0] is lm
+        found["seeds"].append(0)
+        completion = await p.lm.generate([0], max_tokens=2, logprobs=1)
+        await p.sample([0])
+        await p.sample([0])
+        return len(found["seeds"]) + 10 * len(completion.token_ids or ())
+
+    with genrt.load(MODEL, engine="exact") as lm:
+        for _ in range(2):
+            model: Any = Forgetful(Program(lm, program))
+            result = await SMC(model, num_particles=3).run(0)
+            assert {value % 10 for value in result.values} == {2}
