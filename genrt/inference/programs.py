@@ -184,8 +184,9 @@ def _record_questions(kind: Any) -> Any:
     def recorded(name: str, method: Any) -> Any:
         @functools.wraps(method)
         def ask(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-            asked, execution = functools.partial(method, self), self._asking()
-            if execution is None:  # it is over
+            asked = functools.partial(method, getattr(self, "of_program", self))
+            execution = self._asking()
+            if execution is None:  # it makes no step
                 return asked(*args, **kwargs)
             return execution._question(name, self._about(), asked, args, kwargs)
 
@@ -211,8 +212,8 @@ class ParticleContext(Context):
     history: int
     _execution: Execution
 
-    def _asking(self) -> Execution:
-        return self._execution
+    def _asking(self) -> Execution | None:
+        return self._execution if self._execution._task is not None else None
 
     def _about(self) -> Hashable:
         return self.history
@@ -250,8 +251,8 @@ class ParticleRuntime(AsyncLM):
         vars(self).update(vars(lm), _execution=weakref.ref(execution), of_program=lm)
 
     def _asking(self) -> Execution | None:
-        found: Execution | None = self._execution()
-        return found
+        execution = self._execution()
+        return None if execution is None or execution._task is None else execution
 
     def _about(self) -> Hashable:
         return "lm"
