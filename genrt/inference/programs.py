@@ -240,7 +240,7 @@ class ParticleContext(Context):
 
 
 @_record_questions
-class ParticleRuntime(AsyncLM):
+class _ParticleRuntime(AsyncLM):
     """A runtime as a program has it, equal to the model's. Its answers are recorded, except rows; a
     question that draws has a seed of the particle."""
 
@@ -281,7 +281,7 @@ class Execution:
         given: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._lm = lm
-        self.lm: AsyncLM = ParticleRuntime(self, lm)
+        self.lm: AsyncLM = _ParticleRuntime(self, lm)
         self._answers = answers
         self._given = given
         self._names = set[str | None]()
