@@ -420,3 +420,27 @@ async def test_a_question_for_a_lost_adapter_fails_wherever_it_waits(where: str)
     assert right([A], await kept)
     assert hand.batcher.statistics().failed == 1
     assert not hand.batcher._bound, "nothing is bound to it any more"
+
+
+async def test_a_row_that_comes_after_its_adapter_is_gone_is_not_cached(by_hand: Make) -> None:
+    """An engine that fails to cancel a request may still compute it."""
+
+    class Stubborn(ScriptedEngine):
+        def remove_adapter(self, adapter: Adapter) -> None:
+            self.removed.append(adapter)
+
+    late = logprobs(1, adapter=OLD)
+    steps: dict[Request, int] = {late: 3, A: 4}
+    hand = by_hand(Stubborn(steps=steps.__getitem__, fail_cancel=RuntimeError("no")))
+    hand.load(OLD)
+    hand.ask(A)
+    left = await hand.queued(late)
+    hand.turn()
+    left.cancel()
+    hand.batcher.retire(OLD)
+    await passes()
+    hand.turn()
+    assert hand.engine.removed == [OLD]
+    await hand.finish()
+    assert hand.engine.finished == [[], [], [late], [A]]
+    assert [each in hand.cache for each in (late, A)] == [False, True]
