@@ -13,7 +13,7 @@ Rules:
     A turn with requests in flight always steps. Answers without a forward are delivered before the step.
     A request ends once. Requests that ran out of memory together are sent again in smaller flushes.
     A cancelled waiter affects no other waiter. A request is withdrawn with its last waiter.
-    A row is cached only before its entry ends. A question looks at cache and entries under the lock.
+    A row is cached only before its entry ends. A question checks cache and entries under the lock.
     The requests of a question enter the queue together. Clients take turns, one question each. A question
     larger than the queue enters an empty queue.
     Every waiter gets its own storage or exception object. A turn calls each event loop once.

@@ -430,7 +430,7 @@ async def test_a_row_that_comes_after_its_adapter_is_gone_is_not_cached(by_hand:
             self.removed.append(adapter)
 
     late = logprobs(1, adapter=OLD)
-    steps = {late: 3, A: 4}
+    steps: dict[Request, int] = {late: 3, A: 4}
     hand = by_hand(Stubborn(steps=steps.__getitem__, fail_cancel=RuntimeError("no")))
     hand.load(OLD)
     hand.ask(A)
