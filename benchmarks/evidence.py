@@ -208,15 +208,19 @@ def provenance(results: Results) -> list[str]:
 
 
 def table(groups: Iterable[Group]) -> str:
-    """Return the numbers of a chart as a Markdown table."""
-    rows = ["| | | | from | to |", "|---|---|---|---|---|"]
-    for group in groups:
-        title = group.title
-        for bar in group.bars:
-            ends = ["" if end is None else short(max(end, 0.0)) for end in (bar.low, bar.high)]
-            rows.append(f"| {title} | {bar.label} | {short(bar.value)} | {ends[0]} | {ends[1]} |")
-            title = ""
-    return "\n".join(rows) + "\n"
+    """Return the numbers of a chart as a Markdown table with a row for each group."""
+    rows = {group.title: {bar.label: bar for bar in group.bars} for group in groups}
+    labels = [*dict.fromkeys(label for bars in rows.values() for label in bars)]
+    cells = [["", *labels], ["---"] * (1 + len(labels))]
+    for title, bars in rows.items():
+        cells.append([title, *(in_words(bars[each]) if each in bars else "" for each in labels)])
+    return "".join(f"| {' | '.join(row)} |\n" for row in cells)
+
+
+def in_words(bar: Bar) -> str:
+    """Return a number with its interval."""
+    interval = "" if bar.high is None else f" ({short(bar.low or 0.0)}\N{EN DASH}{short(bar.high)})"
+    return short(bar.value) + interval
 
 
 def draw(results: Path, folder: Path) -> None:

@@ -81,7 +81,7 @@ def main() -> None:
 async def measured(*, quick: bool) -> list[dict[str, Any]]:
     async with await genrt.aload(engine_options={"dtype": "float32"}, cache_bytes=0) as lm:
         rejection = await by_rejection(lm, *((2, 2, 1) if quick else (16, 64, 4)))
-        power = await by_power(lm, *((2, 6, 3, 1) if quick else (6, 16, 8, 3)))
+        power = await by_power(lm, *((2, 4, 2, 1) if quick else (6, 16, 8, 3)))
     papers = {"rejection": rejection, "power": power}
     return [
         {"paper": paper, "method": method, "runs": runs, **taken()}

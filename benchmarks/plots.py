@@ -18,15 +18,15 @@ from typing import Any, NamedTuple
 
 MODES = {
     "population": "population",
-    "population-resample": "… half copied",
+    "population-resample": "population, copied",
     "populations": "four populations",
     "contexts": "contexts",
-    "contexts-fork": "… half copied",
+    "contexts-fork": "contexts, copied",
     "contexts-rows": "contexts, rows",
     "programs": "programs",
     "draw": "coroutines, draws",
     "resident": "coroutines, rows",
-    "resample": "… half copied",
+    "resample": "coroutines, copied",
     "batch": "a batch of rows",
     "fresh": "vLLM, max_tokens=1",
 }
@@ -67,7 +67,7 @@ def of_steps(results: Iterable[Mapping[str, Any]]) -> list[Group]:
             found.setdefault(tuple(result[key] for key in keys), {})[result["mode"]] = result
     groups = []
     for (model, _, _, context, _, count), modes in sorted(found.items()):
-        title = f"{shape(model)}, {count} sequences of {context} tokens"
+        title = f"{shape(model)}, {count} sequence{'s' * (count > 1)} of {context} tokens"
         if "decode" in modes:
             title += f"; vLLM {modes['decode']['ms_per_step']:#.3g} ms"
         bars = [
