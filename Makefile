@@ -9,6 +9,7 @@
 #   make check    lint, formatting, types, import layering
 #   make bench    what a step of N particles costs, beside vLLM's own loop       (ARGS="--json step.json")
 #                 BENCH=pressure, overheads, fidelity, two_runtimes, replicas: another of benchmarks/
+#   make evidence measure here, and draw the charts and tables of docs/benchmarks/
 #   make soak     fresh seeds of the simulator for so long                       (SECONDS=600)
 #   make mutants  break genrt on purpose, and show which test catches it         (ARGS="FILE TESTS")
 #   make docs     the documentation, into site/; installs the extra docs first
@@ -31,7 +32,7 @@ OFFLINE := $(SETTINGS) HF_HUB_OFFLINE=1
 # A worker a core, and so a thread a worker.
 PYTEST := $(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 
-.PHONY: setup demo test proofs strict coverage promises check bench soak mutants notebooks docs dist lock clean
+.PHONY: setup demo test proofs strict coverage promises check bench evidence soak mutants notebooks docs dist lock clean
 .DEFAULT_GOAL := setup
 
 setup: $(READY)
@@ -76,6 +77,9 @@ check: $(READY)
 
 bench: $(READY)
 	@$(OFFLINE) $(BIN)/python -m benchmarks.$(BENCH) --quick $(ARGS)
+
+evidence: $(READY)
+	@$(OFFLINE) $(BIN)/python -m benchmarks.evidence $(ARGS)
 
 soak: $(READY)
 	@$(SETTINGS) $(BIN)/python -m tests.simulation.soak --seconds $(SECONDS) $(ARGS)

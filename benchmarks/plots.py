@@ -1,161 +1,158 @@
-"""Results of ``benchmarks.step`` as a picture: how many times decode's time a step takes in each mode.
+"""Charts of results as SVG, for light and dark pages and for phones: bars with lines for their intervals.
 
-    python -m benchmarks.plots benchmarks/results/*step*.jsonl --png step.png
+    python -m benchmarks.plots benchmarks/results/*step*.jsonl --svg step.svg
 
-A panel is a model, device, runner and context; within it there is a group of bars for each number of
-particles, and in the group a bar for each mode, from decode's time (1) up, or down where it is faster.
-The thin line on a bar spans the quartiles over the repeats. Where results differ in nothing but time
-and options, the last one counts. ``cached`` is left out: it asks the engine nothing.
+The command draws results of ``benchmarks.step``: the time of a step in each mode, in units of vLLM's
+own decode loop. The lines span the quartiles over the repeats. Where results differ in nothing but time
+and options, the last one counts.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-MISSING = 'drawing needs matplotlib, which is not installed: pip install "genrt[plot]"'
-COLOURS = {
-    "resident": "#0072b2",
-    "batch": "#56b4e9",
-    "draw": "#009e73",
-    "resample": "#e69f00",
-    "population": "#cc79a7",
-    "population-resample": "#8c6d31",
-    "populations": "#7b6fd0",
-    "fresh": "#b03a2e",
+MODES = {
+    "population": "population",
+    "population-resample": "population, copied",
+    "populations": "four populations",
+    "contexts": "contexts",
+    "contexts-fork": "contexts, copied",
+    "contexts-rows": "contexts, rows",
+    "programs": "programs",
+    "draw": "coroutines, draws",
+    "resident": "coroutines, rows",
+    "resample": "coroutines, copied",
+    "batch": "a batch of rows",
+    "fresh": "vLLM, max_tokens=1",
 }
-"""In the order of the bars; told apart with any kind of colour vision."""
-TICKS = [0.1, 0.2, 0.5, 1, 1.5, 2, 3, 5, 7, 10, 15, 20, 30, 50, 100, 200, 500]
-TIMES = "\N{MULTIPLICATION SIGN}"
-COLUMNS = 2
+"""The modes of ``benchmarks.step`` in the order of their bars, with their labels."""
+
+WIDTH, LEFT, RIGHT, ROW = 400, 140, 52, 18
+STYLE = """
+.page{fill:#fff}text{fill:#1f2328;font:12px system-ui,sans-serif}
+.value{paint-order:stroke;stroke:#fff;stroke-width:3px}.bar{fill:#5b9bd5}
+.line,.one{stroke:#1f2328;fill:none}.one{stroke-dasharray:3 3}
+.bold{font-weight:600}.small{fill:#57606a;font-size:10px}
+@media(prefers-color-scheme:dark){.page{fill:#1e2129}text{fill:#e3e5ea}.bar{fill:#3a78b3}.value{stroke:#1e2129}
+.line,.one{stroke:#e3e5ea}.small{fill:#a0a6b1}}
+"""
 
 
-@dataclass(slots=True)
-class Panel:
-    """Of one model, device, runner and context: ``bars[mode][particles]`` is the ratio to decode with
-    its first and third quartile, ``decode[particles]`` decode's own milliseconds a step."""
+class Bar(NamedTuple):
+    """A number of at least 0, and its interval where it has one."""
 
+    label: str
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+class Group(NamedTuple):
     title: str
-    bars: dict[str, dict[int, tuple[float, float, float]]] = field(default_factory=dict)
-    decode: dict[int, float] = field(default_factory=dict)
-
-    @property
-    def counts(self) -> list[int]:
-        """The numbers of particles, upwards."""
-        return sorted({*self.decode, *(count for bars in self.bars.values() for count in bars)})
+    bars: list[Bar]
 
 
-def panels(results: Iterable[Mapping[str, Any]]) -> list[Panel]:
-    """What there is to draw. Passes over lines of other benchmarks, and over ratios that are missing or
-    not positive, which the difference of two noisy times may be."""
-    found: dict[tuple[Any, ...], Panel] = {}
+def of_steps(results: Iterable[Mapping[str, Any]]) -> list[Group]:
+    """Return a group for each model, context and number of particles, in that order. Lines of other
+    benchmarks are left out, and ratios that are not positive, as a difference of noisy times may be."""
+    found: dict[tuple[Any, ...], dict[str, Mapping[str, Any]]] = {}
     for result in results:
-        ratio = result.get("ratio_to_decode")
-        if ratio is None or ratio <= 0.0:
-            continue
-        keys = ("model", "device", "runner", "context", "shared")
-        model, device, runner, context, shared = key = tuple(result[name] for name in keys)
-        title = f"{model}, context {context}" + f", {shared} of them shared" * bool(shared)
-        panel = found.setdefault(key, Panel(f"{title}\n{device}, runner {runner}"))
-        mode, count = result["mode"], result["particles"]
-        if mode == "decode":
-            panel.decode[count] = result["ms_per_step"]
-        elif mode in COLOURS:
-            low, high = result["ratio_quartiles"]
-            panel.bars.setdefault(mode, {})[count] = (ratio, low, high)
-    return [panel for panel in found.values() if panel.bars]
+        if (result.get("ratio_to_decode") or 0.0) > 0.0:
+            keys = ("model", "device", "runner", "context", "shared", "particles")
+            found.setdefault(tuple(result[key] for key in keys), {})[result["mode"]] = result
+    groups = []
+    for (model, _, _, context, _, count), modes in sorted(found.items()):
+        title = f"{shape(model)}, {count} sequence{'s' * (count > 1)} of {context} tokens"
+        if "decode" in modes:
+            title += f"; vLLM {modes['decode']['ms_per_step']:#.3g} ms"
+        bars = [
+            Bar(MODES[mode], modes[mode]["ratio_to_decode"], *modes[mode]["ratio_quartiles"])
+            for mode in MODES
+            if mode in modes
+        ]
+        groups += [Group(title, bars)] if bars else []
+    return groups
 
 
-def plot(results: Iterable[Mapping[str, Any]], path: Path) -> None:
-    """Draw the results to a PNG file.
+def chart(
+    title: str, groups: Sequence[Group], notes: Sequence[str] = (), *, one: str | None = None
+) -> str:
+    """Return the SVG of groups of bars.
+
+    Args:
+        notes: the lines under the chart.
+        one: the meaning of 1, which a line shows; all groups then have one scale, else each its own.
 
     Raises:
-        ValueError: none of them has a ratio to decode.
+        ValueError: there is nothing to draw.
     """
-    drawn = panels(results)
-    if not drawn:
-        raise ValueError("no results of benchmarks.step with a ratio to decode")
-    columns = min(COLUMNS, len(drawn))
-    rows = math.ceil(len(drawn) / columns)
-    widest = max(len(panel.counts) for panel in drawn)
-    width = max(5.0, 1.2 + 1.9 * widest)
-    figure = importlib.import_module("matplotlib.figure").Figure(
-        figsize=(width * columns, 0.8 + 4.2 * rows), layout="constrained"
-    )
-    legend: dict[str, Any] = {}
-    for number, panel in enumerate(drawn, start=1):
-        axes = figure.add_subplot(rows, columns, number)
-        legend |= _draw(axes, panel, scale=_scale(drawn))
-    shown = [name for name in (*COLOURS, "decode") if name in legend]
-    figure.legend(
-        [legend[name] for name in shown], shown, loc="outside upper center", ncols=len(shown)
-    )
-    figure.savefig(path, format="png", dpi=150)
-
-
-def _scale(drawn: Sequence[Panel]) -> tuple[float, float]:
-    """The ratios at the bottom and the top of every panel, so that panels can be compared."""
-    highs = [bar[2] for panel in drawn for bars in panel.bars.values() for bar in bars.values()]
-    lows = [bar[1] for panel in drawn for bars in panel.bars.values() for bar in bars.values()]
-    positive = [low for low in lows if low > 0.0]
-    return min(0.9, *positive) / 1.1, max(2.0, *highs) * 1.25
-
-
-def _draw(axes: Any, panel: Panel, *, scale: tuple[float, float]) -> dict[str, Any]:
-    """One panel; returns what its legend shows, by label."""
-    counts = panel.counts
-    modes = [mode for mode in COLOURS if mode in panel.bars]
-    width = 0.86 / len(modes)
-    legend: dict[str, Any] = {}
-    for place, mode in enumerate(modes):
-        offset = (place - (len(modes) - 1) / 2) * width
-        for count, (ratio, low, high) in panel.bars.get(mode, {}).items():
-            x = counts.index(count) + offset
-            [bar] = axes.bar(x, ratio - 1.0, width * 0.92, bottom=1.0, color=COLOURS[mode])
-            axes.plot([x, x], [max(low, scale[0]), high], color="black", linewidth=0.8)
-            above = ratio >= 1.0
-            axes.annotate(
-                f"{ratio:.1f}" if ratio >= 9.95 else f"{ratio:.2f}",
-                (x, max(ratio, high) if above else min(ratio, low)),
-                xytext=(0, 3 if above else -3),
-                textcoords="offset points",
-                ha="center",
-                va="bottom" if above else "top",
-                fontsize=8,
+    if not groups:
+        raise ValueError("no results to draw")
+    room = WIDTH - LEFT - RIGHT
+    tops = [max(max(bar.value, bar.high or 0.0) for bar in group.bars) for group in groups]
+    if one is not None:
+        tops = [max(1.0, *tops)] * len(groups)
+    drawn, y = [_text(8, 20, title, "bold")], 26
+    if one is not None:
+        place = LEFT + room / tops[0]
+        drawn.append(_text(LEFT, y + 10, f"dashed: {one} = 1", "small"))
+        y += 12
+    for group, top in zip(groups, tops, strict=True):
+        drawn.append(_text(8, y + 18, group.title, "bold"))
+        begin, values = y + 26, []
+        y = begin
+        for bar in group.bars:
+            ends = [LEFT + room * max(end or 0.0, 0.0) / top for end in bar[1:]]
+            drawn.append(_text(LEFT - 6, y + 11, bar.label, "end"))
+            drawn.append(
+                f'<rect class="bar" x="{LEFT}" y="{y + 2}" width="{ends[0] - LEFT:.1f}" height="11"/>'
             )
-            legend[mode] = bar
-    legend["decode"] = axes.axhline(1.0, color="black", linewidth=1.2)
-    axes.set_yscale("log")
-    axes.set_ylim(*scale)
-    ticks = [tick for tick in TICKS if scale[0] <= tick <= scale[1]]
-    axes.set_yticks(ticks, [f"{tick:g}{TIMES}" for tick in ticks])
-    axes.minorticks_off()
-    axes.set_xticks(range(len(counts)), [_label(panel, count) for count in counts])
-    axes.grid(axis="y", color="0.9")
-    axes.set_axisbelow(True)
-    axes.set_xlabel("particles")
-    axes.set_ylabel("time of a step over decode's")
-    axes.set_title(panel.title, fontsize=10)
-    return legend
-
-
-def _label(panel: Panel, count: int) -> str:
-    """``decode`` in milliseconds, by which the ratios can be read as times."""
+            if bar.high is not None:
+                low, high = (f"{end:.1f} {y + 5}v5" for end in ends[1:])
+                across = f"M{ends[1]:.1f} {y + 7.5}H{ends[2]:.1f}"
+                drawn.append(f'<path class="line" d="M{low}M{high}{across}"/>')
+            values.append(_text(max(ends) + 4, y + 11, short(bar.value), "value"))
+            y += ROW
+        if one is not None:
+            drawn.append(f'<path class="one" d="M{place:.1f} {begin}V{y}"/>')
+        drawn += values
+    for note in notes:
+        y += 14
+        drawn.append(_text(8, y, note, "small"))
+    height = y + 10
     return (
-        f"{count}\ndecode: {panel.decode[count]:#.3g} ms" if count in panel.decode else f"{count}"
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img"'
+        f' width="{WIDTH * 1.35:.0f}" height="{height * 1.35:.0f}" aria-label="{escape(title)}">\n'
+        f"<style>{STYLE}</style>\n"
+        f'<rect class="page" width="{WIDTH}" height="{height}" rx="6"/>\n'
+        + "\n".join(drawn)
+        + "\n</svg>\n"
     )
 
 
-def available() -> bool:
-    """Whether matplotlib is installed."""
-    return importlib.util.find_spec("matplotlib") is not None
+def shape(model: str) -> str:
+    """Return the size of a model with random weights, or a model's name."""
+    return model.removeprefix("dummy-").upper() if model.startswith("dummy-") else model
+
+
+def short(value: float) -> str:
+    """Return a number of at least 0 with two digits after the point, or fewer if it is large."""
+    return f"{value:,.{2 - (value >= 10) - (value >= 100)}f}"
+
+
+def _text(x: float, y: float, text: str, style: str) -> str:
+    anchor = ' text-anchor="end"' * (style == "end")
+    return f'<text class="{style}" x="{x:.1f}" y="{y}"{anchor}>{escape(text)}</text>'
+
+
+def lines(files: Iterable[Path]) -> list[dict[str, Any]]:
+    """Return the results in these files."""
+    return [json.loads(line) for file in files for line in file.read_text("utf-8").splitlines()]
 
 
 def main() -> None:
@@ -163,15 +160,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("results", nargs="+", type=Path, help="files of benchmarks.step's --json")
-    parser.add_argument("--png", type=Path, required=True, help="the picture to write")
+    parser.add_argument("--svg", type=Path, required=True, help="the chart to write")
     arguments = parser.parse_args()
-    if not available():
-        parser.error(MISSING)
-    lines = [line for file in arguments.results for line in file.read_text().splitlines()]
     try:
-        plot(map(json.loads, lines), arguments.png)
+        drawn = chart("A step", of_steps(lines(arguments.results)), one="vLLM's own decode loop")
     except ValueError as error:
         parser.error(str(error))
+    arguments.svg.write_text(drawn, "utf-8")
 
 
 if __name__ == "__main__":

@@ -18,9 +18,10 @@ from benchmarks.checkpoints import SHAPES
 
 
 class Taken(TypedDict):
-    """Where and when a result was taken, and with what."""
+    """Where and when a result was taken, and with what; ``load`` is the host's of the last minute."""
 
     device: str
+    load: float
     date: str
     versions: dict[str, str]
 
@@ -70,7 +71,8 @@ def taken() -> Taken:
 
     on_gpu = torch.cuda.is_available()
     return {
-        "device": torch.cuda.get_device_name() if on_gpu else f"cpu, {os.cpu_count()} cores",
+        "device": torch.cuda.get_device_name() if on_gpu else f"{_cpu()}, {os.cpu_count()} cores",
+        "load": round(os.getloadavg()[0], 1),
         "date": datetime.date.today().isoformat(),
         "versions": {
             "torch": torch.__version__,
@@ -78,6 +80,13 @@ def taken() -> Taken:
             "genrt": genrt.__version__,
         },
     }
+
+
+def _cpu() -> str:
+    """Return the name of the processor."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    names = (line.partition(": ")[2] for line in lines if line.startswith("model name"))
+    return next(names, "CPU")
 
 
 def prepared(name: str, model: str, given: dict[str, Any], *, max_num_seqs: int) -> Setup:

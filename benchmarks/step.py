@@ -43,7 +43,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import genrt
-from benchmarks import plots
 from benchmarks.checkpoints import checkpoint
 from benchmarks.setups import Setup, Surroundings, append, prepared
 from benchmarks.step_modes import GENRT_MODES, MODES, SHORT, VLLM_MODES, Measured, Particles
@@ -87,18 +86,9 @@ def main() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if arguments.runner is not None:
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(arguments.runner == "V2"))
-    results: list[Result] = []
     for result in measure(arguments):
-        results.append(result)
         print(line(result), flush=True)
         append(json.dumps(result), arguments.json)
-    if arguments.plot is not None:
-        if arguments.json is not None:
-            results = [json.loads(text) for text in arguments.json.read_text().splitlines()]
-        try:
-            plots.plot(results, arguments.plot)
-        except ValueError as error:
-            raise SystemExit(f"--plot: {error}") from None
 
 
 def parsed() -> argparse.Namespace:
@@ -117,7 +107,6 @@ def parsed() -> argparse.Namespace:
     add("--runner", choices=["V1", "V2"], help="default: vLLM's own choice")
     add("--options", type=json.loads, default={}, help="options of all engines, as JSON")
     add("--json", type=Path, help="append the results to this file")
-    add("--plot", type=Path, help="draw the ratios of this run, or of all that --json holds: PNG")
     arguments = parser.parse_args()
     quick = arguments.quick
     if arguments.particles is None:
@@ -132,13 +121,8 @@ def parsed() -> argparse.Namespace:
         parser.error("--shared must be at least 0 and at most --context")
     if not isinstance(arguments.options, dict):
         parser.error("--options must be a JSON object")
-    if arguments.plot is not None and not plots.available():
-        parser.error(f"--plot: {plots.MISSING}")
-    if arguments.plot is not None and "decode" not in arguments.modes:
-        parser.error("--plot draws ratios to decode: add it to --modes")
-    for path in (arguments.json, arguments.plot):
-        if path is not None and not path.absolute().parent.is_dir():
-            parser.error(f"there is no directory for {path}")
+    if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
+        parser.error(f"there is no directory for {arguments.json}")
     return arguments
 
 

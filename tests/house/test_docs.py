@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import filecmp
 import importlib
 import importlib.util
 import inspect
@@ -13,7 +14,9 @@ import io
 import json
 import pkgutil
 import re
+import shutil
 import types
+import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -24,6 +27,7 @@ import pytest
 import torch
 
 import genrt
+from benchmarks import evidence, plots
 from genrt import demo, errors
 from genrt.__main__ import main
 from genrt.engines.exact import NGram
@@ -204,6 +208,27 @@ def test_code_and_outputs_are_no_wider_than_a_page() -> None:
         if len(line) > WIDEST
     ]
     assert wide == []
+
+
+def test_the_evidence_is_what_the_results_say(tmp_path: Path) -> None:
+    """Drawn again, charts and tables are as committed."""
+    shutil.copy(DOCS / "benchmarks/index.md", tmp_path)
+    evidence.draw(evidence.RESULTS, tmp_path)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {path.name for path in evidence.PAGE.iterdir()}
+    assert filecmp.cmpfiles(tmp_path, evidence.PAGE, names, shallow=False)[1:] == ([], [])
+
+
+def test_a_chart_has_a_bar_for_each_number() -> None:
+    bars = [plots.Bar("a & b", 2.0), plots.Bar("c", 0.5, 0.25, 1.5)]
+    text = plots.chart("A <chart>", [plots.Group("both", bars)], ["a note"], one="the loop")
+    drawn = list(ET.fromstring(text).iter())
+    widths = [float(each.attrib["width"]) for each in drawn if each.get("class") == "bar"]
+    assert widths[0] == pytest.approx(4 * widths[1]) == plots.WIDTH - plots.LEFT - plots.RIGHT
+    words = {each.text for each in drawn if each.tag.endswith("text")}
+    assert words >= {"A <chart>", "a & b", "2.00", "0.50", "a note", "dashed: the loop = 1"}
+    with pytest.raises(ValueError, match="no results"):
+        plots.chart("nothing", [])
 
 
 def test_every_page_is_in_the_navigation_once() -> None:

@@ -20,8 +20,10 @@ from typing import Any
 import pytest
 
 from benchmarks import (
+    evidence,
     fidelity,
     overheads,
+    papers,
     pressure,
     replicas,
     rewards,
@@ -237,3 +239,25 @@ def test_rewards_are_measured_beside_calls_that_draw_as_much(
             low, middle, high = result[f"{name}_of_{way}"]
             assert 0 < low <= middle <= high
     assert len(result["repeats"]) == 2
+
+
+@pytest.mark.proof
+@pytest.mark.vllm
+@pytest.mark.embedded
+def test_the_algorithms_of_papers_are_measured(
+    step_run: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = results_of(papers, tmp_path / "papers.json", monkeypatch)
+    runs = {result["method"]: result["runs"] for result in results}
+    masking, rejection = (runs[name] for name in ("masking", "AWRS, 2 accepted"))
+    assert min(run["checks"] for run in masking) > 1000
+    assert max(run["checks"] for run in rejection) < 100
+    assert all(run["log_evidence"] < 0 for run in masking)
+    for cold, warm in zip(runs["temperature 1/4"], runs["the model"], strict=True):
+        assert 0 < cold["nats"] < warm["nats"]
+        assert 0 < cold["pairs"] <= 1 <= cold["texts"] <= papers.TEXTS
+    for paper, titles in (("rejection", evidence.REJECTION), ("power", evidence.POWER)):
+        own = [result for result in results if result["paper"] == paper]
+        for group in evidence.of_paper(own, titles):
+            assert [bar.label for bar in group.bars] == [result["method"] for result in own]
+            assert all(bar.low <= bar.value for bar in group.bars)  # type: ignore[operator]
