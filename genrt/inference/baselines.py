@@ -86,7 +86,7 @@ class Rejection(Sampler):
         self._max_texts = check_int("max_texts", max_texts, 1)
         self._batch_size = check_int("batch_size", batch_size, 1)
         self._bound = check_float("bound", bound)
-        self._total = math.ceil(self._max_texts / self._batch_size)
+        self._total = -(-self._max_texts // self._batch_size)
 
     def __repr__(self) -> str:
         return f"Rejection({self.model!r}, num_samples={self._num_samples}, max_texts={self._max_texts})"
