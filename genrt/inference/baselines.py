@@ -86,6 +86,7 @@ class Rejection(Sampler):
         self._max_texts = check_int("max_texts", max_texts, 1)
         self._batch_size = check_int("batch_size", batch_size, 1)
         self._bound = check_float("bound", bound)
+        self._total = -(-self._max_texts // self._batch_size)
 
     def __repr__(self) -> str:
         return f"Rejection({self.model!r}, num_samples={self._num_samples}, max_texts={self._max_texts})"
@@ -96,13 +97,12 @@ class Rejection(Sampler):
 
     def is_done(self, state: State) -> bool:
         """Return whether enough texts were accepted or drawn."""
-        enough = _accepted(state_of(State, state)) >= self._num_samples
-        return enough or len(state.particles) >= self._max_texts
+        enough = len(state_of(State, state).particles) >= self._num_samples
+        return enough or state.drawn >= self._max_texts
 
     async def _batch(self, state: State) -> State:
-        """Draw one more batch, up to the last text that is wanted. Refused texts have weight 0."""
-        missing = self._num_samples - _accepted(state)
-        size = min(self._batch_size, self._max_texts - len(state.particles))
+        """Draw one more batch, up to the last text that is wanted, and keep what is accepted."""
+        size = min(self._batch_size, self._max_texts - state.drawn)
         plain = _unweighted(self._model, constrained=False)
         seeds = np.random.SeedSequence(model_seed(state.seed_sequence(1)))
         traces = await finished(plain, [plain.start()] * size, seeds)
@@ -119,34 +119,36 @@ class Rejection(Sampler):
                     "give a higher bound="
                 )
         thresholds = np.log1p(-np.random.default_rng(state.seed_sequence(0)).random(size))
-        accepted = thresholds <= np.array(found) - self._bound
-        last = np.flatnonzero(accepted)[:missing]
-        if len(last) == missing:
-            accepted = accepted[: last[-1] + 1]
-        log_weights = np.where(accepted, 0.0, -math.inf)
-        every = frozen(np.arange(len(state.particles) + len(accepted)))
+        [places] = np.nonzero(thresholds <= np.array(found) - self._bound)
+        places = places[: self._num_samples - len(state.particles)]
+        particles = (*state.particles, *[traces[place] for place in places])
+        kept, drawn = len(particles), state.drawn + size
+        if kept == self._num_samples:
+            drawn = state.drawn + int(places[-1]) + 1
+        log_weights = frozen(np.full(kept, math.log(max(kept, 1) / drawn) + self._bound))
+        every = frozen(np.arange(kept))
         return replace(
             state,
-            particles=(*state.particles, *traces[: len(accepted)]),
-            log_weights=frozen(np.concatenate([state.log_weights, log_weights])),
+            particles=particles,
+            log_weights=log_weights,
             eve=every,
             ancestors=every,
+            drawn=drawn,
         )
 
     def result(self, state: State, *, infos: Sequence[Info] = ()) -> Result:
         """Return the accepted texts, weighted alike, and the estimate of the evidence."""
-        [places] = np.nonzero(state.log_weights > -math.inf)
-        kept, drawn = len(places), len(state.particles)
-        if kept < self._num_samples:
-            share = kept / max(drawn, 1)
-        else:
-            share = (kept - 1) / (drawn - 1) if kept > 1 else math.nan
+        kept = len(state.particles)
+        last = kept == self._num_samples  # the text at which it stopped
+        share = (kept - last) / max(state.drawn - last, 1)
         log_share = -math.inf if share == 0 else math.log(share)
-        particles = [state.particles[place] for place in places]
-        return result_of(self.model, particles, frozen(np.zeros(kept)), log_share + self._bound)
+        if self._num_samples == 1:
+            log_share = math.nan
+        log_weights = frozen(np.zeros(kept))
+        return result_of(self.model, state.particles, log_weights, log_share + self._bound)
 
     def _figures(self, state: State, info: Info) -> dict[str, Any]:
-        return {"kept": f"{_accepted(state)}/{self._num_samples}", "drawn": len(state.particles)}
+        return {"kept": f"{len(state.particles)}/{self._num_samples}", "drawn": state.drawn}
 
 
 class BestOfN(Sampler):
@@ -195,10 +197,6 @@ class BestOfN(Sampler):
             log_weights[best] = 0.0
         deaths = Deaths.of(self.model, state)
         return result_of(self.model, state.particles, frozen(log_weights), math.nan, deaths=deaths)
-
-
-def _accepted(state: State) -> int:
-    return int((state.log_weights > -math.inf).sum())
 
 
 def _unweighted(model: TextModel, *, constrained: bool = True) -> TextModel:

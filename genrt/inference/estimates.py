@@ -51,17 +51,19 @@ def pareto_k(log_weights: Floats) -> float:
     """Return the shape of the tail of the weights; NaN for fewer than 21 positive weights, or if the
     largest are equal."""
     alive = np.sort(log_weights[log_weights > -math.inf])
-    weights = np.exp(alive - alive[-1:])
-    size = math.ceil(min(0.2 * len(weights), 3 * math.sqrt(len(weights))))
+    size = math.ceil(min(0.2 * len(alive), 3 * math.sqrt(len(alive))))
     if size < 5:
         return math.nan
-    tail = weights[-size:] - weights[-size - 1]
-    quartile = tail[int(size / 4 + 0.5) - 1]
-    if quartile <= 1e-12:
+    gaps = alive[-size:] - alive[-size - 1]
+    if gaps[-1] <= 1e-12:
         return math.nan
+    # What is above the largest weight under the tail, divided by the tail's first quartile of it, or by
+    # that weight where so many are equal to it. A float holds no more than 700 nats.
+    unit = gap if (gap := gaps[int(size / 4 + 0.5) - 1]) > 1e-12 else math.log(2)
+    tail = np.exp(np.minimum(gaps - unit, 700)) * np.expm1(-gaps) / math.expm1(-unit)
     # The posterior mean of b = k / sigma over a grid, under a weak prior.
     count = 30 + int(math.sqrt(size))
-    grid = 1 / tail[-1] + (1 - np.sqrt(count / (np.arange(count) + 0.5))) / (3 * quartile)
+    grid = 1 / tail[-1] + (1 - np.sqrt(count / (np.arange(count) + 0.5))) / 3
     shapes = np.log1p(-grid[:, None] * tail).mean(axis=1)
     likelihood = size * (np.log(-grid / shapes) - shapes - 1)
     b = float(grid @ normalized_weights(likelihood))

@@ -248,7 +248,8 @@ class Several:
 
     @property
     def evidence_error(self) -> float:
-        """The standard error of the mean evidence, relative to it; NaN if it is 0 in every run."""
+        """The standard error of the mean evidence, relative to it; NaN if it is 0 in every run, or
+        unknown."""
         if self.log_evidence == -math.inf:
             return math.nan
         ratios = np.exp(self._log_evidences - self.log_evidence)
@@ -259,10 +260,12 @@ class Several:
         return np.array([each.log_evidence for each in self.results])
 
     def expectation(self, function: Callable[[Any], float]) -> tuple[float, float]:
-        """Return the posterior mean of a function of the values, and its standard error."""
+        """Return the posterior mean of a function of the values, and its standard error. Where no run has
+        an evidence, they count alike."""
         if self.log_evidence == -math.inf:
             return math.nan, math.nan
-        weights = normalized_weights(self._log_evidences)
+        known = self._log_evidences
+        weights = normalized_weights(np.zeros(len(known)) if np.isnan(known).all() else known)
         means = np.array(
             [
                 each.expectation(function) if weight > 0 else 0.0
@@ -286,14 +289,21 @@ class Several:
 
 
 async def several(sampler: Any, runs: int, *, seed: int) -> Several:
-    """Run a sampler ``runs`` times, at least twice, with seeds of their own, one after the other.
+    """Run a sampler ``runs`` times, at least twice, with seeds of their own, one after the other. For
+    costs of its own, each begins with nothing cached: it drops the rows and the engine's prefixes.
 
     Raises:
         InvalidRequest: fewer than two runs, or a bad seed; GenrtError: as ``run``.
     """
     sequence = np.random.SeedSequence(check_int("seed", seed, 0))
     seeds: Sequence[int] = sequence.generate_state(check_int("runs", runs, 2), np.uint64).tolist()
-    return Several(tuple([await sampler.run(each) for each in seeds]))
+    lm, results = runtime_of(getattr(sampler, "model", None)), []
+    for each in seeds:
+        if lm is not None:
+            lm.clear_cache()
+            lm.reset_prefix_cache()
+        results.append(await sampler.run(each))
+    return Several(tuple(results))
 
 
 several_sync = blocking_twin(several)
@@ -332,7 +342,7 @@ class Comparison:
 async def compare(first: Any, second: Any, *, runs: int, seed: int) -> Comparison:
     """Run two samplers of one target several times each, with the same seeds, and compare the variances
     of their evidences at equal cost. Nobody else may use the runtimes meanwhile, because the costs are
-    the engines'.
+    the engines'. Of a model on several runtimes, its ``lm`` alone counts.
 
     Raises:
         InvalidRequest, GenrtError: as ``several``.
@@ -371,6 +381,8 @@ def _info_of(before: State, after: State) -> Info:
 def _units_after(trace: Any, parent: Any) -> list[Any]:
     """Return the units that extended a parent to a trace; no unit if the trace was moved away from it.
     Without a parent, all units."""
+    if trace is parent:
+        return []
     if parent is None:
         return list(trace.path())
     if trace.before is parent:

@@ -17,6 +17,7 @@ from genrt.engines.exact import NGram
 from genrt.errors import InvalidRequest
 from genrt.inference import (
     BestOfN,
+    Info,
     Rejection,
     State,
     TextModel,
@@ -60,8 +61,8 @@ def test_the_evidence_is_unbiased_over_all_points_at_which_it_stops(
                     ways = math.comb(drawn, kept) if drawn == max_texts else 0
                 probability = ways * share**kept * (1 - share) ** max(drawn - kept, 0)
                 if probability:
-                    log_weights = np.where(np.arange(drawn) < kept, 0.0, -math.inf)
-                    state = State((TextTrace(finished=True),) * drawn, log_weights, 1, 0)
+                    particles = (TextTrace(finished=True),) * kept
+                    state = State(particles, np.zeros(kept), 1, 0, drawn=drawn)
                     assert sampler.is_done(state)
                     total += probability
                     mean += probability * math.exp(sampler.result(state).log_evidence)
@@ -73,8 +74,44 @@ async def test_of_one_text_there_is_no_estimate() -> None:
     with genrt.load(LIVELY, engine="exact") as lm:
         sampler = Rejection(TextModel(lm, PROMPT, max_tokens=2), num_samples=1, max_texts=5)
         result = await sampler.run(0)
+        assert math.isnan(sampler.result(sampler.init(0)).log_evidence)
     assert len(result.texts) == 1
     assert math.isnan(result.log_evidence)
+
+
+async def test_a_state_keeps_what_was_accepted_and_a_record_is_of_that() -> None:
+    with genrt.load(LIVELY, engine="exact") as lm:
+        model = TextModel(lm, PROMPT, max_tokens=5, constraint=regex("a(a|b)*", lm))
+        sampler = Rejection(model, num_samples=9, max_texts=900, batch_size=4, bound=0.5)
+        state, kept = sampler.init(3), [0]
+        async for after, info in sampler.steps(state):
+            assert after.particles[: kept[-1]] == state.particles
+            assert (after.particles == ()) or after.log_evidence == pytest.approx(
+                math.log(len(after.particles) / after.drawn) + 0.5
+            )
+            assert len(info.token_ids) == len(info.log_weights) == len(after.particles)
+            assert (info.token_ids[: kept[-1]] == -1).all()
+            assert not info.moved.any()
+            state = after
+            kept.append(len(state.particles))
+        result = sampler.result(state)
+    assert kept[-1] == 9 == len(result.texts)
+    assert 4 * (len(kept) - 2) < state.drawn <= 4 * (len(kept) - 1) < 900
+    assert result.log_evidence == pytest.approx(math.log(8 / (state.drawn - 1)) + 0.5)
+
+
+def test_the_bar_counts_batches(capfd: pytest.CaptureFixture[str]) -> None:
+    def interrupt(state: State, info: Info) -> None:
+        raise KeyboardInterrupt
+
+    with genrt.load(LIVELY, engine="exact") as lm:
+        model = TextModel(lm, PROMPT, max_tokens=7)
+        sampler = Rejection(model, num_samples=20, max_texts=20, batch_size=8)
+        with pytest.raises(KeyboardInterrupt):
+            asyncio.run(sampler.run(0, progress=True, on_step=interrupt))
+    last = capfd.readouterr().err.rstrip().rsplit("\r", 1)[-1]
+    assert "1/3" in last
+    assert "kept=8/20, drawn=8" in last
 
 
 async def test_a_potential_above_the_bound_is_refused() -> None:

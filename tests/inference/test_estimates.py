@@ -19,6 +19,8 @@ from genrt.engines.exact import NGram
 from genrt.errors import InvalidRequest
 from genrt.inference import (
     SMC,
+    BestOfN,
+    Law,
     Result,
     TextModel,
     Trace,
@@ -127,12 +129,45 @@ async def test_other_schemes_have_no_error_of_one_run_and_several_have() -> None
     assert "\N{PLUS-MINUS SIGN}" in str(plain)
 
 
+async def test_runs_without_an_evidence_count_alike() -> None:
+    model = NGram.random([b"a", b"b", b""], seed=1, eos_token_id=2)
+    with genrt.load(model, engine="exact") as lm:
+        texts = TextModel(lm, [0], max_tokens=6)
+        best = BestOfN(texts, n=4, score=lambda text: float(len(text.bytes)))
+        runs = await several(best, 6, seed=0)
+        means = [each.expectation(len) for each in runs.results]
+        mean, error = runs.expectation(len)
+        assert mean == pytest.approx(np.mean(means))
+        assert 0 < error == pytest.approx(np.std(means, ddof=1) / math.sqrt(6))
+        found = await compare(best, SMC(texts, num_particles=4), runs=3, seed=0)
+    assert math.isnan(found.efficiency)
+
+
 @pytest.mark.parametrize("shape", [-0.3, 0.2, 0.5, 0.8, 1.5])
 def test_pareto_k_is_the_shape_of_a_tail_that_is_known(shape: float) -> None:
     uniforms = np.random.default_rng(0).random((10, 100_000))
     log_weights = np.log((uniforms**-shape - 1) / shape)
     assert np.mean([pareto_k(each) for each in log_weights]) == pytest.approx(shape, abs=0.04)
     assert pareto_k(log_weights[0] - 5000.0) == pytest.approx(pareto_k(log_weights[0]))
+
+
+def test_pareto_k_of_a_tail_of_many_nats_is_known() -> None:
+    rng = np.random.default_rng(0)
+    assert pareto_k(5.0 * rng.exponential(size=10_000)) == pytest.approx(5.0, rel=0.15)
+    for count in (50, 200, 10_000):
+        light, *heavy = [pareto_k(sd * rng.normal(size=count)) for sd in (1, 15, 30, 1000)]
+        assert light < 1 < heavy[0] < heavy[1] < heavy[2] < math.inf
+    for others in (np.zeros(99), rng.normal(size=99), np.repeat([0.0, -1.0, -math.inf], 33)):
+        for largest in (40.0, 800.0, 1e300):
+            weights = np.append(others, largest)
+            assert pareto_k(weights) > 1
+            shifted = pareto_k(weights - 700.0)
+            assert shifted == pytest.approx(pareto_k(weights))
+    # A few equal weights, or one a little above equal ones, are no tail of many nats.
+    assert pareto_k(np.append(np.zeros(99), 0.5)) < 0.5
+    tied = np.append(np.zeros(80), np.full(20, 3.0))
+    assert pareto_k(tied) < 0.5
+    assert math.isnan(pareto_k(np.append(tied, np.full(20, 3.0))))
 
 
 @pytest.mark.parametrize(
@@ -144,6 +179,8 @@ def test_pareto_k_is_the_shape_of_a_tail_that_is_known(shape: float) -> None:
         (np.log(np.linspace(0.5, 1.5, 200)), "even enough"),
         (-0.9 * np.log(np.linspace(0.001, 1, 1000)), "few particles have most weight"),
         (-3.0 * np.log(np.linspace(0.001, 1, 1000)), "not reliable"),
+        (-100.0 * np.log(np.linspace(0.001, 1, 1000)), "not reliable"),
+        (np.append(np.zeros(99), 40.0), "not reliable"),
     ],
 )
 def test_a_result_says_what_its_tail_means(log_weights: Any, words: str | None) -> None:
@@ -169,3 +206,21 @@ async def test_samplers_are_compared_at_equal_cost() -> None:
         assert f"efficiency {found.efficiency:.2g}" in str(found)
         with pytest.raises(InvalidRequest, match="runs"):
             await compare(few, few, runs=1, seed=0)
+
+
+async def test_costs_are_of_runs_that_begin_with_nothing_cached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a model that asks for rows, which the next run would find."""
+    model = NGram.random([b"a", b"b", b""], seed=1, eos_token_id=2)
+    with genrt.load(model, engine="exact") as lm:
+        forgotten: list[None] = []
+        monkeypatch.setattr(lm, "reset_prefix_cache", lambda: forgotten.append(None))
+        texts = TextModel([Law(lm, [0]), Law(lm, [1], power=-0.5)], max_tokens=6)
+        sampler = SMC(texts, num_particles=8)
+        same = await compare(sampler, sampler, runs=6, seed=0)
+        assert len(forgotten) == 12
+        assert same.efficiency == 1
+        for each in same.first.results:
+            assert each.statistics is not None
+            assert each.statistics.engine.computed_tokens > 0
