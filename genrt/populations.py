@@ -75,9 +75,9 @@ class PopulationRuntime:
         sequences, or fewer if the engine runs out of memory. Raises as ``Population.draw``."""
         seconds = check_timeout(timeout)
         until = None if seconds is None else time.monotonic() + seconds
-        batcher, question = self.thread.batcher, object()
-        if requests and (bound := requests[0].adapter) is not None:
-            batcher.hold(question, bound)  # between two requests too
+        bound, question = requests[0].adapter if requests else None, object()
+        if bound is not None:
+            self.thread.batcher.hold(question, bound)  # between two requests too
         try:
             while True:
                 parts = [part for each in requests for part in each.parts(most)]
@@ -92,7 +92,8 @@ class PopulationRuntime:
                     requests = [replace(each) for each in requests]  # each with another handle
                     timeout = seconds_left(until)
         finally:
-            batcher.let_go(question)
+            if bound is not None:
+                self.thread.batcher.let_go(question)
 
     async def draw(
         self,

@@ -320,14 +320,14 @@ async def test_what_happens_between_two_steps_takes_a_prepared_one_back(
 def test_a_run_of_smc_is_the_same_with_residency_and_without_it_but_with_a_cache(
     roomy: AsyncLM, bare: AsyncLM
 ) -> None:
-    """Texts, ancestors, weights and evidence, of particles whose every token is weighted by the
-    constraint's mass."""
+    """Texts, ancestors, weights and evidence, of particles whose every token is weighted by rows."""
     from genrt.constraints import regex
-    from genrt.inference import SMC, Result, TextModel
+    from genrt.inference import SMC, Law, Result, TextModel
 
     async def run(lm: AsyncLM, *, free: bool) -> Result:
         constraint = None if free else regex("[a-z .]{3,}", lm)
-        model = TextModel(lm, [1, 2, 3], constraint=constraint, max_tokens=12, temperature=0.7)
+        laws = [Law(lm, [1, 2, 3], temperature=0.7), Law(lm, [4, 5, 6], power=-0.2)]
+        model = TextModel(laws, constraint=constraint, max_tokens=12)
         return await SMC(model, num_particles=12, resample_when=0.9).run(seed=3)
 
     begin(roomy, ahead=False)
