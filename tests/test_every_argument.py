@@ -201,6 +201,7 @@ def _plain(message: str) -> str:
     )
     message = re.sub(r": .* is no constraint", ": … is no constraint", message)
     message = re.sub(r"\b(is|are|has|was given|gave) .*?(?=( in it)?[:;] give)", r"\1 …", message)
+    message = re.sub(r"(not JSON compliant): .*", r"\1", message)  # Python 3.12 says what is not
     message = re.sub(r"\d+(, \d+)*", "N", message)
     return message if len(message) <= 200 else message[:200] + "…"
 

@@ -25,8 +25,8 @@ Resampling may copy a particle, and a coroutine cannot be copied. So a particle 
 choices and answers: one child continues where its parent stopped; the others first replay the record,
 without questions to the model, and their contexts then become forks of the parent's. Therefore a program
 must depend on its record alone: all randomness comes from ``p``, and side effects are repeated. The
-program itself awaits its draws, not tasks that it starts, and no ``asyncio.timeout`` or task group may be
-open around them, because another task continues the program afterwards.
+program itself awaits its draws, not tasks that it starts, and no ``asyncio.timeout``, ``wait_for`` or
+task group may be open around them, because another task continues the program afterwards.
 
 Answers. ``p.lm`` and the contexts of ``p.context`` answer as the runtime does, with seeds of the
 particle where a call has none. Their answers are recorded, except rows, which the runtime's cache keeps.
@@ -636,7 +636,7 @@ class Execution:
         Raises InvalidRequest in another task than the program's, or if it was another draw before."""
         if asyncio.current_task() is not self._task:
             raise InvalidRequest(
-                f"{asked[0]} was awaited in another task than the program's, as gather, wait_for and "
+                f"{asked[0]} was awaited in another task than the program's, as gather and "
                 "create_task do: await it in the program itself, one after the other"
             )
         if self._to_replay:

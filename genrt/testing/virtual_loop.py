@@ -99,6 +99,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         try:
             handle._run()
         finally:
+            handle.cancel()  # the traceback of an error would keep its callback, and so the task, alive
             sys.set_asyncgen_hooks(*hooks)
             asyncio._set_running_loop(outside)
             self._thread_id = None

@@ -86,6 +86,8 @@ PROGRAMS = {
         ask_long(lm)
     """,
     "forked": """
+        import warnings
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
         lm = load()
         row = lm.next_token_logprobs_sync([1])
         child = os.fork()

@@ -582,6 +582,8 @@ PROGRAMS = {
         threading.Thread(target=lambda: genrt.load(engine=threading.Event().wait), daemon=True).start()
     """,
     "forked": """
+        import warnings
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
         lm.next_token_logprobs_sync([1])
         child = os.fork()
         if child == 0:
