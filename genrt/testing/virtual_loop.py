@@ -14,7 +14,7 @@ import heapq
 import sys
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from concurrent.futures import Executor
 from typing import Any, TypeVar
 
@@ -103,6 +103,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
             sys.set_asyncgen_hooks(*hooks)
             asyncio._set_running_loop(outside)
             self._thread_id = None
+
+    def close(self) -> None:
+        for handle in [*self._ready]:
+            for each in handle._args or ():
+                if isinstance(each, Coroutine):  # a generator's cleanup that is no task yet
+                    each.close()
+        super().close()
 
     # -- called by asyncio --------------------------------------------------------------------
 
