@@ -1,4 +1,4 @@
-"""The constraint of canonical texts, whose tokens are those that the tokenizer makes of their bytes."""
+"""The constraint of canonical texts: the tokenizer makes the same tokens of their bytes."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ byte-level expression of GPT-2 distinguish."""
 PLAIN = ("{}", "{0}{0}{0}{0}", "a{}a", "1{}1", "!{}!", " {} ", " {}a", "\n{}\n", "\n{}a", "{}sa")
 ELIDED = ("'{}a", "'{}ea", "'{}la", "'r{}a", "'l{}a", "'v{}a")
 """Texts around a character. Characters that the splits treat alike in ``PLAIN`` are alike; after an
-apostrophe, those that they treat alike in ``ELIDED`` too."""
+apostrophe, ``ELIDED`` counts too."""
 
 HOLE = "\ufffd"
-"""Stands for a character whose first bytes alone are known."""
+"""Stands for a character of which only the first bytes are known."""
 
 Window: TypeAlias = tuple[str, str]
 """The end of a text, from the last place where a word surely begins: a representative of each character,
@@ -56,8 +56,8 @@ would be merged)."""
 
 
 def canonical(lm: HasTokens, prompt: str | Sequence[int] = ()) -> MaskedConstraint:
-    """Return the constraint of the texts whose tokens are those that the model's tokenizer makes of the
-    text: of all tokenizations of a text, one is in the set.
+    """Return the constraint of the texts with the tokens that the model's tokenizer makes of the text: of
+    all tokenizations of a text, one is in the set.
 
     A model puts some probability on other tokenizations; under this constraint, a text's probability is
     that of its tokens. With a prompt, the tokens of prompt and text together are canonical. A mask allows
@@ -148,7 +148,7 @@ class _Splits:
         return "".join(each for each, _ in kept), "".join(mark for _, mark in kept)
 
     def _after(self, text: str, marks: str) -> Window | None:
-        """Return the window after a text, or ``None`` if no words of it fit."""
+        """Return the window after a text, or ``None`` if no words fit."""
         known = self.brief(text.removesuffix(HOLE))
         texts = [known + each for each in NEXT]
         if text.endswith(HOLE):
@@ -165,7 +165,7 @@ class _Splits:
         return self.short(text[cut:], marks[cut:])
 
     def kind(self, text: str, pending: bytes) -> str:
-        """Return what the words after a window depend on in a token's text."""
+        """Return the part of a token's text on which the words after a window depend."""
         brief = self.brief(text, first=2)
         return self.short(brief, INSIDE * len(brief))[0] + (HOLE if pending else "")
 
@@ -330,7 +330,7 @@ class CanonicalState(PackedState):
     """What the next tokens depend on; the states of equal ones are one.
 
     Attributes:
-        last: the last token of the text, or ``None`` after nothing or after an added token.
+        last: the last token of the text, or ``None`` at the beginning or after an added token.
         window: the end of the text, as words see it.
         pending: the first bytes of its last character, if that is incomplete.
         begun: the longest end of the text with which an added token's text begins.

@@ -35,10 +35,10 @@ def heal(lm: HasTokens, prompt: str | Sequence[int]) -> Healed:
     A prompt such as ``"http:"`` ends with the token ``:``, but texts that go on with ``//`` have the
     token ``://``, so after ``:`` the model hardly writes ``//``. The cut is before the first of the last
     tokens from which on one token of the vocabulary spells the rest of the prompt and more; special
-    tokens stay. If no token does, nothing is cut.
+    tokens stay. If no token does, the prompt stays as it is.
 
-    Under the constraint, the text's law is the model's after the shorter prompt, given that the bytes
-    begin with those that are cut off, in any tokenization. It composes with others by ``all_of``, and
+    Under the constraint, the text's law is the model's after the shorter prompt, conditioned on bytes
+    that begin with the part that is cut off, in any tokenization. It composes with others by ``all_of``;
     texts are valid UTF-8. For ``lm.generate``, give ``regex=re.escape(text) + r"[\s\S]*"``.
 
     Args:
