@@ -172,7 +172,8 @@ def _tracked(method: M) -> M:
     @functools.wraps(method)
     def call(self: Execution, /, *args: Any, **kwargs: Any) -> Any:
         coroutine = method(self, *args, **kwargs)
-        self._coroutines.append((method.__name__, coroutine))
+        if not self._to_replay:  # it was awaited before
+            self._coroutines.append((method.__name__, coroutine))
         return coroutine
 
     return cast("M", call)
@@ -284,7 +285,7 @@ class Execution:
         self.lm: AsyncLM = _ParticleRuntime(self, lm)
         self._answers = answers
         self._given = given
-        self._names = set[str | None]()
+        self._names = set[str]()
         self._times = Counter[bytes]()
         """How often each question was asked."""
         self._answered: list[tuple[AnswerKey, Any]] = []
@@ -438,9 +439,12 @@ class Execution:
         ):
             allowed = packed_words(mask, self._lm.vocab_size)
             key = _digest(allowed.numpy().tobytes())
-        self._check_name(name)
+        if name is not None:
+            self._check_name(name)
         given = _argument_hash(self, "sample", token_ids, adapter)
         asked = ("sample", given, key, temperature, adapter)
+        if self._to_replay:
+            return int(self._replayed(asked).outcome)
         if (recorded := await self._recorded(asked, due=self._has_sampled)) is not None:
             return int(recorded.outcome)
         self._has_sampled = True
@@ -580,7 +584,8 @@ class Execution:
         shares = None if log_weights is None else _choice_probabilities(log_weights, count)
         if not count:
             raise InvalidRequest("choice got no values: give at least one")
-        self._check_name(name)
+        if name is not None:
+            self._check_name(name)
         asked = ("choice", count)
         proposed = shares
         if proposal is not None:
@@ -621,9 +626,9 @@ class Execution:
             self._rng = np.random.default_rng((self._seed, self._place))
         return self._rng
 
-    def _check_name(self, name: str | None) -> None:
+    def _check_name(self, name: str) -> None:
         """Raise InvalidRequest if another draw of this execution has this name."""
-        if name is not None and name in self._names:
+        if name in self._names:
             raise InvalidRequest(f"two draws are called {name!r}: give each its own name")
         self._names.add(name)
 
@@ -631,20 +636,29 @@ class Execution:
         self._choices.append(choice)
         self._weighed = NOTHING
 
-    async def _recorded(self, asked: DrawKey, *, due: bool = False) -> _Choice | None:
-        """Return the recorded outcome of this draw; ``None`` if it is new, after a pause if one is due.
-        Raises InvalidRequest in another task than the program's, or if it was another draw before."""
+    def _check_task(self, asked: DrawKey) -> None:
+        """Raise InvalidRequest in another task than the program's."""
         if asyncio.current_task() is not self._task:
             raise InvalidRequest(
                 f"{asked[0]} was awaited in another task than the program's, as gather and "
                 "create_task do: await it in the program itself, one after the other"
             )
+
+    def _replayed(self, asked: DrawKey) -> _Choice:
+        """Return the next recorded draw. Raises InvalidRequest if it was another one."""
+        self._check_task(asked)
+        recorded = self._to_replay.popleft()
+        if recorded.asked != asked or recorded.weighed != self._weighed:
+            _check_same(recorded, asked, self._weighed)
+        self._weighed = NOTHING
+        return recorded
+
+    async def _recorded(self, asked: DrawKey, *, due: bool = False) -> _Choice | None:
+        """Return the recorded outcome of this draw; ``None`` if it is new, after a pause if one is due.
+        Raises InvalidRequest in another task than the program's, or if it was another draw before."""
         if self._to_replay:
-            recorded = self._to_replay.popleft()
-            if recorded.asked != asked or recorded.weighed != self._weighed:
-                _check_same(recorded, asked, self._weighed)
-            self._weighed = NOTHING
-            return recorded
+            return self._replayed(asked)
+        self._check_task(asked)
         if not self._is_live:
             if self._pause is not None:
                 _check_same(self._pause, asked, self._weighed)
