@@ -113,7 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "JSON": {"type": _json},
         "FILE": {"type": _file, "dest": "json_schema"},
         "STOP": {"metavar": "TEXT", "action": "append"},
-        "TEXT+": {"metavar": "TEXT", "nargs": "+"},
+        "TEXT+": {"metavar": "TEXT", "nargs": "+", "action": "extend"},
         "NAME*": {"metavar": "NAME", "nargs": "*"},
     }
     for section in OPTIONS.replace("\n    ", " ").strip().split("\n\n"):

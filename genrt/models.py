@@ -74,6 +74,8 @@ def resolve(model: str | os.PathLike[str] | None, *, progress: bool = True) -> s
             f"A model is a name or a directory, or None for {EMBEDDED}; got {model!r}"
         )
     name = os.fsdecode(model)
+    if "://" in name:
+        raise InvalidRequest(f"{name!r} is an address: await genrt.AsyncLM.connect({name!r})")
     path = os.path.abspath(os.path.expanduser(name))
     if os.path.exists(path):
         if not os.path.isfile(os.path.join(path, "config.json")):

@@ -168,6 +168,7 @@ REACHED: list[tuple[list[str], Any]] = [
     *(([name, "a"], "a") for name in ("system-message", "messages-column", "regex", "grammar")),
     (["delimiter", ";"], ";"),
     *(([name, "a", "b"], ["a", "b"]) for name in ("choice", "keep-columns")),
+    (["choice", "a", "--choice", "b"], ["a", "b"]),
     (["keep-columns"], []),
     (["stop", "a"], ["a"]),
     (["prompt-template", "@FOLDER/template"], "say\n{text}"),

@@ -149,6 +149,7 @@ def test_a_name_that_can_be_no_path_is_left_to_the_engine(name: str) -> None:
             for name in ("/no/such", "./no", "../no", "~/no/such", "~nobody-here", "no/such/model")
         ),
         ("model/", ModelNotFound, "There is no directory"),
+        ("http://localhost:8123", InvalidRequest, "await genrt.AsyncLM.connect"),
         (Path("gpt2"), ModelNotFound, "There is no directory"),
         (".", ModelNotFound, r"no config\.json in it"),
         ("model.gguf", ModelNotFound, "Name the directory"),

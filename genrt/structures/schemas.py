@@ -380,7 +380,8 @@ class _Rewriter:
         finite = _finite_definitions(self._definitions)
         if not _is_finite(made, finite):
             raise InvalidConstraint(
-                "the JSON schema allows no value: each contains one more without end; change it"
+                "the JSON schema allows no value: it forbids a property that it requires, or every value "
+                "contains another one without end; change it"
             )
         for name in self._definitions:
             if f"#/$defs/{name}" not in finite:
