@@ -20,6 +20,7 @@ from genrt.constraints.protocols import (
     HasTokens,
     MaskedConstraint,
     PackedState,
+    kept_for,
     lm_of,
     prompt_tokens,
     tokens_of,
@@ -77,14 +78,14 @@ def canonical(lm: HasTokens, prompt: str | Sequence[int] = ()) -> MaskedConstrai
             the prompt are others; or there is no end token.
         InvalidRequest: the prompt is no text, or has a token id out of range.
     """
-    rules = _Rules.of(lm)
+    rules = _CanonicalRules.of(lm)
     return _Canonical(rules, prompt_tokens(lm, prompt))
 
 
 class _Canonical:
     """The constraint."""
 
-    def __init__(self, rules: _Rules, prompt: Sequence[int]) -> None:
+    def __init__(self, rules: _CanonicalRules, prompt: Sequence[int]) -> None:
         self._rules, self._prompt, self.tokens = rules, prompt, rules.tokens
         self._start = rules.state(None, ("", ""), b"", b"")
         for place, token in enumerate(prompt):
@@ -154,7 +155,7 @@ class _Splits:
         if text.endswith(HOLE):
             texts = [each + more for each in texts[1:] for more in NEXT]
         begins = [self.begins(each) for each in texts]
-        if not any(_fit(marks, each) for each in begins):
+        if not any(_agrees(marks, each) for each in begins):
             return None
         certain, possible = frozenset.intersection(*begins), frozenset.union(*begins)
         cut = max(place for place in certain if place <= len(known))
@@ -176,10 +177,10 @@ class _Splits:
 
     def may_end(self, window: Window) -> bool:
         text, marks = window
-        return not text.endswith(HOLE) and _fit(marks, self.begins(text))
+        return not text.endswith(HOLE) and _agrees(marks, self.begins(text))
 
 
-def _fit(marks: str, begins: frozenset[int]) -> bool:
+def _agrees(marks: str, begins: frozenset[int]) -> bool:
     return all(
         mark == FREE or (place in begins) == (mark == SPLIT)
         for place, mark in enumerate(marks)
@@ -187,7 +188,7 @@ def _fit(marks: str, begins: frozenset[int]) -> bool:
     )
 
 
-class _Rules:
+class _CanonicalRules:
     """What decides the masks over one lm, shared by its constraints."""
 
     def __init__(self, lm: HasTokens) -> None:
@@ -225,12 +226,11 @@ class _Rules:
         self._completing = lru_cache(256)(self._completing_tokens)
 
     @staticmethod
-    def of(lm: HasTokens) -> _Rules:
-        rules = _rules.get(lm)
-        return _rules.setdefault(lm, _Rules(lm)) if rules is None else rules
+    def of(lm: HasTokens) -> _CanonicalRules:
+        return kept_for(lm, _rules, _CanonicalRules)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Rules.of, (lm_of(self.tokens),)
+        return _CanonicalRules.of, (lm_of(self.tokens),)
 
     def state(self, *key: Any) -> CanonicalState:
         with self._lock:
@@ -323,7 +323,7 @@ class _Rules:
         ]
 
 
-_rules: weakref.WeakKeyDictionary[HasTokens, _Rules] = weakref.WeakKeyDictionary()
+_rules: weakref.WeakKeyDictionary[HasTokens, _CanonicalRules] = weakref.WeakKeyDictionary()
 
 
 class CanonicalState(PackedState):
@@ -339,7 +339,7 @@ class CanonicalState(PackedState):
     __slots__ = ("_rules", "accepting", "begun", "last", "pending", "window")
 
     def __init__(
-        self, rules: _Rules, last: int | None, window: Window, pending: bytes, begun: bytes
+        self, rules: _CanonicalRules, last: int | None, window: Window, pending: bytes, begun: bytes
     ) -> None:
         super().__init__(len(rules.tokens))
         self._rules, self.last, self.window, self.pending = rules, last, window, pending

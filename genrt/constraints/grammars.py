@@ -14,6 +14,7 @@ from genrt.constraints.protocols import (
     HasTokens,
     MaskedConstraint,
     PackedState,
+    kept_for,
     lm_of,
     tokens_of,
 )
@@ -161,10 +162,7 @@ class _Vocabulary:
     @staticmethod
     def of(lm: HasTokens) -> _Vocabulary:
         tokens = tokens_of(lm)
-        vocabulary = _vocabularies.get(lm)
-        if vocabulary is None:
-            vocabulary = _vocabularies[lm] = _Vocabulary(tokens)
-        return vocabulary
+        return kept_for(lm, _vocabularies, lambda _: _Vocabulary(tokens))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Vocabulary.of, (lm_of(self.tokens),)

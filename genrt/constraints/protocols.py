@@ -5,8 +5,8 @@ from __future__ import annotations
 import copyreg
 import threading
 import weakref
-from collections.abc import Sequence
-from typing import Any, Protocol, Self, TypeAlias, TypeGuard, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, Self, TypeAlias, TypeGuard, TypeVar, runtime_checkable
 
 import numpy as np
 from torch import Tensor
@@ -17,6 +17,8 @@ from genrt.questions.rows import id_words
 from genrt.structures.matching import Tokens, Words, packed, unpacked
 from genrt.tokens.encoding import encode_prompt
 from genrt.tokens.vocabulary import checked_token_id
+
+T = TypeVar("T")
 
 
 class HasTokens(Protocol):
@@ -142,11 +144,17 @@ def tokens_of(lm: HasTokens) -> Tokens:
         raise InvalidConstraint(
             f"the lm is {displayed(lm)}: give a runtime, as genrt.load returns it"
         )
-    lm = getattr(lm, "of_program", lm)  # the view of a program does not live long
-    tokens = _tokens.get(lm)
-    if tokens is None:
-        tokens = _tokens.setdefault(lm, Tokens.read(lm.tokenizer, lm.byte_vocab))
-    return tokens
+    return kept_for(lm, _tokens, lambda lm: Tokens.read(lm.tokenizer, lm.byte_vocab))
+
+
+def kept_for(
+    lm: HasTokens, cache: weakref.WeakKeyDictionary[HasTokens, T], make: Callable[[HasTokens], T]
+) -> T:
+    """Return the object of a runtime in a cache, made by the first call. A program's view of a runtime
+    has that of the runtime, which lives longer."""
+    lm = getattr(lm, "of_program", lm)
+    found = cache.get(lm)
+    return cache.setdefault(lm, make(lm)) if found is None else found
 
 
 def prompt_tokens(lm: HasTokens, prompt: Any) -> list[int]:

@@ -124,8 +124,8 @@ class MetropolisHastings(Sampler):
         particles = [each[place] for each in of_steps for place in places]
         values = tuple(map(self.model.value, particles))
         count, shape = len(places), (len(infos), len(places))
-        known = {id(each): sum(unit.gain for unit in each.path()) for each in {*particles}}
-        log_weights = np.array([known[id(each)] for each in particles], dtype=np.float64)
+        known = {each: sum(unit.gain for unit in each.path()) for each in {*particles}}
+        log_weights = np.array([known[each] for each in particles], dtype=np.float64)
         accepted = sum((info.moved[places] for info in infos), start=np.zeros(count))
         lengths = np.array([len(each.token_ids) for each in particles], dtype=np.int64)
         chains = ChainStatistics(

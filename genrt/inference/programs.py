@@ -72,6 +72,7 @@ from genrt.numbers import check_int, displayed
 from genrt.questions.arguments import TokenIds, seed_at
 from genrt.questions.masks import Mask, packed_words
 from genrt.runtime.concurrency import gather_all
+from genrt.structures.matching import has_bit
 from genrt.tokens.sampling import Draw
 from genrt.tokens.texts import decoded
 
@@ -94,7 +95,7 @@ DrawKey: TypeAlias = tuple[Any, ...]
 """A draw of a program: its method, and digests of its ``ARGUMENTS``."""
 
 ARGUMENTS = {
-    "sample": ("token_ids", "mask", "temperature", "adapter"),
+    "sample": ("token_ids", "mask", "temperature", "adapter", "proposal"),
     "choice": ("number of values",),
     "uniform": (),
 }
@@ -344,7 +345,7 @@ class Execution:
         """Return the recorded answer to a question, or else its answer, which is recorded. Equal
         questions are told apart by the order of their calls."""
         is_seeded = name not in SEEDED or kwargs.get("seed") is not None
-        if asyncio.current_task() is not self._task:  # in which order, nobody knows
+        if asyncio.current_task() is not self._task:  # a replay cannot repeat the order of tasks
             if is_seeded:
                 return ask(*args, **kwargs)
             raise InvalidRequest(
@@ -364,7 +365,7 @@ class Execution:
 
     async def _answer(self, key: AnswerKey, name: str, ask: Callable[[], Any]) -> Any:
         if key in self._answers:
-            found = _own(self._answers[key])
+            found = _copied(self._answers[key])
             if isinstance(found, GenrtError):
                 raise found.fresh()
             return found
@@ -375,7 +376,7 @@ class Execution:
         except GenrtError as error:
             self._answered.append((key, error))  # the program may go on
             raise
-        self._answered.append((key, _own(found)))
+        self._answered.append((key, _copied(found)))
         return found
 
     def context(
@@ -442,7 +443,8 @@ class Execution:
         if name is not None:
             self._check_name(name)
         given = _argument_hash(self, "sample", token_ids, adapter)
-        asked = ("sample", given, key, temperature, adapter)
+        proposed = None if proposal is None else _argument_hash(self, "sample", proposal)
+        asked = ("sample", given, key, temperature, adapter, proposed)
         if self._to_replay:
             return int(self._replayed(asked).outcome)
         if (recorded := await self._recorded(asked, due=self._has_sampled)) is not None:
@@ -490,8 +492,8 @@ class Execution:
     ) -> float:
         """Return the log-probability of a token, -inf if a mask forbids it."""
         if mask is not None:
-            words = packed_words(mask, self._lm.vocab_size)
-            if not int(words[token_id // 32]) >> token_id % 32 & 1:
+            words = packed_words(mask, self._lm.vocab_size).numpy()
+            if not has_bit(words, token_id):
                 return -math.inf
         return (await self._draw(token_ids, [token_id], 1.0, adapter)).log_mass
 
@@ -610,7 +612,7 @@ class Execution:
         log_share = _log_share(shares, index, count)
         value = values[index]
         if recorded is None:
-            drawn = None if name is None else _own(value)
+            drawn = None if name is None else _copied(value)
             self._record(
                 _Choice(asked, self._weighed, index, _comparable(value), log_share, name, drawn)
             )
@@ -761,19 +763,19 @@ def _log_share(shares: Floats | None, index: int, count: int) -> float:
 
 def _places_of(given: Any, values: Sequence[Any], name: str) -> list[int]:
     """Return the places of a given value. Raises InvalidRequest if it is not one of the values."""
-    found = [place for place, each in enumerate(values) if _is_same(each, given)]
+    found = [place for place, each in enumerate(values) if _is_given(each, given)]
     if not found:
         raise InvalidRequest(f"{name} was given {given!r}, which is not one of its values")
     return found
 
 
-def _is_same(value: Any, other: Any) -> bool:
+def _is_given(value: Any, given: Any) -> bool:
     if isinstance(value, np.ndarray | torch.Tensor):
-        return bool(_comparable(value) == _comparable(other))
-    return value is other or bool(value == other)
+        return bool(_comparable(value) == _comparable(given))
+    return value is given or bool(value == given)
 
 
-def _own(answer: Any) -> Any:
+def _copied(answer: Any) -> Any:
     """Return a copy of an answer that its caller may change, or the answer itself if it has no copy."""
     try:
         return copy.deepcopy(answer)
@@ -837,7 +839,9 @@ class ProgramTrace(Trace):
     @property
     def named(self) -> dict[str, Any]:
         """The values of the draws with names."""
-        return {each.name: _own(each.drawn) for each in self._recorded() if each.name is not None}
+        return {
+            each.name: _copied(each.drawn) for each in self._recorded() if each.name is not None
+        }
 
     def _recorded(self) -> list[_Choice]:
         """Return all recorded draws."""

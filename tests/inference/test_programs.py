@@ -22,6 +22,7 @@ import torch
 
 import genrt
 from genrt.constraints import regex
+from genrt.constraints.protocols import kept_for
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.errors import Closed, GenrtError, InvalidRequest, UnknownAdapter
 from genrt.inference import SMC, Execution, Program, Result, TextModel, importance_sampling
@@ -606,6 +607,10 @@ IMPURE: dict[str, tuple[Callable[[Execution, int], Any], str]] = {
     "temperature": (
         lambda p, run: p.sample([0], temperature=1.0 + run / 100),
         "sample was given another temperature",
+    ),
+    "proposal": (
+        lambda p, run: p.sample([0], proposal=[1 + run % 2]),
+        "sample was given another proposal",
     ),
     "adapter": (
         lambda p, run: p.sample([0], adapter=None if run < 3 else "other"),
@@ -1387,3 +1392,35 @@ async def test_answers_belong_to_the_record_and_p_lm_is_the_runtime() -> None:
             model: Any = Forgetful(Program(lm, program))
             result = await SMC(model, num_particles=3).run(0)
             assert {value % 10 for value in result.values} == {2}
+
+
+async def test_what_constraints_keep_for_a_runtime_is_made_once_for_all_executions() -> None:
+    made = list[Any]()
+    cache: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    async def program(p: Execution) -> int:
+        def make(runtime: Any) -> int:
+            made.append(runtime)
+            return len(made)
+
+        found = kept_for(p.lm, cache, make)
+        await p.sample([0])
+        await p.sample([0])
+        return found
+
+    with genrt.load(MODEL, engine="exact") as lm:
+        model: Any = Forgetful(Program(lm, program))
+        result = await SMC(model, num_particles=3).run(0)
+        assert result.values == (1, 1, 1)
+        assert made[0] is lm
+
+
+async def test_a_proposal_is_a_context_of_the_particle() -> None:
+    async def program(p: Execution) -> int:
+        return await p.sample([0], proposal=lm.context([1]))
+
+    with (
+        genrt.load(MODEL, engine="exact") as lm,
+        pytest.raises(InvalidRequest, match=r"begin it by p\.context"),
+    ):
+        await SMC(Program(lm, program), num_particles=1).run(0)
