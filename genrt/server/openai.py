@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import traceback
 from argparse import Namespace
 from collections import UserDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -187,10 +188,19 @@ def _keep_failures(application: Any) -> None:
             error.answer if isinstance(error, TextFailed) else HTTPError(500, str(error))
         ).response
 
+    async def refuse(_: Request, error: Exception) -> Response:
+        frames = traceback.walk_tb(error.__traceback__)
+        if all(frame.f_globals.get("__name__") != "pydantic.type_adapter" for frame, _ in frames):
+            return HTTPError(500, str(error)).response
+        name = type(error).__name__
+        return HTTPError(400, f"the body lacks a member, or has a wrong one: {name} {error}").response
+
     def fail(error: GenerationError) -> NoReturn:
         raise error
 
     application.add_exception_handler(TextFailed, answer)
+    for kind in (AttributeError, LookupError):  # vLLM's validators raise these for some bodies
+        application.add_exception_handler(kind, refuse)
     application.middleware_stack = None  # vLLM has built one, with its own handlers only
     for name in STREAMING:
         if (part := getattr(application.state, name, None)) is not None:

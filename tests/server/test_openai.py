@@ -332,6 +332,30 @@ async def test_a_wrong_request_is_refused_and_disturbs_nobody(
         assert (await other).choices[0].text == expected
 
 
+NAMED = {"type": "function", "function": {"name": "f"}}
+WRONG_TOOLS: list[Any] = [[{"type": "function"}], [{"function": {}}], [{}], [None], ["f"], 3, {"a": 1}]
+
+
+@pytest.mark.parametrize("tools", WRONG_TOOLS)
+async def test_tools_without_their_members_are_refused_on_each_route(
+    http: httpx.AsyncClient, tools: Any
+) -> None:
+    chat = {"model": "tiny", "messages": ASKED, "tools": tools, "tool_choice": NAMED}
+    chunk = {"request_id": "1", "choices": [{"index": 0, "token_ids": [5]}]}
+    derendered = {"model": "tiny", "chat_request": chat, "stream": True, "generate_chunk": chunk}
+    bodies: dict[str, Any] = {
+        "/v1/chat/completions": chat,
+        "/v1/chat/completions/render": chat,
+        "/v1/chat/completions/derender": derendered,
+        "/v1/messages": chat | {"max_tokens": 4},
+        "/v1/responses": {"model": "tiny", "input": "a", "tools": tools, "tool_choice": NAMED},
+    }
+    for path, body in bodies.items():
+        answer = await http.post(path, json=body)
+        assert 400 <= answer.status_code < 500, (path, answer.text)
+        assert answer.json()["error"]["message"]
+
+
 async def test_a_text_that_is_aborted_ends_with_what_there_is(lm: AsyncLM) -> None:
     client = RuntimeClient(lm)
     for kind in (RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY):
