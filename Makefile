@@ -6,7 +6,7 @@
 #   make strict   tests and proofs under python -O, in random order, twice in one process
 #   make coverage tests and proofs, with the share of branches that they take; at least 95 %
 #   make promises the tests that prove what is promised, and a line for each promise
-#   make check    lint, formatting, types, import layering
+#   make check    lint, formatting, spelling, types, import layering
 #   make bench    what a step of N particles costs, beside vLLM's own loop       (ARGS="--json step.json")
 #                 BENCH=pressure, overheads, fidelity, two_runtimes, replicas: another of benchmarks/
 #   make evidence measure here, and draw the charts and tables of docs/benchmarks/
@@ -72,6 +72,7 @@ promises: $(READY)
 check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_house.py
 

@@ -8,7 +8,9 @@ object: ``flush`` has, for 1 and 64 draws and for 64 rows, where they are comput
 median milliseconds of a call ``alone``, over ``one`` replica, and what that ``adds``; ``draws`` has, for
 each length of the contexts, the draws a second of so many populations at once: alone, over ``several``
 replicas, and their ratio to alone. ``texts`` has the same of the tokens a second that as many prompts of
-the first length generate.
+the first length generate. ``smc`` has the median seconds of an inference of so many particles and steps:
+``alone``, and over ``one`` replica, ``shipped`` as it is by default and with its ``steps`` asked here, in
+turns; and the ratio of alone to shipped.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ import genrt
 from benchmarks.checkpoints import SHAPES, checkpoint
 from benchmarks.setups import append
 from genrt.engines.exact import NGram
+from genrt.inference import SMC, TextModel
 from genrt.lm import AsyncLM
 
 
@@ -89,6 +92,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     flush: dict[str, dict[str, float]] = {}
     draws: dict[str, dict[str, float]] = {str(each): {} for each in arguments.contexts}
     texts: dict[str, float] = {}
+    smc = inferred(arguments)
     for name in ("alone", "one", "several"):
         with opened(arguments, name) as lm:
             if name in ("alone", "one"):
@@ -104,7 +108,25 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         each["several_ratio"] = each["several"] / each["alone"]
     for each in flush.values():
         each["adds"] = each["one"] - each["alone"]
-    return result | {"flush": flush, "draws": draws, "texts": texts}
+    return result | {"flush": flush, "draws": draws, "texts": texts, "smc": smc}
+
+
+def inferred(arguments: argparse.Namespace) -> dict[str, float]:
+    """Return the median seconds of an inference, alone and over a replica; both are open on a CPU."""
+    times: dict[str, list[float]] = {"alone": [], "shipped": [], "steps": []}
+    if arguments.model:
+        return {}
+    with opened(arguments, "alone") as alone, opened(arguments, "one") as one:
+        for number in range(3 + max(5, arguments.repeats // 10)):
+            for name, lm in (("alone", alone), ("shipped", one), ("steps", one)):
+                model = TextModel(lm, [1, 2], max_tokens=arguments.steps, stop=None)
+                smc = SMC(model, num_particles=arguments.size)
+                seen: dict[str, Any] = {"on_step": lambda *_: None} if name == "steps" else {}
+                began = time.perf_counter()
+                smc.run_sync(number, **seen)
+                times[name].append(time.perf_counter() - began)
+    found = {name: statistics.median(each[3:]) for name, each in times.items()}
+    return found | {"shipped_ratio": found["alone"] / found["shipped"]}
 
 
 def flushes(lm: AsyncLM, arguments: argparse.Namespace) -> dict[str, float]:

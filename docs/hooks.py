@@ -34,6 +34,9 @@ _FORMULA = re.compile(
     re.DOTALL,
 )
 
+_EMPTY_HEADER = re.compile(r"<th([^>]*)></th>")
+_EMPTY_HEAD = re.compile(r"<thead>\s*<tr>\s*(?:<th[^>]*></th>\s*)+</tr>\s*</thead>\s*")
+
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add a page for every notebook, and for the documents that stand elsewhere."""
@@ -66,8 +69,10 @@ def tests_of_promises() -> str:
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """Draw the formulas, and drop the colons that stand before a block of code in docstrings."""
-    return _FORMULA.sub(_drawn, content).replace("<p>::</p>\n", "")
+    """Draw the formulas, drop the colons that stand before a block of code in docstrings, and let no
+    table have a header without words."""
+    content = _FORMULA.sub(_drawn, content).replace("<p>::</p>\n", "")
+    return _EMPTY_HEADER.sub(r"<td\1></td>", _EMPTY_HEAD.sub("", content))
 
 
 def on_post_build(config: MkDocsConfig) -> None:
@@ -120,7 +125,7 @@ def _output(output: dict[str, Any]) -> str:
         )
     if "image/png" in data:
         source = html.escape("".join(data["image/png"]).strip())
-        return f'<img alt="" src="data:image/png;base64,{source}">'
+        return f'<img alt="the figure that this cell draws" src="data:image/png;base64,{source}">'
     return f"``` {{.text .output}}\n{''.join(data['text/plain'])}\n```"
 
 

@@ -40,7 +40,7 @@ async def main() -> None:
             off = (logprobs - drawn.logprobs[:, 1:])[mask].abs().max()
             same = "the same" if off < 0.01 else "other"
             print(
-                f"version {drawn.weights_versions[0]}: reward {rewards.mean():.2f}, {same} weights"
+                f"version {drawn.weights_versions.max()}: reward {rewards.mean():.2f}, {same} weights"
             )
             loss = -((rewards - rewards.mean())[:, None] * logprobs * mask).sum(1).mean()
             optimizer.zero_grad()

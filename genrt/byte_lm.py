@@ -98,7 +98,8 @@ class ByteLM:
             InvalidConstraint: ``lm`` is no runtime, or its tokenizer names no end token.
         """
         tokens = tokens_of(lm)
-        self._lm, self._prompt, self._adapter = lm, prompt_tokens(lm, prompt), adapter
+        self._lm, self._adapter = lm, adapter
+        self._prompt = [*prompt_tokens(lm, prompt, allow_empty=True)]
         self._beam = None if beam is None else check_int("beam", beam, 1)
         end = tokens.eos_token_id
         ids = [i for i in range(len(tokens)) if i != end and tokens.is_open(i)]

@@ -37,6 +37,7 @@ from genrt.questions.reads import (
 )
 from genrt.questions.rows import Device, Limits, id_words, must_move, row_request
 from genrt.questions.scores import (
+    TeacherRequests,
     joined_scores,
     row_chunks,
     score_requests,
@@ -58,7 +59,7 @@ from genrt.runtime.texts import Texts
 from genrt.runtime.thread import EngineThread
 from genrt.runtime.weights import UpdateOptions, WeightsSource, WeightUpdates
 from genrt.tokens import encoding, vocabulary
-from genrt.tokens.sampling import BatchDraw, Draw, TopLogprobs
+from genrt.tokens.sampling import BatchDraw, Draw, TeacherLogprobs, TopLogprobs
 
 __all__ = ["AsyncLM", "ConnectOptions"]
 
@@ -395,6 +396,50 @@ class AsyncLM:
         requests = score_requests(*own, in_one=self._thread.capabilities.scores)
         return joined_scores(await self._ask(requests[0], timeout=timeout), requests)[0]
 
+    async def teacher(
+        self,
+        token_ids: TokenIds,
+        *,
+        top: int = 256,
+        start: int = 1,
+        temperature: float = 1.0,
+        adapter: str | None = None,
+        timeout: float | None = None,
+    ) -> TeacherLogprobs:
+        """Return the ``top`` likeliest tokens after each token of a text, and the mass that they leave,
+        for a student: ``(token_ids, logprobs, tail)`` on the host.
+
+        Row ``i`` is the law after ``token_ids[: start + i]``, as row ``start - 1 + i`` of the student's
+        logits: ``[len(token_ids) + 1 - start, top]``. vLLM computes the text once, and finds the tokens
+        on its device; other engines, a row a token.
+
+        Args:
+            top: 1 to ``vocab_size``. There are at most 2**24 tokens in an answer.
+            start: the length of the first context. A prompt before it may come from the cache.
+            temperature: above 0; divides the logits.
+        """
+        own: Any = {"top": top, "start": start, "temperature": temperature}
+        own |= {"adapter": adapter, "timeout": timeout}
+        [found] = await AsyncLM.batch_teacher(self, [token_ids], **own)
+        return found
+
+    async def batch_teacher(
+        self,
+        texts: Sequence[TokenIds],
+        *,
+        top: int = 256,
+        start: int = 1,
+        temperature: float = 1.0,
+        adapter: str | None = None,
+        timeout: float | None = None,
+    ) -> list[TeacherLogprobs]:
+        """Return the result of ``teacher`` for each text, as one question. A beginning that several texts
+        share is computed once, and sent once."""
+        own: Any = {"top": top, "start": start, "temperature": temperature}
+        in_one = self._thread.capabilities.scores
+        group = TeacherRequests(self._limits, texts, self._bound(adapter), in_one=in_one, **own)
+        return group.joined(await self._ask(group.requests, timeout=timeout))
+
     def prompt_rows(
         self,
         token_ids: TokenIds,
@@ -517,7 +562,7 @@ class AsyncLM:
         """Run an inference or a program beside the engine, and return its result.
 
         ``work`` is an inference over this runtime, whose ``run(seed)`` is awaited, or an async function,
-        which gets the runtime. With replicas it runs in one of them, which answers all its questions, and
+        which gets the runtime. With replicas it runs in one of them, as ``work.run(seed)`` does too, and
         only the result comes back; otherwise here. Results are the same for a seed, up to the engine's
         numerics. Concurrent programs are spread over the replicas. A program whose replica dies starts
         again on another one, once. New weights wait for its end.
@@ -619,8 +664,9 @@ class AsyncLM:
         Weights that do not fit change nothing if that can be checked first: all tensors by name, all
         files, or the first chunk. A later error or a cancellation kills the engine; with
         ``load(…, restart="auto")``, or after ``restart``, another engine has the last whole weights. No
-        answer ever mixes two versions. A restart ends an update with EngineFailed. An interrupt cannot
-        undo ``update_weights_sync``: check ``weights_version`` after it.
+        answer mixes two versions, except texts that go on with ``pending="continue"``. A restart ends an
+        update with EngineFailed. An interrupt cannot undo ``update_weights_sync``: check
+        ``weights_version`` after it.
 
         Raises:
             InvalidWeights: a tensor is unknown, missing or repeated, or has a wrong shape or type.
@@ -772,6 +818,8 @@ class AsyncLM:
     score_sync = blocking_question(score)
     batch_score_sync = blocking_question(batch_score)
     prompt_logprobs_sync = blocking_question(prompt_logprobs)
+    teacher_sync = blocking_question(teacher)
+    batch_teacher_sync = blocking_question(batch_teacher)
     prompt_rows_sync = blocking_chunks(prompt_rows)
     sample_sync = blocking_question(sample)
     batch_sample_sync = blocking_question(batch_sample)

@@ -15,7 +15,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast
 
 from genrt import models
-from genrt.cluster.engine import open_replicas
+from genrt.cluster.actors import Actors
+from genrt.cluster.engine import ReplicaEngine
 from genrt.cluster.options import check_replicas, gpus_of
 from genrt.cluster.ranks import RANKED, are_launched, open_ranked, with_ranks
 from genrt.engines import check_choice, open_engine
@@ -65,6 +66,11 @@ class LoadOptions(TypedDict, total=False):
         seed: for draws and samples without their own seed, in the order of the calls and for any
             batching. Two runtimes with one seed give equal answers to equal questions. By default the
             system gives a seed. The global generators of ``random``, numpy and torch are not used.
+        deterministic: whether rows, draws and scores have the same bits whatever else is in the batch,
+            with and without cached prefixes (batch-invariant); by default False. vLLM then needs
+            ``VLLM_BATCH_INVARIANT=1`` in the process's environment on a GPU, and
+            ``VLLM_CPU_ATTN_SPLIT_KV=0`` on a CPU. A self-test compares bits at opening. transformers
+            computes one sequence a step; the exact engine is deterministic anyway.
         replicas: the number of engines, each in an actor of Ray (extra ``ray``). By default one engine in
             this process, or one of ranks with vLLM's ``tensor_parallel_size``. A population, and texts
             with a common beginning, stay on one replica. A replica that dies, hangs or fails is started
@@ -86,6 +92,7 @@ class LoadOptions(TypedDict, total=False):
     residency: bool
     restart: Literal["auto"] | None
     seed: int | None
+    deterministic: bool
     replicas: int | None
     cluster: str | None
 
@@ -162,6 +169,7 @@ def _start(
     residency: bool = True,
     restart: str | None = None,
     seed: int | None = None,
+    deterministic: bool = False,
     replicas: int | None = None,
     cluster: str | None = None,
 ) -> tuple[EngineThread, RowCache]:
@@ -174,6 +182,7 @@ def _start(
     if seed is not None:
         seed = check_int("seed", seed, 0)
     check_bool("residency", residency)
+    check_bool("deterministic", deterministic)
     check_replicas(replicas, cluster)
     replicas = None if replicas is None else operator.index(replicas)
     if not isinstance(restart, str | None) or restart not in (None, "auto"):
@@ -197,6 +206,8 @@ def _start(
     options = dict(engine_options or {})
     if not callable(engine):
         check_choice(engine, model, options)
+    if deterministic:
+        _check_deterministic(engine, options)
     if engine == "vllm" and residency:
         options = with_ranks(options)
     if is_ranked := engine == "vllm" and are_launched(options):
@@ -211,17 +222,26 @@ def _start(
             # The cache is on the engine's device, or in host memory for engines of other processes.
             reserved = cache_bytes if replicas is None else 0
             make = partial(
-                open_engine, engine, found, options, reserve_bytes=reserved, residency=residency
+                open_engine,
+                engine,
+                found,
+                options,
+                reserve_bytes=reserved,
+                residency=residency,
+                deterministic=deterministic,
             )
             if is_ranked:
                 make = partial(open_ranked, str(found), options, residency=residency)
         if replicas is None:
             return make()
-        each = 1 if callable(engine) else gpus_of(options)
-        each = 0 if engine == "exact" else each
-        environment = RANKED if is_ranked else {}
-        opens = partial(aload, engine=make, cache_bytes=0)
-        return open_replicas(opens, replicas, cluster, gpus=each, environment=environment)
+        actors = Actors(
+            partial(aload, engine=make, cache_bytes=0),
+            cluster or "local",
+            replicas=replicas,
+            gpus=0 if engine == "exact" else gpus_of(options),
+            environment=RANKED if is_ranked else {},
+        )
+        return ReplicaEngine(actors, replicas)
 
     cache = RowCache(cache_bytes)
     thread = EngineThread(
@@ -234,6 +254,26 @@ def _start(
         max_queued_bytes=max_queued_bytes,
     )
     return thread, cache
+
+
+def _check_deterministic(engine: str | Callable[[], Engine], options: Mapping[str, Any]) -> None:
+    """Raise unless ``deterministic`` may be True for this engine and these options."""
+    if callable(engine):
+        raise InvalidRequest("deterministic is for engines opened by name: leave it out")
+    if engine == "transformers" and options.get("max_batch_size", 1) != 1:
+        raise InvalidRequest(
+            "deterministic=True computes one sequence a step: leave max_batch_size out"
+        )
+    if engine == "vllm" and gpus_of(options) > 1:
+        raise EngineUnsupported(
+            "deterministic=True: sums over several GPUs have no self-test: leave tensor_parallel_size "
+            "and pipeline_parallel_size out"
+        )
+    if engine == "vllm" and options.get("enable_lora"):
+        raise EngineUnsupported(
+            "deterministic=True: the kernels of adapters have no self-test: leave enable_lora out, and "
+            "load merged weights"
+        )
 
 
 def _make_engine(function: Callable[[], object]) -> Engine:

@@ -1,4 +1,4 @@
-"""A progress bar for a run, where one is wanted."""
+"""A progress bar for a run, where one is wanted; how often a run without one logs its progress."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from contextlib import contextmanager
 
 from genrt.errors import ExtraNotInstalled
 
-__all__ = ["progress_bar"]
+__all__ = ["BEAT_SECONDS", "progress_bar"]
+
+BEAT_SECONDS = 15.0
+"""The interval of log messages with the progress of a job, or of a run until enough records are valid."""
 
 
 @contextmanager

@@ -17,13 +17,14 @@ from genrt.questions.reads import (
     KeptContext,
     ReadRequest,
     TopTokens,
+    TopWithTail,
     Wanted,
 )
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest
 from genrt.runtime.answers import AnsweringEngine
-from genrt.tokens.sampling import BatchDraw, Draw, TopLogprobs, truncate
+from genrt.tokens.sampling import BatchDraw, Draw, TeacherLogprobs, TopLogprobs, truncate
 
 TOLERANCE = 1e-4
 """The distance of a draw's numbers from those of double precision."""
@@ -125,6 +126,20 @@ def _is_top(wanted: TopTokens, row: Tensor, result: object, tolerance: float) ->
     return all(is_row(each, result.logprobs, tolerance=tolerance) for each in several)
 
 
+def _is_top_with_tail(wanted: TopWithTail, row: Tensor, result: object, tolerance: float) -> bool:
+    """Return whether a result has the ``k`` likeliest tokens, and the mass of the others."""
+    if not isinstance(result, Tensor) or result.dtype != torch.int32:
+        return False
+    found = TeacherLogprobs.of(result)
+    law = truncate(row.cpu(), temperature=wanted.temperature)
+    ids, wide = found.token_ids.long(), max(tolerance, TOLERANCE)
+    if len(set(ids.tolist())) != wanted.k or not is_row(law[ids], found.logprobs, tolerance=wide):
+        return False
+    tail = law.double().scatter(0, ids, -math.inf).logsumexp(-1)
+    is_there = is_row(tail.float(), found.tail, tolerance=wide)
+    return is_there and is_row(law.topk(wanted.k).values, found.logprobs, tolerance=wide)
+
+
 def _candidates(vocab_size: int, generator: torch.Generator) -> list[Wanted]:
     """Return a few tokens with a repetition, and no token."""
     ids = tuple(torch.randperm(vocab_size, generator=generator)[:5].tolist())
@@ -148,6 +163,9 @@ READS: dict[type[Wanted], ReadOracle] = {
     DrawToken: ReadOracle(_draws, _is_possible_draw),
     TopTokens: ReadOracle(lambda size, _: [TopTokens(1), TopTokens(min(5, size))], _is_top),
     Candidates: ReadOracle(_candidates, _are_candidates),
+    TopWithTail: ReadOracle(
+        lambda size, _: [TopWithTail(1), TopWithTail(min(5, size), 0.5)], _is_top_with_tail
+    ),
     HostRow: ReadOracle(lambda *_: [HostRow()], _is_on_host),
     KeptContext: ReadOracle(lambda *_: [KeptContext()], lambda *given: given[2] is True),
 }

@@ -129,11 +129,11 @@ def loras(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
 @pytest.fixture(scope="module")
 def here() -> Iterator[None]:
     """Have ``genrt.load(…, replicas=N)`` open replicas in this process."""
-    from genrt.cluster import engine
+    from genrt import loading
     from tests.cluster.here import ReplicasHere
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "Actors", ReplicasHere)
+        patch.setattr(loading, "Actors", ReplicasHere)
         yield
 
 

@@ -66,6 +66,8 @@ RIGHT: dict[str, dict[str, Any]] = {
     "score": {**CONTEXT, "continuation": [1]},
     "batch_score": {**CONTEXTS, "continuations": [[1], [2, 3]]},
     "prompt_logprobs": CONTEXT,
+    "teacher": {**CONTEXT, "top": 2},
+    "batch_teacher": {"texts": [[1], [2, 3]], "top": 2},
     "prompt_rows": {**CONTEXT, "start": 1, "chunk": 2},
     "encode": {"text": "a"},
     "encode_chat": {"messages": [{"role": "user", "content": "a"}]},
@@ -296,7 +298,7 @@ def a_model(lm: AsyncLM) -> TextModel:
 
 def loaded(lm: AsyncLM, **arguments: Any) -> None:
     given: dict[str, Any] = {"model": LETTERS, "engine": "exact"}
-    with mock.patch("genrt.loading.open_replicas", side_effect=TimedOut("taken")):
+    with mock.patch("genrt.loading.Actors", side_effect=TimedOut("taken")):
         genrt.load(**given | arguments).close()
 
 

@@ -64,6 +64,11 @@ MISTAKES: dict[str, tuple[Callable[[AsyncLM], Any], type[GenrtError], str]] = {
         InvalidRequest,
         r"mask is a constraint: give a state, at first constraint\.start\(\)",
     ),
+    "a constraint for a completion": (
+        lambda lm: lm.generate_sync([0], constraint=regex("a", lm)),  # type: ignore[call-arg]
+        InvalidRequest,
+        r"no option 'constraint': give choice=, regex=, json_schema= or grammar=, or run SMC",
+    ),
     "constraints in a list": (
         lambda lm: all_of([regex("a", lm)]),  # type: ignore[call-overload]
         InvalidConstraint,

@@ -5,7 +5,8 @@ The extra ``ray`` brings it; replicas import it.
 Rules:
     A local Ray that genrt starts ends with its last runtime, or with the process, and leaves no files.
     It listens on 127.0.0.1 alone. Ray sets environment variables; they are restored.
-    An actor opens its engine only in ``prepare``, and ends with the raylet that started it.
+    An actor opens its engine only in ``prepare``. It ends with the raylet that started it, and with the
+    process that it serves, even if a fork of that process lives on.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import socket
 import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -68,9 +69,8 @@ class RayConnection:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._users = 0
-        self._is_ours = self.is_local = False
-        self._folder: Folder | None = None
-        self._node: Any = None
+        self._opened = contextlib.ExitStack()  # empty where the user has connected Ray
+        self.is_local = False
 
     def join(self, cluster: str, replicas: int) -> Any:
         """Return Ray, connected to a cluster; a new one has workers ready for so many replicas.
@@ -87,11 +87,10 @@ class RayConnection:
                     "replicas, and tensor parallelism by ranks, need Ray: pip install 'genrt[ray]'"
                 ) from error
             if not ray.is_initialized():
-                self._is_ours = True
                 try:
                     self.is_local = _on_own_thread(partial(self._connect, ray, cluster, replicas))
                 except Exception as error:
-                    self._end(ray)
+                    self._opened.close()
                     raise EngineUnsupported(f"no Ray cluster at {cluster!r}: {error}") from error
             elif cluster not in ("auto", "local", ray.get_runtime_context().gcs_address):
                 raise EngineUnsupported(
@@ -103,53 +102,58 @@ class RayConnection:
 
     def leave(self) -> None:
         """Close the connection with its last runtime, if genrt opened it."""
-        import ray
-
         with self._lock, _own_environment():
             self._users -= 1
-            if not self._users and self._is_ours:
-                self._end(ray)
-
-    def _end(self, ray: Any) -> None:
-        self._is_ours = self.is_local = False
-        ray.shutdown()
-        if self._node is not None:
-            self._node.kill_all_processes(check_alive=False, allow_graceful=True)
-            self._node = None
-        if self._folder is not None:
-            self._folder.close()
-            self._folder = None
+            if not self._users:
+                self.is_local = False
+                self._opened.close()
 
     def _connect(self, ray: Any, cluster: str, replicas: int) -> bool:
         """Connect to a cluster; return whether it was started here. No usage is reported unless the
         cluster's owner allows it."""
         quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
         if cluster != "local":
+            self._opened.callback(ray.shutdown)
             try:
                 ray.init(cluster, **quiet)
             except ConnectionError:
                 if cluster != "auto":
                     raise
+                self._opened.pop_all()
             else:
                 return False
         for name, value in OWN_RAY.items():
             os.environ.setdefault(name, value)
         # The paths of Ray's sockets have to be short. A sweep removes the target of a link as well.
-        self._folder = Folder("ray")
+        folder = Folder("ray")
+        self._opened.callback(folder.close)
         target = tempfile.mkdtemp(prefix="genrt-")
-        (self._folder.path / "link").symlink_to(target)
+        (folder.path / "link").symlink_to(target)
         with _on_loopback(ray):
-            self._node = _local_node(target, replicas)
-            ray.init(self._node.address, _node_ip_address="127.0.0.1", **quiet)
+            node = _local_node(target, replicas)
+            self._opened.callback(node.kill_all_processes, check_alive=False, allow_graceful=True)
+            self._opened.callback(ray.shutdown)
+            ray.init(node.address, _node_ip_address="127.0.0.1", **quiet)
         return True
 
 
 connection = RayConnection()
 
 
+def _leave_to_parent() -> None:
+    """In a forked child, close the connection to Ray's scheduler, which sees its parent's end by it."""
+    for each in os.listdir("/proc/self/fd") if connection._users else ():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(each))) as copy:
+            if copy.family == socket.AF_UNIX and copy.getpeername().endswith("/sockets/raylet"):
+                os.close(int(each))
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
 def _on_own_thread(start: Callable[[], T]) -> T:
     """Call a function on a thread that lives as long as this process: Ray's processes die with the thread
-    that started them."""
+    that started them, and so they do if the function fails."""
     found: Future[T] = Future()
 
     def run() -> None:
@@ -157,30 +161,19 @@ def _on_own_thread(start: Callable[[], T]) -> T:
             found.set_result(start())
         except Exception as error:
             found.set_exception(error)
-        threading.Event().wait()
+        else:
+            threading.Event().wait()
 
     threading.Thread(target=run, name="genrt-ray", daemon=True).start()
     return found.result()
 
 
-def _local_node(folder: str, workers: int) -> Any:
-    """Start the processes of a Ray on this host: its store of states, its scheduler, and so many workers.
-
-    ``ray.init`` starts its dashboard, autoscaler and log monitor as well. Its scheduler gives up unless
-    the dashboard's agent opens its ports within 15 s, which takes longer on a busy host.
-    """
+def node_kind() -> Any:
+    """Return Ray's class of a node, without a dashboard. Otherwise a node waits for its agent, and Ray
+    gives up after 30 s, in which a busy host may not have started that."""
     from ray._private.node import Node
-    from ray._private.parameter import RayParams
 
-    class LocalNode(Node):  # type: ignore[misc]
-        def __init__(self, parameters: RayParams, reserved: socket.socket) -> None:
-            self.reserved = reserved
-            try:
-                super().__init__(parameters, head=True, shutdown_at_exit=False)
-            except BaseException:
-                self.kill_all_processes(check_alive=False, wait=True)
-                raise
-
+    class BareNode(Node):  # type: ignore[misc]
         def start_api_server(self, **_: Any) -> None:
             pass
 
@@ -189,9 +182,13 @@ def _local_node(folder: str, workers: int) -> Any:
                 Path(self.get_session_dir_path(), f"{name}_{self.node_id}").write_text("-1")
             super().start_raylet(*arguments, **options)
 
-        def kill_all_processes(self, *arguments: Any, **options: Any) -> None:
-            super().kill_all_processes(*arguments, **options)
-            self.reserved.close()
+    return BareNode
+
+
+def _local_node(folder: str, workers: int) -> Any:
+    """Start the processes of a Ray on this host: its store of states, its scheduler, and so many workers.
+    ``ray.init`` starts its dashboard, autoscaler and log monitor as well."""
+    from ray._private.parameter import RayParams
 
     # Bound and not listening, it keeps the port for the agent, which may bind it as well.
     reserved = socket.socket()
@@ -206,37 +203,31 @@ def _local_node(folder: str, workers: int) -> Any:
         no_monitor=True,
         include_log_monitor=False,
     )
-    return LocalNode(parameters, reserved)
+    node = node_kind()(parameters, head=True, shutdown_at_exit=False)
+    node.reserved = reserved
+    return node
 
 
 @contextlib.contextmanager
 def _own_environment() -> Iterator[None]:
     """Restore the environment variables that Ray sets meanwhile."""
-
-    def rays() -> dict[str, str]:
-        names = [name for name in os.environ if name.startswith("RAY_")]
-        return {
-            name: os.environ[name] for name in [*names, "PYTHONBREAKPOINT"] if name in os.environ
-        }
-
-    before = rays()
+    before = dict(os.environ)
     try:
         yield
     finally:
-        for name in rays().keys() - before.keys():
-            del os.environ[name]
-        os.environ.update(before)
+        for name in [*os.environ]:
+            if name.startswith("RAY_") or name == "PYTHONBREAKPOINT":
+                del os.environ[name]
+                os.environ.update({name: before[name]} if name in before else {})
 
 
 @contextlib.contextmanager
 def _on_loopback(ray: Any) -> Iterator[None]:
     """Make a cluster that starts meanwhile listen on 127.0.0.1 alone."""
     # Given 127.0.0.1, Ray takes the host's address instead, unless this constant says that it has no
-    # clusters of several hosts here. Its variable, RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER, is read when Ray is
-    # imported, which may have been long ago.
+    # clusters of several hosts here. Its variable is read when Ray is imported, maybe long ago.
     constants = ray._private.ray_constants
-    before = constants.ENABLE_RAY_CLUSTER
-    constants.ENABLE_RAY_CLUSTER = False
+    before, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
     try:
         yield
     finally:
@@ -285,7 +276,6 @@ class Actors:
         self._is_closed = False
         try:
             share = _gpus_of_each(ray, replicas, gpus)
-            self._make = self.put(make)
             kind = ray.remote(ReplicaActor).options(
                 num_cpus=0,
                 num_gpus=share,
@@ -294,6 +284,8 @@ class Actors:
                 scheduling_strategy="SPREAD",
                 **({"runtime_env": {"env_vars": dict(environment)}} if environment else {}),
             )
+            # Kept, and no argument of the actor's: Ray does not keep that for the actor's next start.
+            self._make = self.put(make)
             self._handles = [kind.remote() for _ in range(replicas)]
         except BaseException as error:
             connection.leave()
@@ -338,20 +330,23 @@ class Actors:
         if self._is_closed:
             return
         self._is_closed = True
-        ends: list[int | None] = []
+        processes: list[int] = []
         with contextlib.suppress(Exception):  # Ray is gone, and so are they
             places = [each.process.remote() for each in self._handles]
             stops = [each.stop.remote() for each in self._handles]
             self._ray.wait(stops, num_returns=len(stops), timeout=END_SECONDS)
             known, _ = self._ray.wait(places, num_returns=len(places), timeout=0)
             here = ray_host()
-            ends = [_end_of(pid) for there, pid in self._ray.get(known) if there == here]
-        for each in self._handles:
-            with contextlib.suppress(Exception):
-                self._ray.kill(each)
-        self._handles = []
-        connection.leave()
-        _wait_for(each for each in ends if each is not None)
+            processes = [pid for there, pid in self._ray.get(known) if there == here]
+        with _ends_of(processes) as ends:
+            for each in self._handles:
+                with contextlib.suppress(Exception):
+                    self._ray.kill(each)
+            self._handles = []
+            connection.leave()
+            until = time.monotonic() + EXIT_SECONDS
+            while ends and (ended := wait(ends, max(0.0, until - time.monotonic()))):
+                ends -= {*ended}
         sweep()  # the folders of killed replicas
 
     def _translated(self, error: Exception) -> Exception:
@@ -387,19 +382,13 @@ def ray_host() -> str:
     return found
 
 
-def _end_of(pid: int) -> int | None:
-    """Return a file that is ready once a process has ended; ``None`` if it has."""
-    try:
-        return os.pidfd_open(pid)
-    except ProcessLookupError:
-        return None
-
-
-def _wait_for(ends: Iterable[int]) -> None:
-    """Wait up to ``EXIT_SECONDS`` until processes have ended; close their files."""
-    until = time.monotonic() + EXIT_SECONDS
-    for each in ends:
-        end = select.poll()  # select takes no file above 1,023
-        end.register(each, select.POLLIN)
-        end.poll(1000 * max(0.0, until - time.monotonic()))
-        os.close(each)
+@contextlib.contextmanager
+def _ends_of(processes: list[int]) -> Iterator[set[Any]]:
+    """Yield a file for each process that lives; it is ready once that has ended."""
+    with contextlib.ExitStack() as files:
+        found: set[Any] = set()
+        for each in processes:
+            with contextlib.suppress(ProcessLookupError):
+                found.add(end := os.pidfd_open(each))
+                files.callback(os.close, end)
+        yield found

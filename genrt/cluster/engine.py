@@ -10,26 +10,26 @@ Rules:
     Settings are recorded before replicas get them: a replica that starts later gets them all first.
     A change that a replica refuses is undone in the others; a replica that it kills starts again.
     No replica opens an engine while the runtime sleeps: the memory belongs to others until all is awake.
+    An open replica sends its answers, or none, four times in ``STALL_SECONDS``; one that is silent for
+    longer is killed.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import queue
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, cast
 
 import torch
 
-from genrt.cluster.actors import Actors, Gone
+from genrt.cluster.actors import Gone
 from genrt.cluster.flushes import (
     Answers,
     FarSequences,
@@ -77,9 +77,8 @@ class _ReplicaRecord:
         state: as ``ReplicaStatistics`` has it.
         life: counts deaths; messages of an earlier life are ignored.
         is_open: whether it has opened in this life.
-        settings: the number of its settings, or of those that it is receiving.
         asked: its unanswered questions, by ticket.
-        pulse: since when it owes a sign of life, if it does.
+        heard: when its last message came.
     """
 
     number: int
@@ -87,10 +86,9 @@ class _ReplicaRecord:
     state: str = "restarting"
     life: int = 0
     is_open: bool = False
-    settings: int = -1
     restarts: int = 0
     asked: dict[int, Request] = field(default_factory=dict)
-    pulse: float | None = None
+    heard: float = 0.0
     failures: int = 0
     reason: str = ""
     counted: EngineStatistics = field(default_factory=EngineStatistics)
@@ -119,13 +117,13 @@ class ReplicaEngine:
         replicas: Any,
         count: int,
         *,
-        stall_seconds: float = STALL_SECONDS,
+        stall_seconds: float | None = None,
         seed: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._set, self._clock = replicas, clock
         self.adapters: dict[str, Adapter] = {}
-        self._stall_seconds = stall_seconds
+        self._stall_seconds = stall_seconds or STALL_SECONDS
         self._numbers = HandleNumbers()
         self._replicas = [_ReplicaRecord(n, FarSequences(self._numbers)) for n in range(count)]
         self._router = Router(count, seed=seed)
@@ -138,7 +136,6 @@ class ReplicaEngine:
         self._moved: dict[Request, int] = {}  # from the replica of this number, which failed
         self._ends: list[Finished] = []
         self._streams: dict[Request, deque[Told]] = {}
-        self._settings = 0
         self._adapters: dict[Adapter, dict[str, bytes]] = {}
         self._refusals: list[GenrtError] = []
         self._facts: Facts | None = None
@@ -205,20 +202,14 @@ class ReplicaEngine:
     def add_adapter(self, adapter: Adapter, path: Path) -> None:
         """Load an adapter in all replicas, or raise."""
         files = {each.name: each.read_bytes() for each in path.iterdir() if each.is_file()}
-        results = self.everyone("add_adapter", adapter, files)
-        if refused := [each for each in results.values() if isinstance(each, GenrtError)]:
-            self._tell("remove_adapter", adapter)
-            raise refused[0]
         self._adapters[adapter] = files
-        self._settings += 1
-        for number in results:
-            self._replicas[number].settings = self._settings
+        for result in self.everyone("add_adapter", adapter, files).values():
+            if isinstance(result, GenrtError):
+                self.remove_adapter(adapter)
+                raise result
 
     def remove_adapter(self, adapter: Adapter) -> None:
         self._adapters.pop(adapter, None)
-        self._settings += 1
-        for each in self._serving:
-            each.settings = self._settings
         self._tell("remove_adapter", adapter)
 
     def forget_residents(self) -> None:
@@ -256,7 +247,7 @@ class ReplicaEngine:
     def vllm_config(self) -> Any:
         """vLLM's configuration of the model; ``None`` if the replicas' engines are others. Any thread may
         ask."""
-        if self._facts is None or not self._facts.is_vllm:
+        if self._facts is None or not self._facts.serves_vllm:
             return None
         return self._set.call(self._serving[0].number, "do", "engine.vllm_config").result()
 
@@ -297,7 +288,8 @@ class ReplicaEngine:
             self._call(replica, "flush", packed_flush(asked, replica.far))
 
     def _listen(self, replica: _ReplicaRecord) -> None:
-        self._call(replica, "answers", then=self._answered)
+        replica.heard = self._clock()
+        self._call(replica, "answers", self._stall_seconds / 4, then=self._answered)
 
     def _answered(self, replica: _ReplicaRecord, message: Answers) -> None:
         self._listen(replica)
@@ -344,34 +336,34 @@ class ReplicaEngine:
         return [each for each in self._replicas if each.state == "healthy"]
 
     def _open(self) -> None:
-        for each in self._replicas:
-            self._prepare(each)
-        while len(self._serving) < len(self._replicas):
-            self._pump(self._tick_seconds)
+        def are_open() -> bool:
             if self._refusals:
                 raise self._refusals[0]
             if gone := [each for each in self._replicas if each.life]:
                 raise EngineDied(f"replica {gone[0].number} did not open: {gone[0].reason}")
+            return len(self._serving) == len(self._replicas)
+
+        for each in self._replicas:
+            self._prepare(each)
+        self._until(are_open)
 
     def _prepare(self, replica: _ReplicaRecord) -> None:
         """Give a replica all settings; it serves once it has them."""
-        replica.state, replica.settings = "restarting", self._settings
-        wanted = Settings(
-            self.weights.version,
-            self.weights.tensors,
-            tuple(self._adapters.items()),
-        )
-        self._call(replica, "prepare", wanted, then=self._prepared)
+        replica.state = "restarting"
+        weights = self.weights
+        wanted = Settings(weights.version, weights.tensors, tuple(self._adapters.items()))
+        self._call(replica, "prepare", wanted, then=partial(self._prepared, wanted))
 
-    def _prepared(self, replica: _ReplicaRecord, facts: Facts) -> None:
+    def _prepared(self, wanted: Settings, replica: _ReplicaRecord, facts: Facts) -> None:
         self._facts = self._facts or facts
         if not replica.is_open:
             replica.is_open = True
             replica.restarts += replica.life > 0
             self._listen(replica)
-        if replica.settings == self._settings:
+        present = self.weights.version, tuple(self._adapters.items())
+        if (wanted.version, wanted.adapters) == present:
             replica.state = "healthy"
-        else:  # there are others by now
+        else:  # they have changed meanwhile
             self._prepare(replica)
 
     def _call(
@@ -417,7 +409,7 @@ class ReplicaEngine:
         """Ask the questions of a dead replica again; the next tick prepares it, unless it is final."""
         replica.state, replica.reason = "retired" if is_final else "dead", reason
         replica.life, replica.is_open = replica.life + 1, False
-        replica.pulse, replica.failures = None, 0
+        replica.failures = 0
         replica.far = FarSequences(self._numbers)
         counted, replica.counted = replica.counted, EngineStatistics()
         self._past = sum_counters([self._past, replace(counted, resident=0, kept_tokens=0)])
@@ -452,28 +444,15 @@ class ReplicaEngine:
         self._send()
 
     def _tick(self, replica: _ReplicaRecord) -> None:
-        """Prepare a replica that is dead, and kill one that has been at one thing for too long."""
+        """Prepare a replica that is dead, and kill one that has been silent for too long."""
         if replica.state == "dead" and not self.weights.asleep:
             self._prepare(replica)
-        elif replica.pulse is not None:
-            if self._clock() - replica.pulse > self._stall_seconds:
-                self._give_up(replica, f"it did nothing for {self._stall_seconds:g} s")
-        elif replica.is_open and (replica.asked or replica.state == "restarting"):
-            replica.pulse = self._clock()
-            self._call(replica, "do", "statistics", then=_has_pulse)
+        elif replica.is_open and self._clock() - replica.heard > self._stall_seconds:
+            self._give_up(replica, f"it was silent for {self._stall_seconds:g} s")
 
     def _until(self, is_over: Callable[[], bool]) -> None:
-        """Handle messages until something holds.
-
-        Raises:
-            EngineDied: all replicas are dead.
-            EngineFailed: all are dead until the runtime wakes up.
-        """
+        """Handle messages until something holds. Raises EngineDied once all replicas are dead."""
         while not is_over():
-            if self._is_asleep_and_dead:
-                raise EngineFailed(
-                    "every replica died in its sleep: wake the runtime up, which starts them again"
-                )
             self._pump(self._tick_seconds)
             self._check()
 
@@ -497,22 +476,14 @@ class ReplicaEngine:
         least one, unless the runtime sleeps."""
         if not self.weights.asleep:
             self._until(lambda: bool(self._serving))
-        calls = {each: self._set.call(each.number, name, *arguments) for each in self._serving}
         found: dict[int, Any] = {}
-        for replica, calling in calls.items():
-            try:
-                found[replica.number] = calling.result(self._stall_seconds)
-            except Gone as gone:
-                self._lost(replica, str(gone), is_final=gone.is_final)
-            except EngineDied as error:
-                self._give_up(replica, str(error))
-            except GenrtError as error:
-                found[replica.number] = error
-            except concurrent.futures.TimeoutError:
-                self._give_up(replica, f"it did nothing for {self._stall_seconds:g} s")
-        if found or self.weights.asleep:
-            return found
-        return self.everyone(name, *arguments)
+        lives = {each: each.life for each in self._serving}
+        for each in lives:
+            self._call(each, name, *arguments, then=lambda at, it: found.update({at.number: it}))
+        self._until(
+            lambda: all(each.number in found or each.life != life for each, life in lives.items())
+        )
+        return found if found or self.weights.asleep else self.everyone(name, *arguments)
 
     def _tell(self, name: str, *arguments: Any) -> None:
         """Have every open replica do something, some time."""
@@ -523,20 +494,17 @@ class ReplicaEngine:
     def renew(self) -> None:
         """Give every replica the present weights. Return once one has them, or all have died in their
         sleep. Raises the first error if all replicas fail."""
-        served = [(each, each.life) for each in self._serving]
+        served = {each: each.life for each in self._serving}
         self._refusals.clear()
-        self._settings += 1
-        for each, _ in served:
-            self._prepare(each)
-        while not (self._serving or self._is_asleep_and_dead):
-            if self._refusals and all(each.life != life for each, life in served):
+
+        def is_over() -> bool:
+            if self._refusals and all(each.life != life for each, life in served.items()):
                 raise self._refusals[0]
-            self._pump(self._tick_seconds)
-            self._check()
+            return bool(self._serving) or self._is_asleep_and_dead
 
-
-def _has_pulse(replica: _ReplicaRecord, _: object) -> None:
-    replica.pulse = None
+        for each in served:
+            self._prepare(each)
+        self._until(is_over)
 
 
 def _is_the_engines(error: object) -> bool:
@@ -621,11 +589,13 @@ class _ReplicaWeights:
             self._engine._give_up(self._engine._replicas[number], str(reason))
 
     def _first(self, name: str) -> Any:
-        self._engine._until(lambda: bool(self._engine._serving))
-        result = next(iter(self._engine.everyone("do", f"engine.weights.{name}").values()))
-        if isinstance(result, GenrtError):
-            raise result
-        return result
+        for result in self._engine.everyone("do", f"engine.weights.{name}").values():
+            if isinstance(result, GenrtError):
+                raise result
+            return result
+        raise EngineFailed(
+            "every replica died in its sleep: wake the runtime up, which starts them again"
+        )
 
 
 def sum_counters(several: Sequence[EngineStatistics]) -> EngineStatistics:
@@ -654,27 +624,3 @@ def joined_parts(told: deque[Told] | None) -> Told | None:
         reasoning_start=first.reasoning_start,
     )
     return joined
-
-
-# -- opening ----------------------------------------------------------------------------------------
-
-
-def open_replicas(
-    make: Callable[[], Awaitable[Any]],
-    replicas: int,
-    cluster: str | None,
-    *,
-    gpus: int,
-    environment: Mapping[str, str] = MappingProxyType({}),
-) -> ReplicaEngine:
-    """Return an engine of so many replicas, each with so many GPUs, on a local Ray by default.
-
-    Args:
-        make: opens the runtime of a replica, in its process.
-        environment: the environment variables of replicas.
-
-    Raises:
-        EngineNotInstalled, EngineUnsupported, InvalidRequest: as ``Actors``.
-    """
-    actors = Actors(make, cluster or "local", replicas=replicas, gpus=gpus, environment=environment)
-    return ReplicaEngine(actors, replicas, stall_seconds=STALL_SECONDS)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from genrt.engines.protocol import EngineStatistics
-from genrt.questions.completions import Completion, Told
+from genrt.questions.completions import Completion, Delta, Told, weights_spans
 from genrt.questions.draws import PopulationDraw
 from genrt.questions.request import Request
 from genrt.questions.sequences import Contexts, Origins, SequenceHandle
@@ -186,11 +186,12 @@ class Answers(NamedTuple):
 
 def packed_answers(answers: Answers) -> Answers:
     """Return answers as they travel."""
-    tensors: dict[tuple[Any, ...], list[tuple[int, Tensor]]] = {}  # by shape and device
+    tensors: dict[tuple[Any, ...], list[tuple[int, Tensor]]] = {}  # by shape, type and device
     ends: list[tuple[int, Any]] = []
     for ticket, result in answers.ends:
         if isinstance(result, Tensor):
-            tensors.setdefault((*result.shape, result.device), []).append((ticket, result))
+            alike = *result.shape, result.dtype, result.device
+            tensors.setdefault(alike, []).append((ticket, result))
             continue
         if isinstance(result, Completion):  # the other end has the prompt
             result = replace(result, prompt_token_ids=())
@@ -211,7 +212,7 @@ def unpacked_answers(message: Answers, asked: Mapping[int, Request]) -> Answers:
         ends += zip(tickets, _owned(rows), strict=True)
     return Answers(
         [(t, _of(each, asked[t])) for t, each in ends if t in asked],
-        [(t, each) for t, each in message.told if t in asked],
+        [(t, _of(each, asked[t])) for t, each in message.told if t in asked],
         message.statistics,
     )
 
@@ -220,7 +221,14 @@ def _of(result: Any, request: Request) -> Any:
     """Return a result with the version of a question's weights, and with its prompt."""
     if isinstance(result, Completion):
         prompt, version = request.token_ids, request.weights_version
-        return replace(result, prompt_token_ids=prompt, weights_version=version)
+        spans = weights_spans([(version, 0)], 0, len(result.token_ids))
+        own: Any = {"weights_version": version, "weights_spans": spans}
+        return replace(result, prompt_token_ids=prompt, **own)
+    if isinstance(result, Delta):
+        spans = weights_spans(
+            [(request.weights_version, 0)], result.start, result.start + len(result.token_ids)
+        )
+        return replace(result, weights_spans=spans)
     if isinstance(result, BatchDraw | TopLogprobs):
         result = type(result)(*map(_owned, result))
     if isinstance(result, Draw | BatchDraw):

@@ -7,22 +7,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from typing import Any, TypedDict
+from typing import Any
 
 from genrt.errors import InvalidRequest
 
 MOST_REPLICAS = 1024
 
 
-class ReplicaOptions(TypedDict):
-    """The options of ``genrt.load`` for replicas."""
-
-    replicas: int | None
-    cluster: str | None
-
-
-def check_replicas(replicas: object, cluster: object = None) -> None:
-    """Raise InvalidRequest unless these are the options of ``ReplicaOptions``."""
+def check_replicas(replicas: object, cluster: object) -> None:
+    """Raise InvalidRequest unless these are options for ``genrt.load``."""
     from genrt.numbers import check_int, shown
 
     if replicas is not None:
@@ -43,28 +36,19 @@ def gpus_of(options: Mapping[str, Any]) -> int:
 
 def add_replica_arguments(parser: argparse.ArgumentParser) -> None:
     """Add ``--replicas`` and ``--cluster`` to a command's arguments."""
-    group = parser.add_argument_group(
-        "replicas", "One model over several engines, by genrt.load's names."
+    add = parser.add_argument_group("replicas", "One model, several engines.").add_argument
+    several = (
+        "the number of engines, actors of Ray with equal shares of the GPUs (default: one, here)"
     )
-    group.add_argument(
-        "--replicas",
-        type=int,
-        metavar="N",
-        default=None,
-        help="the number of engines, each an actor of Ray; GPUs are distributed evenly (default: one, "
-        "in this process)",
+    add("--replicas", type=int, metavar="N", default=None, help=several)
+    where = (
+        'a Ray cluster\'s address; "auto" for the running one, or else one here (default: "local")'
     )
-    group.add_argument(
-        "--cluster",
-        metavar="ADDRESS",
-        default=None,
-        help='the address of a Ray cluster; "auto" for the running one, or else a new one on this host '
-        '(default: "local", a new one)',
-    )
+    add("--cluster", metavar="ADDRESS", default=None, help=where)
 
 
-def replica_options(given: Mapping[str, Any]) -> ReplicaOptions:
+def replica_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return these arguments as ``genrt.load`` takes them; raises as ``check_replicas``."""
-    found = ReplicaOptions(replicas=given["replicas"], cluster=given["cluster"])
+    found = {name: given[name] for name in ("replicas", "cluster")}
     check_replicas(**found)
     return found

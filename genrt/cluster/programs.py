@@ -65,6 +65,15 @@ class ProgramRequest(Request):
         return f"ProgramRequest({len(self.packed)} bytes, seed={self.seed})"
 
 
+class Unsent(InvalidRequest):
+    """A program that cannot be pickled, such as one with a second runtime."""
+
+
+def runs_elsewhere(lm: Any) -> bool:
+    """Return whether programs of this runtime run in its replicas."""
+    return bool(getattr(lm._thread.engine, "runs_programs", False))
+
+
 async def run_program(lm: Any, work: object, seed: int, timeout: float | None) -> Any:
     """Run a program for a runtime, and return its result; see ``AsyncLM.run``."""
     if not callable(work) and not callable(getattr(work, "run", None)):
@@ -74,13 +83,13 @@ async def run_program(lm: Any, work: object, seed: int, timeout: float | None) -
         )
     seconds = check_timeout(timeout)
     await lm._ask(())  # which a closed runtime refuses
-    if not getattr(lm._thread.engine, "runs_programs", False):
+    if not runs_elsewhere(lm):
         own = program_outcome(work, lm._of_seed(seed), seed)
         return _value_or_raise(await (own if seconds is None else within(seconds, own)))
     try:
         request = ProgramRequest(pickle_program(work, lm), seed)
     except Exception as error:
-        raise InvalidRequest(
+        raise Unsent(
             f"the program cannot be sent to a replica: {type(error).__name__}: {error}. Give a function, "
             "with what it uses, that can be pickled"
         ) from error

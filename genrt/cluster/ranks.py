@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import signal
 import subprocess
@@ -61,17 +62,9 @@ RANKED = MappingProxyType({"PYTHONHASHSEED": "0"})
 SHARED_MEMORY = Path("/dev/shm")
 
 NOT_RANKS = (
-    "pipeline_parallel_size",
-    "data_parallel_size",
-    "prefill_context_parallel_size",
-    "decode_context_parallel_size",
-    "nnodes",
-    "distributed_executor_backend",
-    "scheduler_cls",
-    "async_scheduling",
-    "weight_transfer_config",
-    "kv_transfer_config",
-    "ec_transfer_config",
+    *("pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size"),
+    *("decode_context_parallel_size", "nnodes", "distributed_executor_backend", "scheduler_cls"),
+    *("async_scheduling", "weight_transfer_config", "kv_transfer_config", "ec_transfer_config"),
     "kv_events_config",
 )
 """vLLM's options that keep its executor: for what ranks do not do."""
@@ -80,9 +73,6 @@ PROGRAM = (
     "import sys; sys.path[:] = {path!r}; "
     "from genrt.cluster.ranks import follow; follow({port}, {parent})"
 )
-
-Progress = tuple[int, ...]
-"""The counters that all ranks share."""
 
 
 def are_launched(options: Mapping[str, Any]) -> bool:
@@ -123,11 +113,10 @@ def open_ranked(model: str, options: dict[str, Any], *, residency: bool = True) 
     return RankedEngine(engine, ranks)
 
 
-def progress_of(counted: EngineStatistics) -> Progress:
-    """Return how far an engine has come."""
-    names = "steps requests rows computed_tokens sampled_tokens resident failed"
-    found: Progress = attrgetter(*names.split())(counted)
-    return found
+def progress_of(counted: EngineStatistics) -> tuple[int, ...]:
+    """Return the counters that all ranks share."""
+    own = counted.steps, counted.requests, counted.rows, counted.resident, counted.failed
+    return *own, counted.computed_tokens, counted.sampled_tokens
 
 
 def die_with(parent: int) -> None:
@@ -262,7 +251,7 @@ class RankedEngine:
         self._engine, self._ranks = engine, ranks
         self._is_closed = False
         self._tickets: dict[Request, int] = {}
-        self._last = 0
+        self._numbers = itertools.count()
         self.prefixes = _RankedPrefixes(engine, ranks)
         self.weights = _RankedWeights(engine, ranks)
 
@@ -333,26 +322,24 @@ class RankedEngine:
             self._ranks.close()
 
     def _packed(self, requests: Sequence[Request]) -> PackedFlush:
-        for each in requests:
-            self._last += 1
-            self._tickets[each] = self._last
-        return packed_flush([(self._tickets[each], each) for each in requests], self._ranks.far)
+        asked = dict(zip(requests, self._numbers, strict=False))
+        self._tickets |= asked
+        return packed_flush([(ticket, each) for each, ticket in asked.items()], self._ranks.far)
 
 
 class _RankedPrefixes:
     """The contexts that all ranks keep."""
 
     def __init__(self, engine: Any, ranks: Ranks) -> None:
-        self._engine, self._ranks = engine, ranks
+        self._engine = engine
+        self.keep = partial(ranks.do, engine, "prefixes.keep")
+        self.release = partial(ranks.do, engine, "prefixes.release")
 
     def __contains__(self, prefix: LogprobsRequest) -> bool:
         return prefix in self._engine.prefixes
 
-    def keep(self, prefix: LogprobsRequest) -> None:
-        self._ranks.do(self._engine, "prefixes.keep", prefix)
 
-    def release(self, prefix: LogprobsRequest) -> None:
-        self._ranks.do(self._engine, "prefixes.release", prefix)
+RANKED_CALLS = "begin", "begin_beside_texts", "finish", "set_version", "sleep", "wake_up", "load"
 
 
 class _RankedWeights:
@@ -360,14 +347,10 @@ class _RankedWeights:
 
     def __init__(self, engine: Any, ranks: Ranks) -> None:
         self._engine, self._files = engine.weights, KeptWeights()
-        for each in ("begin", "finish", "sleep", "wake_up"):
-            setattr(self, each, partial(ranks.do, engine, f"weights.{each}"))
-        self._load = partial(ranks.do, engine, "weights.load")
+        called = [partial(ranks.do, engine, f"weights.{each}") for each in RANKED_CALLS]
+        self.begin, self.begin_beside_texts, self.finish, self.set_version = called[:4]
+        self.sleep, self.wake_up, self._load = called[4:]
 
-    begin: Callable[[], None]
-    finish: Callable[[], None]
-    sleep: Callable[[int], int]
-    wake_up: Callable[[Collection[str]], None]
     layout, checkpoint = _passed("layout"), _passed("checkpoint")
     asleep, check_sleep = _passed("asleep"), _passed("check_sleep")
 
@@ -411,7 +394,7 @@ class Follower:
         self._tickets |= (asked := self._read(message))
         self._engine.submit([*asked])
 
-    def _take_step(self, progress: Progress) -> None:
+    def _take_step(self, progress: tuple[int, ...]) -> None:
         own = progress_of(self._engine.statistics())
         if own != progress:
             raise RuntimeError(f"the ranks have parted: {own} here, {progress} in rank 0")
@@ -425,9 +408,9 @@ class Follower:
         self._engine.cancel(gone)
 
     def _take_continue_population(self, message: PackedFlush) -> None:
-        [(population, ticket)] = self._read(message).items()
-        if self._engine.continue_population(population):
-            self._tickets[population] = ticket
+        asked = self._read(message)
+        if self._engine.continue_population(*asked):
+            self._tickets |= asked
 
     def _take_settle(self, message: PackedFlush) -> None:
         self._engine.settle(*self._read(message))

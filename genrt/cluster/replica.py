@@ -10,10 +10,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -35,37 +34,28 @@ from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.batcher import Waiter
 from genrt.runtime.streams import NativeFlow
 
-T = TypeVar("T")
-
 StoredTensors = Sequence[tuple[str, str, np.ndarray]]
 """Tensors for an object store: the name, torch's name of the type, and the numbers, maybe as bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
+class Facts(NamedTuple):
     """The properties of a replica's engine; ``tokenizer`` is packed, and ``sleep_refused`` says why it
     cannot sleep."""
 
     vocab_size: int
     max_model_len: int
     max_batch_size: int
-    tokenizer: bytes
-    sleep_refused: str | None
     scores: bool
-    is_vllm: bool
+    serves_vllm: bool
+    sleep_refused: str | None
+    tokenizer: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """Everything that a replica needs before its first question.
+class Settings(NamedTuple):
+    """Everything that a replica needs before its first question: the version of the weights, 0 for the
+    model's own; their parts, each ``StoredTensors`` or an awaitable; adapters and their files by name."""
 
-    Attributes:
-        weights: the version of the weights; 0 stands for the model's own.
-        tensors: the weights in parts, each ``StoredTensors`` or an awaitable.
-        adapters: with their files by name.
-    """
-
-    weights: int = 0
+    version: int = 0
     tensors: tuple[Any, ...] = ()
     adapters: tuple[tuple[Adapter, Mapping[str, bytes]], ...] = ()
 
@@ -75,7 +65,7 @@ class Replica:
 
     def __init__(self) -> None:
         self._lm: Any = None
-        self._weights = 0
+        self._version = 0
         self._adapters: set[Adapter] = set()
         self._handles: dict[int, SequenceHandle] = {}
         self._withdraw: dict[int, Callable[[], object]] = {}
@@ -95,27 +85,31 @@ class Replica:
         """
         if self._lm is None:
             self._lm = await make()
-        if wanted.weights != self._weights:
+        if wanted.version != self._version:
             parts = [await each if inspect.isawaitable(each) else each for each in wanted.tensors]
-            await self._on_engine(partial(self._load, version=wanted.weights, parts=parts))
+            await self._on_engine(partial(self._load, version=wanted.version, parts=parts))
         for adapter in self._adapters - dict(wanted.adapters).keys():
             await self.remove_adapter(adapter)
         for adapter, files in wanted.adapters:
-            await self.add_adapter(adapter, files)
-        return await self._on_engine(_facts)
+            if (refused := await self.add_adapter(adapter, files)) is not None:
+                raise refused
+        facts = await self._on_engine(_facts)
+        if isinstance(facts, GenrtError):
+            raise facts
+        return cast("Facts", facts)
 
     def _load(
         self, answering: AnsweringEngine, *, version: int, parts: Sequence[StoredTensors]
     ) -> None:
-        answering.begin_update()
-        weights = weights_of(answering.engine)
         try:
+            answering.begin_update()
+            weights = weights_of(answering.engine)
             for each in parts:
                 weights.load(_tensors(each))
             weights.finish()
         except Exception as error:
             raise EngineDied(f"its weights could not be replaced: {error}") from error
-        self._weights = self._lm._thread.batcher.weights_version = version
+        self._version = self._lm._thread.batcher.weights_version = version
 
     # -- questions ----------------------------------------------------------------------------
 
@@ -130,12 +124,20 @@ class Replica:
             self._failed = EngineDied(f"a flush could not be read: {error}")
             self._news.set()
 
-    async def answers(self) -> Answers:
-        """Wait for answers, and return all that there are. Raises EngineDied after a failure, and before
-        ``prepare``: a call for an earlier life would take the answers of this one."""
+    async def answers(self, seconds: float) -> Answers:
+        """Wait for answers, and return all that there are; after so many seconds none, once the engine's
+        thread takes a call.
+
+        Raises:
+            EngineDied: something failed. Before ``prepare``: a call for an earlier life would take the
+                answers of this one.
+        """
         if self._lm is None:
             raise EngineDied("it was started again")
-        await self._news.wait()
+        try:
+            await asyncio.wait_for(self._news.wait(), seconds)
+        except TimeoutError:
+            await self.do("statistics")
         self._news.clear()
         if self._failed is not None:
             raise self._failed
@@ -222,16 +224,18 @@ class Replica:
 
     # -- changes ------------------------------------------------------------------------------
 
-    async def add_adapter(self, adapter: Adapter, files: Mapping[str, bytes]) -> None:
-        """Load an adapter from its files, unless it is loaded. Raises InvalidAdapter."""
+    async def add_adapter(self, adapter: Adapter, files: Mapping[str, bytes]) -> GenrtError | None:
+        """Load an adapter from its files, unless it is loaded. Return why it does not fit."""
         if adapter in self._adapters:
-            return
+            return None
         with Folder("adapter") as directory:
             for name, data in files.items():
                 (directory / name).write_bytes(data)
-            await self._on_engine(lambda answering: answering.add_adapter(adapter, directory))
-        self._adapters.add(adapter)
-        self._lm._adapters.by_name[adapter.name] = adapter
+            refused = await self._on_engine(lambda engine: engine.add_adapter(adapter, directory))
+        if refused is None:
+            self._adapters.add(adapter)
+            self._lm._adapters.by_name[adapter.name] = adapter
+        return cast("GenrtError | None", refused)
 
     async def remove_adapter(self, adapter: Adapter) -> None:
         """Forget an adapter."""
@@ -243,7 +247,8 @@ class Replica:
             await self._on_engine(lambda answering: answering.remove_adapter(adapter))
 
     async def do(self, name: str, *arguments: Any) -> Any:
-        """Return an attribute of the answering engine, by a dotted name, or call it if it is a method."""
+        """Return an attribute of the answering engine, by a dotted name; call it if it is a method, and
+        return its GenrtError if it raises one. Raises EngineDied."""
 
         def call(answering: AnsweringEngine) -> Any:
             found = attrgetter(name)(answering)
@@ -258,10 +263,11 @@ class Replica:
         if self._lm is not None:
             await self._lm.aclose()
 
-    async def _on_engine(self, function: Callable[[AnsweringEngine], T]) -> T:
-        """Call a function of the engine on its thread. Raises GenrtError."""
+    async def _on_engine(self, function: Callable[[AnsweringEngine], Any]) -> Any:
+        """Return the result, or the GenrtError, of a function of the engine on its thread. Raises
+        EngineDied."""
 
-        def call(answering: AnsweringEngine) -> T | GenrtError:
+        def call(answering: AnsweringEngine) -> Any:
             try:
                 return function(answering)
             except Exception as error:
@@ -269,10 +275,7 @@ class Replica:
 
         if self._lm is None:
             raise EngineDied("it was started again")
-        result: T | GenrtError = await asyncio.wrap_future(self._lm._thread.call(call))
-        if isinstance(result, GenrtError):
-            raise result
-        return result
+        return await asyncio.wrap_future(self._lm._thread.call(call))
 
 
 def stored(name: str, tensor: torch.Tensor) -> tuple[str, str, np.ndarray]:
@@ -288,20 +291,13 @@ def _tensors(several: StoredTensors) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _facts(answering: AnsweringEngine) -> Facts:
-    engine, refused = answering.engine, "it has no memory of a device to give back"
-    weights: Any = getattr(engine, "weights", None)
-    if hasattr(weights, "check_sleep"):
+    engine, able = answering.engine, answering.capabilities
+    refused: str | None = "it has no memory of a device to give back"
+    if (check := getattr(getattr(engine, "weights", None), "check_sleep", None)) is not None:
         try:
-            weights.check_sleep()
-            refused = ""
+            refused = check()
         except EngineUnsupported as error:
             refused = str(error)
-    return Facts(
-        engine.vocab_size,
-        engine.max_model_len,
-        engine.max_batch_size,
-        packed_tokenizer(engine.tokenizer),
-        refused or None,
-        answering.capabilities.scores,
-        answering.capabilities.serves_vllm,
-    )
+    tokenizer = packed_tokenizer(engine.tokenizer)
+    sizes = engine.vocab_size, engine.max_model_len, engine.max_batch_size
+    return Facts(*sizes, able.scores, able.serves_vllm, refused, tokenizer)

@@ -79,7 +79,7 @@ def canonical(lm: HasTokens, prompt: str | Sequence[int] = ()) -> MaskedConstrai
         InvalidRequest: the prompt is no text, or has a token id out of range.
     """
     rules = _CanonicalRules.of(lm)
-    return _Canonical(rules, prompt_tokens(lm, prompt))
+    return _Canonical(rules, prompt_tokens(lm, prompt, allow_empty=True))
 
 
 class _Canonical:

@@ -48,7 +48,7 @@ def heal(lm: HasTokens, prompt: str | Sequence[int]) -> Healed:
         InvalidConstraint: the prompt's end is not UTF-8, or there is no end token.
         InvalidRequest: the prompt is neither, or has token ids out of range.
     """
-    tokens, ids = tokens_of(lm), prompt_tokens(lm, prompt)
+    tokens, ids = tokens_of(lm), [*prompt_tokens(lm, prompt, allow_empty=True)]
     spelled = sorted({*tokens.byte_vocab} - {tokens.byte_vocab[each] for each in tokens.special})
     cut, rest = len(ids), b""
     for place in range(len(ids) - 1, -1, -1):

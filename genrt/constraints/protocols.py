@@ -12,7 +12,8 @@ import numpy as np
 from torch import Tensor
 
 from genrt.errors import InvalidConstraint, InvalidRequest
-from genrt.numbers import displayed
+from genrt.numbers import displayed, is_truth_value
+from genrt.questions.arguments import advice_for
 from genrt.questions.rows import id_words
 from genrt.structures.matching import Tokens, Words, packed, unpacked
 from genrt.tokens.encoding import encode_prompt
@@ -157,14 +158,30 @@ def kept_for(
     return cache.setdefault(lm, make(lm)) if found is None else found
 
 
-def prompt_tokens(lm: HasTokens, prompt: Any) -> list[int]:
-    """Return the token ids of a prompt, a text or ids. Raises InvalidRequest if it is neither, or has ids
-    outside the vocabulary."""
+def prompt_tokens(
+    lm: Any,
+    prompt: Any,
+    *,
+    name: str = "the prompt",
+    begins: bool = True,
+    allow_empty: bool = False,
+) -> tuple[int, ...]:
+    """Return the token ids of a prompt, a text or ids; messages call it ``name``. A text that begins a
+    sequence has the tokenizer's special tokens, as ``lm.generate`` adds them. Raises InvalidRequest if it
+    is neither, empty, or has ids outside the vocabulary."""
+    is_scalar = isinstance(prompt, np.ndarray | Tensor) and prompt.ndim == 0
+    if is_scalar or not isinstance(prompt, str | Sequence | np.ndarray | Tensor):
+        advice = advice_for(prompt)
+        raise InvalidRequest(f"{name} is {displayed(prompt)}: give a str, or token ids{advice}")
     if isinstance(prompt, str):
-        return encode_prompt(lm.tokenizer, prompt)
-    if not isinstance(prompt, Sequence | np.ndarray | Tensor):
-        raise InvalidRequest(f"the prompt is {displayed(prompt)}: give a str, or token ids")
-    return list(id_words(prompt, len(lm.byte_vocab), allow_empty=True, name="the prompt"))
+        prompt = encode_prompt(lm.tokenizer, prompt) if begins else lm.encode(prompt)
+    elif any(map(is_truth_value, prompt)):
+        raise InvalidRequest(f"{name} must be token ids, and has truth values in it")
+    size = lm.vocab_size if hasattr(lm, "vocab_size") else len(lm.byte_vocab)
+    ids = tuple(id_words(prompt, size, allow_empty=True, name=name))
+    if not ids and not allow_empty:
+        raise InvalidRequest(f"{name} is empty: give at least one token")
+    return ids
 
 
 def lm_of(tokens: Tokens) -> HasTokens:

@@ -50,12 +50,15 @@ def open_engine(
     *,
     reserve_bytes: int = 0,
     residency: bool = True,
+    deterministic: bool = False,
     rank: Rank | None = None,
 ) -> Engine:
     """Open an engine for a checkpoint's directory or name; the exact engine also takes an NGram.
 
     Args:
         reserve_bytes: the bytes of device memory that stay free for the row cache.
+        deterministic: whether rows have the same bits whatever the batch. The exact engine looks rows
+            up; transformers then computes one sequence a step.
         residency, rank: for vLLM alone, see ``open_vllm``.
 
     Raises:
@@ -70,7 +73,9 @@ def open_engine(
     if name == "transformers":
         from genrt.engines.transformers import open_transformers
 
-        return open_transformers(model, options=options)
+        return open_transformers(
+            model, options=options | ({"max_batch_size": 1} if deterministic else {})
+        )
     from genrt.engines.vllm.process import process_kept
 
     with process_kept():
@@ -87,5 +92,10 @@ def open_engine(
                 "'genrt[cuda]' on a GPU machine; `genrt doctor` says what else is missing"
             ) from error
         return open_vllm(
-            model, options=options, reserve_bytes=reserve_bytes, residency=residency, rank=rank
+            model,
+            options=options,
+            reserve_bytes=reserve_bytes,
+            residency=residency,
+            deterministic=deterministic,
+            rank=rank,
         )

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,12 +22,17 @@ from genrt.questions.completions import (
     CompletionRequest,
     Decoding,
     Delta,
+    DrawnFrom,
     FinishReason,
+    MaskForm,
     SampleRequest,
+    SamplingMask,
+    weights_spans,
 )
 from genrt.structures.guides import Guides
 from genrt.tokens.detokenizing import TextStream
 from genrt.tokens.rows import normalised
+from genrt.tokens.sampling import GREEDY_BELOW, ids_of_sets, mass_of_sets, packed_sets
 from genrt.tokens.spellings import Spellings
 
 NO_TOKEN = (
@@ -55,6 +61,7 @@ class CompletionState:
         guides: the structures that texts may have with this tokenizer.
         spellings: of words by this tokenizer.
         ends: tokens that end a completion beside the tokenizer's end token, unless it ignores that.
+        version: of the weights that draw the first token.
 
     Raises:
         InvalidRequest: the structure is invalid, or a bad word has no tokens.
@@ -67,7 +74,9 @@ class CompletionState:
         guides: Guides,
         spellings: Spellings,
         ends: Collection[int] = (),
+        version: int = 0,
     ) -> None:
+        self._begins = [(version, 0)]  # each version of the weights with its first token
         self.decoding = decoding = request.decoding
         self.drawn: list[int] = []
         self._request = request
@@ -91,6 +100,7 @@ class CompletionState:
         self._guided: Tensor | None = None
         self._logprobs: list[float] = []
         self._likeliest: list[dict[int, float]] = []
+        self._places: list[DrawnFrom] = []
         self._text = ""
         self._stream: TextStream | None = None
         if tokenizer is not None and isinstance(request, CompletionRequest):
@@ -98,6 +108,11 @@ class CompletionState:
             self._stream = TextStream(tokenizer, request.token_ids, skip_special_tokens=skip)
         self._delivered = self._delivered_text = 0
         self._began = self._first = time.perf_counter()
+
+    def set_version(self, version: int) -> None:
+        """Label the tokens that are drawn from now on."""
+        if self._begins[-1][0] != version:
+            self._begins.append((version, len(self.drawn)))
 
     def distribution(self, logits: Tensor) -> Tensor | None:
         """Return the log-probabilities of the next token before temperature and truncation.
@@ -154,6 +169,8 @@ class CompletionState:
         if self._guide is not None:
             self._guide.take(token_id)
             row = row if self._guided is None else self._guided
+        if decoding.sampling_mask is not None:
+            self._places.append(self._set_of(decoding.sampling_mask, token_id, row, drawn_from))
         if decoding.returns_processed:
             row = drawn_from
         if decoding.logprobs is not None:
@@ -193,7 +210,17 @@ class CompletionState:
             tuple(self._likeliest[start:]),
             start,
             text_start,
+            weights_spans=weights_spans(self._begins, start, len(self.drawn)),
+            sampling_mask=sampling_mask(decoding, self._places[start:]),
         )
+
+    def _set_of(self, form: MaskForm, token: int, row: Tensor, law: Tensor) -> DrawnFrom:
+        heat = torch.tensor([self.decoding.temperature], dtype=torch.float64, device=row.device)
+        is_greedy = self.decoding.temperature < GREEDY_BELOW
+        mass = 0.0 if is_greedy else float(mass_of_sets(row[None], law[None], heat))
+        packed = packed_sets(law[None]).cpu().numpy()
+        [found] = sets_of(packed, form)
+        return DrawnFrom(float(law[token]), mass, found)
 
     def _stop(self, seen: int) -> tuple[str, int] | None:
         """Return the stop string that is complete first in the text from ``seen`` on, and the length of
@@ -225,5 +252,19 @@ class CompletionState:
             stop_reason=stop,
             seconds=now - self._began,
             seconds_to_first_token=self._first - self._began,
-            weights_version=self._request.weights_version,
+            weights_version=self._begins[-1][0],
+            weights_spans=weights_spans(self._begins, 0, len(self.drawn)),
+            sampling_mask=sampling_mask(self.decoding, self._places),
         )
+
+
+def sets_of(packed: np.ndarray, form: MaskForm) -> list[bytes]:
+    """Return packed sets in a form of ``SamplingMask``."""
+    sets = ids_of_sets(packed) if form == "ids" else packed
+    return [each.tobytes() for each in sets]
+
+
+def sampling_mask(decoding: Decoding, places: Sequence[DrawnFrom]) -> SamplingMask | None:
+    """Return the sets of these places, if they are wanted."""
+    form = decoding.sampling_mask
+    return None if form is None else SamplingMask(form, tuple(places))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -33,7 +33,14 @@ from genrt.errors import (
 )
 from genrt.numbers import check_int
 from genrt.questions.arguments import Adapter, deciding_seed
-from genrt.questions.completions import CompletionRequest, Decoding, Delta, SampleRequest, Streamed
+from genrt.questions.completions import (
+    CompletionRequest,
+    Decoding,
+    Delta,
+    SampleRequest,
+    Streamed,
+    TextRequest,
+)
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
 from genrt.structures.guides import Guides
@@ -94,18 +101,29 @@ class _Progress:
 
 
 class _Weights:
-    """A model's weights. The engine stores no results of theirs between two steps."""
+    """A model's weights. The engine stores no results of theirs between two steps: no text has a KV
+    cache that it could keep."""
 
-    def __init__(self, model: SteppedModel, in_progress: Mapping[Request, _Progress]) -> None:
-        self._in_progress = in_progress
+    def __init__(self, engine: SteppedEngine, model: SteppedModel) -> None:
+        self._engine = engine
         self.layout, self.load = model.layout, model.load
 
     def checkpoint(self) -> list[Path]:
         return []
 
     def begin(self) -> None:
-        if self._in_progress:
+        if self._engine._in_progress:
             raise EngineFailed("not all questions have ended yet")
+
+    def begin_beside_texts(self, keeps_kv: bool) -> None:
+        if not all(isinstance(each, TextRequest) for each in self._engine._in_progress):
+            raise EngineFailed("not all rows have been computed yet")
+
+    def set_version(self, version: int) -> None:
+        self._engine._weights_version = version
+        for progress in self._engine._in_progress.values():
+            if progress.state is not None:
+                progress.state.set_version(version)
 
     def finish(self) -> None:
         pass
@@ -148,7 +166,8 @@ class SteppedEngine:
         self._removed: set[Adapter] = set()
         self._closed = False
         self._counts: dict[str, Any] = asdict(EngineStatistics())
-        self.weights = _Weights(model, self._in_progress)
+        self._weights_version = 0
+        self.weights = _Weights(self, model)
 
     def __repr__(self) -> str:
         return (
@@ -278,9 +297,9 @@ class SteppedEngine:
             if (reason := self.unsupported(request.decoding)) is not None:
                 raise InvalidRequest(reason)
             progress.seed = deciding_seed(request) % 2**64
-            progress.state = CompletionState(
-                request, self.tokenizer, self._guides, self._spellings, self._ends
-            )
+            version = max(request.weights_version, self._weights_version)
+            own = self._guides, self._spellings, self._ends, version
+            progress.state = CompletionState(request, self.tokenizer, *own)
             progress.drawn = progress.state.drawn
         return progress
 

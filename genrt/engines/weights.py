@@ -107,6 +107,18 @@ class Sleeping(Weights, Protocol):
 
 
 @runtime_checkable
+class Continuing(Weights, Protocol):
+    """Weights of an engine whose texts in progress can go on with other weights."""
+
+    def begin_beside_texts(self, keeps_kv: bool) -> None:
+        """Begin as ``begin``, but keep the texts in progress, with their KV cache if ``keeps_kv``.
+        Otherwise the new weights compute it again."""
+
+    def set_version(self, version: int) -> None:
+        """Label the tokens that are drawn from now on."""
+
+
+@runtime_checkable
 class Receiving(Weights, Protocol):
     """Weights of an engine with workers that receive tensors directly from vLLM's trainers."""
 
@@ -393,6 +405,7 @@ class KeptWeights:
                 "again, or replace weights with keep=True"
             )
         _load_files(engine, saved.files())
+        set_version(engine, self.version)
 
     def restore(self, engine: object) -> None:
         """Load the saved weights, or the checkpoint's, into an engine that has dropped its weights.
@@ -401,6 +414,28 @@ class KeptWeights:
             self.reload(engine)
         else:
             _load_files(engine, weights_of(engine).checkpoint())
+
+
+KVCache: TypeAlias = Literal["recompute", "keep"]
+"""Whether the new weights compute the keys and values of texts in progress again."""
+
+
+def continuing_weights(engine: object) -> Continuing:
+    """Return the weights of an engine. Raises EngineUnsupported unless texts can go on with others."""
+    weights = weights_of(engine)
+    if not isinstance(weights, Continuing):
+        raise EngineUnsupported(
+            "texts of this engine cannot go on with other weights: replace them with "
+            'pending="finish", or with "restart"'
+        )
+    return weights
+
+
+def set_version(engine: object, version: int) -> None:
+    """Label the tokens that an engine draws from now on, if it labels them."""
+    weights = getattr(engine, "weights", None)
+    if isinstance(weights, Continuing):
+        weights.set_version(version)
 
 
 def _load_files(engine: object, files: Sequence[Path]) -> None:

@@ -261,7 +261,8 @@ class Conversation:
             drawn = slice(start, start + len(each.token_ids))
             loss_mask[drawn] = True
             logprobs[drawn] = torch.tensor(each.logprobs, dtype=torch.float32)
-            versions[drawn] = each.weights_version
+            for version, *span in each.weights_spans:
+                versions[drawn][slice(*span)] = version
         return Trajectory(token_ids, loss_mask, logprobs, versions)
 
     def fork(self) -> Conversation:

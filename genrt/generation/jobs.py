@@ -24,7 +24,7 @@ from genrt.generation.tables import Row, RowPrompts, check_files, max_rows, read
 from genrt.generation.validators import Fault, JSONSchema, RecordValidator, Validate
 from genrt.lm import AsyncLM
 from genrt.numbers import check_bool, check_int, check_timeout, json_number, named, shown
-from genrt.progress import progress_bar
+from genrt.progress import BEAT_SECONDS, progress_bar
 from genrt.questions.arguments import check_seed, seed_at
 from genrt.questions.completions import (
     STRUCTURES,
@@ -41,9 +41,6 @@ log = logging.getLogger("genrt.generation")
 
 ANY_MODEL = Limits(2**31 - 1, 2**31 - 1)
 """Limits of a hypothetical model, to check options before a model is loaded."""
-
-BEAT_SECONDS = 15.0
-"""The interval of log messages with a job's progress."""
 
 
 @dataclass(slots=True)

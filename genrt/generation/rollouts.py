@@ -18,7 +18,7 @@ from genrt.generation.many import Failed, Item, check_lm, generate_many
 from genrt.lm import AsyncLM
 from genrt.numbers import check_bool, check_int, check_options, named, shown
 from genrt.questions.arguments import check_seed, host_array, seed_at
-from genrt.questions.completions import Completion, CompletionOptions
+from genrt.questions.completions import Completion, CompletionOptions, MaskForm, SamplingMask
 from genrt.questions.rows import id_words
 from genrt.runtime.concurrency import blocking
 
@@ -73,7 +73,10 @@ class Rollout:
             0 at prompts and padding.
         truncated: bool ``[batch]``: whether a text was cut off. Prompts that fill the context count too,
             unlike in NeMo-RL.
-        weights_versions: int64 ``[batch]``: the ``AsyncLM.weights_version`` of each text.
+        weights_versions: int64 ``[batch, width]``: the ``AsyncLM.weights_version`` that drew each token;
+            -1 at prompts and padding.
+        sampling_mask: with the option ``sampling_mask``, the sets of all drawn tokens, in the order of
+            ``output_ids``.
         completions: the completions of ``AsyncLM.generate``.
     """
 
@@ -84,11 +87,41 @@ class Rollout:
     truncated: Tensor
     weights_versions: Tensor
     completions: tuple[Completion, ...]
+    sampling_mask: SamplingMask | None = None
 
     def as_dict(self) -> dict[str, Tensor]:
-        """Return the tensors by name."""
-        names = [field.name for field in dataclasses.fields(self) if field.name != "completions"]
-        return {name: getattr(self, name) for name in names}
+        """Return the tensors by name. With ``sampling_mask``, there are ``sampling_logprobs`` and
+        ``sampling_log_mass``, float32 ``[batch, width]``. With ``"ids"``, as in NeMo-RL, there are
+        ``sampling_mask_token_ids``, int32 ``[batch, width, widest]``, each set followed by 0, and
+        ``sampling_mask_sizes``, int32 ``[batch, width]``; with ``"bits"``, ``sampling_mask_bits``, int32
+        ``[drawn tokens, words]``."""
+        others = ("completions", "sampling_mask")
+        names = [each.name for each in dataclasses.fields(self) if each.name not in others]
+        found: dict[str, Tensor] = {name: getattr(self, name) for name in names}
+        return found if self.sampling_mask is None else found | self._masks(self.sampling_mask)
+
+    def _masks(self, mask: SamplingMask) -> dict[str, Tensor]:
+        ends, lengths = self.unpadded_sequence_lengths.cpu(), self.generation_lengths.cpu()
+        at = torch.arange(self.output_ids.shape[1])
+        is_drawn = (at < ends[:, None]) & (at >= (ends - lengths)[:, None])
+
+        def placed(numbers: np.ndarray) -> Tensor:
+            whole = torch.from_numpy(np.zeros((*is_drawn.shape, *numbers.shape[1:]), numbers.dtype))
+            whole[is_drawn] = torch.from_numpy(numbers)
+            return whole.to(self.output_ids.device)
+
+        numbers = {
+            "sampling_logprobs": placed(mask.logprobs),
+            "sampling_log_mass": placed(mask.log_mass),
+        }
+        if mask.form == "bits":
+            bits = torch.from_numpy(mask.bits.copy()).to(self.output_ids.device)
+            return numbers | {"sampling_mask_bits": bits}
+        sizes = np.diff(mask.offsets).astype(np.int32)
+        sets = np.zeros((len(sizes), int(sizes.max(initial=0))), np.int32)
+        sets[np.arange(sets.shape[1]) < sizes[:, None]] = mask.token_ids
+        ids = {"sampling_mask_token_ids": placed(sets), "sampling_mask_sizes": placed(sizes)}
+        return numbers | ids
 
     def __repr__(self) -> str:
         drawn, cut = int(self.generation_lengths.sum()), int(self.truncated.sum())
@@ -287,6 +320,7 @@ class _RolloutBatch:
                 f"on_timeout must be 'raise' or 'truncate', got {named(on_timeout)}"
             )
         self._truncates = on_timeout == "truncate"
+        self._form: MaskForm | None = given.get("sampling_mask")
         self._given = given
         self._items: dict[int, Item] = {}  # of prompts that have room for a token
         self._full: dict[int, tuple[int, ...]] = {}  # the others
@@ -334,10 +368,15 @@ class _RolloutBatch:
         shape = len(completions), width + max(drawn, default=0)
         output_ids = np.full(shape, self._pad_value, dtype=np.int64)
         logprobs = np.zeros(shape, dtype=np.float32)
+        versions = np.full(shape, -1, dtype=np.int64)
         for row, each in enumerate(completions):
             end = before[row] + drawn[row]
             output_ids[row, :end] = (*each.prompt_token_ids, *each.token_ids)
             logprobs[row, before[row] : end] = each.logprobs
+            for version, *span in each.weights_spans:
+                versions[row, before[row] : end][slice(*span)] = version
+        masks = [each.sampling_mask for each in completions]
+        places = [place for mask in masks if mask is not None for place in mask.places]
         device = self._like.device
         lengths = torch.tensor([drawn, before], dtype=torch.int64, device=device)
         return Rollout(
@@ -346,8 +385,9 @@ class _RolloutBatch:
             lengths.sum(0),
             torch.from_numpy(logprobs).to(device),
             torch.tensor([each.truncated for each in completions], dtype=torch.bool, device=device),
-            torch.tensor([each.weights_version for each in completions], device=device).long(),
+            torch.from_numpy(versions).to(device),
             tuple(completions),
+            None if self._form is None else SamplingMask(self._form, tuple(places)),
         )
 
 

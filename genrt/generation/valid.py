@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import math
 import time
 from collections import Counter
@@ -25,10 +26,12 @@ from genrt.generation.many import AskOptions, Failed, Item, ItemRunner, Prompt, 
 from genrt.generation.validators import Fault, Parse, RecordValidator, Validate
 from genrt.lm import AsyncLM
 from genrt.numbers import check_bool, check_float, check_int, check_options, shown
-from genrt.progress import progress_bar
+from genrt.progress import BEAT_SECONDS, progress_bar
 from genrt.questions.arguments import check_seed, seed_at
 from genrt.questions.completions import Completion
 from genrt.runtime.concurrency import blocking_twin
+
+log = logging.getLogger("genrt.generation")
 
 CUT_OFF = 50
 """The run ends after this number of attempts if all are truncated and none is valid."""
@@ -269,6 +272,7 @@ class UntilValid:
         if self._is_running:
             raise InvalidRequest("this run is under way already: await it once at a time")
         self._is_running, started = True, time.monotonic()
+        beats = asyncio.create_task(self._beat(started))
         try:
             bar: Any = {"unit": "record", "ends_early": False}
             with progress_bar("valid", self._target, shown=self._progress, **bar) as step:
@@ -277,6 +281,7 @@ class UntilValid:
                     await self._draw(step)
                 self._reason = self._why_to_stop() or "interrupted"
         finally:
+            beats.cancel()
             self._is_running = False
             self._seconds += time.monotonic() - started
         return self.result()
@@ -388,6 +393,17 @@ class UntilValid:
                 )
                 if self._why_to_stop() is not None:
                     return
+
+    async def _beat(self, started: float) -> None:
+        """Log the progress, every ``BEAT_SECONDS``."""
+        while True:
+            await asyncio.sleep(BEAT_SECONDS)
+            log.log(
+                logging.DEBUG if self._progress else logging.INFO,
+                "%d of %d records are valid, after %d attempts and %.0f seconds",
+                *(self._valid, self._target, len(self._attempts)),
+                self._seconds + time.monotonic() - started,
+            )
 
     async def _count(self, result: Completion | Failed) -> None:
         """Validate the records of the next attempt, and count it."""

@@ -30,7 +30,7 @@ from genrt.inference.kernels import extend, finished
 from genrt.inference.model import Deaths, Info, State, frozen, model_seed
 from genrt.inference.result import Result
 from genrt.inference.samplers import Sampler, result_of
-from genrt.inference.text_model import TextModel
+from genrt.inference.text_model import TextModel, checked_text_model
 from genrt.numbers import check_float, check_int
 from genrt.tokens.texts import Potential, Text
 
@@ -67,7 +67,7 @@ class Rejection(Sampler):
         Raises:
             InvalidRequest: an argument is out of range.
         """
-        super().__init__(_text_model(model), self._batch, num_particles=1)
+        super().__init__(checked_text_model(model), self._batch, num_particles=1)
         if not _has_one_law(model):
             raise InvalidRequest(
                 "whole texts are drawn from one law of power 1, and this model has others: take SMC or "
@@ -173,7 +173,7 @@ class BestOfN(Sampler):
         Raises:
             InvalidRequest: an argument is out of range.
         """
-        drawing = extend(_unweighted(_text_model(model)))
+        drawing = extend(_unweighted(checked_text_model(model)))
         count = check_int("n", n, 1, 2**31)
         super().__init__(model, drawing, num_particles=count, last=self._ranked)
         check_callable("the score", score, "a function of a Text", optional=True)
@@ -211,12 +211,6 @@ def _unweighted(model: TextModel, *, constrained: bool = True) -> TextModel:
 
 def _has_one_law(model: TextModel) -> bool:
     return len(model.laws) == 1 and model.laws[0].power == 1
-
-
-def _text_model(model: TextModel) -> TextModel:
-    if not isinstance(model, TextModel):
-        raise InvalidRequest(f"the model is a {type(model).__name__}: give a TextModel")
-    return model
 
 
 async def _scored(

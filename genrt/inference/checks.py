@@ -15,8 +15,7 @@ from genrt.constraints.protocols import tokens_of, words_of
 from genrt.errors import EngineUnsupported, InvalidRequest
 from genrt.lm import AsyncLM
 from genrt.numbers import check_float, displayed, is_truth_value
-from genrt.questions.arguments import advice_for, host_array
-from genrt.questions.rows import id_words
+from genrt.questions.arguments import host_array
 from genrt.runtime.concurrency import ConcurrentCalls
 from genrt.structures.matching import Tokens
 from genrt.tokens.texts import BatchPotential, Potential, Text
@@ -65,22 +64,6 @@ def token_bytes(lm: AsyncLM) -> Sequence[bytes]:
         return lm.byte_vocab
     except (InvalidRequest, EngineUnsupported):
         return [b""] * lm.vocab_size
-
-
-def prompt_ids(lm: AsyncLM, prompt: Any, *, name: str = "the prompt") -> tuple[int, ...]:
-    """Return the token ids of a prompt, a text or ids; messages call it ``name``. Raises InvalidRequest
-    if it is neither, empty, or has ids outside the vocabulary."""
-    if not isinstance(prompt, str | Sequence | np.ndarray | torch.Tensor):
-        raise InvalidRequest(
-            f"{name} is a {type(prompt).__name__}: give a str, or token ids{advice_for(prompt)}"
-        )
-    given = lm.encode(prompt) if isinstance(prompt, str) else prompt
-    ids = tuple(id_words(given, lm.vocab_size, allow_empty=True, name=name))
-    if not ids:
-        raise InvalidRequest(f"{name} is empty: give at least one token")
-    if any(map(is_truth_value, given)):
-        raise InvalidRequest(f"{name} must be token ids, and has truth values in it")
-    return ids
 
 
 def adapter_name(adapter: Any) -> str | None:

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from genrt.constraints import Constraint, amasks
-from genrt.constraints.protocols import tokens_of
+from genrt.constraints.protocols import prompt_tokens, tokens_of
 from genrt.errors import ContextTooLong
-from genrt.inference.checks import adapter_name, check_runtime, constraint_start, prompt_ids
+from genrt.inference.checks import adapter_name, check_runtime, constraint_start
 from genrt.inference.programs import Execution, Program
 from genrt.lm import AsyncLM
 from genrt.numbers import check_int
@@ -49,8 +49,8 @@ def infilling(
         InvalidRequest: an argument is out of range.
         ContextTooLong: prefix, gap and suffix exceed ``lm.max_model_len``.
     """
-    before = prompt_ids(check_runtime(lm), prefix, name="the prefix")
-    after = prompt_ids(lm, suffix, name="the suffix")
+    before = prompt_tokens(check_runtime(lm), prefix, name="the prefix")
+    after = prompt_tokens(lm, suffix, name="the suffix", begins=False)
     name = adapter_name(adapter)
     longest = check_int("max_tokens", max_tokens, 0, 2**31)
     if constraint is not None:

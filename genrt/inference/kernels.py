@@ -26,7 +26,14 @@ import numpy as np
 
 from genrt.errors import InvalidRequest
 from genrt.inference.model import Model, State, Trace, extended, frozen, model_seed
-from genrt.inference.resampling import Floats, Resampler, multinomial, partial, systematic
+from genrt.inference.resampling import (
+    Floats,
+    Resampler,
+    multinomial,
+    normalized_weights,
+    partial,
+    systematic,
+)
 from genrt.numbers import check_float, check_int, displayed
 
 Kernel: TypeAlias = Callable[[State], Awaitable[State]]
@@ -227,6 +234,63 @@ def keep(count: int, *, by: LogTarget | None = None) -> Kernel:
     return kept
 
 
+async def conditional(
+    model: Model,
+    reference: Any,
+    *,
+    count: int,
+    seed: int,
+    below: float | Rule = 1.0,
+    ancestors: bool = False,
+) -> State:
+    """Return the particles of SMC in which particle 0 follows a finished trace, and the others have
+    ancestors of their own: conditional SMC (Andrieu, Doucet & Holenstein 2010).
+
+    Args:
+        count: the number of particles.
+        below: when to resample, as for ``resample``.
+        ancestors: whether each resampling draws a new past for the reference (Lindsten, Jordan & Schön
+            2014), in proportion to the weight of the past and to the target of the whole. The model needs
+            ``follow``, as ``TextModel`` has it.
+    """
+    state = State.begin(model.start(), count, seed)
+    resampling = resample(multinomial, below=below, pinned=True)
+    while not state.done:
+        after = await resampling(state.at(0))
+        if ancestors and after.resamplings > state.resamplings and 0 in state.unfinished:
+            reference = await _with_new_past(model, reference, state)
+            past = reference.cut(state.units)
+            after = replace(after, particles=(past, *after.particles[1:]))
+        after = await extend(model, pinned=reference)(after.at(1))
+        state = replace(after, step=state.step + 1, key=())
+    return state
+
+
+async def _with_new_past(model: Any, reference: Any, state: State) -> Any:
+    """Return the reference's last units after the units of a particle, or the reference itself."""
+    units = state.units
+    future = reference.path()[units:]
+    own = state.particles[0].token_ids
+    pasts = {state.particles[place].token_ids: state.particles[place] for place in state.unfinished}
+    pasts.pop(own)
+    tokens = [token for unit in future for token in unit.tokens]
+    grown = {own: reference}
+    if pasts:
+        joined = await model.follow([*pasts.values()], [tokens] * len(pasts))
+        grown |= zip(pasts, joined, strict=True)
+    log_weights = np.full(len(state.particles), -math.inf)
+    for place in state.unfinished:
+        trace = grown[state.particles[place].token_ids]
+        units_after = trace.path()[units:]
+        is_same = [each.tokens for each in units_after] == [each.tokens for each in future]
+        if trace.finished and is_same:
+            gained = sum(each.log_target for each in units_after) - state.particles[place].log_twist
+            log_weights[place] = state.log_weights[place] + gained
+    rng = np.random.default_rng(state.seed_sequence(3))
+    chosen = rng.choice(len(log_weights), p=normalized_weights(log_weights))
+    return grown[state.particles[chosen].token_ids]
+
+
 async def propose(
     model: Model,
     old: Sequence[Any],
@@ -263,11 +327,7 @@ async def finished(
     """Return traces extended to their end, to ``most`` units, or until they die."""
     new = list(traces)
     while True:
-        places = [
-            place
-            for place, each in enumerate(new)
-            if not each.finished and each.gain > -math.inf and each.units < most
-        ]
+        places = [place for place, each in enumerate(new) if each.is_open and each.units < most]
         if not places:
             return new
         growing = [new[place] for place in places]

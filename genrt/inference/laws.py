@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from genrt.constraints.protocols import prompt_tokens
 from genrt.errors import ContextTooLong, InvalidRequest
 from genrt.inference import checks
 from genrt.lm import AsyncLM
@@ -31,7 +32,7 @@ class Law:
 
     Attributes:
         lm: the runtime.
-        prompt: a text, or token ids; ``ids`` are its token ids.
+        prompt: a text, tokenized as by ``lm.generate``, or token ids; ``ids`` are its token ids.
         adapter: the name of the adapter.
         temperature: above 0. The rows are divided by it and normalized.
         power: the exponent of the tempered probabilities, which are not normalized again. 0 is no law.
@@ -50,7 +51,7 @@ class Law:
             InvalidRequest: an argument is out of range.
         """
         object.__setattr__(self, "lm", checks.check_runtime(self.lm))
-        object.__setattr__(self, "ids", checks.prompt_ids(self.lm, self.prompt))
+        object.__setattr__(self, "ids", prompt_tokens(self.lm, self.prompt))
         checks.adapter_name(self.adapter)
         object.__setattr__(self, "temperature", checks.check_temperature(self.temperature))
         object.__setattr__(self, "power", check_float("power", self.power))

@@ -33,9 +33,9 @@ import numpy as np
 from genrt.errors import InvalidRequest
 from genrt.inference.checks import state_of
 from genrt.inference.diagnostics import ChainStatistics
-from genrt.inference.kernels import Kernel, chain, extend, finished, move, resample
+from genrt.inference.kernels import Kernel, conditional, finished, move
 from genrt.inference.model import Info, Model, State, frozen, model_seed
-from genrt.inference.resampling import multinomial, normalized_weights
+from genrt.inference.resampling import normalized_weights
 from genrt.inference.result import Result
 from genrt.inference.samplers import Sampler, result_of
 from genrt.numbers import check_int, displayed
@@ -157,10 +157,14 @@ class ParticleGibbs(MetropolisHastings):
     _name = "particle Gibbs"
 
     def __init__(self, model: Model, *, num_particles: int, num_chains: int, num_steps: int,
-                 warm_up: int = 0, attempts: int = 100) -> None:  # fmt: skip
+                 warm_up: int = 0, attempts: int = 100, ancestors: bool = False) -> None:  # fmt: skip
         """
         Args:
             num_particles: of each conditional SMC, at least 2; for the others see ``MetropolisHastings``.
+            ancestors: whether each resampling draws a new past for the present text, so that its
+                beginning changes with few particles, too (Lindsten, Jordan & Schön 2014). For a
+                ``TextModel``. A text of T tokens costs up to N scores a step; under a constraint, with
+                powers or several laws up to N T^2 / 2 more rows and masks.
 
         Raises:
             InvalidRequest: an argument is out of range.
@@ -169,6 +173,13 @@ class ParticleGibbs(MetropolisHastings):
             model, num_chains=num_chains, num_steps=num_steps, warm_up=warm_up, attempts=attempts
         )
         self._num_conditional = check_int("num_particles", num_particles, 2)
+        if not isinstance(ancestors, bool):
+            raise InvalidRequest(f"ancestors is {displayed(ancestors)}: give True or False")
+        if ancestors and not getattr(model, "has_exact_weights", False):
+            raise InvalidRequest(
+                'ancestors=True weighs known tokens: give a TextModel, proposal="mask" with predicates'
+            )
+        self._ancestors = ancestors
         self._move = self._conditional_smc
 
     async def _conditional_smc(self, state: State) -> State:
@@ -176,19 +187,17 @@ class ParticleGibbs(MetropolisHastings):
         seeds = np.random.SeedSequence(model_seed(state.seed_sequence())).spawn(len(places))
         old = [state.particles[place] for place in places]
         particles = list(state.particles)
-        new = await gather_all(map(self._conditional, old, seeds))
+        new = await gather_all(map(self._next, old, seeds))
         for place, trace in zip(places, new, strict=True):
             particles[place] = trace
         return replace(state, particles=tuple(particles))
 
-    async def _conditional(self, reference: Any, seed: np.random.SeedSequence) -> Any:
+    async def _next(self, reference: Any, seed: np.random.SeedSequence) -> Any:
         """Return a text of a conditional SMC that is pinned to the reference."""
-        state = State.begin(self.model.start(), self._num_conditional, model_seed(seed))
-        kernel = chain(
-            resample(multinomial, below=1.0, pinned=True), extend(self.model, pinned=reference)
+        count, own = self._num_conditional, model_seed(seed)
+        state = await conditional(
+            self.model, reference, count=count, seed=own, ancestors=self._ancestors
         )
-        while not state.done:
-            state = replace(await kernel(state.at()), step=state.step + 1, key=())
         rng = np.random.default_rng(state.seed_sequence(2))
-        chosen = rng.choice(len(state.particles), p=normalized_weights(state.log_weights))
+        chosen = rng.choice(count, p=normalized_weights(state.log_weights))
         return state.particles[chosen]

@@ -93,6 +93,11 @@ class Trace:
             return self.log_weight
         return self.log_weight + (self.log_twist - before.log_twist)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it is neither finished nor dead."""
+        return not self.finished and self.gain > -math.inf
+
     def path(self) -> list[Self]:
         """Return the trace after every unit, the first one first."""
         found, trace = list[Self](), self

@@ -72,6 +72,7 @@ from genrt.numbers import check_int, displayed
 from genrt.questions.arguments import TokenIds, seed_at
 from genrt.questions.masks import Mask, packed_words
 from genrt.runtime.concurrency import gather_all
+from genrt.runtime.streams import Stream
 from genrt.structures.matching import has_bit
 from genrt.tokens.sampling import Draw
 from genrt.tokens.texts import decoded
@@ -264,6 +265,20 @@ class _ParticleRuntime(AsyncLM):
         if (execution := self._asking()) is None:
             return super().context(prompt, adapter=adapter)
         return execution.context(prompt, adapter=adapter)
+
+    def stream(self, prompt: Any, **options: Any) -> Stream:
+        """Refuse to stream in a program."""
+        self._check_stream("generate")
+        return super().stream(prompt, **options)
+
+    def stream_chat(self, messages: Any, **options: Any) -> Stream:
+        """Refuse to stream in a program."""
+        self._check_stream("chat")
+        return super().stream_chat(messages, **options)
+
+    def _check_stream(self, instead: str) -> None:
+        if self._asking() is not None:
+            raise InvalidRequest(f"a program cannot record a stream: await p.lm.{instead}(…)")
 
 
 class Execution:
@@ -507,13 +522,12 @@ class Execution:
         Raises:
             InvalidRequest, ContextTooLong, UnknownAdapter, EngineFailed, Closed: as ``AsyncLM.score``.
         """
-        _argument_hash(self, "condition", token_ids, adapter)
+        about = _argument_hash(self, "condition", token_ids, adapter)
         if isinstance(token_ids, Context):
-            scores = token_ids.score(continuation)
+            ask = functools.partial(Context.score, token_ids)
         else:
-            scores = self.lm.score(token_ids, continuation, adapter=adapter)
-        if self._coroutines and self._coroutines[-1][1] is scores:
-            self._coroutines[-1] = "condition", self._coroutines[-1][1]
+            ask = functools.partial(self._lm.score, token_ids, adapter=adapter)
+        scores = self._question("condition", (about, adapter), ask, (continuation,), {})
 
         async def condition() -> None:
             self.observe(float((await scores).double().sum()))
@@ -873,11 +887,13 @@ class Program:
         """
         Args:
             given: values of draws by name. Such a draw has its value, and the log-weight gains the
-                log-probability of it. ``trace.named`` of another run replays its draws.
+                log-probability of it. ``trace.named`` of another run replays its draws. Each execution
+                must have them all.
 
         Raises:
             InvalidRequest: ``function`` cannot be called, or ``given`` is no mapping; from the first
-                step, ``function`` is no ``async def``, or a value is none of a draw's.
+                step, ``function`` is no ``async def``, a value is none of a draw's, or a given name is no
+                draw.
         """
         checks.check_callable("the program", function, "an async function of an execution")
         self._lm = checks.check_runtime(lm)
@@ -960,6 +976,11 @@ class Program:
             execution._check_awaited()
             if not execution._is_live:
                 raise _impure("returned where it had drawn before")
+            if unknown := self._given.keys() - execution._names:
+                names = ", ".join(sorted(map(repr, unknown)))
+                raise InvalidRequest(
+                    f"the program ended without a draw called {names}, which is given: name draws"
+                )
             if inspect.isawaitable(value):
                 raise InvalidRequest(
                     f"the program returned an unawaited {type(value).__name__}: write await before it"

@@ -6,8 +6,10 @@ Each returns a sampler with ``run(seed)``. They are short on purpose: read one, 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from heapq import heappop, heappush
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
@@ -33,7 +35,7 @@ from genrt.inference.resampling import (
     systematic,
 )
 from genrt.inference.samplers import Sampler
-from genrt.inference.text_model import TextModel
+from genrt.inference.text_model import NO_TOKEN, TextModel, checked_text_model
 from genrt.numbers import check_float, check_int, displayed
 from genrt.tokens.texts import Potential, Text
 
@@ -75,6 +77,117 @@ def beam_search(
     width, branches = check_int("width", width, 1), check_int("branches", branches, 1)
     kernel = chain(branch(branches, share=False), extend(model), keep(width, by=by))
     return Sampler(model, kernel, num_particles=width)
+
+
+def stochastic_beam_search(model: TextModel, *, width: int) -> Sampler:
+    """Return a sampler of ``width`` different texts, drawn token by token without replacement, with
+    weights that leave evidence and expectations unbiased (Kool, van Hoof & Welling 2019, *Stochastic
+    beams and where to find them*).
+
+    Each text has a key: log q plus Gumbel noise, where q draws under the masks. The texts of the largest
+    keys are a sample without replacement. A prefix has the largest key of its continuations, so a search
+    from the empty text finds them. With the next smaller key k, a text weighs its target divided by the
+    probability that its key is above k.
+    """
+    size = check_int("width", width, 1, 2**31)
+    checked_text_model(model)
+
+    async def search(state: State) -> State:
+        rng = np.random.default_rng(state.seed_sequence())
+        beam = await model.only_empty(state.particles) or [*state.particles]
+        keys, log_q = rng.gumbel(size=1), np.zeros(1)
+        while going := [place for place, each in enumerate(beam) if each.is_open]:
+            rows = await model.next_log_weights([beam[place] for place in going])
+            masses = np.logaddexp.reduce(rows, axis=1)
+            is_dead = masses == -math.inf  # it keeps its key, as a text that is over
+            rows[is_dead, 0] = 0.0
+            rows -= np.where(is_dead, 0.0, masses)[:, None]
+            noisy = log_q[going, None] + rows + rng.gumbel(size=rows.shape)
+            new = _below(keys[going, None], noisy)
+            ended = np.setdiff1d(np.arange(len(beam)), going)
+            found = np.concatenate([keys[ended], new.ravel()])
+            best = np.argpartition(-found, min(size, len(found) - 1))[: size + 1]
+            best = np.sort(best[found[best] > -math.inf])
+            over, more = ended[best[best < len(ended)]], best[best >= len(ended)] - len(ended)
+            own, tokens = np.divmod(more, rows.shape[1])
+            drawn = [
+                NO_TOKEN if is_dead[i] else (token, float(masses[i]), float(rows[i, token]))
+                for i, token in zip(own.tolist(), tokens.tolist(), strict=True)
+            ]
+            longer = await model.longer([beam[going[i]] for i in own], drawn)
+            beam = [*(beam[i] for i in over), *longer]
+            keys = np.concatenate([keys[over], new[own, tokens]])
+            log_q = np.concatenate([log_q[over], log_q[going][own] + rows[own, tokens]])
+        order = np.argsort(-keys)
+        chosen, below = order[:size], keys[order[size]] if len(order) > size else -math.inf
+        log_weights = np.array([_log_target(beam[i]) for i in chosen]) + math.log(len(chosen))
+        log_weights -= np.log(-np.expm1(-np.exp(log_q[chosen] - below)))
+        after = state.take(np.zeros(len(chosen), np.int64), log_weights, resampled=False)
+        return replace(after, particles=tuple([beam[i] for i in chosen]))
+
+    return Sampler(model, search, num_particles=1)
+
+
+def best_first(
+    model: TextModel, *, num_texts: int = 1, visits: int = 1000, width: int = 8, bound: float = 0.0
+) -> Sampler:
+    """Return a search for the ``num_texts`` likeliest texts of the target, which visits prefixes in the
+    order of their upper bounds (A*; Hart, Nilsson & Raphael 1968). It is exact, and no sample of a
+    posterior. A text weighs its target.
+
+    Args:
+        visits: the most prefixes and texts to visit. Then the best texts so far are the result.
+        width: how many prefixes are extended at once.
+        bound: an upper bound of the model's potential.
+    """
+    size, most = check_int("num_texts", num_texts, 1), check_int("visits", visits, 1)
+    at_once, highest = check_int("width", width, 1), check_float("bound", bound)
+    if any(law.power < 0 for law in checked_text_model(model).laws):
+        raise InvalidRequest("a law of negative power has no upper bound: give positive powers")
+
+    async def search(state: State) -> State:
+        left, number = most, count()
+        heap, best = (
+            list[Any](),
+            list[Any](),
+        )  # minus a bound, an order, a text; its draw and siblings
+
+        def offer(siblings: Iterator[Any]) -> None:
+            for score, trace, drawn in islice(siblings, 1):
+                heappush(heap, (-score - highest, next(number), trace, score, drawn, siblings))
+
+        new, scores = await model.only_empty(state.particles) or [*state.particles], [0.0]
+        while new:
+            going = [pair for pair in zip(new, scores, strict=True) if pair[0].is_open]
+            rows = await model.next_log_weights([each for each, _ in going]) if going else ()
+            for (trace, score), row in zip(going, rows, strict=True):
+                offer(_continuations(trace, score, row, left))
+            for trace, score in zip(new, scores, strict=True):
+                if (log_target := _log_target(trace)) > score + highest + 1e-6:
+                    raise InvalidRequest(
+                        f"a text's potential is above bound={bound}: give a higher one"
+                    )
+                if log_target > -math.inf:
+                    heappush(heap, (-log_target, next(number), trace, None, None, None))
+            popped = list[Any]()
+            while heap and len(best) < size and len(popped) < min(at_once, left):
+                if heap[0][4] is not None:
+                    popped.append(heappop(heap))
+                    offer(popped[-1][5])
+                elif popped:
+                    break
+                else:
+                    best.append(heappop(heap))
+            left -= len(popped)
+            scores = [each[3] for each in popped]
+            new = await model.longer([each[2] for each in popped], [each[4] for each in popped])
+        best += sorted(each for each in heap if each[4] is None)[: size - len(best)]
+        log_weights = -np.array([each[0] for each in best])
+        after = state.take(np.zeros(len(best), np.int64), log_weights, resampled=False)
+        after = replace(after, particles=tuple([each[2] for each in best]))
+        return after.labeled(has_evidence=False)
+
+    return Sampler(model, search, num_particles=1)
 
 
 def tempered(
@@ -148,10 +261,7 @@ def _judge(model: Model, potential: Potential, known: dict[Text, float] | None =
     """Return a potential of texts as a function of traces; it asks about no text in ``known``, and adds
     the answers. Raises InvalidRequest if it is no function, or the model is not one of texts."""
     check_callable("the potential", potential, "a function of a Text")
-    if not isinstance(model, TextModel):
-        raise InvalidRequest(
-            f"the model is a {type(model).__name__}: give a TextModel for a reward"
-        )
+    checked_text_model(model)
 
     async def judged(traces: Sequence[Any]) -> Floats:
         texts = [each.generated for each in traces]
@@ -164,12 +274,39 @@ def _judge(model: Model, potential: Potential, known: dict[Text, float] | None =
     return judged
 
 
+def _below(largest: Floats, keys: Floats) -> Floats:
+    """Return Gumbel keys ``[n, V]`` under the condition that the largest of a row is ``largest``:
+    -log(exp(-largest) - exp(-max) + exp(-key)), without overflow."""
+    with np.errstate(divide="ignore"):
+        rest = np.log(-np.expm1(keys - keys.max(axis=1, keepdims=True)))
+    apart = largest - keys + rest
+    below: Floats = largest - np.maximum(apart, 0.0) - np.log1p(np.exp(-np.abs(apart)))
+    return below
+
+
+def _continuations(trace: Any, score: float, row: Floats, most: int) -> Iterator[Any]:
+    """Yield the scores, the text and the draws of the likeliest tokens after it, in order."""
+    mass = float(np.logaddexp.reduce(row))
+    places = np.argpartition(-row, min(most, len(row)) - 1)[:most]
+    chosen = places[np.argsort(-row[places], kind="stable")]
+    for token, weight in zip(chosen.tolist(), row[chosen].tolist(), strict=True):
+        if weight > -math.inf:
+            yield score + weight, trace, (token, mass, weight - mass)
+
+
+def _log_target(trace: Any) -> float:
+    """Return the log target of a text, -inf if it is not complete."""
+    if not trace.finished:
+        return -math.inf
+    return math.fsum(unit.log_target for unit in trace.path())
+
+
 def _target(judge: Any, share: float) -> Any:
     """Return the log target of whole traces times a power of a potential."""
 
     async def target(traces: Sequence[Any]) -> Floats:
-        own = [math.fsum(unit.log_target for unit in each.path()) for each in traces]
-        return np.array(own) + _scaled(share, await values_of(judge, traces))
+        own = np.array([*map(_log_target, traces)])
+        return own + _scaled(share, await values_of(judge, traces))
 
     return target
 

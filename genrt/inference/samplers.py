@@ -20,22 +20,35 @@ large language models via sequential Monte Carlo*.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from genrt.cluster.programs import Unsent, run_program, runs_elsewhere
 from genrt.errors import InvalidRequest
 from genrt.inference.checks import check_callable, state_of, token_bytes
-from genrt.inference.kernels import Kernel, Rule, chain, extend
+from genrt.inference.kernels import Kernel, Rule, chain, conditional, extend
 from genrt.inference.kernels import resample as resample_kernel
-from genrt.inference.model import DEAD, Deaths, Info, Model, State, Tokens, checked_model, frozen
+from genrt.inference.model import (
+    DEAD,
+    Deaths,
+    Info,
+    Model,
+    State,
+    Tokens,
+    Trace,
+    checked_model,
+    frozen,
+)
 from genrt.inference.resampling import (
     Floats,
     Resampler,
     log_mean_exp,
+    multinomial,
     normalized_weights,
     systematic,
 )
@@ -43,7 +56,7 @@ from genrt.inference.result import Result
 from genrt.lm import AsyncLM
 from genrt.numbers import check_float, check_int, displayed
 from genrt.progress import progress_bar
-from genrt.runtime.concurrency import blocking_twin
+from genrt.runtime.concurrency import blocking_twin, gather_all
 
 
 class Sampler:
@@ -136,11 +149,18 @@ class Sampler:
         """Make all steps from ``init(seed)`` and return the result. Equal seeds and rows give equal
         results.
 
+        Over replicas the whole run is shipped to one of them, as by ``AsyncLM.run``. It stays here with
+        ``on_step`` or ``progress``, and if it cannot be pickled, as with a second runtime.
+
         Args:
             on_step: called after every step.
             progress: show a bar, in a notebook or on stderr.
         """
         state, infos, lm = self.init(seed), list[Info](), runtime_of(self.model)
+        if lm is not None and on_step is None and not progress and runs_elsewhere(lm):
+            with contextlib.suppress(Unsent):
+                shipped: Result = await run_program(lm, self, int(seed), None)
+                return shipped
         before = None if lm is None else lm.statistics()
         with progress_bar(self._name, self._total, shown=progress) as show:
             async for state, info in self.steps(state):  # noqa: B020
@@ -221,6 +241,8 @@ class SMC(Sampler):
                 f"resample_when is {displayed(resample_when)}: give a share from 0 to 1, or a rule"
             )
         check_callable("resample", resample, "a resampler, such as genrt.inference.systematic")
+        self.below = resample_when
+        self.has_independent_ancestors = resample is multinomial or given == 0
         kernel = chain(resample_kernel(resample, below=resample_when), extend(checked_model(model)))
         super().__init__(model, kernel, num_particles=num_particles)
 
@@ -351,6 +373,75 @@ async def compare(first: Any, second: Any, *, runs: int, seed: int) -> Compariso
 
 
 compare_sync = blocking_twin(compare)
+
+
+class Bounds(NamedTuple):
+    """Bounds of log Z, each a mean over independent runs with its standard error.
+
+    Attributes:
+        lower: the mean of log Z_hat; -inf if a run has no evidence.
+        lower_error: its standard error; NaN if unknown.
+        upper: the mean of log Z_hat over the conditional runs.
+        upper_error: its standard error; NaN for a single run.
+    """
+
+    lower: float
+    lower_error: float
+    upper: float
+    upper_error: float
+
+
+async def evidence_bounds(sampler: SMC, exact: Sequence[Trace], *, runs: int, seed: int) -> Bounds:
+    """Return bounds of the log evidence that hold the truth between them, up to their errors.
+
+    Z_hat is unbiased, so E[log Z_hat] is at most log Z. Given an exact draw of the target, 1 / Z_hat of
+    conditional SMC around it is unbiased for 1 / Z, so its E[log Z_hat] is at least log Z (Grosse,
+    Ghahramani & Adams 2015, *Sandwiching the marginal likelihood using bidirectional Monte Carlo*). The
+    gap bounds the Kullback-Leibler divergences between target and sampler (Cusumano-Towner & Mansinghka
+    2017, *AIDE*).
+
+    Args:
+        sampler: SMC with ``resample=multinomial``, or ``importance_sampling``.
+        exact: independent exact draws of the model's target, one for each conditional run: finished
+            traces, as ``TextModel.follow`` makes them of tokens.
+        runs: the unconditional runs, at least two.
+
+    Raises:
+        InvalidRequest: another sampler, traces that are no draws, or an argument out of range.
+    """
+    if not isinstance(sampler, SMC) or not sampler.has_independent_ancestors:
+        raise InvalidRequest(
+            f"the sampler is {displayed(sampler)}: give SMC(…, resample=multinomial), which draws "
+            "independent ancestors, or importance_sampling(…)"
+        )
+    traces = [*exact] if isinstance(exact, list | tuple) else []
+    for trace in traces or [None]:
+        if not isinstance(trace, Trace) or not trace.finished or trace.gain == -math.inf:
+            raise InvalidRequest(
+                f"exact has {displayed(trace)}: give a list of finished traces of positive weight, as "
+                "model.follow makes them of tokens"
+            )
+    plain, pinned = np.random.SeedSequence(check_int("seed", seed, 0)).spawn(2)
+    seeds = plain.generate_state(check_int("runs", runs, 2), np.uint64).tolist()
+    lower = [each.log_evidence for each in await gather_all(map(sampler.run, seeds))]
+    seeds = pinned.generate_state(len(traces), np.uint64).tolist()
+    count, below = sampler._num_particles, sampler.below
+    states = await gather_all(
+        conditional(sampler.model, trace, count=count, seed=own, below=below)
+        for trace, own in zip(traces, seeds, strict=True)
+    )
+    return Bounds(*_mean_and_error(lower), *_mean_and_error([each.log_evidence for each in states]))
+
+
+evidence_bounds_sync = blocking_twin(evidence_bounds)
+
+
+def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean and its standard error, NaN if unknown."""
+    mean, count = sum(values) / len(values), len(values)
+    if count < 2 or not math.isfinite(mean):
+        return mean, math.nan
+    return mean, float(np.std(values, ddof=1)) / math.sqrt(count)
 
 
 def _info_of(before: State, after: State) -> Info:

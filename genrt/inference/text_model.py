@@ -58,7 +58,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from itertools import accumulate, count
 from typing import Any, Literal, TypeAlias, cast
 
@@ -87,6 +88,7 @@ from genrt.numbers import check_int, displayed
 from genrt.populations import Population, draw_texts
 from genrt.questions.arguments import seeds_at
 from genrt.runtime.concurrency import gather_all
+from genrt.structures.matching import unpacked
 from genrt.tokens import sampling
 from genrt.tokens.texts import Potential, Text, decoded
 
@@ -101,6 +103,9 @@ Unit: TypeAlias = int | str | Callable[[Text], bool]
 Draws: TypeAlias = list[tuple[int, float, float]]
 """After each text: a token or ``DEAD``; the logarithm of the allowed mass, or of an unbiased estimate;
 and log q of the token."""
+
+NO_TOKEN = DEAD, -math.inf, 0.0
+"""No token could be drawn."""
 
 
 class TextModel:
@@ -236,6 +241,11 @@ class TextModel:
         return self.laws[0].ids
 
     @property
+    def has_exact_weights(self) -> bool:
+        """Whether weights are exact, as masks make them, and no estimates."""
+        return not self._rejects
+
+    @property
     def max_steps(self) -> int:
         """The most units of a text."""
         most = self._unit if isinstance(self._unit, int) else 1
@@ -268,23 +278,123 @@ class TextModel:
     async def extend(self, traces: Sequence[TextTrace], seed: int) -> list[TextTrace]:
         """Extend each text by a unit: one question to the proposing law for every token, and one to
         the target if another law proposes. Masks are computed meanwhile."""
+        if (empty := await self.only_empty(traces)) is not None:
+            return empty
+
+        async def draw(populations: Any, places: Any, growing: Any, number: int) -> Draws:
+            sequence = np.random.SeedSequence(seed, spawn_key=(number,))
+            own = seed if number == 1 else model_seed(sequence)
+            return await self._draw(populations, places, growing, own)
+
+        return await self._unit_longer(traces, self._populations(traces), draw)
+
+    async def follow(
+        self, traces: Sequence[TextTrace], tokens: Sequence[Sequence[int]]
+    ) -> list[TextTrace]:
+        """Return the texts extended by these tokens, end tokens included, with the weights that the same
+        tokens have if they are drawn. A text dies if the model cannot draw them, or if they stop inside
+        a unit.
+
+        Without a constraint this is one score of all tokens; with one, each token needs a row and a mask.
+
+        Raises:
+            InvalidRequest: the model draws by rejection, which estimates its weights.
+        """
+        if not self.has_exact_weights:
+            raise InvalidRequest('rejection estimates the weights of tokens: give proposal="mask"')
+        if (empty := await self.only_empty(traces)) is not None:
+            return empty
+        law = self.laws[0] if self._proposer is None else self._proposer
+        is_scored = self._start is None and (len(self.laws) == 1 or law is self._proposer)
+        is_scored &= law.power == 1
+        scores: Sequence[Any] = tokens
+        if is_scored:
+            population = law.population([each.token_ids for each in traces])
+            found = await population.score(tokens, temperature=law.temperature)
+            scores = [each.tolist() for each in found]
+        queues = [deque(zip(*pair, strict=True)) for pair in zip(tokens, scores, strict=True)]
+        new, take = [*traces], self._begun  # the next step of the texts has the other sequences
+        while places := [i for i, each in enumerate(new) if each.is_open and queues[i]]:
+
+            async def draw(populations: Any, at: Any, growing: Any, number: int) -> Draws:
+                own = [queues[places[i]] for i in at]
+                known = [each.popleft() if each else (DEAD, -math.inf) for each in own]
+                drawn = [(token, 0.0, score) for token, score in known]
+                if not is_scored:
+                    rows = await self._log_weights(populations, at, growing)
+                    masses = np.logaddexp.reduce(rows, axis=1).tolist()
+                    drawn = [
+                        (token, mass, float(row[token]) - mass)
+                        for (token, _), mass, row in zip(known, masses, rows, strict=True)
+                    ]
+                return [each if each[2] > -math.inf else NO_TOKEN for each in drawn]
+
+            growing = [new[place] for place in places]
+            populations = [] if is_scored and self._proposer is None else take(growing)
+            longer = await self._unit_longer(growing, populations, draw)
+            take = self._populations
+            for place, trace in zip(places, longer, strict=True):
+                new[place] = trace
+        for trace, queue in zip(new, queues, strict=True):
+            if trace.finished and queue:
+                trace.log_weight = -math.inf
+        return new
+
+    async def only_empty(self, traces: Sequence[TextTrace]) -> list[TextTrace] | None:
+        """Return the texts at their end if the empty text is the model's only one; else ``None``."""
         start = self._start if self.ends.never and not traces[0].count else None
-        if start is not None and self._is_complete(start):
-            # The empty text is the only one.
-            nothing = [TextTrace(each, constraint_state=start) for each in traces]
-            await self._end(nothing, [True] * len(nothing))
-            await self._judge(nothing)
-            return nothing
-        populations = self._populations(traces)
+        if start is None or not self._is_complete(start):
+            return None
+        ended = [TextTrace(each, constraint_state=start) for each in traces]
+        await self._end(ended, [True] * len(ended))
+        await self._judge(ended)
+        return ended
+
+    async def next_log_weights(self, traces: Sequence[TextTrace]) -> Floats:
+        """Return the log-weights of the tokens that may follow each text, by the laws of the target and
+        the constraint: float64 ``[n, V]``. One stop token has the weight of all of them.
+
+        Raises:
+            InvalidRequest: another law proposes.
+        """
+        if self._proposer is not None:
+            raise InvalidRequest("a search weighs all tokens by the target: leave the proposal out")
+        populations = self._begun(traces)
+        rows = await self._log_weights(populations, range(len(traces)), traces)
+        if len(self.ends.token_ids) > 1:
+            first, *others = sorted(self.ends.token_ids)
+            rows[:, first] = np.logaddexp.reduce(rows[:, [first, *others]], axis=1)
+            rows[:, others] = -math.inf
+        return rows
+
+    async def longer(
+        self, traces: Sequence[TextTrace], drawn: list[tuple[int, float, float]]
+    ) -> list[TextTrace]:
+        """Return the texts with one more token each, a unit: token, log mass, and log q."""
+        new = await self._token_longer(traces, drawn)
+        await self._judge(new)
+        return new
+
+    async def _token_longer(self, traces: Sequence[TextTrace], drawn: Draws) -> list[TextTrace]:
+        new = await self._longer(traces, drawn)
+        if self._start is not None and self.ends.never:
+            await self._end(new, await asyncio.to_thread(self._complete, new))
+        return new
+
+    async def _unit_longer(
+        self,
+        traces: Sequence[TextTrace],
+        populations: Sequence[Population],
+        draw: Callable[[Any, Any, Any, int], Awaitable[Draws]],
+    ) -> list[TextTrace]:
+        """Extend each text by a unit, whose tokens ``draw`` returns: after these texts, at these places
+        of the populations, the numbered token of the unit. Its weight is that of the target."""
         drawing = populations if self._proposer is None else populations[:1]
         new, going = [*traces], [*range(len(traces))]
         for number in count(1):
-            own = (
-                seed
-                if number == 1
-                else model_seed(np.random.SeedSequence(seed, spawn_key=(number,)))
-            )
-            longer = await self._one_longer([new[place] for place in going], drawing, going, own)
+            growing = [new[place] for place in going]
+            drawn = await draw(drawing, going, growing, number)
+            longer = await self._token_longer(growing, drawn)
             for place, trace in zip(going, longer, strict=True):
                 new[place] = trace
             _append(drawing, new, going)
@@ -296,9 +406,9 @@ class TextModel:
         if self._proposer is not None:
             await self._weigh(new, populations[1:])
         await self._judge(new)
-        kept = [populations]
+        kept = [[*populations]]
         for place, trace in enumerate(new):
-            if not trace.finished and trace.log_weight > -math.inf:
+            if trace.is_open:
                 trace.populations, trace.place = kept, place
         return new
 
@@ -312,7 +422,7 @@ class TextModel:
         """Return the places of the texts that are inside a unit after its token ``number``."""
         if self._unit == number:
             return []
-        alive = [i for i in going if not new[i].finished and new[i].log_weight > -math.inf]
+        alive = [i for i in going if new[i].is_open]
         if isinstance(self._unit, int):
             return alive
         if isinstance(self._unit, str):
@@ -332,26 +442,13 @@ class TextModel:
                     for each in populations:
                         each.resample(places)
                 return populations
-        laws = self.laws if self._proposer is None else (self._proposer, *self.laws)
-        if not any(each.count for each in traces):
-            return [law.population([()] * len(traces)) for law in laws]
-        texts = [each.token_ids for each in traces]
-        return [law.population(texts) for law in laws]
+        return self._begun(traces)
 
-    async def _one_longer(
-        self,
-        traces: Sequence[TextTrace],
-        populations: Sequence[Population],
-        places: Sequence[int],
-        seed: int,
-    ) -> list[TextTrace]:
-        """Draw a token after each text, the sequences at these places of the populations. Each gains its
-        mass."""
-        drawn = await self._draw(populations, places, traces, seed)
-        longer = await self._longer(traces, drawn)
-        if self._start is not None and self.ends.never:
-            await self._end(longer, await asyncio.to_thread(self._complete, longer))
-        return longer
+    def _begun(self, traces: Sequence[TextTrace]) -> list[Population]:
+        """Return new sequences of these texts, for each law."""
+        laws = self.laws if self._proposer is None else (self._proposer, *self.laws)
+        texts = [each.token_ids if each.count else () for each in traces]
+        return [law.population(texts) for law in laws]
 
     async def _draw(
         self,
@@ -364,10 +461,7 @@ class TextModel:
         laws = self.laws if self._proposer is None else (self._proposer,)
         states = [each.constraint_state for each in traces]
         at_last = [each.count + 1 >= self.max_tokens for each in traces]
-        where = None
-        if len(places) < len(populations[0]):
-            where = np.zeros(len(populations[0]), np.bool_)
-            where[places] = True
+        where = _flags(places, len(populations[0]))
         if self._rejects:
             rows = await gather_all([each.logprobs(where=where) for each in populations])
             checked = cast("Sequence[CheckedState]", states)
@@ -387,15 +481,41 @@ class TextModel:
             if where is not None:
                 found = found._replace(**{k: v[where] for k, v in found._asdict().items()})
         else:
-            rows_of_each = [each.logprobs(where=where) for each in populations]
-            *whole, masks = await gather_all([*rows_of_each, self._masks(states, at_last)])
-            rows = cast("list[Tensor]", whole)
+            rows, masks = await self._rows(populations, places, traces)
             seeds = seeds_at(seed, np.array(places))
             found = await asyncio.to_thread(_draw_from_product, laws, rows, masks, seeds)
         token_ids, logprobs, log_masses = (each.tolist() for each in found)
         if is_one and not has_mass:
             log_masses = [0.0] * len(token_ids)
         return [*zip(token_ids, log_masses, logprobs, strict=True)]
+
+    async def _rows(
+        self, populations: Sequence[Population], places: Sequence[int], traces: Sequence[TextTrace]
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """Return the rows of each population after these texts, and the texts' masks."""
+        where = _flags(places, len(populations[0]))
+        states = [each.constraint_state for each in traces]
+        at_last = [each.count + 1 >= self.max_tokens for each in traces]
+        asked = [each.logprobs(where=where) for each in populations]
+        *rows, masks = await gather_all([*asked, self._masks(states, at_last)])
+        return cast("list[Tensor]", rows), masks
+
+    async def _log_weights(
+        self, populations: Sequence[Population], places: Sequence[int], traces: Sequence[TextTrace]
+    ) -> Floats:
+        """Return the log-weights of the tokens after each text by the drawing laws, float64 ``[n, V]``:
+        -inf outside of the mask."""
+        laws = self.laws if self._proposer is None else (self._proposer,)
+        rows, masks = await self._rows(populations, places, traces)
+
+        def weigh() -> Floats:
+            found: Floats = product(laws, rows).cpu().double().numpy()
+            if masks is not None:
+                allowed = unpacked(masks.numpy().view(np.uint32), found.shape[1])
+                found[~allowed.numpy()] = -math.inf
+            return found
+
+        return await asyncio.to_thread(weigh)
 
     async def _masks(
         self, states: Sequence[State | None], at_last: Sequence[bool]
@@ -475,17 +595,14 @@ class TextModel:
             if trace.log_weight > -math.inf:
                 sums = [math.fsum(scores[place].tolist()) for scores in found]
                 trace.log_weight = product_of_sums(self.laws, sums) - trace.log_proposal
-        inside = [
-            () if trace.finished or trace.log_weight == -math.inf else trace.tokens
-            for trace in traces
-        ]
+        inside = [trace.tokens if trace.is_open else () for trace in traces]
         for each in populations:
             each.extend(inside)
 
     async def _longer(self, traces: Sequence[TextTrace], drawn: Draws) -> list[TextTrace]:
         """Return the texts with these tokens, and the constraint's states after them."""
         token_ids = [token_id for token_id, _, _ in drawn]
-        if self._start is not None and self.ends.token_ids and self._proposer is None:
+        if self._rejects and self.ends.token_ids and self._proposer is None:
             # A rejection does not tell which stop token, so it is one for all.
             stop, end = min(self.ends.token_ids), self.eos_token_id
             token_ids = [stop if each == end else each for each in token_ids]
@@ -600,15 +717,23 @@ class TextModel:
                 trace.log_twist = 0.0 if finished else value
 
 
+def _flags(places: Sequence[int], count: int) -> Any:
+    """Return which of ``count`` sequences are at these places; ``None`` for all of them."""
+    if len(places) == count:
+        return None
+    where = np.zeros(count, np.bool_)
+    where[[*places]] = True
+    return where
+
+
 def _append(
     populations: Sequence[Population], new: Sequence[TextTrace], going: Sequence[int]
 ) -> None:
     """Append the last token of each text that goes on to its sequences."""
     tokens = np.full(len(new), -1)
     for place in going:
-        trace = new[place]
-        if not trace.finished and trace.log_weight > -math.inf:
-            tokens[place] = trace.tokens[-1]
+        if new[place].is_open:
+            tokens[place] = new[place].tokens[-1]
     for each in populations:
         each.append(tokens)
 
@@ -659,6 +784,13 @@ def _packed_tokens(token_ids: Iterable[int | None], count: int) -> Tensor:
         if token_id is not None:
             words[token_id // 32] |= np.uint32(1 << token_id % 32)
     return torch.from_numpy(words.view(np.int32))
+
+
+def checked_text_model(model: Any) -> TextModel:
+    """Return the model. Raises InvalidRequest if it is not a TextModel."""
+    if not isinstance(model, TextModel):
+        raise InvalidRequest(f"the model is a {type(model).__name__}: give a TextModel")
+    return model
 
 
 def _proposal_law(law: Law, proposal: Any) -> Law | None:

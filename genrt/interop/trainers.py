@@ -35,7 +35,7 @@ class WeightSyncClient:
     def __init__(self, lm: AsyncLM, *, pending: Pending = "finish") -> None:
         if not isinstance(lm, AsyncLM):
             raise InvalidRequest(f"lm must be an AsyncLM, as genrt.load returns, got {shown(lm)}")
-        check_pending(pending)
+        check_pending(pending, continues=True)
         self._transfers = Transfers(lm._weights)
         self._pending = pending
 

@@ -6,13 +6,16 @@ import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Literal, Required, TypeAlias, TypedDict, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, Required, TypeAlias, TypedDict, get_args
+
+import numpy as np
 
 from genrt.errors import ContextTooLong, InvalidRequest
 from genrt.numbers import check_bool, check_float, check_int, named, nearest, shown
 from genrt.questions.arguments import Adapter, TokenIds, abbreviated, check_seed, seed_at
 from genrt.questions.request import Request
 from genrt.questions.rows import Limits
+from genrt.tokens.sampling import GREEDY_BELOW
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 """Why a text is over: it has ended, it is as long as it may be, or the engine aborted it."""
@@ -20,8 +23,97 @@ FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 LogprobsMode: TypeAlias = Literal["raw_logprobs", "processed_logprobs"]
 """The distribution of log-probabilities: the model's, or the one that tokens are drawn from."""
 
+MaskForm: TypeAlias = Literal["ids", "bits"]
+"""The form of the sets in a ``SamplingMask``: token ids, or packed bits."""
+
 STRUCTURES = ("json_schema", "regex", "grammar", "choice")
 """The options that prescribe a form; a completion has at most one."""
+
+
+class WeightsSpan(NamedTuple):
+    """The tokens from ``start`` to before ``end`` of a text, drawn by one ``version`` of the weights."""
+
+    version: int
+    start: int
+    end: int
+
+
+def weights_spans(
+    begins: Sequence[tuple[int, int]], start: int, end: int
+) -> tuple[WeightsSpan, ...]:
+    """Return the spans of the tokens from ``start`` to before ``end``.
+
+    ``begins`` has each version with the place of its first token, in order.
+    """
+    ends = [*(place for _, place in begins[1:]), end]
+    spans = (
+        WeightsSpan(version, max(place, start), min(until, end))
+        for (version, place), until in zip(begins, ends, strict=False)
+    )
+    return tuple(each for each in spans if each.start < each.end)
+
+
+class DrawnFrom(NamedTuple):
+    """The set of one place of a ``SamplingMask``: the drawn token's log-probability in it, its mass, and
+    its tokens, int32 ids in order or bits in whole int32 words."""
+
+    logprob: float
+    log_mass: float
+    tokens: bytes
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class SamplingMask:
+    """The set of tokens that each token of a text was drawn from, one place for each drawn token.
+
+    A trainer divides its logits by the temperature, after penalties and ``logit_bias`` if there are any,
+    and normalizes them over a set. It gets ``logprobs``, to 1e-5 for equal logits. Arrays are read-only.
+    """
+
+    form: MaskForm
+    places: tuple[DrawnFrom, ...]
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        """The log-probability of each drawn token within its set, float32 ``[n]``; 0 if it is greedy."""
+        return np.array([each.logprob for each in self.places], np.float32)
+
+    @property
+    def log_mass(self) -> np.ndarray:
+        """The log-probability of each set by the model at the temperature, float32 ``[n]``: before
+        penalties, and with a structure among the tokens that it admits. 0 if it is greedy."""
+        return np.array([each.log_mass for each in self.places], np.float32)
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """The ids of all sets in order, int32: set ``i`` is ``token_ids[offsets[i] : offsets[i + 1]]``.
+        Raises InvalidRequest unless the form is ``"ids"``, as ``offsets``."""
+        return self._whole("ids")
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """Where each set begins in ``token_ids``, and the end of the last one: int64 ``[n + 1]``."""
+        self._whole("ids")
+        sizes = [len(each.tokens) // 4 for each in self.places]
+        return np.array([0, *sizes], np.int64).cumsum()
+
+    @property
+    def bits(self) -> np.ndarray:
+        """The sets as masks, int32 ``[n, ceil(vocab_size / 32)]``: token ``i`` is bit ``i % 32`` of word
+        ``i // 32``. Raises InvalidRequest unless the form is ``"bits"``."""
+        found, count = self._whole("bits"), len(self.places)
+        return found.reshape(count, len(found) // max(count, 1))
+
+    def _whole(self, form: MaskForm) -> np.ndarray:
+        if self.form != form:
+            raise InvalidRequest(f"the sets are {self.form}: ask with sampling_mask={form!r}")
+        return np.frombuffer(b"".join([each.tokens for each in self.places]), np.int32)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __repr__(self) -> str:
+        return f"SamplingMask({self.form!r}, {len(self)} places)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +134,10 @@ class Completion:
         seconds_to_first_token: from when the engine took the request to its first token.
         reasoning: the model's reasoning before the text, with ``split_reasoning``. Its tokens are among
             ``token_ids``.
-        weights_version: ``AsyncLM.weights_version`` at the time of the draws.
+        weights_version: ``AsyncLM.weights_version`` at the last draw.
+        weights_spans: the tokens that each version of the weights drew, in order: one span, unless
+            ``update_weights(pending="continue")`` replaced the weights meanwhile.
+        sampling_mask: the sets that the tokens were drawn from, with ``sampling_mask=``.
     """
 
     text: str
@@ -56,6 +151,8 @@ class Completion:
     seconds_to_first_token: float
     reasoning: str = ""
     weights_version: int = 0
+    weights_spans: tuple[WeightsSpan, ...] = ()
+    sampling_mask: SamplingMask | None = None
 
     @property
     def truncated(self) -> bool:
@@ -78,6 +175,8 @@ class Delta:
         reasoning_start: the number of earlier characters of reasoning.
         finish_reason: in the last delta, the completion's; ``None`` before.
         stop_reason: in the last delta, the completion's.
+        weights_spans: for these tokens, by their places in the text, as in a completion.
+        sampling_mask: for these tokens, as in a completion.
     """
 
     text: str
@@ -90,6 +189,8 @@ class Delta:
     reasoning_start: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    weights_spans: tuple[WeightsSpan, ...] = ()
+    sampling_mask: SamplingMask | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +219,7 @@ class Decoding:
     ignore_eos: bool = False
     logprobs: int | None = None
     logprobs_mode: LogprobsMode = "raw_logprobs"
+    sampling_mask: MaskForm | None = None
     structure: tuple[str, str | tuple[str, ...]] | None = None
     split_reasoning: bool | None = None
     is_chat: bool = False
@@ -127,6 +229,12 @@ class Decoding:
     def returns_processed(self) -> bool:
         """True if log-probabilities come from the sampling distribution."""
         return self.logprobs is not None and self.logprobs_mode == "processed_logprobs"
+
+    @property
+    def is_whole(self) -> bool:
+        """True if every token may be drawn, however unlikely it is."""
+        cuts = self.top_p < 1.0 or self.top_k or self.min_p or self.temperature < GREEDY_BELOW
+        return not cuts and self.structure is None
 
     @property
     def of_text(self) -> str | None:
@@ -298,6 +406,9 @@ class NativeRequest(Request):
         return f"NativeRequest({abbreviated(self.token_ids)}, adapter={self.adapter})"
 
 
+TextRequest: TypeAlias = SampleRequest | CompletionRequest | NativeRequest
+"""A text: a request that takes the engine many steps."""
+
 Streamed: TypeAlias = CompletionRequest | NativeRequest
 """A text whose parts an engine can deliver while it draws."""
 
@@ -327,6 +438,8 @@ class CompletionOptions(DecodingOptions, total=False):
             at each place; by default neither.
         logprobs_mode: "raw_logprobs", the default, come from the model; "processed_logprobs" from the
             sampling distribution, after penalties, temperature and truncation (0 if it is greedy).
+        sampling_mask: returns the set of tokens that each token was drawn from, as "ids" or as "bits",
+            with the log-probability in it (``SamplingMask``), and log-probabilities as ``logprobs=0``.
         json_schema: the JSON schema of the text: a dict, a JSON text, or a pydantic model.
         regex: a pattern that the whole text matches.
         grammar: a grammar of the whole text, as in vLLM's structured outputs.
@@ -350,6 +463,7 @@ class CompletionOptions(DecodingOptions, total=False):
     ignore_eos: bool
     logprobs: int | None
     logprobs_mode: LogprobsMode
+    sampling_mask: MaskForm | None
     json_schema: Mapping[str, Any] | str | type
     regex: str
     grammar: str
@@ -442,6 +556,11 @@ def completion_requests(
         wanted = max(limits.max_model_len - len(ids), 1) if max_tokens is None else max_tokens
         _check_room(limits, len(ids), wanted)
         decoding = Decoding(wanted, **checked)
+        if decoding.sampling_mask == "ids" and decoding.is_whole:
+            raise InvalidRequest(
+                "sampling_mask='ids' would list the whole vocabulary for each token: narrow the draws by "
+                "top_p, top_k, min_p or a structure, or ask for sampling_mask='bits'"
+            )
         check_int("min_tokens", decoding.min_tokens, 0, wanted)
         nonce = next(nonces) if seed is None else None
         decided = _decided_by(seed, place, nonce, decoding.temperature)
@@ -476,11 +595,17 @@ def _flag(_: Limits, name: str, value: object) -> bool:
     return check_bool(name, value)
 
 
-def _logprobs_mode(_: Limits, name: str, value: object) -> object:
-    names = get_args(LogprobsMode)
-    if not isinstance(value, str) or value not in names:
-        raise InvalidRequest(f"{name} must be one of {sorted(names)}, got {shown(value)}")
-    return value
+def _one_of(kind: Any, *, optional: bool = False) -> Check:
+    names = get_args(kind)
+
+    def check(_: Limits, name: str, value: object) -> object:
+        if optional and value is None:
+            return None
+        if not isinstance(value, str) or value not in names:
+            raise InvalidRequest(f"{name} must be one of {sorted(names)}, got {shown(value)}")
+        return value
+
+    return check
 
 
 def _top_p(_: Limits, name: str, value: object) -> float:
@@ -512,17 +637,25 @@ def _check_room(limits: Limits, length: int, max_tokens: int) -> None:
         )
 
 
+_INSTEAD = {
+    "constraint": ": give choice=, regex=, json_schema= or grammar=, or run SMC on a "
+    "TextModel(…, constraint=…)",
+}
+
+
 def _checked_options(limits: Limits, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options as fields of ``Decoding``, in plain types."""
     for name in options:
         if name not in CompletionOptions.__annotations__:
+            advice = _INSTEAD.get(name) or nearest(name, GenerateOptions.__annotations__)
             raise InvalidRequest(
-                f"a completion has no option {named(name)}"
-                f"{nearest(name, GenerateOptions.__annotations__) or ': see GenerateOptions'}"
+                f"a completion has no option {named(name)}{advice or ': see GenerateOptions'}"
             )
     given: dict[str, Any] = {**options}
     structure = _structure_option({name: given.pop(name) for name in STRUCTURES if name in given})
     checked = {name: _CHECKS[name](limits, name, value) for name, value in given.items()}
+    if checked.get("sampling_mask") is not None and checked.get("logprobs") is None:
+        checked["logprobs"] = 0
     return checked | {"structure": structure}
 
 
@@ -620,7 +753,8 @@ _CHECKS: dict[str, Check] = {
     "bad_words": _texts,
     "logit_bias": _logit_bias,
     "ignore_eos": _flag,
-    "logprobs_mode": _logprobs_mode,
+    "logprobs_mode": _one_of(LogprobsMode),
+    "sampling_mask": _one_of(MaskForm, optional=True),
     "split_reasoning": lambda _, name, value: None if value is None else check_bool(name, value),
     "logprobs": lambda limits, name, value: (
         None if value is None else check_int(name, value, 0, limits.vocab_size)

@@ -19,7 +19,13 @@ from genrt.questions.arguments import Adapter, TokenIds, abbreviated
 from genrt.questions.request import Request
 from genrt.questions.rows import Limits, LogprobsRequest, moved_rows, row_request
 from genrt.tokens.rows import entries_of, gather_rows, separate_copies
-from genrt.tokens.sampling import TopLogprobs, rows_at_once, truncate
+from genrt.tokens.sampling import (
+    TopLogprobs,
+    likeliest,
+    rows_at_once,
+    top_with_tail,
+    truncate,
+)
 
 
 class Wanted:
@@ -197,12 +203,7 @@ class TopTokens(Wanted):
         tokens."""
         for part, rows in parts_of(reads):
             wanted: list[TopTokens] = wanted_of(part)
-            # Sort by the bits of the float, as an integer with the same order, then by the token id.
-            bits = rows.view(torch.int32)
-            order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long() * 2**32
-            order += torch.arange(2**32 - 1, 2**32 - 1 - rows.shape[-1], -1, device=rows.device)
-            keys = order.topk(max(each.k for each in wanted), dim=-1).values
-            token_ids = 2**32 - 1 - (keys & (2**32 - 1))
+            token_ids = likeliest(rows, max(each.k for each in wanted))
             logprobs = rows.gather(-1, token_ids)
             for each, ids, values in zip(wanted, token_ids.cpu(), logprobs.cpu(), strict=True):
                 yield TopLogprobs(ids[: each.k].clone(), values[: each.k].clone())
@@ -212,12 +213,41 @@ class TopTokens(Wanted):
 
 
 def top_request(
-    limits: Limits, token_ids: TokenIds, k: int, adapter: Adapter | None
+    limits: Limits,
+    token_ids: TokenIds,
+    k: int,
+    adapter: Adapter | None,
+    temperature: float | None = None,
 ) -> ReadRequest:
-    """Return the request for the likeliest tokens. Raises InvalidRequest for a bad ``k``; otherwise as
-    ``row_request``."""
+    """Return the request for the likeliest tokens; with a temperature, also for the mass of the others.
+    Raises InvalidRequest for a bad number; otherwise as ``row_request``."""
     k = check_int("k", k, 1, limits.vocab_size)
-    return ReadRequest(row_request(limits, token_ids, adapter), TopTokens(k))
+    heat = None if temperature is None else checked_temperature(temperature)
+    wanted = TopTokens(k) if heat is None else TopWithTail(k, heat)
+    return ReadRequest(row_request(limits, token_ids, adapter), wanted)
+
+
+@dataclass(frozen=True, slots=True)
+class TopWithTail(Wanted):
+    """The ``k`` likeliest tokens of the row, tempered and normalized again, and the mass of the others.
+    The answer is ``top_with_tail``'s for the row, int32 ``[2 * k + 1]`` on the host."""
+
+    k: int
+    temperature: float = 1.0
+
+    @property
+    def group(self) -> tuple[type, int]:
+        return type(self), self.k
+
+    @staticmethod
+    def answer(reads: Sequence[Read], engine: Answering) -> Iterator[Tensor]:
+        """Yield the answers, read from many rows together."""
+        for part, rows in parts_of(reads):
+            wanted: list[TopWithTail] = wanted_of(part)
+            heats = torch.tensor([each.temperature for each in wanted], dtype=torch.float64)
+            is_plain = bool((heats == 1.0).all())
+            found = top_with_tail(rows, wanted[0].k, None if is_plain else heats.to(rows.device))
+            yield from found.cpu().unbind()
 
 
 @dataclass(frozen=True, slots=True)

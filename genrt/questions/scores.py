@@ -13,16 +13,24 @@ import torch
 from torch import Tensor
 
 from genrt.errors import InvalidRequest
-from genrt.numbers import check_int
+from genrt.numbers import check_int, shown
 from genrt.questions.arguments import TOKEN_BYTES, Adapter, TokenIds, abbreviated, check_contexts
-from genrt.questions.reads import Candidates, ReadRequest, TopTokens, checked_temperature
+from genrt.questions.reads import (
+    Candidates,
+    ReadRequest,
+    TopTokens,
+    TopWithTail,
+    checked_temperature,
+)
 from genrt.questions.request import Request
 from genrt.questions.rows import Limits, LogprobsRequest, check_length, id_words
 from genrt.questions.sequences import Contexts
-from genrt.tokens.sampling import GREEDY_BELOW
+from genrt.tokens.rows import log_sums
+from genrt.tokens.sampling import GREEDY_BELOW, TeacherLogprobs, top_with_tail
 
-Wanted: TypeAlias = Literal["logprobs", "greedy", "rows"]
-"""The kinds of answers: log-probabilities; these with a flag for greedy tokens; the rows."""
+Wanted: TypeAlias = Literal["logprobs", "greedy", "rows", "top"]
+"""The kinds of answers: log-probabilities; these with a flag for greedy tokens; the rows; the likeliest
+tokens of the rows."""
 
 ENTRIES = 2**24
 """The default number of entries, 4 bytes each, in the rows of one answer."""
@@ -39,10 +47,12 @@ class ScoreRequest(Request):
     - ``wanted="logprobs"``: ``[n]`` on the host.
     - ``wanted="greedy"``: ``[2, n]`` on the host; the second row is 1 where the token is the likeliest.
     - ``wanted="rows"``: the rows before the tokens, ``[n, vocab_size]`` on the engine's device.
+    - ``wanted="top"``: ``top_with_tail`` of these rows, int32 ``[n, 2 * top + 1]`` on the host.
 
     Attributes:
         packed: context and continuation, packed as in ``LogprobsRequest``.
         start: the number of tokens of the context, at least one.
+        top: the number of likeliest tokens of a row, if they are wanted.
     """
 
     packed: bytes
@@ -51,6 +61,7 @@ class ScoreRequest(Request):
     weights_version: int = 0
     wanted: Wanted = "logprobs"
     temperature: float = 1.0
+    top: int = 0
     _hash: int = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -58,7 +69,7 @@ class ScoreRequest(Request):
 
     def _key(self) -> tuple[Any, ...]:
         own = self.packed, self.start, self.adapter, self.weights_version, self.wanted
-        return *own, self.temperature
+        return *own, self.temperature, self.top
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._key()  # another process hashes bytes by another key
@@ -90,6 +101,11 @@ class ScoreRequest(Request):
         """The memory of the text."""
         return len(self.packed)
 
+    @property
+    def answer_bytes(self) -> int:
+        """The size of the answer on the host, unless rows are wanted."""
+        return 4 * len(self) * (2 * self.top + 1)
+
     def answer(self, rows: Sequence[Tensor]) -> Tensor:
         """Return the answer, from the row before each token."""
         stacked, targets = torch.stack([*rows]), torch.tensor(self.token_ids[self.start :])
@@ -99,6 +115,8 @@ class ScoreRequest(Request):
         if self.temperature != 1.0:
             heats = torch.full((len(rows),), self.temperature, dtype=torch.float64)
             heats = heats.to(stacked.device)
+        if self.wanted == "top":
+            return top_with_tail(stacked, self.top, heats).cpu()
         return score_entries(stacked, targets.to(stacked.device), self.wanted, heats).cpu()
 
     def __len__(self) -> int:
@@ -125,7 +143,7 @@ def score_entries(
         is_greedy = heats < GREEDY_BELOW
         divisors = heats.masked_fill(is_greedy, 1.0).clamp(max=torch.finfo(rows.dtype).max)
         rows = rows.sub_(rows.amax(dim=-1, keepdim=True)).div_(divisors.to(rows.dtype)[:, None])
-        found = rows.gather(1, targets[:, None])[:, 0] - rows.logsumexp(dim=-1)
+        found = (rows.gather(1, targets[:, None]) - log_sums(rows))[:, 0]
         nothing = torch.zeros_like(found).masked_fill(~cast("Tensor", likeliest), -math.inf)
         found = torch.where(is_greedy, nothing, found)
     if wanted != "greedy":
@@ -183,17 +201,100 @@ def text_score_request(
     adapter: Adapter | None,
     wanted: str,
     temperature: float,
+    top: int = 0,
 ) -> ScoreRequest:
-    """Return the request for the score of a text's tokens from position ``start`` on; ``wanted`` is
-    ``"logprobs"`` or ``"greedy"``. Raises InvalidRequest or ContextTooLong for a bad argument."""
+    """Return the request for the score of a text's tokens from position ``start`` on; ``wanted`` is not
+    ``"rows"``. Raises InvalidRequest or ContextTooLong for a bad argument."""
     words = id_words(token_ids, limits.vocab_size)
     check_length(limits, len(words) - 1)
     check_int("start", start, 1, len(words) - 1)
-    if wanted not in ("logprobs", "greedy"):
-        raise InvalidRequest('a score has "logprobs" or "greedy"')
+    if wanted not in ("logprobs", "greedy", "top"):
+        raise InvalidRequest('a score has "logprobs", "greedy" or "top"')
+    if wanted == "top":
+        check_top(limits, top, len(words) - start)
     own = words.tobytes(), start, adapter
     wants, heat = cast("Wanted", wanted), checked_temperature(temperature)
-    return ScoreRequest(*own, wanted=wants, temperature=heat)
+    return ScoreRequest(*own, wanted=wants, temperature=heat, top=top if wanted == "top" else 0)
+
+
+def check_top(limits: Limits, top: int, positions: int) -> int:
+    """Return the number of likeliest tokens of each position. Raises InvalidRequest for a wrong one, or
+    if the answer would be too large."""
+    top = check_int("top", top, 1, limits.vocab_size)
+    if positions * top > ENTRIES:
+        raise InvalidRequest(
+            f"{positions} positions with top={top} are over {ENTRIES} tokens: lower top, or begin later "
+            "with start"
+        )
+    return top
+
+
+class TeacherRequests:
+    """The requests for the likeliest tokens after each beginning, of ``start`` tokens or more, of a group
+    of texts. A beginning that texts share is computed once.
+
+    Args:
+        in_one: whether a text is one request; otherwise each row is a read.
+
+    Raises:
+        InvalidRequest: bad token ids, a text of fewer than ``start`` tokens, or a number out of range.
+        ContextTooLong: a text is too long.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        texts: Sequence[TokenIds],
+        adapter: Adapter | None,
+        *,
+        top: int,
+        start: int,
+        temperature: float,
+        in_one: bool,
+    ) -> None:
+        start, heat = check_int("start", start, 1), checked_temperature(temperature)
+        self._top = top = check_top(limits, top, 0)
+        self._texts = [id_words(each, limits.vocab_size) for each in check_contexts(texts, "texts")]
+        # For each text, in order of their tokens: the text before it, the number of rows that both have,
+        # and the number of its own requests.
+        self._plan: dict[int, tuple[int, int, int]] = {}
+        self.requests: list[ReadRequest | ScoreRequest] = []
+        rows = 0
+        for each in self._texts:
+            check_length(limits, len(each))
+            if len(each) < start:
+                raise InvalidRequest(
+                    f"a text has {len(each)} tokens, fewer than start={shown(start)}"
+                )
+            rows += len(each) + 1 - start
+        check_top(limits, top, rows)
+        before, known = -1, array("I")
+        for number in sorted(range(len(self._texts)), key=lambda n: self._texts[n].tolist()):
+            words = self._texts[number]
+            first = max(start, _common(words, known) + 1)
+            # The rows before the tokens of a text with one more token, which is not read.
+            packed, count = words.tobytes() + bytes(TOKEN_BYTES), len(self.requests)
+            score = ScoreRequest(packed, first, adapter, 0, "top", heat, top)
+            if not in_one:
+                self.requests += [ReadRequest(row, TopWithTail(top, heat)) for row in score.rows]
+            elif len(score):
+                self.requests.append(score)
+            self._plan[number] = before, first - start, len(self.requests) - count
+            before, known = number, words
+
+    def joined(self, results: Sequence[Tensor]) -> list[TeacherLogprobs]:
+        """Return the answer for each text, from the results of all requests in order."""
+        found, whole = iter(results), dict[int, Tensor]()
+        for number, (before, common, count) in self._plan.items():
+            parts = [each.view(-1, 2 * self._top + 1) for each in islice(found, count)]
+            whole[number] = torch.cat([*([whole[before][:common]] if common else []), *parts])
+        return [TeacherLogprobs.of(whole[number]) for number in range(len(self._texts))]
+
+
+def _common(words: array[int], others: array[int]) -> int:
+    """Return the number of tokens with which both texts begin."""
+    pairs = enumerate(zip(words, others, strict=False))
+    return next((n for n, (one, other) in pairs if one != other), min(len(words), len(others)))
 
 
 def greedy_requests(

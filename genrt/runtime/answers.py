@@ -32,7 +32,7 @@ from genrt.engines.protocol import (
     capabilities_of,
     survived,
 )
-from genrt.engines.weights import weights_of
+from genrt.engines.weights import KVCache, continuing_weights, weights_of
 from genrt.errors import EngineDied, EngineFailed, GenrtError, InvalidAdapter
 from genrt.questions.arguments import Adapter
 from genrt.questions.completions import Streamed, Told
@@ -517,11 +517,15 @@ class AnsweringEngine:
         if self.capabilities.forgets_residents:
             self.engine.forget_residents()
 
-    def begin_update(self) -> None:
-        """Have the engine forget all results of the present weights. Raises EngineFailed if it cannot."""
+    def begin_update(self, *, texts: KVCache | None = None) -> None:
+        """Have the engine forget all results of the present weights, except texts in progress if they
+        continue. Raises EngineFailed if it cannot."""
         if self._still_held(self._unforgotten):
             raise EngineFailed("the engine cannot forget what was cancelled: restart it")
-        weights_of(self.engine).begin()
+        if texts is None:
+            weights_of(self.engine).begin()
+        else:
+            continuing_weights(self.engine).begin_beside_texts(texts == "keep")
 
     def statistics(self) -> EngineStatistics:
         """Return the engine's counters, with the reads answered here and the bytes that they moved."""

@@ -51,7 +51,7 @@ from genrt.errors import (
     StreamCut,
 )
 from genrt.questions.arguments import Adapter
-from genrt.questions.completions import Streamed
+from genrt.questions.completions import Streamed, TextRequest
 from genrt.questions.draws import PopulationDraw
 from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request, Result
@@ -89,8 +89,9 @@ BROKEN = "the engine was restarted, replaced or closed in the middle of this: be
 Outcome: TypeAlias = list[Result] | GenrtError
 """The value or the error of a waiter's future."""
 
-Pending: TypeAlias = Literal["finish", "restart"]
-"""Whether questions asked before a barrier are answered first, or restarted after it."""
+Pending: TypeAlias = Literal["finish", "restart", "continue"]
+"""Whether questions asked before a barrier are answered first, or restarted after it. With "continue",
+texts go on after it; other questions are answered first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -128,11 +129,13 @@ class Barrier:
     """Makes later questions wait until it is lifted.
 
     Args:
-        pending: whether earlier questions are answered first or restarted after the barrier.
+        pending: whether earlier questions are answered first, or restarted or continued after the
+            barrier.
         refusal: the error that later questions raise instead of waiting.
 
     Attributes:
-        drained: resolves once every earlier question has ended, or to the error that prevents it.
+        drained: resolves once every earlier question has ended, except texts that continue, or to the
+            error that prevents it.
         broken: resolves to an error if a restart or a close breaks the barrier.
         is_lifted: true once the barrier has ended: it is never raised again. Set under the lock.
     """
@@ -145,7 +148,7 @@ class Barrier:
         self.is_lifted = False
 
     async def wait(self) -> None:
-        """Wait until every earlier question has ended. Cancelling affects only this caller."""
+        """Wait until ``drained``. Cancelling affects only this caller."""
         await asyncio.wrap_future(follow(self.drained))
 
     async def unless_broken(self, work: Awaitable[T]) -> T:
@@ -618,9 +621,11 @@ class Batcher:
             self._settle(finished, stepped=True)
             if self.streams.by_loop:
                 self.streams.deliver(answering.progress)
-        if self._is_draining and not self._entries:
+        if self._is_draining:
             with self.lock:
-                self._is_draining, drained = False, [*self.barriers]
+                waiting = [each for each in self.barriers if not each.drained.done()]
+                drained = [each for each in waiting if self._has_drained(each)]
+                self._is_draining = len(drained) < len(waiting)
             for barrier in drained:
                 resolve(barrier.drained, None)
 
@@ -829,11 +834,14 @@ class Batcher:
 
     def lift_barrier(self, barrier: Barrier, weights_version: int | None = None) -> None:
         """Send later questions again, unless another barrier is raised; idempotent. With a version, all
-        questions are bound to it, and partly delivered texts of another version fail."""
+        questions are bound to it except texts in flight, and partly delivered texts in line fail."""
         cut: list[tuple[Waiter, Outcome]] = []
         with self.lock:
             if weights_version is not None:
                 self.weights_version = weights_version
+                for entry in self._flight:
+                    if entry.flow is not None:
+                        entry.flow.weights_version = weights_version
                 begun = [w for w in self._in_line() if w.flow is not None and w.flow.is_delivered]
                 cut = [(waiter, StreamCut(CUT)) for waiter in begun]
                 for waiter in begun:
@@ -853,6 +861,16 @@ class Batcher:
     def is_drained(self) -> bool:
         """True if every question from before the barriers has ended."""
         return not self._entries
+
+    @property
+    def is_flying(self) -> bool:
+        """True if a request is in flight. For the engine's thread."""
+        return bool(self._flight)
+
+    def _has_drained(self, barrier: Barrier) -> bool:
+        if barrier.pending != "continue":
+            return self.is_drained
+        return all(isinstance(request, TextRequest) for request in self._entries)
 
     # -- adapters, close, restart -------------------------------------------------------------
 

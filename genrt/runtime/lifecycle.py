@@ -378,10 +378,11 @@ def _nothing() -> None:
     """Have no effect."""
 
 
-def check_pending(pending: object) -> None:
-    """Raise InvalidRequest unless it is a ``Pending``."""
-    if pending not in ("finish", "restart"):
-        raise InvalidRequest(f'pending must be "finish" or "restart", got {named(pending)}')
+def check_pending(pending: object, *, continues: bool = False) -> None:
+    """Raise InvalidRequest unless it is a ``Pending``, and not "continue" unless that is possible."""
+    if pending not in (("finish", "restart", "continue") if continues else ("finish", "restart")):
+        more = ', or "continue"' if continues else ""
+        raise InvalidRequest(f'pending must be "finish" or "restart"{more}, got {named(pending)}')
 
 
 def _barrier_for(pending: Pending, asked: Asked) -> Barrier:

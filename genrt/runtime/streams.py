@@ -26,7 +26,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Self, TypeAlias, TypeVar, cast
 
 from genrt.errors import GenrtError, InvalidRequest, StreamCut
-from genrt.questions.completions import Completion, CompletionRequest, Delta, Streamed, Told
+from genrt.questions.completions import (
+    Completion,
+    CompletionRequest,
+    Delta,
+    DrawnFrom,
+    MaskForm,
+    SamplingMask,
+    Streamed,
+    Told,
+    weights_spans,
+)
 
 T = TypeVar("T")
 
@@ -50,7 +60,7 @@ class StreamBuffer(ABC, Generic[T]):
 
     Attributes:
         error: the error that ended the reading early.
-        weights_version: the weights of the text.
+        weights_version: of the weights when the text was begun.
         is_delivered: whether the engine's thread has delivered a part.
         is_begun, is_over: whether a part, or everything, has been read.
         is_left, is_late: whether the reader has closed the stream, or its timeout is over.
@@ -166,6 +176,9 @@ class Flow(StreamBuffer[Delta]):
         self.text = self.reasoning = ""
         self.logprobs: list[float] = []
         self.top_logprobs: list[dict[int, float]] = []
+        self.weights_begins: list[tuple[int, int]] = []  # each version with its first token
+        self.form: MaskForm | None = None
+        self.places: list[DrawnFrom] = []
         self.completion: Completion | None = None
 
     def take(self) -> Delta | None:
@@ -185,6 +198,8 @@ class Flow(StreamBuffer[Delta]):
                 completion.logprobs,
                 completion.top_logprobs,
                 reasoning=completion.reasoning,
+                weights_spans=completion.weights_spans,
+                sampling_mask=completion.sampling_mask,
             )
         )
         self.completion, self.is_over = completion, True
@@ -199,12 +214,23 @@ class Flow(StreamBuffer[Delta]):
         known = len(self.token_ids) - delta.start
         if [*delta.token_ids[:known]] != self.token_ids[delta.start :][: len(delta.token_ids)]:
             raise StreamCut(DIFFERS)
+        for version, start, end in delta.weights_spans:
+            is_other = not self.weights_begins or self.weights_begins[-1][0] != version
+            if is_other and end > len(self.token_ids):
+                self.weights_begins.append((version, max(start, len(self.token_ids))))
         self.token_ids += delta.token_ids[known:]
         self.logprobs += delta.logprobs[known:]
         self.top_logprobs += delta.top_logprobs[known:]
+        if delta.sampling_mask is not None:
+            self.form = delta.sampling_mask.form
+            self.places += delta.sampling_mask.places[known:]
         self.text += delta.text[max(0, len(self.text) - delta.text_start) :]
         self.reasoning += delta.reasoning[max(0, len(self.reasoning) - delta.reasoning_start) :]
         self.is_begun = bool(self.token_ids)
+
+    def sampling_mask(self, start: int = 0) -> SamplingMask | None:
+        """The sets of the tokens from number ``start`` on, if they are wanted."""
+        return None if self.form is None else SamplingMask(self.form, tuple(self.places[start:]))
 
     def _so_far(self) -> tuple[int, int, int]:
         return len(self.token_ids), len(self.text), len(self.reasoning)
@@ -219,6 +245,8 @@ class Flow(StreamBuffer[Delta]):
             text_start,
             self.reasoning[reasoning_start:],
             reasoning_start,
+            weights_spans=weights_spans(self.weights_begins, start, len(self.token_ids)),
+            sampling_mask=self.sampling_mask(start),
         )
 
 
@@ -242,6 +270,7 @@ class _Reading:
         flow = self._flow
         if flow.completion is not None:
             return flow.completion
+        spans = weights_spans(flow.weights_begins, 0, len(flow.token_ids))
         return Completion(
             text=flow.text,
             token_ids=tuple(flow.token_ids),
@@ -253,7 +282,9 @@ class _Reading:
             seconds=time.perf_counter() - self._began,
             seconds_to_first_token=0.0,
             reasoning=flow.reasoning,
-            weights_version=flow.weights_version,
+            weights_version=spans[-1].version if spans else flow.weights_version,
+            weights_spans=spans,
+            sampling_mask=flow.sampling_mask(),
         )
 
     def __repr__(self) -> str:

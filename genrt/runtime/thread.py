@@ -395,7 +395,9 @@ class EngineThread:
             else:
                 self._run(answering, call)
         batcher = self._batcher
-        seconds = batcher.seconds_until_due()
+        seconds: float | None = math.inf  # texts in flight go on after an owner's last call
+        if lifecycle.owner is None or not batcher.is_flying:
+            seconds = batcher.seconds_until_due()
         if seconds == 0.0:
             batcher.turn(answering)
         elif self._calls or self._is_closing or batcher.closed is not None:

@@ -28,6 +28,7 @@ from typing import Any, TypeAlias, TypedDict, TypeVar
 from torch import Tensor
 
 from genrt.engines.weights import (
+    KVCache,
     Layout,
     NamedTensors,
     Receiving,
@@ -36,7 +37,9 @@ from genrt.engines.weights import (
     Weights,
     check_complete,
     check_tensors,
+    continuing_weights,
     forms_in,
+    set_version,
     weight_files,
     weights_of,
 )
@@ -48,7 +51,7 @@ from genrt.errors import (
     InvalidRequest,
     InvalidWeights,
 )
-from genrt.numbers import check_bool, shown
+from genrt.numbers import check_bool, named, shown
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.batcher import BROKEN, Barrier, Pending
 from genrt.runtime.cache import RowCache
@@ -70,7 +73,12 @@ class UpdateOptions(TypedDict, total=False):
 
     Attributes:
         pending: with ``"finish"``, the default, the old weights answer earlier questions; with
-            ``"restart"`` the new weights do. A partly delivered stream then raises StreamCut.
+            ``"restart"`` the new weights do. A partly delivered stream then raises StreamCut. With
+            ``"continue"``, texts in progress go on with the new weights: ``Completion.weights_spans``
+            says which weights drew each token. The old weights answer other earlier questions.
+        kv_cache: with ``pending="continue"``, whether the new weights compute the keys and values of
+            these texts again (``"recompute"``, the default), or continue after the old ones
+            (``"keep"``): that is faster, but no weights give a token its log-probability.
         check_finite: refuse NaN and infinity, which reads every number; by default false.
         keep: whether to copy the weights to the temporary folder, for ``wake_up`` after ``sleep(2)`` and
             for the next engine. ``None``, the default, copies tensors; files are copied only with
@@ -79,6 +87,7 @@ class UpdateOptions(TypedDict, total=False):
     """
 
     pending: Pending
+    kv_cache: KVCache
     check_finite: bool
     keep: bool | None
 
@@ -96,11 +105,16 @@ class WeightUpdates:
         source: WeightsSource,
         *,
         pending: Pending = "finish",
+        kv_cache: KVCache | None = None,
         check_finite: bool = False,
         keep: bool | None = None,
     ) -> int:
         """Replace the weights as ``AsyncLM.update_weights``; return the new version."""
-        check_pending(pending)
+        check_pending(pending, continues=True)
+        if kv_cache not in (None, "recompute", "keep"):
+            raise InvalidRequest(f'kv_cache must be "recompute" or "keep", got {named(kv_cache)}')
+        if kv_cache is not None and pending != "continue":
+            raise InvalidRequest('kv_cache is for texts that go on: give pending="continue" too')
         check_bool("check_finite", check_finite)
         if keep is not None:
             check_bool("keep", keep)
@@ -108,7 +122,9 @@ class WeightUpdates:
         given = _weights_source(source)
         chunks = _chunks(given)
         layout = await self.called(lambda answering: weights_of(answering.engine).layout())
-        update = Update(self, pending, layout, finite=check_finite)
+        update = Update(self, pending, layout, kv_cache=kv_cache, finite=check_finite)
+        if pending == "continue":
+            await self.called(lambda answering: continuing_weights(answering.engine))
         known, are_all = [], True  # the chunks that can be checked before anything changes
         async for chunk, is_last in chunks:
             known.append(chunk)
@@ -159,7 +175,7 @@ class WeightUpdates:
             raise
 
     async def begin(self, update: Update) -> None:
-        """Begin an update: return once questions wait, and all results are forgotten."""
+        """Begin an update: return once questions wait, and results are forgotten."""
         await self.called(lambda _: self.thread.batcher.raise_barrier(update.barrier))
         await update.barrier.wait()
         await self.called(update.begin, owner=update)
@@ -184,9 +200,16 @@ class Update:
     """
 
     def __init__(
-        self, updates: WeightUpdates, pending: Pending, layout: Layout, *, finite: bool = False
+        self,
+        updates: WeightUpdates,
+        pending: Pending,
+        layout: Layout,
+        *,
+        kv_cache: KVCache | None = None,
+        finite: bool = False,
     ) -> None:
         self.barrier = Barrier(pending)
+        self._texts = (kv_cache or "recompute") if pending == "continue" else None
         self.layout = layout
         self.names: set[str] = set()
         self.saved: SavedWeights | None = None
@@ -220,11 +243,11 @@ class Update:
         return ((name, each) for name, each in tensors if self.layout[name].tied_to is None)
 
     def begin(self, answering: AnsweringEngine) -> None:
-        """Forget all results of the old weights."""
+        """Forget all results of the old weights, except of texts that continue."""
         self._engine = answering
         self._check(answering)
         self._thread.run_exclusively(self, self.barrier)
-        answering.begin_update()
+        answering.begin_update(texts=self._texts)
 
     def load(self, answering: AnsweringEngine, *, give: Callable[[Weights], None]) -> None:
         """Give the engine some tensors. Raises EngineDied if that fails."""
@@ -245,6 +268,7 @@ class Update:
         except BaseException as error:
             self._die(error)
         self._is_over = True
+        set_version(answering.engine, version)
         self._cache.clear()
         self._thread.weights.replace(version, self.saved)
         self._is_finished = True
@@ -406,8 +430,8 @@ class Transfers:
         await self._updates.called(disconnect)
 
     async def start(self, pending: Pending) -> None:
-        """Begin an update: return once questions wait, and all results are forgotten."""
-        check_pending(pending)
+        """Begin an update: return once questions wait, and results are forgotten."""
+        check_pending(pending, continues=True)
         if self._update is not None:
             raise InvalidRequest("an update is under way already: finish it first")
         await self.check()

@@ -193,7 +193,9 @@ def _keep_failures(application: Any) -> None:
         if all(frame.f_globals.get("__name__") != "pydantic.type_adapter" for frame, _ in frames):
             return HTTPError(500, str(error)).response
         name = type(error).__name__
-        return HTTPError(400, f"the body lacks a member, or has a wrong one: {name} {error}").response
+        return HTTPError(
+            400, f"the body lacks a member, or has a wrong one: {name} {error}"
+        ).response
 
     def fail(error: GenerationError) -> NoReturn:
         raise error

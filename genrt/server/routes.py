@@ -18,7 +18,14 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from genrt.constraints import MaskedConstraint, grammar, json_schema, regex
-from genrt.engines.remote.wire import AnotherModel, Question, answers_of, flush_to, packed_tokenizer
+from genrt.engines.remote.wire import (
+    AnotherModel,
+    Question,
+    answers_of,
+    flush_to,
+    packed_tokenizer,
+    teacher_bytes,
+)
 from genrt.errors import (
     Closed,
     EngineDied,
@@ -75,6 +82,18 @@ class ScoreBody(JSONBody):
     prompts: Texts
     continuations: Texts
     adapter: str | None = None
+
+
+class TeacherBody(JSONBody):
+    """Body of ``/v1/teacher``: texts, how many of the likeliest tokens after each of their tokens to
+    return, and whether as bytes."""
+
+    prompts: Texts
+    top: int = 256
+    start: int = 1
+    temperature: float = 1.0
+    adapter: str | None = None
+    binary: bool = False
 
 
 class InferBody(JSONBody):
@@ -145,7 +164,8 @@ def _answer(value: object) -> Response:
 class OwnRoutes:
     """genrt's own routes, but for a trainer's.
 
-    ``/v1/next_token_logprobs``, ``/v1/draw`` and ``/v1/score`` are for many contexts at once.
+    ``/v1/next_token_logprobs``, ``/v1/draw``, ``/v1/score`` and ``/v1/teacher`` are for many contexts at
+    once.
     ``/v1/infer`` is sequential Monte Carlo over texts that have a form: it returns the posterior and the
     evidence, and a stream has an event for each step first. The rest are for ``AsyncLM.connect``.
 
@@ -166,6 +186,7 @@ class OwnRoutes:
             "/v1/next_token_logprobs": self._rows,
             "/v1/draw": self._draws,
             "/v1/score": self._scores,
+            "/v1/teacher": self._teacher,
             "/v1/infer": self._infer,
             "/v1/flush": self._flush,
         }
@@ -182,11 +203,7 @@ class OwnRoutes:
         k, adapter = body.top, body.adapter
         size = 24 * k if k is not None else 4 * lm.vocab_size
         is_much = k is not None and k * len(contexts) > limits.values
-        if is_much or size * len(contexts) > limits.answer_bytes:
-            raise InvalidRequest(
-                f"the answer would be over {limits.answer_bytes} bytes, or {limits.values} tokens: ask "
-                "for fewer prompts, or for fewer tokens with top"
-            )
+        self._check_size(size * len(contexts), is_much=is_much)
         if k is None:
             rows = lm.batch_next_token_logprobs(contexts, device="cpu", adapter=adapter)
             table = await _while_connected(request, rows)
@@ -244,6 +261,43 @@ class OwnRoutes:
             for each in await _while_connected(request, scores)
         ]
         return _answer({"data": data})
+
+    def _check_size(self, size: int, *, is_much: bool) -> None:
+        """Raise InvalidRequest if an answer would be too large."""
+        limits = self._limits
+        if is_much or size > limits.answer_bytes:
+            raise InvalidRequest(
+                f"the answer would be over {limits.answer_bytes} bytes, or {limits.values} tokens: ask "
+                "for fewer prompts, or for fewer tokens with top"
+            )
+
+    async def _teacher(self, request: Request) -> Response:
+        body, limits = await _json_body(request, self._bodies, TeacherBody), self._limits
+        texts = await self._contexts(body.prompts, "prompts")
+        tokens = sum(map(len, texts)) * max(body.top, 1)
+        size = (8 if body.binary else 24) * tokens
+        self._check_size(size, is_much=tokens > limits.values and not body.binary)
+        options: dict[str, Any] = {"top": body.top, "start": body.start, "adapter": body.adapter}
+        asked = self._lm.batch_teacher(texts, temperature=body.temperature, **options)
+        found = await _while_connected(request, asked)
+        if body.binary:
+            data = await self._bodies.aside(lambda: teacher_bytes(found))
+            return Response(data, media_type=BYTES)
+
+        def written() -> Response:
+            data = [
+                json_bytes(
+                    {
+                        "token_ids": each.token_ids.tolist(),
+                        "logprobs": [[*map(json_number, row)] for row in each.logprobs.tolist()],
+                        "tail": [*map(json_number, each.tail.tolist())],
+                    }
+                )
+                for each in found
+            ]
+            return Response(b'{"data":[' + b",".join(data) + b"]}", media_type=JSON)
+
+        return await self._bodies.aside(written)
 
     async def _contexts(
         self, given: Sequence[Any], name: str, *, begins: bool = True
@@ -373,6 +427,9 @@ class OwnRoutes:
         if not lm._thread.capabilities.scores:
             refusal = EngineUnsupported("this server's engine computes no scores: connect again")
             questions = [refusal if isinstance(each, ScoreRequest) else each for each in questions]
+        size = sum(each.answer_bytes for each in questions if isinstance(each, ScoreRequest))
+        if size > self._limits.answer_bytes:
+            raise InvalidRequest(f"the scores would be over {self._limits.answer_bytes} bytes")
         adapters = [None if isinstance(each, GenrtError) else each.adapter for each in questions]
         results = await _while_connected(request, self._answers(questions))
         if self._fingerprint() != now:  # the rows may be of the old and the new weights

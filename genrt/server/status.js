@@ -20,6 +20,7 @@ function showInferences(inferences) {
     const meter = document.createElement("meter");
     meter.max = each.particles;
     meter.value = each.ess;
+    meter.ariaLabel = "effective sample size";
     cell(row, String(each.number));
     cell(row, `${each.step} of ${each.max_steps} at most`);
     cell(row, `${each.unfinished} of ${each.particles}`);

@@ -29,8 +29,25 @@ def corrected(rows: Tensor) -> Tensor:
     stay unchanged."""
     if rows.device.type == "cpu":
         for part in torch.split(rows.view(-1, rows.shape[-1]), 16):  # for a cache
-            part -= part.exp().sum(-1, keepdim=True).log_()
+            part -= _at_least_two(part.exp()).sum(-1, keepdim=True).log_()[: len(part)]
     return rows
+
+
+def log_sums(rows: Tensor) -> Tensor:
+    """Return ``logsumexp`` of each row ``[n, V]``, as ``[n, 1]``. The bits of a row's sum do not depend
+    on other rows: torch divides a single row between threads, and few rows between a GPU's blocks."""
+    if rows.device.type == "cpu":
+        return _at_least_two(rows).logsumexp(-1, keepdim=True)[: len(rows)]
+    peak = rows.amax(-1, keepdim=True)
+    # The kernel of ``log_softmax`` gives each row a block of its own.
+    return (peak - rows.log_softmax(-1).amax(-1, keepdim=True)).masked_fill(
+        peak == -math.inf, -math.inf
+    )
+
+
+def _at_least_two(rows: Tensor) -> Tensor:
+    """Return a single row twice, as a view: a CPU's threads then do not divide it."""
+    return rows.expand(2, -1) if len(rows) == 1 else rows
 
 
 def gather_rows(rows: Sequence[Tensor]) -> Tensor:

@@ -23,7 +23,7 @@ from torch.nn import functional
 from genrt.errors import InvalidRequest
 from genrt.launches import Repeated
 from genrt.numbers import shown
-from genrt.tokens.rows import AsyncHostCopy
+from genrt.tokens.rows import AsyncHostCopy, log_sums
 
 Bits = TypeVar("Bits", int, NDArray[Any])
 
@@ -104,7 +104,7 @@ def truncate(
         best = _first(batch == peak)
         one = torch.full_like(kept, -math.inf).scatter(-1, best, batch.gather(-1, best))
         kept = torch.where(greedy, one, kept)
-    total = kept.logsumexp(dim=-1, keepdim=True)
+    total = log_sums(kept)
     return (kept - total.masked_fill(total == -math.inf, 0.0)).view(rows.shape)
 
 
@@ -117,7 +117,7 @@ def weighed(rows: Tensor, temperature: float, power: float) -> Tensor:
         peak = rows.amax(dim=-1, keepdim=True)
         rows = rows - peak.masked_fill_(peak == -math.inf, 0.0)
         rows /= min(temperature, torch.finfo(rows.dtype).max)
-        total = rows.logsumexp(dim=-1, keepdim=True)
+        total = log_sums(rows)
         rows -= total.masked_fill_(total == -math.inf, 0.0)
     return rows if power == 1.0 else power * rows
 
@@ -222,6 +222,58 @@ class TopLogprobs(NamedTuple):
 
     token_ids: Tensor
     logprobs: Tensor
+
+
+class TeacherLogprobs(NamedTuple):
+    """The likeliest tokens of several rows, likeliest first, and the mass that they leave.
+
+    Attributes:
+        token_ids: int32 ``[n, top]``.
+        logprobs: float32 ``[n, top]``; -inf once no further token is possible.
+        tail: float32 ``[n]``, the log-probability of all other tokens; -inf without any.
+    """
+
+    token_ids: Tensor
+    logprobs: Tensor
+    tail: Tensor
+
+    @classmethod
+    def of(cls, packed: Tensor) -> TeacherLogprobs:
+        """Return the parts of ``top_with_tail``."""
+        top = packed.shape[-1] // 2
+        token_ids, logprobs, tail = torch.split(packed, [top, top, 1], dim=-1)
+        numbers = (each.contiguous().view(torch.float32) for each in (logprobs, tail[..., 0]))
+        return cls(token_ids.contiguous(), *numbers)
+
+
+def likeliest(rows: Tensor, k: int) -> Tensor:
+    """Return the ids of the ``k`` likeliest tokens of float32 rows ``[n, V]``, likeliest first: int64
+    ``[n, k]``. Lower ids come first among equally likely tokens."""
+    # Sort by the bits of the float, as an integer with the same order, then by the token id.
+    bits = rows.view(torch.int32)
+    order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long() * 2**32
+    order += torch.arange(2**32 - 1, 2**32 - 1 - rows.shape[-1], -1, device=rows.device)
+    keys = order.topk(k, dim=-1).values
+    return 2**32 - 1 - (keys & (2**32 - 1))
+
+
+def top_with_tail(rows: Tensor, k: int, temperatures: Tensor | None = None) -> Tensor:
+    """Return a ``TeacherLogprobs`` of float32 rows ``[n, V]`` as one tensor on their device, int32
+    ``[n, 2 * k + 1]``: the ids, and the bits of the numbers. Temperatures are float64 ``[n]``, above 0;
+    the rows are divided by them and normalized again."""
+    size = max(1, rows_at_once(rows) // 8)  # the sort takes much memory
+    heats = itertools.repeat(None) if temperatures is None else torch.split(temperatures, size)
+    parts: list[Tensor] = []
+    for part, heat in zip(torch.split(rows, size), heats, strict=False):
+        ids = likeliest(part, k)
+        if heat is not None:
+            divisors = _divisor(heat.clamp(min=1e-30), part.dtype)[:, None]
+            part = (part - part.amax(dim=-1, keepdim=True)) / divisors
+            part -= part.logsumexp(dim=-1, keepdim=True)
+        tail = part.scatter(-1, ids, -math.inf).logsumexp(dim=-1, keepdim=True)
+        numbers = torch.cat([part.gather(-1, ids), tail], dim=-1)
+        parts.append(torch.cat([ids.int(), numbers.view(torch.int32)], dim=-1))
+    return torch.cat(parts)
 
 
 def draw(
@@ -446,6 +498,38 @@ _EIGHT_BIASES = np.where(_EIGHT_BITS, np.float32(0), np.float32(-np.inf))
 def _eight_bools(device: torch.device) -> Tensor:
     """Return bools for the eight tokens of each byte, as the bytes of one number: int64 ``[256]``."""
     return torch.from_numpy(_EIGHT_BITS.view(np.int64)[:, 0]).to(device)
+
+
+def packed_sets(laws: Tensor) -> Tensor:
+    """Return the tokens with a probability in each of the rows ``[n, V]``, packed as masks are: uint8
+    ``[n, 4 * ceil(V / 32)]`` on their device."""
+    allowed, width = laws > -math.inf, 4 * -(-laws.shape[-1] // 32)
+    if allowed.device.type == "cpu":
+        bits = np.packbits(allowed.numpy(), axis=-1, bitorder="little")
+        return torch.from_numpy(np.pad(bits, ((0, 0), (0, width - bits.shape[-1]))))
+    allowed = functional.pad(allowed, (0, 8 * width - allowed.shape[-1])).view(-1, width, 8)
+    weights = 2 ** torch.arange(8, dtype=torch.uint8, device=allowed.device)
+    return (allowed * weights).sum(-1, dtype=torch.uint8)
+
+
+def ids_of_sets(packed: np.ndarray) -> list[np.ndarray]:
+    """Return the token ids of each packed set, int32 in order."""
+    words = packed.view("<u4")
+    rows, places = words.nonzero()
+    bits = np.unpackbits(words[rows, places, None].view(np.uint8), axis=-1, bitorder="little")
+    found, within = bits.nonzero()
+    ends = np.bincount(rows[found], minlength=len(words)).cumsum()
+    return np.split((32 * places[found] + within).astype(np.int32), ends[:-1])
+
+
+def mass_of_sets(rows: Tensor, laws: Tensor, temperature: Tensor) -> Tensor:
+    """Return the log-probability of the tokens that each of ``laws`` has, by logits or log-probabilities
+    at these temperatures, above 0: ``[n]`` from ``[n, V]``, ``[n, V]`` and ``[n]``."""
+    # Move the likeliest token to 0 first, so that no temperature, however small, overflows.
+    rows = rows - rows.amax(dim=-1, keepdim=True)
+    rows /= _divisor(temperature, rows.dtype)[:, None]
+    of_sets = rows.masked_fill(laws == -math.inf, -math.inf).logsumexp(-1)
+    return (of_sets - rows.exp_().sum(-1).log_()).clamp_(max=0.0)
 
 
 def rows_at_once(rows: Tensor) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import inspect
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -98,8 +99,13 @@ class BatchPotential:
 
     function: Callable[[list[Text]], Any]
 
-    def __call__(self, text: Text) -> float:
-        return float(self.function([text])[0])
+    def __call__(self, text: Text) -> float | Awaitable[float]:
+        """Return the log-weight of one text, to be awaited from a coroutine function."""
+        found = self.function([text])
+        return self._first(found) if inspect.isawaitable(found) else float(found[0])
+
+    async def _first(self, found: Awaitable[Any]) -> float:
+        return float((await found)[0])
 
 
 def batched(function: Callable[[list[Text]], Any]) -> BatchPotential:

@@ -1,6 +1,6 @@
 """Replicas in this process, each an ``AsyncLM``, behind the bytes of a channel. They die and hang.
 
-``monkeypatch.setattr(engine, "Actors", ReplicasHere)`` puts them in the place of Ray's actors.
+``monkeypatch.setattr(loading, "Actors", ReplicasHere)`` puts them in the place of Ray's actors.
 """
 
 from __future__ import annotations

@@ -25,7 +25,10 @@ from genrt.questions.arguments import Adapter
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
 
-FACTS = Facts(9, 100, 64, packed_tokenizer(None), None, False, False)
+FACTS = Facts(9, 100, 64, False, False, None, packed_tokenizer(None))
+
+
+STEPS = 1_500
 
 
 @dataclass(slots=True)
@@ -38,10 +41,19 @@ class Scripted:
     ends: list[tuple[int, Any]] = field(default_factory=list)
     listener: Future[Any] | None = None
     opening: Future[Any] | None = None
-    pulses: list[Future[Any]] = field(default_factory=list)
+    settings_to_come: Any = None
+    opens_at: float = 0.0
+    since: float = 0.0
     is_hung: bool = False
     asleep: frozenset[SleepingPart] = frozenset()
     wakes: bool = True
+
+    def send(self) -> None:
+        """Return the answers that there are, if they are waited for."""
+        if self.listener is not None:
+            listener, self.listener = self.listener, None
+            ends, self.ends = self.ends, []
+            listener.set_result(packed_answers(Answers(ends, [], EngineStatistics(steps=1))))
 
 
 class ScriptedReplicas:
@@ -58,7 +70,14 @@ class ScriptedReplicas:
         self.now = 0.0
 
     def clock(self) -> float:
+        """Some time passes, after which replicas say that they live."""
         self.now += 0.02
+        for number, life in enumerate(self.lives):
+            if not life.is_hung and life.since < self.now:
+                life.send()
+            if self.opens and life.opening is not None and life.opens_at < self.now:
+                opening, life.opening = life.opening, None
+                opening.set_result(self._prepare(number, life, life.settings_to_come))
         return self.now
 
     def put(self, value: object) -> Any:
@@ -70,12 +89,13 @@ class ScriptedReplicas:
         if name not in ("answers", "do") and self.random.random() < self.dies:
             found.set_exception(Gone("of a call", is_final=False))
             self.die(number)
+        elif name == "answers" and life.settings is None:
+            found.set_exception(EngineDied("it was started again"))
         elif name == "answers":
-            life.listener = found
-        elif arguments == ("statistics",) and life.settings is not None:  # the pulse
-            life.pulses.append(found)
-        elif name == "prepare" and not self.opens:
-            life.opening = found
+            life.listener, life.since = found, self.now + arguments[0]
+        elif name == "prepare" and not (self.opens and self.random.random() < 0.5):
+            life.opening, life.settings_to_come = found, arguments[0]
+            life.opens_at = self.now + 0.5 * self.random.random()
         else:
             given = pickle.loads(pickle.dumps(arguments))  # noqa: S301
             try:
@@ -92,7 +112,7 @@ class ScriptedReplicas:
 
     def die(self, number: int) -> None:
         life, self.lives[number] = self.lives[number], Scripted()
-        for each in (life.listener, life.opening, *life.pulses):
+        for each in (life.listener, life.opening):
             if each is not None:
                 each.set_exception(Gone("killed", is_final=False))
 
@@ -101,20 +121,15 @@ class ScriptedReplicas:
         life = self.lives[number]
         if life.is_hung:
             return
-        for each in life.pulses:
-            each.set_result(None)
-        life.pulses.clear()
         for _ in range(self.random.randrange(len(life.asked) + 1)):
             ticket, _ = life.asked.pop(self.random.randrange(len(life.asked)))
-            version = 0 if life.settings is None else life.settings.weights
+            version = 0 if life.settings is None else life.settings.version
             result: Any = torch.full((9,), float(version))
             if self.random.random() < 0.05:
                 result = self.random.choice([EngineFailed("a step"), InvalidRequest("it alone")])
             life.ends.append((ticket, result))
-        if life.listener is not None and life.ends:
-            listener, life.listener = life.listener, None
-            ends, life.ends = life.ends, []
-            listener.set_result(packed_answers(Answers(ends, [], EngineStatistics(steps=1))))
+        if life.ends:
+            life.send()
 
     def _prepare(self, number: int, life: Scripted, wanted: Settings) -> Facts:
         if life.settings is None:
@@ -144,17 +159,18 @@ class ScriptedReplicas:
             return 10
         if name == "engine.weights.wake_up":
             if not life.wakes:
-                raise EngineFailed("no memory any more")
+                return EngineFailed("no memory any more")
             life.asleep -= arguments[0]
         return None
 
     def _cancel(self, number: int, life: Scripted, tickets: list[int]) -> None:
         life.asked = [each for each in life.asked if each[0] not in tickets]
 
-    def _add_adapter(self, number: int, life: Scripted, adapter: Adapter, files: Any) -> None:
+    def _add_adapter(self, number: int, life: Scripted, adapter: Adapter, files: Any) -> Any:
         if CONFIG_NAME not in files or self.random.random() < 0.1:
-            raise InvalidAdapter("it does not fit")
+            return InvalidAdapter("it does not fit")
         life.adapters.add(adapter)
+        return None
 
     def _remove_adapter(self, number: int, life: Scripted, adapter: Adapter) -> None:
         life.adapters.discard(adapter)
@@ -167,6 +183,15 @@ class ScriptedReplicas:
 @pytest.mark.promise(number=40)
 @pytest.mark.parametrize("seed", range(6))
 def test_a_walk_loses_nothing_and_asks_no_stale_replica(seed: int, tmp_path: Path) -> None:
+    counts = walk(seed, tmp_path)
+    assert counts["right"] > 100
+    assert counts["given up"] > 0
+    assert counts["updates"] + counts["refused"] > 0
+    assert counts["slept"] > 0
+
+
+def walk(seed: int, tmp_path: Path) -> dict[str, int]:
+    """Walk ``STEPS`` steps; return what was counted."""
     (tmp_path / CONFIG_NAME).write_text("{}")
     replicas, chosen = ScriptedReplicas(4, seed), random.Random(seed)
     engine = ReplicaEngine(replicas, 4, stall_seconds=0.4, seed=seed, clock=replicas.clock)
@@ -199,7 +224,7 @@ def test_a_walk_loses_nothing_and_asks_no_stale_replica(seed: int, tmp_path: Pat
             if not asked:
                 break
 
-    for number in range(1_500):
+    for number in range(STEPS):
         kind = chosen.random()
         if asleep := engine.weights.asleep:
             assert len(replicas.opened) == opened, "a replica was opened in the runtime's sleep"
@@ -257,9 +282,9 @@ def test_a_walk_loses_nothing_and_asks_no_stale_replica(seed: int, tmp_path: Pat
             engine.weights.load([("w", torch.zeros(1))])
             engine.weights.finish()
             counts["updates"] += 1
-            for life in replicas.lives:
-                if life.settings is not None:
-                    assert life.settings.weights == engine.weights.version
+            for life, seen in zip(replicas.lives, engine.replicas(), strict=True):
+                if life.settings is not None and seen.state == "healthy":
+                    assert life.settings.version == engine.weights.version
         elif kind < 0.95:
             drain()
             engine.weights.sleep(1)
@@ -275,11 +300,8 @@ def test_a_walk_loses_nothing_and_asks_no_stale_replica(seed: int, tmp_path: Pat
     assert not asked
     assert not engine.is_busy
     assert replicas.wrong == []
-    assert counts["right"] > 100
-    assert counts["given up"] > 0
-    assert counts["updates"] + counts["refused"] > 0
-    assert counts["slept"] > 0
     engine.close()
+    return counts
 
 
 def sleeping(count: int) -> tuple[ScriptedReplicas, ReplicaEngine]:
@@ -336,5 +358,5 @@ def test_replicas_that_all_died_in_their_sleep_start_with_the_new_weights() -> N
     assert replicas.opened == [0, 1]
     engine.weights.wake_up(SLEEPING_PARTS)
     assert settled(replicas, engine) == ["healthy"] * 2
-    assert [life.settings and life.settings.weights for life in replicas.lives] == [1, 1]
+    assert [life.settings and life.settings.version for life in replicas.lives] == [1, 1]
     engine.close()

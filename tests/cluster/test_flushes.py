@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import pickle
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,10 +34,13 @@ from genrt.questions.completions import (
     CompletionRequest,
     Decoding,
     Delta,
+    DrawnFrom,
     SampleRequest,
+    SamplingMask,
+    weights_spans,
 )
 from genrt.questions.draws import DrawToken, PopulationDraw
-from genrt.questions.reads import Candidates, ReadRequest, TopTokens
+from genrt.questions.reads import Candidates, ReadRequest, TopTokens, TopWithTail
 from genrt.questions.request import Request
 from genrt.questions.rows import Limits, LogprobsRequest
 from genrt.questions.scores import ScoreRequest
@@ -69,9 +73,13 @@ REQUESTS: list[Request] = [
     SampleRequest((1, 2), 3, frozenset({5, 4}), seed=1, weights_version=5),
     SampleRequest((1, 2), 3, nonce=2**62, adapter=ADAPTER, weights_version=5),
     CompletionRequest((1, 2), DECODING, None, ADAPTER, 7, True, 5),
+    ScoreRequest(ROW.packed, 1, ADAPTER, 5, "top", 0.5, 2),
+    ReadRequest(ROW, TopWithTail(2, 0.5)),
 ]
 INFINITE = float("-inf")
+MASK = SamplingMask("ids", (DrawnFrom(-0.5, -0.1, b"abcd"), DrawnFrom(0.0, 0.0, b"")))
 TEXT = Completion("ab", (1, 2), (0,), (-1.5, INFINITE), ({3: -2.0},), "stop", 5, 1.0, 0.5, "r", 4)
+MASKED = replace(TEXT, sampling_mask=MASK)
 RESULTS: list[tuple[Request, Any]] = [
     (ROW, torch.arange(5.0)),
     (REQUESTS[1], torch.arange(5.0) + 1),
@@ -84,6 +92,8 @@ RESULTS: list[tuple[Request, Any]] = [
     (REQUESTS[9], (4, 5)),
     (REQUESTS[10], ()),
     (CompletionRequest((0,), DECODING, weights_version=4), TEXT),
+    (CompletionRequest((0,), DECODING, 3, weights_version=4), MASKED),
+    (REQUESTS[-1], torch.arange(5, dtype=torch.int32) + 2**30),
     (ROW, InvalidRequest("not this")),
     (ROW, BatchDraw(torch.tensor([1, -1, 2]), torch.zeros(3), torch.tensor([0.0, INFINITE, -1.0]))),
 ]
@@ -109,7 +119,8 @@ def test_answers_come_out_equal_whatever_their_kind() -> None:
     message = travelled(packed_answers(Answers([*ends, (99, TEXT)], [(10, delta)], counted)))
     found = unpacked_answers(message, asked)
     assert found.statistics == counted
-    assert found.told == [(10, delta)]
+    spans = weights_spans([(4, 0)], 3, 4)
+    assert found.told == [(10, replace(delta, weights_spans=spans))]
     assert len(found.ends) == len(RESULTS)
     results = dict(found.ends)
     for number, (request, result) in enumerate(RESULTS):
@@ -121,6 +132,9 @@ def test_answers_come_out_equal_whatever_their_kind() -> None:
             assert all(map(torch.equal, mine, result))
         elif isinstance(result, InvalidRequest):
             assert str(mine) == "not this"
+        elif isinstance(result, Completion):
+            spans = weights_spans([(request.weights_version, 0)], 0, len(result.token_ids))
+            assert mine == replace(result, weights_spans=spans)
         else:
             assert mine == result
         if isinstance(result, Draw | BatchDraw | Completion):

@@ -330,7 +330,7 @@ def test_tensor_parallelism_alone_is_by_ranks(
     def by_vllm(*_: Any, **__: Any) -> Any:
         raise EngineUnsupported("vLLM")
 
-    monkeypatch.setattr(loading, "open_replicas", opened)
+    monkeypatch.setattr(loading, "Actors", opened)
     monkeypatch.setattr(loading, "open_engine", by_vllm)
     with pytest.raises(EngineUnsupported, match=f"^{opened_by}$"):
         load(engine_options={"tensor_parallel_size": 2} | options, **given)

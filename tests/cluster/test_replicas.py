@@ -51,7 +51,7 @@ def until(lm: AsyncLM, states: str, restarts: int = 0) -> None:
 @pytest.fixture(scope="module", autouse=True)
 def quick() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_module, "STALL_SECONDS", 0.4)
+        patch.setattr(engine_module, "STALL_SECONDS", 2.0)
         yield
 
 
@@ -192,15 +192,62 @@ def test_new_weights_reach_all_replicas_and_those_that_come_later() -> None:
         old = lm.batch_next_token_logprobs_sync(contexts)
         assert lm.update_weights_sync({"table": table}) == 1
         assert torch.allclose(lm.batch_next_token_logprobs_sync(contexts), expected, atol=1e-5)
-        for number in range(2):
+        for number in range(2):  # a question may go to both, if both die at once
             replicas_of(lm).die(number)
-        until(lm, "healthy", restarts=2)
+            until(lm, "healthy", restarts=number + 1)
         lm.clear_cache()
         assert torch.allclose(lm.batch_next_token_logprobs_sync(contexts), expected, atol=1e-5)
         with pytest.raises(genrt.InvalidWeights):
             lm.update_weights_sync({"table": table[0]})
         assert lm.draw_sync([1]).weights_version == 1
         assert not torch.allclose(old, expected, atol=1e-2)
+
+
+class _HalfLoading(ExactEngine):
+    """An engine that loads zeros in place of new weights, and dies, so many times."""
+
+    def __init__(self, marks: Path, times: int) -> None:
+        super().__init__(MODEL)
+        load = self.weights.load
+
+        def half(tensors: Any) -> None:
+            load([(name, torch.zeros_like(tensor)) for name, tensor in tensors])
+            raise EngineDied("in the middle of new weights")
+
+        def loaded(tensors: Any) -> None:
+            count = len([*marks.iterdir()])
+            if count < times:
+                (marks / str(count)).touch()
+            (half if count < times else load)(tensors)
+
+        self.weights.load = loaded
+
+
+@pytest.mark.promise(number=34)
+def test_a_replica_that_dies_in_the_middle_of_new_weights_comes_back_with_all_of_them(
+    tmp_path: Path,
+) -> None:
+    table = 2 * torch.randn(11, 11, 11, generator=torch.Generator().manual_seed(2))
+    contexts = [[a, b] for a in range(11) for b in range(11)]
+    expected = torch.stack([MODEL.with_table(table).row(each) for each in contexts])
+    with genrt.load(engine=partial(_HalfLoading, tmp_path, 1), replicas=2) as lm:
+        lm.batch_next_token_logprobs_sync(contexts)
+        assert lm.update_weights_sync({"table": table}) == 1
+        for is_back in (False, True):  # from the one that lives, then from both
+            if is_back:
+                until(lm, "healthy", restarts=1)
+            lm.clear_cache()
+            found = lm.batch_next_token_logprobs_sync(contexts)
+            assert torch.allclose(found, expected, atol=1e-5)
+        assert sum(each.restarts for each in lm.statistics().replicas) == 1
+
+
+def test_new_weights_that_no_replica_survives_answer_nothing(tmp_path: Path) -> None:
+    with genrt.load(engine=partial(_HalfLoading, tmp_path, 99), replicas=2) as lm:
+        with pytest.raises(EngineDied, match="could not be replaced"):
+            lm.update_weights_sync({"table": torch.zeros(11, 11, 11)})
+        with pytest.raises(EngineDied):
+            lm.next_token_logprobs_sync([1])
 
 
 @pytest.mark.promise(number=14)
@@ -232,7 +279,7 @@ async def test_a_call_of_an_earlier_life_takes_no_answers_of_the_next() -> None:
     """A replica dies between two calls, and the second one reaches its next life."""
     with genrt.load(MODEL, engine="exact", replicas=2) as lm:
         replicas_of(lm).die(0)
-        late = asyncio.wrap_future(replicas_of(lm).call(0, "answers"))
+        late = asyncio.wrap_future(replicas_of(lm).call(0, "answers", 1.0))
         with pytest.raises(genrt.EngineDied, match="started again"):
             await asyncio.wait_for(late, 60)
         await asyncio.to_thread(until, lm, "healthy", 1)

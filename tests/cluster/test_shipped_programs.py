@@ -34,6 +34,7 @@ from genrt.inference import (
     infilling,
 )
 from genrt.lm import AsyncLM
+from genrt.server import serving
 from tests.cluster.test_replicas import adapter_in
 
 VOCABULARY = [b"a", b"b", b"c", b"ab", b" ", b"1", b"2", b""]
@@ -66,6 +67,28 @@ async def _letters(p: Any) -> tuple[int, ...]:
     return tuple(drawn)
 
 
+async def _recorded(p: Any) -> tuple[Any, ...]:
+    """Ask the runtime and contexts of a program for everything that is recorded, between draws."""
+    context, asked = p.context([0]), list[Any]()
+    for step in range(3):
+        token_id = await p.sample(context, mask=range(1, 7))
+        context.append(token_id)
+        fork = context.fork()
+        drawn = await p.lm.draw([0, token_id])
+        fork.append(drawn.token_id)
+        asked += [drawn.token_id, (await fork.draw()).token_id]
+        asked += await p.lm.sample([token_id], max_tokens=2)
+        asked.append((await p.lm.generate([token_id], max_tokens=2)).token_ids)
+        asked.append(round(float((await p.lm.score([0], [token_id])).sum()), 4))
+        row = await p.lm.next_token_logprobs([0, token_id])
+        p.observe(float(row[step]) - await p.choice(range(2)))
+        inner = await SMC(TextModel(p.lm, [token_id], max_tokens=2), num_particles=2).run(step)
+        asked.append(inner.token_ids)
+        inner = await p.lm.run(SMC(TextModel(p.lm, [1], max_tokens=2), num_particles=2))
+        asked.append(inner.token_ids)
+    return tuple(asked)
+
+
 def _text(lm: AsyncLM, constraint: Any = None, **options: Any) -> TextModel:
     return TextModel(lm, [0], max_tokens=7, constraint=constraint, **options)
 
@@ -85,6 +108,7 @@ INFERENCES: dict[str, Callable[[AsyncLM], Any]] = {
     ),
     "json": lambda lm: SMC(_text(lm, json_schema({"enum": [1, 12, 2]}, lm)), num_particles=6),
     "program": lambda lm: SMC(Program(lm, _letters), num_particles=8),
+    "records": lambda lm: SMC(Program(lm, _recorded), num_particles=8, resample_when=0.9),
     "infilling": lambda lm: SMC(
         infilling(lm, [0, 1], [2], max_tokens=3, constraint=regex("[ab]*", lm)), num_particles=6
     ),
@@ -100,9 +124,44 @@ async def test_an_inference_has_the_same_result_where_its_rows_are(
     assert mine.token_ids == theirs.token_ids
     assert mine.values == theirs.values
     np.testing.assert_allclose(mine.log_weights, theirs.log_weights, atol=1e-6)
-    direct = await INFERENCES[name](runtimes[0]).run(5)
-    assert direct.token_ids == mine.token_ids
+    for lm in runtimes:  # shipped by default
+        direct = await INFERENCES[name](lm).run(5)
+        assert direct.token_ids == mine.token_ids
+        np.testing.assert_allclose(direct.log_weights, mine.log_weights, atol=1e-6)
+    here = await INFERENCES[name](runtimes[1]).run(5, on_step=lambda *_: None)
+    assert here.token_ids == mine.token_ids
     assert str(theirs)
+
+
+async def test_an_inference_is_shipped_unless_its_steps_are_seen_here(runtimes: Runtimes) -> None:
+    """One question over replicas; with a second runtime, connected or not, its steps are asked here."""
+
+    def asked(lm: AsyncLM) -> int:
+        return lm.statistics().batcher.questions
+
+    one, two = runtimes
+    direct = await SMC(_text(one), num_particles=4).run(1)
+    before = asked(two)
+    shipped = await SMC(_text(two), num_particles=4).run(1)
+    assert asked(two) - before == 1
+    assert shipped.token_ids == direct.token_ids
+    blocking = await asyncio.to_thread(SMC(_text(two), num_particles=4).run_sync, 1)
+    assert blocking.token_ids == shipped.token_ids
+    seen: list[int] = []
+    with serving(one) as server, await AsyncLM.connect(str(server.url)) as far:
+        before = asked(two)
+        await SMC(_text(two), num_particles=4).run(1, on_step=lambda _, info: seen.append(1))
+        assert asked(two) - before >= len(seen) > 2
+        for other in (one, far):
+            before = asked(two)
+            both = _text(two, proposal=other)
+            found = await SMC(both, num_particles=4).run(1)
+            assert asked(two) - before > 2
+            expected = await SMC(_text(one, proposal=other), num_particles=4).run(1)
+            assert found.token_ids == expected.token_ids
+            np.testing.assert_allclose(found.log_weights, expected.log_weights, atol=1e-5)
+            with pytest.raises(InvalidRequest, match="cannot be sent"):
+                await two.run(SMC(both, num_particles=4), seed=1)
 
 
 async def _everything(lm: AsyncLM) -> Any:

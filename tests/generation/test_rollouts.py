@@ -314,13 +314,37 @@ async def test_a_rollout_tells_with_which_weights_each_text_was_drawn() -> None:
         samples = rollout_samples(lm, *whole, concurrency=1, **options)
         _, first = await anext(samples)
         assert await lm.update_weights({"table": MODEL.table.flip(0)}) == 1
-        versions = [int(each.weights_versions) async for _, each in samples]
-        assert first.weights_versions.tolist() == [0]
+        versions = [int(each.weights_versions.max()) async for _, each in samples]
+        drawn = first.weights_versions >= 0
+        assert first.weights_versions[drawn].tolist() == [0] * int(first.generation_lengths)
+        assert not drawn[:, : -int(first.generation_lengths)].any()
         assert versions == sorted(versions)
         assert versions[-1] == 1
         full = await rollout(lm, *padded([[0] * lm.max_model_len]), **options)
-        assert full.weights_versions.tolist() == [1]
+        assert (full.weights_versions == -1).all()
         assert full.generation_lengths.tolist() == [0]
+
+
+async def test_a_rollout_tells_which_weights_drew_each_token() -> None:
+    async with await genrt.aload(engine=Engine) as lm:
+        of = {0: MODEL}
+        options: Any = {"pad_value": 0, "seed": 1, "max_new_tokens": 60, "ignore_eos": True}
+        drawing = asyncio.ensure_future(rollout(lm, *padded([[1], [2, 1], [3]]), **options))
+        await asyncio.sleep(0)
+        while not drawing.done():
+            table = MODEL.table.roll(lm.weights_version + 1, -1)
+            version = await lm.update_weights({"table": table}, pending="continue")
+            of[version] = NGram(MODEL.vocabulary, table)
+        found = await drawing
+        ends = found.unpadded_sequence_lengths
+        starts = ends - found.generation_lengths
+        for row, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+            versions, ids = found.weights_versions[row].tolist(), found.output_ids[row].tolist()
+            assert set(versions[:start] + versions[end:]) <= {-1}
+            assert len(set(versions[start:end])) > 3
+            for place in range(start, end):
+                wanted = of[versions[place]].row(ids[:place])[ids[place]]
+                assert float(found.logprobs[row, place]) == pytest.approx(float(wanted), abs=1e-5)
 
 
 # -- by a trainer's dictionaries -------------------------------------------------------------------

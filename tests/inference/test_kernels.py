@@ -95,6 +95,24 @@ def model(lm: Any, runtime: AsyncLM, **more: Any) -> TextModel:
     return TextModel(lm, max_tokens=LENGTH, constraint=constraint, **options)
 
 
+def ramped(lm: AsyncLM) -> Sampler:
+    """Power-SMC, as docs/guide/recipes.md has it: the power of prefixes rises to 2."""
+
+    def log_twist(trace: Trace) -> float:
+        present = 2.0 if trace.finished else min(2.0, 1.0 + 0.4 * trace.units)
+        return (present / 2.0 - 1) * math.fsum(unit.log_target for unit in trace.path())
+
+    async def ramp(state: State) -> State:
+        def gains(traces: Any) -> Any:
+            return [log_twist(each) - log_twist(each.cut(state.units - 1)) for each in traces]
+
+        return await reweight(gains)(state)
+
+    powered = model(Law(lm, PROMPT, power=2.0), lm)
+    kernel = chain(resample(below=0.9), extend(powered), ramp)
+    return Sampler(powered, kernel, num_particles=16)
+
+
 RECIPES: dict[str, tuple[Callable[[AsyncLM], Any], list[tuple[list[int], float]]]] = {
     "resample-move": (
         lambda lm: resample_move(model(Law(lm, PROMPT), lm), num_particles=4, moves=1, below=1.0),
@@ -106,6 +124,7 @@ RECIPES: dict[str, tuple[Callable[[AsyncLM], Any], list[tuple[list[int], float]]
         ),
         [(PROMPT, 2.0)],
     ),
+    "a power by degrees": (ramped, [(PROMPT, 2.0)]),
     "two prompts": (
         lambda lm: SMC(model([Law(lm, PROMPT), Law(lm, OTHER, power=0.5)], lm), num_particles=4),
         [(PROMPT, 1.0), (OTHER, 0.5)],

@@ -630,15 +630,15 @@ IMPURE: dict[str, tuple[Callable[[Execution, int], Any], str]] = {
     ),
     "conditioned text": (
         lambda p, run: p.condition([0], [1 + run % 2]),
-        "it asked for another score",
+        "it asked for another condition",
     ),
     "condition's context": (
         lambda p, run: p.condition([run % 2], [1]),
-        "it asked for another score",
+        "it asked for another condition",
     ),
     "condition's adapter": (
         lambda p, run: p.condition([0], [1], adapter=None if run < 3 else "other"),
-        "it asked for another score",
+        "it asked for another condition",
     ),
     "a condition less": (
         lambda p, run: p.condition([0], [1]) if run < 3 else None,
@@ -1424,3 +1424,22 @@ async def test_a_proposal_is_a_context_of_the_particle() -> None:
         pytest.raises(InvalidRequest, match=r"begin it by p\.context"),
     ):
         await SMC(Program(lm, program), num_particles=1).run(0)
+
+
+async def test_a_given_name_that_no_draw_has_is_refused() -> None:
+    async def program(p: Any) -> str:
+        return str(await p.choice(["a", "b"], name="x"))
+
+    async with await genrt.aload(MODEL, engine="exact") as lm:
+        with pytest.raises(InvalidRequest, match="without a draw called 'X', which is given"):
+            await SMC(Program(lm, program, given={"X": "a"}), num_particles=2).run(0)
+
+
+@pytest.mark.parametrize(("name", "instead"), [("stream", "generate"), ("stream_chat", "chat")])
+async def test_a_stream_in_a_program_is_refused(name: str, instead: str) -> None:
+    async def program(p: Any) -> None:
+        getattr(p.lm, name)([1], max_tokens=1)
+
+    async with await genrt.aload(MODEL, engine="exact") as lm:
+        with pytest.raises(InvalidRequest, match=f"await p.lm.{instead}"):
+            await SMC(Program(lm, program), num_particles=2).run(0)

@@ -41,6 +41,7 @@ from genrt.inference import (
     partial,
     resample_move,
     residual,
+    stochastic_beam_search,
     stratified,
     tempered,
     without_replacement,
@@ -120,6 +121,10 @@ SAMPLERS: dict[str, Callable[[AsyncLM, AsyncLM], Any]] = {
     "particle Gibbs": lambda lm, small: ParticleGibbs(
         words(lm, potential=likes_b, twist=likes_b), num_particles=3, num_chains=4, num_steps=5
     ),
+    "particle Gibbs, ancestors": lambda lm, small: ParticleGibbs(
+        words(lm, twist=likes_b), num_particles=3, num_chains=4, num_steps=5, ancestors=True
+    ),
+    "stochastic beam": lambda lm, small: stochastic_beam_search(words(lm), width=6),
     "program": lambda lm, small: smc(Program(lm, by_hand)),
     "infilling": lambda lm, small: smc(infilling(lm, [0], [1], max_tokens=3)),
     "chains": lambda lm, small: MetropolisHastings(
@@ -231,7 +236,7 @@ async def test_a_step_on_a_closed_runtime_says_so_and_one_on_a_restarted_one_goe
     lm, small = genrt.load(MODEL, engine="exact"), genrt.load(SMALL, engine="exact")
     sampler = SAMPLERS[name](lm, small)
     state = sampler.init(0)
-    if not name.startswith("best"):
+    if not name.startswith(("best", "stochastic")):
         state, _ = await sampler.step(state)
     wanted, _ = await sampler.step(state)
     await lm.arestart()

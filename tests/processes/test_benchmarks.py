@@ -33,7 +33,7 @@ from benchmarks import (
     two_runtimes,
 )
 from benchmarks.step_modes import GENRT_MODES, MODES
-from genrt.cluster import engine
+from genrt import loading
 from tests.cluster.here import ReplicasHere
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -180,7 +180,7 @@ def test_a_step_is_measured_in_every_mode(
 def test_what_replicas_cost_and_give_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "Actors", ReplicasHere)
+    monkeypatch.setattr(loading, "Actors", ReplicasHere)
     contexts = "--contexts", "16", "24"
     [result] = results_of(replicas, tmp_path / "replicas.json", monkeypatch, *contexts)
     assert [*result["flush"]] == ["1 draw", "64 draws", "64 rows", "64 rows on the host"]
@@ -190,6 +190,7 @@ def test_what_replicas_cost_and_give_is_measured(
     assert [*result["draws"]] == ["16", "24"]
     for each in (*result["draws"].values(), result["texts"]):
         assert each["several_ratio"] == each["several"] / each["alone"] > 0
+    assert result["smc"]["shipped_ratio"] > 0
 
 
 @pytest.mark.proof
@@ -261,3 +262,23 @@ def test_the_algorithms_of_papers_are_measured(
         for group in evidence.of_paper(own, titles):
             assert [bar.label for bar in group.bars] == [result["method"] for result in own]
             assert all(bar.low <= bar.value for bar in group.bars)  # type: ignore[operator]
+
+
+@pytest.mark.proof
+@pytest.mark.vllm
+def test_masks_and_teachers_are_measured(tmp_path: Path) -> None:
+    file = tmp_path / "training.json"
+    command = [sys.executable, "-m", "benchmarks.training", "--quick", "--json", str(file)]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "CRITICAL"}
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
+    results = [*map(json.loads, file.read_text().splitlines())]
+    assert [each["mode"] for each in results] == [
+        "none",
+        "mask_ids",
+        "mask_bits",
+        "teacher",
+        "vllm",
+    ]
+    assert all(0.0 < each["tokens_per_second"] < math.inf for each in results)
+    assert results[3]["bytes_a_token"] == 8 * results[3]["top"] + 4
+    assert results[2]["bytes_a_token"] == 4 * -(-1024 // 32) + 8

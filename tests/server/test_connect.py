@@ -37,7 +37,7 @@ from genrt.inference import SMC, Law, TextModel
 from genrt.lm import AsyncLM
 from genrt.questions.arguments import Adapter
 from genrt.questions.draws import DrawToken
-from genrt.questions.reads import Candidates, ReadRequest, TopTokens
+from genrt.questions.reads import Candidates, ReadRequest, TopTokens, TopWithTail
 from genrt.questions.rows import Limits, LogprobsRequest
 from genrt.questions.scores import ScoreRequest, Wanted
 from genrt.server import Server, ServerLimits, serving
@@ -519,8 +519,9 @@ def flushes(draw: st.DrawFn) -> list[Any]:
         if draw(st.booleans()):
             text = LogprobsRequest((*row.token_ids, 7)).packed
             start, heat = draw(st.integers(1, len(row))), draw(st.sampled_from([1.0, 0.3, 1e300]))
-            wanted: Wanted = "greedy" if draw(st.booleans()) else "logprobs"
-            asked.append(ScoreRequest(text, start, row.adapter, 0, wanted, heat))
+            wanted: Wanted = draw(st.sampled_from(["greedy", "logprobs", "top"]))
+            top = draw(st.integers(1, 40)) if wanted == "top" else 0
+            asked.append(ScoreRequest(text, start, row.adapter, 0, wanted, heat, top))
             continue
         if kind is None:
             asked.append(row)
@@ -543,6 +544,10 @@ def test_a_flush_arrives_as_it_was_sent(asked: list[Any]) -> None:
 def result_of(asked: Any) -> Any:
     """A result that a model can have."""
     wanted, row = getattr(asked, "wanted", None), torch.randn(40).log_softmax(-1)
+    if isinstance(wanted, TopWithTail) or wanted == "top":
+        width = 2 * (asked.top if isinstance(asked, ScoreRequest) else wanted.k) + 1
+        shape = (len(asked), width) if isinstance(asked, ScoreRequest) else (width,)
+        return torch.randint(-(2**31), 2**31, shape).int()
     if isinstance(asked, ScoreRequest):
         scores = -torch.rand(len(asked))
         return torch.stack([scores, scores.round().abs()]) if wanted == "greedy" else scores

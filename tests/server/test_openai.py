@@ -333,7 +333,15 @@ async def test_a_wrong_request_is_refused_and_disturbs_nobody(
 
 
 NAMED = {"type": "function", "function": {"name": "f"}}
-WRONG_TOOLS: list[Any] = [[{"type": "function"}], [{"function": {}}], [{}], [None], ["f"], 3, {"a": 1}]
+WRONG_TOOLS: list[Any] = [
+    [{"type": "function"}],
+    [{"function": {}}],
+    [{}],
+    [None],
+    ["f"],
+    3,
+    {"a": 1},
+]
 
 
 @pytest.mark.parametrize("tools", WRONG_TOOLS)

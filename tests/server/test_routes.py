@@ -208,6 +208,14 @@ ROUTES: dict[str, dict[str, Any]] = {
     "/v1/next_token_logprobs": {"prompts": [[1]], "top": 1, "adapter": None},
     "/v1/draw": {"prompts": [[1]], "masks": [[1]], "seed": 1, "temperature": 1.0, "adapter": None},
     "/v1/score": {"prompts": [[1]], "continuations": [[1]], "adapter": None},
+    "/v1/teacher": {
+        "prompts": [[1]],
+        "top": 1,
+        "start": 1,
+        "temperature": 1.0,
+        "binary": False,
+        "adapter": None,
+    },
     "/v1/infer": {
         "prompt": [1],
         "particles": 2,

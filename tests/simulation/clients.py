@@ -460,7 +460,7 @@ class SimulatedClients:
         try:
             await self._lm.update_weights(
                 tensors if what == "whole" else chunks,
-                pending=self._random.choice(["finish", "restart"]),
+                pending=self._random.choice(["finish", "restart", "continue"]),
             )
         except _Broken:
             return

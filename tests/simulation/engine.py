@@ -19,7 +19,7 @@ import copy
 import random
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
@@ -38,6 +38,8 @@ from genrt.questions.completions import (
     Decoding,
     Delta,
     SampleRequest,
+    TextRequest,
+    weights_spans,
 )
 from genrt.questions.draws import PopulationDraw
 from genrt.questions.reads import ReadRequest
@@ -158,6 +160,7 @@ def _hashed_completion(request: CompletionRequest, weights: int) -> Completion:
         seconds=0.0,
         seconds_to_first_token=0.0,
         weights_version=request.weights_version,
+        weights_spans=weights_spans([(request.weights_version, 0)], 0, count),
     )
 
 
@@ -211,7 +214,7 @@ class SimulatedWeights:
     updates must also contain."""
 
     def __init__(self, engine: SimulatedEngine, renewed: Callable[[int], None]) -> None:
-        self.number = 0
+        self.number = self.version = 0
         self.is_whole = True
         self._engine = engine
         self._renewed = renewed
@@ -221,10 +224,25 @@ class SimulatedWeights:
         form = TensorForm((1,), (torch.int64,))
         return {"number": form, "other": form}
 
+    def checkpoint(self) -> list[Path]:
+        """Return no files."""
+        return []
+
     def begin(self) -> None:
         """Check that no request is in progress."""
         self._engine.check("weights are replaced", self.is_whole and not self._engine.in_progress)
         self._engine.known.clear()
+
+    def begin_beside_texts(self, keeps_kv: bool) -> None:
+        """Check that nothing but texts is in progress. These keep the numbers that they began with."""
+        texts = all(isinstance(each, TextRequest) for each in self._engine.in_progress)
+        self._engine.check("weights are replaced beside texts", self.is_whole and texts)
+        self._engine.known.clear()
+
+    def set_version(self, version: int) -> None:
+        """Label the texts that begin from now on."""
+        self._engine.check("weights are labelled", self.is_whole)
+        self.version = version
 
     def load(self, tensors: NamedTensors) -> None:
         """Load a part of the weights; after that no step may run until ``finish``."""
@@ -270,6 +288,9 @@ class SimulatedEngine:
         self.rows_by_number = True
         self.known: dict[SequenceHandle, list[LogprobsRequest]] = {}
         self.in_progress: dict[Request, _Progress] = {}
+        self._texts: dict[
+            Request, tuple[int, int]
+        ] = {}  # the number and version that each began with
         self.adapters: dict[Adapter, None] = {}
         self.calls = {"submit": 0, "step": 0, "cancel": 0, "remove": 0, "load": 0}
         self.weights = SimulatedWeights(self, renewed)
@@ -313,6 +334,8 @@ class SimulatedEngine:
 
     def _begin(self, request: Request) -> None:
         self.was_unforgotten.discard(request)
+        if isinstance(request, TextRequest):
+            self._texts[request] = self.weights.number, self.weights.version
         chunks = self._random.randint(1, self._most_chunks)
         self.in_progress[request] = _Progress(chunks, chunks)
 
@@ -445,6 +468,7 @@ class SimulatedEngine:
             completion.top_logprobs[start:end],
             start,
             text_start,
+            weights_spans=weights_spans([(completion.weights_version, 0)], start, end),
         )
 
     def statistics(self) -> EngineStatistics:
@@ -546,8 +570,13 @@ class SimulatedEngine:
         return Finished(population, drawn if population.seeds is None else AsyncHostCopy(drawn))
 
     def _drawn(self, request: SampleRequest | CompletionRequest) -> Finished:
+        number, version = self._texts[request]
         try:
-            return Finished(request, self.model.answer(request, self.weights.number))
+            result = self.model.answer(request, number)
+            if isinstance(result, Completion):
+                spans = weights_spans([(version, 0)], 0, len(result.token_ids))
+                result = replace(result, weights_version=version, weights_spans=spans)
+            return Finished(request, result)
         except GenrtError as error:  # the request's own error: its options leave no token to draw
             return Finished(request, error=error)
 

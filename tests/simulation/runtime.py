@@ -116,7 +116,7 @@ class WatchedStream(Stream):
 
     def _check(self, delta: Delta) -> None:
         request, wrong = self._request, self.runtime.record.violated
-        version = self._flow.weights_version
+        version = self.partial.weights_version
         numbers = self.runtime.weights
         expected = cast("Completion", self.runtime.model.answer(request, numbers[version]))
         start, end = self._start, self._start + len(delta.token_ids)

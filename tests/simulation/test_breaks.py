@@ -17,6 +17,7 @@ import genrt.runtime.answers
 import genrt.runtime.batcher
 import genrt.runtime.cache
 import genrt.runtime.streams
+import genrt.runtime.weights
 from genrt import contexts
 from genrt.contexts import Context
 from genrt.engines.protocol import Finished
@@ -52,6 +53,11 @@ def simulate_many() -> None:
         simulate(seed, faults=UNFORGETTING)  # it takes two refusals in a row for one request
 
 
+def simulate_updates() -> None:
+    for seed in range(RUNS):
+        simulate(seed, updates=True)
+
+
 def simulate_contexts() -> None:
     for seed in range(RUNS):
         simulate(seed, contexts=True)
@@ -62,6 +68,22 @@ put, counted = genrt.runtime.streams._put, itertools.count()
 cancel, since = Batcher.cancel, Flow._since
 
 flush, extensions = contexts._Flush, contexts._extensions
+
+OF_UPDATES: dict[str, tuple[Any, str, Any]] = {
+    "texts are drawn in the middle of an update": (Batcher, "is_flying", False),
+    "rows are computed after an update that did not wait": (
+        Batcher,
+        "_has_drained",
+        lambda self, barrier: True,
+    ),
+    "texts that begin are labelled as before": (
+        genrt.runtime.weights,
+        "set_version",
+        lambda engine, version: None,
+    ),
+    "cached rows outlive their weights": (RowCache, "clear", lambda self: None),
+}
+"""The same of new weights."""
 
 OF_CONTEXTS: dict[str, tuple[Any, str, Any]] = {
     "a cancelled question withdraws its flush": (
@@ -328,6 +350,12 @@ def found(simulate: Callable[[], None] = simulate_many) -> None:
 def test_what_is_replaced_on_purpose_is_found(name: str, monkeypatch: Patch) -> None:
     monkeypatch.setattr(*REPLACED[name])
     found()
+
+
+@pytest.mark.parametrize("name", OF_UPDATES)
+def test_what_updates_do_wrong_is_found(name: str, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(*OF_UPDATES[name])
+    found(simulate_updates)
 
 
 @pytest.mark.parametrize("name", OF_CONTEXTS)

@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from genrt.tokens.rows import AsyncHostCopy, gather_rows, normalised, separate_copies, stacked
+from genrt.questions.scores import score_entries
+from genrt.tokens.rows import (
+    AsyncHostCopy,
+    gather_rows,
+    log_sums,
+    normalised,
+    separate_copies,
+    stacked,
+)
+from genrt.tokens.sampling import draw, seeded_uniforms, truncate, weighed
 
 
 def step(count: int = 6, width: int = 5) -> Tensor:
@@ -38,7 +47,7 @@ def test_rows_sum_to_one_up_to_the_rounding_of_their_entries(shape: tuple[int, .
         assert rows.dtype == torch.float32
         assert rows.shape == shape
         assert bool((rows.double().logsumexp(-1).abs() <= 3e-7).all())
-        torch.testing.assert_close(rows, logits.to(kind).float().log_softmax(-1))
+        torch.testing.assert_close(rows, logits.to(kind).double().log_softmax(-1).float())
     assert bool((logits == before).all())
 
 
@@ -169,3 +178,36 @@ def test_parts_of_what_was_lent_arrive_with_it_and_stay(whole_first: bool) -> No
     assert first.tolist() == [[0.0, 1.0], [2.0, 3.0]]
     assert parts[1].result().tolist() == [[4.0, 5.0], [6.0, 7.0], [8.0, 9.0]]
     assert copy.result().flatten().tolist() == [*range(10)]
+
+
+@pytest.mark.parametrize("width", [7, 320, 50_000])
+def test_a_row_has_the_same_bits_alone_and_among_others_on_any_number_of_threads(
+    width: int,
+) -> None:
+    logits = 4 * torch.randn(16, width, generator=torch.Generator().manual_seed(3))
+    targets, heats = torch.arange(16) % width, torch.full((16,), 0.7, dtype=torch.float64)
+
+    def computed(part: slice) -> list[torch.Tensor]:
+        rows = normalised(logits[part])
+        numbers = seeded_uniforms(range(16))[part]
+        drawn = draw(rows, uniforms=numbers, temperature=0.7)
+        tempered = truncate(rows, temperature=0.7, top_p=0.9), weighed(rows, 0.7, 1.5)
+        scores = score_entries(rows.clone(), targets[part], "logprobs", heats[part])
+        return [rows, *drawn, *draw(rows, uniforms=numbers), *tempered, log_sums(rows), scores]
+
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            together = computed(slice(None))
+            for part in [*(slice(n, n + 1) for n in range(16)), slice(3, 5)]:
+                for whole, own in zip(together, computed(part), strict=True):
+                    assert torch.equal(whole[part], own)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_sums_of_rows_are_logsumexp_without_mass_too() -> None:
+    rows = torch.tensor([[0.5, -torch.inf, 1.0], [-torch.inf] * 3])
+    assert torch.equal(log_sums(rows), rows.logsumexp(-1, keepdim=True))
+    assert torch.equal(log_sums(rows[1:]), rows[1:].logsumexp(-1, keepdim=True))

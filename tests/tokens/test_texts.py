@@ -12,7 +12,7 @@ import genrt
 from genrt.engines.exact import NGram
 from genrt.inference import SMC, Execution, Program, TextModel
 from genrt.testing import exact_posterior
-from genrt.tokens.texts import Text, decoded
+from genrt.tokens.texts import Text, batched, decoded
 
 MODEL = NGram.random([b"a", b"b", b"ab", b"\xc3", b"\xa9", b""], seed=3, eos_token_id=5)
 
@@ -107,3 +107,13 @@ def test_texts_of_different_bytes_stay_apart() -> None:
     posterior = {encoded(text): weight for text, weight in result.posterior()}
     for data, probability in exact.items():
         assert abs(posterior.get(data, 0.0) - probability) < 0.06
+
+
+async def test_a_batched_potential_judges_one_text() -> None:
+    async def later(texts: list[Text]) -> list[float]:
+        return [float(len(each)) for each in texts]
+
+    judged = batched(later)(Text((1,), b"ab"))
+    assert not isinstance(judged, float)
+    assert await judged == 2.0
+    assert batched(lambda texts: [1.5])(Text()) == 1.5

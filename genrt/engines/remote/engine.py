@@ -45,7 +45,8 @@ from genrt.questions.scores import ScoreRequest
 from genrt.tokens.sampling import Draw
 
 MOST_IN_BODY = 2**24
-"""The approximate bound on the contexts and masks of one call, in bytes; more take several steps."""
+"""The approximate bound on the contexts, masks and scores of one call, in bytes; more take several
+steps."""
 
 
 class RemoteEngine(SteppedEngine):
@@ -199,6 +200,7 @@ class RemoteEngine(SteppedEngine):
         for request in self._direct:
             most -= request.weight
             nbytes += request.nbytes
+            nbytes += request.answer_bytes if isinstance(request, ScoreRequest) else 0
             if most < 0 or (taken and nbytes > MOST_IN_BODY):
                 break
             taken.append(request)

@@ -3,7 +3,8 @@
 Flushes and answers have the length of a JSON header (4 bytes, little-endian), the header, and arrays of
 little-endian numbers. A flush has token ids of the distinct contexts and lists of candidates, uint32;
 distinct masks, packed as in ``DrawToken``. The answers have, in order: rows, candidates' entries and
-scores, float32; draws, 3 float64; top tokens, int64, and their entries, float32. A tokenizer is a zip
+scores, float32; draws, 3 float64; top tokens, int64, and their entries, float32; the answers of
+``top_with_tail``, int32. A tokenizer is a zip
 archive of its files, in formats without code, or a list of tokens.
 
 No code from the other end runs here. The client trusts the numbers of its server.
@@ -34,23 +35,24 @@ from genrt.questions.reads import (
     Candidates,
     ReadRequest,
     TopTokens,
+    TopWithTail,
     candidates_request,
     top_request,
 )
 from genrt.questions.rows import Limits, LogprobsRequest, row_request
 from genrt.questions.scores import ScoreRequest, text_score_request
-from genrt.tokens.sampling import Draw, TopLogprobs
+from genrt.tokens.sampling import Draw, TeacherLogprobs, TopLogprobs
 from genrt.tokens.vocabulary import BytesTokenizer
 
 Question: TypeAlias = LogprobsRequest | ReadRequest | ScoreRequest
 """The requests that a connection carries."""
 
-KINDS = frozenset({DrawToken, Candidates, TopTokens})
+KINDS = frozenset({DrawToken, Candidates, TopTokens, TopWithTail})
 """The kinds of reads that a connection carries."""
 
 T = TypeVar("T")
 
-U4, I8, F4, F8 = (np.dtype(each) for each in ("<u4", "<i8", "<f4", "<f8"))
+U4, I4, I8, F4, F8 = (np.dtype(each) for each in ("<u4", "<i4", "<i8", "<f4", "<f8"))
 
 
 def flush_of(asked: Sequence[Question], model: str) -> bytes:
@@ -73,8 +75,10 @@ def flush_of(asked: Sequence[Question], model: str) -> bytes:
             kind, more = "candidates", [contexts.setdefault(ids, len(contexts)), wanted.temperature]
         elif isinstance(wanted, TopTokens):
             kind, more = "top", [wanted.k]
+        elif isinstance(wanted, TopWithTail):
+            kind, more = "tail", [wanted.k, wanted.temperature]
         elif isinstance(each, ScoreRequest):
-            kind, more = "score", [each.start, each.wanted, each.temperature]
+            kind, more = "score", [each.start, each.wanted, each.temperature, each.top]
         context = contexts.setdefault(row.packed, len(contexts))
         questions.append([kind, context, adapters.setdefault(name, len(adapters)), *more])
     header = {
@@ -159,7 +163,7 @@ def _request_of(
     adapters: Sequence[Adapter | GenrtError | None],
     masks: Sequence[np.ndarray],
 ) -> Question | GenrtError:
-    fields = {"row": 3, "draw": 6, "candidates": 5, "top": 4, "score": 6}
+    fields = {"row": 3, "draw": 6, "candidates": 5, "top": 4, "tail": 5, "score": 7}
     if (
         not isinstance(question, list)
         or not question
@@ -179,11 +183,10 @@ def _request_of(
         make = partial(
             candidates_request, limits, context, one(contexts, more[0]), adapter, more[1]
         )
-    elif kind == "top":
-        make = partial(top_request, limits, context, more[0], adapter)
+    elif kind in ("top", "tail"):
+        make = partial(top_request, limits, context, more[0], adapter, *more[1:])
     elif kind == "score":
-        start, wanted, heat = more
-        make = partial(text_score_request, limits, context, start, adapter, wanted, heat)
+        make = partial(text_score_request, limits, context, more[0], adapter, *more[1:])
     elif kind == "draw":
         heat, seed, place = more
         if seed is None and heat != 0:
@@ -206,7 +209,8 @@ def answers_of(results: Sequence[Any], versions: dict[str, int]) -> bytes:
             parts.append(result.token_ids.numpy().astype(I8).tobytes())
             parts.append(result.logprobs.numpy().astype(F4).tobytes())
         else:
-            parts.append(result.numpy().astype(F4, copy=False).tobytes())
+            kind = I4 if result.dtype == torch.int32 else F4
+            parts.append(result.numpy().astype(kind, copy=False).tobytes())
     return _framed({"errors": failed, "adapters": versions}, parts)
 
 
@@ -242,11 +246,27 @@ def _read_result(request: Question, reader: _Reader, vocab_size: int) -> Any:
         return TopLogprobs(
             _to_tensor(reader.take(I8, wanted.k)), _to_tensor(reader.take(F4, wanted.k))
         )
+    if isinstance(wanted, TopWithTail):
+        return _to_tensor(reader.take(I4, 2 * wanted.k + 1))
+    if isinstance(request, ScoreRequest) and request.wanted == "top":
+        width = 2 * request.top + 1
+        return _to_tensor(reader.take(I4, len(request) * width)).view(-1, width)
     if isinstance(request, ScoreRequest):
         found = _to_tensor(reader.take(F4, len(request) * (1 + (request.wanted == "greedy"))))
         return found.view(2, -1) if request.wanted == "greedy" else found
     count = vocab_size if wanted is None else len(wanted.token_ids)  # type: ignore[attr-defined]
     return _to_tensor(reader.take(F4, count))
+
+
+def teacher_bytes(answers: Sequence[TeacherLogprobs]) -> bytes:
+    """Return a teacher's answers as bytes: a header with the ``top`` and the numbers of ``rows``, and for
+    each answer its ids, int32, its log-probabilities, float32, and its tails, float32."""
+    tops = {each.token_ids.shape[1] for each in answers}
+    header = {"top": max(tops, default=0), "rows": [len(each.tail) for each in answers]}
+    pairs = (
+        (part, kind) for each in answers for part, kind in zip(each, (I4, F4, F4), strict=True)
+    )
+    return _framed(header, [part.numpy().astype(kind).tobytes() for part, kind in pairs])
 
 
 def _to_tensor(numbers: np.ndarray) -> Tensor:

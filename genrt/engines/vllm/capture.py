@@ -19,10 +19,12 @@ from vllm.v1.sample.logits_processor import MoveDirectionality
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as V2LogitsProcessor
 
-from genrt.engines.vllm.requests import PROCESSED, SEED, TICKET
+from genrt.engines.completions import sets_of
+from genrt.engines.vllm.requests import MASKED, PROCESSED, SEED, TICKET, Masked
 from genrt.errors import EngineUnsupported
-from genrt.tokens.rows import AsyncHostCopy, corrected, normalised
-from genrt.tokens.sampling import mixed
+from genrt.questions.completions import DrawnFrom, MaskForm
+from genrt.tokens.rows import AsyncHostCopy, corrected, moved, normalised
+from genrt.tokens.sampling import mass_of_sets, mixed, packed_sets
 
 if TYPE_CHECKING:
     from vllm.v1.sample.logits_processor import BatchUpdate
@@ -101,6 +103,69 @@ class RowStore:
         return len(self._rows)
 
 
+class _DrawnStep:
+    """The sets of a step's draws, on their way to the host: packed, and unpacked when they are read."""
+
+    def __init__(self, packed: torch.Tensor, numbers: torch.Tensor) -> None:
+        self._packed, self._numbers = AsyncHostCopy(packed), AsyncHostCopy(numbers)
+        self._sets: dict[MaskForm, list[bytes]] = {}
+
+    def place(self, row: int, form: MaskForm) -> DrawnFrom:
+        if form not in self._sets:
+            self._sets[form] = sets_of(self._packed.result().numpy(), form)
+        logprob, mass = self._numbers.result()[row].tolist()
+        return DrawnFrom(logprob, mass, self._sets[form][row])
+
+
+class DrawnSets:
+    """The sets that texts' tokens were drawn from and that have not been taken, by ticket and place."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, dict[int, tuple[_DrawnStep, int]]] = {}
+
+    def put(
+        self,
+        drawn: Sequence[tuple[Masked, int]],
+        laws: torch.Tensor,
+        rows: torch.Tensor,
+        token_ids: torch.Tensor,
+    ) -> None:
+        """Store the sets of texts, each with its place. A draw at an earlier place replaces that one: it
+        is of a prompt's first part, or vLLM has discarded the earlier one.
+
+        Args:
+            laws: the logits that tokens are drawn by, ``[n, vocab_size]``, or their log-probabilities.
+            rows: the model's logits or log-probabilities.
+            token_ids: the tokens, int64 ``[n]``.
+        """
+        heats = torch.tensor([each.temperature for each, _ in drawn], dtype=torch.float64)
+        mass = mass_of_sets(rows, laws, moved(heats, rows.device))
+        logprobs = laws.gather(-1, token_ids[:, None])[:, 0] - laws.logsumexp(-1)
+        step = _DrawnStep(packed_sets(laws), torch.stack([logprobs, mass], dim=-1))
+        for row, (text, place) in enumerate(drawn):
+            self._found.setdefault(text.ticket, {})[place] = step, row
+
+    def take(self, ticket: int, places: range, form: MaskForm) -> list[DrawnFrom]:
+        """Remove the sets of a text's places, and return them."""
+        found = self._found.get(ticket, {})
+        try:
+            taken = [found.pop(place) for place in places]
+        except KeyError:
+            raise EngineUnsupported(
+                "vLLM drew a token without genrt's view of its sampler; this version or configuration of "
+                "vLLM has no sampling_mask"
+            ) from None
+        return [step.place(row, form) for step, row in taken]
+
+    def forget(self, tickets: Iterable[int]) -> None:
+        """Forget the sets of texts that have ended."""
+        for ticket in tickets:
+            self._found.pop(ticket, None)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+
 def _mark(params: Any, key: str) -> Any:
     return (params.extra_args or {}).get(key)
 
@@ -127,19 +192,21 @@ class _SeededText:
 
 
 class _BatchEntry(NamedTuple):
-    """A request in V1's batch: its ticket, its seeded text, and whether it wants its processed
-    log-probabilities."""
+    """A request in V1's batch: its ticket, its seeded text, whether it wants its processed
+    log-probabilities or its sets, and the list of its tokens, which vLLM appends to."""
 
     ticket: int | None
     text: _SeededText | None
     processed: bool
+    masked: Masked | None
+    token_ids: list[int]
 
 
 class CaptureV1(V1LogitsProcessor):  # type: ignore[misc]
     """The capture for the V1 runner: it tracks rows through the moves of the persistent batch."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-        self.store = RowStore()
+        self.store, self.sets = RowStore(), DrawnSets()
         self._batch: dict[int, _BatchEntry] = {}
         # The batch's tickets in order and their rows (``None``: all); valid until the batch changes.
         self._layout: tuple[list[int], torch.Tensor | None] | None = None
@@ -159,7 +226,8 @@ class CaptureV1(V1LogitsProcessor):  # type: ignore[misc]
         for index, params, _, token_ids in batch_update.added:
             seed = _mark(params, SEED)
             text = None if seed is None else _SeededText(seed, token_ids)
-            batch[index] = _BatchEntry(_mark(params, TICKET), text, bool(_mark(params, PROCESSED)))
+            wanted = bool(_mark(params, PROCESSED)), _mark(params, MASKED)
+            batch[index] = _BatchEntry(_mark(params, TICKET), text, *wanted, token_ids)
         for source, target, direction in batch_update.moved:
             moved, replaced = batch.pop(source, None), batch.pop(target, None)
             if moved is not None:
@@ -170,6 +238,14 @@ class CaptureV1(V1LogitsProcessor):  # type: ignore[misc]
     def processed_rows(self) -> list[int]:
         """Return the batch rows of requests that want processed log-probabilities."""
         return [index for index, entry in self._batch.items() if entry.processed]
+
+    def masked_rows(self) -> dict[int, tuple[Masked, int]]:
+        """Return the texts that want their sets, with the place of the next token, by batch row."""
+        return {
+            index: (entry.masked, len(entry.token_ids))
+            for index, entry in self._batch.items()
+            if entry.masked is not None
+        }
 
     def draw(
         self, logits: torch.Tensor, _: object, k: torch.Tensor | None, p: torch.Tensor | None
@@ -203,7 +279,8 @@ class CaptureV2(V2LogitsProcessor):  # type: ignore[misc]
     """The capture for the V2 runner: rows are re-sorted every step, but requests keep their slot."""
 
     def __init__(self, vllm_config: Any, req_states: Any) -> None:
-        self.store = RowStore()
+        self.store, self.sets = RowStore(), DrawnSets()
+        self._masked: dict[int, Masked] = {}  # by slot
         # By slot; -1 for other requests.
         self._tickets = np.full(vllm_config.scheduler_config.max_num_seqs, -1, dtype=np.int64)
         self._processed = np.zeros(len(self._tickets), dtype=bool)
@@ -212,11 +289,23 @@ class CaptureV2(V2LogitsProcessor):  # type: ignore[misc]
         ticket = _mark(sampling_params, TICKET)
         self._tickets[req_idx] = -1 if ticket is None else ticket
         self._processed[req_idx] = bool(_mark(sampling_params, PROCESSED))
+        self._masked.pop(req_idx, None)
+        if (masked := _mark(sampling_params, MASKED)) is not None:
+            self._masked[req_idx] = masked
         return ticket is not None
 
     def processed_rows(self, slots: np.ndarray) -> np.ndarray:
         """Return the rows, int64 ``[n]``, that want processed log-probabilities, of a step's requests."""
         return np.flatnonzero(self._processed[slots])
+
+    def masked_rows(self, slots: np.ndarray, lengths: np.ndarray) -> dict[int, tuple[Masked, int]]:
+        """Return the texts that want their sets, with the place of the next token, by row of a step's
+        requests, whose texts have these lengths. Places in prompts are left out."""
+        if not self._masked:
+            return {}
+        several = ((row, self._masked.get(slot)) for row, slot in enumerate(slots.tolist()))
+        places = {row: (text, int(lengths[row]) - text.prompt) for row, text in several if text}
+        return {row: found for row, found in places.items() if found[1] >= 0}
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
         slots = ctx.idx_mapping_np
@@ -241,16 +330,16 @@ OTHER_SAMPLER = "this vLLM's sampler gathers log-probabilities otherwise"
 
 
 class ProcessedLogprobsV1:
-    """Wraps runner V1's sampler: computes processed log-probabilities in draws, and returns them in
-    gathers. ``rows`` returns the current step's rows that want them. Raises EngineUnsupported for another
-    sampler."""
+    """Wraps runner V1's sampler: computes the laws of tokens in draws. In gathers, it returns processed
+    log-probabilities to requests that want them, and stores the sets of texts that want these. Raises
+    EngineUnsupported for another sampler."""
 
-    def __init__(self, sampler: Any, rows: Callable[[], list[int]]) -> None:
+    def __init__(self, sampler: Any, capture: CaptureV1) -> None:
         if not hasattr(sampler, "topk_topp_sampler") or not hasattr(sampler, "gather_logprobs"):
             raise EngineUnsupported(OTHER_SAMPLER)
-        self._rows = rows
-        # Of the current step: the row indices, and their log-probabilities.
-        self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._capture = capture
+        # Of the current step: the logits that tokens are drawn by, and the places of batch rows in them.
+        self._laws: tuple[dict[int, int], torch.Tensor] | None = None
         self._draw, self._gather = sampler.topk_topp_sampler.forward, sampler.gather_logprobs
         sampler.topk_topp_sampler.forward, sampler.gather_logprobs = self.draw, self.gather
 
@@ -262,32 +351,37 @@ class ProcessedLogprobsV1:
         p: torch.Tensor | None,
     ) -> Any:
         """Draw as the sampler does, from logits after temperature and min-p."""
-        self._kept = None
-        if rows := self._rows():
-            index = torch.tensor(rows, device=logits.device)
-            # ``apply_top_k_top_p`` may truncate in place; this indexing copies.
-            kept = apply_top_k_top_p(
-                logits[index], None if k is None else k[index], None if p is None else p[index]
-            )
-            self._kept = index, kept.log_softmax(dim=-1, dtype=torch.float32)
+        self._laws = None
+        if rows := sorted({*self._capture.processed_rows(), *self._capture.masked_rows()}):
+            # Once for all, so that tokens are drawn from these very sets.
+            logits, k, p = apply_top_k_top_p(logits, k, p), None, None
+            places = {row: place for place, row in enumerate(rows)}
+            self._laws = places, logits[torch.tensor(rows, device=logits.device)]
         return self._draw(logits, generators, k, p)
 
     def gather(self, logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> Any:
         """Gather as the sampler does, with processed log-probabilities in the rows that want them."""
-        kept, self._kept = self._kept, None
-        if kept is not None:
-            logprobs = logprobs.index_copy(0, *kept)
+        found, self._laws = self._laws, None
+        if found is not None:
+            places, laws = found
+            if masked := self._capture.masked_rows():
+                own = laws[[places[row] for row in masked]]
+                index = [*masked]
+                self._capture.sets.put([*masked.values()], own, logprobs[index], token_ids[index])
+            if rows := self._capture.processed_rows():
+                own = normalised(laws[[places[row] for row in rows]])
+                logprobs = logprobs.index_copy(0, torch.tensor(rows, device=laws.device), own)
         return self._gather(logprobs, num_logprobs, token_ids)
 
 
 class ProcessedLogprobsV2:
     """``ProcessedLogprobsV1`` for runner V2, whose sampler takes log-probabilities from the logits that
-    ``sample`` returns if its ``logprobs_mode`` says so; ``rows`` gets the step's slots."""
+    ``sample`` returns if its ``logprobs_mode`` says so."""
 
-    def __init__(self, sampler: Any, rows: Callable[[np.ndarray], np.ndarray]) -> None:
+    def __init__(self, sampler: Any, capture: CaptureV2) -> None:
         if not hasattr(sampler, "sample") or not hasattr(sampler, "logprobs_mode"):
             raise EngineUnsupported(OTHER_SAMPLER)
-        self._rows = rows
+        self._capture = capture
         self._sampler, self._sample = sampler, sampler.sample
         sampler.sample = self.sample
 
@@ -301,27 +395,37 @@ class ProcessedLogprobsV2:
         **named: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sampler's tokens, and logits: processed in rows that want them, else the model's."""
-        rows = self._rows(slots)
+        lengths = rest[-1]  # of the texts
+        rows = self._capture.processed_rows(slots)
+        masked = self._capture.masked_rows(slots, lengths)
         # With "processed_logprobs" the sampler uses no kernel that hides the processed logits.
-        self._sampler.logprobs_mode = "processed_logprobs" if len(rows) else "raw_logprobs"
+        is_seen = len(rows) or masked
+        self._sampler.logprobs_mode = "processed_logprobs" if is_seen else "raw_logprobs"
         sampled, processed = self._sample(logits, expanded, mapping, slots, *rest, **named)
+        if masked:
+            index = moved(torch.tensor([*masked]), logits.device)
+            laws, own = processed[index].float(), logits[index].float()
+            self._capture.sets.put([*masked.values()], laws, own, sampled.view(-1)[index])
+        if masked and not len(rows):
+            return sampled, logits
         if not len(rows) or processed is logits:
             return sampled, processed
         index = torch.from_numpy(rows).to(logits.device)
         return sampled, logits.float().index_copy(0, index, processed[index].float())
 
 
-def connect_capture(model_runner: Any) -> RowStore:
+def connect_capture(model_runner: Any) -> tuple[RowStore, DrawnSets]:
     """Find the capture that vLLM has installed in a runner, connect it to the sampler, and return its row
-    store. The sampler then returns processed log-probabilities to requests that want them.
+    store and the sets of its draws. The sampler then returns processed log-probabilities to requests that
+    want them.
 
     Raises:
         EngineUnsupported: the runner has no capture.
     """
     capture, sampler = _find(model_runner), model_runner.sampler
     if isinstance(capture, CaptureV2):
-        ProcessedLogprobsV2(sampler, capture.processed_rows)
-        return capture.store
+        ProcessedLogprobsV2(sampler, capture)
+        return capture.store, capture.sets
     if model_runner.device.type == "cpu":
         drawing = getattr(sampler, "topk_topp_sampler", None)
         if drawing is None or not hasattr(torch.ops._C, "fused_gumbel_argmax"):
@@ -331,8 +435,8 @@ def connect_capture(model_runner: Any) -> RowStore:
                 "on a CPU genrt draws samples itself: leave use_fp64_gumbel out"
             )
         drawing.forward = capture.draw
-    ProcessedLogprobsV1(sampler, capture.processed_rows)
-    return capture.store
+    ProcessedLogprobsV1(sampler, capture)
+    return capture.store, capture.sets
 
 
 def _find(runner: Any) -> CaptureV1 | CaptureV2:

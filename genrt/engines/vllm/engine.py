@@ -36,12 +36,11 @@ from genrt.engines.vllm.process import Globals, heap_kept
 from genrt.engines.vllm.rank import Share, keep_local
 from genrt.engines.vllm.requests import as_genrt_error, core_request, row_params
 from genrt.engines.vllm.runners import RunnerV1, RunnerV2
-from genrt.engines.vllm.scheduler import OpenScheduler
+from genrt.engines.vllm.scheduler import OpenScheduler, keep_blocks_apart
 from genrt.engines.vllm.scores import positions_of
 from genrt.engines.vllm.sequences import OpenRequests
 from genrt.engines.vllm.steps import CoreSteps, DecodedStep, DecodeSteps, shut_down
 from genrt.engines.vllm.texts import (
-    TextRequest,
     VLLMTexts,
     computed_token_count,
     new_token_count,
@@ -49,7 +48,7 @@ from genrt.engines.vllm.texts import (
 from genrt.engines.vllm.weights import VLLMWeights
 from genrt.errors import EngineDied, EngineFailed, GenrtError
 from genrt.questions.arguments import Adapter
-from genrt.questions.completions import Decoding, Streamed, Told
+from genrt.questions.completions import Decoding, Streamed, TextRequest, Told
 from genrt.questions.draws import PopulationDraw
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest, not_finite
@@ -83,19 +82,19 @@ class VLLMEngine:
         # One less than vLLM's: its scheduler reserves a place for the following token.
         self.max_model_len = int(config.model_config.max_model_len) - 1
         self.device = own.take_stream(torch.device(config.device_config.device))
-        core, model_runner = self._core.engine_core, None
+        core, model_runner, sets = self._core.engine_core, None, None
         self._store: RowStore | RemoteStore
         with self._globals:
             if isinstance(llm_engine.model_executor, UniProcExecutor):
                 model_runner = core.model_executor.driver_worker.worker.model_runner
-                self._store = connect_capture(model_runner)
+                self._store, sets = connect_capture(model_runner)
             else:
                 self._store = RemoteStore(self._core.collective_rpc, self.device)
         self._positions = positions_of(config, model_runner, core.scheduler, own_processors)
         on_cpu, has_loras = self.device.type == "cpu", config.lora_config is not None
         self._adapters = VLLMAdapters(self._core, enabled=has_loras, base_needs_zero=on_cpu)
         renew = self._adapters.load_zero
-        self.weights = VLLMWeights(llm_engine, own, self.forget_residents, renew)
+        self.weights = VLLMWeights(llm_engine, own, self, renew)
         self.prefixes = PrefixBlocks(core, self._adapters.request)
         self._open: OpenRequests | None = None
         is_open = config.scheduler_config.scheduler_cls is OpenScheduler
@@ -115,7 +114,7 @@ class VLLMEngine:
         self._populations = OpenPopulations(self._open, self._adapters, weight_bytes)
         self._decoded: list[tuple[EngineRequest, str]] = []  # requests of the last decode step
         drawn_here = self.runner == "V1" and on_cpu
-        self._texts = VLLMTexts(llm_engine, self.max_batch_size, drawn_here=drawn_here)
+        self._texts = VLLMTexts(llm_engine, self.max_batch_size, sets, drawn_here=drawn_here)
         self._in_progress: dict[str, EngineRequest] = {}  # by the ids of vLLM's requests
         self._tickets = itertools.count(1)
         self._ended: list[Finished] = []  # ended without a forward; ``step`` returns them
@@ -533,6 +532,28 @@ class VLLMEngine:
             self._abort([each for each in kept if each not in self._in_progress])
         self.prefixes.give_up()
         return bool(self._core.reset_prefix_cache()) and not self._in_progress
+
+    def forget_beside_texts(self, keeps_kv: bool) -> bool:
+        """Forget every sequence and block, except the texts in progress and, if ``keeps_kv``, their
+        blocks, which no other request may use; return whether vLLM did."""
+        if not all(isinstance(each, TextRequest) for each in self._in_progress.values()):
+            return False
+        with self._globals:
+            while self._steps.is_ahead:
+                self._ended += self._collect(self._steps.run(only_texts=False))
+        self._populations.clear()
+        if self._open is not None:
+            self._open.steps.discard()
+            self._abort(self._open.residents.request_ids())
+        self.prefixes.give_up()
+        with self._globals:
+            if keeps_kv:
+                return keep_blocks_apart(self._core.engine_core.scheduler)
+            return bool(self._core.reset_prefix_cache(reset_running_requests=True))
+
+    def label_texts(self, version: int) -> None:
+        """Label the tokens of texts that are drawn from now on."""
+        self._texts.set_version(version)
 
     def stop_keeping(self) -> None:
         """Open a new vLLM request for every request from now on. No request may be in progress."""

@@ -23,6 +23,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from genrt.engines.vllm.capture import CaptureV1, CaptureV2, WorkerRows
 from genrt.engines.vllm.engine import VLLMEngine, changes_with_length
+from genrt.engines.vllm.invariance import check_same_bits, check_variables
 from genrt.engines.vllm.process import Globals, gloo_on_loopback, undisturbed
 from genrt.engines.vllm.rank import LAUNCHED, Rank
 from genrt.engines.vllm.reasoning import NO_TOKENIZER, ReasoningParsers
@@ -55,13 +56,15 @@ def open_vllm(
     options: dict[str, Any],
     reserve_bytes: int = 0,
     residency: bool = True,
+    deterministic: bool = False,
     rank: Rank | None = None,
 ) -> VLLMEngine:
     """Open a checkpoint directory, or a model by name, with options for vLLM's ``EngineArgs``.
 
     On a GPU, vLLM leaves ``reserve_bytes`` of memory free. Without ``residency``, or if vLLM's workers
     are other processes, or if ``options`` names a scheduler or asynchronous scheduling, every question
-    opens its own request. With a ``rank`` the engine is that rank's.
+    opens its own request. With ``deterministic``, rows have the same bits whatever the batch. With a
+    ``rank`` the engine is that rank's.
 
     Raises:
         InvalidRequest: vLLM does not have an option, or does not accept its value.
@@ -74,6 +77,7 @@ def open_vllm(
     preload = os.environ.get("LD_PRELOAD")
     with own, gloo_on_loopback(), undisturbed():
         envs.disable_envs_cache()  # the process's first engine froze it: read the variables again
+        check_variables(deterministic=deterministic)
         config = configure(checkpoint, options, reserve_bytes, residency=residency)
         if config.model_config.dtype is torch.float32:
             own.multiply_in_float32()
@@ -103,6 +107,8 @@ def open_vllm(
         run_self_check(
             engine, rounding=rounding_error(config), block_size=config.cache_config.block_size
         )
+        if deterministic:
+            check_same_bits(engine, block_size=config.cache_config.block_size)
         engine.start_counting()
     except BaseException:
         engine.close()

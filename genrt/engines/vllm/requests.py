@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Sequence
 from copy import copy
+from typing import NamedTuple
 
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
@@ -22,9 +23,21 @@ TICKET = "genrt_ticket"  # the number by which the capture knows a request for a
 OPEN = "genrt_open"  # of a request to keep open after its row
 FIRST = "genrt_first"  # the first wanted position, counted from 0, of a score
 PROCESSED = "genrt_processed"  # of a request that wants its processed log-probabilities
+# Of a text that wants the sets that its tokens are drawn from: a ``Masked``.
+MASKED = "genrt_masked"
 # The seed of a text that draws its tokens in the capture. vLLM gets no seed then: for a prompt that is
 # computed in parts, its runner V1 rewinds the request's generator, which a CPU generator cannot do.
 SEED = "genrt_seed"
+
+
+class Masked(NamedTuple):
+    """A text that wants the sets that its tokens are drawn from: the ticket of its vLLM request, the
+    length of its prompt, and its temperature, above 0."""
+
+    ticket: int
+    prompt: int
+    temperature: float
+
 
 NOT_COMPUTED = re.compile(r"head.?size|attention backend|architectures .* not supported", re.I)
 """The errors by which vLLM refuses a model whose layers it has no kernels for."""

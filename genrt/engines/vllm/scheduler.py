@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any
 
+from vllm.v1.core.block_pool import BlockHashToBlockMap
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
@@ -406,6 +407,24 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
     def _evict(self, request_id: str) -> None:
         self.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
         self._evicted.append(request_id)
+
+
+def keep_blocks_apart(scheduler: Any) -> bool:
+    """Let running requests keep blocks that other weights computed, and no other request find them;
+    return true.
+
+    The hashes of their tokens get a salt of their own, as with vLLM's ``cache_salt``.
+    """
+    pool = scheduler.kv_cache_manager.block_pool
+    pool.cached_block_hash_to_block = BlockHashToBlockMap()
+    pool.cached_block_hashes_by_block.clear()
+    for block in pool.blocks:
+        block.reset_hash()
+    for request in scheduler.running:
+        request.cache_salt = f"{request.request_id}/{request.num_tokens}"
+        request.block_hashes.clear()
+        request.update_block_hashes()
+    return True
 
 
 def most_blocks(scheduler: Any, waiting: Iterable[Request]) -> int:

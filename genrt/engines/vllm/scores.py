@@ -22,6 +22,7 @@ from genrt.engines.vllm.requests import FIRST
 from genrt.errors import EngineFailed, EngineUnsupported
 from genrt.questions.scores import ScoreRequest, Wanted, score_entries
 from genrt.tokens.rows import AsyncHostCopy, moved
+from genrt.tokens.sampling import TeacherLogprobs, top_with_tail
 
 
 class Span(NamedTuple):
@@ -44,6 +45,7 @@ class _Score:
     next: int  # the first position that is still missing; ``end`` when all are taken
     wanted: Wanted
     temperature: float
+    top: int
     # Log-probabilities on their way to the host, in order; of whole rows, the first entries.
     parts: list[tuple[AsyncHostCopy, slice]] = field(default_factory=list)
     rows: list[torch.Tensor] = field(default_factory=list)  # on the device, if they are wanted
@@ -71,7 +73,7 @@ class Positions:
         self._at_once = max(1, 2**25 // vocab_size)
         self._device = torch.device("cpu" if runner is None else runner.device)
         self._scores: dict[str, _Score] = {}
-        self.scored_tokens = 0
+        self.scored_tokens = self._numbers = 0
 
     @property
     def are_taken(self) -> bool:
@@ -85,8 +87,8 @@ class Positions:
 
     @property
     def bytes_to_host(self) -> int:
-        """The number of bytes that have moved to the host, 4 for each scored token."""
-        return 0 if self._device.type == "cpu" else 4 * self.scored_tokens
+        """The number of bytes that have moved to the host, 4 for each number of a position."""
+        return 0 if self._device.type == "cpu" else 4 * self._numbers
 
     def begin(self, request_id: str, request: ScoreRequest, lora: LoRARequest | None) -> None:
         """Start the score of a request that is sent to vLLM next."""
@@ -95,8 +97,8 @@ class Positions:
         targets = moved(
             torch.tensor(request.token_ids[request.start :], dtype=torch.int64), self._device
         )
-        first, heat = request.start - 1, request.temperature
-        self._scores[request_id] = _Score(targets, lora, first, first, request.wanted, heat)
+        first, how = request.start - 1, (request.wanted, request.temperature, request.top)
+        self._scores[request_id] = _Score(targets, lora, first, first, *how)
 
     def __bool__(self) -> bool:
         return bool(self._scores)
@@ -107,8 +109,8 @@ class Positions:
     @torch.inference_mode()
     def put(self, hidden_states: torch.Tensor, spans: Iterable[Span]) -> None:
         """Store the wanted positions that a step computed; ignore spans of other requests."""
-        rows_of: list[_ScorePart] = []
-        entries_of: list[_ScorePart] = []
+        # By kind, and by the number of likeliest tokens.
+        groups: dict[tuple[str, int], list[_ScorePart]] = {}
         for span in spans:
             score = self._scores.get(span.request_id)
             if score is None or span.computed > score.next:  # ``take`` reports the gap
@@ -117,13 +119,15 @@ class Positions:
             if end > score.next:
                 start = span.offset - span.computed
                 found = hidden_states[start + score.next : start + end]
-                group = rows_of if score.wanted == "rows" else entries_of
-                group.append(_ScorePart(score, score.next, end, found))
-        if rows_of:
-            rows = _cat([each for _, each in self._rows(rows_of)])
-            self._put(rows_of, AsyncHostCopy(rows[:, 0]), rows)
-        if entries_of:
-            self._put(entries_of, AsyncHostCopy(self._entries(entries_of)))
+                kind: str = score.wanted if score.wanted in ("rows", "top") else "entries"
+                part = _ScorePart(score, score.next, end, found)
+                groups.setdefault((kind, score.top), []).append(part)
+        for (kind, top), group in groups.items():
+            if kind == "rows":
+                rows = _cat([each for _, each in self._rows(group)])
+                self._put(group, AsyncHostCopy(rows[:, 0]), rows)
+            else:
+                self._put(group, AsyncHostCopy(self._entries(group, top)))
 
     def _put(
         self, group: Sequence[_ScorePart], copy: AsyncHostCopy, rows: torch.Tensor | None = None
@@ -136,13 +140,19 @@ class Positions:
             score.parts.append((copy, part))
             score.next, at = end, part.stop
 
-    def _entries(self, group: Sequence[_ScorePart]) -> torch.Tensor:
+    def _entries(self, group: Sequence[_ScorePart], top: int) -> torch.Tensor:
         targets = _cat([s.targets[begin - s.first : end - s.first] for s, begin, end, _ in group])
         greedy = any(each.score.wanted == "greedy" for each in group)
         wants: Wanted = "greedy" if greedy else "logprobs"
         heats = [each.score.temperature for each in group for _ in range(each.begin, each.end)]
         heat = torch.tensor(heats, dtype=torch.float64)
         heated = None if set(heats) == {1.0} else moved(heat, self._device)
+        if top:
+            tops = [
+                top_with_tail(rows, top, None if heated is None else heated[part])
+                for part, rows in self._rows(group)
+            ]
+            return _cat(tops)
         found = [
             score_entries(rows, targets[part], wants, None if heated is None else heated[part])
             for part, rows in self._rows(group)
@@ -178,11 +188,17 @@ class Positions:
                     "vLLM finished a request without showing genrt all positions of its text; this "
                     "version or configuration of vLLM is not supported"
                 )
+            self.scored_tokens += len(score.targets)
+            self._numbers += len(score.targets) * (2 * score.top + 1)
+            if score.wanted == "top":
+                found = torch.cat([copy.result()[part] for copy, part in score.parts])
+                is_finite = not TeacherLogprobs.of(found).logprobs[:, 0].isnan().any()
+                taken[request_id] = found if is_finite else None
+                continue
             parts = [copy.result()[..., part] for copy, part in score.parts]
             if score.wanted != "greedy":  # a greedy score in the same step adds a second row
                 parts = [part if part.ndim == 1 else part[0] for part in parts]
             answer = torch.cat(parts, dim=-1)
-            self.scored_tokens += len(score.targets)
             if bool(answer.isnan().any()):
                 taken[request_id] = None
                 continue

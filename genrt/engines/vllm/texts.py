@@ -13,8 +13,9 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
+import numpy as np
 from vllm import envs
 from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
@@ -25,8 +26,10 @@ from vllm.v1.engine import FinishReason as CoreFinishReason
 from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from genrt.engines.completions import sampling_mask, sets_of
+from genrt.engines.vllm.capture import DrawnSets
 from genrt.engines.vllm.reasoning import NO_PARSER, Reasoning, ReasoningParsers
-from genrt.engines.vllm.requests import PROCESSED, SEED, core_request
+from genrt.engines.vllm.requests import MASKED, PROCESSED, SEED, Masked, core_request
 from genrt.engines.vllm.structures import GuidedStructures
 from genrt.errors import EngineFailed, GenrtError, InvalidRequest, StreamCut
 from genrt.numbers import check_float
@@ -36,19 +39,22 @@ from genrt.questions.completions import (
     CompletionRequest,
     Decoding,
     Delta,
+    DrawnFrom,
     FinishReason,
+    MaskForm,
     NativeRequest,
     SampleRequest,
+    SamplingMask,
     Streamed,
+    TextRequest,
     Told,
+    WeightsSpan,
+    weights_spans,
 )
 from genrt.questions.request import Request, Result
 from genrt.tokens.detokenizing import TextStream, ends_inside_character
 from genrt.tokens.sampling import GREEDY_BELOW
 from genrt.tokens.spellings import Spellings
-
-TextRequest: TypeAlias = SampleRequest | CompletionRequest | NativeRequest
-"""A request that takes a slot of vLLM for many steps."""
 
 READ_EVERY = 16
 """How many tokens of a text the output processor reads at once: it costs more than all other work."""
@@ -96,8 +102,11 @@ class _TextState:
     state: Any  # the output processor's
     most_unread: int  # how many tokens may wait for the output processor
     structure: str | None  # the name of the option that gives it
+    mask_bytes: int  # of a packed set of tokens
     reasoning: Reasoning | None = None
     unread: list[int] = field(default_factory=list)
+    form: MaskForm | None = None  # of the sets of places, if they are wanted and not greedy
+    places: list[DrawnFrom] = field(default_factory=list)
     prefill: Any = None  # vLLM's statistics of the prompt, which come with the first token
     began: float = field(default_factory=time.perf_counter)
     first: float | None = None
@@ -123,6 +132,7 @@ class _TextState:
             split = self.reasoning.end if self.request.streamed else self.reasoning.split
             reasoning, text = split(drawn, text)
         logprobs, top_logprobs = self._logprobs(output.logprobs or (), drawn)
+        spans = self._spans(0, len(drawn))
         return Completion(
             text=text,
             token_ids=drawn,
@@ -134,7 +144,9 @@ class _TextState:
             seconds=now - self.began,
             seconds_to_first_token=(self.first or now) - self.began,
             reasoning=reasoning,
-            weights_version=self.request.weights_version,
+            weights_version=spans[-1].version if spans else self.request.weights_version,
+            weights_spans=spans,
+            sampling_mask=self._mask(drawn),
         )
 
     def progress(self) -> Delta | None:
@@ -154,7 +166,23 @@ class _TextState:
         self.delivered_reasoning += len(reasoning)
         places = self.state.logprobs_processor.logprobs or ()
         logprobs, top = self._logprobs(places[start:], token_ids)
-        return Delta(text, token_ids, logprobs, top, start, text_start, reasoning, reasoning_start)
+        spans = self._spans(start, self.delivered)
+        own = text, token_ids, logprobs, top, start, text_start, reasoning, reasoning_start
+        return Delta(*own, weights_spans=spans, sampling_mask=self._mask(token_ids, start))
+
+    def _spans(self, start: int, end: int) -> tuple[WeightsSpan, ...]:
+        begins = [(int(version), place) for version, place in self.state.weight_version_starts]
+        return weights_spans(begins, start, end)
+
+    def _mask(self, drawn: Sequence[int], start: int = 0) -> SamplingMask | None:
+        """Return the sets of drawn tokens, of which the first is number ``start``."""
+        decoding, places = self.request.decoding, self.places[start : start + len(drawn)]
+        if decoding.sampling_mask is not None and decoding.temperature < GREEDY_BELOW:
+            packed = np.zeros((len(drawn), self.mask_bytes), np.uint8)
+            for row, token in zip(packed, drawn, strict=True):
+                row[token // 8] = 1 << token % 8
+            places = [DrawnFrom(0.0, 0.0, each) for each in sets_of(packed, decoding.sampling_mask)]
+        return sampling_mask(decoding, places)
 
     def _logprobs(
         self, places: Sequence[Any], drawn: Sequence[int]
@@ -238,14 +266,20 @@ class VLLMTexts:
 
     Args:
         slots: how many requests the engine runs at once, rows included.
+        sets: the sets that tokens are drawn from; ``None`` if the sampler is in another process.
         drawn_here: whether the capture draws the tokens, so that it needs the seeds.
 
     Attributes:
         waiting: the texts that wait for a slot, in order.
+        weights_version: labels the tokens that are drawn from now on.
     """
 
-    def __init__(self, llm_engine: LLMEngine, slots: int, *, drawn_here: bool) -> None:
+    def __init__(
+        self, llm_engine: LLMEngine, slots: int, sets: DrawnSets | None, *, drawn_here: bool
+    ) -> None:
         config = llm_engine.vllm_config
+        self._sets = sets
+        self._mask_bytes = 4 * -(-config.model_config.get_vocab_size() // 32)
         self._drawn_here = drawn_here
         self._most = slots - max(1, slots // 9)  # a row never waits for a long text to end
         self._inputs = llm_engine.input_processor
@@ -258,6 +292,7 @@ class VLLMTexts:
         self._structures = GuidedStructures(llm_engine) if self._has_tokenizer else None
         self._spellings = Spellings(self._outputs.tokenizer, config.model_config.get_vocab_size())
         self.waiting: dict[TextRequest, None] = {}
+        self.weights_version = 0
         self._in_progress: dict[str, _TextState] = {}
         self._streamed: dict[TextRequest, str] = {}
 
@@ -288,6 +323,8 @@ class VLLMTexts:
         """Return which option this vLLM does not support, and why."""
         if decoding.split_reasoning and not self._parsers:
             return NO_PARSER
+        if decoding.sampling_mask is not None and self._sets is None:
+            return "sampling_mask needs vLLM's sampler in this process, and it is in a worker"
         name = None if self._has_tokenizer else decoding.of_text
         if name is not None:
             return f"{name} needs a tokenizer, and vLLM was opened with skip_tokenizer_init"
@@ -326,7 +363,10 @@ class VLLMTexts:
         )
         # Texts that begin together are read in different steps.
         most = 0 if at_once else 1 + len(self._in_progress) % (READ_EVERY - 1)
-        self._in_progress[request_id] = kind(request, state, most, structure, reasoning)
+        own = most, structure, self._mask_bytes, reasoning
+        self._in_progress[request_id] = text = kind(request, state, *own)
+        if isinstance(request, CompletionRequest) and MASKED in (params.extra_args or ()):
+            text.form = request.decoding.sampling_mask
         if request.streamed:
             self._streamed[request] = request_id
         return made
@@ -362,6 +402,9 @@ class VLLMTexts:
         extra: dict[str, Any] = (
             {PROCESSED: True} if params.temperature and decoding.returns_processed else {}
         )
+        if params.temperature and decoding.sampling_mask is not None:
+            prompt = len(request.token_ids)
+            extra[MASKED] = Masked(int(request_id), prompt, request.temperature)
         self._draw(params, params.seed, extra)
         self._rule_out(params, decoding.bad_words, has_structure=asked is not None)
         if params.temperature:
@@ -462,6 +505,9 @@ class VLLMTexts:
                 continue
             unread = text.unread
             unread += output.new_token_ids
+            if text.form is not None and self._sets is not None:
+                taken = range(len(text.places), len(text.places) + len(output.new_token_ids))
+                text.places += self._sets.take(int(output.request_id), taken, text.form)
             if text.first is None and unread:
                 text.first = now
             if output.prefill_stats is not None:
@@ -483,7 +529,8 @@ class VLLMTexts:
     ) -> list[str]:
         """Let vLLM's output processor read these outputs; add the texts that end to ``ended``, and return
         the ids of requests that vLLM must abort."""
-        processed = self._outputs.process_outputs(outputs)
+        label = str(self.weights_version)
+        processed = self._outputs.process_outputs(outputs, weight_version=label)
         over: list[str] = processed.reqs_to_abort
         for made in processed.request_outputs:
             request_id = made.request_id
@@ -509,14 +556,24 @@ class VLLMTexts:
     def progress(self, streamed: Sequence[Streamed]) -> list[Told | None]:
         """Return the part of each text that was drawn since the last call, if any."""
         ids = [self._streamed.get(request, "") for request in streamed]
+        self._read_unread(ids)
         texts = [self._in_progress.get(request_id) for request_id in ids]
+        return [None if text is None else text.progress() for text in texts]
+
+    def set_version(self, version: int) -> None:
+        """Label the tokens that are drawn from now on."""
+        self._read_unread([*self._in_progress])
+        self.weights_version = version
+
+    def _read_unread(self, request_ids: Sequence[str]) -> None:
+        """Let vLLM's output processor read all tokens of these texts."""
+        texts = [(each, self._in_progress.get(each)) for each in request_ids]
         unread = [
             text.with_unread(EngineCoreOutput(request_id=request_id, new_token_ids=[]))
-            for request_id, text in zip(ids, texts, strict=True)
+            for request_id, text in texts
             if text is not None and text.unread
         ]
         self._read(unread, [], time.perf_counter())
-        return [None if text is None else text.progress() for text in texts]
 
     def forget(self, request_ids: Collection[str]) -> None:
         """Forget texts that have ended or were aborted; ignore other requests."""
@@ -525,6 +582,8 @@ class VLLMTexts:
             request = self._in_progress.pop(request_id).request
             if request.streamed:
                 self._streamed.pop(request, None)
+        if self._sets is not None:
+            self._sets.forget(map(int, known))
         self._outputs.abort_requests(known, internal=True)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,16 +25,28 @@ from genrt.engines.vllm.requests import as_genrt_error
 from genrt.engines.weights import Layout, NamedTensors, SleepingPart, layout_of, weight_files
 from genrt.errors import EngineFailed, EngineUnsupported, InvalidWeights
 
+HELD = "vLLM holds results of its weights, and so keeps them"
+
+
+class Residency(Protocol):
+    """The parts of an engine that hold results of its weights."""
+
+    def forget_residents(self) -> bool: ...
+
+    def forget_beside_texts(self, keeps_kv: bool) -> bool: ...
+
+    def label_texts(self, version: int) -> None: ...
+
 
 class VLLMWeights:
-    """The weights in the workers of one engine. ``forget`` makes vLLM forget all sequences and blocks,
-    and returns whether it did. ``renew`` is called after vLLM has dropped all adapters."""
+    """The weights in the workers of one engine, whose results ``residency`` holds. ``renew`` is called
+    after vLLM has dropped all adapters."""
 
     def __init__(
         self,
         llm_engine: LLMEngine,
         own: Globals,
-        forget: Callable[[], bool],
+        residency: Residency,
         renew: Callable[[], None],
     ) -> None:
         self._call: Callable[..., list[Any]] = llm_engine.collective_rpc
@@ -42,7 +54,7 @@ class VLLMWeights:
         self._executor = llm_engine.model_executor
         self._is_here = isinstance(self._executor, UniProcExecutor)
         self._globals = own
-        self._forget, self._renew = forget, renew
+        self._residency, self._renew = residency, renew
         self._places: list[Any] | None = None  # the parameters' addresses, while weights are loaded
         self._loaded: set[str] = set()
         self._is_sent = False  # a trainer sends the weights; vLLM starts and ends the loading
@@ -112,8 +124,17 @@ class VLLMWeights:
 
     def begin(self) -> None:
         """Make vLLM forget all sequences and blocks. Raises EngineFailed if it does not."""
-        if not self._forget():
-            raise EngineFailed("vLLM holds what its weights have computed, and so keeps them")
+        if not self._residency.forget_residents():
+            raise EngineFailed(HELD)
+
+    def begin_beside_texts(self, keeps_kv: bool) -> None:
+        """Begin as ``begin``, but keep the texts in progress."""
+        if not self._residency.forget_beside_texts(keeps_kv):
+            raise EngineFailed(HELD)
+
+    def set_version(self, version: int) -> None:
+        """Label the tokens of texts that are drawn from now on."""
+        self._residency.label_texts(version)
 
     def load(self, tensors: NamedTensors) -> None:
         """Load tensors from any device. The caller may change them afterwards."""

@@ -208,10 +208,12 @@ def test_v2s_own_sampler_tells_each_row_what_its_request_wants(
     from vllm.v1.worker.gpu.sample import sampler as module
 
     from genrt.engines.vllm.capture import ProcessedLogprobsV2
+    from genrt.engines.vllm.requests import Masked
 
     capture, heat, top_k = v2(), torch.tensor([0.5, 2.0, 0.7]), torch.tensor([2, VOCAB, 3])
     for slot, processed in enumerate((True, False, True)):
-        capture.add_request(slot, params(PROCESSED=processed))
+        masked = None if slot == 0 else Masked(70 + slot, 10, float(heat[slot]))
+        capture.add_request(slot, params(PROCESSED=processed, MASKED=masked))
     modes: list[bool] = []
 
     def scores(
@@ -248,10 +250,10 @@ def test_v2s_own_sampler_tells_each_row_what_its_request_wants(
         ),
         "req_states": SimpleNamespace(prefill_len=SimpleNamespace(gpu=None)),
     }
-    ProcessedLogprobsV2(sampler, capture.processed_rows)
+    ProcessedLogprobsV2(sampler, capture)
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(2)).bfloat16()
 
-    def told(*slots: int) -> list[float]:
+    def told(*slots: int, length: int = 0) -> list[float]:
         rows = torch.tensor(slots)
         batch = SimpleNamespace(
             expanded_idx_mapping=rows,
@@ -264,7 +266,8 @@ def test_v2s_own_sampler_tells_each_row_what_its_request_wants(
             input_ids=rows,
             logits_indices=torch.arange(len(slots)),
             seq_lens=rows,
-            seq_lens_cpu_upper_bound=rows,
+            # Padded, as a captured graph has it; a place below 0 is of a prompt's first part.
+            seq_lens_cpu_upper_bound=torch.tensor([length] * len(slots) + [0]),
             num_reqs=len(slots),
         )
         return list(sampler(logits[rows], batch).logprobs_tensors[:, 0].tolist())
@@ -277,5 +280,19 @@ def test_v2s_own_sampler_tells_each_row_what_its_request_wants(
     for slots in ((0, 1, 2), (2, 1), (1,), (1, 0)):
         assert told(*slots) == pytest.approx([expected[slot] for slot in slots], abs=1e-5)
     assert modes == [False] * 4
+    assert len(capture.sets) == 0
+    assert told(2, 0, 1, length=12) == pytest.approx(
+        [expected[each] for each in (2, 0, 1)], abs=1e-5
+    )
+    assert told(1, length=13) == pytest.approx([expected[1]], abs=1e-5)
+    for slot, places in ((2, range(2, 3)), (1, range(2, 4))):
+        for found in capture.sets.take(70 + slot, places, "ids"):
+            ids, row = np.frombuffer(found.tokens, np.int32), logits[slot].float() / heat[slot]
+            assert ids.tolist() == sorted(row.topk(int(top_k[slot])).indices.tolist())
+            of_set = row[torch.from_numpy(ids.copy()).long()].logsumexp(-1)
+            assert found.logprob == pytest.approx(float(row.max() - of_set), abs=1e-5)
+            assert found.log_mass == pytest.approx(float(of_set - row.logsumexp(-1)), abs=1e-5)
+    capture.sets.forget([71, 72])
+    assert len(capture.sets) == 0
     capture.add_request(2, params())  # the slot is another request's now
     assert told(2) == pytest.approx([float(raw[2].max())], abs=1e-5)

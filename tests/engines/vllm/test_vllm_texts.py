@@ -351,7 +351,7 @@ def test_every_field_of_vllms_sampling_parameters_is_an_option_or_refused() -> N
     from vllm import SamplingParams
 
     theirs = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")}
-    own = {"structure", "logprobs_mode", "split_reasoning", "is_chat", "template"}
+    own = {"structure", "logprobs_mode", "sampling_mask", "split_reasoning", "is_chat", "template"}
     ours = {field.name for field in dataclasses.fields(Decoding)} - own | {"seed"}
     assert theirs == ours | {*REFUSED.split()}
     assert not ours & {*REFUSED.split()}
@@ -401,9 +401,9 @@ async def test_a_text_is_the_same_however_its_tokens_are_read(
     """Many at once; a stream's as it is told; one by one where a stop string may come."""
     read, process = list[str](), OutputProcessor.process_outputs
 
-    def counted(self: OutputProcessor, several: Any) -> Any:
+    def counted(self: OutputProcessor, several: Any, **named: Any) -> Any:
         read.extend(output.request_id for output in several)
-        return process(self, several)
+        return process(self, several, **named)
 
     monkeypatch.setattr(OutputProcessor, "process_outputs", counted)
 

@@ -116,6 +116,70 @@ async def test_new_weights_are_as_if_they_had_been_loaded(
     lm.cool_down()
 
 
+TEXTS: Any = {"max_tokens": 60, "ignore_eos": True, "logprobs": 2}
+
+
+@pytest.mark.parametrize("kv_cache", ["recompute", "keep"])
+async def test_texts_go_on_with_new_weights(
+    runtimes: dict[Path, AsyncLM], lm: AsyncLM, llama: Path, other: Path, kv_cache: Any
+) -> None:
+    """With its KV cache computed again, each token has its version's log-probability, given all tokens
+    before it. Later questions never find blocks of the old weights."""
+    await lm.update_weights(llama)
+    paths = {lm.weights_version: llama}
+    streams = [lm.stream(each, seed=n, **TEXTS) for n, each in enumerate(CONTEXTS)]
+    for stream in streams:
+        await anext(stream)
+    unread = {**TEXTS, "logprobs": None}  # vLLM's output processor reads many tokens at once
+    rest, plain = (
+        asyncio.ensure_future(lm.batch_generate(CONTEXTS, seed=9, **each))
+        for each in (TEXTS, unread)
+    )
+    population, context = lm.population(CONTEXTS[3], 3), lm.context(CONTEXTS[2])
+    for path in (other, llama, other):
+        drawn, of_context = await asyncio.gather(population.draw(), context.draw())
+        population.append(drawn.token_ids)
+        context.append(of_context.token_id)
+        version = await lm.update_weights(path, pending="continue", kv_cache=kv_cache)
+        paths[version] = path
+        for stream in streams:
+            await anext(stream)
+        read = [[*stream.partial.prompt_token_ids, *stream.partial.token_ids] for stream in streams]
+        asked = [each[: len(each) // 16 * 16 + 1] for each in read]  # after whole blocks
+        rows = await lm.batch_next_token_logprobs(asked)
+        if path == other:
+            wanted = await runtimes[other].batch_next_token_logprobs(asked)
+            assert torch.allclose(rows, wanted, atol=1e-3)
+            wanted = await runtimes[other].batch_next_token_logprobs([*population])
+            assert torch.allclose(await population.logprobs(), wanted, atol=1e-3)
+            row = await runtimes[other].next_token_logprobs(context.token_ids)
+            assert torch.allclose(await context.logprobs(), row, atol=1e-3)
+    texts = await rest
+    assert [each.weights_spans for each in await plain] == [each.weights_spans for each in texts]
+    for stream in streams:
+        async for _ in stream:
+            pass
+        assert stream.completion is not None
+        texts.append(stream.completion)
+    read = [[*each.prompt_token_ids, *each.token_ids] for each in texts]
+    asked = [each[: len(each) // 16 * 16 + 1] for each in read]
+    rows = await lm.batch_next_token_logprobs(asked)
+    wanted = await runtimes[other].batch_next_token_logprobs(asked)
+    assert torch.allclose(rows, wanted, atol=1e-3)
+    await lm.update_weights(llama)
+    spans = [span for text in texts for span in text.weights_spans]
+    assert len({each.version for each in spans}) > 2
+    scorers = {path: runtimes[path] for path in (llama, other)}
+    for text in texts:
+        assert [place for _, *span in text.weights_spans for place in range(*span)] == [*range(60)]
+        given, drawn_ids = text.prompt_token_ids, text.token_ids
+        scores = {path: await each.score(given, drawn_ids) for path, each in scorers.items()}
+        for version, start, end in text.weights_spans:
+            if kv_cache == "recompute" or start == 0:
+                wanted = scores[paths[version]][start:end]
+                assert torch.allclose(torch.tensor(text.logprobs[start:end]), wanted, atol=1e-3)
+
+
 async def test_an_output_head_that_is_tied_has_the_new_weights(tmp_path: Path) -> None:
     """With vLLM's copies of it for the CPU."""
     paths = [make_llama(tmp_path / f"tied{seed}", seed=seed, tied=True) for seed in (1, 2)]
