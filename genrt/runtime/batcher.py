@@ -862,11 +862,6 @@ class Batcher:
         """True if every question from before the barriers has ended."""
         return not self._entries
 
-    @property
-    def is_flying(self) -> bool:
-        """True if a request is in flight. For the engine's thread."""
-        return bool(self._flight)
-
     def _has_drained(self, barrier: Barrier) -> bool:
         if barrier.pending != "continue":
             return self.is_drained

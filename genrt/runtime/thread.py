@@ -395,8 +395,8 @@ class EngineThread:
             else:
                 self._run(answering, call)
         batcher = self._batcher
-        seconds: float | None = math.inf  # texts in flight go on after an owner's last call
-        if lifecycle.owner is None or not batcher.is_flying:
+        seconds: float | None = math.inf  # texts go on after an owner's last call
+        if lifecycle.owner is None or batcher.is_drained:
             seconds = batcher.seconds_until_due()
         if seconds == 0.0:
             batcher.turn(answering)

@@ -70,7 +70,7 @@ cancel, since = Batcher.cancel, Flow._since
 flush, extensions = contexts._Flush, contexts._extensions
 
 OF_UPDATES: dict[str, tuple[Any, str, Any]] = {
-    "texts are drawn in the middle of an update": (Batcher, "is_flying", False),
+    "texts are drawn in the middle of an update": (Batcher, "is_drained", True),
     "rows are computed after an update that did not wait": (
         Batcher,
         "_has_drained",
