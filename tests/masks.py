@@ -36,7 +36,7 @@ def support(row: np.ndarray, options: Mapping[str, Any]) -> tuple[set[int], set[
     law /= law.sum()
     found = []
     for slack in (-NEAR, NEAR):
-        kept = law > 0
+        kept = row > -math.inf  # ``law`` is 0 where float64 ends
         if floor := options.get("min_p", 0.0):
             kept &= law >= floor * law.max() * (1 - slack)
             kept[law.argmax()] = True

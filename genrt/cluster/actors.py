@@ -211,14 +211,18 @@ def _local_node(folder: str, workers: int) -> Any:
 @contextlib.contextmanager
 def _own_environment() -> Iterator[None]:
     """Restore the environment variables that Ray sets meanwhile."""
-    before = dict(os.environ)
+
+    def rays() -> dict[str, str]:
+        own = {name: each for name, each in os.environ.items() if name.startswith("RAY_")}
+        return own | {k: v for k, v in os.environ.items() if k == "PYTHONBREAKPOINT"}
+
+    before = rays()
     try:
         yield
     finally:
-        for name in [*os.environ]:
-            if name.startswith("RAY_") or name == "PYTHONBREAKPOINT":
-                del os.environ[name]
-                os.environ.update({name: before[name]} if name in before else {})
+        for name in rays():
+            del os.environ[name]
+        os.environ.update(before)
 
 
 @contextlib.contextmanager

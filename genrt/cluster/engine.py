@@ -53,7 +53,14 @@ from genrt.errors import (
     OutOfMemory,
 )
 from genrt.questions.arguments import Adapter
-from genrt.questions.completions import Decoding, Delta, NativeRequest, Streamed, Told
+from genrt.questions.completions import (
+    Decoding,
+    Delta,
+    NativeRequest,
+    Streamed,
+    Told,
+    weights_spans,
+)
 from genrt.questions.draws import DrawToken, PopulationDraw
 from genrt.questions.reads import Candidates, TopTokens
 from genrt.questions.request import Request
@@ -612,6 +619,12 @@ def joined_parts(told: deque[Told] | None) -> Told | None:
     first, last = parts[0], parts[-1]
     if not isinstance(first, Delta):
         return tuple(output for each in parts for output in each)
+    begins: dict[int, int] = {}  # the first token of each version of the weights
+    for version, start, _ in (span for each in parts for span in each.weights_spans):
+        begins.setdefault(version, start)
+    mask, end = last.sampling_mask, last.start + len(last.token_ids)
+    if mask is not None:
+        mask = replace(mask, places=sum((each.sampling_mask.places for each in parts), ()))
     joined: Delta = replace(
         last,
         text="".join(each.text for each in parts),
@@ -622,5 +635,7 @@ def joined_parts(told: deque[Told] | None) -> Told | None:
         start=first.start,
         text_start=first.text_start,
         reasoning_start=first.reasoning_start,
+        weights_spans=weights_spans([*begins.items()], first.start, end),
+        sampling_mask=mask,
     )
     return joined

@@ -78,7 +78,7 @@ class NemoGeneration:
         **options: Any,
     ) -> None:
         self._client = WeightSyncClient(lm)
-        given = cast("RolloutOptions", _options_of(config, lm.max_model_len) | options)
+        given = cast("RolloutOptions", _rollout_options(config, lm.max_model_len) | options)
         # ``colocated``: this object knows whether the engine sleeps.
         self._policy = PolicyGeneration(lm, colocated=True, **given)
         self._lm, self._pad_value = lm, given["pad_value"]
@@ -261,7 +261,7 @@ class NemoGeneration:
         return self._lm.update_weights_sync(source)
 
 
-def _options_of(config: Any, max_model_len: int) -> dict[str, Any]:
+def _rollout_options(config: Any, max_model_len: int) -> dict[str, Any]:
     """Return the options of ``rollout`` for a configuration. Raises InvalidRequest."""
     if not isinstance(config, Mapping):
         raise InvalidRequest(f"config must be a mapping, got {shown(config)}")

@@ -25,6 +25,7 @@ from genrt.questions.reads import (
 from genrt.questions.request import Request
 from genrt.questions.rows import Limits, LogprobsRequest, check_length, id_words
 from genrt.questions.sequences import Contexts
+from genrt.tokens.encoding import shared_length
 from genrt.tokens.rows import log_sums
 from genrt.tokens.sampling import GREEDY_BELOW, TeacherLogprobs, top_with_tail
 
@@ -271,7 +272,7 @@ class TeacherRequests:
         before, known = -1, array("I")
         for number in sorted(range(len(self._texts)), key=lambda n: self._texts[n].tolist()):
             words = self._texts[number]
-            first = max(start, _common(words, known) + 1)
+            first = max(start, shared_length([words, known]) + 1)
             # The rows before the tokens of a text with one more token, which is not read.
             packed, count = words.tobytes() + bytes(TOKEN_BYTES), len(self.requests)
             score = ScoreRequest(packed, first, adapter, 0, "top", heat, top)
@@ -289,12 +290,6 @@ class TeacherRequests:
             parts = [each.view(-1, 2 * self._top + 1) for each in islice(found, count)]
             whole[number] = torch.cat([*([whole[before][:common]] if common else []), *parts])
         return [TeacherLogprobs.of(whole[number]) for number in range(len(self._texts))]
-
-
-def _common(words: array[int], others: array[int]) -> int:
-    """Return the number of tokens with which both texts begin."""
-    pairs = enumerate(zip(words, others, strict=False))
-    return next((n for n, (one, other) in pairs if one != other), min(len(words), len(others)))
 
 
 def greedy_requests(

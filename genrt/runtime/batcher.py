@@ -839,9 +839,6 @@ class Batcher:
         with self.lock:
             if weights_version is not None:
                 self.weights_version = weights_version
-                for entry in self._flight:
-                    if entry.flow is not None:
-                        entry.flow.weights_version = weights_version
                 begun = [w for w in self._in_line() if w.flow is not None and w.flow.is_delivered]
                 cut = [(waiter, StreamCut(CUT)) for waiter in begun]
                 for waiter in begun:

@@ -121,10 +121,9 @@ class WeightUpdates:
         self.check_awake()
         given = _weights_source(source)
         chunks = _chunks(given)
-        layout = await self.called(lambda answering: weights_of(answering.engine).layout())
+        weights = continuing_weights if pending == "continue" else weights_of
+        layout = await self.called(lambda answering: weights(answering.engine).layout())
         update = Update(self, pending, layout, kv_cache=kv_cache, finite=check_finite)
-        if pending == "continue":
-            await self.called(lambda answering: continuing_weights(answering.engine))
         known, are_all = [], True  # the chunks that can be checked before anything changes
         async for chunk, is_last in chunks:
             known.append(chunk)

@@ -256,7 +256,7 @@ def encode_shared(tokenizer: Any, text: str) -> list[int]:
     for more in FOLLOWING:
         with contextlib.suppress(InvalidRequest):  # a tokenizer may lack these characters
             longer.append(encode_prompt(tokenizer, f"{text}{more}"))
-    return _common([token_ids, *longer]) or token_ids
+    return token_ids[: shared_length([token_ids, *longer])] or token_ids
 
 
 def encode_shared_turns(
@@ -274,18 +274,17 @@ def encode_shared_turns(
     role = "assistant" if answers else "user"
     turns = [[*messages, {"role": role, "content": each}] for each in FOLLOWING]
     turns += [list(messages)] if answers else []  # ends with the start of the answer
-    shared = _common(
-        [
-            encode_chat(
-                tokenizer,
-                turn,
-                add_generation_prompt=turn[-1]["role"] != "assistant",
-                tools=tools,
-                chat_template_kwargs=chat_template_kwargs,
-            )
-            for turn in turns
-        ]
-    )
+    chats = [
+        encode_chat(
+            tokenizer,
+            turn,
+            add_generation_prompt=turn[-1]["role"] != "assistant",
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        for turn in turns
+    ]
+    shared = chats[0][: shared_length(chats)]
     if not shared:
         raise InvalidRequest(
             "chats that begin with these messages share no tokens: the template puts what comes later "
@@ -294,14 +293,14 @@ def encode_shared_turns(
     return shared
 
 
-def _common(sequences: Sequence[list[int]]) -> list[int]:
-    """Return the longest common prefix of these sequences."""
+def shared_length(sequences: Sequence[Sequence[int]]) -> int:
+    """Return the number of tokens with which all of these sequences begin."""
     first, *others = sequences
     length = min(map(len, sequences))
     for other in others:
         differ = (n for n in range(length) if first[n] != other[n])
         length = next(differ, length)
-    return first[:length]
+    return length
 
 
 def check_messages(messages: object) -> None:

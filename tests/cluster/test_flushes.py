@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import pickle
+from collections import deque
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from genrt.cluster import flushes
+from genrt.cluster.engine import joined_parts
 from genrt.cluster.flushes import (
     Answers,
     FarSequences,
@@ -139,6 +141,40 @@ def test_answers_come_out_equal_whatever_their_kind() -> None:
             assert mine == result
         if isinstance(result, Draw | BatchDraw | Completion):
             assert mine.weights_version == request.weights_version
+
+
+def test_parts_of_a_stream_are_joined_with_everything_they_have() -> None:
+    mask = SamplingMask("ids", tuple(DrawnFrom(-n / 4, -n, bytes([n])) for n in range(4)))
+    spans = weights_spans([(2, 0), (3, 5)], 3, 7)
+    end: Any = {"finish_reason": "stop", "stop_reason": 9}
+    tops = tuple({n: -n / 2} for n in range(4))
+    whole = Delta("abcd", (6, 7, 8, 9), (-0.5, -1.0, -1.5, -2.0), tops, 3, 4, "rs", 5)
+    whole = replace(whole, **end, weights_spans=spans, sampling_mask=mask)
+    parts = deque[Any]()
+    for start, until, reasoning in ((0, 1, "r"), (1, 3, ""), (3, 4, "s")):
+        part = slice(start, until)
+        last = end if until == 4 else {}
+        parts.append(
+            Delta(
+                whole.text[part],
+                whole.token_ids[part],
+                whole.logprobs[part],
+                tops[part],
+                3 + start,
+                4 + start,
+                reasoning,
+                5 + (start > 0),
+                weights_spans=weights_spans([(2, 0), (3, 5)], 3 + start, 3 + until),
+                sampling_mask=replace(mask, places=mask.places[part]),
+                **last,
+            )
+        )
+    assert joined_parts(parts) == whole
+    assert not parts
+    assert {field.name for field in fields(Delta)} == {
+        *("text", "token_ids", "logprobs", "top_logprobs", "start", "text_start", "reasoning"),
+        *("reasoning_start", "finish_reason", "stop_reason", "weights_spans", "sampling_mask"),
+    }
 
 
 class Hop:

@@ -24,6 +24,7 @@ from genrt.questions.completions import (
 from genrt.questions.rows import LogprobsRequest
 from tests.inside import engine_of
 from tests.scripted import ScriptedEngine
+from tests.waiting import until
 
 MODELS = [NGram.random(11, order=2, seed=seed, eos_token_id=0) for seed in range(3)]
 PROMPT = [3, 1]
@@ -175,9 +176,10 @@ async def test_a_text_that_is_cancelled_during_an_update_ends(lm: AsyncLM) -> No
         asyncio.ensure_future(lm.generate(PROMPT, max_tokens=900, ignore_eos=True, seed=each))
         for each in range(3)
     ]
-    await asyncio.sleep(0)
+    await until(lambda: lm.statistics().engine.sampled_tokens, lm)
 
     async def chunks() -> AsyncIterator[Any]:
+        yield {}  # the next one is read in the middle of the update
         texts[0].cancel()
         await asyncio.sleep(0)
         yield {"table": MODELS[1].table}

@@ -538,18 +538,22 @@ class VLLMEngine:
         blocks, which no other request may use; return whether vLLM did."""
         if not all(isinstance(each, TextRequest) for each in self._in_progress.values()):
             return False
-        with self._globals:
-            while self._steps.is_ahead:
-                self._ended += self._collect(self._steps.run(only_texts=False))
+        try:
+            with self._globals:
+                while self._steps.is_ahead:
+                    self._ended += self._collect(self._steps.run(only_texts=False))
+        except Exception as error:  # texts of the step have no next token
+            raise EngineDied(f"the step before new weights failed: {error}") from error
         self._populations.clear()
         if self._open is not None:
             self._open.steps.discard()
             self._abort(self._open.residents.request_ids())
         self.prefixes.give_up()
         with self._globals:
-            if keeps_kv:
-                return keep_blocks_apart(self._core.engine_core.scheduler)
-            return bool(self._core.reset_prefix_cache(reset_running_requests=True))
+            if not keeps_kv:
+                return bool(self._core.reset_prefix_cache(reset_running_requests=True))
+            keep_blocks_apart(self._core.engine_core.scheduler)
+        return True
 
     def label_texts(self, version: int) -> None:
         """Label the tokens of texts that are drawn from now on."""

@@ -409,9 +409,8 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         self._evicted.append(request_id)
 
 
-def keep_blocks_apart(scheduler: Any) -> bool:
-    """Let running requests keep blocks that other weights computed, and no other request find them;
-    return true.
+def keep_blocks_apart(scheduler: Any) -> None:
+    """Let running requests keep blocks that other weights computed, and no other request find them.
 
     The hashes of their tokens get a salt of their own, as with vLLM's ``cache_salt``.
     """
@@ -424,7 +423,6 @@ def keep_blocks_apart(scheduler: Any) -> bool:
         request.cache_salt = f"{request.request_id}/{request.num_tokens}"
         request.block_hashes.clear()
         request.update_block_hashes()
-    return True
 
 
 def most_blocks(scheduler: Any, waiting: Iterable[Request]) -> int:

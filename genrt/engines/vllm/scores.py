@@ -141,9 +141,6 @@ class Positions:
             score.next, at = end, part.stop
 
     def _entries(self, group: Sequence[_ScorePart], top: int) -> torch.Tensor:
-        targets = _cat([s.targets[begin - s.first : end - s.first] for s, begin, end, _ in group])
-        greedy = any(each.score.wanted == "greedy" for each in group)
-        wants: Wanted = "greedy" if greedy else "logprobs"
         heats = [each.score.temperature for each in group for _ in range(each.begin, each.end)]
         heat = torch.tensor(heats, dtype=torch.float64)
         heated = None if set(heats) == {1.0} else moved(heat, self._device)
@@ -153,6 +150,9 @@ class Positions:
                 for part, rows in self._rows(group)
             ]
             return _cat(tops)
+        targets = _cat([s.targets[begin - s.first : end - s.first] for s, begin, end, _ in group])
+        greedy = any(each.score.wanted == "greedy" for each in group)
+        wants: Wanted = "greedy" if greedy else "logprobs"
         found = [
             score_entries(rows, targets[part], wants, None if heated is None else heated[part])
             for part, rows in self._rows(group)

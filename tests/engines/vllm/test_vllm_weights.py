@@ -14,12 +14,15 @@ from safetensors.torch import load_file
 from vllm.v1.engine.core_client import InprocClient
 
 import genrt
-from genrt.errors import EngineFailed, EngineUnsupported, InvalidWeights
+from genrt.engines.vllm import opening
+from genrt.engines.vllm.steps import CoreSteps
+from genrt.errors import EngineDied, EngineFailed, EngineUnsupported, InvalidWeights
 from genrt.inference import SMC, TextModel
 from genrt.lm import AsyncLM
 from tests.engines.vllm.small import runner_of
 from tests.inside import engine_of
 from tests.small_models import make_llama
+from tests.waiting import until
 
 pytestmark = pytest.mark.vllm
 
@@ -178,6 +181,57 @@ async def test_texts_go_on_with_new_weights(
             if kv_cache == "recompute" or start == 0:
                 wanted = scores[paths[version]][start:end]
                 assert torch.allclose(torch.tensor(text.logprobs[start:end]), wanted, atol=1e-3)
+
+
+async def test_updates_beside_steps_that_are_scheduled_ahead(
+    llama: Path, other: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runner V2's way, by runner V1 (see test_vllm_texts): the step under way keeps its token and its
+    label. If it fails, the engine ends, and its texts begin again in the next one."""
+    monkeypatch.setattr(opening, "can_be_ahead", lambda _: True)
+    with pytest.warns(RuntimeWarning, match="resident sequences are off"):
+        lm = await genrt.aload(llama, engine_options={"max_num_seqs": 8}, restart="auto")
+    under_way = []
+    finished = CoreSteps._finished
+
+    def noted(self: CoreSteps, scheduler: Any) -> Any:
+        under_way.append(scheduler)
+        return finished(self, scheduler)
+
+    monkeypatch.setattr(CoreSteps, "_finished", noted)
+    async with lm:
+        greedy = TEXTS | {"temperature": 0.0}
+        drawing = asyncio.ensure_future(lm.batch_generate(CONTEXTS, **greedy))
+        for path in (other, llama, other):
+            steps = lm.statistics().engine.steps
+            await until(lambda steps=steps: lm.statistics().engine.steps > steps + 8, lm)
+            await lm.update_weights(path, pending="continue")
+        texts = await drawing
+        assert len(under_way) >= 3
+        assert {len(each.weights_spans) for each in texts} == {4}
+        for number, path in enumerate((llama, other)):
+            await lm.update_weights(path)
+            for text in texts:
+                scores = await lm.score(text.prompt_token_ids, text.token_ids)
+                for version, start, end in text.weights_spans:
+                    if version % 2 == number:
+                        found = torch.tensor(text.logprobs[start:end])
+                        assert torch.allclose(found, scores[start:end], atol=1e-3)
+
+        def fail(self: CoreSteps, scheduler: Any) -> Any:
+            raise RuntimeError("the device is gone")
+
+        version, before = lm.weights_version, engine_of(lm)
+        text = asyncio.ensure_future(lm.generate(CONTEXTS[1], **greedy))
+        steps = lm.statistics().engine.steps
+        await until(lambda: lm.statistics().engine.steps > steps + 8, lm)
+        monkeypatch.undo()
+        with monkeypatch.context() as failing:
+            failing.setattr(CoreSteps, "_finished", fail)
+            with pytest.raises(EngineDied, match="the device is gone"):
+                await lm.update_weights(llama, pending="continue")
+        assert [each.version for each in (await text).weights_spans] == [version]
+        assert engine_of(lm) is not before
 
 
 async def test_an_output_head_that_is_tied_has_the_new_weights(tmp_path: Path) -> None:
