@@ -183,6 +183,11 @@ async def test_texts_go_on_with_new_weights(
                 assert torch.allclose(torch.tensor(text.logprobs[start:end]), wanted, atol=1e-3)
 
 
+async def some_steps(lm: AsyncLM) -> None:
+    steps = lm.statistics().engine.steps
+    await until(lambda: lm.statistics().engine.steps > steps + 8, lm)
+
+
 async def test_updates_beside_steps_that_are_scheduled_ahead(
     llama: Path, other: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,8 +208,7 @@ async def test_updates_beside_steps_that_are_scheduled_ahead(
         greedy = TEXTS | {"temperature": 0.0}
         drawing = asyncio.ensure_future(lm.batch_generate(CONTEXTS, **greedy))
         for path in (other, llama, other):
-            steps = lm.statistics().engine.steps
-            await until(lambda steps=steps: lm.statistics().engine.steps > steps + 8, lm)
+            await some_steps(lm)
             await lm.update_weights(path, pending="continue")
         texts = await drawing
         assert len(under_way) >= 3
@@ -222,15 +226,14 @@ async def test_updates_beside_steps_that_are_scheduled_ahead(
             raise RuntimeError("the device is gone")
 
         version, before = lm.weights_version, engine_of(lm)
-        text = asyncio.ensure_future(lm.generate(CONTEXTS[1], **greedy))
-        steps = lm.statistics().engine.steps
-        await until(lambda: lm.statistics().engine.steps > steps + 8, lm)
+        again = asyncio.ensure_future(lm.generate(CONTEXTS[1], **greedy))
+        await some_steps(lm)
         monkeypatch.undo()
         with monkeypatch.context() as failing:
             failing.setattr(CoreSteps, "_finished", fail)
             with pytest.raises(EngineDied, match="the device is gone"):
                 await lm.update_weights(llama, pending="continue")
-        assert [each.version for each in (await text).weights_spans] == [version]
+        assert [each.version for each in (await again).weights_spans] == [version]
         assert engine_of(lm) is not before
 
 
