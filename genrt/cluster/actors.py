@@ -130,7 +130,9 @@ class RayConnection:
         target = tempfile.mkdtemp(prefix="genrt-")
         (folder.path / "link").symlink_to(target)
         with _on_loopback(ray):
-            node = _local_node(target, replicas)
+            # Bound and not listening, it keeps the port for the agent, which may bind it as well.
+            reserved = self._opened.enter_context(socket.socket())
+            node = _local_node(target, replicas, reserved)
             self._opened.callback(node.kill_all_processes, check_alive=False, allow_graceful=True)
             self._opened.callback(ray.shutdown)
             ray.init(node.address, _node_ip_address="127.0.0.1", **quiet)
@@ -185,13 +187,11 @@ def node_kind() -> Any:
     return BareNode
 
 
-def _local_node(folder: str, workers: int) -> Any:
+def _local_node(folder: str, workers: int, reserved: socket.socket) -> Any:
     """Start the processes of a Ray on this host: its store of states, its scheduler, and so many workers.
-    ``ray.init`` starts its dashboard, autoscaler and log monitor as well."""
+    ``reserved`` keeps a port. ``ray.init`` starts its dashboard, autoscaler and log monitor as well."""
     from ray._private.parameter import RayParams
 
-    # Bound and not listening, it keeps the port for the agent, which may bind it as well.
-    reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reserved.bind(("127.0.0.1", 0))
     parameters = RayParams(
@@ -203,9 +203,7 @@ def _local_node(folder: str, workers: int) -> Any:
         no_monitor=True,
         include_log_monitor=False,
     )
-    node = node_kind()(parameters, head=True, shutdown_at_exit=False)
-    node.reserved = reserved
-    return node
+    return node_kind()(parameters, head=True, shutdown_at_exit=False)
 
 
 @contextlib.contextmanager

@@ -139,7 +139,7 @@ class FakeRay(SimpleNamespace):
     def is_initialized(self) -> bool:
         return bool(self.connected)
 
-    def start_node(self, folder: str, workers: int) -> FakeNode:
+    def start_node(self, folder: str, workers: int, reserved: Any) -> FakeNode:
         self.calls.append("started")
         self.on_hosts.append(self._private.ray_constants.ENABLE_RAY_CLUSTER)
         os.environ.update(RAY_AUTH_MODE="token", PYTHONBREAKPOINT="ray's")
