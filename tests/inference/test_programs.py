@@ -24,7 +24,7 @@ import genrt
 from genrt.constraints import predicate, regex
 from genrt.constraints.protocols import kept_for
 from genrt.engines.exact import ExactEngine, NGram
-from genrt.errors import Closed, GenrtError, InvalidRequest, UnknownAdapter
+from genrt.errors import Closed, ContextTooLong, GenrtError, InvalidRequest, UnknownAdapter
 from genrt.inference import SMC, Execution, Program, Result, TextModel, importance_sampling
 from genrt.lm import AsyncLM
 from genrt.questions.draws import PopulationDraw
@@ -727,7 +727,11 @@ async def choice_in_a_task(p: Execution) -> None:
     await asyncio.gather(p.choice("ab"), p.uniform())
 
 
-@pytest.mark.parametrize("program", [in_a_task, in_one_task, choice_in_a_task])
+async def texts_in_tasks(p: Execution) -> None:
+    await asyncio.gather(p.text([0], max_tokens=2), p.text([1], max_tokens=2))
+
+
+@pytest.mark.parametrize("program", [in_a_task, in_one_task, choice_in_a_task, texts_in_tasks])
 async def test_samples_of_other_tasks_are_refused(program: Any) -> None:
     with (
         genrt.load(MODEL, engine="exact") as lm,
@@ -784,6 +788,21 @@ def offering(act: Callable[[Execution], Any]) -> Any:
         (lambda p: p.sample(0), InvalidRequest, "sequence"),
         (lambda p: p.sample([0], mask=[9]), InvalidRequest, "mask"),
         (lambda p: p.sample([0], adapter="absent"), UnknownAdapter, "absent"),
+        (lambda p: p.text([0], max_tokens=0), InvalidRequest, "max_tokens must be"),
+        (lambda p: p.text([0], max_tokens=2, stop=""), InvalidRequest, "stop has ''"),
+        (lambda p: p.text([0], max_tokens=2, temperature=0), InvalidRequest, "greedy"),
+        (lambda p: p.text([0], max_tokens=2, constraint="a*"), InvalidRequest, "constraint"),
+        (lambda p: p.text([0], max_tokens=2, adapter="absent"), UnknownAdapter, "absent"),
+        (lambda p: p.text([0], max_tokens=9999), ContextTooLong, "need a context of 9999"),
+        (lambda p: p.text([0] * 1020, max_tokens=9), ContextTooLong, "need a context of 1028"),
+        (lambda p: p.text([9], max_tokens=2), InvalidRequest, "vocabulary"),
+        (lambda p: p.text([], max_tokens=2), InvalidRequest, "is empty"),
+        (lambda p: p.text(p.context([0]), max_tokens=2, adapter="x"), InvalidRequest, "has its"),
+        (
+            lambda p: p.text(p.lm.of_program.context([0]), max_tokens=2),
+            InvalidRequest,
+            "begin it by p.context",
+        ),
         (lambda p: p.condition([0], [9]), InvalidRequest, "vocabulary"),
         (lambda p: p.context([9]), InvalidRequest, "vocabulary"),
         (lambda p: p.sample(p.lm.of_program.context([0])), InvalidRequest, "begin it by p.context"),
