@@ -584,7 +584,8 @@ class Execution:
         )
         if len(ends.token_ids) > 1 or ends.strings:
             raise InvalidRequest(f"{name} is given, and has several stops: give it one stop token")
-        if ends.token_ids and (model.constraint or len(ids) < model.max_tokens):
+        may_be_cut = model.constraint is None and len(ids) == model.max_tokens
+        if ends.token_ids and not may_be_cut:
             ids = (*ids, *ends.token_ids)
         [found] = await model.follow([start], [ids])
         gained = math.fsum(each.log_target for each in found.path())
