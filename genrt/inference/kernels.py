@@ -25,6 +25,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from genrt.errors import InvalidRequest
+from genrt.inference.checks import check_callable
 from genrt.inference.model import Model, State, Trace, extended, frozen, model_seed
 from genrt.inference.resampling import (
     Floats,
@@ -112,10 +113,11 @@ def resample(
     Raises:
         InvalidRequest: an argument is out of range; later, a scheme or a rule returned something wrong.
     """
-    if not callable(below) and not 0 <= check_float("below", below) <= 1:
-        raise InvalidRequest(f"below is {displayed(below)}: give a share from 0 to 1, or a rule")
-    if not callable(scheme):
-        raise InvalidRequest(f"scheme is {displayed(scheme)}: give a resampler, such as systematic")
+    if not callable(below) and not 0 <= check_float("the share to resample below", below) <= 1:
+        raise InvalidRequest(
+            f"the share to resample below is {displayed(below)}: give one from 0 to 1, or a rule"
+        )
+    check_callable("the scheme", scheme, "a resampler, such as genrt.inference.systematic")
     if pinned and scheme is not multinomial:
         raise InvalidRequest("pinned=True needs independent ancestors: give multinomial")
     size = None if count is None else check_int("count", count, 1)
@@ -358,7 +360,7 @@ def _is_due(state: State, below: float | Rule) -> bool:
         answer: Any = below(state)
         if not isinstance(answer, bool | np.bool_ | int):
             raise InvalidRequest(
-                f"resample_when gave a {type(answer).__name__}: give a rule that returns True or False"
+                f"the rule gave a {type(answer).__name__}: give a rule that returns True or False"
             )
         return bool(answer)
     return state.ess < below * len(state.particles)

@@ -13,7 +13,7 @@ rejection: each text keeps its estimates, and pi is still invariant (Andrieu & R
 pseudo-marginal approach).
 
 A chain begins with the first importance sample of positive weight. Later texts follow pi ever more
-closely; there is no estimate of the evidence. ``genrt.inference.diagnostics`` estimates the effective
+closely; there is no estimate of the evidence. ``genrt.inference.estimates`` estimates the effective
 sample size, and whether the chains agree.
 
 Metropolis et al. (1953), Hastings (1970). For probabilistic programs: Wingate, Stuhlmüller & Goodman
@@ -32,7 +32,7 @@ import numpy as np
 
 from genrt.errors import InvalidRequest
 from genrt.inference.checks import state_of
-from genrt.inference.diagnostics import ChainStatistics
+from genrt.inference.estimates import ChainStatistics
 from genrt.inference.kernels import Kernel, conditional, finished, move
 from genrt.inference.model import Info, Model, State, frozen, model_seed
 from genrt.inference.resampling import normalized_weights
@@ -80,6 +80,7 @@ class MetropolisHastings(Sampler):
         super().__init__(model, self._one_step, num_particles=count)
         self._num_steps = check_int("num_steps", num_steps, 1)
         self._total = self._num_steps + 1
+        self._numbers = {"num_chains": count, "num_steps": self._num_steps}
         self._warm_up = check_int("warm_up", warm_up, 0)
         self._attempts = check_int("attempts", attempts, 1)
         if self._warm_up >= self._num_steps:
@@ -88,10 +89,6 @@ class MetropolisHastings(Sampler):
                 "give fewer"
             )
         self._move: Kernel = move(model, whole=True)
-
-    def __repr__(self) -> str:
-        numbers = f"num_chains={self._num_particles}, num_steps={self._num_steps}"
-        return f"{type(self).__name__}({self.model!r}, {numbers})"
 
     def is_done(self, state: State) -> bool:
         """Return whether each chain has made ``num_steps`` moves."""

@@ -12,10 +12,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from genrt.errors import ExtraNotInstalled, InvalidRequest
-from genrt.inference.diagnostics import ChainStatistics, Diagnosis, diagnose, key_of
 from genrt.inference.display.formatting import BLUE, count_of, fixed, label, number, shorten
 from genrt.inference.display.genealogy import Genealogy
-from genrt.inference.estimates import expectation_error, pareto_k, relative_error, tail_in_words
+from genrt.inference.estimates import (
+    ChainStatistics,
+    Diagnosis,
+    diagnose,
+    expectation_error,
+    key_of,
+    pareto_k,
+    relative_error,
+    tail_in_words,
+)
 from genrt.inference.model import Deaths, Info
 from genrt.inference.resampling import (
     Ancestors,
