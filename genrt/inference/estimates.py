@@ -16,11 +16,12 @@ Pareto k is the shape of the tail of the weights: they have fewer than 1 / k mom
 converge slowly from k = 0.5 on, and never from 1 on (Vehtari, Simpson, Gelman, Yao & Gabry 2024, *Pareto
 smoothed importance sampling*; fitted as by Zhang & Stephens 2009).
 
-**Chains.** M chains of T steps are diagnosed for one function f of their values at a time. Each chain is cut in two
-halves, so that a drift shows as a difference between chains. R-hat and the *bulk* ESS replace the values
-of f by the normal scores of their ranks, so that its tails may be heavy, or infinite. The *mean* ESS
-takes the values themselves. It is that of an estimate of E[f], and less where rare values dominate. For
-these 2 M sequences z_m of n steps, with W the mean of their variances and B the variance of their means,
+**Chains.** M chains of T steps are diagnosed for one function f of their values at a time. Each chain is
+cut in two halves, so that a drift shows as a difference between chains. R-hat and the *bulk* ESS replace
+the values of f by the normal scores of their ranks, so that its tails may be heavy, or infinite. The
+*mean* ESS takes the values themselves. It is that of an estimate of E[f], and less where rare values
+dominate. For these 2 M sequences z_m of n steps, with W the mean of their variances and B the variance of
+their means,
 
     var+ = (n - 1) / n W + B,        R-hat = sqrt(var+ / W),
 

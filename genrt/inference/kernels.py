@@ -151,10 +151,7 @@ def reweight(log_ratio: LogTarget) -> Kernel:
     logarithm of a new target over the old one."""
 
     async def reweighted(state: State) -> State:
-        [alive] = np.nonzero(state.log_weights > -math.inf)
-        log_weights = state.log_weights.copy()
-        if len(alive):
-            log_weights[alive] += await values_of(log_ratio, [state.particles[i] for i in alive])
+        log_weights = state.log_weights + await values_at(log_ratio, state)
         return replace(state, log_weights=frozen(log_weights))
 
     return reweighted
@@ -173,9 +170,7 @@ def move(model: Model, *, target: LogTarget | None = None, whole: bool = False) 
     """
 
     async def moved(state: State) -> State:
-        places = [
-            i for i in np.nonzero(state.log_weights > -math.inf)[0] if state.particles[i].units
-        ]
+        places = [place for place in state.alive if state.particles[place].units]
         if not places:
             return state
         rng = np.random.default_rng(state.seed_sequence(0))
@@ -221,10 +216,7 @@ def keep(count: int, *, by: LogTarget | None = None) -> Kernel:
     check_int("count", count, 1)
 
     async def kept(state: State) -> State:
-        scores = state.log_weights.copy()
-        [alive] = np.nonzero(scores > -math.inf)
-        if by is not None and len(alive):
-            scores[alive] = await values_of(by, [state.particles[i] for i in alive])
+        scores = state.log_weights if by is None else await values_at(by, state)
         best: dict[Any, int] = {}
         for place in np.argsort(-scores, kind="stable").tolist():
             trace = state.particles[place]
@@ -336,6 +328,14 @@ async def finished(
         longer, _ = await extended(model, growing, model_seed(seeds.spawn(1)[0]))
         for place, trace in zip(places, longer, strict=True):
             new[place] = trace
+
+
+async def values_at(function: LogTarget, state: State) -> Floats:
+    """Return the log-weights that a function gives the particles; -inf for a dead one."""
+    values, alive = np.full(len(state.particles), -math.inf), [*state.alive]
+    if alive:
+        values[alive] = await values_of(function, [state.particles[i] for i in alive])
+    return values
 
 
 async def values_of(function: LogTarget, traces: Sequence[Any]) -> Floats:

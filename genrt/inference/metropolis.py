@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from genrt.errors import InvalidRequest
-from genrt.inference.checks import state_of
+from genrt.inference.checks import checked_state
 from genrt.inference.estimates import ChainStatistics
 from genrt.inference.kernels import Kernel, conditional, finished, move
 from genrt.inference.model import Info, Model, State, frozen, model_seed
@@ -92,7 +92,7 @@ class MetropolisHastings(Sampler):
 
     def is_done(self, state: State) -> bool:
         """Return whether each chain has made ``num_steps`` moves."""
-        return state_of(State, state).step > self._num_steps
+        return checked_state(state).step > self._num_steps
 
     async def _one_step(self, state: State) -> State:
         return await (self._move if state.step else self._begin)(state)
@@ -116,9 +116,8 @@ class MetropolisHastings(Sampler):
         """Return every text after these steps of one run, weighted alike, with the chains' mixing. Moves
         of the warm-up do not count."""
         infos = [info for info in infos if info.step > self._warm_up]
-        [places] = np.nonzero((state.log_weights > -math.inf) & (state.step > 0))
-        of_steps = [info.particles or () for info in infos]
-        particles = [each[place] for each in of_steps for place in places]
+        places = state.alive if state.step else []
+        particles = [(info.particles or ())[place] for info in infos for place in places]
         values = tuple(map(self.model.value, particles))
         count, shape = len(places), (len(infos), len(places))
         known = {each: sum(unit.gain for unit in each.path()) for each in {*particles}}
@@ -180,11 +179,9 @@ class ParticleGibbs(MetropolisHastings):
         self._move = self._conditional_smc
 
     async def _conditional_smc(self, state: State) -> State:
-        [places] = np.nonzero(state.log_weights > -math.inf)
+        particles, places = list(state.particles), state.alive
         seeds = np.random.SeedSequence(model_seed(state.seed_sequence())).spawn(len(places))
-        old = [state.particles[place] for place in places]
-        particles = list(state.particles)
-        new = await gather_all(map(self._next, old, seeds))
+        new = await gather_all(map(self._next, [particles[place] for place in places], seeds))
         for place, trace in zip(places, new, strict=True):
             particles[place] = trace
         return replace(state, particles=tuple(particles))

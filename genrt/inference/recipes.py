@@ -10,14 +10,14 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
-from itertools import count, islice
+from itertools import count, islice, pairwise
 from typing import Any
 
 import numpy as np
 
 from genrt.constraints import potential as indicator
 from genrt.errors import InvalidRequest
-from genrt.inference.checks import check_callable, evaluate_potential, state_of
+from genrt.inference.checks import check_callable, checked_state, evaluate_potential
 from genrt.inference.kernels import (
     branch,
     chain,
@@ -27,6 +27,7 @@ from genrt.inference.kernels import (
     move,
     repeat,
     resample,
+    values_at,
     values_of,
 )
 from genrt.inference.model import Deaths, Info, Model, State, frozen, model_seed
@@ -144,11 +145,8 @@ def best_first(
         raise InvalidRequest("a law of negative power has no upper bound: give positive powers")
 
     async def search(state: State) -> State:
-        left, number = most, count()
-        heap, best = (
-            list[Any](),
-            list[Any](),
-        )  # minus a bound, an order, a text; its draw and siblings
+        left, number, best = most, count(), list[Any]()
+        heap = list[Any]()  # minus a bound, an order, a text; its score, draw and siblings
 
         def offer(siblings: Iterator[Any]) -> None:
             for score, trace, drawn in islice(siblings, 1):
@@ -212,17 +210,14 @@ def tempered(
     if not 0 < share < 1:
         raise InvalidRequest(f"ess is {displayed(ess)}: give a share between 0 and 1")
     check_int("moves", moves, 0)
-    steps = None
+    steps: list[float] | None = None
     if temperatures is not None:
-        if not isinstance(temperatures, list | tuple):
-            raise InvalidRequest(f"temperatures are {displayed(temperatures)}: give them in a list")
-        steps = [check_float("temperatures", each) for each in temperatures]
-    if steps is not None and not (
-        steps and steps[-1] == 1 and all(a < b for a, b in zip([0.0, *steps], steps, strict=False))
-    ):
-        raise InvalidRequest(
-            f"temperatures are {displayed(temperatures)}: give rising ones up to 1"
-        )
+        given = temperatures if isinstance(temperatures, list | tuple) else ()
+        steps = [check_float("temperatures", each) for each in given]
+        if steps[-1:] != [1] or not all(a < b for a, b in pairwise([0.0, *steps])):
+            raise InvalidRequest(
+                f"temperatures are {displayed(temperatures)}: give a list of rising ones up to 1"
+            )
     _judge(model, potential)
 
     async def anneal(state: State) -> State:
@@ -230,14 +225,12 @@ def tempered(
         judge = _judge(model, potential, known={})
         while present < 1 and (state.log_weights > -math.inf).any():
             state = state.at(*key, number)
-            [alive] = np.nonzero(state.log_weights > -math.inf)
-            values = np.full(len(state.particles), -math.inf)
-            values[alive] = await values_of(judge, [state.particles[i] for i in alive])
+            values = await values_at(judge, state)
             if steps is None:
                 following = _next_temperature(state.log_weights, values, present, share)
             else:
                 following = steps[number]
-            log_weights = state.log_weights + _scaled(following - present, values)
+            log_weights = state.log_weights + (following - present) * values
             state = replace(state, log_weights=frozen(log_weights))
             present, number = following, number + 1
             if state.ess == 0:
@@ -260,8 +253,8 @@ class Rejection(Sampler):
     of 1 / Z texts for each (von Neumann 1951).
 
     It draws whole texts without the constraint, and accepts one with probability
-    1[x in C] exp(phi(x) - c), for a bound c of the potential phi. For a run that stops at the k-th accepted
-    text, the n-th drawn, or at n = N texts,
+    1[x in C] exp(phi(x) - c), for a bound c of the potential phi. For a run that stops at the k-th
+    accepted text, the n-th drawn, or at n = N texts,
 
         Z_hat = exp(c) (k - 1) / (n - 1)  if it stopped at the k-th,    exp(c) accepted / N  else,
 
@@ -325,7 +318,7 @@ class Rejection(Sampler):
 
     def is_done(self, state: State) -> bool:
         """Return whether enough texts were accepted or drawn."""
-        enough = len(state_of(State, state).particles) >= self._num_samples
+        enough = len(checked_state(state).particles) >= self._num_samples
         return enough or state.drawn >= self._max_texts
 
     async def _batch(self, state: State) -> State:
@@ -363,8 +356,9 @@ class Rejection(Sampler):
         log_share = -math.inf if share == 0 else math.log(share)
         if self._num_samples == 1:
             log_share = math.nan
-        log_weights = frozen(np.zeros(kept))
-        return result_of(self.model, state.particles, log_weights, log_share + self._bound)
+        log_weights, eve = frozen(np.zeros(kept)), frozen(np.arange(kept))
+        log_evidence = log_share + self._bound
+        return result_of(self.model, state.particles, log_weights, log_evidence, eve=eve)
 
     def _figures(self, state: State, info: Info) -> dict[str, Any]:
         return {"kept": f"{len(state.particles)}/{self._num_samples}", "drawn": state.drawn}
@@ -466,25 +460,20 @@ def _target(judge: Any, share: float) -> Any:
 
     async def target(traces: Sequence[Any]) -> Floats:
         own = np.array([*map(_log_target, traces)])
-        return own + _scaled(share, await values_of(judge, traces))
+        return own + share * await values_of(judge, traces)
 
     return target
-
-
-def _scaled(share: float, values: Floats) -> Floats:
-    """Return ``share * values``, where any share of -inf is -inf."""
-    return np.multiply(share, values, where=values > -math.inf, out=values.copy())
 
 
 def _next_temperature(log_weights: Floats, values: Floats, present: float, share: float) -> float:
     """Return the largest b up to 1 that leaves the share of the effective sample size; by bisection."""
     most = share * effective_sample_size(log_weights)
     low, high = present, 1.0
-    if effective_sample_size(log_weights + _scaled(1 - present, values)) >= most:
+    if effective_sample_size(log_weights + (1 - present) * values) >= most:
         return 1.0
     for _ in range(40):
         middle = (low + high) / 2
-        found = effective_sample_size(log_weights + _scaled(middle - present, values))
+        found = effective_sample_size(log_weights + (middle - present) * values)
         low, high = (middle, high) if found >= most else (low, middle)
     return max(low, min(1.0, present + 1e-6))
 

@@ -32,7 +32,7 @@ import numpy as np
 from genrt.cluster.programs import Unsent, run_program, runs_elsewhere
 from genrt.errors import InvalidRequest
 from genrt.inference import kernels
-from genrt.inference.checks import check_callable, state_of, token_bytes
+from genrt.inference.checks import check_callable, checked_state, token_bytes
 from genrt.inference.kernels import Kernel, Rule, chain, conditional, extend
 from genrt.inference.model import DEAD, Deaths, Info, Model, State, Trace, checked_model, frozen
 from genrt.inference.resampling import (
@@ -105,7 +105,7 @@ class Sampler:
 
     def is_done(self, state: State) -> bool:
         """Return whether no particle goes on, and the last step was made."""
-        return state_of(State, state).done and (self._last is None or state.is_final)
+        return checked_state(state).done and (self._last is None or state.is_final)
 
     async def step(self, state: State) -> tuple[State, Info]:
         """Run the kernel once, or the last step.
@@ -116,7 +116,7 @@ class Sampler:
         Raises:
             GenrtError: any error of the model.
         """
-        kernel = self._last if state_of(State, state).done and self._last else self._kernel
+        kernel = self._last if checked_state(state).done and self._last else self._kernel
         places = frozen(np.arange(len(state.particles)))
         after = state.labeled(ancestors=places, key=())
         if not self.is_done(state):
