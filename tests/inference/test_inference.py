@@ -112,7 +112,7 @@ DEATHS: dict[str, tuple[Callable[[AsyncLM], Any], tuple[int, int, int], str]] = 
         (0, 0, 6),
         "Every particle died: 6 by the potential",
     ),
-    "alive": (lambda lm: {"max_tokens": 2}, (0, 0, 0), "weight  value"),
+    "alive": (lambda lm: {"max_tokens": 2}, (0, 0, 0), "  value\n"),
 }
 
 
