@@ -316,7 +316,8 @@ async def test_a_run_is_the_same_whatever_happens_in_its_middle(name: str) -> No
                 if weights and lm.weights_version < version + 3:
                     await lm.update_weights(weights)
                 await asyncio.sleep(0)
-            assert (await run == wanted) == (weights is same or not weights)
+            found = await run  # other weights may come after its last question
+            assert found == wanted or (weights and weights is not same)
         assert await ask() != wanted
 
 
