@@ -16,9 +16,8 @@ The algorithms, each with ``init(seed)``, ``step(state)``, ``run(seed)`` and ``r
 from __future__ import annotations
 
 from genrt.inference.awrs import AWRS
-from genrt.inference.baselines import BestOfN, Rejection
-from genrt.inference.diagnostics import ChainStatistics, Diagnosis
 from genrt.inference.display.genealogy import Genealogy
+from genrt.inference.estimates import ChainStatistics, Diagnosis
 from genrt.inference.infilling import infilling
 from genrt.inference.kernels import branch, chain, extend, keep, move, repeat, resample, reweight
 from genrt.inference.laws import Law
@@ -26,6 +25,8 @@ from genrt.inference.metropolis import MetropolisHastings, ParticleGibbs
 from genrt.inference.model import Deaths, Info, Model, State, Trace
 from genrt.inference.programs import Execution, Program, ProgramTrace
 from genrt.inference.recipes import (
+    BestOfN,
+    Rejection,
     beam_search,
     best_first,
     resample_move,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,14 +13,13 @@ from numpy.typing import NDArray
 from genrt.constraints import CheckedState, Constraint, ConstraintState
 from genrt.constraints.protocols import tokens_of, words_of
 from genrt.errors import EngineUnsupported, InvalidRequest
+from genrt.inference.model import State
 from genrt.lm import AsyncLM
 from genrt.numbers import check_float, displayed, is_truth_value
 from genrt.questions.arguments import host_array
 from genrt.runtime.concurrency import ConcurrentCalls
 from genrt.structures.matching import Tokens
 from genrt.tokens.texts import BatchPotential, Potential, Text
-
-S = TypeVar("S")
 
 
 def check_runtime(lm: Any) -> AsyncLM:
@@ -32,9 +31,9 @@ def check_runtime(lm: Any) -> AsyncLM:
     return lm
 
 
-def state_of(kind: type[S], state: S) -> S:
+def checked_state(state: Any) -> State:
     """Return an algorithm's state. Raises InvalidRequest if it is of another type."""
-    if not isinstance(state, kind):
+    if not isinstance(state, State):
         raise InvalidRequest(
             f"the state is {displayed(state)}: give a state, at first that of init(seed)"
         )

@@ -25,6 +25,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from genrt.errors import InvalidRequest
+from genrt.inference.checks import check_callable
 from genrt.inference.model import Model, State, Trace, extended, frozen, model_seed
 from genrt.inference.resampling import (
     Floats,
@@ -112,10 +113,11 @@ def resample(
     Raises:
         InvalidRequest: an argument is out of range; later, a scheme or a rule returned something wrong.
     """
-    if not callable(below) and not 0 <= check_float("below", below) <= 1:
-        raise InvalidRequest(f"below is {displayed(below)}: give a share from 0 to 1, or a rule")
-    if not callable(scheme):
-        raise InvalidRequest(f"scheme is {displayed(scheme)}: give a resampler, such as systematic")
+    if not callable(below) and not 0 <= check_float("the share to resample below", below) <= 1:
+        raise InvalidRequest(
+            f"the share to resample below is {displayed(below)}: give one from 0 to 1, or a rule"
+        )
+    check_callable("the scheme", scheme, "a resampler, such as genrt.inference.systematic")
     if pinned and scheme is not multinomial:
         raise InvalidRequest("pinned=True needs independent ancestors: give multinomial")
     size = None if count is None else check_int("count", count, 1)
@@ -149,10 +151,7 @@ def reweight(log_ratio: LogTarget) -> Kernel:
     logarithm of a new target over the old one."""
 
     async def reweighted(state: State) -> State:
-        [alive] = np.nonzero(state.log_weights > -math.inf)
-        log_weights = state.log_weights.copy()
-        if len(alive):
-            log_weights[alive] += await values_of(log_ratio, [state.particles[i] for i in alive])
+        log_weights = state.log_weights + await values_at(log_ratio, state)
         return replace(state, log_weights=frozen(log_weights))
 
     return reweighted
@@ -171,9 +170,7 @@ def move(model: Model, *, target: LogTarget | None = None, whole: bool = False) 
     """
 
     async def moved(state: State) -> State:
-        places = [
-            i for i in np.nonzero(state.log_weights > -math.inf)[0] if state.particles[i].units
-        ]
+        places = [place for place in state.alive if state.particles[place].units]
         if not places:
             return state
         rng = np.random.default_rng(state.seed_sequence(0))
@@ -219,10 +216,7 @@ def keep(count: int, *, by: LogTarget | None = None) -> Kernel:
     check_int("count", count, 1)
 
     async def kept(state: State) -> State:
-        scores = state.log_weights.copy()
-        [alive] = np.nonzero(scores > -math.inf)
-        if by is not None and len(alive):
-            scores[alive] = await values_of(by, [state.particles[i] for i in alive])
+        scores = state.log_weights if by is None else await values_at(by, state)
         best: dict[Any, int] = {}
         for place in np.argsort(-scores, kind="stable").tolist():
             trace = state.particles[place]
@@ -336,6 +330,14 @@ async def finished(
             new[place] = trace
 
 
+async def values_at(function: LogTarget, state: State) -> Floats:
+    """Return the log-weights that a function gives the particles; -inf for a dead one."""
+    values, alive = np.full(len(state.particles), -math.inf), [*state.alive]
+    if alive:
+        values[alive] = await values_of(function, [state.particles[i] for i in alive])
+    return values
+
+
 async def values_of(function: LogTarget, traces: Sequence[Any]) -> Floats:
     """Return the log-weights that a function gives traces. Raises InvalidRequest for other values."""
     found: Any = function(traces)
@@ -358,7 +360,7 @@ def _is_due(state: State, below: float | Rule) -> bool:
         answer: Any = below(state)
         if not isinstance(answer, bool | np.bool_ | int):
             raise InvalidRequest(
-                f"resample_when gave a {type(answer).__name__}: give a rule that returns True or False"
+                f"the rule gave a {type(answer).__name__}: give a rule that returns True or False"
             )
         return bool(answer)
     return state.ess < below * len(state.particles)

@@ -13,7 +13,7 @@ rejection: each text keeps its estimates, and pi is still invariant (Andrieu & R
 pseudo-marginal approach).
 
 A chain begins with the first importance sample of positive weight. Later texts follow pi ever more
-closely; there is no estimate of the evidence. ``genrt.inference.diagnostics`` estimates the effective
+closely; there is no estimate of the evidence. ``genrt.inference.estimates`` estimates the effective
 sample size, and whether the chains agree.
 
 Metropolis et al. (1953), Hastings (1970). For probabilistic programs: Wingate, Stuhlmüller & Goodman
@@ -31,8 +31,8 @@ from typing import Any
 import numpy as np
 
 from genrt.errors import InvalidRequest
-from genrt.inference.checks import state_of
-from genrt.inference.diagnostics import ChainStatistics
+from genrt.inference.checks import checked_state
+from genrt.inference.estimates import ChainStatistics
 from genrt.inference.kernels import Kernel, conditional, finished, move
 from genrt.inference.model import Info, Model, State, frozen, model_seed
 from genrt.inference.resampling import normalized_weights
@@ -80,6 +80,7 @@ class MetropolisHastings(Sampler):
         super().__init__(model, self._one_step, num_particles=count)
         self._num_steps = check_int("num_steps", num_steps, 1)
         self._total = self._num_steps + 1
+        self._numbers = {"num_chains": count, "num_steps": self._num_steps}
         self._warm_up = check_int("warm_up", warm_up, 0)
         self._attempts = check_int("attempts", attempts, 1)
         if self._warm_up >= self._num_steps:
@@ -89,13 +90,9 @@ class MetropolisHastings(Sampler):
             )
         self._move: Kernel = move(model, whole=True)
 
-    def __repr__(self) -> str:
-        numbers = f"num_chains={self._num_particles}, num_steps={self._num_steps}"
-        return f"{type(self).__name__}({self.model!r}, {numbers})"
-
     def is_done(self, state: State) -> bool:
         """Return whether each chain has made ``num_steps`` moves."""
-        return state_of(State, state).step > self._num_steps
+        return checked_state(state).step > self._num_steps
 
     async def _one_step(self, state: State) -> State:
         return await (self._move if state.step else self._begin)(state)
@@ -119,9 +116,8 @@ class MetropolisHastings(Sampler):
         """Return every text after these steps of one run, weighted alike, with the chains' mixing. Moves
         of the warm-up do not count."""
         infos = [info for info in infos if info.step > self._warm_up]
-        [places] = np.nonzero((state.log_weights > -math.inf) & (state.step > 0))
-        of_steps = [info.particles or () for info in infos]
-        particles = [each[place] for each in of_steps for place in places]
+        places = state.alive if state.step else []
+        particles = [(info.particles or ())[place] for info in infos for place in places]
         values = tuple(map(self.model.value, particles))
         count, shape = len(places), (len(infos), len(places))
         known = {each: sum(unit.gain for unit in each.path()) for each in {*particles}}
@@ -183,11 +179,9 @@ class ParticleGibbs(MetropolisHastings):
         self._move = self._conditional_smc
 
     async def _conditional_smc(self, state: State) -> State:
-        [places] = np.nonzero(state.log_weights > -math.inf)
+        particles, places = list(state.particles), state.alive
         seeds = np.random.SeedSequence(model_seed(state.seed_sequence())).spawn(len(places))
-        old = [state.particles[place] for place in places]
-        particles = list(state.particles)
-        new = await gather_all(map(self._next, old, seeds))
+        new = await gather_all(map(self._next, [particles[place] for place in places], seeds))
         for place, trace in zip(places, new, strict=True):
             particles[place] = trace
         return replace(state, particles=tuple(particles))

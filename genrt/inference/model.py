@@ -256,11 +256,16 @@ class State:
         """log Z_hat so far: of the present weights, for the present prefixes."""
         return self._summed[1]
 
+    @property
+    def alive(self) -> list[int]:
+        """The indices of the particles of positive weight."""
+        found: list[int] = np.nonzero(self.log_weights > -math.inf)[0].tolist()
+        return found
+
     @cached_property
     def unfinished(self) -> tuple[int, ...]:
         """The indices of the particles that the next step extends: alive and not finished."""
-        [alive] = np.nonzero(self.log_weights > -math.inf)
-        return tuple([index for index in alive.tolist() if not self.particles[index].finished])
+        return tuple([index for index in self.alive if not self.particles[index].finished])
 
     @property
     def done(self) -> bool:

@@ -1,40 +1,39 @@
-r"""Recipes: algorithms of the field, composed of kernels.
+r"""Recipes: algorithms of the field, composed of kernels, and the baselines.
 
-Each returns a sampler with ``run(seed)``. They are short on purpose: read one, and write your own.
+Each is a sampler with ``run(seed)``. They are short on purpose: read one, and write your own.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
-from itertools import count, islice
+from itertools import count, islice, pairwise
 from typing import Any
 
 import numpy as np
 
+from genrt.constraints import potential as indicator
 from genrt.errors import InvalidRequest
-from genrt.inference.checks import check_callable, evaluate_potential
+from genrt.inference.checks import check_callable, checked_state, evaluate_potential
 from genrt.inference.kernels import (
     branch,
     chain,
     extend,
+    finished,
     keep,
     move,
     repeat,
     resample,
+    values_at,
     values_of,
 )
-from genrt.inference.model import Model, State, frozen
-from genrt.inference.resampling import (
-    Floats,
-    Resampler,
-    effective_sample_size,
-    optimal,
-    systematic,
-)
-from genrt.inference.samplers import Sampler
+from genrt.inference.model import Deaths, Info, Model, State, frozen, model_seed
+from genrt.inference.resampling import Floats, Resampler, effective_sample_size, optimal, systematic
+from genrt.inference.result import Result
+from genrt.inference.samplers import Sampler, result_of
 from genrt.inference.text_model import NO_TOKEN, TextModel, checked_text_model
 from genrt.numbers import check_float, check_int, displayed
 from genrt.tokens.texts import Potential, Text
@@ -146,11 +145,8 @@ def best_first(
         raise InvalidRequest("a law of negative power has no upper bound: give positive powers")
 
     async def search(state: State) -> State:
-        left, number = most, count()
-        heap, best = (
-            list[Any](),
-            list[Any](),
-        )  # minus a bound, an order, a text; its draw and siblings
+        left, number, best = most, count(), list[Any]()
+        heap = list[Any]()  # minus a bound, an order, a text; its score, draw and siblings
 
         def offer(siblings: Iterator[Any]) -> None:
             for score, trace, drawn in islice(siblings, 1):
@@ -214,17 +210,14 @@ def tempered(
     if not 0 < share < 1:
         raise InvalidRequest(f"ess is {displayed(ess)}: give a share between 0 and 1")
     check_int("moves", moves, 0)
-    steps = None
+    steps: list[float] | None = None
     if temperatures is not None:
-        if not isinstance(temperatures, list | tuple):
-            raise InvalidRequest(f"temperatures are {displayed(temperatures)}: give them in a list")
-        steps = [check_float("temperatures", each) for each in temperatures]
-    if steps is not None and not (
-        steps and steps[-1] == 1 and all(a < b for a, b in zip([0.0, *steps], steps, strict=False))
-    ):
-        raise InvalidRequest(
-            f"temperatures are {displayed(temperatures)}: give rising ones up to 1"
-        )
+        given = temperatures if isinstance(temperatures, list | tuple) else ()
+        steps = [check_float("temperatures", each) for each in given]
+        if steps[-1:] != [1] or not all(a < b for a, b in pairwise([0.0, *steps])):
+            raise InvalidRequest(
+                f"temperatures are {displayed(temperatures)}: give a list of rising ones up to 1"
+            )
     _judge(model, potential)
 
     async def anneal(state: State) -> State:
@@ -232,14 +225,12 @@ def tempered(
         judge = _judge(model, potential, known={})
         while present < 1 and (state.log_weights > -math.inf).any():
             state = state.at(*key, number)
-            [alive] = np.nonzero(state.log_weights > -math.inf)
-            values = np.full(len(state.particles), -math.inf)
-            values[alive] = await values_of(judge, [state.particles[i] for i in alive])
+            values = await values_at(judge, state)
             if steps is None:
                 following = _next_temperature(state.log_weights, values, present, share)
             else:
                 following = steps[number]
-            log_weights = state.log_weights + _scaled(following - present, values)
+            log_weights = state.log_weights + (following - present) * values
             state = replace(state, log_weights=frozen(log_weights))
             present, number = following, number + 1
             if state.ess == 0:
@@ -255,6 +246,169 @@ def tempered(
 
     kernel = extend(model)
     return Sampler(model, kernel, num_particles=num_particles, last=anneal)
+
+
+class Rejection(Sampler):
+    """Rejection sampling for a ``TextModel``: independent texts of its target, weighted alike, at a cost
+    of 1 / Z texts for each (von Neumann 1951).
+
+    It draws whole texts without the constraint, and accepts one with probability
+    1[x in C] exp(phi(x) - c), for a bound c of the potential phi. For a run that stops at the k-th
+    accepted text, the n-th drawn, or at n = N texts,
+
+        Z_hat = exp(c) (k - 1) / (n - 1)  if it stopped at the k-th,    exp(c) accepted / N  else,
+
+    is unbiased for k >= 2 (Haldane 1945; Girshick, Mosteller & Savage 1946).
+
+    ::
+
+        result = await Rejection(model, num_samples=20, max_texts=10_000).run(seed=0)
+    """
+
+    _name = "rejection"
+    _keeps_infos = False
+
+    def __init__(
+        self,
+        model: TextModel,
+        *,
+        num_samples: int,
+        max_texts: int,
+        batch_size: int = 64,
+        bound: float = 0.0,
+    ) -> None:
+        """
+        Args:
+            num_samples: the texts to keep, at least 1. With 1 there is no estimate of the evidence: it is
+                NaN.
+            max_texts: the most texts to draw.
+            batch_size: the texts of a step.
+            bound: an upper bound of the model's potential.
+
+        Raises:
+            InvalidRequest: an argument is out of range.
+        """
+        super().__init__(checked_text_model(model), self._batch, num_particles=1)
+        if len(model.laws) > 1 or model.laws[0].power != 1:
+            raise InvalidRequest(
+                "whole texts are drawn from one law of power 1, and this model has others: take SMC or "
+                "importance_sampling"
+            )
+        if model.constraint is not None and model.ends.never:
+            raise InvalidRequest(
+                "whole texts are drawn to their end, and with stop=None the constraint alone knows where "
+                "that is: give tokens that end a text, or take SMC"
+            )
+        constraint = model.constraint
+        self._judges = {
+            "constraint": None if constraint is None else indicator(constraint, lm=model.lm),
+            "potential": model.potential,
+        }
+        self._plain = _unweighted(model, constrained=False)
+        self._num_samples = check_int("num_samples", num_samples, 1)
+        self._max_texts = check_int("max_texts", max_texts, 1)
+        self._batch_size = check_int("batch_size", batch_size, 1)
+        self._bound = check_float("bound", bound)
+        self._total = -(-self._max_texts // self._batch_size)
+        self._numbers = {"num_samples": self._num_samples, "max_texts": self._max_texts}
+
+    def init(self, seed: int) -> State:
+        """Return the state before the first batch; the seed is an integer from 0 on."""
+        return State.begin(self.model.start(), 0, check_int("seed", seed, 0))
+
+    def is_done(self, state: State) -> bool:
+        """Return whether enough texts were accepted or drawn."""
+        enough = len(checked_state(state).particles) >= self._num_samples
+        return enough or state.drawn >= self._max_texts
+
+    async def _batch(self, state: State) -> State:
+        """Draw one more batch, up to the last text that is wanted, and keep what is accepted."""
+        size = min(self._batch_size, self._max_texts - state.drawn)
+        seeds = np.random.SeedSequence(model_seed(state.seed_sequence(1)))
+        traces = await finished(self._plain, [self._plain.start()] * size, seeds)
+        texts = [each.generated for each in traces]
+        # A text cut at max_tokens has not ended, so it is not one of the constraint's.
+        longest = math.inf if self._judges["constraint"] is None else self._plain.max_tokens
+        found = [0.0 if len(text.token_ids) < longest else -math.inf for text in texts]
+        for name, judge in self._judges.items():
+            found = await _scored(name, judge, texts, found)
+        for text, log_weight in zip(texts, found, strict=True):
+            if log_weight > self._bound:
+                raise InvalidRequest(
+                    f"the potential of {str(text)!r} is {log_weight}, above the bound {self._bound}: "
+                    "give a higher bound="
+                )
+        thresholds = np.log1p(-np.random.default_rng(state.seed_sequence(0)).random(size))
+        [places] = np.nonzero(thresholds <= np.array(found) - self._bound)
+        places = places[: self._num_samples - len(state.particles)]
+        particles = (*state.particles, *[traces[place] for place in places])
+        kept, drawn = len(particles), state.drawn + size
+        if kept == self._num_samples:
+            drawn = state.drawn + int(places[-1]) + 1
+        log_weights = frozen(np.full(kept, math.log(max(kept, 1) / drawn) + self._bound))
+        return State(particles, log_weights, state.step, state.seed, key=state.key, drawn=drawn)
+
+    def result(self, state: State, *, infos: Sequence[Info] = ()) -> Result:
+        """Return the accepted texts, weighted alike, and the estimate of the evidence."""
+        kept = len(state.particles)
+        last = kept == self._num_samples  # the text at which it stopped
+        share = (kept - last) / max(state.drawn - last, 1)
+        log_share = -math.inf if share == 0 else math.log(share)
+        if self._num_samples == 1:
+            log_share = math.nan
+        log_weights, eve = frozen(np.zeros(kept)), frozen(np.arange(kept))
+        log_evidence = log_share + self._bound
+        return result_of(self.model, state.particles, log_weights, log_evidence, eve=eve)
+
+    def _figures(self, state: State, info: Info) -> dict[str, Any]:
+        return {"kept": f"{len(state.particles)}/{self._num_samples}", "drawn": state.drawn}
+
+
+class BestOfN(Sampler):
+    """The best of N texts, drawn under the masks of the model's constraint, by its potential: a common
+    baseline, and no sample of a posterior. The result has all N texts, the best with the only positive
+    weight, and a log evidence of NaN.
+
+    ::
+
+        result = await BestOfN(model, n=64).run(seed=0)
+        result.posterior()  # [(the best text, 1.0)], or [] if all met dead ends
+    """
+
+    _name = "best of N"
+    _keeps_infos = False
+
+    def __init__(self, model: TextModel, *, n: int, score: Potential | None = None) -> None:
+        """
+        Args:
+            score: the ranking; by default the model's potential. Without one the first text that is not
+                dead is the best.
+
+        Raises:
+            InvalidRequest: an argument is out of range.
+        """
+        drawing = extend(_unweighted(checked_text_model(model)))
+        count = check_int("n", n, 1, 2**31)
+        super().__init__(model, drawing, num_particles=count, last=self._ranked)
+        check_callable("the score", score, "a function of a Text", optional=True)
+        self._score = model.potential if score is None else score
+        self._numbers = {"n": count}
+
+    async def _ranked(self, state: State) -> State:
+        """Return the texts with their scores as log-weights: -inf for a text that met a dead end of the
+        constraint, or ``max_tokens``."""
+        texts = [each.generated for each in state.particles]
+        scores = await _scored("score", self._score, texts, state.log_weights.tolist())
+        return replace(state, log_weights=frozen(np.array(scores)))
+
+    def result(self, state: State, *, infos: Sequence[Info] = ()) -> Result:
+        """Return all texts. The first one of the highest score alone has a weight."""
+        log_weights = np.full(len(state.particles), -math.inf)
+        best = int(np.argmax(state.log_weights))
+        if state.log_weights[best] > -math.inf:
+            log_weights[best] = 0.0
+        deaths = Deaths.of(self.model, state)
+        return result_of(self.model, state.particles, frozen(log_weights), math.nan, deaths=deaths)
 
 
 def _judge(model: Model, potential: Potential, known: dict[Text, float] | None = None) -> Any:
@@ -306,24 +460,41 @@ def _target(judge: Any, share: float) -> Any:
 
     async def target(traces: Sequence[Any]) -> Floats:
         own = np.array([*map(_log_target, traces)])
-        return own + _scaled(share, await values_of(judge, traces))
+        return own + share * await values_of(judge, traces)
 
     return target
-
-
-def _scaled(share: float, values: Floats) -> Floats:
-    """Return ``share * values``, where any share of -inf is -inf."""
-    return np.multiply(share, values, where=values > -math.inf, out=values.copy())
 
 
 def _next_temperature(log_weights: Floats, values: Floats, present: float, share: float) -> float:
     """Return the largest b up to 1 that leaves the share of the effective sample size; by bisection."""
     most = share * effective_sample_size(log_weights)
     low, high = present, 1.0
-    if effective_sample_size(log_weights + _scaled(1 - present, values)) >= most:
+    if effective_sample_size(log_weights + (1 - present) * values) >= most:
         return 1.0
     for _ in range(40):
         middle = (low + high) / 2
-        found = effective_sample_size(log_weights + _scaled(middle - present, values))
+        found = effective_sample_size(log_weights + (middle - present) * values)
         low, high = (middle, high) if found >= most else (low, middle)
     return max(low, min(1.0, present + 1e-6))
+
+
+def _unweighted(model: TextModel, *, constrained: bool = True) -> TextModel:
+    """Return the model without potential and twist, or also without its constraint."""
+    made = copy.copy(model)
+    made.potential = made._twist = None
+    made._unit = 1  # so that no text waits for the others at the end of a unit
+    if not constrained:
+        made.constraint, made._start, made._rejects = None, None, False
+    return made
+
+
+async def _scored(
+    name: str, judge: Potential | None, texts: Sequence[Text], log_weights: Sequence[float]
+) -> list[float]:
+    """Return the judge's value of each text, 0 without one; -inf for texts of weight 0."""
+    alive = [text for text, each in zip(texts, log_weights, strict=True) if each > -math.inf]
+    found = [0.0] * len(alive)
+    if judge is not None:
+        found = await evaluate_potential(name, judge, alive)
+    values = iter(found)
+    return [next(values) if each > -math.inf else -math.inf for each in log_weights]

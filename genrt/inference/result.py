@@ -5,17 +5,26 @@ from __future__ import annotations
 import html
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from genrt.errors import ExtraNotInstalled, InvalidRequest
-from genrt.inference.diagnostics import ChainStatistics, Diagnosis, diagnose, key_of
 from genrt.inference.display.formatting import BLUE, count_of, fixed, label, number, shorten
 from genrt.inference.display.genealogy import Genealogy
-from genrt.inference.estimates import expectation_error, pareto_k, relative_error, tail_in_words
+from genrt.inference.estimates import (
+    ChainStatistics,
+    Diagnosis,
+    diagnose,
+    expectation_error,
+    key_of,
+    pareto_k,
+    relative_error,
+    tail_in_words,
+)
 from genrt.inference.model import Deaths, Info
 from genrt.inference.resampling import (
     Ancestors,
@@ -48,7 +57,8 @@ STYLE = f"""
 .genrt td.weight {{ text-align: right; font-variant-numeric: tabular-nums; }}
 .genrt td.text {{ font-family: ui-monospace, Menlo, Consolas, monospace; white-space: pre-wrap;
   overflow-wrap: anywhere; }}
-.genrt .bar {{ width: 120px; height: 10px; margin-top: 5px; }}
+.genrt .bar {{ width: 120px; height: 10px; margin-top: 5px; position: relative; }}
+.genrt .bar i {{ position: absolute; top: 4px; height: 2px; background: currentColor; }}
 .genrt .bar div {{ height: 10px; border-radius: 1px; background: {BLUE}; opacity: .75; }}
 .genrt summary {{ cursor: pointer; margin: 0 0 6px; }}
 """
@@ -178,13 +188,14 @@ class Result:
         return pareto_k(self.log_weights) if self.chains is None else math.nan
 
     def expectation_error(self, function: Callable[[Any], float]) -> float:
-        """Return the standard error of ``expectation(function)``, from this one run; NaN if unknown."""
-        mean = self.expectation(function)
-        values = [
-            float(function(value)) - mean if weight > 0 else 0.0
-            for value, weight in zip(self.values, self.weights, strict=True)
-        ]
-        return expectation_error(np.array(values), self.weights, self.eve, self.resamplings)
+        """Return the standard error of ``expectation(function)``, from this one run; NaN if unknown. Of
+        chains it is the standard deviation divided by the root of ``diagnose(function).ess_mean``."""
+        mean, weights = self.expectation(function), self.weights
+        pairs = zip(self.values, weights, strict=True)
+        centred = np.array([float(function(v)) - mean if w > 0 else 0.0 for v, w in pairs])
+        if self.chains is not None and self._alive:
+            return math.sqrt(float(weights @ centred**2) / self.diagnose(function).ess_mean)
+        return expectation_error(centred, weights, self.eve, self.resamplings)
 
     def sample(self, count: int, *, seed: int) -> list[Any]:
         """Draw values from the posterior, independently of each other.
@@ -212,7 +223,7 @@ class Result:
                 "has chains"
             )
         try:
-            numbers = [[float(function(value)) for value in chain] for chain in self.chains.values]
+            numbers = [[float(function(value)) for value in own] for own in self.chains.values]
         except (TypeError, ValueError) as error:
             raise InvalidRequest(f"chains are diagnosed by numbers: {error}") from error
         return diagnose(np.array(numbers, dtype=np.float64))
@@ -233,11 +244,12 @@ class Result:
     def to_pandas(self, *, steps: bool = False) -> DataFrame:
         """Return a table with a row for each particle, or for each step.
 
-        ``to_pandas(steps=True)[["ess", "log_evidence"]].plot(subplots=True)`` draws curves.
+        ``to_pandas(steps=True)[["ess", "log_evidence"]].plot(subplots=True)`` draws curves;
+        ``steps["log_evidence"].plot(yerr=steps["log_evidence_error"])`` has error bars.
 
         Args:
             steps: the steps instead of the particles: whether resampled, how many distinct ancestors,
-                how many alive and unfinished, ESS and log evidence.
+                how many alive and unfinished, ESS, log evidence and its standard error, NaN if unknown.
 
         Raises:
             InvalidRequest: there are no steps.
@@ -258,6 +270,7 @@ class Result:
                 "unfinished": [info.unfinished for info in self.infos],
                 "ess": [info.ess for info in self.infos],
                 "log_evidence": [info.log_evidence for info in self.infos],
+                "log_evidence_error": self._step_errors(),
             }
             numbers = pandas.Index([info.step for info in self.infos], name="step")
             return pandas.DataFrame(columns, index=numbers)
@@ -274,6 +287,16 @@ class Result:
         }
         return pandas.DataFrame(table).rename_axis("particle")
 
+    def _step_errors(self) -> list[float]:
+        """Return the standard error of the log evidence after each step."""
+        if self.eve is None:
+            return [math.nan] * len(self.infos)
+        errors, eve, resamplings = list[float](), np.arange(len(self.eve)), 0
+        for info in self.infos:
+            eve, resamplings = eve[info.ancestors], resamplings + info.resampled
+            errors.append(relative_error(info.log_weights, eve, resamplings))
+        return errors
+
     def _check_steps(self) -> None:
         if not self.infos:
             raise InvalidRequest("this result has no steps: SMC and importance sampling keep them")
@@ -287,7 +310,7 @@ class Result:
         else:
             parts.append(count_of(len(self.chains.values), "chain"))
             parts.append(f"ess={self.ess:.1f}, r_hat={self.chains.r_hat:.2f}")
-        parts += [f'{weight:.3f} "{shorten(each, 60)}"' for each, weight, _ in self._rows()[:1]]
+        parts += [f'{weight:.3f} "{shorten(each, 60)}"' for each, weight, _, _ in self._rows(1)[:1]]
         return f"Result({', '.join(parts)})"
 
     def __str__(self) -> str:
@@ -300,8 +323,13 @@ class Result:
             for name, figure, note in figures
         ]
         rows = self._rows()
-        lines += ["", "weight  value" if rows else self._explain_empty()]
-        lines += [f"{weight:.4f}  {shorten(each, COLUMNS)}" for each, weight, _ in rows]
+        weights = [f"{weight:.4f}{_plus_minus(error)}" for _, weight, error, _ in rows]
+        wide = max(map(len, weights), default=0)
+        lines += ["", f"{'weight':<{wide}}  value" if rows else self._explain_empty()]
+        lines += [
+            f"{weight:<{wide}}  {shorten(row[0], COLUMNS)}"
+            for weight, row in zip(weights, rows, strict=True)
+        ]
         return "\n".join(lines)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
@@ -335,36 +363,51 @@ class Result:
             return
         names = "<th>weight</th><th></th><th>particles</th><th>value</th>"
         yield f'<table class="posterior"><thead><tr>{names}</tr></thead><tbody>'
-        for place, (value, weight, particles) in enumerate(rows):
-            bar = (
-                f'<div class="bar"><div style="width:{100 * weight / rows[0][1]:.1f}%"></div></div>'
-            )
+        longest = max(share + (more if more > 0 else 0.0) for _, share, more, _ in rows[:SHOWN])
+        scale = 100 / longest
+        for place, (value, weight, error, particles) in enumerate(rows):
+            bar = f'<div class="bar"><div style="width:{scale * weight:.1f}%"></div>'
+            if error > 0:  # a line from one standard error below the weight to one above
+                low = max(weight - error, 0.0)
+                wide = scale * (weight + error - low)
+                bar += f'<i style="left:{scale * low:.1f}%;width:{wide:.1f}%"></i>'
             shown = shorten(value, COLUMNS)
             title = f' title="{html.escape(value[:TITLE])}"' if shown != value else ""
             # A right-to-left text keeps its direction, but an escape in it must not be reversed.
             direction = "ltr" if "\\" in shown else "auto"
             yield (
-                f'<tr><td class="weight">{weight:.4f}</td><td>{bar if place < SHOWN else ""}</td>'
+                f'<tr><td class="weight">{weight:.4f}{_plus_minus(error)}</td>'
+                f"<td>{bar + '</div>' if place < SHOWN else ''}</td>"
                 f'<td class="weight">{particles:,}</td><td class="text"{title}>'
                 f'<bdi dir="{direction}">{html.escape(shown)}</bdi></td></tr>'
             )
         yield "</tbody></table>"
 
-    def _rows(self) -> list[tuple[str, float, int]]:
-        """Return the heaviest distinct values, each as one printable line, with its weight and its number
-        of particles; all others together in one row."""
-        total: dict[Any, list[Any]] = {}
-        for value, weight in zip(self.values, self.weights.tolist(), strict=True):
-            if weight > 0:
-                entry = total.setdefault(key_of(value), [value, 0.0, 0])
-                entry[1] += weight
-                entry[2] += 1
-        distinct = sorted(total.values(), key=lambda entry: -entry[1])
-        rows = [(label(value), weight, count) for value, weight, count in distinct[:SHOWN]]
-        if others := distinct[SHOWN:]:
-            _, weights, counts = zip(*others, strict=True)
-            rows.append((f"({count_of(len(others), 'value')} more)", sum(weights), sum(counts)))
-        return rows
+    def _rows(self, most: int = SHOWN) -> list[tuple[str, float, float, int]]:
+        """Return the heaviest distinct values, each as one printable line, with its weight, the standard
+        error, NaN if unknown, and its number of particles; all others together in one row."""
+        places: defaultdict[Any, list[int]] = defaultdict(list)
+        for place in np.nonzero(self.weights)[0].tolist():
+            places[key_of(self.values[place])].append(place)
+        weights = self.weights
+        distinct = sorted(places.values(), key=lambda own: -math.fsum(weights[own]))
+        named = [(label(self.values[own[0]]), own) for own in distinct[:most]]
+        if others := distinct[most:]:
+            named.append((f"({count_of(len(others), 'value')} more)", [*chain(*others)]))
+        return [
+            (name, float(weights[own].sum()), self._weight_error(own), len(own))
+            for name, own in named
+        ]
+
+    def _weight_error(self, places: Sequence[int]) -> float:
+        """Return the standard error of the weight of these particles together; NaN if unknown."""
+        flags = np.zeros(len(self.values))
+        flags[[*places]] = 1.0
+        mean = float(self.weights @ flags)
+        if self.chains is None:
+            return expectation_error(flags - mean, self.weights, self.eve, self.resamplings)
+        by_chain = flags.reshape(-1, len(self.chains.values)).T
+        return math.sqrt(mean * (1 - min(mean, 1.0)) / diagnose(by_chain).ess_mean)
 
     def _explain_empty(self) -> str:
         """Say why there is no posterior."""
@@ -405,3 +448,8 @@ class Result:
             often = sum(info.resampled for info in self.infos)
             note = f"resampled before {often:,} of them" if often else "never resampled"
             yield "steps", f"{len(self.infos):,}", note
+
+
+def _plus_minus(error: float) -> str:
+    """Return a standard error after a weight; "" if it is unknown."""
+    return "" if math.isnan(error) else f" \N{PLUS-MINUS SIGN} {error:.4f}"

@@ -24,26 +24,17 @@ import contextlib
 import math
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from genrt.cluster.programs import Unsent, run_program, runs_elsewhere
 from genrt.errors import InvalidRequest
-from genrt.inference.checks import check_callable, state_of, token_bytes
+from genrt.inference import kernels
+from genrt.inference.checks import check_callable, checked_state, token_bytes
 from genrt.inference.kernels import Kernel, Rule, chain, conditional, extend
-from genrt.inference.kernels import resample as resample_kernel
-from genrt.inference.model import (
-    DEAD,
-    Deaths,
-    Info,
-    Model,
-    State,
-    Tokens,
-    Trace,
-    checked_model,
-    frozen,
-)
+from genrt.inference.model import DEAD, Deaths, Info, Model, State, Trace, checked_model, frozen
 from genrt.inference.resampling import (
     Floats,
     Resampler,
@@ -54,7 +45,7 @@ from genrt.inference.resampling import (
 )
 from genrt.inference.result import Result
 from genrt.lm import AsyncLM
-from genrt.numbers import check_float, check_int, displayed
+from genrt.numbers import check_int, displayed
 from genrt.progress import progress_bar
 from genrt.runtime.concurrency import blocking_twin, gather_all
 
@@ -101,10 +92,12 @@ class Sampler:
         check_callable("last", last, "a kernel, such as keep(1)", optional=True)
         self._total = model.max_steps
         self._num_particles = check_int("num_particles", num_particles, 1, 2**31)
+        self._numbers = {"num_particles": self._num_particles}
         self._kernel, self._last = kernel, last
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.model!r}, num_particles={self._num_particles})"
+        numbers = "".join(f", {name}={each}" for name, each in self._numbers.items())
+        return f"{type(self).__name__}({self.model!r}{numbers})"
 
     def init(self, seed: int) -> State:
         """Return N particles without tokens, of weight 1; the seed is an integer from 0 on."""
@@ -112,7 +105,7 @@ class Sampler:
 
     def is_done(self, state: State) -> bool:
         """Return whether no particle goes on, and the last step was made."""
-        return state_of(State, state).done and (self._last is None or state.is_final)
+        return checked_state(state).done and (self._last is None or state.is_final)
 
     async def step(self, state: State) -> tuple[State, Info]:
         """Run the kernel once, or the last step.
@@ -123,7 +116,7 @@ class Sampler:
         Raises:
             GenrtError: any error of the model.
         """
-        kernel = self._last if state_of(State, state).done and self._last else self._kernel
+        kernel = self._last if checked_state(state).done and self._last else self._kernel
         places = frozen(np.arange(len(state.particles)))
         after = state.labeled(ancestors=places, key=())
         if not self.is_done(state):
@@ -235,16 +228,10 @@ class SMC(Sampler):
         Raises:
             InvalidRequest: an argument is out of range.
         """
-        given = resample_when
-        if not callable(given) and not 0 <= check_float("resample_when", given) <= 1:
-            raise InvalidRequest(
-                f"resample_when is {displayed(resample_when)}: give a share from 0 to 1, or a rule"
-            )
-        check_callable("resample", resample, "a resampler, such as genrt.inference.systematic")
-        self.below = resample_when
-        self.has_independent_ancestors = resample is multinomial or given == 0
-        kernel = chain(resample_kernel(resample, below=resample_when), extend(checked_model(model)))
+        kernel = chain(kernels.resample(resample, below=resample_when), extend(model))
         super().__init__(model, kernel, num_particles=num_particles)
+        self.below = resample_when
+        self.has_independent_ancestors = resample is multinomial or resample_when == 0
 
 
 def importance_sampling(model: Model, *, num_particles: int) -> SMC:
@@ -453,14 +440,14 @@ def _info_of(before: State, after: State) -> Info:
         not units and trace is not parent
         for units, trace, parent in zip(new, after.particles, parents, strict=True)
     ]
-    grown = [tuple([token for unit in units for token in unit.tokens]) for units in new]
-    gains = [sum([unit.gain for unit in units]) for units in new]
+    grown = [[token for unit in units for token in unit.tokens] for units in new]
+    columns = [*zip_longest(*grown, [DEAD], fillvalue=DEAD)]  # one of them is of no token
     return Info(
         step=before.step,
         resampled=after.resamplings > before.resamplings,
         ancestors=after.ancestors,
-        token_ids=_padded(grown),
-        log_increments=frozen(np.array(gains)),
+        token_ids=frozen(np.array(columns, np.int64).T[:-1]),
+        log_increments=frozen(np.array([sum([unit.gain for unit in units]) for units in new])),
         log_weights=after.log_weights,
         ess=after.ess,
         log_evidence=after.log_evidence,
@@ -479,15 +466,6 @@ def _units_after(trace: Any, parent: Any) -> list[Any]:
     if trace.before is parent:
         return [trace]
     return trace.path()[parent.units :] if trace.cut(parent.units) is parent else []
-
-
-def _padded(tokens: Sequence[tuple[int, ...]]) -> Tokens:
-    """Return tokens as int64 ``[N, longest]``, with -1 after the last of each."""
-    longest = max([1, *map(len, tokens)])
-    if longest == 1:
-        return frozen(np.array([each[0] if each else DEAD for each in tokens], np.int64)[:, None])
-    padded = [[*each, *[DEAD] * (longest - len(each))] for each in tokens]
-    return frozen(np.array(padded))
 
 
 def result_of(

@@ -342,11 +342,14 @@ def draw_from_rows(
         bits, hot = [None if x is None else x[part] for x in (mask, heat)]
         there = None if at is None else at[own]
         batch = batch if isinstance(batch, Tensor) else gather_rows(batch)
-        if laws:
+        power = laws[0][1] if turns == 1 and laws and laws[0][0] == 1.0 else 1.0
+        if laws and power == 1.0:
             batch = batch if there is None else batch.index_select(0, there)
             factors = [weighed(batch[turn::turns], *each) for turn, each in enumerate(laws)]
             batch, there = functools.reduce(torch.add, factors), None
-        parts.append(draw_chunk(batch, numbers[part], mask=bits, heat=hot, places=there))
+        parts.append(
+            draw_chunk(batch, numbers[part], mask=bits, heat=hot, places=there, power=power)
+        )
     return _one(parts)
 
 

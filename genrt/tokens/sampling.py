@@ -328,6 +328,7 @@ def draw_chunk(
     mask: Tensor | None = None,
     heat: Tensor | None = None,
     places: Tensor | None = None,
+    power: float = 1.0,
 ) -> Tensor:
     """Draw for a chunk of rows on one device, without checks and without waiting for the device.
 
@@ -337,10 +338,15 @@ def draw_chunk(
         mask: bool ``[n, V]`` or packed, as in ``draw``; by default every token is allowed.
         heat: the temperatures, float64 ``[n, 1]``; by default 1.
         places: int64 ``[n]``; draw ``i`` is then from ``batch[places[i]]``, of any number of rows.
+        power: above 0; weights and masses are of the rows times this number.
 
     Returns:
         float64 ``[n, 3]``: token ids, logprobs and log masses, so that one copy moves them to the host.
     """
+    on_host = heat is None and batch.device.type in ADDING and batch.dtype == torch.float32
+    if power != 1.0 and not on_host:
+        batch = power * (batch if places is None else batch.index_select(0, places))
+        places = None
     is_simple = (mask is None or mask.dtype == torch.uint8) and len(numbers) > 0
     if is_simple and has_kernels(batch) and (fused := _fused()) is not None:
         how = {"block": BLOCK, "largest": LARGEST, "greedy_below": GREEDY_BELOW}
@@ -348,8 +354,8 @@ def draw_chunk(
     if places is not None:
         batch = batch.index_select(0, places)
     logarithms = batch if mask is None else _masked(batch, mask)
-    if heat is None and batch.device.type in ADDING and batch.dtype == torch.float32:
-        return _draw_on_host(logarithms, numbers.clamp(max=LARGEST))
+    if on_host:
+        return _draw_on_host(logarithms, numbers.clamp(max=LARGEST), power)
     if logarithms.shape[-1] % BLOCK:
         padding = (0, -logarithms.shape[-1] % BLOCK)
         logarithms = functional.pad(logarithms, padding, value=-math.inf)
@@ -383,7 +389,7 @@ def draw_chunk(
     return torch.cat([token_ids.double().masked_fill_(dead, -1.0), logprobs, log_mass], dim=-1)
 
 
-def _draw_on_host(rows: Tensor, numbers: Tensor) -> Tensor:
+def _draw_on_host(rows: Tensor, numbers: Tensor, power: float) -> Tensor:
     """Return the result of ``draw_chunk`` for masked float32 rows at temperature 1, with numpy on one
     thread: waking torch's threads takes longer than they save.
 
@@ -395,17 +401,22 @@ def _draw_on_host(rows: Tensor, numbers: Tensor) -> Tensor:
     weights[:, width:] = 0.0
     blocks = weights.reshape(count, weights.shape[1] // BLOCK, BLOCK)
     with np.errstate(all="ignore"):
-        np.exp(logarithms, out=weights[:, :width])
+        if power == 1.0:
+            np.exp(logarithms, out=weights[:, :width])
+        for row, own in zip(logarithms, weights[:, :width], strict=True) if power != 1.0 else ():
+            np.exp(
+                np.multiply(row, np.float32(power), out=own), out=own
+            )  # while a cache has the row
         chosen, mass = host_inverse(np.einsum("nbi->nb", blocks), first)
         within, _ = host_inverse(blocks[places, chosen], second)
         token_ids, log_mass = chosen * BLOCK + within, np.log(mass)
-        logprobs = np.minimum(logarithms[places, token_ids] - log_mass, 0.0)
+        logprobs = np.minimum(logarithms[places, token_ids] * np.float32(power) - log_mass, 0.0)
     found = torch.from_numpy(np.stack([token_ids, logprobs, log_mass], axis=1))
     # In a row of this mass, the weights that underflow in float32 are less than 2^-53 of it.
     others = np.flatnonzero(~((mass > 1e-15) & (mass < np.inf)))
     if len(others):
         heat = numbers.new_ones(len(others), 1)
-        found[others] = draw_chunk(rows[others], numbers[others], heat=heat)
+        found[others] = draw_chunk(rows[others], numbers[others], heat=heat, power=power)
     return found
 
 

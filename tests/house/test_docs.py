@@ -210,6 +210,21 @@ def test_code_and_outputs_are_no_wider_than_a_page() -> None:
     assert wide == []
 
 
+def test_the_programs_of_the_field_are_there_and_short() -> None:
+    """Twelve, of at most 15 lines each, and the searches and bounds after them."""
+    page = (ROOT / "docs/guide/recipes.md").read_text(encoding="utf-8")
+    programs = page.partition("## JSON")[2].partition("## Fill")[0]
+    programs += page.partition("## Twelve programs of the field")[2]
+    for code in re.findall(r"```python\n(.*?)\n```", programs, re.DOTALL):
+        assert len(code.splitlines()) <= 15, code
+    wanted = (
+        "json_schema", "AWRS", "proposal=", "resample_move", "tempered", "MetropolisHastings",
+        "ParticleGibbs", "beam_search", "BestOfN", "Rejection", "without_replacement", "power=-0.5",
+        "Program", "evidence_bounds", "stochastic_beam_search", "best_first", "ancestors=True",
+    )  # fmt: skip
+    assert [each for each in wanted if each not in programs] == []
+
+
 def test_the_evidence_is_what_the_results_say(tmp_path: Path) -> None:
     """Drawn again, charts and tables are as committed."""
     shutil.copy(DOCS / "benchmarks/index.md", tmp_path)

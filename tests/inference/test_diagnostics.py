@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from genrt.errors import InvalidRequest
 from genrt.inference import Result
-from genrt.inference.diagnostics import ChainStatistics, diagnose
+from genrt.inference.estimates import ChainStatistics, diagnose
 
 Floats: TypeAlias = NDArray[np.float64]
 

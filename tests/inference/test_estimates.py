@@ -21,6 +21,7 @@ from genrt.inference import (
     SMC,
     BestOfN,
     Law,
+    MetropolisHastings,
     Result,
     TextModel,
     Trace,
@@ -28,6 +29,7 @@ from genrt.inference import (
     importance_sampling,
     multinomial,
     several,
+    systematic,
 )
 from genrt.inference.estimates import pareto_k
 
@@ -92,7 +94,7 @@ class Walk:
 async def test_intervals_of_one_run_hold_the_truth_as_often_as_they_say(
     problem: tuple[int, float], when: float
 ) -> None:
-    """95 % intervals over 2,000 runs, of the evidence and of an expectation: 93 to 97 %."""
+    """95 % intervals over 2,000 runs, of the evidence, its logarithm and an expectation: 93 to 97 %."""
     walk = Walk(*problem)
     evidence, mean = walk.exact()
     sampler = SMC(walk, num_particles=300, resample_when=when, resample=multinomial)
@@ -103,6 +105,8 @@ async def test_intervals_of_one_run_hold_the_truth_as_often_as_they_say(
         errors.append(result.evidence_error * ratios[-1])
         means.append(result.expectation(float))
         own.append(result.expectation_error(float))
+    relative = np.array(errors) / ratios
+    assert 0.93 <= np.mean(np.abs(np.log(ratios)) < 1.96 * relative) <= 0.97
     for found, truth, error in ((ratios, 1.0, errors), (means, mean, own)):
         covered = np.abs(np.array(found) - truth) < 1.96 * np.array(error)
         assert 0.93 <= covered.mean() <= 0.97
@@ -127,6 +131,36 @@ async def test_other_schemes_have_no_error_of_one_run_and_several_have() -> None
     plain = await importance_sampling(walk, num_particles=32).run(0)
     assert plain.evidence_error > 0
     assert "\N{PLUS-MINUS SIGN}" in str(plain)
+
+
+async def test_weights_and_steps_are_shown_with_their_standard_errors() -> None:
+    """Of 100 independent texts the weight p has the error sqrt(p (1 - p) / 99)."""
+    values, known = ("a",) * 64 + ("b",) * 36, {"eve": np.arange(100)}
+    result = Result(values, ((),) * 100, values, np.zeros(100), 0.0, **known)  # type: ignore[arg-type]
+    error = math.sqrt(0.64 * 0.36 / 99)
+    assert result.expectation_error(lambda text: text == "a") == pytest.approx(error)
+    assert f"0.6400 \N{PLUS-MINUS SIGN} {error:.4f}  a" in str(result)
+    left, wide = (100 * each / (0.64 + error) for each in (0.64 - error, 2 * error))
+    assert f'<i style="left:{left:.1f}%;width:{wide:.1f}%"></i>' in result._repr_html_()
+    unknown = Result(values, ((),) * 100, values, np.zeros(100), 0.0)
+    assert "\N{PLUS-MINUS SIGN}" not in str(unknown) + unknown._repr_html_()
+    for resample in (multinomial, systematic):
+        sampler = SMC(Walk(3, 0.5), num_particles=32, resample_when=0.9, resample=resample)
+        run = await sampler.run(0)
+        errors = run.to_pandas(steps=True)["log_evidence_error"]
+        assert errors.iloc[-1] == pytest.approx(run.evidence_error, nan_ok=True)
+        assert errors.notna().any() == (resample is multinomial)
+
+
+async def test_chains_have_the_errors_of_their_autocorrelations() -> None:
+    """Over 40 runs, the error of a mean is its standard deviation."""
+    walk = Walk(3, 0.5)
+    sampler = MetropolisHastings(walk, num_chains=8, num_steps=60, warm_up=10)
+    runs = [await sampler.run(seed) for seed in range(40)]
+    errors = [each.expectation_error(float) for each in runs]
+    means = [each.expectation(float) for each in runs]
+    assert np.mean(errors) == pytest.approx(np.std(means, ddof=1), rel=0.4)
+    assert "\N{PLUS-MINUS SIGN}" in str(runs[0])
 
 
 async def test_runs_without_an_evidence_count_alike() -> None:

@@ -18,7 +18,7 @@ import genrt
 from genrt.constraints import regex
 from genrt.engines.exact import NGram
 from genrt.errors import InvalidRequest
-from genrt.inference import Law, Program, TextModel, best_first, recipes, stochastic_beam_search
+from genrt.inference import Law, Program, TextModel, best_first, stochastic_beam_search
 from genrt.lm import AsyncLM
 from genrt.testing import assert_samples_from, assert_weighted_samples_from, exact_posterior
 from genrt.tokens.texts import Text
@@ -56,57 +56,15 @@ def sets_of(law: dict[Any, float], width: int) -> dict[Any, float]:
     return found
 
 
-async def sets_are_right(runs: int = 500) -> None:
+async def test_a_stochastic_beam_is_a_sample_without_replacement() -> None:
     """Seven texts have 35 sets of three."""
     async with await genrt.aload(SMALL, engine="exact") as lm:
         model = TextModel(lm, [0], max_tokens=2)
         law = dict(exact_posterior(SMALL, [0], max_tokens=2).token_ids)
         search = stochastic_beam_search(model, width=3)
-        found = await asyncio.gather(*(search.run(seed) for seed in range(runs)))
+        found = await asyncio.gather(*(search.run(seed) for seed in range(500)))
     assert len(law) == 7
     assert_samples_from([frozenset(each.token_ids) for each in found], sets_of(law, 3))
-
-
-async def test_a_stochastic_beam_is_a_sample_without_replacement() -> None:
-    await sets_are_right()
-
-
-async def test_keys_that_are_not_those_of_a_prefix_are_caught(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Wrong: keys moved down until the largest is that of their prefix."""
-
-    def moved(largest: Any, keys: Any) -> Any:
-        return keys - keys.max(axis=1, keepdims=True) + largest
-
-    monkeypatch.setattr(recipes, "_below", moved)
-    with pytest.raises(AssertionError, match="other probabilities"):
-        await sets_are_right()
-
-
-async def evidence_is_right(runs: int = 400) -> None:
-    async with await genrt.aload(SMALL, engine="exact") as lm:
-        search = stochastic_beam_search(TextModel(lm, [0], max_tokens=2), width=2)
-        results = await asyncio.gather(*(search.run(seed) for seed in range(runs)))
-    ratios = np.exp([each.log_evidence for each in results])  # Z is 1
-    assert abs(ratios.mean() - 1) < 5 * ratios.std() / math.sqrt(runs), "biased"
-
-
-async def test_a_first_key_without_noise_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong: the empty text's key is its log-probability 0. Sets are right then, and weights are not."""
-    await evidence_is_right()
-    make = np.random.default_rng
-
-    class Quiet:
-        def __init__(self, seed: Any) -> None:
-            self.rng = make(seed)
-
-        def gumbel(self, size: Any) -> Any:
-            return np.zeros(1) if size == 1 else self.rng.gumbel(size=size)
-
-    monkeypatch.setattr("numpy.random.default_rng", Quiet)
-    with pytest.raises(AssertionError, match="biased"):
-        await evidence_is_right()
 
 
 @pytest.mark.parametrize("name", CASES)
