@@ -376,10 +376,11 @@ async def test_a_question_has_the_adapter_of_its_call(lm: AsyncLM, tmp_path: Pat
 
 
 async def test_begin_fork_cut_and_text() -> None:
-    with genrt.load() as lm:
+    words = NGram.random([b"Hel", b"lo", b" there", b"<e>"], seed=1, eos_token_id=3)
+    with genrt.load(words, engine="exact") as lm:
         context = lm.context("Hello")
         assert context.text == "Hello"
-        assert context.token_ids == lm.encode("Hello")
+        assert context.token_ids == lm.encode("Hello") == [0, 1]
         context.extend(lm.encode(" there"))
         assert context.text == "Hello there"
         for fork in (
@@ -650,7 +651,7 @@ def test_a_context_is_not_pickled(lm: AsyncLM) -> None:
 
 
 async def test_short_lived_contexts_leave_nothing() -> None:
-    """A hundred thousand contexts that draw, are forked, cut, cancelled, closed or dropped: the engine
+    """Ten thousand contexts that draw, are forked, cut, cancelled, closed or dropped: the engine
     keeps no sequence, and no context is alive."""
     model = NGram.random(SIZE, order=2, seed=3)
     engines: list[KeepingEngine] = []
@@ -672,9 +673,9 @@ async def test_short_lived_contexts_leave_nothing() -> None:
 
     alive: list[Any] = []
     with genrt.load(engine=opened) as lm:
-        for first in range(0, 100_000, 1000):
+        for first in range(0, 10_000, 500):
             start = lm.context([first % SIZE, 1])
-            flock = [asyncio.create_task(live(start, first + n)) for n in range(1000)]
+            flock = [asyncio.create_task(live(start, first + n)) for n in range(500)]
             await asyncio.sleep(0)
             for task in flock[:: 2 + first % 7]:
                 task.cancel()
@@ -684,5 +685,5 @@ async def test_short_lived_contexts_leave_nothing() -> None:
         gc.collect()
         await lm.next_token_logprobs([0])  # the engine's thread has given back everything by now
         assert [*engines[0].known] == []
-        assert len(alive) > 50_000
+        assert len(alive) > 5_000
         assert all(each() is None for each in alive)
