@@ -170,7 +170,7 @@ async def test_wrong_ancestors_are_caught(wrong: str, monkeypatch: pytest.Monkey
         monkeypatch.setattr(kernels, "normalized_weights", evenly)
     else:
         monkeypatch.setattr(Trace, "log_target", property(lambda self: 0.0))
-    _, check = await one_sweep("dead ends", ancestors=True, count=1000)
+    _, check = await one_sweep("dead ends", ancestors=True, count=500)
     with pytest.raises(AssertionError, match="other probabilities"):
         check()
 
