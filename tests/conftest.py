@@ -20,8 +20,11 @@ from tests import promises
 # Under python -O too, what these assert is asserted.
 pytest.register_assert_rewrite("tests.scripted", "tests.engines.vllm.small")
 
-# Continuous integration runs the same examples every time; everyone else's runs go on looking. Of a
-# mutant it is enough that a test fails: no smaller example is looked for.
+# No example has a deadline: a machine may be busy. Continuous integration runs the same examples every
+# time; everyone else's runs go on looking. Of a mutant it is enough that a test fails: no smaller example
+# is looked for.
+settings.register_profile("genrt", deadline=None)
+settings.load_profile("genrt")
 settings.register_profile("ci", derandomize=True)
 settings.register_profile("mutants", derandomize=True, phases=[Phase.explicit, Phase.generate])
 if profile := os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else None):

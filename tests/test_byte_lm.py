@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from typing import Any, cast
@@ -24,9 +25,10 @@ def drawn(seed: int) -> NGram:
     return NGram.random(pieces, order=2, seed=seed, eos_token_id=0)
 
 
+@functools.cache
 def row(model: NGram, context: tuple[int, ...]) -> list[float]:
-    """Probabilities of the next tokens without those that have no bytes."""
-    kept = model.row(context[-2:]).double().exp()
+    """Probabilities of the next tokens after the last two without those that have no bytes."""
+    kept = model.row(context).double().exp()
     kept[-1] = 0
     return cast("list[float]", (kept / kept.sum()).tolist())
 
@@ -36,7 +38,7 @@ def begins(model: NGram, context: tuple[int, ...], data: bytes) -> float:
     if not data:
         return 1.0
     total = 0.0
-    for token, probability in enumerate(row(model, context)):
+    for token, probability in enumerate(row(model, context[-2:])):
         piece = model.vocabulary[token] if token else b""
         if piece and piece.startswith(data):
             total += probability
@@ -47,7 +49,7 @@ def begins(model: NGram, context: tuple[int, ...], data: bytes) -> float:
 
 def is_text(model: NGram, context: tuple[int, ...], data: bytes) -> float:
     """The probability that some bytes are the whole text."""
-    rows = row(model, context)
+    rows = row(model, context[-2:])
     total = rows[0] if not data else 0.0
     for token, probability in enumerate(rows):
         piece = model.vocabulary[token] if token else b""

@@ -285,11 +285,17 @@ def awaited(coroutine: Any) -> Any:
     return asyncio.run(main())
 
 
+@functools.cache
+def a_folder() -> tempfile.TemporaryDirectory[str]:
+    """A folder with a row, for all jobs: making and removing one costs more than a job."""
+    folder = tempfile.TemporaryDirectory()
+    Path(folder.name, "in.jsonl").write_text('{"text": "a"}\n')
+    return folder
+
+
 def a_job(lm: AsyncLM, **arguments: Any) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        rows = Path(folder, "in.jsonl")
-        rows.write_text('{"text": "a"}\n')
-        Job(**{"input": rows, "output": Path(folder, "out.jsonl")} | arguments)
+    folder = a_folder().name
+    Job(**{"input": Path(folder, "in.jsonl"), "output": Path(folder, "out.jsonl")} | arguments)
 
 
 def a_model(lm: AsyncLM) -> TextModel:

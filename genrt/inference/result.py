@@ -419,6 +419,8 @@ class Result:
         """Yield name, figure and note."""
         count, alive = len(self.values), self._alive
         note = f"{alive:,} {'of them alive' if self.infos else 'of positive weight'}"
+        if causes := str(self.deaths):
+            note += f"; died: {causes}"
         yield "particles", f"{count:,}", note * (alive < count)
         if not math.isnan(self.log_evidence):
             note = f"Z = {math.exp(self.log_evidence):.3g}" if self.log_evidence < 700 else ""

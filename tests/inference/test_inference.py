@@ -139,6 +139,7 @@ async def test_a_program_dies_at_dead_ends_and_some_deaths_are_no_end() -> None:
     dead = int((some.log_weights == -math.inf).sum())
     assert 0 < dead < 40
     assert some.deaths == Deaths(max_tokens=dead)
+    assert f"{40 - dead} of them alive; died: {dead} at max_tokens" in str(some)
 
 
 @pytest.mark.parametrize("resample_when", [0.0, 1.0])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
+import threading
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +23,9 @@ import genrt
 from genrt.errors import InvalidRequest, NotFinite
 from genrt.lm import AsyncLM
 from genrt.server import Server, serving
-from tests.inside import thread_of
+from tests.inside import engine_of, thread_of
 from tests.server.conftest import OPTIONS
-from tests.waiting import until
+from tests.waiting import PATIENCE_SECONDS, until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.promise(number=35)]
 
@@ -89,8 +91,15 @@ class Told:
 async def read(
     lm: AsyncLM, http: httpx.AsyncClient, kinds: Collection[str], between: Callable[[], Any]
 ) -> dict[str, Told]:
-    """Read streams that begin together, and do something once each has brought some of its text."""
-    have_begun = asyncio.Barrier(len(kinds))
+    """Read streams that begin together, and do something once each has brought some of its text. Until
+    then the engine draws at most half of the texts, however busy the machine is."""
+    have_begun, go_on = asyncio.Barrier(len(kinds)), threading.Event()
+    engine = engine_of(lm)
+    step, steps = engine.step, itertools.count()
+
+    def waits() -> object:
+        assert next(steps) < LONG // 2 or go_on.wait(PATIENCE_SECONDS)
+        return step()
 
     async def one(kind: str) -> Told:
         path, asked = KINDS[kind]
@@ -104,6 +113,7 @@ async def read(
                 told.events.append(data if data == "[DONE]" else json.loads(data))
                 has_text = len(told.events) == 3 + 3 * (kind in ("response", "message"))
                 if has_text and await have_begun.wait() == 0:
+                    go_on.set()
                     await between()
             told.is_whole = True
         return told
@@ -111,8 +121,10 @@ async def read(
     await lm.pause()
     reading = [asyncio.create_task(one(kind)) for kind in kinds]
     await until(lambda: lm.statistics().batcher.waiting >= len(kinds) + ("two" in kinds), lm)
-    lm.resume()
-    return dict(zip(kinds, await asyncio.gather(*reading), strict=True))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "step", waits)
+        lm.resume()
+        return dict(zip(kinds, await asyncio.gather(*reading), strict=True))
 
 
 async def replaced(lm: AsyncLM, llama: Path) -> None:
@@ -250,12 +262,13 @@ async def test_a_server_that_closes_ends_its_streams_and_the_runtime_is_free(
             closing.append(asyncio.create_task(asyncio.to_thread(server.close)))
 
         async with httpx.AsyncClient(base_url=str(server.url), timeout=120) as http:
-            for told in (await read(lm, http, KINDS, close)).values():
-                assert told.is_whole
-                assert "closing" in told.error["message"]
-                assert told.error.get("code", 503) == 503
+            found = await read(lm, http, KINDS, close)
         await closing[0]
     lm.resume()
+    for told in found.values():
+        assert told.is_whole
+        assert "closing" in told.error["message"]
+        assert told.error.get("code", 503) == 503
     assert (await lm.generate([5, 6], max_tokens=3, ignore_eos=True)).token_ids
     assert lm.statistics().batcher.in_flight == 0
     check_log(logged)

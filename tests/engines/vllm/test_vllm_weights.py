@@ -22,7 +22,7 @@ from genrt.lm import AsyncLM
 from tests.engines.vllm.small import runner_of
 from tests.inside import engine_of
 from tests.small_models import make_llama
-from tests.waiting import until
+from tests.waiting import a_loop_beside_each_step, until
 
 pytestmark = pytest.mark.vllm
 
@@ -130,33 +130,36 @@ async def test_texts_go_on_with_new_weights(
     before it. Later questions never find blocks of the old weights."""
     await lm.update_weights(llama)
     paths = {lm.weights_version: llama}
-    streams = [lm.stream(each, seed=n, **TEXTS) for n, each in enumerate(CONTEXTS)]
-    for stream in streams:
-        await anext(stream)
-    unread = {**TEXTS, "logprobs": None}  # vLLM's output processor reads many tokens at once
-    rest, plain = (
-        asyncio.ensure_future(lm.batch_generate(CONTEXTS, seed=9, **each))
-        for each in (TEXTS, unread)
-    )
-    population, context = lm.population(CONTEXTS[3], 3), lm.context(CONTEXTS[2])
-    for path in (other, llama, other):
-        drawn, of_context = await asyncio.gather(population.draw(), context.draw())
-        population.append(drawn.token_ids)
-        context.append(of_context.token_id)
-        version = await lm.update_weights(path, pending="continue", kv_cache=kv_cache)
-        paths[version] = path
+    with a_loop_beside_each_step(lm):
+        streams = [lm.stream(each, seed=n, **TEXTS) for n, each in enumerate(CONTEXTS)]
         for stream in streams:
             await anext(stream)
-        read = [[*stream.partial.prompt_token_ids, *stream.partial.token_ids] for stream in streams]
-        asked = [each[: len(each) // 16 * 16 + 1] for each in read]  # after whole blocks
-        rows = await lm.batch_next_token_logprobs(asked)
-        if path == other:
-            wanted = await runtimes[other].batch_next_token_logprobs(asked)
-            assert torch.allclose(rows, wanted, atol=1e-3)
-            wanted = await runtimes[other].batch_next_token_logprobs([*population])
-            assert torch.allclose(await population.logprobs(), wanted, atol=1e-3)
-            row = await runtimes[other].next_token_logprobs(context.token_ids)
-            assert torch.allclose(await context.logprobs(), row, atol=1e-3)
+        unread = {**TEXTS, "logprobs": None}  # vLLM's output processor reads many tokens at once
+        rest, plain = (
+            asyncio.ensure_future(lm.batch_generate(CONTEXTS, seed=9, **each))
+            for each in (TEXTS, unread)
+        )
+        population, context = lm.population(CONTEXTS[3], 3), lm.context(CONTEXTS[2])
+        for path in (other, llama, other):
+            drawn, of_context = await asyncio.gather(population.draw(), context.draw())
+            population.append(drawn.token_ids)
+            context.append(of_context.token_id)
+            version = await lm.update_weights(path, pending="continue", kv_cache=kv_cache)
+            paths[version] = path
+            for stream in streams:
+                await anext(stream)
+            read = [
+                [*stream.partial.prompt_token_ids, *stream.partial.token_ids] for stream in streams
+            ]
+            asked = [each[: len(each) // 16 * 16 + 1] for each in read]  # after whole blocks
+            rows = await lm.batch_next_token_logprobs(asked)
+            if path == other:
+                wanted = await runtimes[other].batch_next_token_logprobs(asked)
+                assert torch.allclose(rows, wanted, atol=1e-3)
+                wanted = await runtimes[other].batch_next_token_logprobs([*population])
+                assert torch.allclose(await population.logprobs(), wanted, atol=1e-3)
+                row = await runtimes[other].next_token_logprobs(context.token_ids)
+                assert torch.allclose(await context.logprobs(), row, atol=1e-3)
     texts = await rest
     assert [each.weights_spans for each in await plain] == [each.weights_spans for each in texts]
     for stream in streams:
