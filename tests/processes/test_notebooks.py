@@ -186,6 +186,27 @@ def policy_gradient(text: str) -> None:
     assert float(re.findall(r"mean cosine (\S+)", text)[0]) > 0.8
 
 
+def asynchronous_training(text: str) -> None:
+    """Texts of several versions, drawn from sets, estimate the true gradient; without sets, another."""
+    found = re.findall(
+        r"^(.+?) +off by \S+%; the farthest entry is (\S+) standard errors", text, re.M
+    )
+    farthest = {name: float(errors) for name, errors in found}
+    # The largest of 20 entries, by a variance of 32 chunks: by chance once in 10,000 runs.
+    assert farthest["with sets"] < 5.5
+    assert farthest["without sets"] > 8
+    [(mixed, most)] = re.findall(
+        r"(\d+)% of the texts have tokens of several\n(?s:.*)^mean cosine (\S+)", text, re.M
+    )
+    assert int(mixed) > 50
+    assert float(most) > 0.8
+    exactly = [float(each) for each in re.findall(r"exact reward (\S+)", text)]
+    assert exactly[-1] > exactly[0] + 0.25
+    [(several, texts)] = re.findall(r"^(\d+) of (\d+) texts have tokens of several", text, re.M)
+    assert 8 <= int(several) <= int(texts) == 32
+    assert float(re.findall(r"differ by at most (\S+)", text)[0]) < 5e-4
+
+
 def error_bars(text: str) -> None:
     """The error bars of one run have the size of the spread over runs; both means are near the truth."""
     found = re.findall(r"spread (\S+)  error bar (\S+)  intervals with truth (\d+)%", text)
@@ -224,7 +245,7 @@ RESULTS = {
     f"{check.__name__}.ipynb": check
     for check in (
         first_smc, constraints, your_own_sampler, twist_and_critic, adapters, tuning, generation,
-        populations, policy_gradient, error_bars, reward_filtering, power_sampling,
+        populations, policy_gradient, asynchronous_training, error_bars, reward_filtering, power_sampling,
     )
 }  # fmt: skip
 
