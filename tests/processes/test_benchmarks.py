@@ -135,9 +135,9 @@ def test_overheads_are_measured(
     [result] = results_of(overheads, tmp_path / "overheads.json", monkeypatch)
     costs = {"cached_us", "deduplicated_us", "batched_us", "latency_us"}
     costs |= {"vllm_cached_us", "vllm_latency_us", "vllm_step_us"}
-    gaps = {"idle_gap_ms", "loop_gap_ms"}
+    gaps = {"idle_gap_ms", "loop_gap_ms", "contexts_gap_ms"}
     assert result.keys() >= {"torch"} | costs | gaps
-    assert all(result[gap].keys() == {"largest", "p99", "beats"} for gap in gaps)
+    assert all(result[gap].keys() == {"largest", "p99", "busy", "beats"} for gap in gaps)
     assert all(0.0 < number < math.inf for number in numbers_in(result))
 
 
