@@ -222,29 +222,6 @@ def test_a_group_computes_its_common_beginning_once(roomy: AsyncLM, oracle_rows:
     assert [len(each.tail) for each in after] == [20, 20]
 
 
-def test_teachers_whose_sequences_are_evicted_have_the_same_rows(
-    lm: AsyncLM, oracle_rows: Rows
-) -> None:
-    """There is room for two of these texts beside the samples, which vLLM preempts too."""
-    group = [tokens(96, 50) + tokens(100, seed) for seed in range(6)]
-
-    async def ask() -> list[TeacherLogprobs]:
-        samples = [lm.sample(tokens(150, seed), max_tokens=90) for seed in range(4)]
-        teachers = asyncio.gather(*(lm.teacher(text, top=4) for text in group))
-        await asyncio.gather(*samples)
-        return await teachers
-
-    before = lm.statistics().engine
-    with preemptions(lm) as preempted:
-        for _ in range(2):
-            for text, found in zip(group, asyncio.run(ask()), strict=True):
-                expect_teacher(found, oracle_rows(text), 4)
-    assert preempted
-    since = lm.statistics().engine.scored_tokens - before.scored_tokens
-    assert since == 2 * (96 + 6 * 100)  # no position twice
-    assert left_over(engine_of(lm)) == {}
-
-
 async def test_teachers_that_leave_leave_nothing(lm: AsyncLM) -> None:
     with pytest.raises(TimedOut):
         await lm.teacher(tokens(200, 1), timeout=0.0)
