@@ -116,7 +116,8 @@ class _DrawnStep:
             self._sets[form] = sets_of(self._packed.result().numpy(), form)
         if self._rows is None:
             self._rows = self._numbers.result().tolist()
-        return DrawnFrom(*self._rows[row], self._sets[form][row])
+        logprob, log_mass = self._rows[row]
+        return DrawnFrom(logprob, log_mass, self._sets[form][row])
 
 
 class DrawnSets:
