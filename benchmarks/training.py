@@ -7,7 +7,8 @@
 tokens of every position of texts that no one has asked about; ``ratio`` is the time of vLLM's own
 ``prompt_logprobs`` over its. ``bytes_a_token`` is the size of the answer: of arrays for genrt, pickled
 for vLLM. Ratios are medians over the repeats, each of two runs in turn; ``cpu_ratio`` has the
-processor's time in place of the clock's, which other processes disturb.
+processor's time in place of the clock's, which other processes disturb. The cost of ``--deterministic``
+is the difference between two runs' ``tokens_per_second``: its environment variables are the process's.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ def main() -> None:
     add("--top", type=int, default=256)
     add("--repeats", type=int, help="default: 7; quick: 2")
     add("--quick", action="store_true", help="smaller defaults")
+    add("--deterministic", action="store_true", help="genrt's engine is deterministic")
     add("--options", type=json.loads, default={}, help="options of all engines, as JSON")
     add("--json", type=Path, help="append the results to this file")
     arguments = parser.parse_args()
@@ -83,7 +85,10 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             tails = [prose[:count] or chance.choices(range(most), k=count - 1)] * arguments.texts
             return [[chance.randrange(most), *tail][:count] for tail in tails]
 
-        with genrt.load(model, engine_options=setup.options, cache_bytes=0) as lm:
+        deterministic = arguments.deterministic
+        common |= {"deterministic": deterministic} if deterministic else {}
+        given = {"engine_options": setup.options, "deterministic": deterministic, "cache_bytes": 0}
+        with genrt.load(model, **given) as lm:
             prose += lm.encode(PROSE * arguments.tokens) if has_tokenizer else []
             if "masks" in arguments.modes:
                 modes = {

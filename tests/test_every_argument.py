@@ -34,7 +34,6 @@ from genrt.generation import (
     Failed,
     Item,
     Job,
-    PolicyGeneration,
     generate_many,
     generate_valid,
     rollout,
@@ -42,6 +41,7 @@ from genrt.generation import (
     splice_turn,
 )
 from genrt.inference import SMC, BestOfN, MetropolisHastings, Program, Rejection, TextModel
+from genrt.interop.nemo_rl import NemoGeneration
 from genrt.lm import AsyncLM
 from genrt.loading import LoadOptions
 
@@ -270,6 +270,7 @@ async def test_what_is_awaited_refuses_what_its_blocking_twin_refuses(
 # -- other calls ------------------------------------------------------------------------------------
 
 BATCH = {"input_ids": torch.tensor([[1, 2], [2, 0]]), "input_lengths": torch.tensor([2, 1])}
+NEMO = {"max_new_tokens": 1, "temperature": 1.0, "top_p": 1.0, "top_k": None, "_pad_token_id": 0}
 ROLLOUT = {**BATCH, "pad_value": 0, "max_new_tokens": 1}
 TURN = [{"role": "user", "content": "a"}]
 
@@ -342,16 +343,18 @@ CALLS: dict[str, Call] = {
         ROLLOUT,
         [*BATCH, "pad_value"],
     ),
-    "PolicyGeneration": (PolicyGeneration, {"pad_value": 0}, parameters(PolicyGeneration)),
-    "PolicyGeneration.generate": (
-        lambda lm, **a: PolicyGeneration(lm, pad_value=0, max_new_tokens=1).generate(**a),
+    "NemoGeneration": (
+        lambda lm, **a: NemoGeneration(lm, NEMO, **a),
+        {},
+        [*parameters(rollout)[2:], "server_url"],
+    ),
+    "NemoGeneration.generate": (
+        lambda lm, **a: NemoGeneration(lm, NEMO).generate(**a),
         {"data": BATCH},
         ["data", "greedy"],
     ),
-    "PolicyGeneration.generate_async": (
-        lambda lm, **a: awaited(
-            PolicyGeneration(lm, pad_value=0, max_new_tokens=1).generate_async(a)
-        ),
+    "NemoGeneration.generate_async": (
+        lambda lm, **a: awaited(NemoGeneration(lm, NEMO).generate_async(a)),
         BATCH,
         [*BATCH, "stop_strings"],
     ),

@@ -32,7 +32,7 @@ from genrt.questions.completions import (
 from genrt.structures.guides import Guides
 from genrt.tokens.detokenizing import TextStream
 from genrt.tokens.rows import normalised
-from genrt.tokens.sampling import GREEDY_BELOW, ids_of_sets, mass_of_sets, packed_sets
+from genrt.tokens.sampling import GREEDY_BELOW, ids_of_sets, mass_of_sets, packed_sets, weighed
 from genrt.tokens.spellings import Spellings
 
 NO_TOKEN = (
@@ -88,14 +88,7 @@ class CompletionState:
         structure = decoding.structure
         self._guide = None if structure is None else guides.begin(structure, self._ends)
         # Only min_tokens may change the distribution of a token.
-        self._is_plain = not (
-            self._guide is not None
-            or self._bad
-            or decoding.logit_bias
-            or decoding.repetition_penalty != 1.0
-            or decoding.frequency_penalty
-            or decoding.presence_penalty
-        )
+        self._is_plain = not (self._guide is not None or self._bad or decoding.changes_logits)
         # The last row within the structure: vLLM's log-probabilities are taken from it too.
         self._guided: Tensor | None = None
         self._logprobs: list[float] = []
@@ -215,9 +208,9 @@ class CompletionState:
         )
 
     def _set_of(self, form: MaskForm, token: int, row: Tensor, law: Tensor) -> DrawnFrom:
-        heat = torch.tensor([self.decoding.temperature], dtype=torch.float64, device=row.device)
-        is_greedy = self.decoding.temperature < GREEDY_BELOW
-        mass = 0.0 if is_greedy else float(mass_of_sets(row[None], law[None], heat))
+        heat = self.decoding.temperature
+        by_model = None if heat < GREEDY_BELOW else weighed(row[None], heat, 1.0)
+        mass = 0.0 if by_model is None else float(mass_of_sets(by_model, law[None]))
         packed = packed_sets(law[None]).cpu().numpy()
         [found] = sets_of(packed, form)
         return DrawnFrom(float(law[token]), mass, found)

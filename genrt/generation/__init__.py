@@ -16,7 +16,6 @@ from genrt.generation.many import (
     generate_many_sync,
 )
 from genrt.generation.rollouts import (
-    PolicyGeneration,
     Rollout,
     RolloutOptions,
     StopStrings,
@@ -49,7 +48,6 @@ __all__ = [
     "Message",
     "OnError",
     "Parse",
-    "PolicyGeneration",
     "Prompt",
     "Prompts",
     "Reason",

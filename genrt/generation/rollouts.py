@@ -5,18 +5,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Literal, Required, TypeAlias, Unpack, cast, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from genrt.engines.weights import SleepingPart
 from genrt.errors import ContextTooLong, InvalidRequest, TimedOut
 from genrt.generation.many import Failed, Item, check_lm, generate_many
 from genrt.lm import AsyncLM
-from genrt.numbers import check_bool, check_int, check_options, named, shown
+from genrt.numbers import check_int, check_options, named, shown
 from genrt.questions.arguments import check_seed, host_array, seed_at
 from genrt.questions.completions import Completion, CompletionOptions, MaskForm, SamplingMask
 from genrt.questions.rows import id_words
@@ -173,112 +172,6 @@ def rollout_samples(
     return _RolloutBatch(lm, input_ids, input_lengths, options).samples()
 
 
-class PolicyGeneration:
-    """The generation interface of a trainer with dictionaries, such as NeMo-RL.
-
-    The input has ``input_ids`` and ``input_lengths``, and may have ``stop_strings``: a list (or ``None``)
-    for each sample, or a list for all. They apply in addition to the stops of this object. Other fields
-    are ignored. The output has the tensors of a ``Rollout`` by name; ``BatchedDataDict(…)`` makes
-    NeMo-RL's dictionary.
-
-    With a ``seed``, sample ``i`` of all calls so far is drawn with seed ``seed + i``. Two calls never
-    share a seed.
-
-    ``lm.update_weights`` loads new weights. ``finish_generation`` and ``prepare_for_generation`` give the
-    GPU to the trainer between two training steps, and take it back.
-
-    Args:
-        colocated: whether the trainer uses the same GPU.
-        options: the options of ``rollout`` for all calls.
-
-    Raises:
-        InvalidRequest: an option is wrong, or is a list for the samples of one batch.
-    """
-
-    def __init__(
-        self, lm: AsyncLM, *, colocated: bool = False, **options: Unpack[RolloutOptions]
-    ) -> None:
-        check_bool("colocated", colocated)
-        given: dict[str, Any] = {**options}
-        if _is_per_sample(given.get("stop_strings")):
-            raise InvalidRequest(
-                "stop_strings here are for all samples: give those of each with the batch"
-            )
-        ids, lengths = (torch.empty(shape, dtype=torch.int64) for shape in ((0, 0), (0,)))
-        _RolloutBatch(lm, ids, lengths, options)  # checks the options
-        stops = given.pop("stop_strings", None)
-        if not isinstance(stops, str | list | tuple | None):
-            raise InvalidRequest(
-                f"stop_strings must be a text or a list of texts, got {shown(stops)}"
-            )
-        self._lm = lm
-        self._is_colocated, self._is_asleep = colocated, False
-        self._seed = check_seed(given.pop("seed", None))
-        self._stops = [stops] if isinstance(stops, str) else list(stops or ())
-        self._options = given
-
-    def prepare_for_generation(self, tags: Collection[SleepingPart] | None = None) -> None:
-        """Take the GPU's memory back after ``finish_generation``, blocking. ``tags=["weights"]`` takes
-        only the memory of the weights, to load new ones first. Raises as ``AsyncLM.wake_up``."""
-        if self._is_asleep:
-            self._is_asleep = not self._lm.wake_up_sync(tags)
-
-    def finish_generation(self) -> None:
-        """Cancel running samples and drop the prefix cache, blocking. With a colocated trainer, free the
-        GPU's memory: ``generate`` raises EngineFailed until ``prepare_for_generation``. Idempotent;
-        raises as ``AsyncLM.sleep``."""
-        if not self._is_colocated:
-            self._lm.reset_prefix_cache()
-        elif not self._is_asleep:
-            self._lm.sleep_sync(asked="raise")
-            self._is_asleep = True
-
-    def generate(self, data: Mapping[str, Any], *, greedy: bool = False) -> dict[str, Tensor]:
-        """Return the rollout of a batch, blocking. ``greedy`` draws the likeliest tokens. Raises as
-        ``rollout``, and InvalidRequest for missing or wrong fields."""
-        ids, lengths, options = self._unpack(data, greedy)
-        return rollout_sync(self._lm, ids, lengths, **options).as_dict()
-
-    async def generate_async(
-        self, data: Mapping[str, Any], *, greedy: bool = False
-    ) -> AsyncGenerator[tuple[int, dict[str, Tensor]], None]:
-        """Yield the number of each sample and its rollout, a batch of one, as they finish. Batches have
-        any size. Raises as ``generate``; leaving early acts as for ``rollout_samples``."""
-        ids, lengths, options = self._unpack(data, greedy)
-        async with contextlib.aclosing(
-            rollout_samples(self._lm, ids, lengths, **options)
-        ) as samples:
-            async for number, sample in samples:
-                yield number, sample.as_dict()
-
-    def _unpack(
-        self, data: Mapping[str, Any], greedy: bool
-    ) -> tuple[Tensor, Tensor, RolloutOptions]:
-        """Return a batch and its options. Its samples take their seeds."""
-        check_bool("greedy", greedy)
-        if not isinstance(data, Mapping):
-            raise InvalidRequest(f"data must be a mapping of fields, got {shown(data)}")
-        if missing := [each for each in ("input_ids", "input_lengths") if each not in data]:
-            raise InvalidRequest(f"data has no {missing[0]!r}")
-        ids, lengths = data["input_ids"], data["input_lengths"]
-        options = {**self._options, "stop_strings": self._join_stops(data.get("stop_strings"))}
-        if greedy:
-            options["temperature"] = 0.0
-        if self._seed is not None:
-            options["seed"] = self._seed
-            count = len(ids) if isinstance(ids, Tensor) and ids.dim() else 0
-            self._seed = seed_at(self._seed, count)
-        return ids, lengths, cast("RolloutOptions", options)
-
-    def _join_stops(self, stops: Any) -> Any:
-        if stops is None:
-            return self._stops
-        if _is_per_sample(stops):
-            return [self._join_stops(each) for each in stops]
-        more = [stops] if isinstance(stops, str) else stops
-        return [*self._stops, *more] if isinstance(more, list | tuple) else more
-
-
 class _RolloutBatch:
     """The checked prompts of a batch, and the options of each sample."""
 
@@ -304,7 +197,7 @@ class _RolloutBatch:
         self._like = input_ids
         seed = check_seed(given.pop("seed", None))
         stops = given.pop("stop_strings", None)
-        if not _is_per_sample(stops):
+        if not is_per_sample(stops):
             given |= {} if stops is None else {"stop": stops}
             stops = [None] * len(ids)
         elif len(stops) != len(ids):
@@ -391,7 +284,8 @@ class _RolloutBatch:
         )
 
 
-def _is_per_sample(given: object) -> bool:
+def is_per_sample(given: object) -> bool:
+    """Return whether stop strings are a list for the samples, rather than texts for all of them."""
     kinds = (list, tuple, set, frozenset, np.ndarray, Tensor)
     return isinstance(given, list | tuple) and any(
         each is None or isinstance(each, kinds) for each in given

@@ -13,10 +13,11 @@ from torch.nn.utils.rnn import pad_sequence
 from genrt.engines.weights import SleepingPart
 from genrt.errors import EngineUnsupported, InvalidRequest
 from genrt.generation import rollouts
-from genrt.generation.rollouts import PolicyGeneration, Rollout, RolloutOptions
+from genrt.generation.rollouts import Rollout, RolloutOptions, is_per_sample
 from genrt.interop.trainers import WeightSyncClient
 from genrt.lm import AsyncLM
 from genrt.numbers import check_bool, check_int, named, shown
+from genrt.questions.arguments import check_seed, seed_at
 from genrt.runtime.weights import WeightsSource
 
 __all__ = ["NemoGeneration"]
@@ -44,6 +45,10 @@ def _refused(name: str) -> Callable[..., NoReturn]:
 class NemoGeneration:
     """A ``GenerationInterface`` of NeMo-RL, by its methods and its dictionaries.
 
+    A batch has ``input_ids`` and ``input_lengths``. It may have ``stop_strings``, in addition to those of
+    ``config``: a list (or ``None``) for each sample, or a list for all. Other fields are ignored. With a
+    ``seed``, sample ``i`` of all calls so far has seed ``seed + i``: two calls never share one.
+
     The engine is in this process: calls block. Methods that return Ray's references in NeMo-RL return an
     empty list, which ``ray.get`` accepts. Errors are raised, and no method returns ``False``.
 
@@ -52,7 +57,7 @@ class NemoGeneration:
         config: NeMo-RL's ``policy.generation``, after ``configure_generation_config``. Entries that open
             an engine are ignored, but ``vllm_cfg.max_model_len`` must be the runtime's.
         server_url: the address of a server of this runtime, as of ``genrt.serving(lm)``.
-        options: ``seed``, ``timeout``, ``adapter`` and others of ``PolicyGeneration``, which override
+        options: ``seed``, ``timeout``, ``sampling_mask`` and others of ``rollout``, which override
             ``config``.
 
     Attributes:
@@ -77,12 +82,17 @@ class NemoGeneration:
         server_url: str | None = None,
         **options: Any,
     ) -> None:
-        self._client = WeightSyncClient(lm)
-        given = cast("RolloutOptions", _rollout_options(config, lm.max_model_len) | options)
-        # ``colocated``: this object knows whether the engine sleeps.
-        self._policy = PolicyGeneration(lm, colocated=True, **given)
-        self._lm, self._pad_value = lm, given["pad_value"]
+        self._lm, self._client = lm, WeightSyncClient(lm)
+        self._options = given = _rollout_options(config, lm.max_model_len) | options
+        stops = given.pop("stop_strings", None)
+        if is_per_sample(stops):
+            raise InvalidRequest(
+                "stop_strings here are for all samples: give those of each with the batch"
+            )
+        self._stops = [] if stops is None else [stops] if isinstance(stops, str) else stops
+        self._seed = check_seed(given.pop("seed", None))
         self._is_colocated = bool(_section(config, "colocated").get("enabled"))
+        self._is_asleep = False
         self._refit_info: dict[str, tuple[list[int], str]] = {}
         self.cfg = config
         self.weight_synchronizer: Any = None
@@ -94,7 +104,8 @@ class NemoGeneration:
 
     def generate(self, data: Mapping[str, Any], *, greedy: bool = False) -> dict[str, Tensor]:
         """Return a ``GenerationOutputSpec`` for a ``GenerationDatumSpec``, blocking. ``Rollout`` has its
-        tensors; ``greedy`` draws the likeliest tokens. Raises as ``PolicyGeneration.generate``."""
+        tensors; ``greedy`` draws the likeliest tokens. Raises as ``rollout``, and InvalidRequest for
+        missing or wrong fields."""
         return _output_of(self._rollout(data, greedy))
 
     async def generate_async(
@@ -130,17 +141,42 @@ class NemoGeneration:
 
     def _unpack(self, data: Any, greedy: bool) -> tuple[Tensor, Tensor, RolloutOptions]:
         """Return a batch and its options. Its samples take their seeds."""
+        check_bool("greedy", greedy)
+        if not isinstance(data, Mapping):
+            raise InvalidRequest(f"data must be a mapping of fields, got {shown(data)}")
+        if missing := [each for each in ("input_ids", "input_lengths") if each not in data]:
+            raise InvalidRequest(f"data has no {missing[0]!r}")
         for name in ("vllm_images", "vllm_audios", "vllm_videos"):
-            if isinstance(data, Mapping) and any(map(len, data.get(name) or ())):
+            if any(map(len, data.get(name) or ())):
                 raise InvalidRequest(f"rollouts take no {name}: prompts are token ids")
-        return self._policy._unpack(data, greedy)
+        ids, lengths = data["input_ids"], data["input_lengths"]
+        options = {**self._options, "stop_strings": self._join_stops(data.get("stop_strings"))}
+        if greedy:
+            options["temperature"] = 0.0
+        if self._seed is not None:
+            options["seed"] = self._seed
+            count = len(ids) if isinstance(ids, Tensor) and ids.dim() else 0
+            self._seed = seed_at(self._seed, count)
+        return ids, lengths, cast("RolloutOptions", options)
+
+    def _join_stops(self, stops: Any) -> Any:
+        if stops is None:
+            return self._stops
+        if is_per_sample(stops):
+            return [self._join_stops(each) for each in stops]
+        more = [stops] if isinstance(stops, str) else stops
+        return [*self._stops, *more] if isinstance(more, list | tuple) else more
 
     def _tokenize(self, data: Any) -> dict[str, Any]:
         prompts = data.get("prompts") if isinstance(data, Mapping) else None
         if not isinstance(prompts, list) or not all(isinstance(each, str) for each in prompts):
             raise InvalidRequest(f"data must have 'prompts', a list of texts, got {shown(data)}")
         rows = [torch.tensor(self._lm.encode(each), dtype=torch.int64) for each in prompts]
-        ids = pad_sequence(rows, True, self._pad_value) if rows else torch.empty((0, 0)).long()
+        ids = (
+            pad_sequence(rows, True, self._options["pad_value"])
+            if rows
+            else torch.empty((0, 0)).long()
+        )
         return {**data, "input_ids": ids, "input_lengths": torch.tensor([*map(len, rows)]).long()}
 
     # -- the engine ---------------------------------------------------------------------------
@@ -162,11 +198,14 @@ class NemoGeneration:
     def sleep(self) -> None:
         """Free the GPU's memory: ``generate`` raises EngineFailed until ``wake_up``. Idempotent; raises
         as ``AsyncLM.sleep``."""
-        self._policy.finish_generation()
+        if not self._is_asleep:
+            self._lm.sleep_sync(asked="raise")
+            self._is_asleep = True
 
     def wake_up(self, *, tags: Collection[SleepingPart] | None = None) -> None:
         """End a sleep; ``tags=["weights"]`` wakes the weights alone. Raises as ``AsyncLM.wake_up``."""
-        self._policy.prepare_for_generation(tags)
+        if self._is_asleep:
+            self._is_asleep = not self._lm.wake_up_sync(tags)
 
     def reset_prefix_cache(self) -> bool:
         """Drop all prefixes that no text in progress needs. Refits drop them too."""

@@ -237,6 +237,12 @@ class Decoding:
         return not cuts and self.structure is None
 
     @property
+    def changes_logits(self) -> bool:
+        """True if an option changes logits, rather than only excluding tokens."""
+        penalties = self.frequency_penalty or self.presence_penalty
+        return bool(penalties or self.logit_bias or self.repetition_penalty != 1.0)
+
+    @property
     def of_text(self) -> str | None:
         """The name of an option that needs a tokenizer, if there is one."""
         if self.structure is not None:

@@ -114,12 +114,20 @@ def weighed(rows: Tensor, temperature: float, power: float) -> Tensor:
     if temperature < GREEDY_BELOW:
         rows = truncate(rows, temperature=temperature)
     elif temperature != 1.0:
-        peak = rows.amax(dim=-1, keepdim=True)
-        rows = rows - peak.masked_fill_(peak == -math.inf, 0.0)
-        rows /= min(temperature, torch.finfo(rows.dtype).max)
-        total = log_sums(rows)
-        rows -= total.masked_fill_(total == -math.inf, 0.0)
+        rows = tempered(rows, min(temperature, torch.finfo(rows.dtype).max))
     return rows if power == 1.0 else power * rows
+
+
+def tempered(rows: Tensor, temperature: float | Tensor) -> Tensor:
+    """Return the rows ``[n, V]`` at a temperature above 0, normalized. It is a number that fits their
+    dtype, or a number for each, ``[n, 1]``."""
+    # Move the likeliest token to 0 first, so that no temperature, however small, overflows.
+    peak = rows.amax(dim=-1, keepdim=True)
+    rows = rows - peak.masked_fill_(peak == -math.inf, 0.0)
+    rows /= temperature
+    total = log_sums(rows)
+    rows -= total.masked_fill_(total == -math.inf, 0.0)
+    return rows
 
 
 _RANGES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
@@ -514,33 +522,30 @@ def _eight_bools(device: torch.device) -> Tensor:
 def packed_sets(laws: Tensor) -> Tensor:
     """Return the tokens with a probability in each of the rows ``[n, V]``, packed as masks are: uint8
     ``[n, 4 * ceil(V / 32)]`` on their device."""
-    allowed, width = laws > -math.inf, 4 * -(-laws.shape[-1] // 32)
-    if allowed.device.type == "cpu":
-        bits = np.packbits(allowed.numpy(), axis=-1, bitorder="little")
+    width = 4 * -(-laws.shape[-1] // 32)
+    if laws.device.type == "cpu":
+        bits = np.packbits(laws.numpy() > -math.inf, axis=-1, bitorder="little")
         return torch.from_numpy(np.pad(bits, ((0, 0), (0, width - bits.shape[-1]))))
-    allowed = functional.pad(allowed, (0, 8 * width - allowed.shape[-1])).view(-1, width, 8)
-    weights = 2 ** torch.arange(8, dtype=torch.uint8, device=allowed.device)
+    allowed = functional.pad(laws > -math.inf, (0, 8 * width - laws.shape[-1])).view(-1, width, 8)
+    weights = 2 ** torch.arange(8, dtype=torch.uint8, device=laws.device)
     return (allowed * weights).sum(-1, dtype=torch.uint8)
 
 
 def ids_of_sets(packed: np.ndarray) -> list[np.ndarray]:
     """Return the token ids of each packed set, int32 in order."""
-    words = packed.view("<u4")
-    rows, places = words.nonzero()
-    bits = np.unpackbits(words[rows, places, None].view(np.uint8), axis=-1, bitorder="little")
-    found, within = bits.nonzero()
-    ends = np.bincount(rows[found], minlength=len(words)).cumsum()
-    return np.split((32 * places[found] + within).astype(np.int32), ends[:-1])
+    flat, size = packed.reshape(-1), 8 * packed.shape[-1]
+    places = np.flatnonzero(flat != 0)
+    bits = np.unpackbits(flat[places], bitorder="little")
+    found = np.flatnonzero(bits.view(np.bool_))
+    ids = 8 * places[found >> 3] + (found & 7)  # counted through all sets
+    ends = np.searchsorted(ids, size * np.arange(1, len(packed)))
+    return np.split((ids % max(size, 1)).astype(np.int32), ends)
 
 
-def mass_of_sets(rows: Tensor, laws: Tensor, temperature: Tensor) -> Tensor:
-    """Return the log-probability of the tokens that each of ``laws`` has, by logits or log-probabilities
-    at these temperatures, above 0: ``[n]`` from ``[n, V]``, ``[n, V]`` and ``[n]``."""
-    # Move the likeliest token to 0 first, so that no temperature, however small, overflows.
-    rows = rows - rows.amax(dim=-1, keepdim=True)
-    rows /= _divisor(temperature, rows.dtype)[:, None]
-    of_sets = rows.masked_fill(laws == -math.inf, -math.inf).logsumexp(-1)
-    return (of_sets - rows.exp_().sum(-1).log_()).clamp_(max=0.0)
+def mass_of_sets(rows: Tensor, laws: Tensor) -> Tensor:
+    """Return the log-probability, by the rows ``[n, V]``, of the tokens that each of ``laws``
+    ``[n, V]`` has: ``[n, 1]``."""
+    return log_sums(rows.masked_fill(laws == -math.inf, -math.inf)).clamp_(max=0.0)
 
 
 def rows_at_once(rows: Tensor) -> int:

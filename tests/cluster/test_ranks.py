@@ -5,6 +5,7 @@ The engines are exact here, as many as there are ranks, each behind what is sent
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 import random
 import socket
@@ -25,6 +26,7 @@ from genrt.cluster.ranks import (
     Ranks,
     open_ranked,
 )
+from genrt.engines.exact import ExactEngine, NGram
 from genrt.engines.protocol import EngineStatistics, Finished
 from genrt.engines.vllm.rank import broadcast_from_rank0
 from genrt.engines.weights import TensorsIn
@@ -37,6 +39,7 @@ from genrt.questions.rows import Limits
 from genrt.questions.scores import ScoreRequest
 from genrt.questions.sequences import Origins, Sequences
 from tests.scripted import logprobs, sample
+from tests.waiting import until
 
 A, B, C = logprobs(1), logprobs(2), logprobs(3)
 
@@ -256,6 +259,46 @@ def test_weights_are_read_by_every_rank() -> None:
     engine.weights.load(TensorsIn([Path("a"), Path("b")]))
     engine.weights.finish()
     assert first.told == other.told == [("begin",), ("load", "a", "b"), ("finish",)]
+
+
+class Ended(ExactEngine):
+    """An engine that writes down its completions."""
+
+    def __init__(self, model: NGram) -> None:
+        super().__init__(model)
+        self.completions: list[Any] = []
+
+    def step(self) -> list[Finished]:
+        ends = super().step()
+        for each in ends:
+            text: Any = each.result
+            self.completions.append((text.token_ids, text.logprobs, text.weights_spans))
+        return ends
+
+
+async def test_texts_go_on_with_new_weights_in_every_rank() -> None:
+    """All ranks draw the same tokens, each of the same version."""
+    model, other = (NGram.random(11, order=2, seed=seed, eos_token_id=0) for seed in range(2))
+    ranks = [Ended(model) for _ in range(2)]
+    engine = RankedEngine(ranks[0], Here(*ranks[1:]))
+    options: Any = {"max_tokens": 60, "ignore_eos": True, "logprobs": 0}
+    async with load(engine=lambda: engine) as lm:
+        texts = [asyncio.ensure_future(lm.generate([n], seed=n, **options)) for n in range(4)]
+        for table in (other.table, model.table):
+            start = lm.statistics().engine.steps
+            await until(lambda start=start: lm.statistics().engine.steps > start + 3, lm)  # type: ignore[misc]
+            await lm.update_weights({"table": table}, pending="continue")
+        found = await asyncio.gather(*texts)
+    for text in found:
+        context = [*text.prompt_token_ids, *text.token_ids]
+        assert [each.version for each in text.weights_spans] == [0, 1, 2]
+        for version, start, end in text.weights_spans:
+            for place in range(start, end):
+                row = (other if version == 1 else model).row(context[: place + 1])
+                drawn = float(row[text.token_ids[place]])
+                assert text.logprobs[place] == pytest.approx(drawn, abs=1e-5)
+    assert ranks[1].completions == ranks[0].completions
+    assert len(ranks[0].completions) == 4
 
 
 def test_ranks_that_have_parted_end_before_they_wait_for_each_other() -> None:

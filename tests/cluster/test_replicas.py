@@ -20,7 +20,13 @@ import genrt
 from genrt.cluster import engine as engine_module
 from genrt.engines.adapters import CONFIG_NAME, WEIGHTS_NAME
 from genrt.engines.exact import ExactEngine, NGram
-from genrt.errors import EngineDied, EngineFailed, InvalidAdapter, InvalidRequest
+from genrt.errors import (
+    EngineDied,
+    EngineFailed,
+    EngineUnsupported,
+    InvalidAdapter,
+    InvalidRequest,
+)
 from genrt.lm import AsyncLM
 from genrt.server import serving
 from tests.cluster.here import ReplicasHere, replicas_of
@@ -199,6 +205,8 @@ def test_new_weights_reach_all_replicas_and_those_that_come_later() -> None:
         assert torch.allclose(lm.batch_next_token_logprobs_sync(contexts), expected, atol=1e-5)
         with pytest.raises(genrt.InvalidWeights):
             lm.update_weights_sync({"table": table[0]})
+        with pytest.raises(EngineUnsupported, match='pending="finish"'):
+            lm.update_weights_sync({"table": 2 * table}, pending="continue")
         assert lm.draw_sync([1]).weights_version == 1
         assert not torch.allclose(old, expected, atol=1e-2)
 

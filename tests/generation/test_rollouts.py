@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections import UserDict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,10 +15,9 @@ from torch import Tensor
 
 import genrt
 from genrt.engines.exact import NGram
-from genrt.errors import Closed, EngineFailed, InvalidRequest, TimedOut
+from genrt.errors import Closed, InvalidRequest, TimedOut
 from genrt.generation import (
     Failed,
-    PolicyGeneration,
     Rollout,
     many,
     rollout,
@@ -28,8 +26,6 @@ from genrt.generation import (
 )
 from genrt.lm import AsyncLM
 from tests.generation.test_many import EOS, MODEL, ROOM, Engine, nothing_left
-from tests.inside import engine_of
-from tests.runtime.test_pauses import SleepyEngine
 
 SHORT = 12
 """The context of the runtime on which batches are drawn: prompts fill it."""
@@ -345,109 +341,3 @@ async def test_a_rollout_tells_which_weights_drew_each_token() -> None:
             for place in range(start, end):
                 wanted = of[versions[place]].row(ids[:place])[ids[place]]
                 assert float(found.logprobs[row, place]) == pytest.approx(float(wanted), abs=1e-5)
-
-
-# -- by a trainer's dictionaries -------------------------------------------------------------------
-
-
-def test_a_trainers_dictionary_becomes_a_dictionary_of_tensors(lm: AsyncLM) -> None:
-    policy = PolicyGeneration(lm, pad_value=0, max_new_tokens=4, seed=7)
-    batch: Any = UserDict(input_ids=BATCH, input_lengths=LENGTHS, extra="ignored")
-    first, second = policy.generate(batch), policy.generate(batch)
-    expected = [
-        rollout_sync(lm, BATCH, LENGTHS, pad_value=0, max_new_tokens=4, seed=seed)
-        for seed in (7, 9)  # samples are counted over calls
-    ]
-    for found, each in zip((first, second), expected, strict=True):
-        assert found.keys() == each.as_dict().keys()
-        assert all(torch.equal(found[name], each.as_dict()[name]) for name in found)
-    assert set(first) == {
-        *("output_ids", "generation_lengths", "unpadded_sequence_lengths", "logprobs"),
-        *("truncated", "weights_versions"),
-    }
-    greedy = policy.generate(batch, greedy=True)
-    likeliest = rollout_sync(lm, BATCH, LENGTHS, pad_value=0, max_new_tokens=4, temperature=0)
-    assert torch.equal(greedy["output_ids"], likeliest.output_ids)
-    empty = policy.generate({"input_ids": BATCH[:0], "input_lengths": LENGTHS[:0]})
-    assert empty["output_ids"].shape == (0, 3)
-
-
-async def test_a_trainer_gets_samples_as_they_finish_and_may_call_inside_of_a_loop(
-    lm: AsyncLM,
-) -> None:
-    policy = PolicyGeneration(lm, pad_value=0, max_new_tokens=4, seed=7)
-    batch = {"input_ids": BATCH, "input_lengths": LENGTHS}
-    found = {number: each async for number, each in policy.generate_async(batch)}
-    again = PolicyGeneration(lm, pad_value=0, max_new_tokens=4, seed=7).generate(batch)
-    for number, each in found.items():
-        end = int(again["unpadded_sequence_lengths"][number])
-        assert torch.equal(each["output_ids"][0], again["output_ids"][number, :end])
-
-
-OWN_STOPS: list[Any] = [None, "b", ["b"], []]
-
-
-@pytest.mark.parametrize("own", OWN_STOPS, ids=str)
-def test_a_trainers_stops_are_united_sample_by_sample(lm: AsyncLM, own: Any) -> None:
-    ids, lengths = padded([[0]] * 3)
-    policy = PolicyGeneration(
-        lm, pad_value=0, stop_strings=own, ignore_eos=True, temperature=2.0, seed=5
-    )
-    options: dict[str, Any] = {"pad_value": 0, "ignore_eos": True, "temperature": 2.0}
-    common = ["b"] if own else []
-    theirs: list[tuple[Any, list[list[str]]]] = [
-        (None, [[], [], []]),
-        ([["a"], None, []], [["a"], [], []]),
-        (["a"], [["a"]] * 3),
-        ("a", [["a"]] * 3),
-    ]
-    for number, (given_stops, each) in enumerate(theirs):
-        batch = {"input_ids": ids, "input_lengths": lengths, "stop_strings": given_stops}
-        found = policy.generate(batch)
-        stops = [[*common, *more] for more in each]
-        expected = rollout_sync(
-            lm, ids, lengths, seed=5 + 3 * number, stop_strings=stops, **options
-        )
-        assert torch.equal(found["output_ids"], expected.output_ids)
-
-
-def test_a_trainers_mistakes_are_told(lm: AsyncLM) -> None:
-    policy = PolicyGeneration(lm, pad_value=0)
-    for batch, message in [
-        ({"input_ids": BATCH}, "data has no 'input_lengths'"),
-        ({"input_ids": BATCH, "input_lengths": LENGTHS, "stop_strings": [["a"]]}, "1 samples"),
-    ]:
-        with pytest.raises(InvalidRequest, match=message):
-            policy.generate(batch)  # type: ignore[arg-type]
-    wrong: list[tuple[dict[str, Any], str]] = [
-        ({"stop_strings": [["a"], None]}, "here are for all samples"),
-        ({"seed": [1]}, "seed must be an int"),
-    ]
-    for options, message in wrong:
-        with pytest.raises(InvalidRequest, match=message):
-            PolicyGeneration(lm, **({"pad_value": 0} | options))
-
-
-def test_a_colocated_trainer_gets_the_gpu_between_two_generations() -> None:
-    batch = {"input_ids": BATCH, "input_lengths": LENGTHS}
-    with genrt.load(engine=SleepyEngine) as lm:
-        policy = PolicyGeneration(lm, colocated=True, pad_value=0, max_new_tokens=2, seed=1)
-        weights = engine_of(lm).weights
-        policy.prepare_for_generation()
-        before = policy.generate(batch)
-        for _ in range(2):
-            policy.finish_generation()
-            assert weights.levels == [1]
-            with pytest.raises(EngineFailed, match="paused"):
-                policy.generate(batch)
-        policy.prepare_for_generation(["weights"])
-        assert weights.asleep == {"kv_cache"}
-        with pytest.raises(EngineFailed, match="paused"):
-            policy.generate(batch)
-        for _ in range(2):
-            policy.prepare_for_generation()
-        assert not weights.asleep
-        again = PolicyGeneration(lm, pad_value=0, max_new_tokens=2, seed=1)
-        again.finish_generation()  # of one that is not colocated, which goes on
-        assert torch.equal(again.generate(batch)["output_ids"], before["output_ids"])
-        assert weights.levels == [1]

@@ -23,6 +23,7 @@ from tests.generation.test_many import EOS, MODEL, Engine, nothing_left
 from tests.inside import engine_of
 from tests.interop.test_trainers import OTHER
 from tests.interop.test_trainers import Engine as ReceivingEngine
+from tests.masks import check_places
 from tests.runtime.test_pauses import SleepyEngine
 
 ROOM = 32
@@ -243,8 +244,57 @@ def test_samples_differ_and_equal_seeds_give_equal_samples(lm: AsyncLM) -> None:
     first, second = (policy.generate(data)["output_ids"] for _ in range(2))
     assert not torch.equal(first, second)
     assert len({tuple(row) for row in first.tolist()}) > 1
-    again = NemoGeneration(lm, CONFIG | {"ignore_eos": True}, seed=5)
-    assert torch.equal(again.generate(data)["output_ids"], first)
+    options: dict[str, Any] = {"pad_value": PAD, "max_new_tokens": 5, "ignore_eos": True}
+    options["stop_token_ids"] = [EOS]
+    for seed, found in ((5, first), (13, second)):  # samples are counted over calls
+        again = rollout_sync(lm, data["input_ids"], data["input_lengths"], seed=seed, **options)
+        assert torch.equal(again.output_ids, found)
+
+
+@pytest.mark.parametrize("form", ["ids", "bits"])
+async def test_sampling_masks_are_those_of_rollouts(lm: AsyncLM, form: Any) -> None:
+    """A trainer's own logits, normalized over a set, are the log-probability of the draw."""
+    config = CONFIG | {"top_p": 0.8, "top_k": 3, "temperature": 0.7, "stop_token_ids": None}
+    data, masked = batch_of([[0, 1], [2]]), {"seed": 4, "sampling_mask": form}
+    found = NemoGeneration(lm, config, **masked).generate(data)
+    options: dict[str, Any] = {"top_p": 0.8, "top_k": 3, "temperature": 0.7, **masked}
+    ids, lengths = data["input_ids"], data["input_lengths"]
+    whole = rollout_sync(lm, ids, lengths, pad_value=PAD, max_new_tokens=5, **options)
+    assert found.keys() == whole.as_dict().keys()
+    assert all(torch.equal(found[name], each) for name, each in whole.as_dict().items())
+    for text in whole.completions:
+        check_places(
+            text, options, lambda c: lm.next_token_logprobs_sync([*c]).numpy(), tolerance=1e-5
+        )
+    again = NemoGeneration(lm, config, **masked)
+    async for number, each in again.generate_async(data):
+        assert each.keys() == found.keys()
+        drawn = found["logprobs"][number] != 0
+        own = each["sampling_logprobs"][each["logprobs"] != 0]
+        assert torch.equal(own, found["sampling_logprobs"][number][drawn])
+
+
+OWN_STOPS: list[Any] = [None, "b", ["b"], []]
+
+
+@pytest.mark.parametrize("own", OWN_STOPS, ids=str)
+def test_stops_of_the_configuration_and_of_a_batch_are_united(lm: AsyncLM, own: Any) -> None:
+    entries = {"stop_strings": own, "ignore_eos": True, "temperature": 2.0, "stop_token_ids": None}
+    policy, data = NemoGeneration(lm, CONFIG | entries, seed=5), batch_of([[0]] * 3)
+    options: dict[str, Any] = {"pad_value": PAD, "ignore_eos": True, "temperature": 2.0}
+    options |= {"max_new_tokens": 5, "include_stop_str_in_output": True}
+    common = ["b"] if own else []
+    theirs: list[tuple[Any, list[list[str]]]] = [
+        (None, [[], [], []]),
+        ([["a"], None, []], [["a"], [], []]),
+        (["a"], [["a"]] * 3),
+        ("a", [["a"]] * 3),
+    ]
+    for number, (stops, each) in enumerate(theirs):
+        found = policy.generate({**data, "stop_strings": stops})
+        options |= {"seed": 5 + 3 * number, "stop_strings": [[*common, *more] for more in each]}
+        expected = rollout_sync(lm, data["input_ids"], data["input_lengths"], **options)
+        assert torch.equal(found["output_ids"], expected.output_ids)
 
 
 SPLICES = [
@@ -328,6 +378,8 @@ def test_wrong_arguments_are_refused(lm: AsyncLM) -> None:
         NemoGeneration(lm, CONFIG, server_url="somewhere")
     with pytest.raises(InvalidRequest, match="no option 'sed'"):
         NemoGeneration(lm, CONFIG, sed=1)
+    with pytest.raises(InvalidRequest, match="here are for all samples"):
+        NemoGeneration(lm, CONFIG | {"stop_strings": [["a"], None]})
 
 
 DATA = batch_of([[0, 1, 2], [3]])

@@ -12,6 +12,7 @@ import nbformat
 import pytest
 from jupyter_client.manager import KernelManager
 from nbclient import NotebookClient
+from scipy.stats import t as student
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
@@ -186,6 +187,31 @@ def policy_gradient(text: str) -> None:
     assert float(re.findall(r"mean cosine (\S+)", text)[0]) > 0.8
 
 
+def asynchronous_training(text: str) -> None:
+    """Texts of several versions, drawn from sets, estimate the true gradient; without sets or weights,
+    another."""
+    found = re.findall(
+        r"^(.+?) +off by \S+%; the farthest of (\d+) entries: (\S+) standard errors", text, re.M
+    )
+    assert all(int(compared) <= 25 for _, compared, _ in found)
+    farthest = {name: float(errors) for name, _, errors in found}
+    # Student's t with 31 degrees of freedom, 25 comparisons: by chance once in 10,000 runs.
+    limit = float(student.isf(1e-4 / 2 / 25, 31))
+    assert farthest.pop("sets and weights") < limit
+    assert len(farthest) == 3
+    assert min(farthest.values()) > limit
+    [(mixed, most)] = re.findall(
+        r"(\d+)% of the texts have tokens of several\n(?s:.*)^mean cosine (\S+)", text, re.M
+    )
+    assert int(mixed) > 50
+    assert float(most) > 0.8
+    exactly = [float(each) for each in re.findall(r"exact reward (\S+)", text)]
+    assert exactly[-1] > exactly[0] + 0.2
+    [(several, texts)] = re.findall(r"^(\d+) of (\d+) texts have tokens of several", text, re.M)
+    assert 8 <= int(several) <= int(texts) == 24
+    assert float(re.findall(r"differ by at most (\S+)", text)[0]) < 5e-4
+
+
 def error_bars(text: str) -> None:
     """The error bars of one run have the size of the spread over runs; both means are near the truth."""
     found = re.findall(r"spread (\S+)  error bar (\S+)  intervals with truth (\d+)%", text)
@@ -224,7 +250,7 @@ RESULTS = {
     f"{check.__name__}.ipynb": check
     for check in (
         first_smc, constraints, your_own_sampler, twist_and_critic, adapters, tuning, generation,
-        populations, policy_gradient, error_bars, reward_filtering, power_sampling,
+        populations, policy_gradient, asynchronous_training, error_bars, reward_filtering, power_sampling,
     )
 }  # fmt: skip
 

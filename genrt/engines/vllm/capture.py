@@ -23,8 +23,8 @@ from genrt.engines.completions import sets_of
 from genrt.engines.vllm.requests import MASKED, PROCESSED, SEED, TICKET, Masked
 from genrt.errors import EngineUnsupported
 from genrt.questions.completions import DrawnFrom, MaskForm
-from genrt.tokens.rows import AsyncHostCopy, corrected, moved, normalised
-from genrt.tokens.sampling import mass_of_sets, mixed, packed_sets
+from genrt.tokens.rows import AsyncHostCopy, corrected, log_sums, moved, normalised
+from genrt.tokens.sampling import mass_of_sets, mixed, packed_sets, tempered
 
 if TYPE_CHECKING:
     from vllm.v1.sample.logits_processor import BatchUpdate
@@ -109,12 +109,15 @@ class _DrawnStep:
     def __init__(self, packed: torch.Tensor, numbers: torch.Tensor) -> None:
         self._packed, self._numbers = AsyncHostCopy(packed), AsyncHostCopy(numbers)
         self._sets: dict[MaskForm, list[bytes]] = {}
+        self._rows: list[list[float]] | None = None
 
     def place(self, row: int, form: MaskForm) -> DrawnFrom:
         if form not in self._sets:
             self._sets[form] = sets_of(self._packed.result().numpy(), form)
-        logprob, mass = self._numbers.result()[row].tolist()
-        return DrawnFrom(logprob, mass, self._sets[form][row])
+        if self._rows is None:
+            self._rows = self._numbers.result().tolist()
+        logprob, log_mass = self._rows[row]
+        return DrawnFrom(logprob, log_mass, self._sets[form][row])
 
 
 class DrawnSets:
@@ -135,13 +138,22 @@ class DrawnSets:
 
         Args:
             laws: the logits that tokens are drawn by, ``[n, vocab_size]``, or their log-probabilities.
-            rows: the model's logits or log-probabilities.
+            rows: the model's log-probabilities.
             token_ids: the tokens, int64 ``[n]``.
         """
-        heats = torch.tensor([each.temperature for each, _ in drawn], dtype=torch.float64)
-        mass = mass_of_sets(rows, laws, moved(heats, rows.device))
-        logprobs = laws.gather(-1, token_ids[:, None])[:, 0] - laws.logsumexp(-1)
-        step = _DrawnStep(packed_sets(laws), torch.stack([logprobs, mass], dim=-1))
+        own, heats = token_ids[:, None], [each.temperature for each, _ in drawn]
+        if any(heat != 1.0 for heat in heats):
+            divisors = torch.tensor(heats, dtype=torch.float64).clamp(
+                max=torch.finfo(rows.dtype).max
+            )
+            rows = tempered(rows, moved(divisors.to(rows.dtype), rows.device)[:, None])
+        logprobs = laws.gather(-1, own) - log_sums(laws)
+        # A law that only leaves out tokens divides their probabilities by the mass of its set.
+        mass = (rows.gather(-1, own) - logprobs).clamp_(max=0.0)
+        if changed := [row for row, (text, _) in enumerate(drawn) if text.changes_logits]:
+            index = moved(torch.tensor(changed), rows.device)
+            mass[index] = mass_of_sets(rows[index], laws[index])
+        step = _DrawnStep(packed_sets(laws), torch.cat([logprobs, mass], dim=-1))
         for row, (text, place) in enumerate(drawn):
             self._found.setdefault(text.ticket, {})[place] = step, row
 
@@ -243,7 +255,7 @@ class CaptureV1(V1LogitsProcessor):  # type: ignore[misc]
         """Return the texts that want their sets, with the place of the next token, by batch row."""
         return {
             index: (entry.masked, len(entry.token_ids))
-            for index, entry in self._batch.items()
+            for index, entry in sorted(self._batch.items())
             if entry.masked is not None
         }
 
@@ -326,6 +338,13 @@ class CaptureV2(V2LogitsProcessor):  # type: ignore[misc]
         return logits
 
 
+def _rows_of(tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """Return these rows, in rising order; all of them without a copy."""
+    if len(rows) == len(tensor):
+        return tensor
+    return tensor[moved(torch.tensor(rows), tensor.device)]
+
+
 OTHER_SAMPLER = "this vLLM's sampler gathers log-probabilities otherwise"
 
 
@@ -338,8 +357,7 @@ class ProcessedLogprobsV1:
         if not hasattr(sampler, "topk_topp_sampler") or not hasattr(sampler, "gather_logprobs"):
             raise EngineUnsupported(OTHER_SAMPLER)
         self._capture = capture
-        # Of the current step: the logits that tokens are drawn by, and the places of batch rows in them.
-        self._laws: tuple[dict[int, int], torch.Tensor] | None = None
+        self._laws: torch.Tensor | None = None  # the logits that a step's tokens are drawn by
         self._draw, self._gather = sampler.topk_topp_sampler.forward, sampler.gather_logprobs
         sampler.topk_topp_sampler.forward, sampler.gather_logprobs = self.draw, self.gather
 
@@ -352,24 +370,21 @@ class ProcessedLogprobsV1:
     ) -> Any:
         """Draw as the sampler does, from logits after temperature and min-p."""
         self._laws = None
-        if rows := sorted({*self._capture.processed_rows(), *self._capture.masked_rows()}):
+        if self._capture.processed_rows() or self._capture.masked_rows():
             # Once for all, so that tokens are drawn from these very sets.
             logits, k, p = apply_top_k_top_p(logits, k, p), None, None
-            places = {row: place for place, row in enumerate(rows)}
-            self._laws = places, logits[torch.tensor(rows, device=logits.device)]
+            self._laws = logits
         return self._draw(logits, generators, k, p)
 
     def gather(self, logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> Any:
         """Gather as the sampler does, with processed log-probabilities in the rows that want them."""
-        found, self._laws = self._laws, None
-        if found is not None:
-            places, laws = found
+        laws, self._laws = self._laws, None
+        if laws is not None:
             if masked := self._capture.masked_rows():
-                own = laws[[places[row] for row in masked]]
-                index = [*masked]
-                self._capture.sets.put([*masked.values()], own, logprobs[index], token_ids[index])
+                several = (_rows_of(each, [*masked]) for each in (laws, logprobs, token_ids))
+                self._capture.sets.put([*masked.values()], *several)
             if rows := self._capture.processed_rows():
-                own = normalised(laws[[places[row] for row in rows]])
+                own = normalised(_rows_of(laws, rows))
                 logprobs = logprobs.index_copy(0, torch.tensor(rows, device=laws.device), own)
         return self._gather(logprobs, num_logprobs, token_ids)
 
@@ -403,9 +418,10 @@ class ProcessedLogprobsV2:
         self._sampler.logprobs_mode = "processed_logprobs" if is_seen else "raw_logprobs"
         sampled, processed = self._sample(logits, expanded, mapping, slots, *rest, **named)
         if masked:
-            index = moved(torch.tensor([*masked]), logits.device)
-            laws, own = processed[index].float(), logits[index].float()
-            self._capture.sets.put([*masked.values()], laws, own, sampled.view(-1)[index])
+            several = (logits, processed, sampled.view(-1))
+            own, laws, token_ids = (_rows_of(each, [*masked]) for each in several)
+            rows_of_model = own.log_softmax(-1, dtype=torch.float32)
+            self._capture.sets.put([*masked.values()], laws.float(), rows_of_model, token_ids)
         if masked and not len(rows):
             return sampled, logits
         if not len(rows) or processed is logits:

@@ -403,8 +403,8 @@ class VLLMTexts:
             {PROCESSED: True} if params.temperature and decoding.returns_processed else {}
         )
         if params.temperature and decoding.sampling_mask is not None:
-            prompt = len(request.token_ids)
-            extra[MASKED] = Masked(int(request_id), prompt, request.temperature)
+            own = int(request_id), len(request.token_ids), request.temperature
+            extra[MASKED] = Masked(*own, decoding.changes_logits)
         self._draw(params, params.seed, extra)
         self._rule_out(params, decoding.bad_words, has_structure=asked is not None)
         if params.temperature:
