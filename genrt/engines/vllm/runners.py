@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class NextTokens:
-    """The next input tokens of different requests, as columns. Each token follows ``positions`` others,
-    of which vLLM counts the first ``prompts`` as the prompt."""
+    """The next input tokens of requests, as columns; those of one request in order. Each token follows
+    ``positions`` others, of which vLLM counts the first ``prompts`` as the prompt."""
 
     request_ids: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -83,6 +83,15 @@ class Prepared(NamedTuple):
     request_ids: list[str]
     positions: list[int]
     launch: Any
+
+
+class HiddenStates(NamedTuple):
+    """The hidden states of a step's tokens, ``[m, size]``, request by request; those of request ``i`` end
+    before number ``ends[i]``."""
+
+    request_ids: list[str]
+    ends: np.ndarray
+    states: torch.Tensor
 
 
 class _Stopped(Exception):
@@ -277,6 +286,13 @@ class RunnerV1:
         """Return the forward's requests and their rows, in place of sampling."""
         state, self._runner.execute_model_state = self._runner.execute_model_state, None
         return list(self._runner.input_batch.req_ids), step_rows(state.logits)
+
+    def take_hidden_states(self) -> HiddenStates:
+        """Return the forward's hidden states, valid until the next forward, in place of sampling."""
+        state, self._runner.execute_model_state = self._runner.execute_model_state, None
+        request_ids = list(self._runner.input_batch.req_ids)
+        ends = self._runner.query_start_loc.np[1 : len(request_ids) + 1].astype(np.int64)
+        return HiddenStates(request_ids, ends, state.hidden_states)
 
 
 @dataclass(slots=True)
@@ -483,15 +499,31 @@ class RunnerV2:
     def write(self, tokens: NextTokens) -> None:
         states = self._runner.req_states
         last, slots = states.last_sampled_tokens, states.req_id_to_index
-        if over := self._overcounted.intersection(tokens.request_ids):
-            for request_id, position in zip(tokens.request_ids, tokens.positions, strict=True):
-                if request_id in over:
-                    states.num_computed_tokens.stage_write_elem(slots[request_id], position)
+        firsts = dict(zip(tokens.request_ids[::-1], tokens.positions[::-1], strict=True))
+        over = self._overcounted.intersection(firsts)
+        for request_id in over:
+            states.num_computed_tokens.stage_write_elem(slots[request_id], firsts[request_id])
+        self._overcounted -= over
+        is_block = len(firsts) < len(tokens)
+        if is_block:
+            self._stage_blocks(tokens, firsts)
+        if over or is_block:
             states.apply_staged_writes()
-            self._overcounted -= over
         pairs = torch.tensor([[slots[each] for each in tokens.request_ids], tokens.token_ids])
         at, token_ids = moved(pairs, last.device)
         last[at, 0] = token_ids
+
+    def _stage_blocks(self, tokens: NextTokens, firsts: dict[str, int]) -> None:
+        """Stage several tokens of a request as the rest of a prompt, which vLLM reads from its tokens."""
+        states = self._runner.req_states
+        several: dict[str, list[int]] = {each: [] for each in firsts}
+        for request_id, token_id in zip(tokens.request_ids, tokens.token_ids, strict=True):
+            several[request_id].append(token_id)
+        for request_id, more in several.items():
+            if len(more) > 1:
+                slot, first = states.req_id_to_index[request_id], firsts[request_id]
+                states.all_token_ids.stage_write(slot, first, more)
+                states.prefill_len.np[slot] = first + len(more)
 
     def take_rows(self) -> tuple[list[str], torch.Tensor]:
         state, self._runner.execute_model_state = self._runner.execute_model_state, None
@@ -499,6 +531,13 @@ class RunnerV2:
         logits = self._runner.model.compute_logits(state.hidden_states[batch.logits_indices])
         self._runner.postprocess_num_computed_tokens(batch)
         return list(batch.req_ids), step_rows(logits)
+
+    def take_hidden_states(self) -> HiddenStates:
+        state, self._runner.execute_model_state = self._runner.execute_model_state, None
+        batch = state.input_batch
+        self._runner.postprocess_num_computed_tokens(batch)
+        ends = batch.query_start_loc_np[1 : len(batch.req_ids) + 1].astype(np.int64)
+        return HiddenStates(list(batch.req_ids), ends, state.hidden_states)
 
 
 Runner: TypeAlias = RunnerV1 | RunnerV2

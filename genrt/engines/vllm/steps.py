@@ -12,11 +12,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.core_client import EngineCoreClient
 
 from genrt.engines.vllm.reassignment import Reassignment
-from genrt.engines.vllm.runners import NextTokens, Prepared, Runner, read_elsewhere
+from genrt.engines.vllm.runners import (
+    HiddenStates,
+    NextTokens,
+    Prepared,
+    Runner,
+    read_elsewhere,
+)
 from genrt.engines.vllm.scheduler import OpenScheduler
 from genrt.tokens.rows import AsyncHostCopy, moved
 
@@ -128,6 +135,29 @@ class DecodeSteps:
         del self._runner
 
     @torch.inference_mode()
+    def run_blocks(self, count: int) -> HiddenStates | None:
+        """Launch the next step, of any number of tokens for each of ``count`` requests, and end it.
+        Return ``None`` if vLLM must run its own step, or if there are more or fewer requests."""
+        self._unused += self._prepared is not None
+        self.discard()
+        self._steps += 1
+        output = self._decode_step(count)
+        if output is None:
+            return None
+        self._runner.execute(output)
+        self._scheduler.end_decode_step()
+        return self._runner.take_hidden_states()
+
+    def _decode_step(self, exactly: int | None = None) -> SchedulerOutput | None:
+        """Pass all changes to the runner, and schedule a step that is not prepared."""
+        self._before, self._last = None, []
+        self._reassign_runner()  # first: a token's position is the new sequence's
+        if self._tokens:
+            self._runner.write(self._tokens)
+            self._tokens = NextTokens()
+        return self._scheduler.decode_step(exactly) if self._enabled else None
+
+    @torch.inference_mode()
     def run(self) -> DecodedStep | None:
         """Launch the next step. Return ``None`` if vLLM must run its own step, with all changes."""
         prepared, speculated = self._prepared, self._speculated
@@ -141,18 +171,13 @@ class DecodeSteps:
                 return step
             self._unused += 1
             self._mistaken += speculated is not None
-        self._before = None
-        self._reassign_runner()  # first: a token's position is the new sequence's
-        if self._tokens:
-            self._runner.write(self._tokens)
-            self._tokens = NextTokens()
-        output = self._scheduler.decode_step() if self._enabled else None
+        last = self._last
+        output = self._decode_step()
         if output is None:
-            self._last = []
             return None
         self._runner.execute(output)
-        request_ids, rows = self._runner.take_rows()
-        last, self._last = self._last, request_ids
+        self._last, rows = self._runner.take_rows()
+        request_ids = self._last
         self._is_steady = len(request_ids) == len(last) and set(request_ids) == set(last)
         return DecodedStep(request_ids, rows)
 
