@@ -482,7 +482,7 @@ def most_blocks(scheduler: Any, waiting: Iterable[Request]) -> int:
 
 def _blocks_ahead(request: Request, size: int) -> int:
     """Return at least as many blocks as a running request needs for its new tokens."""
-    full = len(request._all_token_ids) // size - request.num_computed_tokens // size
+    full = request.num_tokens // size - request.num_computed_tokens // size
     return max(int(full) + 1, 1)
 
 

@@ -23,16 +23,20 @@ VOCAB, SLOTS, BLOCKS, BLOCK, WIDTH = 7, 6, 10, 4, 5
 class Staged:
     """As vLLM's ``StagedWriteTensor``: a write counts once it is applied."""
 
-    def __init__(self) -> None:
-        self.gpu = torch.full((SLOTS,), -1, dtype=torch.int32)
-        self._staged: list[tuple[int, int]] = []
+    def __init__(self, *shape: int) -> None:
+        self.gpu = torch.full((SLOTS, *shape), -1, dtype=torch.int32)
+        self._staged: list[tuple[Any, Any]] = []
 
     def stage_write_elem(self, slot: int, number: int) -> None:
         self._staged.append((slot, number))
 
+    def stage_write(self, slot: int, start: int, numbers: list[int]) -> None:
+        place = slot, slice(start, start + len(numbers))
+        self._staged.append((place, torch.tensor(numbers, dtype=torch.int32)))
+
     def apply(self) -> None:
-        for slot, number in self._staged:
-            self.gpu[slot] = number
+        for place, numbers in self._staged:
+            self.gpu[place] = numbers
         self._staged.clear()
 
 
@@ -58,11 +62,13 @@ class States:
         self.num_computed_tokens_np = np.full(SLOTS, -1)
         self.num_computed_tokens = Staged()
         self.total_len = Staged()
+        self.all_token_ids = Staged(Runner.max_model_len)
         self.last_sampled_tokens = torch.full((SLOTS, 1), -1, dtype=torch.int64)
 
     def apply_staged_writes(self) -> None:
-        self.num_computed_tokens.apply()
-        self.total_len.apply()
+        for each in (self.num_computed_tokens, self.total_len, self.all_token_ids):
+            each.apply()
+        self.prefill_len.copy_to_uva()
 
 
 class Tables:
@@ -116,6 +122,7 @@ class Batch:
     idx_mapping: Any
     idx_mapping_np: Any
     query_start_loc: Any = None
+    query_start_loc_np: Any = None
     seq_lens_cpu_upper_bound: Any = None
     num_computed_tokens_np: Any = None
     logits_indices: Any = None
@@ -312,6 +319,38 @@ def test_a_prepared_step_runs_with_the_tokens_it_is_given_as_often_as_it_is_aske
     assert seen(shim.run(step, torch.tensor([-1.0, 5.0, 6.0])))[0] == 30_000.0  # none is token 0
     assert runner.counted == []
     shim.confirm(step, tokens(c=6, b=5, a=4))
+    assert runner.counted == [["c", "b", "a"]]
+
+
+def test_blocks_are_read_from_the_tokens_of_a_prompt_and_single_tokens_from_the_last() -> None:
+    from genrt.engines.vllm.runners import NextTokens
+
+    runner = Runner({"a": 4, "b": 0, "c": 2})
+    shim, states = over(runner), runner.req_states
+    states.prefill_len.np[[4, 0, 2]] = 7
+    shim._overcounted.update("ac")
+    several = NextTokens(
+        ["a", "b", "c", "a", "a", "c"], [1, 2, 3, 4, 5, 6], [10, 20, 15, 11, 12, 16]
+    )
+    several.prompts = [7] * 6
+    shim.write(several)
+    assert states.all_token_ids.gpu[4, 9:14].tolist() == [-1, 1, 4, 5, -1]
+    assert states.all_token_ids.gpu[2, 14:18].tolist() == [-1, 3, 6, -1]
+    assert (states.all_token_ids.gpu[0] == -1).all()
+    assert states.last_sampled_tokens[0, 0] == 2
+    # A prompt ends with the block, so that the next token is read from the last one again.
+    assert states.prefill_len.gpu[[4, 0, 2]].tolist() == [13, 7, 17]
+    # The device counts from the first token of a block.
+    assert states.num_computed_tokens.gpu[[4, 0, 2]].tolist() == [10, -1, 15]
+    assert not shim._overcounted
+    batch = Batch(["c", "b", "a"], torch.tensor([2, 0, 4]), np.array([2, 0, 4]))
+    batch.query_start_loc_np = np.array([0, 2, 3, 6, 6], np.int32)  # padded
+    hidden = torch.arange(8.0)[:, None]
+    runner.execute_model_state = SimpleNamespace(input_batch=batch, hidden_states=hidden)
+    request_ids, ends, found = shim.take_hidden_states()
+    assert (request_ids, ends.tolist()) == (["c", "b", "a"], [2, 3, 6])
+    assert found is hidden
+    assert runner.execute_model_state is None
     assert runner.counted == [["c", "b", "a"]]
 
 
