@@ -8,7 +8,7 @@ clock starts: by a population alone, with the run's seeds, tokens and ancestors;
 lm.draw(token_ids, mask=...)`` alone, as many contexts in as many steps, equally long and equally shared.
 The latter differ from those of the run in their first tokens, so that both begin with prefixes that
 nobody has asked about; the population's first step alone finds a prompt that was asked about. A program
-draws the same texts by a context for each particle, with other random numbers. There is no row cache. All
+draws the same texts by ``p.text``, and another one draws them token by token. There is no row cache. All
 are told as wall time of a particle's step, and a ratio is that within a repeat.
 """
 
@@ -62,7 +62,7 @@ SCHEMA = {
     "required": ["kind", "population", "neighbours"],
     "additionalProperties": False,
 }
-BESIDE = ("population", "draw", "program")
+BESIDE = ("population", "draw", "program", "tokens")
 PROMPTS = "{number}, {mode}: a place as a JSON object with kind, population, neighbours.\n"
 
 
@@ -74,6 +74,7 @@ class Cost:
     population: float
     draw: float
     program: float
+    tokens: float
     particle_steps: int
 
 
@@ -160,27 +161,40 @@ async def repeated(lm: AsyncLM, arguments: argparse.Namespace, *, number: int) -
     in_draws = time.perf_counter() - began
     particle_steps = sum(map(len, asked))
     per_step = 1000 / particle_steps
-    in_program = await programmed(lm, constraint, arguments, number=number)
+    in_program, in_tokens = [
+        await programmed(lm, constraint, arguments, number=number, whole=whole)
+        for whole in (True, False)
+    ]
     return Cost(
         in_smc * per_step,
         in_population * per_step,
         in_draws * per_step,
         in_program,
+        in_tokens,
         particle_steps,
     )
 
 
 async def programmed(
-    lm: AsyncLM, constraint: MaskedConstraint, arguments: argparse.Namespace, *, number: int
+    lm: AsyncLM,
+    constraint: MaskedConstraint,
+    arguments: argparse.Namespace,
+    *,
+    number: int,
+    whole: bool,
 ) -> float:
-    """Return the milliseconds of a particle's step of SMC over a program of the same texts."""
-    prompt = lm.encode(PROMPTS.format(number=number, mode="programmed"))
+    """Return the milliseconds of a particle's step of SMC over a program of the same texts, which draws
+    whole ones or tokens."""
+    mode = "text" if whole else "tokens"
+    prompt = lm.encode(PROMPTS.format(number=number, mode=mode))
     end = lm.tokenizer.eos_token_id
     only_end = torch.zeros(lm.vocab_size, dtype=torch.bool)
     only_end[end] = True
 
     async def record(p: Execution) -> str:
         context, state = p.context(prompt), constraint.start()
+        if whole:
+            return await p.text(context, max_tokens=arguments.max_tokens, constraint=constraint)
         for count in range(arguments.max_tokens):
             is_last = count == arguments.max_tokens - 1
             mask: Any = state.mask() & only_end if is_last else state

@@ -58,12 +58,13 @@ class Law:
         if self.power == 0 or not math.isfinite(self.power):
             raise InvalidRequest(f"power is {displayed(self.power)}: give a finite number but 0")
 
-    def check_length(self, max_tokens: int) -> None:
-        """Raise ContextTooLong if the prompt leaves no room for so many tokens."""
-        longest = len(self.ids) + max_tokens - 1
+    def check_length(self, max_tokens: int, prompt: Sequence[int] | None = None) -> None:
+        """Raise ContextTooLong if the prompt, or another one, leaves no room for so many tokens."""
+        before = len(self.ids if prompt is None else prompt)
+        longest = before + max_tokens - 1
         if longest > self.lm.max_model_len:
             raise ContextTooLong(
-                f"a prompt of {len(self.ids)} tokens and a text of {max_tokens} need a context of "
+                f"a prompt of {before} tokens and a text of {max_tokens} need a context of "
                 f"{longest}, and the model's is {self.lm.max_model_len}: shorten one of them"
             )
 
@@ -76,11 +77,14 @@ class Law:
                 "bytes"
             )
 
-    def population(self, texts: Sequence[tuple[int, ...]]) -> Population:
-        """Return a population with these texts after the prompt."""
-        if not any(texts):
+    def population(
+        self, texts: Sequence[tuple[int, ...]], prompts: Sequence[tuple[int, ...] | None]
+    ) -> Population:
+        """Return a population with these texts, each after a prompt of its own or the law's."""
+        if not any(texts) and not any(prompts):
             return self.lm.population(self.ids, len(texts), adapter=self.adapter)
-        contexts = [self.ids + each for each in texts]
+        begun = [self.ids if each is None else each for each in prompts]
+        contexts = [prompt + text for prompt, text in zip(begun, texts, strict=True)]
         return self.lm.population(contexts, adapter=self.adapter)
 
 

@@ -7,7 +7,7 @@ r"""Particle programs: you write one particle as a coroutine, the algorithms run
         while len(context) < 20:
             context.append(await p.sample(context))
             p.observe(-abs(len(context.text) - 60) / 10)
-        return context.text
+        return context.text, await p.text(context, max_tokens=20, stop="\n")
 
     result = await SMC(Program(lm, haiku), num_particles=32).run(seed=0)
 
@@ -16,17 +16,20 @@ product over all observations. The evidence is the normalizer: the mean of this 
 program. A masked ``sample`` draws from the row restricted to the mask and observes the mask's mass, so it
 is a draw from the row under the condition of the mask.
 
-Steps. Draws are awaited: ``sample``, ``choice``, ``uniform``. A step takes a particle from one draw to
-just before another, or to its end: to the next draw after its weight has changed, by ``observe``,
-``condition`` or a mask, and to the next ``sample`` in any case. Particles are resampled between steps,
-so a changed weight counts before the next draw.
+Steps. Draws are awaited: ``sample``, ``text``, ``choice``, ``uniform``. A step takes a particle from one
+draw to just before another, or to its end: to the next draw after its weight has changed, by
+``observe``, ``condition`` or a mask, and to the next ``sample`` in any case. Particles are resampled
+between steps, so a changed weight counts before the next draw. A ``text`` has a step for each token.
 
 Resampling may copy a particle, and a coroutine cannot be copied. So a particle is a list of
 choices and answers: one child continues where its parent stopped; the others first replay the record,
-without questions to the model, and their contexts then become forks of the parent's. Therefore a program
-must depend on its record alone: all randomness comes from ``p``, and side effects are repeated. The
-program itself awaits its draws, not tasks that it starts, and no ``asyncio.timeout``, ``wait_for`` or
-task group may be open around them, because another task continues the program afterwards.
+without questions to the model, and their contexts then become forks of the parent's. A copy inside a
+``text`` replays nothing before its end, so a program of whole texts is as fast as a ``TextModel``.
+
+Therefore a program must depend on its record alone: all randomness comes from ``p``, and side effects
+are repeated. The program itself awaits its draws, not tasks that it starts, and no ``asyncio.timeout``,
+``wait_for`` or task group may be open around them, because another task continues the program
+afterwards.
 
 Answers. ``p.lm`` and the contexts of ``p.context`` answer as the runtime does, with seeds of the
 particle where a call has none. Their answers are recorded, except rows, which the runtime's cache keeps.
@@ -61,12 +64,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from genrt.constraints.protocols import PackedState
+from genrt.constraints.protocols import Constraint, PackedState, prompt_tokens
 from genrt.contexts import Context, begin_context, take_over
 from genrt.errors import GenrtError, InvalidRequest
 from genrt.inference import checks
+from genrt.inference.laws import Law
 from genrt.inference.model import DEAD, Trace, model_seed
 from genrt.inference.resampling import Floats, normalized_weights
+from genrt.inference.text_model import TextModel
+from genrt.inference.texts import END_TOKEN, Stop, TextTrace
 from genrt.lm import AsyncLM
 from genrt.numbers import check_int, displayed
 from genrt.questions.arguments import TokenIds, seed_at
@@ -75,7 +81,7 @@ from genrt.runtime.concurrency import gather_all
 from genrt.runtime.streams import Stream
 from genrt.structures.matching import has_bit
 from genrt.tokens.sampling import Draw
-from genrt.tokens.texts import decoded
+from genrt.tokens.texts import Text, decoded
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Callable[..., Any])
@@ -97,6 +103,7 @@ DrawKey: TypeAlias = tuple[Any, ...]
 
 ARGUMENTS = {
     "sample": ("token_ids", "mask", "temperature", "adapter", "proposal"),
+    "text": ("token_ids", "constraint", "max_tokens, stop or temperature"),
     "choice": ("number of values",),
     "uniform": (),
 }
@@ -137,6 +144,9 @@ class _Weighed(NamedTuple):
         return _is_close(self.total, other.total, size)
 
 
+MOST_TEXT_MODELS = 16
+"""The models of texts that a program keeps."""
+
 NOTHING = _Weighed()
 """No change of weight."""
 
@@ -152,7 +162,7 @@ class _Choice(NamedTuple):
     """A recorded draw.
 
     Attributes:
-        outcome: the token, the number, or the index of the value.
+        outcome: the token, the text, the number, or the index of the value.
         value: a digest of the value that a choice drew.
         log_share: the log-probability.
         name: the name of the draw, if it has one.
@@ -296,8 +306,15 @@ class Execution:
         computed: Computed = (),
         answers: Mapping[AnswerKey, Any] = MappingProxyType({}),
         given: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        text_model: Callable[..., TextModel],
     ) -> None:
         self._lm = lm
+        self._text_model = text_model
+        self._growing: tuple[TextModel, TextTrace] | None = None
+        """The text at which it paused, to be drawn by others."""
+        self._grown: Text | None = None
+        """That text, once it is drawn."""
         self.lm: AsyncLM = _ParticleRuntime(self, lm)
         self._answers = answers
         self._given = given
@@ -331,6 +348,12 @@ class Execution:
             raise InvalidRequest(
                 f"the program never awaited {names}: write await before the call"
             ) from cause
+
+    def _close(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        """End the execution, a dead one, with its calls."""
+        coroutine.close()
+        for _, each in self._coroutines:
+            each.close()
 
     def _begin(self, seed: int, place: int) -> None:
         """Begin a step of this seed in the running task, as the particle at this place."""
@@ -490,6 +513,85 @@ class Execution:
         self._log_proposal += logprob
         self._record(_Choice(asked, self._weighed, token_id, name=name, drawn=token_id))
         return token_id
+
+    @_tracked
+    async def text(
+        self,
+        token_ids: TokenIds | Context,
+        *,
+        max_tokens: int,
+        stop: Stop = END_TOKEN,
+        constraint: Constraint | None = None,
+        temperature: float = 1.0,
+        adapter: str | None = None,
+        name: str | None = None,
+    ) -> Text:
+        """Draw a text after ``token_ids`` or a context of ``p.context``, as a ``TextModel`` of the same
+        arguments does, and return it. The context stays as it is: extend it by ``text.token_ids``.
+
+        The texts of all particles grow together, and particles are resampled after every token. With a
+        constraint the log-weight gains the mass of the allowed tokens at each.
+
+        Args:
+            max_tokens: the longest text, in tokens with its end token.
+            stop: the end of a text, which does not include it.
+            constraint: the texts that may be drawn. Make it outside of the program: particles with one
+                constraint are drawn in one question.
+            temperature: above 0; the tempered rows are the law.
+            adapter: by name; a context has its own.
+            name: names the text, so that ``Program(given=…)`` can fix it.
+
+        Raises:
+            InvalidRequest: an argument that a ``TextModel`` refuses, a ``text`` in another task than the
+                program's, or another context than ``p.context`` makes.
+            ContextTooLong: the context and the text exceed ``lm.max_model_len``.
+            UnknownAdapter, EngineFailed, Closed: as ``AsyncLM.draw``.
+        """
+        if name is not None:
+            self._check_name(name)
+        if isinstance(token_ids, Context):
+            after = _argument_hash(self, "text", token_ids, adapter)
+            prompt, adapter = tuple(token_ids.token_ids), token_ids.adapter
+        else:
+            prompt = prompt_tokens(self._lm, token_ids, name="token_ids")
+            after = hash(prompt)
+        options = repr((max_tokens, stop, temperature))
+        asked = ("text", after, _comparable(constraint), (options, adapter))
+        if self._to_replay:
+            return cast("Text", self._replayed(asked).outcome)
+        await self._recorded(asked, due=self._has_sampled)
+        self._has_sampled = True
+        if (text := self._grown) is None:
+            model = self._text_model(prompt, max_tokens, stop, constraint, temperature, adapter)
+            start = model.start(prompt)
+            if name is not None and name in self._given:
+                text = await self._given_text(model, start, name)
+            else:
+                self._pause = _Pause(asked, self._weighed)
+                self._growing = model, start
+                await _pause()
+                text = cast("Text", self._grown)
+        self._grown, self._has_drawn, self._has_weighed, self._has_sampled = None, True, True, True
+        self._record(_Choice(asked, self._weighed, text, name=name, drawn=text))
+        return text
+
+    async def _given_text(self, model: TextModel, start: TextTrace, name: str) -> Text:
+        """Return a given text, whose log-probability the log-weight gains."""
+        given, ends = self._given[name], model.ends
+        tokens = given.token_ids if isinstance(given, Text) else given
+        ids = prompt_tokens(
+            self._lm, tokens, name=f"the given {name}", begins=False, allow_empty=True
+        )
+        if len(ends.token_ids) > 1 or ends.strings:
+            raise InvalidRequest(f"{name} is given, and has several stops: give it one stop token")
+        if ends.token_ids and (model.constraint or len(ids) < model.max_tokens):
+            ids = (*ids, *ends.token_ids)
+        [found] = await model.follow([start], [ids])
+        gained = math.fsum(each.log_target for each in found.path())
+        self._weigh(gained if found.finished else -math.inf)
+        if self._log_weight == -math.inf:
+            await _pause()
+        return found.generated
 
     def _draw(
         self, token_ids: TokenIds | Context, mask: Any, temperature: float, adapter: str | None
@@ -822,9 +924,10 @@ class ProgramTrace(Trace):
         pause: the draw before which the execution stopped.
         value: the result of the program.
         live: the execution and its coroutine.
+        growing: the model and the trace of the text that it draws; ``None`` between texts.
     """
 
-    __slots__ = ("answers", "choices", "live", "pause", "value")
+    __slots__ = ("answers", "choices", "growing", "live", "pause", "value")
 
     before: ProgramTrace | None
 
@@ -841,14 +944,22 @@ class ProgramTrace(Trace):
         pause: _Pause | None = None,
         value: Any = None,
         live: Sequence[tuple[Execution, Coroutine[Any, Any, Any]]] = (),
+        growing: tuple[TextModel, TextTrace] | None = None,
     ) -> None:
         super().__init__(before, tokens, log_weight, log_proposal, finished=finished)
+        self.growing = growing
         self.choices, self.answers = choices, answers
         self.pause, self.value = pause, value
         self.live = [*live]
 
     def _part(self, name: str) -> Any:
         return [] if name == "live" else getattr(self, name)
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        kind, (own, parts) = super().__reduce__()
+        for each in parts[:-1]:
+            each["growing"] = None  # only the last unit goes on
+        return kind, (own, parts)
 
     @property
     def named(self) -> dict[str, Any]:
@@ -901,6 +1012,10 @@ class Program:
         if not isinstance(given, Mapping | None):
             raise InvalidRequest(f"given is {displayed(given)}: give a dict of values by name")
         self._given = dict(given or {})
+        self._text_models = dict[Hashable, TextModel]()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_text_models": {}}  # whose keys are of this process
 
     def __repr__(self) -> str:
         return f"Program({getattr(self._function, '__name__', self._function)})"
@@ -930,32 +1045,134 @@ class Program:
         return trace.value
 
     async def extend(self, traces: Sequence[ProgramTrace], seed: int) -> list[ProgramTrace]:
-        """Run all executions at once, each to its next resampling point or to its end."""
+        """Run all executions at once, each to its next resampling point or to its end; the texts that
+        they draw grow by a token each."""
         seen: set[ProgramTrace] = set()
         computed: list[Computed] = []
         for trace in traces:
-            computed.append(trace.forked() if trace in seen else ())
+            computed.append(trace.forked() if trace in seen and trace.growing is None else ())
             seen.add(trace)
-        return await gather_all(
+        new = await gather_all(
             self._longer(trace, seed, place, contexts)
             for place, (trace, contexts) in enumerate(zip(traces, computed, strict=True))
         )
+        groups: dict[Hashable, list[int]] = {}
+        for place, each in enumerate(new):
+            if each.growing is not None:
+                model, text = each.growing
+                groups.setdefault((id(model), id(text.populations)), []).append(place)
+        if groups:
+            await gather_all(self._texts_longer(new, each, seed) for each in groups.values())
+        return new
 
     async def _longer(
         self, trace: ProgramTrace, seed: int, place: int, computed: Computed
     ) -> ProgramTrace:
-        try:
-            execution, coroutine = trace.live.pop()
-        except IndexError:
-            answers = dict([pair for each in trace.path() for pair in each.answers])
-            execution = Execution(
-                self._lm, trace._recorded(), trace.pause, computed, answers, self._given
+        live = trace.live.pop() if trace.live else None
+        if trace.growing is not None:
+            return ProgramTrace(
+                trace, pause=trace.pause, live=[live] if live else (), growing=trace.growing
             )
-            coroutine = self._function(execution)
-            if not inspect.iscoroutine(coroutine):
-                raise InvalidRequest(
-                    f"the program returned a {type(coroutine).__name__}: make it an async def"
-                ) from None
+        return await self._continued(trace, live or self._replay(trace, computed), seed, place)
+
+    async def _texts_longer(
+        self, traces: Sequence[ProgramTrace], places: Sequence[int], seed: int
+    ) -> None:
+        """Extend the texts of the new traces at these places by a token. Where one ends, the program goes
+        on to its next pause."""
+        own = seed
+        if len(places) < len(traces):  # the others have draws of their own
+            own = model_seed(np.random.SeedSequence(seed, spawn_key=(places[0],)))
+        several = [traces[place] for place in places]
+        before = [cast("tuple[TextModel, TextTrace]", each.growing) for each in several]
+        model = before[0][0]
+        ended = []
+        for place, trace, text in zip(
+            places, several, await model.extend([text for _, text in before], own), strict=True
+        ):
+            trace.tokens, trace.growing = text.tokens, (model, text)
+            trace.log_weight += text.log_weight
+            trace.log_proposal += text.log_proposal
+            if trace.log_weight == -math.inf:
+                trace.growing = None
+                for execution, coroutine in trace.live:
+                    execution._close(coroutine)
+                trace.live = []
+            elif text.finished:
+                ended.append(self._ended(trace, text.generated, own, place))
+        await gather_all(ended)
+
+    async def _ended(self, trace: ProgramTrace, text: Text, seed: int, place: int) -> None:
+        """Go on with the program of a new trace, whose text has ended."""
+        live = trace.live.pop() if trace.live else self._replay(trace, ())
+        live[0]._grown = text
+        # Its questions may have had seeds of this step before the text.
+        after = await self._continued(
+            trace, live, model_seed(np.random.SeedSequence(seed, spawn_key=(place, 0))), place
+        )
+        trace.growing, trace.live, trace.pause = None, after.live, after.pause
+        trace.finished, trace.value = after.finished, after.value
+        trace.choices, trace.answers = (
+            trace.choices + after.choices,
+            [*trace.answers, *after.answers],
+        )
+        trace.log_weight += after.log_weight
+        trace.log_proposal += after.log_proposal
+
+    def _text_model(
+        self,
+        prompt: tuple[int, ...],
+        max_tokens: int,
+        stop: Stop,
+        constraint: Constraint | None,
+        temperature: float,
+        adapter: str | None,
+    ) -> TextModel:
+        """Return the model of a text, one for equal arguments; its prompt is of no consequence."""
+        key = id(constraint), adapter, repr((max_tokens, stop, temperature))
+        if (model := self._text_models.get(key)) is None:
+            model = TextModel(
+                Law(self._lm, prompt, adapter=adapter, temperature=temperature),
+                max_tokens=max_tokens,
+                stop=stop,
+                constraint=constraint,
+            )
+            if len(self._text_models) >= MOST_TEXT_MODELS:
+                del self._text_models[next(iter(self._text_models))]
+            self._text_models[key] = model  # holds the constraint, whose id the key has
+        model.laws[0].check_length(model.max_tokens, prompt)
+        return model
+
+    def _replay(
+        self, trace: ProgramTrace, computed: Computed
+    ) -> tuple[Execution, Coroutine[Any, Any, Any]]:
+        """Return a new execution, which replays a trace."""
+        answers = dict([pair for each in trace.path() for pair in each.answers])
+        execution = Execution(
+            self._lm,
+            trace._recorded(),
+            trace.pause,
+            computed,
+            answers,
+            self._given,
+            text_model=self._text_model,
+        )
+        coroutine = self._function(execution)
+        if not inspect.iscoroutine(coroutine):
+            raise InvalidRequest(
+                f"the program returned a {type(coroutine).__name__}: make it an async def"
+            )
+        return execution, coroutine
+
+    async def _continued(
+        self,
+        trace: ProgramTrace,
+        live: tuple[Execution, Coroutine[Any, Any, Any]],
+        seed: int,
+        place: int,
+    ) -> ProgramTrace:
+        """Run an execution to its next pause, and return the trace one unit longer."""
+        execution, coroutine = live
         execution._begin(seed, place)
         try:
             finished, value = await _until_pause(coroutine)
@@ -967,10 +1184,9 @@ class Program:
             # Breaks the cycle: the task holds the result, which holds the execution.
             execution._task = None
         log_weight, token_id = execution._log_weight, execution._drawn
+        growing, execution._growing = execution._growing, None
         if log_weight == -math.inf:
-            coroutine.close()
-            for _, each in execution._coroutines:
-                each.close()
+            execution._close(coroutine)
             return ProgramTrace(trace, log_weight=log_weight)
         if finished:
             execution._check_awaited()
@@ -995,7 +1211,8 @@ class Program:
             answers=execution._answered,
             pause=execution._pause,
             value=value,
-            live=() if finished else ((execution, coroutine),),
+            live=() if finished else (live,),
+            growing=growing,
         )
 
 

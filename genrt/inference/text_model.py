@@ -251,9 +251,9 @@ class TextModel:
         most = self._unit if isinstance(self._unit, int) else 1
         return -(-self.max_tokens // most)
 
-    def start(self) -> TextTrace:
-        """Return the empty text."""
-        return TextTrace(constraint_state=self._start)
+    def start(self, prompt: tuple[int, ...] | None = None) -> TextTrace:
+        """Return the empty text after the laws' prompts, or after other token ids."""
+        return TextTrace(constraint_state=self._start, prompt=prompt)
 
     def text(self, trace: TextTrace) -> str:
         """Return the text as UTF-8; other bytes show as U+FFFD and their number."""
@@ -309,7 +309,7 @@ class TextModel:
         is_scored &= law.power == 1
         scores: Sequence[Any] = tokens
         if is_scored:
-            population = law.population([each.token_ids for each in traces])
+            [population] = _populations_of([law], traces)
             found = await population.score(tokens, temperature=law.temperature)
             scores = [each.tolist() for each in found]
         queues = [deque(zip(*pair, strict=True)) for pair in zip(tokens, scores, strict=True)]
@@ -446,9 +446,7 @@ class TextModel:
 
     def _begun(self, traces: Sequence[TextTrace]) -> list[Population]:
         """Return new sequences of these texts, for each law."""
-        laws = self.laws if self._proposer is None else (self._proposer, *self.laws)
-        texts = [each.token_ids if each.count else () for each in traces]
-        return [law.population(texts) for law in laws]
+        return _populations_of([*filter(None, [self._proposer]), *self.laws], traces)
 
     async def _draw(
         self,
@@ -715,6 +713,12 @@ class TextModel:
             for trace, value in zip(judged, values, strict=True):
                 trace.log_weight += value if finished else 0.0
                 trace.log_twist = 0.0 if finished else value
+
+
+def _populations_of(laws: Sequence[Law], traces: Sequence[TextTrace]) -> list[Population]:
+    texts = [each.token_ids if each.count else () for each in traces]
+    prompts = [each.prompt for each in traces]
+    return [law.population(texts, prompts) for law in laws]
 
 
 def _flags(places: Sequence[int], count: int) -> Any:

@@ -98,13 +98,15 @@ class TextTrace(Trace):
         populations: a list with the step's populations of all texts, until the next step takes them; so
             a history of traces holds no population. ``None`` if unknown.
         place: its place in them.
+        prompt: the token ids before the text, ``None`` for the laws' own prompts.
     """
 
-    __slots__ = ("_text", "constraint_state", "count", "data", "place", "populations")
+    __slots__ = ("_text", "constraint_state", "count", "data", "place", "populations", "prompt")
 
     before: TextTrace | None
     constraint_state: Any
     populations: list[list[Population]] | None
+    prompt: tuple[int, ...] | None
 
     def __init__(
         self,
@@ -118,11 +120,13 @@ class TextTrace(Trace):
         finished: bool = False,
         is_end: bool = False,
         text: Text | None = None,
+        prompt: tuple[int, ...] | None = None,
     ) -> None:
         """
         Args:
             tokens: drawn after ``before``; if ``is_end``, the last one ends the text.
             text: the text, if it is not that of ``before`` and ``tokens``.
+            prompt: of a text without ``before``.
         """
         # Written out, because a step makes one for each particle.
         self.before, self.tokens, self.data, self.finished = before, tokens, data, finished
@@ -130,10 +134,11 @@ class TextTrace(Trace):
         self.constraint_state, self.populations, self.place = constraint_state, None, 0
         self._text = text
         if before is None:
-            self.units, self.count, self.log_twist = 0, 0, 0.0
+            self.units, self.count, self.log_twist, self.prompt = 0, 0, 0.0, prompt
             self._text = Text() if text is None else text
         else:
             self.units, self.log_twist = before.units + 1, before.log_twist
+            self.prompt = before.prompt
             self.count = before.count + len(tokens) - is_end
         if self._text is not None:
             self.count = len(self._text.token_ids)

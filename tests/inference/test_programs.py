@@ -13,7 +13,7 @@ import itertools
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import genrt
-from genrt.constraints import regex
+from genrt.constraints import predicate, regex
 from genrt.constraints.protocols import kept_for
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.errors import Closed, GenrtError, InvalidRequest, UnknownAdapter
@@ -29,6 +29,7 @@ from genrt.inference import SMC, Execution, Program, Result, TextModel, importan
 from genrt.lm import AsyncLM
 from genrt.questions.draws import PopulationDraw
 from genrt.testing import assert_samples_from, assert_weighted_samples_from
+from genrt.tokens.texts import Text
 
 PROMPT = [0]
 EOS = 4
@@ -890,11 +891,12 @@ async def test_whatever_makes_coroutines_is_a_program() -> None:
 
 @pytest.mark.parametrize("when", [0.0, 0.7, every_step])
 async def test_a_text_model_and_a_program_of_it_draw_alike(when: Any) -> None:
-    """The same tokens and weights of a seed, by lists and by contexts, alone and in one runtime at
-    once."""
+    """The same tokens and weights of a seed, by lists, by contexts and by whole texts, alone and in one
+    runtime at once."""
     with genrt.load(MODEL, engine="exact") as lm:
-        text = TextModel(lm, PROMPT, max_tokens=5, constraint=regex(PATTERN, lm))
-        models = text, Program(lm, constrained(lm)), Program(lm, stated(lm, 5))
+        options: Any = {"max_tokens": 5, "constraint": regex(PATTERN, lm)}
+        text, whole = TextModel(lm, PROMPT, **options), Program(lm, written(**options))
+        models = text, Program(lm, constrained(lm)), Program(lm, stated(lm, 5)), whole
         samplers = [SMC(each, num_particles=9, resample_when=when) for each in models]
         together = await asyncio.gather(*(each.run(1) for each in samplers))
         alone = [await each.run(1) for each in samplers]
@@ -903,6 +905,166 @@ async def test_a_text_model_and_a_program_of_it_draw_alike(when: Any) -> None:
     for each in programs:
         assert each.values == expected.token_ids
         np.testing.assert_allclose(each.log_weights, expected.log_weights, atol=1e-5)
+    assert programs[-1].log_weights.tolist() == expected.log_weights.tolist()
+
+
+# -- whole texts ------------------------------------------------------------------------------
+
+
+def written(**options: Any) -> Any:
+    """A program that is one text."""
+
+    async def program(p: Execution) -> tuple[int, ...]:
+        text = await p.text(p.context(PROMPT), **options)
+        assert isinstance(text, Text)
+        assert text.finished
+        return text.token_ids
+
+    return program
+
+
+KINDS_OF_TEXTS: dict[str, Callable[[AsyncLM], dict[str, Any]]] = {
+    "cut": lambda lm: {"max_tokens": 3},
+    "of one token": lambda lm: {"max_tokens": 1},
+    "tempered": lambda lm: {"max_tokens": 6, "temperature": 0.6, "stop": [EOS, 0]},
+    "to a string": lambda lm: {"max_tokens": 6, "stop": ["ba", "bbb"]},
+    "without a stop": lambda lm: {
+        "max_tokens": 6,
+        "stop": None,
+        "constraint": regex("a{3,4}b", lm),
+    },
+    "by rejection": lambda lm: {
+        "max_tokens": 5,
+        "constraint": predicate(lambda text: not text.finished or len(text) % 2 == 0, lm),
+    },
+    "with dead ends": lambda lm: {"max_tokens": 4, "constraint": regex("(a|b){3}bb", lm)},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_TEXTS)
+async def test_a_text_of_a_program_is_that_of_a_text_model(kind: str) -> None:
+    """To the last bit, in as many steps, whether executions go on or are replayed."""
+    with genrt.load(MODEL, engine="exact") as lm:
+        options = KINDS_OF_TEXTS[kind](lm)
+        program, states = Program(lm, written(**options)), list[Any]()
+        forgetful: Any = Forgetful(program)
+        for seed in range(4):
+            sampler = SMC(TextModel(lm, PROMPT, **options), num_particles=12)
+            expected = await sampler.run(seed, on_step=lambda state, _: states.append(state))
+            for model in (program, forgetful):
+                found = await SMC(model, num_particles=12).run(seed)
+                assert [each.token_ids.tolist() for each in found.infos] == [
+                    each.token_ids.tolist() for each in expected.infos
+                ]
+                assert found.log_weights.tolist() == expected.log_weights.tolist()
+                alive = expected.log_weights > -math.inf
+                texts = [
+                    each.generated.token_ids if lives else None
+                    for each, lives in zip(states[-1].particles, alive, strict=True)
+                ]
+                assert [*found.values] == texts
+
+
+def all_texts(after: int, max_tokens: int) -> Iterator[tuple[tuple[int, ...], float]]:
+    """All texts after a token that end within so many tokens or are cut, and their probabilities."""
+    for token in range(5):
+        share = float(MODEL.table[after].double().exp()[token])
+        if token == EOS:
+            yield (), share
+        elif max_tokens == 1:
+            yield (token,), share
+        else:
+            for rest, of_rest in all_texts(token, max_tokens - 1):
+                yield (token, *rest), share * of_rest
+
+
+def likes(text: tuple[int, ...]) -> float:
+    return 0.5 * text.count(1) - 0.2
+
+
+def two_texts(lm: AsyncLM, *, own: bool) -> Any:
+    """A program of two texts, the second of which has a constraint, made in the program or before."""
+    made = regex("(a|b)*b", lm)
+
+    async def program(p: Execution) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+        context = p.context([0])
+        context.append(await p.sample(context, mask=[1, 2, 3]))
+        first = await p.text(context, max_tokens=2, name="first")
+        p.observe(likes(first.token_ids))
+        context.extend([2, *first.token_ids])
+        constraint = regex("(a|b)*b", p.lm) if own else made
+        second = await p.text(context, max_tokens=3, constraint=constraint, name="second")
+        p.observe(likes(second.token_ids))
+        return context.token_ids[1], first.token_ids, second.token_ids
+
+    return program
+
+
+@pytest.mark.parametrize("given", [{}, {"first": [1, 2]}, {"second": "ab"}, {"first": []}], ids=str)
+async def test_programs_of_texts_have_their_law(given: dict[str, Any]) -> None:
+    weights: dict[Any, float] = {}
+    vocabulary, row = MODEL.vocabulary, MODEL.table[0].double().exp()
+    for begun in (1, 2, 3):
+        for first, of_first in all_texts(begun, 2):
+            last = first[-1] if first else 2
+            for second, of_second in all_texts(last, 3):
+                spelled = b"".join(vocabulary[each] for each in second)
+                if spelled.endswith(b"b") and len(second) < 3:
+                    own_weight = math.exp(likes(first) + likes(second))
+                    share = float(row[begun]) * of_first * of_second * own_weight
+                    weights[begun, first, second] = share
+    with genrt.load(MODEL, engine="exact") as lm:
+        for name, place in {"first": 1, "second": 2}.items():
+            if name in given:
+                value = given[name]
+                ids = tuple(lm.encode(value)) if isinstance(value, str) else tuple(value)
+                weights = {k: v for k, v in weights.items() if k[place] == ids}
+        evidence = sum(weights.values())
+        assert evidence > 0
+        law = {value: weight / evidence for value, weight in weights.items() if weight > 0}
+        for when in (0.0, every_step):
+            program = Program(lm, two_texts(lm, own=not given), given=given)
+            smc = SMC(program, num_particles=8, resample_when=when)
+            runs = [
+                (each.values, each.log_weights) for each in [await smc.run(i) for i in range(40)]
+            ]
+            assert_weighted_samples_from(runs, law, log_evidence=math.log(evidence), highest=None)
+
+
+async def test_a_copy_inside_a_text_replays_at_its_end_alone() -> None:
+    """All particles are drawn in one flush, and each execution begins at most twice."""
+    begun = 0
+
+    async def program(p: Execution) -> str:
+        nonlocal begun
+        begun += 1
+        return await p.text(p.context([0]), max_tokens=9, constraint=constraint)
+
+    with genrt.load(MODEL, engine="exact", cache_bytes=0) as lm:
+        constraint = regex("(a|b){5,8}b", lm)
+        smc = SMC(Program(lm, program), num_particles=16, resample_when=every_step)
+        result = await smc.run(0)
+        assert lm.statistics().batcher.flushes == len(result.infos)
+    assert 16 < begun < 32
+
+
+async def test_texts_that_cannot_be_given_or_are_no_function_of_the_record_are_refused() -> None:
+    calls = 0
+
+    async def several(p: Execution) -> None:
+        await p.text([0], max_tokens=2, stop=[1, EOS], name="t")
+
+    async def twice(p: Execution) -> None:
+        nonlocal calls
+        calls += 1
+        await p.text([0], max_tokens=2 + calls)
+
+    with genrt.load(MODEL, engine="exact") as lm:
+        with pytest.raises(InvalidRequest, match="t is given, and has several stops"):
+            await SMC(Program(lm, several, given={"t": "a"}), num_particles=2).run(0)
+        model: Any = Forgetful(Program(lm, twice))
+        with pytest.raises(InvalidRequest, match="text was given another max_tokens, stop or"):
+            await SMC(model, num_particles=1).run(0)
 
 
 # -- contexts ---------------------------------------------------------------------------------
@@ -1015,13 +1177,27 @@ async def interrupted_loop(smc: SMC, state: Any) -> None:
 EVENTS = nothing, restarted, updated, cancelled, elsewhere, interrupted_loop
 
 
+async def on_texts(p: Execution) -> tuple[int, ...]:
+    """Texts that end at different steps, beside draws and answers."""
+    context = p.context([0])
+    for _ in range(2):
+        text = await p.text(context, max_tokens=3)
+        context.extend([*text.token_ids, await p.sample(context)])
+        context.append((await p.lm.draw(context.token_ids)).token_id)
+        p.observe(likes(text.token_ids))
+    return tuple(context.token_ids)
+
+
+@pytest.mark.parametrize("program", [on_contexts, on_texts])
 @pytest.mark.parametrize("when", [0.0, every_step])
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: event.__name__)
-async def test_what_happens_between_two_steps_changes_no_result(event: Any, when: Any) -> None:
+async def test_what_happens_between_two_steps_changes_no_result(
+    event: Any, when: Any, program: Any
+) -> None:
     """Neither to the runtime nor to the other one, which runs at the same time."""
 
     async def run(lm: AsyncLM, event: Any) -> Result:
-        smc = SMC(Program(lm, on_contexts), num_particles=6, resample_when=when)
+        smc = SMC(Program(lm, program), num_particles=6, resample_when=when)
         state, infos = smc.init(3), []
         while not state.done:
             await event(smc, state)

@@ -77,6 +77,14 @@ async def by_hand(p: Execution) -> tuple[int, ...]:
     return tuple(tokens)
 
 
+async def by_texts(p: Execution) -> tuple[int, ...]:
+    context = p.context([0])
+    first = await p.text(context, max_tokens=2, stop=None, constraint=regex("(a|b){1,3}", p.lm))
+    context.extend(first.token_ids)
+    p.observe(likes_b(first))
+    return *first.token_ids, *(await p.text(context, max_tokens=2)).token_ids
+
+
 def text(lm: AsyncLM, **options: Any) -> TextModel:
     return TextModel(lm, [0], **({"max_tokens": 5} | options))
 
@@ -126,6 +134,7 @@ SAMPLERS: dict[str, Callable[[AsyncLM, AsyncLM], Any]] = {
     ),
     "stochastic beam": lambda lm, small: stochastic_beam_search(words(lm), width=6),
     "program": lambda lm, small: smc(Program(lm, by_hand)),
+    "program of texts": lambda lm, small: smc(Program(lm, by_texts)),
     "infilling": lambda lm, small: smc(infilling(lm, [0], [1], max_tokens=3)),
     "chains": lambda lm, small: MetropolisHastings(
         words(lm, twist=likes_b, potential=likes_b), num_chains=4, num_steps=6, warm_up=2
