@@ -7,8 +7,9 @@ are certain, the step is *confirmed*.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
@@ -33,6 +34,7 @@ from genrt.tokens.rows import moved
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
 
 
 @dataclass(slots=True)
@@ -83,6 +85,16 @@ class Prepared(NamedTuple):
     request_ids: list[str]
     positions: list[int]
     launch: Any
+
+
+def new_tokens(requests: Iterable[Request], computed: Iterable[int]) -> NextTokens:
+    """Return all tokens of vLLM's requests after so many computed ones."""
+    found = NextTokens()
+    for request, first in zip(requests, computed, strict=True):
+        more = request._all_token_ids[first:]
+        own = [request.request_id] * len(more), more, [*range(first, first + len(more))]
+        found.add(NextTokens(*own, [request.num_prompt_tokens] * len(more)))
+    return found
 
 
 class HiddenStates(NamedTuple):
@@ -246,6 +258,14 @@ class RunnerV1:
 
     def execute(self, output: SchedulerOutput) -> None:
         """Run the forward of a step of one token for each request."""
+        self._runner.execute_model(output)
+
+    def execute_block(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
+        """Run the forward of a step of any number of tokens for each request, which vLLM's requests
+        have; nothing else writes them."""
+        scheduled = output.scheduled_cached_reqs
+        these = [requests[each] for each in scheduled.req_ids]
+        self.write(new_tokens(these, scheduled.num_computed_tokens))
         self._runner.execute_model(output)
 
     def reassign(self, reassignments: Sequence[Reassignment]) -> None:
@@ -489,6 +509,30 @@ class RunnerV2:
     def execute(self, output: SchedulerOutput) -> None:
         self._runner.execute_model(output)
 
+    def execute_block(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
+        runner, scheduled = self._runner, output.scheduled_cached_reqs
+        computed = dict(zip(scheduled.req_ids, scheduled.num_computed_tokens, strict=True))
+        if self._corrected(computed):
+            runner.req_states.apply_staged_writes()
+        prepare_inputs, inputs = runner.prepare_inputs, runner.input_buffers.input_ids
+
+        def with_tokens(output: SchedulerOutput, state: Any, graph: Any, *more: Any) -> Any:
+            batch = prepare_inputs(output, state, graph, *more)
+            batch.max_query_len = graph.max_query_len  # as the graph was captured
+            several = zip(batch.req_ids, batch.num_computed_tokens_np.tolist(), strict=True)
+            own = (requests[request_id]._all_token_ids[at:] for request_id, at in several)
+            token_ids = torch.tensor([*chain.from_iterable(own)], dtype=inputs.dtype)
+            if inputs.is_cuda:
+                token_ids = token_ids.pin_memory()
+            inputs[: len(token_ids)].copy_(token_ids, non_blocking=True)
+            return batch
+
+        runner.prepare_inputs = with_tokens
+        try:
+            runner.execute_model(output)
+        finally:
+            del runner.prepare_inputs
+
     def reassign(self, reassignments: Sequence[Reassignment]) -> None:
         self._blocks.copy(copies(reassignments))
         last = last_reassignments(reassignments)
@@ -500,18 +544,23 @@ class RunnerV2:
         states = self._runner.req_states
         last, slots = states.last_sampled_tokens, states.req_id_to_index
         firsts = dict(zip(tokens.request_ids[::-1], tokens.positions[::-1], strict=True))
-        over = self._overcounted.intersection(firsts)
-        for request_id in over:
-            states.num_computed_tokens.stage_write_elem(slots[request_id], firsts[request_id])
-        self._overcounted -= over
-        is_block = len(firsts) < len(tokens)
-        if is_block:
+        is_changed = self._corrected(firsts)
+        if is_block := len(firsts) < len(tokens):
             self._stage_blocks(tokens, firsts)
-        if over or is_block:
+        if is_changed or is_block:
             states.apply_staged_writes()
         pairs = torch.tensor([[slots[each] for each in tokens.request_ids], tokens.token_ids])
         at, token_ids = moved(pairs, last.device)
         last[at, 0] = token_ids
+
+    def _corrected(self, computed: Mapping[str, int]) -> bool:
+        """Stage the computed tokens of requests that were overcounted; return whether there are some."""
+        over, states = self._overcounted.intersection(computed), self._runner.req_states
+        for request_id in over:
+            slot = states.req_id_to_index[request_id]
+            states.num_computed_tokens.stage_write_elem(slot, computed[request_id])
+        self._overcounted -= over
+        return bool(over)
 
     def _stage_blocks(self, tokens: NextTokens, firsts: dict[str, int]) -> None:
         """Stage several tokens of a request as the rest of a prompt, which vLLM reads from its tokens."""

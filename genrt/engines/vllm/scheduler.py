@@ -115,20 +115,17 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
             prompts.append(request.num_prompt_tokens)
         return NextTokens(request_ids, token_ids, positions, prompts)
 
-    def lengthen(self, several: Mapping[str, list[int]]) -> NextTokens:
-        """Append further tokens to these woken requests."""
-        found = NextTokens()
+    def lengthen(self, several: Mapping[str, list[int]]) -> list[Request]:
+        """Append further tokens to these woken requests, and return the requests."""
+        size, found = self.hash_block_size, list[Request]()
         for request_id, more in several.items():
             request = self._waking[request_id]
             first = len(request._all_token_ids)
             request._output_token_ids += more
             request._all_token_ids += more
-            length, size = first + len(more), self.hash_block_size
-            if length // size > first // size:
+            if (first + len(more)) // size > first // size:
                 request.update_block_hashes()
-            prompts = [request.num_prompt_tokens] * len(more)
-            own = [request_id] * len(more), more, [*range(first, length)], prompts
-            found.add(NextTokens(*own))
+            found.append(request)
         return found
 
     def score_from(self, firsts: Mapping[str, int]) -> None:

@@ -134,7 +134,7 @@ class OpenRequests:
         if further:
             longer = zip(request_ids, further, strict=True)
             more = {each: rest for n, (each, rest) in enumerate(longer) if rest and n not in added}
-            self.steps.extend(scheduler.lengthen(more))
+            self.steps.extend_by_several(scheduler.lengthen(more))
         scheduler.admit()
         self._extended += len(parents) - len(forked)
         for place, request_id in added.items():

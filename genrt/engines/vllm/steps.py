@@ -7,14 +7,14 @@ tokens. If these were drawn on the device, it is *speculated*: it runs before a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.request import Request
 
 from genrt.engines.vllm.reassignment import Reassignment
 from genrt.engines.vllm.runners import (
@@ -22,6 +22,7 @@ from genrt.engines.vllm.runners import (
     NextTokens,
     Prepared,
     Runner,
+    new_tokens,
     read_elsewhere,
 )
 from genrt.engines.vllm.scheduler import OpenScheduler
@@ -92,6 +93,7 @@ class DecodeSteps:
         # Changes that ``run`` has still to pass to the runner.
         self._reassignments: list[Reassignment] = []
         self._tokens = NextTokens()
+        self._several: dict[str, Request] = {}  # those with more than one token
         # Set by ``prepare_next`` and ``speculate``, consumed by ``run``.
         self._prepared: Prepared | None = None
         self._speculated: _Speculated | None = None
@@ -105,6 +107,10 @@ class DecodeSteps:
     def extend(self, tokens: NextTokens) -> None:
         """Add these tokens to the next step."""
         self._tokens.add(tokens)
+
+    def extend_by_several(self, requests: Iterable[Request]) -> None:
+        """Add all tokens of these extended requests to the next step."""
+        self._several.update((each.request_id, each) for each in requests)
 
     def reassign(self, reassignments: Sequence[Reassignment]) -> None:
         """Make requests continue as other sequences from the next step on."""
@@ -123,6 +129,8 @@ class DecodeSteps:
             each for each in self._reassignments if each.request.request_id not in request_ids
         ]
         self._tokens = self._tokens.without(request_ids)
+        for request_id in request_ids:
+            self._several.pop(request_id, None)
 
     def discard(self) -> None:
         """Discard the step that was prepared or speculated, if there is one."""
@@ -141,21 +149,32 @@ class DecodeSteps:
         self._unused += self._prepared is not None
         self.discard()
         self._steps += 1
-        output = self._decode_step(count)
-        if output is None:
+        if not self._execute(count):
             return None
-        self._runner.execute(output)
         self._scheduler.end_decode_step()
         return self._runner.take_hidden_states()
 
-    def _decode_step(self, exactly: int | None = None) -> SchedulerOutput | None:
-        """Pass all changes to the runner, and schedule a step that is not prepared."""
+    def _execute(self, exactly: int | None = None) -> bool:
+        """Run a step that is not prepared. Return False, with all changes passed to the runner, if vLLM
+        must run its own step."""
         self._before, self._last = None, []
         self._reassign_runner()  # first: a token's position is the new sequence's
-        if self._tokens:
-            self._runner.write(self._tokens)
-            self._tokens = NextTokens()
-        return self._scheduler.decode_step(exactly) if self._enabled else None
+        output = self._scheduler.decode_step(exactly) if self._enabled else None
+        tokens, several = self._tokens, self._several
+        self._tokens, self._several = NextTokens(), {}
+        if output is not None and several:
+            requests = {each.request_id: each for each in self._scheduler.running}
+            self._runner.execute_block(output, requests)
+            return True
+        if several:
+            these = several.values()
+            tokens = tokens.without(several)
+            tokens.add(new_tokens(these, [each.num_computed_tokens for each in these]))
+        if tokens:
+            self._runner.write(tokens)
+        if output is not None:
+            self._runner.execute(output)
+        return output is not None
 
     @torch.inference_mode()
     def run(self) -> DecodedStep | None:
@@ -172,10 +191,8 @@ class DecodeSteps:
             self._unused += 1
             self._mistaken += speculated is not None
         last = self._last
-        output = self._decode_step()
-        if output is None:
+        if not self._execute():
             return None
-        self._runner.execute(output)
         self._last, rows = self._runner.take_rows()
         request_ids = self._last
         self._is_steady = len(request_ids) == len(last) and set(request_ids) == set(last)

@@ -112,6 +112,7 @@ class Graph(NamedTuple):
     """As vLLM's ``BatchExecutionDescriptor``."""
 
     cg_mode: Any
+    max_query_len: int | None = None
 
 
 @dataclass
@@ -125,6 +126,7 @@ class Batch:
     query_start_loc_np: Any = None
     seq_lens_cpu_upper_bound: Any = None
     num_computed_tokens_np: Any = None
+    max_query_len: int | None = None
     logits_indices: Any = None
     positions: Any = "positions"
     num_tokens_after_padding: int = 2
@@ -194,6 +196,7 @@ class Runner:
             torch.tensor(slots),
             np.array(slots),
             seq_lens_cpu_upper_bound=torch.zeros(4),
+            num_computed_tokens_np=computed.numpy(),
             logits_indices=torch.arange(len(request_ids)),
         )
 
@@ -352,6 +355,31 @@ def test_blocks_are_read_from_the_tokens_of_a_prompt_and_single_tokens_from_the_
     assert found is hidden
     assert runner.execute_model_state is None
     assert runner.counted == [["c", "b", "a"]]
+
+
+def test_a_block_is_put_into_the_input_in_the_order_of_the_batch() -> None:
+    """With the bound of lengths for which its graph was captured; the runner prepares the next step."""
+    runner = Runner({"a": 4, "b": 0, "c": 2})
+    runner.graph = Graph(runner.graph.cg_mode, 8)
+    shim, states = over(runner), runner.req_states
+    shim._overcounted.update("ax")
+    texts = {"a": [7, 7, 1, 4, 5], "b": [7, 2], "c": [7, 7, 7, 3, 6]}
+    requests = {each: SimpleNamespace(_all_token_ids=text) for each, text in texts.items()}
+    seen_before = states.num_computed_tokens.gpu.clone()
+    computed: list[Any] = []
+
+    def execute(output: Any) -> None:
+        computed.append(states.num_computed_tokens.gpu[4].item())
+        batch = runner.prepare_inputs(output, "state", runner.graph, "more")
+        runner.execute_model_state = SimpleNamespace(input_batch=batch)
+
+    runner.execute_model = execute  # type: ignore[method-assign]
+    shim.execute_block(step_of(a=2, b=1, c=3), requests)
+    assert runner.input_buffers.input_ids.tolist() == [3, 6, 2, 1, 4, 5]
+    assert runner.execute_model_state.input_batch.max_query_len == 8
+    # The device's count was corrected before.
+    assert (seen_before[4], computed, shim._overcounted) == (-1, [2], {"x"})
+    assert "prepare_inputs" not in vars(runner)
 
 
 @pytest.mark.parametrize("lora_config", [None, "some"])
