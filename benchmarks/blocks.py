@@ -87,7 +87,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         thread = stack.enter_context(ThreadPoolExecutor(1))
         most = max(arguments.particles)
         longest = arguments.context + (arguments.steps + 4) * max(*arguments.units, 2)
-        paths, setups = [], []
+        paths, setups = list[str](), list[Any]()
         for name in (arguments.model, arguments.draft):
             folder = Path(directory) / str(len(paths))
             folder.mkdir()

@@ -260,6 +260,14 @@ class RunnerV1:
         """Run the forward of a step of one token for each request."""
         self._runner.execute_model(output)
 
+    def run_block(
+        self, output: SchedulerOutput, requests: Mapping[str, Request], before: Prepared | None
+    ) -> tuple[HiddenStates, Prepared | None]:
+        """Run a step as ``execute_block`` does. Return its hidden states, valid until the next forward,
+        and ``before`` for the next block, if no other step runs until then."""
+        self.execute_block(output, requests)
+        return self.take_hidden_states(), None
+
     def execute_block(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
         """Run the forward of a step of any number of tokens for each request, which vLLM's requests
         have; nothing else writes them."""
@@ -336,6 +344,7 @@ class _StepLaunch(NamedTuple):
     graph: Any  # vLLM's description of the forward's CUDA graph
     slots: np.ndarray  # of the requests, on the host
     kind: _StepKind
+    counts: np.ndarray  # tokens of each request
 
 
 class _StopsForward:
@@ -355,7 +364,7 @@ class RunnerV2:
         self._reassigned_tables = ReassignedTables(runner)
         self._inputs = _InputTokens(runner.input_buffers.input_ids)
         self._rows = RowLaunches(lambda hidden_states: runner.model.compute_logits(hidden_states))
-        self._kinds: LRUCache[tuple[Any, int], _StepKind] = LRUCache(16)
+        self._kinds: LRUCache[tuple[Any, bytes], _StepKind] = LRUCache(16)
         self._is_moved = False  # blocks have changed since a forward looked them up
         # Requests with a speculated token that no caller asked for.
         self._overcounted: set[str] = set()
@@ -383,11 +392,15 @@ class RunnerV2:
         [graph] = graphs
         if graph.cg_mode != CUDAGraphMode.FULL:  # no other graph runs without the rest of the step
             return None
-        launch = _StepLaunch(graph, batch.idx_mapping_np, self._kind(graph, batch))
-        return _prepared(output, list(batch.req_ids), launch)
+        return _prepared(output, list(batch.req_ids), self._launch(graph, batch, 1))
 
-    def _kind(self, graph: Any, batch: Any) -> _StepKind:
-        key, slots = (graph, len(batch.req_ids)), batch.idx_mapping_np
+    def _launch(self, graph: Any, batch: Any, count: int | np.ndarray) -> _StepLaunch:
+        counts = np.broadcast_to(np.asarray(count, np.int32), (len(batch.req_ids),))
+        kind = self._kind(graph, batch, counts)
+        return _StepLaunch(graph, batch.idx_mapping_np, kind, counts)
+
+    def _kind(self, graph: Any, batch: Any, counts: np.ndarray) -> _StepKind:
+        key, slots = (graph, counts.tobytes()), batch.idx_mapping_np
         kind = self._kinds.get(key)
         if kind is None:
             own = replace(batch, idx_mapping=torch.empty_like(batch.idx_mapping))
@@ -452,7 +465,7 @@ class RunnerV2:
             kind.place()
         else:
             longest = torch.zeros_like(batch.seq_lens_cpu_upper_bound)
-            longest[: len(computed)] = torch.from_numpy(computed) + 1
+            longest[: len(computed)] = torch.from_numpy(computed + launch.counts)
             now = replace(batch, seq_lens_cpu_upper_bound=longest, num_computed_tokens_np=computed)
             self._place(launch.graph, now, kind.tables)
         return Prepared(before.request_ids, scheduled.num_computed_tokens, launch)
@@ -509,22 +522,42 @@ class RunnerV2:
     def execute(self, output: SchedulerOutput) -> None:
         self._runner.execute_model(output)
 
-    def execute_block(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
-        runner, scheduled = self._runner, output.scheduled_cached_reqs
-        computed = dict(zip(scheduled.req_ids, scheduled.num_computed_tokens, strict=True))
-        if self._corrected(computed):
-            runner.req_states.apply_staged_writes()
-        prepare_inputs, inputs = runner.prepare_inputs, runner.input_buffers.input_ids
+    def run_block(
+        self, output: SchedulerOutput, requests: Mapping[str, Request], before: Prepared | None
+    ) -> tuple[HiddenStates, Prepared | None]:
+        counts = np.array([*output.num_scheduled_tokens.values()], np.int32)
+        if before is not None and self._is_repeated(output, before):
+            launch = before.launch
+            if np.array_equal(launch.counts, counts):
+                self._correct_for(output)
+                step = self._repeated(output, before)
+                self._put(requests, step.request_ids, step.positions)
+                states = self._runner.cudagraph_manager.run_fullgraph(launch.graph)
+                launch.kind.count()
+                return HiddenStates(step.request_ids, np.cumsum(counts), states), step
+        graph = self.execute_block(output, requests)
+        self._is_moved = False
+        batch, scheduled = (
+            self._runner.execute_model_state.input_batch,
+            output.scheduled_cached_reqs,
+        )
+        request_ids = list(batch.req_ids)
+        following = None
+        if graph.cg_mode == CUDAGraphMode.FULL and request_ids == scheduled.req_ids:
+            launch = self._launch(graph, batch, counts)
+            following = Prepared(request_ids, scheduled.num_computed_tokens, launch)
+        return self.take_hidden_states(), following
+
+    def execute_block(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> Any:
+        runner, graphs = self._runner, list[Any]()
+        self._correct_for(output)
+        prepare_inputs = runner.prepare_inputs
 
         def with_tokens(output: SchedulerOutput, state: Any, graph: Any, *more: Any) -> Any:
             batch = prepare_inputs(output, state, graph, *more)
             batch.max_query_len = graph.max_query_len  # as the graph was captured
-            several = zip(batch.req_ids, batch.num_computed_tokens_np.tolist(), strict=True)
-            own = (requests[request_id]._all_token_ids[at:] for request_id, at in several)
-            token_ids = torch.tensor([*chain.from_iterable(own)], dtype=inputs.dtype)
-            if inputs.is_cuda:
-                token_ids = token_ids.pin_memory()
-            inputs[: len(token_ids)].copy_(token_ids, non_blocking=True)
+            self._put(requests, batch.req_ids, batch.num_computed_tokens_np.tolist())
+            graphs.append(graph)
             return batch
 
         runner.prepare_inputs = with_tokens
@@ -532,6 +565,25 @@ class RunnerV2:
             runner.execute_model(output)
         finally:
             del runner.prepare_inputs
+        return graphs[-1]
+
+    def _correct_for(self, output: SchedulerOutput) -> None:
+        scheduled = output.scheduled_cached_reqs
+        pairs = zip(scheduled.req_ids, scheduled.num_computed_tokens, strict=True)
+        if self._overcounted and self._corrected(dict(pairs)):
+            self._runner.req_states.apply_staged_writes()
+
+    def _put(
+        self, requests: Mapping[str, Request], request_ids: Sequence[str], computed: Sequence[int]
+    ) -> None:
+        """Write all tokens after the computed ones to the input buffer, request by request."""
+        inputs = self._runner.input_buffers.input_ids
+        pairs = zip(request_ids, computed, strict=True)
+        own = (requests[request_id]._all_token_ids[at:] for request_id, at in pairs)
+        token_ids = torch.tensor([*chain.from_iterable(own)], dtype=inputs.dtype)
+        if inputs.is_cuda:
+            token_ids = token_ids.pin_memory()
+        inputs[: len(token_ids)].copy_(token_ids, non_blocking=True)
 
     def reassign(self, reassignments: Sequence[Reassignment]) -> None:
         self._blocks.copy(copies(reassignments))

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.request import Request
@@ -99,6 +100,7 @@ class DecodeSteps:
         self._speculated: _Speculated | None = None
         # The prepared step that ran last, if no other step has run since.
         self._before: Prepared | None = None
+        self._block: Prepared | None = None  # the same for a block
         # The requests of the last unprepared decode step, and whether the step before had the same ones.
         self._last: list[str] = []
         self._is_steady = False
@@ -139,7 +141,7 @@ class DecodeSteps:
     def close(self) -> None:
         """Drop the runner and its device memory; no step may follow."""
         self.discard()
-        self._before = None
+        self._before = self._block = None
         del self._runner
 
     @torch.inference_mode()
@@ -149,32 +151,37 @@ class DecodeSteps:
         self._unused += self._prepared is not None
         self.discard()
         self._steps += 1
-        if not self._execute(count):
+        before, self._block = self._block, None
+        output = self._scheduled(count)
+        if output is None:
             return None
+        states, self._block = self._runner.run_block(output, self._running, before)
+        self._several = {}
         self._scheduler.end_decode_step()
-        return self._runner.take_hidden_states()
+        return states
 
-    def _execute(self, exactly: int | None = None) -> bool:
-        """Run a step that is not prepared. Return False, with all changes passed to the runner, if vLLM
-        must run its own step."""
+    @property
+    def _running(self) -> dict[str, Request]:
+        return {each.request_id: each for each in self._scheduler.running}
+
+    def _scheduled(self, exactly: int | None = None) -> SchedulerOutput | None:
+        """Schedule a step that is not prepared, and pass all changes to the runner, but for the tokens
+        of a block. Return ``None``, with these too, if vLLM must run its own step."""
         self._before, self._last = None, []
         self._reassign_runner()  # first: a token's position is the new sequence's
         output = self._scheduler.decode_step(exactly) if self._enabled else None
         tokens, several = self._tokens, self._several
-        self._tokens, self._several = NextTokens(), {}
-        if output is not None and several:
-            requests = {each.request_id: each for each in self._scheduler.running}
-            self._runner.execute_block(output, requests)
-            return True
-        if several:
+        self._tokens = NextTokens()
+        if several and output is None:
             these = several.values()
             tokens = tokens.without(several)
             tokens.add(new_tokens(these, [each.num_computed_tokens for each in these]))
+            self._several = {}
+        elif several:
+            return output
         if tokens:
             self._runner.write(tokens)
-        if output is not None:
-            self._runner.execute(output)
-        return output is not None
+        return output
 
     @torch.inference_mode()
     def run(self) -> DecodedStep | None:
@@ -182,6 +189,7 @@ class DecodeSteps:
         prepared, speculated = self._prepared, self._speculated
         self.discard()
         self._steps += 1
+        self._block = None
         if prepared is not None:
             tokens = self._tokens_of(prepared)
             if tokens is not None:
@@ -191,8 +199,14 @@ class DecodeSteps:
             self._unused += 1
             self._mistaken += speculated is not None
         last = self._last
-        if not self._execute():
+        output = self._scheduled()
+        if output is None:
             return None
+        if self._several:
+            self._runner.execute_block(output, self._running)
+            self._several = {}
+        else:
+            self._runner.execute(output)
         self._last, rows = self._runner.take_rows()
         request_ids = self._last
         self._is_steady = len(request_ids) == len(last) and set(request_ids) == set(last)

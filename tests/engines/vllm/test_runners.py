@@ -104,7 +104,7 @@ class Tables:
         return {n: table.gpu[n, :count].tolist() for n, count in enumerate(counts) if count > 0}
 
     def compute_slot_mappings(self, slots: Any, *_: Any, num_tokens_padded: int) -> str:
-        assert len(slots) == num_tokens_padded
+        assert len(slots) <= num_tokens_padded
         return "slots"
 
 
@@ -191,11 +191,13 @@ class Runner:
         slots = [self.req_states.req_id_to_index[each] for each in request_ids]
         self.req_states.num_computed_tokens.gpu[slots] = computed
         self.whole += 1
+        counts = [output.num_scheduled_tokens[each] for each in request_ids]
         return Batch(
             request_ids,
             torch.tensor(slots),
             np.array(slots),
             seq_lens_cpu_upper_bound=torch.zeros(4),
+            query_start_loc_np=np.cumsum([0, *counts]),
             num_computed_tokens_np=computed.numpy(),
             logits_indices=torch.arange(len(request_ids)),
         )
@@ -263,6 +265,7 @@ def step_of(blocks: dict[str, list[int]] | None = None, /, **computed: int) -> A
         scheduled_cached_reqs=SimpleNamespace(
             req_ids=[*computed], num_computed_tokens=[*computed.values()], new_block_ids=new
         ),
+        num_scheduled_tokens=dict.fromkeys(computed, 1),
         finished_req_ids=set(),
         preempted_req_ids=set(),
         new_block_ids_to_zero=None,
@@ -365,7 +368,6 @@ def test_a_block_is_put_into_the_input_in_the_order_of_the_batch() -> None:
     shim._overcounted.update("ax")
     texts = {"a": [7, 7, 1, 4, 5], "b": [7, 2], "c": [7, 7, 7, 3, 6]}
     requests = {each: SimpleNamespace(_all_token_ids=text) for each, text in texts.items()}
-    seen_before = states.num_computed_tokens.gpu.clone()
     computed: list[Any] = []
 
     def execute(output: Any) -> None:
@@ -378,8 +380,35 @@ def test_a_block_is_put_into_the_input_in_the_order_of_the_batch() -> None:
     assert runner.input_buffers.input_ids.tolist() == [3, 6, 2, 1, 4, 5]
     assert runner.execute_model_state.input_batch.max_query_len == 8
     # The device's count was corrected before.
-    assert (seen_before[4], computed, shim._overcounted) == (-1, [2], {"x"})
+    assert (computed, shim._overcounted) == ([2], {"x"})
     assert "prepare_inputs" not in vars(runner)
+
+
+def test_a_block_of_the_same_batch_runs_without_being_prepared_again() -> None:
+    """As long as no request, and no number of tokens, is another one."""
+    runner = Runner({"a": 4}, attn_groups=[])
+    text = [*range(100, 130)]
+    requests: Any = {"a": SimpleNamespace(_all_token_ids=text)}
+    ran: list[tuple[int, list[int]]] = []
+
+    def forward(graph: Any) -> torch.Tensor:
+        ran.append((runner.whole, runner.input_buffers.input_ids[:2].tolist()))
+        return torch.full((4, 1), float(len(ran)))
+
+    runner.cudagraph_manager.run_fullgraph = runner._forward = forward  # type: ignore[method-assign]
+    shim, before = over(runner), None
+    for computed, count in ((5, 2), (7, 2), (9, 2), (11, 1), (12, 1)):
+        del text[computed + count :]
+        step = step_of(a=computed)
+        step.num_scheduled_tokens = {"a": count}
+        found, before = shim.run_block(step, requests, before)
+        assert (found.request_ids, found.ends.tolist()) == (["a"], [count])
+        assert found.states[0, 0] == len(ran)
+        text += range(100 + len(text), 130)
+    prepared, inputs = zip(*ran, strict=True)
+    assert prepared == (1, 1, 1, 2, 2)
+    assert [*inputs] == [[105, 106], [107, 108], [109, 110], [111, 110], [112, 110]]
+    assert len(runner.counted) == 5
 
 
 @pytest.mark.parametrize("lora_config", [None, "some"])
