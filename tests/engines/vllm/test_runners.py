@@ -190,6 +190,8 @@ class Runner:
         self._positions[: len(request_ids)] = computed.float()
         slots = [self.req_states.req_id_to_index[each] for each in request_ids]
         self.req_states.num_computed_tokens.gpu[slots] = computed
+        tokens = self.req_states.last_sampled_tokens[slots, 0]
+        self.input_buffers.input_ids[: len(slots)] = tokens.int()
         self.whole += 1
         counts = [output.num_scheduled_tokens[each] for each in request_ids]
         return Batch(
@@ -204,9 +206,6 @@ class Runner:
 
     def execute_model(self, output: Any) -> None:
         batch = self.prepare_inputs(output, "state", self.graph, "more")
-        slots = [self.req_states.req_id_to_index[request_id] for request_id in batch.req_ids]
-        tokens = self.req_states.last_sampled_tokens[slots, 0]
-        self.input_buffers.input_ids[: len(slots)] = tokens.int()
         if self.kv_connector != "no connector":
             self.kv_connector.pre_forward(output, batch, more="more")
         self.execute_model_state = SimpleNamespace(
