@@ -3,9 +3,6 @@
 vLLM captures whole forwards for steps of one token a request. It runs longer steps in pieces, with
 Python in between, which takes as long as the forward of a small batch. The attention of its own graphs
 for adaptive speculation takes any numbers of tokens up to a bound, and so do the graphs here.
-
-This module uses these private names, with a check before it does: ``CudaGraphManager._init_candidates``,
-``_candidates`` and ``_capture_descs`` of ``vllm.v1.worker.gpu.cudagraph_utils``.
 """
 
 from __future__ import annotations

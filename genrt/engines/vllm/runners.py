@@ -580,7 +580,7 @@ class RunnerV2:
         inputs = self._runner.input_buffers.input_ids
         pairs = zip(request_ids, computed, strict=True)
         own = (requests[request_id]._all_token_ids[at:] for request_id, at in pairs)
-        token_ids = torch.tensor([*chain.from_iterable(own)], dtype=inputs.dtype)
+        token_ids = torch.tensor([*chain(*own)], dtype=inputs.dtype)
         if inputs.is_cuda:
             token_ids = token_ids.pin_memory()
         inputs[: len(token_ids)].copy_(token_ids, non_blocking=True)
