@@ -15,10 +15,10 @@ import torch
 
 from genrt.errors import Closed, InvalidRequest, OutOfMemory
 from genrt.numbers import check_int, check_timeout, shown
-from genrt.questions.arguments import TokenIds, check_contexts
+from genrt.questions.arguments import Table, TokenIds, check_contexts
 from genrt.questions.draws import Laws, PopulationDraw, merge_draws, population_draw
 from genrt.questions.masks import Masks, packed_masks
-from genrt.questions.reads import HostRow, ReadRequest
+from genrt.questions.reads import HostRow, ReadRequest, checked_temperature
 from genrt.questions.rows import Device, Limits, check_length, id_words, must_move
 from genrt.questions.scores import joined_scores, score_requests
 from genrt.questions.sequences import (
@@ -29,8 +29,10 @@ from genrt.questions.sequences import (
     Origins,
     SequenceHandle,
     Sequences,
+    check_block,
     check_flags,
     check_integers,
+    token_counts,
 )
 from genrt.runtime.ask import Asker, blocking_question, seconds_left
 from genrt.runtime.thread import EngineThread
@@ -232,8 +234,8 @@ class Population:
 
     ``AsyncLM.population`` makes it. ``draw``, ``logprobs`` and ``score`` ask about all sequences at once,
     as they are at the call; ``append``, ``extend``, ``resample`` and ``cut`` change them without a
-    question. Answers, cancellation, timeouts and errors are as for every question. After a restart or
-    an eviction, the engine recomputes what it lost.
+    question; ``advance`` does both. Answers, cancellation, timeouts and errors are as for every question.
+    After a restart or an eviction, the engine recomputes what it lost.
 
     One task or thread at a time may change a population. As a context manager, it closes at the end.
     """
@@ -359,7 +361,75 @@ class Population:
         requests = score_requests(*own, in_one=in_one, temperature=temperature)
         return joined_scores(await self._ask([*chain(*requests)], timeout=timeout), requests)
 
+    async def advance(
+        self,
+        token_ids: Sequence[TokenIds] | Table,
+        *,
+        temperature: float = 1.0,
+        timeout: float | None = None,
+    ) -> torch.Tensor:
+        """Append a block, any number of tokens to each sequence, and return their log-probabilities, each
+        after the tokens before it: float32 ``[n, k]`` on the host.
+
+        It is one forward where the sequences are resident, whatever the number of tokens, and the next
+        question computes one token of each. ``cut`` drops tokens of the block. After an error or a
+        cancellation, the sequences are as before.
+
+        Args:
+            token_ids: a table ``[n, k]`` with -1 after the last token of a row, or token ids for each
+                sequence. The answer is 0 in places without a token, and -inf for an impossible token.
+            temperature: above 0. Rows are divided by it and normalized again.
+
+        Raises:
+            InvalidRequest: an argument of the wrong type, shape or range, or the sequences were changed
+                meanwhile; otherwise as ``draw``.
+        """
+        runtime, sequences = self._runtime, self._sequences
+        bound = runtime.asker.bound(self._adapter)
+        heat = checked_temperature(temperature)
+        self._check_open()
+        block = check_block(token_ids, len(sequences), runtime.limits.vocab_size)
+        counts, before = token_counts(block), sequences.origins
+        places = np.flatnonzero(counts)
+        longest = sequences.lengths[places] + counts[places] - 1
+        check_length(runtime.limits, int(longest.max(initial=0)))
+        check_timeout(timeout)
+        whole = torch.zeros(block.shape)
+        if not len(places):
+            return whole
+        contexts = sequences.followed_by(block)
+        own = before if len(places) == len(sequences) else before.take(places).needed()
+        known = own if own.can_continue(sequences.lengths[places]) else None
+        request = PopulationDraw(
+            contexts,
+            bound,
+            None,
+            heat,
+            None,
+            known,
+            came_from=own.handles or before.handles,
+            block=block[places],
+        )
+        most = runtime.thread.max_weight
+        found, parts = await runtime.draws(self._ask, [request], most, timeout)
+        handles = [part.handle for part in parts]
+        is_open, is_same = self._finalizer.alive, self._sequences is sequences
+        if not (is_open and is_same and sequences.lengthen(contexts, block)):
+            runtime.give_back(handles)
+            self._check_open()
+            raise InvalidRequest(
+                "the sequences were changed while they advanced: await advance first"
+            )
+        if sequences.origins is before:
+            sequences.origins = before.after(handles, places, contexts.lengths)
+            self._lease.renew(sequences.origins.handles)
+        else:
+            runtime.give_back(handles)
+        whole[torch.from_numpy(places)] = torch.cat(found)
+        return whole
+
     draw_sync = blocking_question(draw)
+    advance_sync = blocking_question(advance)
     logprobs_sync = blocking_question(logprobs)
     score_sync = blocking_question(score)
 

@@ -51,7 +51,8 @@ class KeepingEngine(ExactEngine):
         self._seen.by_tokens += population.contexts._growth is not None
         before = [each for asked in origins.handles for each in self.known[asked]]
         for number, row in zip(origins.numbers, population.rows, strict=True):
-            if before[number] != row.token_ids[:-1]:
+            length = len(before[number])
+            if before[number] != row.token_ids[:length] or length == len(row.token_ids):
                 self._seen.wrong.append(f"{row.token_ids} does not go on from {before[number]}")
         self._taken[population] = None
         return True

@@ -41,6 +41,7 @@ __all__ = [
 ]
 
 EVENTS = (
+    "advance",
     "batch",
     "beside",
     "cancelled",
@@ -58,7 +59,7 @@ EVENTS = (
 """What may happen to questions and engines between two draws."""
 
 
-QUIET = ("batch", "cancelled", "evicted", "scored", "thread", "timed_out")
+QUIET = ("advance", "batch", "cancelled", "evicted", "scored", "thread", "timed_out")
 """The events that change nothing for other populations."""
 
 MADE: list[Any] = [list, np.array, torch.tensor]
@@ -388,6 +389,32 @@ class Walk:
         wanted = await self.runtime.quiet.batch_score(lists, after, adapter=particles.adapter)
         near = max(self.runtime.tolerance, 1e-5)
         torch.testing.assert_close(found, wanted, rtol=0, atol=near)
+
+    async def _advance(self, particles: Particles) -> None:
+        """Blocks of any lengths, of a population; now and then a cancelled one before."""
+        population, lists, near = particles.population, particles.lists, self.runtime.tolerance
+        if not isinstance(population, Population):
+            return
+        more = [self.ids(self.rng.randrange(5)) for _ in lists]
+        if self.rng.random() < 0.3:
+            given_up = asyncio.ensure_future(population.advance(more))
+            for _ in range(self.rng.randrange(4)):
+                await asyncio.sleep(0)
+            if not given_up.done():
+                given_up.cancel()
+                await asyncio.gather(given_up, return_exceptions=True)
+            if given_up.cancelled():
+                self.same(particles)
+            else:
+                await given_up
+                population.cut([len(each) for each in lists])
+        found = await population.advance(more)
+        particles.lists = [[*one, *two] for one, two in zip(lists, more, strict=True)]
+        self.same(particles)
+        wanted = await self.runtime.quiet.batch_score(lists, more, adapter=particles.adapter)
+        width = max(map(len, more), default=0)
+        padded = [torch.nn.functional.pad(each, (0, width - len(each))) for each in wanted]
+        torch.testing.assert_close(found, torch.stack(padded).float(), rtol=0, atol=max(near, 1e-5))
 
     async def _batch(self, particles: Particles) -> None:
         """The same contexts as lists, in another order, also by another thread at the same time."""

@@ -385,6 +385,32 @@ def test_what_begins_a_population(lm: AsyncLM) -> None:
         lm.population([1], 1).join(genrt.load(MODEL, engine="exact").population([1], 1))
 
 
+async def test_a_block_is_appended_and_scored_unless_the_sequences_change_meanwhile(
+    lm: AsyncLM,
+) -> None:
+    population = lm.population([[1], [2, 3], [4]])
+    table = torch.tensor([[5, 6, -1], [-1, -1, -1], [0, 1, 2]])
+    found = await population.advance(table, temperature=0.5)
+    assert [*population] == [[1, 5, 6], [2, 3], [4, 0, 1, 2]]
+    same = lm.population([[1], [4]])
+    wanted = await same.score([[5, 6], [0, 1, 2]], temperature=0.5)
+    torch.testing.assert_close(found[0, :2], wanted[0])
+    torch.testing.assert_close(found[2], wanted[1])
+    assert found[1].tolist() == [0.0] * 3
+    assert found[0, 2] == 0.0
+    assert (await population.advance([[], [], []])).shape == (3, 0)
+    for wrong, says in (([[1]], "give all"), (torch.tensor([[-1, 1]] * 3), "follows -1")):
+        with pytest.raises(InvalidRequest, match=says):
+            await population.advance(wrong)
+    before = [*population]
+    asked = asyncio.ensure_future(population.advance([[1]] * 3))
+    await asyncio.sleep(0)
+    population.append([6, 6, 6])
+    with pytest.raises(InvalidRequest, match="await advance first"):
+        await asked
+    assert [*population] == [[*each, 6] for each in before]
+
+
 @pytest.mark.vllm
 def test_a_text_begins_a_population_as_it_begins_a_completion(llama: Path) -> None:
     with genrt.load(llama, engine="transformers") as lm:
@@ -397,6 +423,7 @@ def test_a_text_begins_a_population_as_it_begins_a_completion(llama: Path) -> No
 METHODS: dict[str, dict[str, Any]] = {
     "draw_sync": {"masks": None, "temperature": 1.0, "seed": 1, "where": None, "timeout": None},
     "logprobs_sync": {"where": None, "device": None, "timeout": None},
+    "advance_sync": {"token_ids": [[1], [1, 2]], "temperature": 1.0, "timeout": None},
     "append": {"token_ids": [1, 1]},
     "extend": {"token_ids": [[1], [1, 2]]},
     "resample": {"ancestors": [0, 0]},

@@ -116,6 +116,7 @@ class ReplicaEngine:
     """
 
     reads = frozenset({DrawToken, TopTokens, Candidates, PopulationDraw})
+    blocks = True
     device = torch.device("cpu")
     runs_programs = True
 

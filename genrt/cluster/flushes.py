@@ -75,6 +75,7 @@ class FarSequences:
         if (origins := draw.origins) is None:
             return False, False
         is_known = all(each in self._nbytes for each in origins.handles)
+        is_known &= np.array_equal(draw.contexts.lengths, origins.lengths + 1)
         more = 0 if draw.handle in self._nbytes else draw.contexts.nbytes
         if is_held := sum(self._nbytes.values()) + more <= MOST_HELD:
             self._nbytes[draw.handle] = draw.contexts.nbytes
@@ -93,7 +94,7 @@ class _SentPopulation(NamedTuple):
             lengths of its origins, if it has origins.
         sequences: its last tokens, or a table and its lengths.
         is_held: whether the other end is to hold them from now on.
-        rest: the adapter, masks, temperature, seeds, version and laws.
+        rest: the adapter, masks, temperature, seeds, version, laws and block.
     """
 
     number: int
@@ -135,7 +136,7 @@ def _sent(draw: PopulationDraw, far: FarSequences) -> _SentPopulation:
         lengths = contexts.lengths
         sequences = contexts.table[contexts.places, : int(lengths.max())], lengths
     own = draw.adapter, draw.mask_table, draw.temperature, draw.seeds
-    rest = *own, draw.weights_version, draw.laws
+    rest = *own, draw.weights_version, draw.laws, draw.block
     return _SentPopulation(far.numbers.of(draw.handle), extended, sequences, is_held, rest)
 
 
@@ -158,9 +159,9 @@ def _came(sent: _SentPopulation, table: dict[int, SequenceHandle]) -> Population
     handle = known(sent.number, len(contexts))
     if sent.is_held:  # a copy: the channel frees its memory as a whole
         handle.contexts = contexts = contexts.kept()
-    adapter, masks, temperature, seeds, version, laws = sent.rest
+    adapter, masks, temperature, seeds, version, laws, block = sent.rest
     own = contexts, adapter, masks, temperature, seeds
-    draw = PopulationDraw(*own, origins, version, laws=laws)
+    draw = PopulationDraw(*own, origins, version, laws=laws, block=block)
     object.__setattr__(draw, "handle", handle)
     return draw
 

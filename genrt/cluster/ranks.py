@@ -259,6 +259,7 @@ class RankedEngine:
     max_batch_size, device = _passed("max_batch_size"), _passed("device")
     tokenizer, scores = _passed("tokenizer"), _passed("scores")
     vllm_config, keeps_residents = _passed("vllm_config"), _passed("keeps_residents")
+    blocks = _passed("blocks")
     unsupported, progress = _passed("unsupported"), _passed("progress")
     statistics = _passed("statistics")
 

@@ -185,6 +185,8 @@ class FullEngine(Engine, Protocol):
         reads: the kinds of reads that the engine answers itself: classes of a ``ReadRequest``'s
             ``wanted``, and ``PopulationDraw``.
         rows_by_number: whether ``continue_population`` takes requests for rows; false by default.
+        blocks: whether the engine takes requests with a block: in ``continue_population``, or if its
+            ``reads`` have ``PopulationDraw``; false by default.
         adapters: the adapters, by name, that an engine with ``reads`` has from the beginning.
         prefixes: the contexts that it keeps.
         vllm_config: vLLM's configuration of the model, for vLLM's front ends; ``None`` without vLLM.
@@ -200,6 +202,8 @@ class FullEngine(Engine, Protocol):
     def reads(self) -> Collection[type]: ...
     @property
     def rows_by_number(self) -> bool: ...
+    @property
+    def blocks(self) -> bool: ...
     @property
     def adapters(self) -> dict[str, Adapter]: ...
     @property
@@ -221,9 +225,9 @@ class FullEngine(Engine, Protocol):
 
     def continue_population(self, population: PopulationDraw) -> bool:
         """Take a population if all its sequences continue known ones. ``step`` returns it once, with an
-        ``AsyncHostCopy`` of its draws, or with its rows; ``cancel`` forgets it. Rows that are not finite
-        give a log mass that is NaN. Otherwise, or without room, change nothing and return False: its rows
-        are requested then."""
+        ``AsyncHostCopy`` of its draws or of the answer for its block, or with its rows; ``cancel``
+        forgets it. Rows that are not finite give a log mass, or an answer for a block, that is NaN.
+        Otherwise, or without room, change nothing and return False: its rows are requested then."""
 
     def settle(self, population: PopulationDraw) -> None:
         """Remember the sequences of a population, after requests for single rows, so that others go on
@@ -271,6 +275,7 @@ class Capabilities:
     speculates: bool
     populates: bool
     rows_by_number: bool
+    blocks: bool
     delivers_early: bool
     completes: bool
     scores: bool
@@ -293,6 +298,7 @@ def capabilities_of(engine: Engine) -> Capabilities:
         speculates=has("expect"),
         populates=has("continue_population", "settle", "release"),
         rows_by_number=bool(getattr(engine, "rows_by_number", False)),
+        blocks=bool(getattr(engine, "blocks", False)),
         delivers_early=has("tell"),
         completes=has("unsupported", "progress"),
         scores=scores,

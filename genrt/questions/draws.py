@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import TypeAlias, cast
 
 import numpy as np
@@ -22,7 +23,8 @@ from genrt.questions.masks import Mask, Masks, packed_mask, packed_masks
 from genrt.questions.reads import Answering, Read, ReadRequest, Wanted, wanted_of
 from genrt.questions.request import Request
 from genrt.questions.rows import Limits, LogprobsRequest, row_request
-from genrt.questions.sequences import Contexts, Origins, SequenceHandle
+from genrt.questions.scores import ScoreRequest
+from genrt.questions.sequences import Contexts, Origins, SequenceHandle, token_counts
 from genrt.tokens.rows import AsyncHostCopy, gather_rows, moved
 from genrt.tokens.sampling import (
     BatchDraw,
@@ -129,8 +131,8 @@ def batch_draw(draws: Sequence[Draw]) -> BatchDraw:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class PopulationDraw(Request):
-    """A draw after each of several sequences, which may be equal, or without seeds the rows, ``[n,
-    vocab_size]``. No two requests are equal.
+    """A draw after each of several sequences, which may be equal. Without seeds, the rows, ``[n,
+    vocab_size]``, or with a ``block``, the log-probabilities of its tokens. No two requests are equal.
 
     With k ``laws``, k sequences in turn are one text after k prompts, and get one draw. Its weights are
     the product of their tempered rows to the powers, and its log mass is that of all allowed weights.
@@ -140,9 +142,12 @@ class PopulationDraw(Request):
         masks: one for each draw; ``None`` allows every token.
         temperature: of all draws.
         seeds: uint64, one for each draw; without them, the request is for the rows.
-        origins: where to find the sequences that these extend, if each extends one by a single token.
+        origins: where to find the sequences that these extend, if each extends one.
         came_from: the handles of all sequences that these extend, which stay known until then.
         laws: the temperature and the power of each factor; without them, the weights are the row.
+        block: known tokens, int64 ``[n, k]``, at least one of each sequence, with -1 after the last. A
+            context ends before the last token. The answer is float32 ``[n, k]``, 0 after the last token,
+            from rows at the temperature.
         handle: stands for these sequences in later origins.
     """
 
@@ -155,6 +160,7 @@ class PopulationDraw(Request):
     weights_version: int = 0
     came_from: tuple[SequenceHandle, ...] = ()
     laws: Laws = ()
+    block: np.ndarray | None = None
     handle: SequenceHandle = field(init=False)
 
     def __post_init__(self) -> None:
@@ -199,6 +205,34 @@ class PopulationDraw(Request):
         object.__setattr__(again, "handle", self.handle)
         return again
 
+    def score(self, number: int) -> ScoreRequest:
+        """Return the request for the log-probabilities of one sequence's tokens in the block."""
+        tokens = cast("np.ndarray", self.block)[number]
+        tokens = tokens[tokens >= 0]
+        text = self.contexts.packed(number) + tokens[-1:].astype(np.uint32).tobytes()
+        start = int(self.contexts.lengths[number]) + 1 - len(tokens)
+        own = text, start, self.adapter, self.weights_version
+        return ScoreRequest(*own, temperature=self.temperature)
+
+    def sources(self, *, in_one: bool) -> list[LogprobsRequest] | list[ScoreRequest]:
+        """Return the requests that ``answer`` needs the results of: for a block, one for each sequence if
+        ``in_one``, otherwise the row before each token."""
+        if self.block is None:
+            return self.rows
+        scores = [self.score(number) for number in range(len(self))]
+        return scores if in_one else [row for each in scores for row in each.rows]
+
+    def scored(self, results: Sequence[Tensor], *, in_one: bool) -> Tensor:
+        """Return the answer for a block, on the host, from the results of its ``sources``."""
+        block, found = cast("np.ndarray", self.block), iter(results)
+        whole = torch.zeros(block.shape)
+        for number, count in enumerate(token_counts(block).tolist()):
+            if in_one:
+                whole[number, :count] = next(found)
+            else:
+                whole[number, :count] = self.score(number).answer([*islice(found, count)])
+        return whole
+
     def parts(self, size: int) -> Iterator[PopulationDraw]:
         """Yield requests for ``size`` sequences at a time, or for those of one text."""
         turns = len(self.laws) or 1
@@ -220,6 +254,7 @@ class PopulationDraw(Request):
                 self.weights_version,
                 self.came_from if origins is None else origins.handles,
                 self.laws,
+                None if self.block is None else self.block[part],
             )
 
     def draw(self, rows: Sequence[Tensor] | Tensor, places: np.ndarray | None = None) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple, Self, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -129,6 +129,31 @@ class Sequences:
             self._read[:] = 0
         self._table[places, columns] = token_ids
 
+    def followed_by(self, block: np.ndarray) -> Contexts:
+        """Return the sequences that the block follows, each with its tokens of the block but the last.
+
+        The sequences do not change: ``lengthen`` adds the block. Sequences without a token in the block
+        are left out.
+        """
+        counts = token_counts(block)
+        places, columns = np.nonzero(block >= 0)
+        self._write(places, self.lengths[places] + columns, block[places, columns])
+        ends, followed = self.lengths + counts, np.flatnonzero(counts)
+        np.maximum(self._read, ends, out=self._read)
+        return Contexts(self._table, followed, ends[followed] - 1)
+
+    def lengthen(self, contexts: Contexts, block: np.ndarray) -> bool:
+        """Add a block for which ``followed_by`` has returned these contexts. Return False, without a
+        change, if the sequences have changed since then."""
+        counts = token_counts(block)
+        followed = np.flatnonzero(counts)
+        before = contexts.lengths + 1 - counts[followed]
+        is_same = len(counts) == len(self) and np.array_equal(before, self.lengths[followed])
+        if contexts._table is not self._table or not is_same:
+            return False
+        self.lengths = self.lengths + counts
+        return True
+
     def take(self, places: np.ndarray) -> Self:
         """Return a copy of the sequences at these places, any number of times each."""
         origins = self.origins.take(places)
@@ -234,6 +259,14 @@ class Contexts:
         else:
             found = self._table[self._places, self.lengths - 1]
         return found.astype(np.int64)
+
+    def after(self, lengths: np.ndarray) -> np.ndarray:
+        """Return the tokens of each sequence beyond these lengths: int64 ``[n, most]``, with -1 after the
+        last."""
+        columns = lengths[:, None] + np.arange(int((self.lengths - lengths).max(initial=0)))
+        within = columns < self.lengths[:, None]
+        tokens = self.table[self.places[:, None], np.where(within, columns, 0)]
+        return np.where(within, tokens.astype(np.int64), -1)
 
     def packed(self, number: int) -> bytes:
         """Return one sequence, packed as in a ``LogprobsRequest``."""
@@ -354,8 +387,8 @@ class Origins:
         return type(self)(self.handles, numbers, self.lengths)
 
     def can_continue(self, lengths: np.ndarray) -> bool:
-        """Return whether every sequence, with these lengths, has one more token than its origin."""
-        return bool(((self.numbers >= 0) & (self.lengths + 1 == lengths)).all())
+        """Return whether every sequence, with these lengths, has more tokens than its origin."""
+        return bool(((self.numbers >= 0) & (self.lengths < lengths)).all())
 
     def after(
         self,
@@ -395,6 +428,41 @@ def check_integers(
             f"{name} must be from {low} to {high}, but at place {first} there is {found[first]}"
         )
     return found.astype(np.int64)
+
+
+def check_block(token_ids: Sequence[TokenIds] | Table, count: int, vocab_size: int) -> np.ndarray:
+    """Return the tokens that follow each of ``count`` sequences: int64 ``[count, k]``, with -1 after the
+    last. Raises InvalidRequest unless they are such a table, or a sequence of token ids for each."""
+    if isinstance(token_ids, torch.Tensor | np.ndarray) and token_ids.ndim == 2:
+        found = host_array(token_ids, "token_ids")
+        _check_count(found, count)
+        if found.dtype.kind not in "iu":
+            raise InvalidRequest(f"token_ids must be integers, got {shown(token_ids)}")
+        flat = check_integers("token_ids", found.ravel(), -1, vocab_size - 1)
+        block = flat.reshape(found.shape)
+        if (block[:, 1:] > np.where(block[:, :-1] < 0, -1, vocab_size)).any():
+            raise InvalidRequest(
+                "a token follows -1 in token_ids: -1 is for places after the last token"
+            )
+        return block
+    given = check_contexts(token_ids, "token_ids")
+    _check_count(given, count)
+    words = [id_words(each, vocab_size, allow_empty=True) for each in given]
+    block = np.full((count, max(map(len, words), default=0)), -1)
+    for row, each in zip(block, words, strict=True):
+        row[: len(each)] = each
+    return block
+
+
+def _check_count(given: Sequence[Any] | np.ndarray, count: int) -> None:
+    if len(given) != count:
+        raise InvalidRequest(f"{len(given)} token_ids of {count} sequences: give all some")
+
+
+def token_counts(block: np.ndarray) -> np.ndarray:
+    """Return the number of tokens in each row of a block, int64 ``[n]``."""
+    found: np.ndarray = (block >= 0).sum(axis=1)
+    return found
 
 
 def check_flags(name: str, given: Flags, count: int) -> np.ndarray:

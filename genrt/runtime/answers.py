@@ -40,6 +40,7 @@ from genrt.questions.draws import PopulationDraw
 from genrt.questions.reads import Read, ReadRequest
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest, not_finite
+from genrt.questions.scores import ScoreRequest
 from genrt.questions.sequences import Origins, SequenceHandle
 from genrt.runtime.cache import RowCache
 from genrt.tokens.rows import AsyncHostCopy, separate_copies
@@ -49,6 +50,9 @@ MAX_PREFIXES = 64
 """The maximum pinned prefixes of a runtime: an engine may look at each of them after every step."""
 
 Reader: TypeAlias = ReadRequest | PopulationDraw
+
+Source: TypeAlias = LogprobsRequest | ScoreRequest
+"""A request whose result answers readers."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,12 +64,12 @@ class _Row:
 
 
 class _FoundRows:
-    """The rows of a population that have been found so far."""
+    """The rows, or scores, of a population that have been found so far."""
 
-    def __init__(self, rows: Sequence[LogprobsRequest]) -> None:
-        self.wanted = rows
-        self.distinct = dict.fromkeys(rows)
-        self.found: dict[LogprobsRequest, Tensor] = {}
+    def __init__(self, wanted: Sequence[Source]) -> None:
+        self.wanted = wanted
+        self.distinct = dict.fromkeys(wanted)
+        self.found: dict[Source, Tensor] = {}
 
     @property
     def are_whole(self) -> bool:
@@ -140,6 +144,8 @@ class AnsweringEngine:
             for each in known:
                 is_alone = alike is None or alike[_continuation(each)] == 1
                 is_taken = each.seeds is not None or self.capabilities.rows_by_number
+                if each.block is not None:
+                    is_taken = self.capabilities.blocks
                 if is_alone and is_taken and self.engine.continue_population(each):
                     continued[each] = self._by_number[each] = None
         return continued
@@ -156,7 +162,7 @@ class AnsweringEngine:
                 elif (row := new.setdefault(request, None)) is not None:
                     row.is_asked = True
             elif isinstance(request, PopulationDraw):
-                found[request] = rows = _FoundRows(request.rows)
+                found[request] = rows = _FoundRows(self._sources(request))
                 for each in rows.distinct:
                     if (borrowed := self._row_for(each, request, new, joined)) is not None:
                         rows.found[each] = borrowed
@@ -189,13 +195,19 @@ class AnsweringEngine:
     def _reads_there(self, request: Reader) -> bool:
         """Return whether the engine answers this read itself."""
         if isinstance(request, PopulationDraw):
-            return request.seeds is not None and PopulationDraw in self.capabilities.reads
+            is_taken = request.seeds is not None
+            if request.block is not None:
+                is_taken = self.capabilities.blocks
+            return is_taken and PopulationDraw in self.capabilities.reads
         there = type(request.wanted) in self.capabilities.reads
         return there and request.row not in self._cache
 
+    def _sources(self, population: PopulationDraw) -> Sequence[Source]:
+        return population.sources(in_one=self.capabilities.scores)
+
     def _row_for(
         self,
-        row: LogprobsRequest,
+        row: Source,
         reader: Reader,
         new: dict[Request, _Row | None],
         joined: list[tuple[Request, Reader | None]],
@@ -210,7 +222,11 @@ class AnsweringEngine:
             sharing.readers[reader] = None
         elif row in self._in_progress:
             joined.append((row, reader))
-        elif lacking or (borrowed := self._cache.borrow(row)) is None:
+        elif (
+            lacking
+            or isinstance(row, ScoreRequest)
+            or (borrowed := self._cache.borrow(row)) is None
+        ):
             new[row] = _Row({reader: None})
         else:
             return borrowed
@@ -266,7 +282,7 @@ class AnsweringEngine:
                 elif isinstance(reader, ReadRequest):
                     reads.append(Read(reader, cast("Tensor", end.result)))
                 else:
-                    rows, request = self._found[reader], cast("LogprobsRequest", end.request)
+                    rows, request = self._found[reader], cast("Source", end.request)
                     rows.found[request] = cast("Tensor", end.result)
                     if rows.are_whole:
                         whole.append(reader)
@@ -305,7 +321,7 @@ class AnsweringEngine:
         if unwanted:
             self._cancel(unwanted)
 
-    def _without(self, source: LogprobsRequest, reader: Reader) -> list[LogprobsRequest]:
+    def _without(self, source: Source, reader: Reader) -> list[Source]:
         """Remove a reader from a row; return the row if it has no other use."""
         row = self._in_progress.get(source)
         if row is None or reader not in row.readers:
@@ -375,13 +391,20 @@ class AnsweringEngine:
     def _drawn_from_rows(self, population: PopulationDraw) -> Finished:
         """Return the draws of a population with all of its rows found."""
         rows = self._found.pop(population)
+        results = [rows.found[row] for row in rows.wanted]
         try:
-            whole = population.draw([rows.found[row] for row in rows.wanted])
-            drawn: AsyncHostCopy | Tensor = whole
-            if population.seeds is not None:
-                drawn = AsyncHostCopy(whole)
-                self.expect(population.rows, whole[:, 0])  # before anything waits for the tokens
-            found = self._on_host(population, drawn)
+            if population.block is not None:
+                self._reads += len(population)
+                found: Any = population.scored(results, in_one=self.capabilities.scores)
+            else:
+                whole = population.draw(results)
+                drawn: AsyncHostCopy | Tensor = whole
+                if population.seeds is not None:
+                    drawn = AsyncHostCopy(whole)
+                    self.expect(
+                        population.rows, whole[:, 0]
+                    )  # before anything waits for the tokens
+                found = self._on_host(population, drawn)
         except Exception as error:
             return Finished(population, error=survived(error))
         if self.capabilities.populates:
@@ -400,7 +423,10 @@ class AnsweringEngine:
             drawn: Any = end.result
             found = self._on_host(population, drawn)
             # One entry is enough: NaN logits make the whole row NaN.
-            numbers = found.log_mass if isinstance(found, BatchDraw) else drawn[:, 0]
+            if isinstance(found, BatchDraw):
+                numbers = found.log_mass
+            else:
+                numbers = drawn[:, 0] if population.block is None else found
             is_finite = not numbers.isnan().any()
         except Exception as error:
             return Finished(population, error=survived(error))
@@ -409,17 +435,17 @@ class AnsweringEngine:
             return Finished(population, error=not_finite())
         return Finished(population, found)
 
-    def _on_host(
-        self, population: PopulationDraw, drawn: AsyncHostCopy | Tensor
-    ) -> BatchDraw | list[Tensor]:
-        """Wait for draws on their way to the host and return them; return rows in storages of their
-        own."""
+    def _on_host(self, population: PopulationDraw, drawn: AsyncHostCopy | Tensor) -> Any:
+        """Wait for draws, or for a block's log-probabilities, on their way to the host and return them;
+        return rows in storages of their own."""
         self._reads += len(population)
         if isinstance(drawn, Tensor):
             return separate_copies(drawn.unbind())
         found = drawn.result().numpy()
         if self.engine.device.type != "cpu":
             self._bytes_to_host += found.nbytes
+        if population.block is not None:
+            return drawn.result()
         token_ids = torch.from_numpy(found[:, 0].astype(np.int64))
         numbers = torch.from_numpy(found[:, 1:].T.astype(np.float32))
         return BatchDraw.of((token_ids, *numbers), population.weights_version)

@@ -282,3 +282,17 @@ def test_masks_and_teachers_are_measured(tmp_path: Path) -> None:
     assert all(0.0 < each["tokens_per_second"] < math.inf for each in results)
     assert results[3]["bytes_a_token"] == 8 * results[3]["top"] + 4
     assert results[2]["bytes_a_token"] == 4096 // 8 + 8  # the vocabulary of the small model
+
+
+@pytest.mark.proof
+@pytest.mark.vllm
+def test_blocks_are_measured(tmp_path: Path) -> None:
+    file = tmp_path / "blocks.json"
+    command = [sys.executable, "-m", "benchmarks.blocks", "--quick", "--without-decode"]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "CRITICAL"}
+    command += ["--json", str(file)]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
+    [result] = map(json.loads, file.read_text().splitlines())
+    assert (result["particles"], result["k"], result["advance_steps"]) == (3, 2, 1)
+    for name in ("draw", "draft", "advance", "score", "block", "of_draw", "gain"):
+        assert 0 < result[name] < math.inf

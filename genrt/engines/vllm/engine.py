@@ -20,6 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
@@ -130,6 +131,11 @@ class VLLMEngine:
     def scores(self) -> bool:
         return self._positions.are_taken
 
+    @property
+    def blocks(self) -> bool:
+        """True if populations take blocks by number."""
+        return self.keeps_residents and self.scores
+
     @cached_property
     def tokenizer(self) -> Any:
         if self._llm_engine is None or self.vllm_config.model_config.skip_tokenizer_init:
@@ -217,6 +223,7 @@ class VLLMEngine:
         """Remove a request and return its purpose. A population releases its adapter itself."""
         request = self._in_progress.pop(request_id)
         if isinstance(request, PopulationDraw):
+            self._positions.forget([request_id])
             return request
         if isinstance(request, ScoreRequest):
             self._positions.forget([request_id])
@@ -239,7 +246,7 @@ class VLLMEngine:
         self._count(requests=len(found))
         return True
 
-    def _send_all(self, rows: Sequence[LogprobsRequest]) -> list[str]:
+    def _send_all(self, rows: Sequence[LogprobsRequest | ScoreRequest]) -> list[str]:
         """Send these requests as ``_send`` does. If one is refused, abort the others and raise."""
         sent: list[str] = []
         try:
@@ -247,6 +254,7 @@ class VLLMEngine:
         except BaseException:
             with self._globals:
                 self._core.abort_requests(sent)
+            self._positions.forget(sent)
             raise
         return sent
 
@@ -285,7 +293,11 @@ class VLLMEngine:
 
     def _decode(self) -> list[Finished] | None:
         """Run a decode step and return its results; ``None`` if the next step is vLLM's own."""
-        if self._open is None or (step := self._open.steps.run()) is None:
+        if self._open is None:
+            return None
+        if blocks := self._populations.blocks:
+            return self._score_blocks(sum(len(each.request_ids) for each in blocks.values()))
+        if (step := self._open.steps.run()) is None:
             return None
         if isinstance(self._store, RowStore) and len(self._store):  # rows of chunked prompts
             self._store.forget(map(int, step.request_ids))
@@ -309,6 +321,32 @@ class VLLMEngine:
         self._abort([step.request_ids[position] for position in bad])
         self._count(rows=-len(bad), failed=len(bad))
         return finished
+
+    def _score_blocks(self, count: int) -> list[Finished] | None:
+        """Run a step of the blocks in progress, which have ``count`` requests, and return their ends.
+        Return ``None`` if vLLM must run its own step, or if there are other requests: ``_positions`` then
+        takes the scores."""
+        kept = cast("OpenRequests", self._open)
+        if (step := kept.steps.run_blocks(count)) is None:
+            firsts: dict[str, int] = {}
+            for request_id, score in self._populations.unread_blocks():
+                if request_id not in self._positions:
+                    firsts[request_id] = score.start - 1
+                    self._positions.begin(request_id, score, self._adapters.request(score.adapter))
+            kept.score_from(firsts)
+            return None
+
+        def entries(
+            population: PopulationDraw, *of: *tuple[Tensor, np.ndarray, np.ndarray]
+        ) -> Tensor:
+            lora = self._adapters.request(population.adapter)
+            return self._positions.entries(*of, population.temperature, lora)
+
+        if isinstance(self._store, RowStore) and len(self._store):
+            self._store.forget(map(int, step.request_ids))
+        for request_id in step.request_ids:
+            del self._in_progress[request_id]
+        return self._populations.score(step, entries)
 
     def _drawn(self, asked: Sequence[PopulationDraw], step: DecodedStep) -> list[Finished]:
         """Draw for populations from a step of their own, and start the next step."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import traceback
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+from genrt.engines.vllm.block_graphs import capturing_blocks
 from genrt.engines.vllm.capture import CaptureV1, CaptureV2, WorkerRows
 from genrt.engines.vllm.engine import VLLMEngine, changes_with_length
 from genrt.engines.vllm.invariance import check_same_bits, check_variables
@@ -89,7 +91,9 @@ def open_vllm(
             if preload is not None:
                 os.environ["LD_PRELOAD"] = preload
         try:
-            llm_engine = LLMEngine(config, executor, log_stats=False, multiprocess_mode=False)
+            has_residents = config.scheduler_config.scheduler_cls is OpenScheduler
+            with capturing_blocks() if has_residents else nullcontext():
+                llm_engine = LLMEngine(config, executor, log_stats=False, multiprocess_mode=False)
         except Exception as error:
             _forget(config, error)
             raise as_genrt_error(error, f"vLLM could not open {checkpoint}") from error

@@ -11,7 +11,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -19,12 +19,14 @@ import torch
 
 from genrt.engines.protocol import Finished, survived
 from genrt.engines.vllm.lora import VLLMAdapters
+from genrt.engines.vllm.runners import HiddenStates
 from genrt.engines.vllm.sequences import OpenRequests, repeated
 from genrt.questions.arguments import Adapter
 from genrt.questions.draws import PopulationDraw, launch_draws
 from genrt.questions.rows import LogprobsRequest, not_finite
-from genrt.questions.sequences import Contexts, SequenceHandle
-from genrt.tokens.rows import AsyncHostCopy, gather_rows
+from genrt.questions.scores import ScoreRequest
+from genrt.questions.sequences import Contexts, SequenceHandle, token_counts
+from genrt.tokens.rows import AsyncHostCopy, gather_rows, moved
 from genrt.tokens.sampling import DrawGraphs
 
 FEWEST_FORKS = 64
@@ -33,6 +35,13 @@ FEWEST_FORKS = 64
 FORKS_A_GIB = 16
 """How many forks a forward hides for each GiB of weights. A GPU reads a GiB in 0.3 ms or more; a fork
 takes 10 to 30 µs of Python."""
+
+
+RowOrScore: TypeAlias = LogprobsRequest | ScoreRequest
+"""A request for one sequence of a population."""
+
+Entries: TypeAlias = Callable[[PopulationDraw, torch.Tensor, np.ndarray, np.ndarray], torch.Tensor]
+"""Returns log-probabilities of a population, as ``Positions.entries`` does."""
 
 
 @dataclass(slots=True)
@@ -47,9 +56,11 @@ class _Requests:
     # Requests that became forks for sequences that shared a request, and each sequence's own one then.
     forks: dict[str, int] = field(default_factory=dict)
     own: list[str] | None = None
-    # While it is in progress: new requests, which become resident with their rows; rows of earlier steps.
+    # While it is in progress: new requests, which become resident with their rows; rows or scores of
+    # earlier steps; of a block, the number of each request's first sequence.
     added: dict[str, LogprobsRequest] = field(default_factory=dict)
     rows: dict[str, torch.Tensor] = field(default_factory=dict)
+    numbers: np.ndarray | None = None
 
     def pairs(self) -> Iterator[tuple[str, int]]:
         """Yield every request with its flush."""
@@ -131,7 +142,7 @@ class OpenPopulations:
         return population in self._under_way
 
     def continue_population(
-        self, population: PopulationDraw, begin: Callable[[Sequence[LogprobsRequest]], list[str]]
+        self, population: PopulationDraw, begin: Callable[[Sequence[RowOrScore]], list[str]]
     ) -> list[str] | None:
         """Extend and fork sequences to this population's sequences.
 
@@ -145,13 +156,22 @@ class OpenPopulations:
         if origins is None or len(requests) < len(known) or not requests:
             return None
         request_ids, flushes, rows = _joined_requests(requests, origins.handles)
-        numbers, tokens = origins.numbers, population.contexts.last_tokens
-        rows = rows[numbers]
-        firsts, places = _different(rows << 32 | tokens)
+        numbers, contexts, block = origins.numbers, population.contexts, population.block
+        rows, further = rows[numbers], list[list[int]]()
+        if block is None and np.array_equal(contexts.lengths, origins.lengths + 1):
+            tokens = contexts.last_tokens
+            firsts, places = _different(rows << 32 | tokens)
+        else:
+            several = contexts.after(origins.lengths)
+            tokens, counts = several[:, 0], token_counts(several).tolist()
+            further = [each[1:n] for each, n in zip(several.tolist(), counts, strict=True)]
+            last = several[:, :0] if block is None else block
+            firsts, places = _different_rows(np.column_stack([rows, several, last]))
         if firsts is not None and self._one_request_each(requests, rows):
             firsts = places = None
         if firsts is not None:
             numbers, tokens, rows = numbers[firsts], tokens[firsts], rows[firsts]
+            further = [further[n] for n in firsts.tolist()] if further else further
         parents = [request_ids[row] for row in rows.tolist()]
         # Joined populations may share a request, so it may come twice here with different flushes.
         pairs = [*zip(parents, flushes[rows].tolist(), strict=True)]
@@ -166,7 +186,6 @@ class OpenPopulations:
         used = set(parents)
         unused = [each for each, of in zip(requests, origins.handles, strict=True) if not of.idle]
         free = _free(kept, unused, used) if _count(unused) > len(used) else {}
-        contexts = population.contexts
 
         def packed(number: int) -> bytes:
             return contexts.packed(number if firsts is None else int(firsts[number]))
@@ -179,16 +198,23 @@ class OpenPopulations:
                 LogprobsRequest(packed=packed(n), adapter=adapter, weights_version=version)
                 for n in numbers
             ]
-            added.update(zip(begin(asked), asked, strict=True))
+            sent: Sequence[RowOrScore] = asked
+            if block is not None:
+                sent = [population.score(n if firsts is None else int(firsts[n])) for n in numbers]
+            added.update(zip(begin(sent), asked, strict=True))
             return [*added]
 
-        found = kept.continue_requests(parents, tokens.tolist(), free, add)
+        found = kept.continue_requests(parents, tokens.tolist(), free, add, further)
         if found is None:
             return None
         for request_id in found if free else ():
             free.pop(request_id, None)
         now = np.full(len(found), kept.flush)
-        self._under_way[population] = _Requests(found, now, places, adapter, free, added=added)
+        self._under_way[population] = mine = _Requests(
+            found, now, places, adapter, free, added=added
+        )
+        if block is not None:
+            mine.numbers = np.arange(len(found)) if firsts is None else firsts
         later = {each: n for n, each in enumerate(found) if each not in added}
         kept.residents.put_later(later, adapter, packed)
         if adapter is not None:
@@ -202,6 +228,39 @@ class OpenPopulations:
         if not (kept.steps.ahead and _count(several) < wanted):
             return False
         return wanted <= min(kept.most, len(np.unique(rows)) + self._most_forks)
+
+    @property
+    def blocks(self) -> dict[PopulationDraw, _Requests]:
+        """The populations in progress that have a block."""
+        return {p: each for p, each in self._under_way.items() if p.block is not None}
+
+    def unread_blocks(self) -> Iterator[tuple[str, ScoreRequest]]:
+        """Yield the requests of blocks in progress, each with the score that answers it."""
+        for population, requests in self.blocks.items():
+            numbers = cast("np.ndarray", requests.numbers).tolist()
+            for request_id, number in zip(requests.request_ids, numbers, strict=True):
+                if request_id not in requests.rows:
+                    yield request_id, population.score(number)
+
+    def score(self, step: HiddenStates, entries: Entries) -> list[Finished]:
+        """Launch the scores of all blocks in progress from a step of their requests, and end these
+        populations, so that others can continue from them."""
+        ends = list[Finished]()
+        at = dict(zip(step.request_ids, step.ends.tolist(), strict=True))
+        for population, requests in self.blocks.items():
+            block = cast("np.ndarray", population.block)[requests.numbers]
+            counts, is_token = token_counts(block), block >= 0
+            starts = np.array([at[each] for each in requests.request_ids]) - counts
+            places = (starts[:, None] + np.arange(block.shape[1]))[is_token]
+            try:
+                found = entries(population, step.states, places, block[is_token])
+                whole = AsyncHostCopy(_spread(found, is_token, requests.places))
+                ends.append(Finished(population, whole))
+            except Exception as error:
+                ends.append(Finished(population, error=survived(error)))
+            self._known[population.handle] = self._ended(population)
+        self._open.keep(())
+        return ends
 
     def whole(self, request_ids: list[str]) -> list[PopulationDraw]:
         """Return the populations that consist of exactly these requests; ``[]`` if some belong to
@@ -323,6 +382,12 @@ class OpenPopulations:
         mine = requests.request_ids
         if len(requests.rows) < len(mine):
             return None
+        if population.block is not None:
+            is_token = population.block[requests.numbers] >= 0
+            found = torch.cat([requests.rows[each] for each in mine])
+            end = Finished(population, AsyncHostCopy(_spread(found, is_token, requests.places)))
+            self._known[population.handle] = self._ended(population)
+            return end
         rows = gather_rows([requests.rows[each] for each in mine])
         drawn = self.drawn([population], mine, rows)
         self.answer([population], drawn)
@@ -426,6 +491,26 @@ def _different(keys: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None]:
         return None, None
     unique, firsts, places = np.unique(keys, return_index=True, return_inverse=True)
     return (None, None) if len(unique) == len(keys) else (firsts, places)
+
+
+def _different_rows(keys: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Return the same for rows of numbers, int64 ``[n, m]``."""
+    if len(np.unique(keys[:, 0])) == len(keys):
+        return None, None
+    unique, firsts, places = np.unique(keys, axis=0, return_index=True, return_inverse=True)
+    return (None, None) if len(unique) == len(keys) else (firsts, places.reshape(-1))
+
+
+def _spread(found: torch.Tensor, is_token: np.ndarray, places: np.ndarray | None) -> torch.Tensor:
+    """Return a block's log-probabilities, float32 ``[n, k]``, from those of its distinct sequences, flat,
+    which have a token where ``is_token``; 0 elsewhere."""
+    if places is None and is_token.all():
+        return found.view(is_token.shape)
+    at = np.where(is_token, np.cumsum(is_token).reshape(is_token.shape) - 1, len(found))
+    at = at if places is None else at[places]
+    padded = torch.cat([found, found.new_zeros(1)])
+    index = moved(torch.from_numpy(at.ravel()), found.device)
+    return padded.index_select(0, index).view(at.shape)
 
 
 def _count(several: Sequence[_Requests]) -> int:

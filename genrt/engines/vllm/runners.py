@@ -7,8 +7,9 @@ are certain, the step is *confirmed*.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
@@ -33,12 +34,13 @@ from genrt.tokens.rows import moved
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
 
 
 @dataclass(slots=True)
 class NextTokens:
-    """The next input tokens of different requests, as columns. Each token follows ``positions`` others,
-    of which vLLM counts the first ``prompts`` as the prompt."""
+    """The next input tokens of requests, as columns; those of one request in order. Each token follows
+    ``positions`` others, of which vLLM counts the first ``prompts`` as the prompt."""
 
     request_ids: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -83,6 +85,25 @@ class Prepared(NamedTuple):
     request_ids: list[str]
     positions: list[int]
     launch: Any
+
+
+def new_tokens(requests: Iterable[Request], computed: Iterable[int]) -> NextTokens:
+    """Return all tokens of vLLM's requests after so many computed ones."""
+    found = NextTokens()
+    for request, first in zip(requests, computed, strict=True):
+        more = request._all_token_ids[first:]
+        own = [request.request_id] * len(more), more, [*range(first, first + len(more))]
+        found.add(NextTokens(*own, [request.num_prompt_tokens] * len(more)))
+    return found
+
+
+class HiddenStates(NamedTuple):
+    """The hidden states of a step's tokens, ``[m, size]``, request by request; those of request ``i`` end
+    before number ``ends[i]``."""
+
+    request_ids: list[str]
+    ends: np.ndarray
+    states: torch.Tensor
 
 
 class _Stopped(Exception):
@@ -239,6 +260,22 @@ class RunnerV1:
         """Run the forward of a step of one token for each request."""
         self._runner.execute_model(output)
 
+    def run_block(
+        self, output: SchedulerOutput, requests: Mapping[str, Request], before: Prepared | None
+    ) -> tuple[HiddenStates, Prepared | None]:
+        """Run a step as ``execute_block`` does. Return its hidden states, valid until the next forward,
+        and ``before`` for the next block, if no other step runs until then."""
+        self.execute_block(output, requests)
+        return self.take_hidden_states(), None
+
+    def execute_block(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
+        """Run the forward of a step of any number of tokens for each request, which vLLM's requests
+        have; nothing else writes them."""
+        scheduled = output.scheduled_cached_reqs
+        these = [requests[each] for each in scheduled.req_ids]
+        self.write(new_tokens(these, scheduled.num_computed_tokens))
+        self._runner.execute_model(output)
+
     def reassign(self, reassignments: Sequence[Reassignment]) -> None:
         """Copy blocks, and make these requests continue as other sequences, one after the other."""
         self._blocks.copy(copies(reassignments))
@@ -278,6 +315,13 @@ class RunnerV1:
         state, self._runner.execute_model_state = self._runner.execute_model_state, None
         return list(self._runner.input_batch.req_ids), step_rows(state.logits)
 
+    def take_hidden_states(self) -> HiddenStates:
+        """Return the forward's hidden states, valid until the next forward, in place of sampling."""
+        state, self._runner.execute_model_state = self._runner.execute_model_state, None
+        request_ids = list(self._runner.input_batch.req_ids)
+        ends = self._runner.query_start_loc.np[1 : len(request_ids) + 1].astype(np.int64)
+        return HiddenStates(request_ids, ends, state.hidden_states)
+
 
 @dataclass(slots=True)
 class _StepKind:
@@ -300,6 +344,7 @@ class _StepLaunch(NamedTuple):
     graph: Any  # vLLM's description of the forward's CUDA graph
     slots: np.ndarray  # of the requests, on the host
     kind: _StepKind
+    counts: np.ndarray  # tokens of each request
 
 
 class _StopsForward:
@@ -319,7 +364,7 @@ class RunnerV2:
         self._reassigned_tables = ReassignedTables(runner)
         self._inputs = _InputTokens(runner.input_buffers.input_ids)
         self._rows = RowLaunches(lambda hidden_states: runner.model.compute_logits(hidden_states))
-        self._kinds: LRUCache[tuple[Any, int], _StepKind] = LRUCache(16)
+        self._kinds: LRUCache[tuple[Any, bytes], _StepKind] = LRUCache(16)
         self._is_moved = False  # blocks have changed since a forward looked them up
         # Requests with a speculated token that no caller asked for.
         self._overcounted: set[str] = set()
@@ -347,11 +392,15 @@ class RunnerV2:
         [graph] = graphs
         if graph.cg_mode != CUDAGraphMode.FULL:  # no other graph runs without the rest of the step
             return None
-        launch = _StepLaunch(graph, batch.idx_mapping_np, self._kind(graph, batch))
-        return _prepared(output, list(batch.req_ids), launch)
+        return _prepared(output, list(batch.req_ids), self._launch(graph, batch, 1))
 
-    def _kind(self, graph: Any, batch: Any) -> _StepKind:
-        key, slots = (graph, len(batch.req_ids)), batch.idx_mapping_np
+    def _launch(self, graph: Any, batch: Any, count: int | np.ndarray) -> _StepLaunch:
+        counts = np.broadcast_to(np.asarray(count, np.int32), (len(batch.req_ids),))
+        kind = self._kind(graph, batch, counts)
+        return _StepLaunch(graph, batch.idx_mapping_np, kind, counts)
+
+    def _kind(self, graph: Any, batch: Any, counts: np.ndarray) -> _StepKind:
+        key, slots = (graph, counts.tobytes()), batch.idx_mapping_np
         kind = self._kinds.get(key)
         if kind is None:
             own = replace(batch, idx_mapping=torch.empty_like(batch.idx_mapping))
@@ -416,7 +465,7 @@ class RunnerV2:
             kind.place()
         else:
             longest = torch.zeros_like(batch.seq_lens_cpu_upper_bound)
-            longest[: len(computed)] = torch.from_numpy(computed) + 1
+            longest[: len(computed)] = torch.from_numpy(computed + launch.counts)
             now = replace(batch, seq_lens_cpu_upper_bound=longest, num_computed_tokens_np=computed)
             self._place(launch.graph, now, kind.tables)
         return Prepared(before.request_ids, scheduled.num_computed_tokens, launch)
@@ -473,6 +522,69 @@ class RunnerV2:
     def execute(self, output: SchedulerOutput) -> None:
         self._runner.execute_model(output)
 
+    def run_block(
+        self, output: SchedulerOutput, requests: Mapping[str, Request], before: Prepared | None
+    ) -> tuple[HiddenStates, Prepared | None]:
+        counts = np.array([*output.num_scheduled_tokens.values()], np.int32)
+        if before is not None and self._is_repeated(output, before):
+            launch = before.launch
+            if np.array_equal(launch.counts, counts):
+                self._correct_for(output)
+                step = self._repeated(output, before)
+                self._put(requests, step.request_ids, step.positions)
+                states = self._runner.cudagraph_manager.run_fullgraph(launch.graph)
+                launch.kind.count()
+                return HiddenStates(step.request_ids, np.cumsum(counts), states), step
+        graph = self.execute_block(output, requests)
+        self._is_moved = False
+        batch, scheduled = (
+            self._runner.execute_model_state.input_batch,
+            output.scheduled_cached_reqs,
+        )
+        request_ids = list(batch.req_ids)
+        following = None
+        if graph.cg_mode == CUDAGraphMode.FULL and request_ids == scheduled.req_ids:
+            launch = self._launch(graph, batch, counts)
+            following = Prepared(request_ids, scheduled.num_computed_tokens, launch)
+        return self.take_hidden_states(), following
+
+    def execute_block(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> Any:
+        runner, graphs = self._runner, list[Any]()
+        self._correct_for(output)
+        prepare_inputs = runner.prepare_inputs
+
+        def with_tokens(output: SchedulerOutput, state: Any, graph: Any, *more: Any) -> Any:
+            batch = prepare_inputs(output, state, graph, *more)
+            batch.max_query_len = graph.max_query_len  # as the graph was captured
+            self._put(requests, batch.req_ids, batch.num_computed_tokens_np.tolist())
+            graphs.append(graph)
+            return batch
+
+        runner.prepare_inputs = with_tokens
+        try:
+            runner.execute_model(output)
+        finally:
+            del runner.prepare_inputs
+        return graphs[-1]
+
+    def _correct_for(self, output: SchedulerOutput) -> None:
+        scheduled = output.scheduled_cached_reqs
+        pairs = zip(scheduled.req_ids, scheduled.num_computed_tokens, strict=True)
+        if self._overcounted and self._corrected(dict(pairs)):
+            self._runner.req_states.apply_staged_writes()
+
+    def _put(
+        self, requests: Mapping[str, Request], request_ids: Sequence[str], computed: Sequence[int]
+    ) -> None:
+        """Write all tokens after the computed ones to the input buffer, request by request."""
+        inputs = self._runner.input_buffers.input_ids
+        pairs = zip(request_ids, computed, strict=True)
+        own = (requests[request_id]._all_token_ids[at:] for request_id, at in pairs)
+        token_ids = torch.tensor([*chain(*own)], dtype=inputs.dtype)
+        if inputs.is_cuda:
+            token_ids = token_ids.pin_memory()
+        inputs[: len(token_ids)].copy_(token_ids, non_blocking=True)
+
     def reassign(self, reassignments: Sequence[Reassignment]) -> None:
         self._blocks.copy(copies(reassignments))
         last = last_reassignments(reassignments)
@@ -483,15 +595,36 @@ class RunnerV2:
     def write(self, tokens: NextTokens) -> None:
         states = self._runner.req_states
         last, slots = states.last_sampled_tokens, states.req_id_to_index
-        if over := self._overcounted.intersection(tokens.request_ids):
-            for request_id, position in zip(tokens.request_ids, tokens.positions, strict=True):
-                if request_id in over:
-                    states.num_computed_tokens.stage_write_elem(slots[request_id], position)
+        firsts = dict(zip(tokens.request_ids[::-1], tokens.positions[::-1], strict=True))
+        is_changed = self._corrected(firsts)
+        if is_block := len(firsts) < len(tokens):
+            self._stage_blocks(tokens, firsts)
+        if is_changed or is_block:
             states.apply_staged_writes()
-            self._overcounted -= over
         pairs = torch.tensor([[slots[each] for each in tokens.request_ids], tokens.token_ids])
         at, token_ids = moved(pairs, last.device)
         last[at, 0] = token_ids
+
+    def _corrected(self, computed: Mapping[str, int]) -> bool:
+        """Stage the computed tokens of requests that were overcounted; return whether there are some."""
+        over, states = self._overcounted.intersection(computed), self._runner.req_states
+        for request_id in over:
+            slot = states.req_id_to_index[request_id]
+            states.num_computed_tokens.stage_write_elem(slot, computed[request_id])
+        self._overcounted -= over
+        return bool(over)
+
+    def _stage_blocks(self, tokens: NextTokens, firsts: dict[str, int]) -> None:
+        """Stage several tokens of a request as the rest of a prompt, which vLLM reads from its tokens."""
+        states = self._runner.req_states
+        several: dict[str, list[int]] = {each: [] for each in firsts}
+        for request_id, token_id in zip(tokens.request_ids, tokens.token_ids, strict=True):
+            several[request_id].append(token_id)
+        for request_id, more in several.items():
+            if len(more) > 1:
+                slot, first = states.req_id_to_index[request_id], firsts[request_id]
+                states.all_token_ids.stage_write(slot, first, more)
+                states.prefill_len.np[slot] = first + len(more)
 
     def take_rows(self) -> tuple[list[str], torch.Tensor]:
         state, self._runner.execute_model_state = self._runner.execute_model_state, None
@@ -499,6 +632,13 @@ class RunnerV2:
         logits = self._runner.model.compute_logits(state.hidden_states[batch.logits_indices])
         self._runner.postprocess_num_computed_tokens(batch)
         return list(batch.req_ids), step_rows(logits)
+
+    def take_hidden_states(self) -> HiddenStates:
+        state, self._runner.execute_model_state = self._runner.execute_model_state, None
+        batch = state.input_batch
+        self._runner.postprocess_num_computed_tokens(batch)
+        ends = batch.query_start_loc_np[1 : len(batch.req_ids) + 1].astype(np.int64)
+        return HiddenStates(list(batch.req_ids), ends, state.hidden_states)
 
 
 Runner: TypeAlias = RunnerV1 | RunnerV2

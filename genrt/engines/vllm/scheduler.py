@@ -115,6 +115,26 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
             prompts.append(request.num_prompt_tokens)
         return NextTokens(request_ids, token_ids, positions, prompts)
 
+    def lengthen(self, several: Mapping[str, list[int]]) -> list[Request]:
+        """Append further tokens to these woken requests, and return the requests."""
+        size, found = self.hash_block_size, list[Request]()
+        for request_id, more in several.items():
+            request = self._waking[request_id]
+            first = len(request._all_token_ids)
+            request._output_token_ids += more
+            request._all_token_ids += more
+            if (first + len(more)) // size > first // size:
+                request.update_block_hashes()
+            found.append(request)
+        return found
+
+    def score_from(self, firsts: Mapping[str, int]) -> None:
+        """Have vLLM's own steps compute these requests from the first wanted position on, until they are
+        answered."""
+        self._unscored.update(firsts)
+        for request_id, first in firsts.items():
+            self.requests[request_id].sampling_params.extra_args[FIRST] = first
+
     def forks(
         self, request_ids: Sequence[str], donor_ids: Sequence[str], length: int | None = None
     ) -> list[Fork]:
@@ -163,10 +183,15 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
             del self._waking[request_id]
             self.running.append(request)
 
-    def decode_step(self) -> SchedulerOutput | None:
-        """Schedule a step of one token for every running request; return ``None`` if not all are open, or
-        without room: then ``schedule`` must do it."""
-        output = self._scheduled(self.running, tokens_ahead=1)
+    def decode_step(self, exactly: int | None = None) -> SchedulerOutput | None:
+        """Schedule a step of all new tokens of every running request; return ``None`` if not all are
+        open, or without room: then ``schedule`` must do it.
+
+        With ``exactly``, so many requests must be running, and no other may wait.
+        """
+        if exactly is not None and (self._waking or len(self.running) != exactly):
+            return None
+        output = self._scheduled(self.running, tokens_ahead=None)
         if output is not None:
             self._begin_decode_step()
         return output
@@ -184,14 +209,19 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         return self._scheduled(requests, tokens_ahead=0)
 
     def _scheduled(
-        self, requests: Sequence[Request], *, tokens_ahead: int
+        self, requests: Sequence[Request], *, tokens_ahead: int | None
     ) -> SchedulerOutput | None:
         if not self._nothing_but(requests, tokens_ahead=tokens_ahead):
             return None
         # Forks need no more room: it was checked when they were reassigned.
         if self.parked and len(requests) == len(self.running):
             self._make_room()
-        return self._one_token_each(requests)
+        counts = [1] * len(requests)
+        if tokens_ahead is None:
+            counts = [len(each._all_token_ids) - each.num_computed_tokens for each in requests]
+            if sum(counts) > self.max_num_scheduled_tokens:
+                return None
+        return self._some_tokens_each(requests, counts)
 
     def begin_prepared(self, request_ids: Collection[str]) -> bool:
         """Start the step that ``decode_step_ahead`` scheduled; return whether it is the next step. The
@@ -206,9 +236,9 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         self._begin_decode_step()
         return True
 
-    def _nothing_but(self, requests: Sequence[Request], *, tokens_ahead: int) -> bool:
+    def _nothing_but(self, requests: Sequence[Request], *, tokens_ahead: int | None) -> bool:
         """Return whether these are all requests to schedule, open, with ``tokens_ahead`` tokens to
-        compute."""
+        compute; ``None`` is any number above 0."""
         if (
             not requests
             or self.waiting
@@ -223,23 +253,34 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
             return False
         # A step reserves a place for the token that vLLM would sample after it. With ``tokens_ahead=0``
         # the step's own token needs a place too.
-        most = self.max_model_len - 2 + tokens_ahead
+        most = self.max_model_len - 1 - (tokens_ahead == 0)
         for request in requests:
             length = len(request._all_token_ids)
-            if length != request.num_computed_tokens + tokens_ahead or length > most:
+            ahead = length - request.num_computed_tokens
+            if length > most or (ahead < 1 if tokens_ahead is None else ahead != tokens_ahead):
                 return False
         return True
 
-    def _one_token_each(self, requests: Sequence[Request]) -> SchedulerOutput | None:
-        """Schedule a step that computes one more token of each request; ``None`` if blocks run out."""
+    def _some_tokens_each(
+        self, requests: Sequence[Request], counts: Sequence[int]
+    ) -> SchedulerOutput | None:
+        """Schedule a step of so many more tokens of each request; ``None`` if blocks run out."""
         computed = [request.num_computed_tokens for request in requests]
         # The first token of a block needs the block; at the last one vLLM caches the block by its hash.
-        at_edges = [n for n, count in enumerate(computed) if (count + 1) % self.block_size <= 1]
-        if len(at_edges) > self._pool.get_num_free_blocks():
+        size = self.block_size
+        at_edges = [
+            n
+            for n, (before, count) in enumerate(zip(computed, counts, strict=True))
+            if (before + count) % size <= count
+        ]
+        lacking = sum(
+            -(-(computed[n] + counts[n]) // size) - -(-computed[n] // size) for n in at_edges
+        )
+        if lacking > self._pool.get_num_free_blocks():
             return None
         new_blocks: list[tuple[list[int], ...] | None] = [None] * len(requests)
         for n in at_edges:
-            blocks = self.kv_cache_manager.allocate_slots(requests[n], 1)
+            blocks = self.kv_cache_manager.allocate_slots(requests[n], counts[n])
             if blocks is None:
                 raise RuntimeError("vLLM has no block where its pool has a free one")
             new_blocks[n] = blocks.get_block_ids(allow_none=True)
@@ -258,8 +299,8 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
                 num_computed_tokens=computed,
                 num_output_tokens=[len(request._output_token_ids) for request in requests],
             ),
-            num_scheduled_tokens=dict.fromkeys(request_ids, 1),
-            total_num_scheduled_tokens=len(requests),
+            num_scheduled_tokens=dict(zip(request_ids, counts, strict=True)),
+            total_num_scheduled_tokens=sum(counts),
             scheduled_spec_decode_tokens={},
             scheduled_encoder_inputs={},
             finished_req_ids=finished,
@@ -270,9 +311,9 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
 
     def _begin_decode_step(self) -> None:
         for request in self.running:
-            request.num_computed_tokens += 1
+            self.computed_tokens += len(request._all_token_ids) - request.num_computed_tokens
+            request.num_computed_tokens = len(request._all_token_ids)
         self.current_step += 1
-        self.computed_tokens += len(self.running)
 
     def end_decode_step(self) -> None:
         """Park the requests of a ``decode_step`` that has run."""
@@ -333,6 +374,8 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
                 answered.add(request_id)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if answered:
+            for request_id in self._unscored & answered:
+                self.requests[request_id].sampling_params.extra_args.pop(FIRST, None)
             self._unscored -= answered
             for request in self.running:
                 if request.request_id in answered:
@@ -429,8 +472,15 @@ def most_blocks(scheduler: Any, waiting: Iterable[Request]) -> int:
     """Return an upper bound of ``needed_blocks`` without a look-up for each block, as if none were
     shared."""
     # Two blocks more than a waiting request's full ones: one for its last tokens, one for a copied block.
-    size, running = scheduler.block_size, len(scheduler.running)
+    size = scheduler.block_size
+    running = sum(_blocks_ahead(request, size) for request in scheduler.running)
     return int(running + sum(request.num_tokens // size + 2 for request in waiting))
+
+
+def _blocks_ahead(request: Request, size: int) -> int:
+    """Return at least as many blocks as a running request needs for its new tokens."""
+    full = request.num_tokens // size - request.num_computed_tokens // size
+    return max(int(full) + 1, 1)
 
 
 def needed_blocks(
@@ -441,7 +491,7 @@ def needed_blocks(
     size = scheduler.block_size
     blocks, tokens_left = 0, int(scheduler.max_num_scheduled_tokens)
     for request in scheduler.running:  # the rest of a prompt, or the next token
-        blocks += max(request.num_tokens // size + 1 - request.num_computed_tokens // size, 1)
+        blocks += _blocks_ahead(request, size)
         tokens_left -= 1
     for request in waiting:
         if tokens_left <= 0:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
@@ -124,7 +125,7 @@ class Positions:
                 groups.setdefault((kind, score.top), []).append(part)
         for (kind, top), group in groups.items():
             if kind == "rows":
-                rows = _cat([each for _, each in self._rows(group)])
+                rows = _cat([each for _, each in self._rows(*_states(group))])
                 self._put(group, AsyncHostCopy(rows[:, 0]), rows)
             else:
                 self._put(group, AsyncHostCopy(self._entries(group, top)))
@@ -147,7 +148,7 @@ class Positions:
         if top:
             tops = [
                 top_with_tail(rows, top, None if heated is None else heated[part])
-                for part, rows in self._rows(group)
+                for part, rows in self._rows(*_states(group))
             ]
             return _cat(tops)
         targets = _cat([s.targets[begin - s.first : end - s.first] for s, begin, end, _ in group])
@@ -155,14 +156,38 @@ class Positions:
         wants: Wanted = "greedy" if greedy else "logprobs"
         found = [
             score_entries(rows, targets[part], wants, None if heated is None else heated[part])
-            for part, rows in self._rows(group)
+            for part, rows in self._rows(*_states(group))
         ]
         return _cat(found, dim=-1)
 
-    def _rows(self, group: Sequence[_ScorePart]) -> Iterator[tuple[slice, torch.Tensor]]:
+    @torch.inference_mode()
+    def entries(
+        self,
+        hidden_states: torch.Tensor,
+        places: np.ndarray,
+        token_ids: np.ndarray,
+        temperature: float,
+        lora: LoRARequest | None,
+    ) -> torch.Tensor:
+        """Return the log-probabilities of tokens after hidden states ``[m, size]`` at these places, both
+        int64 ``[n]``: float32 ``[n]`` on the device, which may still be computing them."""
+        count, parts = len(places), list[torch.Tensor]()
+        at, targets = moved(torch.from_numpy(np.stack([places, token_ids])), self._device)
+        heats = None
+        if temperature != 1.0:
+            heats = targets.new_full((count,), temperature, dtype=torch.float64)
+        chosen = hidden_states.index_select(0, at)
+        for part, rows in self._rows(chosen, [lora] * count):
+            own = None if heats is None else heats[part]
+            parts.append(score_entries(rows, targets[part], "logprobs", own))
+        self.scored_tokens += count
+        self._numbers += count
+        return _cat(parts)
+
+    def _rows(
+        self, hidden_states: torch.Tensor, loras: Sequence[LoRARequest | None]
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield rows for some positions at a time, with the slice of positions."""
-        hidden_states = _cat([each.hidden_states for each in group])
-        loras = [each.score.lora for each in group for _ in range(each.begin, each.end)]
         for start in range(0, len(hidden_states), self._at_once):
             part = slice(start, start + self._at_once)
             if self._runner.lora_config is not None:
@@ -213,6 +238,12 @@ class Positions:
         """Forget cancelled scores; ignore other requests."""
         for request_id in request_ids:
             self._scores.pop(request_id, None)
+
+
+def _states(group: Sequence[_ScorePart]) -> tuple[torch.Tensor, list[LoRARequest | None]]:
+    """Return the hidden states of all parts, and the adapter of each."""
+    loras = [each.score.lora for each in group for _ in range(each.begin, each.end)]
+    return _cat([each.hidden_states for each in group]), loras
 
 
 def _cat(parts: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
@@ -290,7 +321,7 @@ def _spans_v1(runner: Any, scheduled: dict[str, int]) -> Iterator[Span]:
 
 
 def _spans_v2(batch: Any) -> Iterator[Span]:
-    counts = batch.num_computed_prefill_tokens_np, batch.num_scheduled_tokens
+    counts = batch.num_computed_tokens_np, batch.num_scheduled_tokens
     # ``query_start_loc_np`` has one entry more than there are requests.
     for request_id, *numbers in zip(batch.req_ids, *counts, batch.query_start_loc_np, strict=False):
         yield Span(request_id, *map(int, numbers))

@@ -8,7 +8,7 @@ sequence that this flush extends or forks keeps its vLLM request.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import zip_longest
 
 from genrt.engines.residency import Residents
@@ -103,8 +103,10 @@ class OpenRequests:
         token_ids: list[int],
         free: Iterable[str],
         begin: Callable[[Sequence[int]], list[str]],
+        further: Sequence[list[int]] = (),
     ) -> list[str] | None:
-        """Extend each of these parked sequences by one token, and fork the sequences that repeat.
+        """Extend each of these parked sequences by one token, and by its ``further`` ones, and fork the
+        sequences that repeat.
 
         A fork takes a parked request of ``free``, or a new one that ``begin`` makes for its place. Return
         the vLLM request of each sequence; ``None`` if there are too few blocks for the forks. After
@@ -129,6 +131,10 @@ class OpenRequests:
             self._wake_in_order([request_ids[n] for n in woken], [token_ids[n] for n in woken])
         else:
             self._wake_in_order(request_ids, token_ids)
+        if further:
+            longer = zip(request_ids, further, strict=True)
+            more = {each: rest for n, (each, rest) in enumerate(longer) if rest and n not in added}
+            self.steps.extend_by_several(scheduler.lengthen(more))
         scheduler.admit()
         self._extended += len(parents) - len(forked)
         for place, request_id in added.items():
@@ -160,6 +166,10 @@ class OpenRequests:
         self._reassign(forks)
         self._asked_in.update((fork.request.request_id, self.flush) for fork in forks)
         return [[fork.request.request_id for fork in each] for each in found]
+
+    def score_from(self, firsts: Mapping[str, int]) -> None:
+        """Have vLLM's own steps compute these requests from the first wanted positions on."""
+        self._scheduler.score_from(firsts)
 
     def _wake_in_order(self, request_ids: list[str], token_ids: list[int]) -> None:
         """Wake these in last time's order if they are the same: a prepared step has that order."""

@@ -7,16 +7,25 @@ tokens. If these were drawn on the device, it is *speculated*: it runs before a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.request import Request
 
 from genrt.engines.vllm.reassignment import Reassignment
-from genrt.engines.vllm.runners import NextTokens, Prepared, Runner, read_elsewhere
+from genrt.engines.vllm.runners import (
+    HiddenStates,
+    NextTokens,
+    Prepared,
+    Runner,
+    new_tokens,
+    read_elsewhere,
+)
 from genrt.engines.vllm.scheduler import OpenScheduler
 from genrt.tokens.rows import AsyncHostCopy, moved
 
@@ -85,11 +94,13 @@ class DecodeSteps:
         # Changes that ``run`` has still to pass to the runner.
         self._reassignments: list[Reassignment] = []
         self._tokens = NextTokens()
+        self._several: dict[str, Request] = {}  # those with more than one token
         # Set by ``prepare_next`` and ``speculate``, consumed by ``run``.
         self._prepared: Prepared | None = None
         self._speculated: _Speculated | None = None
         # The prepared step that ran last, if no other step has run since.
         self._before: Prepared | None = None
+        self._block: Prepared | None = None  # the same for a block
         # The requests of the last unprepared decode step, and whether the step before had the same ones.
         self._last: list[str] = []
         self._is_steady = False
@@ -98,6 +109,10 @@ class DecodeSteps:
     def extend(self, tokens: NextTokens) -> None:
         """Add these tokens to the next step."""
         self._tokens.add(tokens)
+
+    def extend_by_several(self, requests: Iterable[Request]) -> None:
+        """Add all tokens of these extended requests to the next step."""
+        self._several.update((each.request_id, each) for each in requests)
 
     def reassign(self, reassignments: Sequence[Reassignment]) -> None:
         """Make requests continue as other sequences from the next step on."""
@@ -116,6 +131,8 @@ class DecodeSteps:
             each for each in self._reassignments if each.request.request_id not in request_ids
         ]
         self._tokens = self._tokens.without(request_ids)
+        for request_id in request_ids:
+            self._several.pop(request_id, None)
 
     def discard(self) -> None:
         """Discard the step that was prepared or speculated, if there is one."""
@@ -124,8 +141,47 @@ class DecodeSteps:
     def close(self) -> None:
         """Drop the runner and its device memory; no step may follow."""
         self.discard()
-        self._before = None
+        self._before = self._block = None
         del self._runner
+
+    @torch.inference_mode()
+    def run_blocks(self, count: int) -> HiddenStates | None:
+        """Launch the next step, of any number of tokens for each of ``count`` requests, and end it.
+        Return ``None`` if vLLM must run its own step, or if there are more or fewer requests."""
+        self._unused += self._prepared is not None
+        self.discard()
+        self._steps += 1
+        before, self._block = self._block, None
+        output = self._scheduled(count)
+        if output is None:
+            return None
+        states, self._block = self._runner.run_block(output, self._running, before)
+        self._several = {}
+        self._scheduler.end_decode_step()
+        return states
+
+    @property
+    def _running(self) -> dict[str, Request]:
+        return {each.request_id: each for each in self._scheduler.running}
+
+    def _scheduled(self, exactly: int | None = None) -> SchedulerOutput | None:
+        """Schedule a step that is not prepared, and pass all changes to the runner, but for the tokens
+        of a block. Return ``None``, with these too, if vLLM must run its own step."""
+        self._before, self._last = None, []
+        self._reassign_runner()  # first: a token's position is the new sequence's
+        output = self._scheduler.decode_step(exactly) if self._enabled else None
+        tokens, several = self._tokens, self._several
+        self._tokens = NextTokens()
+        if several and output is None:
+            these = several.values()
+            tokens = tokens.without(several)
+            tokens.add(new_tokens(these, [each.num_computed_tokens for each in these]))
+            self._several = {}
+        elif several:
+            return output
+        if tokens:
+            self._runner.write(tokens)
+        return output
 
     @torch.inference_mode()
     def run(self) -> DecodedStep | None:
@@ -133,6 +189,7 @@ class DecodeSteps:
         prepared, speculated = self._prepared, self._speculated
         self.discard()
         self._steps += 1
+        self._block = None
         if prepared is not None:
             tokens = self._tokens_of(prepared)
             if tokens is not None:
@@ -141,18 +198,17 @@ class DecodeSteps:
                 return step
             self._unused += 1
             self._mistaken += speculated is not None
-        self._before = None
-        self._reassign_runner()  # first: a token's position is the new sequence's
-        if self._tokens:
-            self._runner.write(self._tokens)
-            self._tokens = NextTokens()
-        output = self._scheduler.decode_step() if self._enabled else None
+        last = self._last
+        output = self._scheduled()
         if output is None:
-            self._last = []
             return None
-        self._runner.execute(output)
-        request_ids, rows = self._runner.take_rows()
-        last, self._last = self._last, request_ids
+        if self._several:
+            self._runner.execute_block(output, self._running)
+            self._several = {}
+        else:
+            self._runner.execute(output)
+        self._last, rows = self._runner.take_rows()
+        request_ids = self._last
         self._is_steady = len(request_ids) == len(last) and set(request_ids) == set(last)
         return DecodedStep(request_ids, rows)
 

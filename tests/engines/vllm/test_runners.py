@@ -23,16 +23,20 @@ VOCAB, SLOTS, BLOCKS, BLOCK, WIDTH = 7, 6, 10, 4, 5
 class Staged:
     """As vLLM's ``StagedWriteTensor``: a write counts once it is applied."""
 
-    def __init__(self) -> None:
-        self.gpu = torch.full((SLOTS,), -1, dtype=torch.int32)
-        self._staged: list[tuple[int, int]] = []
+    def __init__(self, *shape: int) -> None:
+        self.gpu = torch.full((SLOTS, *shape), -1, dtype=torch.int32)
+        self._staged: list[tuple[Any, Any]] = []
 
     def stage_write_elem(self, slot: int, number: int) -> None:
         self._staged.append((slot, number))
 
+    def stage_write(self, slot: int, start: int, numbers: list[int]) -> None:
+        place = slot, slice(start, start + len(numbers))
+        self._staged.append((place, torch.tensor(numbers, dtype=torch.int32)))
+
     def apply(self) -> None:
-        for slot, number in self._staged:
-            self.gpu[slot] = number
+        for place, numbers in self._staged:
+            self.gpu[place] = numbers
         self._staged.clear()
 
 
@@ -58,11 +62,13 @@ class States:
         self.num_computed_tokens_np = np.full(SLOTS, -1)
         self.num_computed_tokens = Staged()
         self.total_len = Staged()
+        self.all_token_ids = Staged(Runner.max_model_len)
         self.last_sampled_tokens = torch.full((SLOTS, 1), -1, dtype=torch.int64)
 
     def apply_staged_writes(self) -> None:
-        self.num_computed_tokens.apply()
-        self.total_len.apply()
+        for each in (self.num_computed_tokens, self.total_len, self.all_token_ids):
+            each.apply()
+        self.prefill_len.copy_to_uva()
 
 
 class Tables:
@@ -98,7 +104,7 @@ class Tables:
         return {n: table.gpu[n, :count].tolist() for n, count in enumerate(counts) if count > 0}
 
     def compute_slot_mappings(self, slots: Any, *_: Any, num_tokens_padded: int) -> str:
-        assert len(slots) == num_tokens_padded
+        assert len(slots) <= num_tokens_padded
         return "slots"
 
 
@@ -106,6 +112,7 @@ class Graph(NamedTuple):
     """As vLLM's ``BatchExecutionDescriptor``."""
 
     cg_mode: Any
+    max_query_len: int | None = None
 
 
 @dataclass
@@ -116,8 +123,10 @@ class Batch:
     idx_mapping: Any
     idx_mapping_np: Any
     query_start_loc: Any = None
+    query_start_loc_np: Any = None
     seq_lens_cpu_upper_bound: Any = None
     num_computed_tokens_np: Any = None
+    max_query_len: int | None = None
     logits_indices: Any = None
     positions: Any = "positions"
     num_tokens_after_padding: int = 2
@@ -181,20 +190,22 @@ class Runner:
         self._positions[: len(request_ids)] = computed.float()
         slots = [self.req_states.req_id_to_index[each] for each in request_ids]
         self.req_states.num_computed_tokens.gpu[slots] = computed
+        tokens = self.req_states.last_sampled_tokens[slots, 0]
+        self.input_buffers.input_ids[: len(slots)] = tokens.int()
         self.whole += 1
+        counts = [output.num_scheduled_tokens[each] for each in request_ids]
         return Batch(
             request_ids,
             torch.tensor(slots),
             np.array(slots),
             seq_lens_cpu_upper_bound=torch.zeros(4),
+            query_start_loc_np=np.cumsum([0, *counts]),
+            num_computed_tokens_np=computed.numpy(),
             logits_indices=torch.arange(len(request_ids)),
         )
 
     def execute_model(self, output: Any) -> None:
         batch = self.prepare_inputs(output, "state", self.graph, "more")
-        slots = [self.req_states.req_id_to_index[request_id] for request_id in batch.req_ids]
-        tokens = self.req_states.last_sampled_tokens[slots, 0]
-        self.input_buffers.input_ids[: len(slots)] = tokens.int()
         if self.kv_connector != "no connector":
             self.kv_connector.pre_forward(output, batch, more="more")
         self.execute_model_state = SimpleNamespace(
@@ -253,6 +264,7 @@ def step_of(blocks: dict[str, list[int]] | None = None, /, **computed: int) -> A
         scheduled_cached_reqs=SimpleNamespace(
             req_ids=[*computed], num_computed_tokens=[*computed.values()], new_block_ids=new
         ),
+        num_scheduled_tokens=dict.fromkeys(computed, 1),
         finished_req_ids=set(),
         preempted_req_ids=set(),
         new_block_ids_to_zero=None,
@@ -313,6 +325,89 @@ def test_a_prepared_step_runs_with_the_tokens_it_is_given_as_often_as_it_is_aske
     assert runner.counted == []
     shim.confirm(step, tokens(c=6, b=5, a=4))
     assert runner.counted == [["c", "b", "a"]]
+
+
+def test_blocks_are_read_from_the_tokens_of_a_prompt_and_single_tokens_from_the_last() -> None:
+    from genrt.engines.vllm.runners import NextTokens
+
+    runner = Runner({"a": 4, "b": 0, "c": 2})
+    shim, states = over(runner), runner.req_states
+    states.prefill_len.np[[4, 0, 2]] = 7
+    shim._overcounted.update("ac")
+    several = NextTokens(
+        ["a", "b", "c", "a", "a", "c"], [1, 2, 3, 4, 5, 6], [10, 20, 15, 11, 12, 16]
+    )
+    several.prompts = [7] * 6
+    shim.write(several)
+    assert states.all_token_ids.gpu[4, 9:14].tolist() == [-1, 1, 4, 5, -1]
+    assert states.all_token_ids.gpu[2, 14:18].tolist() == [-1, 3, 6, -1]
+    assert (states.all_token_ids.gpu[0] == -1).all()
+    assert states.last_sampled_tokens[0, 0] == 2
+    # A prompt ends with the block, so that the next token is read from the last one again.
+    assert states.prefill_len.gpu[[4, 0, 2]].tolist() == [13, 7, 17]
+    # The device counts from the first token of a block.
+    assert states.num_computed_tokens.gpu[[4, 0, 2]].tolist() == [10, -1, 15]
+    assert not shim._overcounted
+    batch = Batch(["c", "b", "a"], torch.tensor([2, 0, 4]), np.array([2, 0, 4]))
+    batch.query_start_loc_np = np.array([0, 2, 3, 6, 6], np.int32)  # padded
+    hidden = torch.arange(8.0)[:, None]
+    runner.execute_model_state = SimpleNamespace(input_batch=batch, hidden_states=hidden)
+    request_ids, ends, found = shim.take_hidden_states()
+    assert (request_ids, ends.tolist()) == (["c", "b", "a"], [2, 3, 6])
+    assert found is hidden
+    assert runner.execute_model_state is None
+    assert runner.counted == [["c", "b", "a"]]
+
+
+def test_a_block_is_put_into_the_input_in_the_order_of_the_batch() -> None:
+    """With the bound of lengths for which its graph was captured; the runner prepares the next step."""
+    runner = Runner({"a": 4, "b": 0, "c": 2})
+    runner.graph = Graph(runner.graph.cg_mode, 8)
+    shim, states = over(runner), runner.req_states
+    shim._overcounted.update("ax")
+    texts = {"a": [7, 7, 1, 4, 5], "b": [7, 2], "c": [7, 7, 7, 3, 6]}
+    requests = {each: SimpleNamespace(_all_token_ids=text) for each, text in texts.items()}
+    computed: list[Any] = []
+
+    def execute(output: Any) -> None:
+        computed.append(states.num_computed_tokens.gpu[4].item())
+        batch = runner.prepare_inputs(output, "state", runner.graph, "more")
+        runner.execute_model_state = SimpleNamespace(input_batch=batch)
+
+    runner.execute_model = execute  # type: ignore[method-assign]
+    shim.execute_block(step_of(a=2, b=1, c=3), requests)
+    assert runner.input_buffers.input_ids.tolist() == [3, 6, 2, 1, 4, 5]
+    assert runner.execute_model_state.input_batch.max_query_len == 8
+    # The device's count was corrected before.
+    assert (computed, shim._overcounted) == ([2], {"x"})
+    assert "prepare_inputs" not in vars(runner)
+
+
+def test_a_block_of_the_same_batch_runs_without_being_prepared_again() -> None:
+    """As long as no request, and no number of tokens, is another one."""
+    runner = Runner({"a": 4}, attn_groups=[])
+    text = [*range(100, 130)]
+    requests: Any = {"a": SimpleNamespace(_all_token_ids=text)}
+    ran: list[tuple[int, list[int]]] = []
+
+    def forward(graph: Any) -> torch.Tensor:
+        ran.append((runner.whole, runner.input_buffers.input_ids[:2].tolist()))
+        return torch.full((4, 1), float(len(ran)))
+
+    runner.cudagraph_manager.run_fullgraph = runner._forward = forward  # type: ignore[method-assign]
+    shim, before = over(runner), None
+    for computed, count in ((5, 2), (7, 2), (9, 2), (11, 1), (12, 1)):
+        del text[computed + count :]
+        step = step_of(a=computed)
+        step.num_scheduled_tokens = {"a": count}
+        found, before = shim.run_block(step, requests, before)
+        assert (found.request_ids, found.ends.tolist()) == (["a"], [count])
+        assert found.states[0, 0] == len(ran)
+        text += range(100 + len(text), 130)
+    prepared, inputs = zip(*ran, strict=True)
+    assert prepared == (1, 1, 1, 2, 2)
+    assert [*inputs] == [[105, 106], [107, 108], [109, 110], [111, 110], [112, 110]]
+    assert len(runner.counted) == 5
 
 
 @pytest.mark.parametrize("lora_config", [None, "some"])

@@ -209,7 +209,7 @@ def test_steps_after_the_first_go_by_number_and_read_no_context(
 
 
 def test_sequences_that_are_extended_compute_what_is_new_in_one_step(turns: Turns) -> None:
-    """Of equal ones once; and they go on by number afterwards."""
+    """Of equal ones once; by number, as the next step does."""
     particles = turns.begin(3, 30, seed=21)
     particles.resample([0, 1, 2, 2])
     turns.grow(particles)
@@ -221,7 +221,7 @@ def test_sequences_that_are_extended_compute_what_is_new_in_one_step(turns: Turn
     assert (after.steps - before.steps, after.rows - before.rows) == (1, 3)
     assert after.computed_tokens - before.computed_tokens == 8
     turns.grow(particles)
-    assert turns.went_on == 1
+    assert turns.went_on == 2
 
 
 @pytest.mark.parametrize("texts", [0, SLOTS - 3])

@@ -303,7 +303,7 @@ def test_runner_v2_shows_every_step_by_request() -> None:
         ]
         batch = SimpleNamespace(
             req_ids=list(computed),
-            num_computed_prefill_tokens_np=np.array([*computed.values()], np.int32),
+            num_computed_tokens_np=np.array([*computed.values()], np.int32),
             num_scheduled_tokens=np.array(counts, np.int32),
             query_start_loc_np=np.cumsum([0, *counts]).astype(np.int32),
         )
