@@ -587,15 +587,12 @@ class TextModel:
         tokens = [each.tokens if each.log_weight > -math.inf else () for each in traces]
         asked = zip(self.laws, populations, strict=True)
         found = await gather_all(
-            [each.score(tokens, temperature=law.temperature) for law, each in asked]
+            [each.advance(tokens, temperature=law.temperature) for law, each in asked]
         )
         for place, trace in enumerate(traces):
             if trace.log_weight > -math.inf:
                 sums = [math.fsum(scores[place].tolist()) for scores in found]
                 trace.log_weight = product_of_sums(self.laws, sums) - trace.log_proposal
-        inside = [trace.tokens if trace.is_open else () for trace in traces]
-        for each in populations:
-            each.extend(inside)
 
     async def _longer(self, traces: Sequence[TextTrace], drawn: Draws) -> list[TextTrace]:
         """Return the texts with these tokens, and the constraint's states after them."""
