@@ -129,21 +129,26 @@ async def storm(lm: genrt.AsyncLM, folder: Path, kills: int, node: Any) -> dict[
             answered.clear()
             await asyncio.wait_for(answered.wait(), PATIENCE_SECONDS)
 
-    replicas = len(lm.statistics().replicas)
+    def restarts() -> int:
+        return sum(each.restarts for each in lm.statistics().replicas)
+
+    replicas, hit = len(lm.statistics().replicas), set[int]()
     tasks = [asyncio.create_task(client()) for _ in range(4 * replicas)]
     for number in range(kills):
         await after(20)
         if number == kills // 2:
             await asyncio.to_thread(node)
-        while not (there := serving(folder)):
+        while not (there := [each for each in serving(folder) if each not in hit]):
             await after(1)
-        os.kill(chosen.choice(there), chosen.choice([signal.SIGKILL, signal.SIGSTOP]))
-    while {each.state for each in lm.statistics().replicas} != {"healthy"}:
+        hit.add(process := chosen.choice(there))
+        os.kill(process, chosen.choice([signal.SIGKILL, signal.SIGSTOP]))
+    # A stopped process counts as healthy until its replica does not answer.
+    while restarts() < kills or {each.state for each in lm.statistics().replicas} != {"healthy"}:
         await after(1)
     await after(20)
     ended.set()
     await asyncio.gather(*tasks)
-    return dict(counts) | {"restarts": sum(each.restarts for each in lm.statistics().replicas)}
+    return dict(counts) | {"restarts": restarts()}
 
 
 async def updated(lm: genrt.AsyncLM, folder: Path) -> bool:
