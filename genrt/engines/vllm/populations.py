@@ -119,7 +119,7 @@ class EarlyDelivery:
 
 
 class OpenPopulations:
-    """An engine's populations. There are no populations without ``open_requests``, which hold the sequences."""
+    """An engine's populations; there are no populations without ``open_requests``."""
 
     def __init__(
         self, open_requests: OpenRequests | None, adapters: VLLMAdapters, weight_bytes: int
