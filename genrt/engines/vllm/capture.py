@@ -70,7 +70,7 @@ class RowStore:
             self._rows[ticket] = (rows, position)
 
     def take(self, tickets: Iterable[int]) -> list[torch.Tensor | None]:
-        """Remove each ticket's row and return it, a view of its step's rows, for the current stream.
+        """Remove each ticket's row and return it, a view into the step's rows, for the current stream.
 
         A row is ``None`` where the logits were not finite.
 
@@ -195,7 +195,7 @@ class _SeededText:
         """Return the 31-bit number that seeds the draw of the next token."""
         numbers, place = self._numbers, len(self._token_ids)
         while place >= len(numbers):
-            if self._seed >= 2**32:  # a CPU generator uses only 32 bits of its seed
+            if self._seed >= 2**32:  # a CPU generator uses 32 bits of a seed
                 self._generator.manual_seed(mixed(self._seed, len(numbers)))
             elif not numbers:
                 self._generator.manual_seed(self._seed)
@@ -205,7 +205,7 @@ class _SeededText:
 
 class _BatchEntry(NamedTuple):
     """A request in V1's batch: its ticket, its seeded text, whether it wants its processed
-    log-probabilities or its sets, and the list of its tokens, which vLLM appends to."""
+    log-probabilities or its sets, and the list with its tokens, which vLLM appends to."""
 
     ticket: int | None
     text: _SeededText | None
@@ -339,7 +339,7 @@ class CaptureV2(V2LogitsProcessor):  # type: ignore[misc]
 
 
 def _rows_of(tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """Return these rows, in rising order; all of them without a copy."""
+    """Return these rows, in rising order; all rows without a copy."""
     if len(rows) == len(tensor):
         return tensor
     return tensor[moved(torch.tensor(rows), tensor.device)]

@@ -308,7 +308,7 @@ class VLLMEngine:
         # The device computes until ``check.wait`` below; do all other work meanwhile.
         self._open.steps.prepare_next()
         rows: list[Tensor | None] = [*step.rows.unbind()]
-        # A population fails with one of its rows, so wait for the check first.
+        # A population fails with any row, so wait for the check first.
         if self._populations:
             self._decoded = []
             for position in check.wait():
@@ -414,7 +414,7 @@ class VLLMEngine:
         share_of: Callable[[list[str]], Share] = lambda _: keep_local,
     ) -> None:
         """Run the prepared step with these tokens if it has these rows. ``share_of`` returns the function
-        that makes the tokens of these requests the same in all ranks."""
+        that makes these requests' tokens the same in all ranks."""
         if self._open is not None and self._open.steps.can_speculate(len(rows)):
             ids = dict(self._decoded)
             if len(found := [ids[row] for row in rows if row in ids]) == len(rows):
@@ -525,7 +525,7 @@ class VLLMEngine:
 
     def add_adapter(self, adapter: Adapter, path: Path) -> None:
         self._adapters.check_enabled()
-        if self._open is not None:  # its adapters' slots may be given to the new one
+        if self._open is not None:  # the new one may take its adapters' slots
             self._open.steps.discard()
         try:
             with self._globals:
@@ -542,7 +542,7 @@ class VLLMEngine:
             self._adapters.remove(adapter)
 
     def probe(self, requests: Sequence[LogprobsRequest] | Sequence[ScoreRequest]) -> list[Tensor]:
-        """Return rows or scores while nothing else is in progress; raise the error of one of them."""
+        """Return rows or scores while nothing else is in progress; raise the first error."""
         self.submit(requests)
         ends: dict[Request, Finished] = {}
         while len(ends) < len(requests):

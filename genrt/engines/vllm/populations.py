@@ -119,7 +119,7 @@ class EarlyDelivery:
 
 
 class OpenPopulations:
-    """The populations of an engine. It has none without ``open_requests``, which hold the sequences."""
+    """An engine's populations; there are no populations without ``open_requests``."""
 
     def __init__(
         self, open_requests: OpenRequests | None, adapters: VLLMAdapters, weight_bytes: int
@@ -502,7 +502,7 @@ def _different_rows(keys: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | N
 
 
 def _spread(found: torch.Tensor, is_token: np.ndarray, places: np.ndarray | None) -> torch.Tensor:
-    """Return a block's log-probabilities, float32 ``[n, k]``, from those of its distinct sequences, flat,
+    """Return a block's log-probabilities, float32 ``[n, k]``, from the distinct sequences', flat,
     which have a token where ``is_token``; 0 elsewhere."""
     if places is None and is_token.all():
         return found.view(is_token.shape)

@@ -239,7 +239,7 @@ _TURNS = ThreadTurns()
 
 
 class Globals:
-    """One engine's values of vLLM's globals; at first, those of a process without an engine. As a
+    """One engine's values of vLLM's globals; at first, the values of a process without an engine. As a
     reentrant context manager, it waits for the engine's turn and puts them, and the engine's CUDA
     ``stream``, in place. Raises EngineUnsupported if this vLLM has its globals somewhere else."""
 

@@ -189,7 +189,7 @@ class ReassignedTables:
         kept = np.array([each.kept for each in reassignments])
         blocks.num_blocks.np[0, slots] = kept + counts
         blocks.num_blocks.copy_to_uva()
-        # For each block: the place of its request's first block, and the distance from there.
+        # For each block: the place of the request's first block, and the distance from there.
         firsts = slots * blocks.block_tables[0].gpu.shape[1] + kept
         ends = np.cumsum(counts)
         places = np.arange(ends[-1]) + np.repeat(firsts - ends + counts, counts)

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class NextTokens:
-    """The next input tokens of requests, as columns; those of one request in order. Each token follows
-    ``positions`` others, of which vLLM counts the first ``prompts`` as the prompt."""
+    """The next input tokens of requests, as columns; one request's are in order. Each token follows
+    ``positions`` others; vLLM counts the first ``prompts`` as the prompt."""
 
     request_ids: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -98,7 +98,7 @@ def new_tokens(requests: Iterable[Request], computed: Iterable[int]) -> NextToke
 
 
 class HiddenStates(NamedTuple):
-    """The hidden states of a step's tokens, ``[m, size]``, request by request; those of request ``i`` end
+    """The hidden states of a step's tokens, ``[m, size]``, request by request; request ``i``'s end
     before number ``ends[i]``."""
 
     request_ids: list[str]
@@ -226,7 +226,7 @@ class RunnerV1:
         return _prepared(output, list(runner.input_batch.req_ids), (context, inputs))
 
     def refresh(self, step: Prepared) -> None:
-        """Update a prepared step after some of its requests were reassigned at the same position."""
+        """Update a prepared step after some requests were reassigned at the same position."""
         runner, count = self._runner, len(step.request_ids)
         tables = runner.input_batch.block_table
         tables.commit_block_table(count)
@@ -245,7 +245,7 @@ class RunnerV1:
         self._inputs.put(token_ids, order)
         with override_forward_context(context):
             hidden_states = runner._model_forward(**inputs)
-        # A full graph reuses the memory of its hidden states. An adapter's logits depend on the batch.
+        # A full graph reuses the memory for hidden states. An adapter's logits depend on the batch.
         is_graph = context.cudagraph_runtime_mode == CUDAGraphMode.FULL
         if is_graph and runner.lora_config is None:
             return self._rows.of(hidden_states)[: len(token_ids)]
@@ -270,7 +270,7 @@ class RunnerV1:
 
     def execute_block(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
         """Run the forward of a step of any number of tokens for each request, which vLLM's requests
-        have; nothing else writes them."""
+        have; no other code writes them."""
         scheduled = output.scheduled_cached_reqs
         these = [requests[each] for each in scheduled.req_ids]
         self.write(new_tokens(these, scheduled.num_computed_tokens))
@@ -366,7 +366,7 @@ class RunnerV2:
         self._rows = RowLaunches(lambda hidden_states: runner.model.compute_logits(hidden_states))
         self._kinds: LRUCache[tuple[Any, bytes], _StepKind] = LRUCache(16)
         self._is_moved = False  # blocks have changed since a forward looked them up
-        # Requests with a speculated token that no caller asked for.
+        # Requests with a speculated token that no caller wanted.
         self._overcounted: set[str] = set()
 
     def prepare(self, output: SchedulerOutput, before: Prepared | None = None) -> Prepared | None:

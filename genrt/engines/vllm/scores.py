@@ -57,7 +57,7 @@ class _Score:
 
 
 class _ScorePart(NamedTuple):
-    score: _Score  # whose positions ``begin`` to ``end`` a step computed
+    score: _Score  # a step computed its positions ``begin`` to ``end``
     begin: int
     end: int
     hidden_states: torch.Tensor

@@ -1,6 +1,6 @@
-"""Checks a vLLM engine at start-up: each row must come back to the request that asked for it.
+"""Checks a vLLM engine at start-up: each row must come back to its own request.
 
-The check exercises every assumption about vLLM that is not part of its public interface.
+The check exercises every assumption about vLLM outside the public interface.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class _Speculated(NamedTuple):
     """The tokens with which a prepared step ran before a caller asked for it, and its rows."""
 
     on_host: AsyncHostCopy  # the tokens, or draws with the tokens in their first column
-    order: list[int] | None  # for each request, the place of its token
+    order: list[int] | None  # for each request, its token's place
     rows: torch.Tensor
 
     def token_ids(self) -> list[int]:
@@ -94,7 +94,7 @@ class DecodeSteps:
         # Changes that ``run`` has still to pass to the runner.
         self._reassignments: list[Reassignment] = []
         self._tokens = NextTokens()
-        self._several: dict[str, Request] = {}  # those with more than one token
+        self._several: dict[str, Request] = {}  # requests with several tokens
         # Set by ``prepare_next`` and ``speculate``, consumed by ``run``.
         self._prepared: Prepared | None = None
         self._speculated: _Speculated | None = None
@@ -111,7 +111,7 @@ class DecodeSteps:
         self._tokens.add(tokens)
 
     def extend_by_several(self, requests: Iterable[Request]) -> None:
-        """Add all tokens of these extended requests to the next step."""
+        """Add these extended requests' tokens to the next step."""
         self._several.update((each.request_id, each) for each in requests)
 
     def reassign(self, reassignments: Sequence[Reassignment]) -> None:

@@ -175,7 +175,7 @@ class _TextState:
         return weights_spans(begins, start, end)
 
     def _mask(self, drawn: Sequence[int], start: int = 0) -> SamplingMask | None:
-        """Return the sets of drawn tokens, of which the first is number ``start``."""
+        """Return the sets of drawn tokens; the first is number ``start``."""
         decoding, places = self.request.decoding, self.places[start : start + len(drawn)]
         if decoding.sampling_mask is not None and decoding.temperature < GREEDY_BELOW:
             packed = np.zeros((len(drawn), self.mask_bytes), np.uint8)
@@ -351,7 +351,7 @@ class VLLMTexts:
         self._outputs.add_request(made, prompt, None, index)
         state = self._outputs.request_states[request_id]
         self._leave_out_prompt(state.detokenizer, made)
-        # An output of vLLM's core has the log-probabilities of its own tokens only.
+        # An output of vLLM's core has log-probabilities of new tokens only.
         at_once = (
             params.stop
             or params.logprobs is not None
@@ -476,7 +476,7 @@ class VLLMTexts:
             params._all_stop_token_ids = {*(params.stop_token_ids or ())}
 
     def _leave_out_prompt(self, detokenizer: Any, request: EngineCoreRequest) -> None:
-        """Keep a prompt that ends inside a character out of the text: vLLM would repeat all of it."""
+        """Keep a prompt that ends inside a character out of the text: vLLM would repeat it whole."""
         if not isinstance(detokenizer, FastIncrementalDetokenizer):
             return
         prompt, skip = request.prompt_token_ids or (), detokenizer.skip_special_tokens

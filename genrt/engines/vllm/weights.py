@@ -29,7 +29,7 @@ HELD = "vLLM holds results of its weights, and so keeps them"
 
 
 class Residency(Protocol):
-    """The parts of an engine that hold results of its weights."""
+    """The parts of an engine that hold results of the weights."""
 
     def forget_residents(self) -> bool: ...
 
@@ -207,7 +207,7 @@ def _synchronize() -> None:
 
 
 def _begin_reload(worker: Any) -> dict[str, int]:
-    """Start collecting weights in a worker; return the addresses of its parameters."""
+    """Start collecting weights in a worker; return the parameters' addresses."""
     places = _places(worker)
     with set_current_vllm_config(worker.vllm_config):
         initialize_layerwise_reload(worker.get_model())
@@ -222,7 +222,7 @@ def _load_tensors(worker: Any, tensors: NamedTensors) -> set[str]:
 
 
 def _finish_reload(worker: Any) -> tuple[dict[str, int], set[str]]:
-    """Finish loading in a worker; return the addresses and the checkpoint names of its parameters."""
+    """Finish loading in a worker; return the parameters' addresses and checkpoint names."""
     with set_current_vllm_config(worker.vllm_config):
         finalize_layerwise_reload(worker.get_model(), worker.vllm_config.model_config)
     return _reset(worker)
