@@ -19,7 +19,7 @@ from genrt.questions.arguments import Table, TokenIds, check_contexts
 from genrt.questions.draws import Laws, PopulationDraw, merge_draws, population_draw
 from genrt.questions.masks import Masks, packed_masks
 from genrt.questions.reads import HostRow, ReadRequest, checked_temperature
-from genrt.questions.rows import Device, Limits, check_length, id_words, must_move
+from genrt.questions.rows import Device, Limits, check_length, must_move
 from genrt.questions.scores import joined_scores, score_requests
 from genrt.questions.sequences import (
     MOST_SEQUENCES,
@@ -30,6 +30,7 @@ from genrt.questions.sequences import (
     SequenceHandle,
     Sequences,
     check_block,
+    check_extensions,
     check_flags,
     check_integers,
     token_counts,
@@ -119,9 +120,7 @@ class PopulationRuntime:
             most: how many sequences one request has at most.
         """
         count = len(origins.numbers)
-        own = origins if len(places) == count else origins.take(places).needed()
-        known = own if own.can_continue(contexts.lengths) else None
-
+        known, handles = _known_origins(origins, places, contexts.lengths)
         request = population_draw(
             contexts,
             self.asker.bound(adapter),
@@ -133,7 +132,7 @@ class PopulationRuntime:
             temperature,
             seed,
             known,
-            own.handles or origins.handles,
+            handles,
             laws,
         )
         requests = [] if request is None else [request]
@@ -398,8 +397,7 @@ class Population:
         if not len(places):
             return whole
         contexts = sequences.followed_by(block)
-        own = before if len(places) == len(sequences) else before.take(places).needed()
-        known = own if own.can_continue(sequences.lengths[places]) else None
+        known, came_from = _known_origins(before, places, sequences.lengths[places])
         request = PopulationDraw(
             contexts,
             bound,
@@ -407,7 +405,7 @@ class Population:
             heat,
             None,
             known,
-            came_from=own.handles or before.handles,
+            came_from=came_from,
             block=block[places],
         )
         most = runtime.thread.max_weight
@@ -453,11 +451,8 @@ class Population:
             InvalidRequest: not token ids for each sequence.
         """
         self._check_open()
-        given = check_contexts(token_ids, "token_ids")
-        if len(given) != len(self):
-            raise InvalidRequest(f"{len(given)} token_ids of {len(self)} sequences: give all some")
-        most = self._runtime.limits.vocab_size
-        self._sequences.extend([id_words(each, most, allow_empty=True) for each in given])
+        size = self._runtime.limits.vocab_size
+        self._sequences.extend(check_extensions(token_ids, len(self), size))
 
     def resample(self, ancestors: Integers) -> None:
         """Replace sequence ``i`` by a copy of sequence ``ancestors[i]``. The number of sequences may
@@ -614,6 +609,15 @@ def _in_turn(turns: int, count: int) -> np.ndarray:
     """Return the places of the first of each of several populations of ``count`` sequences, one after
     another, then of the second of each, and so on."""
     return np.arange(turns * count).reshape(turns, count).T.ravel()
+
+
+def _known_origins(
+    origins: Origins, places: np.ndarray, lengths: np.ndarray
+) -> tuple[Origins | None, tuple[SequenceHandle, ...]]:
+    """Return the origins of the sequences at these places, ``None`` if one of these lengths is no longer
+    than its origin's, and the handles that stay known until the sequences are answered."""
+    own = origins if len(places) == len(origins.numbers) else origins.take(places).needed()
+    return own if own.can_continue(lengths) else None, own.handles or origins.handles
 
 
 def _checked_contexts(limits: Limits, sequences: Sequences, places: np.ndarray) -> Contexts:

@@ -7,6 +7,7 @@ Rule:
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -445,13 +446,21 @@ def check_block(token_ids: Sequence[TokenIds] | Table, count: int, vocab_size: i
                 "a token follows -1 in token_ids: -1 is for places after the last token"
             )
         return block
-    given = check_contexts(token_ids, "token_ids")
-    _check_count(given, count)
-    words = [id_words(each, vocab_size, allow_empty=True) for each in given]
+    words = check_extensions(token_ids, count, vocab_size)
     block = np.full((count, max(map(len, words), default=0)), -1)
     for row, each in zip(block, words, strict=True):
         row[: len(each)] = each
     return block
+
+
+def check_extensions(
+    token_ids: Sequence[TokenIds] | Table, count: int, vocab_size: int
+) -> list[array[int]]:
+    """Return the packed tokens that follow each of ``count`` sequences. Raises InvalidRequest unless they
+    are token ids for each."""
+    given = check_contexts(token_ids, "token_ids")
+    _check_count(given, count)
+    return [id_words(each, vocab_size, allow_empty=True) for each in given]
 
 
 def _check_count(given: Sequence[Any] | np.ndarray, count: int) -> None:

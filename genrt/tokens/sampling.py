@@ -411,10 +411,10 @@ def _draw_on_host(rows: Tensor, numbers: Tensor, power: float) -> Tensor:
     with np.errstate(all="ignore"):
         if power == 1.0:
             np.exp(logarithms, out=weights[:, :width])
-        for row, own in zip(logarithms, weights[:, :width], strict=True) if power != 1.0 else ():
-            np.exp(
-                np.multiply(row, np.float32(power), out=own), out=own
-            )  # while a cache has the row
+        else:
+            for row, own in zip(logarithms, weights[:, :width], strict=True):
+                np.multiply(row, np.float32(power), out=own)
+                np.exp(own, out=own)  # while a cache has the row
         chosen, mass = host_inverse(np.einsum("nbi->nb", blocks), first)
         within, _ = host_inverse(blocks[places, chosen], second)
         token_ids, log_mass = chosen * BLOCK + within, np.log(mass)

@@ -310,9 +310,12 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         )
 
     def _begin_decode_step(self) -> None:
+        computed = 0
         for request in self.running:
-            self.computed_tokens += len(request._all_token_ids) - request.num_computed_tokens
-            request.num_computed_tokens = len(request._all_token_ids)
+            length = len(request._all_token_ids)
+            computed += length - request.num_computed_tokens
+            request.num_computed_tokens = length
+        self.computed_tokens += computed
         self.current_step += 1
 
     def end_decode_step(self) -> None:
