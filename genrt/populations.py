@@ -15,8 +15,15 @@ import torch
 
 from genrt.errors import Closed, InvalidRequest, OutOfMemory
 from genrt.numbers import check_int, check_timeout, shown
-from genrt.questions.arguments import Table, TokenIds, check_contexts
-from genrt.questions.draws import Laws, PopulationDraw, merge_draws, population_draw
+from genrt.questions.arguments import Table, TokenIds, check_contexts, check_seed
+from genrt.questions.draws import (
+    Laws,
+    PopulationDraw,
+    block_seeds,
+    draw_temperature,
+    merge_draws,
+    population_draw,
+)
 from genrt.questions.masks import Masks, packed_masks
 from genrt.questions.reads import HostRow, ReadRequest, checked_temperature
 from genrt.questions.rows import Device, Limits, check_length, must_move
@@ -410,24 +417,89 @@ class Population:
         )
         most = runtime.thread.max_weight
         found, parts = await runtime.draws(self._ask, [request], most, timeout)
-        handles = [part.handle for part in parts]
-        is_open, is_same = self._finalizer.alive, self._sequences is sequences
-        if not (is_open and is_same and sequences.lengthen(contexts, block)):
-            runtime.give_back(handles)
+        is_same = self._sequences is sequences and sequences.lengthen(contexts, block)
+        self._extended(is_same, before, places, contexts, parts)
+        whole[torch.from_numpy(places)] = torch.cat(found)
+        return whole
+
+    async def draw_block(
+        self,
+        length: int,
+        *,
+        temperature: float = 1.0,
+        seed: int | None = None,
+        timeout: float | None = None,
+    ) -> BatchDraw:
+        """Draw ``length`` tokens after each sequence, one after another, and append them: a block of a
+        draft model, which ``advance`` of another runtime's population then weighs. Each of the tensors is
+        ``[n, length]``.
+
+        No caller decides anything between two draws, so that the engine draws the next token at once.
+        ``cut`` drops tokens of the block. After an error or a cancellation, the sequences are as before.
+
+        Args:
+            length: at least 1.
+            temperature: 0 is greedy.
+            seed: as of ``draw`` for the first tokens; decides the later ones too.
+
+        Raises:
+            InvalidRequest: an argument of the wrong type or range, or the sequences were changed
+                meanwhile. ContextTooLong: a sequence has no room for the block. Otherwise as ``draw``.
+        """
+        runtime, sequences = self._runtime, self._sequences
+        bound, heat = runtime.asker.bound(self._adapter), draw_temperature(temperature)
+        length = check_int("length", length, 1, runtime.limits.max_model_len)
+        seed = check_seed(seed)
+        self._check_open()
+        check_length(runtime.limits, int(sequences.lengths.max(initial=1)) + length - 1)
+        check_timeout(timeout)
+        count, before = len(sequences), sequences.origins
+        places, contexts = np.arange(count), sequences.contexts(np.arange(count))
+        known, came_from = _known_origins(before, places, contexts.lengths)
+        seeds = block_seeds(runtime.nonces, seed, count, length)
+        given = contexts, bound, None, heat, seeds, known
+        requests = [PopulationDraw(*given, came_from=came_from)] if count else []
+        most = runtime.thread.max_weight
+        found, parts = await runtime.draws(self._ask, requests, most, timeout)
+        if not count:
+            nothing = torch.zeros(0, length)
+            return BatchDraw(nothing.long(), nothing, nothing)
+        columns = map(torch.cat, zip(*found, strict=True))
+        draws = BatchDraw.of(columns, found[0].weights_version)
+        is_same = self._sequences is sequences and sequences.are(contexts)
+        if is_same:
+            block = draws.token_ids.numpy()
+            contexts = sequences.followed_by(block)
+            sequences.lengthen(contexts, block)
+        self._extended(is_same, before, places, contexts, parts)
+        return draws
+
+    def _extended(
+        self,
+        is_same: bool,
+        before: Origins,
+        places: np.ndarray,
+        contexts: Contexts,
+        parts: Sequence[PopulationDraw],
+    ) -> None:
+        """Make the sequences at these places extend the answered contexts, or raise because they were
+        changed meanwhile."""
+        sequences, handles = self._sequences, [part.handle for part in parts]
+        if not (self._finalizer.alive and is_same):
+            self._runtime.give_back(handles)
             self._check_open()
             raise InvalidRequest(
-                "the sequences were changed while they advanced: await advance first"
+                "the sequences were changed while they advanced: await the block first"
             )
         if sequences.origins is before:
             sequences.origins = before.after(handles, places, contexts.lengths)
             self._lease.renew(sequences.origins.handles)
         else:
-            runtime.give_back(handles)
-        whole[torch.from_numpy(places)] = torch.cat(found)
-        return whole
+            self._runtime.give_back(handles)
 
     draw_sync = blocking_question(draw)
     advance_sync = blocking_question(advance)
+    draw_block_sync = blocking_question(draw_block)
     logprobs_sync = blocking_question(logprobs)
     score_sync = blocking_question(score)
 

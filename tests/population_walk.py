@@ -24,7 +24,7 @@ from genrt.contexts import Context
 from genrt.errors import EngineFailed, TimedOut
 from genrt.lm import AsyncLM
 from genrt.populations import Population
-from genrt.questions.draws import batch_draw
+from genrt.questions.draws import batch_draw, step_seed
 from genrt.runtime.concurrency import gather_all
 from genrt.tokens.sampling import BatchDraw, Draw
 from tests.apart import drawn_apart
@@ -44,6 +44,7 @@ EVENTS = (
     "advance",
     "batch",
     "beside",
+    "block",
     "cancelled",
     "evicted",
     "fails",
@@ -59,7 +60,7 @@ EVENTS = (
 """What may happen to questions and engines between two draws."""
 
 
-QUIET = ("advance", "batch", "cancelled", "evicted", "scored", "thread", "timed_out")
+QUIET = ("advance", "batch", "block", "cancelled", "evicted", "scored", "thread", "timed_out")
 """The events that change nothing for other populations."""
 
 MADE: list[Any] = [list, np.array, torch.tensor]
@@ -304,9 +305,20 @@ class Walk:
         else:
             await happening
 
+    async def one_draw(self, particles: Particles, seed: int) -> BatchDraw:
+        """Draw after each sequence; a draw may be the first of a block, which is cut off again."""
+        population: Any = particles.population
+        if not isinstance(population, Population) or self.rng.random() < 0.5:
+            draws: BatchDraw = await population.draw(seed=seed)
+            return draws
+        lengths = [len(each) for each in particles.lists]
+        block = await population.draw_block(self.rng.randint(1, 4), seed=seed)
+        population.cut(lengths)
+        return BatchDraw.of([each[:, 0] for each in block], block.weights_version)
+
     async def _cancelled(self, particles: Particles) -> None:
         """A draw is given up, anywhere on its way."""
-        draw = asyncio.ensure_future(particles.population.draw(seed=self.rng.randrange(99)))
+        draw = asyncio.ensure_future(self.one_draw(particles, self.rng.randrange(99)))
         for _ in range(self.rng.randrange(6)):
             await asyncio.sleep(0)
         if self.rng.random() < 0.5:  # one that has reached the engine, whose step goes on
@@ -320,14 +332,14 @@ class Walk:
 
     async def _restarted(self, particles: Particles) -> None:
         """In the middle of a draw, which fails or is answered."""
-        draw = asyncio.ensure_future(particles.population.draw(seed=1))
+        draw = asyncio.ensure_future(self.one_draw(particles, 1))
         await asyncio.sleep(0)
         await asyncio.gather(self.runtime.lm.arestart(), draw, return_exceptions=True)
 
     async def _updated(self, particles: Particles) -> None:
         """Both runtimes have other weights, in the middle of a draw."""
         assert self.runtime.update is not None
-        draw = asyncio.ensure_future(particles.population.draw(seed=1))
+        draw = asyncio.ensure_future(self.one_draw(particles, 1))
         for _ in range(self.rng.randrange(4)):
             await asyncio.sleep(0)
         await self.runtime.update()
@@ -336,7 +348,7 @@ class Walk:
     async def _replaced(self, particles: Particles) -> None:
         """In the middle of a draw, which has one of the two adapters."""
         assert self.runtime.replace is not None
-        draw = asyncio.ensure_future(particles.population.draw(seed=1))
+        draw = asyncio.ensure_future(self.one_draw(particles, 1))
         for _ in range(self.rng.randrange(4)):
             await asyncio.sleep(0)
         await self.runtime.replace()
@@ -345,7 +357,7 @@ class Walk:
     async def _paused(self, particles: Particles) -> None:
         lm = self.runtime.lm
         await lm.pause()
-        draw = asyncio.ensure_future(particles.population.draw(seed=4))
+        draw = asyncio.ensure_future(self.one_draw(particles, 4))
         await asyncio.sleep(0)
         lm.resume()
         await self.check(particles, await draw, {"seed": 4})
@@ -415,6 +427,22 @@ class Walk:
         width = max(map(len, more), default=0)
         padded = [torch.nn.functional.pad(each, (0, width - len(each))) for each in wanted]
         torch.testing.assert_close(found, torch.stack(padded).float(), rtol=0, atol=max(near, 1e-5))
+
+    async def _block(self, particles: Particles) -> None:
+        """Draws in turn, each as a single question's."""
+        population, seed = particles.population, self.rng.randrange(10**6)
+        if not isinstance(population, Population):
+            return
+        found = await population.draw_block(self.rng.randint(1, 4), seed=seed)
+        for number, columns in enumerate(zip(*(each.unbind(1) for each in found), strict=True), 1):
+            draws = BatchDraw.of(columns, found.weights_version)
+            way = {"seed": seed if number == 1 else step_seed(seed, number)}
+            await self.check(particles, draws, way)
+            tokens = draws.token_ids.tolist()
+            particles.lists = [
+                [*one, each] for one, each in zip(particles.lists, tokens, strict=True)
+            ]
+        self.same(particles)
 
     async def _batch(self, particles: Particles) -> None:
         """The same contexts as lists, in another order, also by another thread at the same time."""

@@ -406,7 +406,7 @@ async def test_a_block_is_appended_and_scored_unless_the_sequences_change_meanwh
     asked = asyncio.ensure_future(population.advance([[1]] * 3))
     await asyncio.sleep(0)
     population.append([6, 6, 6])
-    with pytest.raises(InvalidRequest, match="await advance first"):
+    with pytest.raises(InvalidRequest, match="await the block first"):
         await asked
     assert [*population] == [[*each, 6] for each in before]
 
@@ -424,6 +424,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "draw_sync": {"masks": None, "temperature": 1.0, "seed": 1, "where": None, "timeout": None},
     "logprobs_sync": {"where": None, "device": None, "timeout": None},
     "advance_sync": {"token_ids": [[1], [1, 2]], "temperature": 1.0, "timeout": None},
+    "draw_block_sync": {"length": 2, "temperature": 1.0, "seed": 1, "timeout": None},
     "append": {"token_ids": [1, 1]},
     "extend": {"token_ids": [[1], [1, 2]]},
     "resample": {"ancestors": [0, 0]},

@@ -80,13 +80,14 @@ from genrt.inference.laws import (
     product,
     product_of_sums,
 )
-from genrt.inference.model import DEAD, model_seed
+from genrt.inference.model import DEAD
 from genrt.inference.resampling import Floats
 from genrt.inference.texts import END_TOKEN, Ends, Stop, TextTrace, parse_stop
 from genrt.lm import AsyncLM
 from genrt.numbers import check_int, displayed
 from genrt.populations import Population, draw_texts
 from genrt.questions.arguments import seeds_at
+from genrt.questions.draws import step_seed
 from genrt.runtime.concurrency import gather_all
 from genrt.structures.matching import unpacked
 from genrt.tokens import sampling
@@ -281,12 +282,35 @@ class TextModel:
         if (empty := await self.only_empty(traces)) is not None:
             return empty
 
+        populations = self._populations(traces)
+        block = await self._drawn_block(traces, populations, seed)
+
         async def draw(populations: Any, places: Any, growing: Any, number: int) -> Draws:
-            sequence = np.random.SeedSequence(seed, spawn_key=(number,))
-            own = seed if number == 1 else model_seed(sequence)
+            if block:
+                return [block[place][number - 1] for place in places]
+            own = seed if number == 1 else step_seed(seed, number)
             return await self._draw(populations, places, growing, own)
 
-        return await self._unit_longer(traces, self._populations(traces), draw)
+        return await self._unit_longer(traces, populations, draw, is_appended=bool(block))
+
+    async def _drawn_block(
+        self, traces: Sequence[TextTrace], populations: Sequence[Population], seed: int
+    ) -> list[Draws]:
+        """Return the tokens of a unit of each text in one question to a law that proposes, which appends
+        them; ``[]`` if a token decides about the next: by a mask, or by the end of a longer unit."""
+        law, unit = self._proposer, self._unit
+        if law is None or self._start is not None or not isinstance(unit, int) or unit == 1:
+            return []
+        most = law.lm.max_model_len - int(populations[0].lengths.max()) + 1
+        length = min(unit, self.max_tokens - min(each.count for each in traces))
+        if length > most:
+            return []
+        found = await populations[0].draw_block(length, temperature=law.temperature, seed=seed)
+        columns = found.token_ids.tolist(), found.logprobs.tolist()
+        return [
+            [(token_id, 0.0, logprob) for token_id, logprob in zip(*each, strict=True)]
+            for each in zip(*columns, strict=True)
+        ]
 
     async def follow(
         self, traces: Sequence[TextTrace], tokens: Sequence[Sequence[int]]
@@ -386,9 +410,12 @@ class TextModel:
         traces: Sequence[TextTrace],
         populations: Sequence[Population],
         draw: Callable[[Any, Any, Any, int], Awaitable[Draws]],
+        *,
+        is_appended: bool = False,
     ) -> list[TextTrace]:
         """Extend each text by a unit, whose tokens ``draw`` returns: after these texts, at these places
-        of the populations, the numbered token of the unit. Its weight is that of the target."""
+        of the populations, the numbered token of the unit. Its weight is that of the target. With
+        ``is_appended`` the drawing population has the tokens."""
         drawing = populations if self._proposer is None else populations[:1]
         new, going = [*traces], [*range(len(traces))]
         for number in count(1):
@@ -397,7 +424,8 @@ class TextModel:
             longer = await self._token_longer(growing, drawn)
             for place, trace in zip(going, longer, strict=True):
                 new[place] = trace
-            _append(drawing, new, going)
+            if not is_appended:
+                _append(drawing, new, going)
             going = self._inside(traces, new, going, number)
             if not going:
                 break

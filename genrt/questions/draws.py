@@ -141,7 +141,8 @@ class PopulationDraw(Request):
         contexts: the sequences, at least one.
         masks: one for each draw; ``None`` allows every token.
         temperature: of all draws.
-        seeds: uint64, one for each draw; without them, the request is for the rows.
+        seeds: uint64 ``[n]``, one for each draw, or ``[n, k]`` for k draws in turn after each sequence,
+            each after the token before; without them, the request is for the rows.
         origins: where to find the sequences that these extend, if each extends one.
         came_from: the handles of all sequences that these extend, which stay known until then.
         laws: the temperature and the power of each factor; without them, the weights are the row.
@@ -168,6 +169,29 @@ class PopulationDraw(Request):
 
     def __len__(self) -> int:
         return len(self.contexts)
+
+    @property
+    def steps(self) -> int:
+        """How many draws in turn there are after each sequence; 0 for a single draw or rows."""
+        return 0 if self.seeds is None or self.seeds.ndim == 1 else int(self.seeds.shape[1])
+
+    def step(
+        self, number: int, before: PopulationDraw | None = None, token_ids: Tensor | None = None
+    ) -> PopulationDraw:
+        """Return the request for draw ``number`` in turn, from 0, after the request before it has drawn
+        these tokens, int64 ``[n]``. The last one has this request's handle."""
+        seeds = cast("np.ndarray", self.seeds)[:, number]
+        if before is None or token_ids is None:
+            return replace(self, seeds=seeds)
+        every, handle = np.arange(len(self)), before.handle
+        contexts = Contexts.grown([before.contexts], every, token_ids.numpy().astype(np.uint32))
+        origins = Origins((handle,), every, before.contexts.lengths)
+        found = replace(
+            self, contexts=contexts, seeds=seeds, origins=origins, came_from=origins.handles
+        )
+        if number + 1 == self.steps:
+            object.__setattr__(found, "handle", self.handle)
+        return found
 
     @property
     def rows(self) -> list[LogprobsRequest]:
@@ -304,6 +328,22 @@ def population_draw(
     return PopulationDraw(
         contexts, adapter, packed, temperature, seeds, origins, came_from=came_from, laws=laws
     )
+
+
+def block_seeds(nonces: Iterator[int], seed: int | None, count: int, length: int) -> np.ndarray:
+    """Return the seeds of ``length`` draws in turn after each of ``count`` sequences: uint64
+    ``[count, length]``. The first ones are those of a single draw with the same seed."""
+    if seed is None:
+        found = np.fromiter(nonces, np.uint64, count * length)
+        return found.reshape(length, count).T
+    later = [step_seed(seed, number) for number in range(2, length + 1)]
+    return np.stack([seeds_at(each, np.arange(count)) for each in (seed, *later)], axis=1)
+
+
+def step_seed(seed: int, number: int) -> int:
+    """Return the seed of the numbered draw in turn, below 2^63; the first has number 1."""
+    state = np.random.SeedSequence(seed, spawn_key=(number,)).generate_state(1, np.uint64)
+    return int(state[0] >> 1)
 
 
 def merge_draws(several: Sequence[BatchDraw], places: np.ndarray, count: int) -> BatchDraw:

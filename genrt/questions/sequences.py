@@ -130,6 +130,10 @@ class Sequences:
             self._read[:] = 0
         self._table[places, columns] = token_ids
 
+    def are(self, contexts: Contexts) -> bool:
+        """Return whether these contexts, which had all of the sequences, still have them."""
+        return contexts._table is self._table and np.array_equal(contexts.lengths, self.lengths)
+
     def followed_by(self, block: np.ndarray) -> Contexts:
         """Return the sequences that the block follows, each with its tokens of the block but the last.
 

@@ -8,12 +8,12 @@ Rules:
     An engine that raises in ``cancel`` may still hold the requests. They are cancelled again before the
     next flush; if that raises too, only new requests equal to them fail.
     A population that continues by the engine's numbers of its sequences (``Origins``) shares no rows and
-    skips the cache.
+    skips the cache. Of several draws in turn, each is a request of its own to the engine.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -76,6 +76,20 @@ class _FoundRows:
         return len(self.found) == len(self.distinct)
 
 
+@dataclass(slots=True)
+class _DrawsInTurn:
+    """A population with several draws in turn, and its draws so far."""
+
+    request: PopulationDraw
+    found: list[BatchDraw] = field(default_factory=list)
+
+    @property
+    def whole(self) -> BatchDraw:
+        """All draws, each of its tensors ``[n, k]``."""
+        columns = (torch.stack(each, dim=1) for each in zip(*self.found, strict=True))
+        return BatchDraw.of(columns, self.found[0].weights_version)
+
+
 class AnsweringEngine:
     """An engine that answers reads from the rows of another engine, and passes other requests through.
 
@@ -104,6 +118,9 @@ class AnsweringEngine:
         self._found: dict[PopulationDraw, _FoundRows] = {}
         self._by_number: dict[Request, None] = {}  # populations that continue by sequence number
         self._not_finite: list[SequenceHandle] = []  # to be released after the step
+        # Populations with several draws in turn, by the request for the present draw, and the reverse.
+        self._in_turn: dict[Request, _DrawsInTurn] = {}
+        self._present: dict[Request, PopulationDraw] = {}
         self._unforgotten: dict[Request, GenrtError] = {}
         self._reads = 0
         self._bytes_to_host = 0
@@ -117,6 +134,56 @@ class AnsweringEngine:
     def submit(self, requests: Sequence[Request]) -> list[Finished]:
         """Take a flush with reads. Return the ends of requests that need no forward: reads of cached
         rows, requests of lost adapters, and requests that the engine refuses."""
+        several = [each for each in requests if isinstance(each, PopulationDraw) and each.steps]
+        if not several:
+            return self._submit_all(requests)
+        for each in several:
+            self._begin_draw(_DrawsInTurn(each), each.step(0))
+        try:
+            ends = self._submit_all([self._present.get(each, each) for each in requests])
+        except BaseException:
+            for each in several:
+                self._end_draws(each)
+            raise
+        return self._next_draws(ends)
+
+    def _end_draws(self, request: Request) -> Request:
+        """Forget the draws in turn of a population, if it has several; return the request in progress."""
+        present = self._present.pop(request, request)
+        self._in_turn.pop(present, None)
+        return present
+
+    def _begin_draw(self, draws: _DrawsInTurn, request: PopulationDraw) -> None:
+        self._in_turn[request], self._present[draws.request] = draws, request
+
+    def _next_draws(self, ends: Sequence[Finished]) -> list[Finished]:
+        """Submit the next draw of populations with several in turn; return the other ends. The caller of
+        these draws learns of the last one only."""
+        over: list[Finished] = []
+        left = deque(ends)
+        while left:
+            end = left.popleft()
+            if (draws := self._in_turn.pop(end.request, None)) is None:
+                over.append(end)
+                continue
+            asked, before = draws.request, self._present.pop(draws.request)
+            if end.error is not None:
+                over.append(Finished(asked, error=end.error))
+                continue
+            draws.found.append(cast("BatchDraw", end.result))
+            if len(draws.found) == asked.steps:
+                over.append(Finished(asked, draws.whole))
+                continue
+            request = asked.step(len(draws.found), before, draws.found[-1].token_ids)
+            self._begin_draw(draws, request)
+            try:
+                left += self._submit_all([request])
+                self.give_back([before.handle])
+            except Exception as error:
+                left.append(Finished(request, error=survived(error)))
+        return over
+
+    def _submit_all(self, requests: Sequence[Request]) -> list[Finished]:
         ends: list[Finished] = []
         if lost := self._adapters.lost:
             errors = ((each, lost.get(cast("Adapter", each.adapter))) for each in requests)
@@ -187,7 +254,7 @@ class AnsweringEngine:
                 row.readers[reader] = None
         if found:
             self._found |= found
-            self.cancel([each.request for each in ends if each.request in found])
+            self._withdraw([each.request for each in ends if each.request in found])
             whole = [each for each, rows in self._found.items() if rows.are_whole]
             ends += [self._drawn_from_rows(each) for each in whole]
         return ends + self._answered(cached) if cached else ends
@@ -248,8 +315,16 @@ class AnsweringEngine:
     def step(self, tell: Callable[[Sequence[Finished]], object] | None = None) -> list[Finished]:
         """Step the engine and answer the reads of the step's rows. Ends that ``tell`` gets during the
         step are not returned."""
+        early: list[Finished] = []  # draws that others follow
+
+        def deliver(ends: Sequence[Finished]) -> None:
+            drawn = [self._with_draws(end) for end in ends]
+            early.extend(end for end in drawn if end.request in self._in_turn)
+            if last := [end for end in drawn if end.request not in self._in_turn]:
+                cast("Callable[[Sequence[Finished]], object]", tell)(last)
+
         if self.capabilities.delivers_early:
-            self.engine.tell = tell and (lambda ends: tell([self._with_draws(end) for end in ends]))
+            self.engine.tell = tell and deliver
         draws_by_number = bool(self._by_number)
         try:
             ends: Sequence[Finished] = self.engine.step()
@@ -287,8 +362,11 @@ class AnsweringEngine:
                     if rows.are_whole:
                         whole.append(reader)
         if failed:
-            self.cancel([*failed])
+            self._withdraw([*failed])
         finished += [self._drawn_from_rows(each) for each in whole if each not in failed]
+        finished += early
+        if self._in_turn:
+            finished = self._next_draws(finished)
         return finished + self._answered(reads) if reads else finished
 
     def progress(self, streamed: Sequence[Streamed]) -> Sequence[Told | None]:
@@ -300,6 +378,9 @@ class AnsweringEngine:
     def cancel(self, requests: Sequence[Request]) -> None:
         """Cancel requests; a row goes with the last request for it. Raises only EngineDied: another error
         of the engine affects only later requests that are equal."""
+        self._withdraw([self._end_draws(each) for each in requests])
+
+    def _withdraw(self, requests: Sequence[Request]) -> None:
         unwanted: list[Request] = []
         for request in requests:
             is_read = isinstance(request, ReadRequest | PopulationDraw)
@@ -361,7 +442,8 @@ class AnsweringEngine:
             self._cancel(unasked)
 
     def _clear(self) -> None:
-        for each in (self._in_progress, self._found, self._by_number, self._unforgotten):
+        several = self._in_progress, self._found, self._by_number, self._unforgotten
+        for each in (*several, self._in_turn, self._present):
             each.clear()
         self._not_finite.clear()
 

@@ -192,3 +192,22 @@ async def test_weights_on_vllm_are_those_of_rows(
             )
         )
         assert log_weight == pytest.approx(expected, abs=5e-3)
+
+
+@pytest.mark.parametrize("stop", [None, "bb"])
+async def test_a_unit_without_masks_is_one_question_to_the_draft(
+    lm: AsyncLM, small: AsyncLM, stop: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its texts and weights are those of a question for each token."""
+    model = TextModel(Law(lm, PROMPT), max_tokens=8, stop=stop, proposal=Law(small, PROMPT), unit=3)
+    smc = SMC(model, num_particles=40)
+    found = await smc.run(seed=5)
+    assert 0 < small.statistics().batcher.flushes <= model.max_steps == 3
+    monkeypatch.setattr(TextModel, "_drawn_block", nothing)
+    wanted = await smc.run(seed=5)
+    assert found.texts == wanted.texts
+    assert found.log_evidence == pytest.approx(wanted.log_evidence, abs=1e-6)
+
+
+async def nothing(*_: object) -> list[Any]:
+    return []

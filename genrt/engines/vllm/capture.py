@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 @torch.inference_mode()
 def log_probabilities(logits: torch.Tensor, *, may_overwrite: bool = False) -> torch.Tensor:
     """Return the rows ``[n, vocab_size]`` of ``logits``. With ``may_overwrite`` they overwrite float32
-    logits, so no second tensor of this size is allocated."""
-    if not may_overwrite:
+    logits on a CPU, so no second tensor of this size is allocated."""
+    # On a GPU, vLLM's batch-invariant mode replaces only the kernel that does not overwrite.
+    if logits.is_cuda or not may_overwrite:
         return normalised(logits)
     wide = logits.float()
     return corrected(torch.log_softmax(wide, dim=-1, out=wide))
