@@ -69,8 +69,9 @@ class LoadOptions(TypedDict, total=False):
         deterministic: whether rows, draws and scores have the same bits whatever else is in the batch,
             with and without cached prefixes (batch-invariant); by default False. vLLM then needs
             ``VLLM_BATCH_INVARIANT=1`` in the process's environment on a GPU, and
-            ``VLLM_CPU_ATTN_SPLIT_KV=0`` on a CPU. A self-test compares bits at opening. transformers
-            computes one sequence a step; the exact engine is deterministic anyway.
+            ``VLLM_CPU_ATTN_SPLIT_KV=0`` on a CPU. A self-test compares bits at opening. On a GPU, texts
+            with top-k or top-p are refused. transformers computes one sequence a step; the exact engine
+            is deterministic anyway.
         replicas: the number of engines, each in an actor of Ray (extra ``ray``). By default one engine in
             this process, or one of ranks with vLLM's ``tensor_parallel_size``. A population, and texts
             with a common beginning, stay on one replica. A replica that dies, hangs or fails is started

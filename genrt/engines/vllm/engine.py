@@ -602,6 +602,10 @@ class VLLMEngine:
         self.forget_residents()
         self._open = None
 
+    def stop_truncating(self) -> None:
+        """Refuse texts with top-k or top-p from now on."""
+        self._texts.truncates = False
+
     def stop_scoring(self) -> None:
         """Support no scores from now on, so that callers ask for rows."""
         self._positions.stop()

@@ -53,6 +53,9 @@ def check_same_bits(engine: VLLMEngine, *, block_size: int) -> None:
     """Compare rows computed alone with the same rows among 63 others, bit for bit: computed at once,
     after a prefix hit, extended and forked; then scores, and genrt's own draws.
 
+    On a GPU, texts with top-k or top-p are refused afterwards: which kernel vLLM takes for these depends
+    on the number of rows.
+
     Contexts have ``block_size + 4`` tokens, then powers of two up to ``max_model_len``; on a GPU at most
     ``LONGEST``.
 
@@ -80,6 +83,8 @@ def check_same_bits(engine: VLLMEngine, *, block_size: int) -> None:
                 )
         passed = length
     engine.forget_residents()
+    if engine.device.type != "cpu":
+        engine.stop_truncating()
 
 
 def _advice(device: torch.device, passed: int) -> str:

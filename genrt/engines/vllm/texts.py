@@ -272,6 +272,7 @@ class VLLMTexts:
     Attributes:
         waiting: the texts that wait for a slot, in order.
         weights_version: labels the tokens that are drawn from now on.
+        truncates: whether texts may have top-k and top-p.
     """
 
     def __init__(
@@ -293,6 +294,7 @@ class VLLMTexts:
         self._spellings = Spellings(self._outputs.tokenizer, config.model_config.get_vocab_size())
         self.waiting: dict[TextRequest, None] = {}
         self.weights_version = 0
+        self.truncates = True
         self._in_progress: dict[str, _TextState] = {}
         self._streamed: dict[TextRequest, str] = {}
 
@@ -325,6 +327,8 @@ class VLLMTexts:
             return NO_PARSER
         if decoding.sampling_mask is not None and self._sets is None:
             return "sampling_mask needs vLLM's sampler in this process, and it is in a worker"
+        if not self.truncates and (decoding.top_k or decoding.top_p < 1.0):
+            return "deterministic=True: vLLM's top-k and top-p kernels cut by the batch: leave them out"
         name = None if self._has_tokenizer else decoding.of_text
         if name is not None:
             return f"{name} needs a tokenizer, and vLLM was opened with skip_tokenizer_init"

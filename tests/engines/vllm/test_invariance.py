@@ -22,6 +22,7 @@ from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest
 from tests.engines.vllm.small import forget, load, tokens
 from tests.engines.vllm.test_self_check import Engine, Ids
+from tests.inside import engine_of
 
 pytestmark = pytest.mark.vllm
 
@@ -176,6 +177,24 @@ def test_the_self_test_admits_an_engine_that_computes_each_row_apart() -> None:
     engine = Batched(max_model_len=130)
     check_same_bits(cast("VLLMEngine", engine), block_size=16)
     assert not engine.residents
+
+
+def test_on_a_gpu_texts_are_not_truncated(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped = []
+    engine: Any = Batched(max_model_len=130)
+    engine.stop_truncating = lambda: stopped.append(True)
+    check_same_bits(engine, block_size=16)
+    assert not stopped
+    monkeypatch.setattr(engine, "device", torch.device("meta"))
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: tensor)
+    check_same_bits(engine, block_size=16)
+    assert stopped
+    with load(llama, blocks=40, max_num_seqs=4) as lm:
+        engine_of(lm).stop_truncating()
+        for cut in ({"top_p": 0.9}, {"top_k": 3}):
+            with pytest.raises(InvalidRequest, match="leave them out"):
+                lm.generate_sync([1], max_tokens=2, **cast("Any", cut))
+        assert len(lm.generate_sync([1], max_tokens=2, min_p=0.1, ignore_eos=True).token_ids) == 2
 
 
 def test_without_residents_a_cpus_attention_cannot_be_tested() -> None:
