@@ -156,7 +156,6 @@ class DecodeSteps:
         if output is None:
             return None
         states, self._block = self._runner.run_block(output, self._running, before)
-        self._several = {}
         self._scheduler.end_decode_step()
         return states
 
@@ -177,8 +176,11 @@ class DecodeSteps:
             tokens = tokens.without(several)
             tokens.add(new_tokens(these, [each.num_computed_tokens for each in these]))
             self._several = {}
-        elif several:
-            return output
+        elif several and output is not None:
+            # The step's own tokens come from its requests; others of this flush may have no place in it.
+            scheduled = output.num_scheduled_tokens
+            self._several = {n: each for n, each in several.items() if n not in scheduled}
+            tokens = tokens.without(scheduled.keys() | several.keys())
         if tokens:
             self._runner.write(tokens)
         return output
@@ -198,13 +200,12 @@ class DecodeSteps:
                 return step
             self._unused += 1
             self._mistaken += speculated is not None
-        last = self._last
+        last, is_block = self._last, bool(self._several)
         output = self._scheduled()
         if output is None:
             return None
-        if self._several:
+        if is_block:
             self._runner.execute_block(output, self._running)
-            self._several = {}
         else:
             self._runner.execute(output)
         self._last, rows = self._runner.take_rows()

@@ -15,6 +15,7 @@ import torch
 from genrt.contexts import Context
 from genrt.lm import AsyncLM
 from genrt.populations import Population
+from tests.apart import drawn_apart
 from tests.engines.vllm.ahead import (
     COUNT,
     Runtimes,
@@ -24,7 +25,7 @@ from tests.engines.vllm.ahead import (
 )
 from tests.engines.vllm.small import BLOCK_BYTES, forget, held, left_over
 from tests.inside import engine_of
-from tests.population_walk import EVENTS, HeldContexts, walk
+from tests.population_walk import EVENTS, HeldContexts, expect_equal, walk
 from tests.population_walk import Runtime as WalkedRuntime
 
 pytestmark = pytest.mark.vllm
@@ -105,6 +106,24 @@ async def walked(
     statistics = lm.statistics().engine
     assert statistics.forked > 0  # since the last restart
     assert statistics.extended > 0
+
+
+@pytest.mark.parametrize("several", [0, 2])
+async def test_sequences_that_wait_for_the_next_step_keep_their_tokens(
+    at_once: Runtimes, several: int
+) -> None:
+    """More sequences than a step holds, one population with several tokens each: the first to go, or the
+    last, whose tokens then wait too."""
+    lm, quiet = at_once
+    forget(lm)
+    populations = [lm.population([[n, k] for k in range(12)]) for n in range(3)]
+    await asyncio.gather(*(each.draw() for each in populations))
+    for n, each in enumerate(populations):
+        each.extend([[5 + n, k, 9] if n == several else [k] for k in range(12)])
+    found = await asyncio.gather(*(each.draw(seed=n) for n, each in enumerate(populations)))
+    for n, (each, draws) in enumerate(zip(populations, found, strict=True)):
+        expect_equal(draws, await drawn_apart(quiet, [*each], seed=n), 1e-3)
+        each.close()
 
 
 WALKS = [(0, 24), pytest.param(1, 100, marks=pytest.mark.proof)]
