@@ -31,11 +31,15 @@ import torch
 
 from genrt.cluster.actors import Gone
 from genrt.cluster.flushes import (
-    Answers,
     FarSequences,
     HandleNumbers,
+    Message,
+    PackedFlush,
+    Pickled,
     packed_flush,
+    pickled,
     unpacked_answers,
+    unpickled,
 )
 from genrt.cluster.replica import Facts, Settings, stored
 from genrt.cluster.routing import Router
@@ -85,7 +89,9 @@ class _ReplicaRecord:
         life: counts deaths; messages of an earlier life are ignored.
         is_open: whether it has opened in this life.
         asked: its unanswered questions, by ticket.
-        heard: when its last message came.
+        heard: when its last answers came.
+        calls: the messages that it has not returned.
+        gone: collected populations, which it learns with its next message.
     """
 
     number: int
@@ -96,6 +102,8 @@ class _ReplicaRecord:
     restarts: int = 0
     asked: dict[int, Request] = field(default_factory=dict)
     heard: float = 0.0
+    calls: int = 0
+    gone: list[int] = field(default_factory=list)
     failures: int = 0
     reason: str = ""
     counted: EngineStatistics = field(default_factory=EngineStatistics)
@@ -205,7 +213,7 @@ class ReplicaEngine:
                 replica, ticket = self._taken_off(request)
                 tickets.setdefault(replica.number, []).append(ticket)
         for number, several in tickets.items():
-            self._set.call(number, "cancel", several)
+            self._exchange(self._replicas[number], withdrawn=several)
 
     def add_adapter(self, adapter: Adapter, path: Path) -> None:
         """Load an adapter in all replicas, or raise."""
@@ -270,7 +278,8 @@ class ReplicaEngine:
         """Send the questions that wait, and the numbers of collected populations."""
         if gone := self._numbers.taken():
             self._router.left(gone)
-            self._tell("forget", gone)
+            for each in self._replicas:
+                each.gone += gone if each.is_open else []
         usable = [each.number for each in self._serving]
         if not self._waiting or not usable:
             return
@@ -293,15 +302,25 @@ class ReplicaEngine:
             flushes.setdefault(number, []).append((self._last_ticket, request))
         for number, asked in flushes.items():
             replica = self._replicas[number]
-            self._call(replica, "flush", packed_flush(asked, replica.far))
+            self._exchange(replica, packed_flush(asked, replica.far))
 
-    def _listen(self, replica: _ReplicaRecord) -> None:
+    def _exchange(
+        self, replica: _ReplicaRecord, asked: PackedFlush = [], withdrawn: Sequence[int] = ()
+    ) -> None:
+        """Send a message. An open replica always has one, with which it returns its answers."""
+        gone, replica.gone = replica.gone, []
+        message = pickled(Message(asked, withdrawn, gone))
+        replica.calls += 1
+        self._call(replica, "exchange", message, self._stall_seconds / 4, then=self._answered)
+
+    def _answered(self, replica: _ReplicaRecord, message: Pickled | None) -> None:
+        replica.calls -= 1
+        if not replica.calls:
+            self._exchange(replica)
+        if message is None:
+            return
         replica.heard = self._clock()
-        self._call(replica, "answers", self._stall_seconds / 4, then=self._answered)
-
-    def _answered(self, replica: _ReplicaRecord, message: Answers) -> None:
-        self._listen(replica)
-        answers = unpacked_answers(message, replica.asked)
+        answers = unpacked_answers(unpickled(message), replica.asked)
         replica.counted = answers.statistics
         for ticket, part in answers.told:
             self._streams[replica.asked[ticket]].append(part)
@@ -367,7 +386,8 @@ class ReplicaEngine:
         if not replica.is_open:
             replica.is_open = True
             replica.restarts += replica.life > 0
-            self._listen(replica)
+            replica.heard = self._clock()
+            self._exchange(replica)
         present = self.weights.version, tuple(self._adapters.items())
         if (wanted.version, wanted.adapters) == present:
             replica.state = "healthy"
@@ -417,7 +437,8 @@ class ReplicaEngine:
         """Ask the questions of a dead replica again; the next tick prepares it, unless it is final."""
         replica.state, replica.reason = "retired" if is_final else "dead", reason
         replica.life, replica.is_open = replica.life + 1, False
-        replica.failures = 0
+        replica.failures = replica.calls = 0
+        replica.gone = []
         replica.far = FarSequences(self._numbers)
         counted, replica.counted = replica.counted, EngineStatistics()
         self._past = sum_counters([self._past, replace(counted, resident=0, kept_tokens=0)])
@@ -457,6 +478,8 @@ class ReplicaEngine:
             self._prepare(replica)
         elif replica.is_open and self._clock() - replica.heard > self._stall_seconds:
             self._give_up(replica, f"it was silent for {self._stall_seconds:g} s")
+        elif replica.is_open and replica.gone:
+            self._exchange(replica)
 
     def _until(self, is_over: Callable[[], bool]) -> None:
         """Handle messages until something holds. Raises EngineDied once all replicas are dead."""

@@ -8,6 +8,7 @@ Rules:
 
 from __future__ import annotations
 
+import pickle
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,8 +27,32 @@ from genrt.questions.request import Request
 from genrt.questions.sequences import Contexts, Origins, SequenceHandle
 from genrt.tokens.sampling import BatchDraw, Draw, TopLogprobs
 
+Pickled: TypeAlias = "bytes | tuple[bytes, list[np.ndarray]]"
+"""Bytes, and the large buffers beside them."""
+
+LARGE = 2**16
+"""The bytes of a buffer that an object store takes as it is."""
+
 MOST_HELD = 2**28
 """The most bytes of sequences that the other end of a connection holds."""
+
+
+def pickled(value: object) -> Pickled:
+    """Return a value as bytes, for which Ray has a short way, with its large buffers apart."""
+    large: list[np.ndarray] = []
+
+    def stays(buffer: pickle.PickleBuffer) -> bool:
+        if is_large := buffer.raw().nbytes >= LARGE:
+            large.append(np.frombuffer(buffer, np.uint8))
+        return not is_large
+
+    data = pickle.dumps(value, protocol=5, buffer_callback=stays)
+    return (data, large) if large else data
+
+
+def unpickled(data: Pickled) -> Any:
+    """Return the value."""
+    return pickle.loads(data) if isinstance(data, bytes) else pickle.loads(data[0], buffers=data[1])
 
 
 # -- handles of populations -------------------------------------------------------------------------
@@ -105,6 +130,16 @@ class _SentPopulation(NamedTuple):
 
 
 PackedFlush: TypeAlias = list[tuple[int, "Request | _SentPopulation"]]
+
+
+class Message(NamedTuple):
+    """What a replica gets: questions, tickets of questions that are withdrawn, and the numbers of
+    collected populations."""
+
+    asked: PackedFlush = []
+    withdrawn: Sequence[int] = ()
+    forgotten: Sequence[int] = ()
+
 
 
 def packed_flush(asked: Sequence[tuple[int, Request]], far: FarSequences) -> PackedFlush:

@@ -17,7 +17,15 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 
-from genrt.cluster.flushes import Answers, PackedFlush, packed_answers, unpacked_flush
+from genrt.cluster.flushes import (
+    Answers,
+    Message,
+    Pickled,
+    packed_answers,
+    pickled,
+    unpacked_flush,
+    unpickled,
+)
 from genrt.cluster.programs import ProgramRequest, packed_run, program_loop
 from genrt.engines.folders import Folder
 from genrt.engines.protocol import check_supported, survived
@@ -74,6 +82,8 @@ class Replica:
         self._ends: list[tuple[int, Any]] = []
         self._told: list[tuple[int, Told]] = []
         self._news = asyncio.Event()
+        self._turn = asyncio.Lock()
+        self._listening = 0
         self._failed: EngineDied | None = None
         self._program_loop: asyncio.AbstractEventLoop | None = None
 
@@ -113,20 +123,9 @@ class Replica:
 
     # -- questions ----------------------------------------------------------------------------
 
-    async def flush(self, message: PackedFlush) -> None:
-        """Take the questions of a message; ``answers`` returns their ends."""
-        if self._lm is None:  # they were for an earlier life
-            return
-        try:
-            for ticket, request in unpacked_flush(message, self._handles):
-                self._ask(ticket, request)
-        except Exception as error:
-            self._failed = EngineDied(f"a flush could not be read: {error}")
-            self._news.set()
-
-    async def answers(self, seconds: float) -> Answers:
-        """Wait for answers, and return all that there are; after so many seconds none, once the engine's
-        thread takes a call.
+    async def exchange(self, message: Pickled, seconds: float) -> Pickled | None:
+        """Take a ``Message``; wait for answers to any questions, and return all that there are. After so
+        many seconds there are none, once the engine's thread takes a call. ``None`` if two calls wait.
 
         Raises:
             EngineDied: something failed. Before ``prepare``: a call for an earlier life would take the
@@ -135,28 +134,42 @@ class Replica:
         if self._lm is None:
             raise EngineDied("it was started again")
         try:
-            await asyncio.wait_for(self._news.wait(), seconds)
-        except TimeoutError:
-            await self.do("statistics")
-        self._news.clear()
+            self._take(unpickled(message))
+        except Exception as error:
+            self._failed = EngineDied(f"a flush could not be read: {error}")
+            self._news.set()
+        if self._listening == 2:
+            return None
+        self._listening += 1
+        try:
+            async with self._turn:
+                try:
+                    async with asyncio.timeout(seconds):
+                        await self._news.wait()
+                except TimeoutError:
+                    await self.do("statistics")
+                self._news.clear()
+        finally:
+            self._listening -= 1
         if self._failed is not None:
             raise self._failed
         ends, self._ends, told, self._told = self._ends, [], self._told, []
-        return packed_answers(Answers(ends, told, self._lm._thread.statistics()))
+        return pickled(packed_answers(Answers(ends, told, self._lm._thread.statistics())))
 
-    async def cancel(self, tickets: Sequence[int]) -> None:
-        """Withdraw questions."""
+    def _take(self, message: Message) -> None:
+        self._lm._thread.give_back(
+            [self._handles.pop(each) for each in message.forgotten if each in self._handles]
+        )
+        for ticket, request in unpacked_flush(message.asked, self._handles):
+            self._ask(ticket, request)
+        self._cancel(message.withdrawn)
+
+    def _cancel(self, tickets: Sequence[int]) -> None:
         for ticket in tickets:
             if (withdraw := self._withdraw.pop(ticket, None)) is not None:
                 withdraw()
             elif ticket > self._last_ticket:
                 self._early.add(ticket)
-
-    async def forget(self, numbers: Sequence[int]) -> None:
-        """Forget the sequences of populations that were collected."""
-        known = [self._handles.pop(each) for each in numbers if each in self._handles]
-        if self._lm is not None:
-            self._lm._thread.give_back(known)
 
     def _ask(self, ticket: int, request: Request) -> None:
         lm, loop = self._lm, asyncio.get_running_loop()
@@ -259,7 +272,7 @@ class Replica:
 
     async def stop(self) -> None:
         """Close the runtime."""
-        await self.cancel([*self._withdraw])
+        self._cancel([*self._withdraw])
         if self._lm is not None:
             await self._lm.aclose()
 
