@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -33,9 +33,6 @@ Pickled: TypeAlias = "bytes | tuple[bytes, list[np.ndarray]]"
 LARGE = 2**16
 """The bytes of a buffer that an object store takes as it is."""
 
-MOST_HELD = 2**28
-"""The most bytes of sequences that the other end of a connection holds."""
-
 
 def pickled(value: object) -> Pickled:
     """Return a value as bytes, for which Ray has a short way, with its large buffers apart."""
@@ -52,7 +49,8 @@ def pickled(value: object) -> Pickled:
 
 def unpickled(data: Pickled) -> Any:
     """Return the value."""
-    return pickle.loads(data) if isinstance(data, bytes) else pickle.loads(data[0], buffers=data[1])
+    data, large = (data, []) if isinstance(data, bytes) else data
+    return pickle.loads(data, buffers=large)  # noqa: S301  # between a process and its replicas
 
 
 # -- handles of populations -------------------------------------------------------------------------
@@ -87,24 +85,20 @@ class HandleNumbers:
 
 
 class FarSequences:
-    """The handles of sequences that the other end of a connection holds. They belong to populations that
-    extended others, which will probably happen again."""
+    """The sequences that the other end of a connection holds: of populations that extended others, which
+    will probably happen again."""
 
     def __init__(self, numbers: HandleNumbers) -> None:
         self.numbers = numbers
-        self._nbytes: WeakKeyDictionary[SequenceHandle, int] = WeakKeyDictionary()
+        self.held: WeakSet[SequenceHandle] = WeakSet()
 
-    def sent(self, draw: PopulationDraw) -> tuple[bool, bool]:
-        """Return whether the sequences of a question can travel as their last tokens, and whether the
-        other end is to hold them from now on."""
+    def sent(self, draw: PopulationDraw) -> bool:
+        """Return whether the sequences of a question can travel as their last tokens."""
         if (origins := draw.origins) is None:
-            return False, False
-        is_known = all(each in self._nbytes for each in origins.handles)
-        is_known &= np.array_equal(draw.contexts.lengths, origins.lengths + 1)
-        more = 0 if draw.handle in self._nbytes else draw.contexts.nbytes
-        if is_held := sum(self._nbytes.values()) + more <= MOST_HELD:
-            self._nbytes[draw.handle] = draw.contexts.nbytes
-        return is_known, is_held
+            return False
+        is_known = all(each in self.held for each in origins.handles)
+        self.held.add(draw.handle)
+        return is_known and np.array_equal(draw.contexts.lengths, origins.lengths + 1)
 
 
 # -- flushes ----------------------------------------------------------------------------------------
@@ -118,28 +112,25 @@ class _SentPopulation(NamedTuple):
         extended: the numbers of the handles that it extends, with their counts, and the numbers and the
             lengths of its origins, if it has origins.
         sequences: its last tokens, or a table and its lengths.
-        is_held: whether the other end is to hold them from now on.
         rest: the adapter, masks, temperature, seeds, version, laws and block.
     """
 
     number: int
     extended: tuple[list[tuple[int, int]], np.ndarray, np.ndarray] | None
     sequences: np.ndarray | tuple[np.ndarray, np.ndarray]
-    is_held: bool
     rest: tuple[Any, ...]
 
 
-PackedFlush: TypeAlias = list[tuple[int, "Request | _SentPopulation"]]
+PackedFlush: TypeAlias = Sequence[tuple[int, "Request | _SentPopulation"]]
 
 
 class Message(NamedTuple):
     """What a replica gets: questions, tickets of questions that are withdrawn, and the numbers of
     collected populations."""
 
-    asked: PackedFlush = []
+    asked: PackedFlush = ()
     withdrawn: Sequence[int] = ()
     forgotten: Sequence[int] = ()
-
 
 
 def packed_flush(asked: Sequence[tuple[int, Request]], far: FarSequences) -> PackedFlush:
@@ -161,18 +152,17 @@ def unpacked_flush(
 
 
 def _sent(draw: PopulationDraw, far: FarSequences) -> _SentPopulation:
-    is_known, is_held = far.sent(draw)
     contexts, origins, extended = draw.contexts, draw.origins, None
     if origins is not None:
         numbers = [(far.numbers.of(each), each.count) for each in origins.handles]
         extended = numbers, origins.numbers, origins.lengths
     sequences: Any = contexts.last_tokens.astype(np.uint32)
-    if not is_known:
+    if not far.sent(draw):
         lengths = contexts.lengths
         sequences = contexts.table[contexts.places, : int(lengths.max())], lengths
     own = draw.adapter, draw.mask_table, draw.temperature, draw.seeds
     rest = *own, draw.weights_version, draw.laws, draw.block
-    return _SentPopulation(far.numbers.of(draw.handle), extended, sequences, is_held, rest)
+    return _SentPopulation(far.numbers.of(draw.handle), extended, sequences, rest)
 
 
 def _came(sent: _SentPopulation, table: dict[int, SequenceHandle]) -> PopulationDraw:
@@ -192,7 +182,7 @@ def _came(sent: _SentPopulation, table: dict[int, SequenceHandle]) -> Population
         before = [cast("Contexts", each.contexts) for each in cast("Origins", origins).handles]
         contexts = Contexts.grown(before, cast("Origins", origins).numbers, sent.sequences)
     handle = known(sent.number, len(contexts))
-    if sent.is_held:  # a copy: the channel frees its memory as a whole
+    if origins is not None:  # a copy: the channel frees its memory as a whole
         handle.contexts = contexts = contexts.kept()
     adapter, masks, temperature, seeds, version, laws, block = sent.rest
     own = contexts, adapter, masks, temperature, seeds
@@ -211,43 +201,32 @@ class Answers(NamedTuple):
         ends: the tickets of ended questions, each with its result or its error.
         told: the tickets of streams, each with a part.
         statistics: the counters of the engine.
-        stacked: on their way, the tickets of tensors of one shape, such as rows, with all as one array.
     """
 
     ends: list[tuple[int, Any]]
     told: list[tuple[int, Told]]
     statistics: EngineStatistics
-    stacked: Sequence[tuple[list[int], np.ndarray]] = ()
 
 
 def packed_answers(answers: Answers) -> Answers:
-    """Return answers as they travel."""
-    tensors: dict[tuple[Any, ...], list[tuple[int, Tensor]]] = {}  # by shape, type and device
-    ends: list[tuple[int, Any]] = []
-    for ticket, result in answers.ends:
-        if isinstance(result, Tensor):
-            alike = *result.shape, result.dtype, result.device
-            tensors.setdefault(alike, []).append((ticket, result))
-            continue
-        if isinstance(result, Completion):  # the other end has the prompt
-            result = replace(result, prompt_token_ids=())
-        elif isinstance(result, BatchDraw | TopLogprobs):
-            result = type(result)(*(cast("Tensor", each.numpy()) for each in result))
-        ends.append((ticket, result))
-    stacked = [
-        ([ticket for ticket, _ in each], torch.stack([row for _, row in each]).cpu().numpy())
-        for each in tensors.values()
-    ]
-    return Answers(ends, answers.told, answers.statistics, stacked)
+    """Return answers as they travel, with arrays for tensors."""
+    return answers._replace(ends=[(ticket, _result(each)) for ticket, each in answers.ends])
+
+
+def _result(result: Any) -> Any:
+    if isinstance(result, Tensor):
+        return result.cpu().numpy()
+    if isinstance(result, Completion):  # the other end has the prompt
+        return replace(result, prompt_token_ids=())
+    if isinstance(result, BatchDraw | TopLogprobs):
+        return type(result)(*(cast("Tensor", each.numpy()) for each in result))
+    return result
 
 
 def unpacked_answers(message: Answers, asked: Mapping[int, Request]) -> Answers:
     """Return the answers of a message to these questions, by ticket; other answers are ignored."""
-    ends = [*message.ends]
-    for tickets, rows in message.stacked:
-        ends += zip(tickets, _owned(rows), strict=True)
     return Answers(
-        [(t, _of(each, asked[t])) for t, each in ends if t in asked],
+        [(t, _of(each, asked[t])) for t, each in message.ends if t in asked],
         [(t, _of(each, asked[t])) for t, each in message.told if t in asked],
         message.statistics,
     )
@@ -265,6 +244,8 @@ def _of(result: Any, request: Request) -> Any:
             [(request.weights_version, 0)], result.start, result.start + len(result.token_ids)
         )
         return replace(result, weights_spans=spans)
+    if isinstance(result, np.ndarray):
+        return _owned(result)
     if isinstance(result, BatchDraw | TopLogprobs):
         result = type(result)(*map(_owned, result))
     if isinstance(result, Draw | BatchDraw):

@@ -121,8 +121,6 @@ class Replica:
             raise EngineDied(f"its weights could not be replaced: {error}") from error
         self._version = self._lm._thread.batcher.weights_version = version
 
-    # -- questions ----------------------------------------------------------------------------
-
     async def exchange(self, message: Pickled, seconds: float) -> Pickled | None:
         """Take a ``Message``; wait for answers to any questions, and return all that there are. After so
         many seconds there are none, once the engine's thread takes a call. ``None`` if two calls wait.
@@ -157,9 +155,8 @@ class Replica:
         return pickled(packed_answers(Answers(ends, told, self._lm._thread.statistics())))
 
     def _take(self, message: Message) -> None:
-        self._lm._thread.give_back(
-            [self._handles.pop(each) for each in message.forgotten if each in self._handles]
-        )
+        if gone := [self._handles.pop(n) for n in message.forgotten if n in self._handles]:
+            self._lm._thread.give_back(gone)
         for ticket, request in unpacked_flush(message.asked, self._handles):
             self._ask(ticket, request)
         self._cancel(message.withdrawn)
@@ -204,38 +201,26 @@ class Replica:
         future.add_done_callback(partial(self._done, ticket))
 
     async def _streamed(self, ticket: int, request: Any) -> list[Any]:
-        asker = self._lm._asker
-        if isinstance(request, NativeRequest):
-            async for outputs in asker.native(request, NativeFlow()):
-                self._tell(ticket, outputs)
-            return [()]
-        check_supported(self._lm._thread.engine, request.decoding)
-        stream = asker.stream(request)
-        async for delta in stream:
-            self._tell(ticket, delta)
-        return [stream.completion]
+        asker, is_native = self._lm._asker, isinstance(request, NativeRequest)
+        if is_native:
+            stream = asker.native(request, NativeFlow())
+        else:
+            check_supported(self._lm._thread.engine, request.decoding)
+            stream = asker.stream(request)
+        async for part in stream:
+            self._told.append((ticket, part))
+            self._news.set()
+        return [() if is_native else stream.completion]
 
     def _done(self, ticket: int, future: asyncio.Future[list[Any]]) -> None:
         error = None if future.cancelled() else future.exception()
         if self._withdraw.pop(ticket, None) is None or future.cancelled():
             return
-        if error is None:
-            self._end(ticket, future.result()[0])
-        elif isinstance(error, GenrtError):
-            self._end(ticket, error)
+        if error is None or isinstance(error, GenrtError):
+            self._ends.append((ticket, error or future.result()[0]))
         else:
             self._failed = EngineDied(f"{type(error).__name__}: {error}")
-            self._news.set()
-
-    def _end(self, ticket: int, result: Any) -> None:
-        self._ends.append((ticket, result))
         self._news.set()
-
-    def _tell(self, ticket: int, part: Told) -> None:
-        self._told.append((ticket, part))
-        self._news.set()
-
-    # -- changes ------------------------------------------------------------------------------
 
     async def add_adapter(self, adapter: Adapter, files: Mapping[str, bytes]) -> GenrtError | None:
         """Load an adapter from its files, unless it is loaded. Return why it does not fit."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import gc
 import pickle
-from collections import deque
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,10 +13,8 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, precondition, rule
 
-from genrt.cluster import flushes
-from genrt.cluster.engine import joined_parts
 from genrt.cluster.flushes import (
     Answers,
     FarSequences,
@@ -143,40 +140,6 @@ def test_answers_come_out_equal_whatever_their_kind() -> None:
             assert mine.weights_version == request.weights_version
 
 
-def test_parts_of_a_stream_are_joined_with_everything_they_have() -> None:
-    mask = SamplingMask("ids", tuple(DrawnFrom(-n / 4, -n, bytes([n])) for n in range(4)))
-    spans = weights_spans([(2, 0), (3, 5)], 3, 7)
-    end: Any = {"finish_reason": "stop", "stop_reason": 9}
-    tops = tuple({n: -n / 2} for n in range(4))
-    whole = Delta("abcd", (6, 7, 8, 9), (-0.5, -1.0, -1.5, -2.0), tops, 3, 4, "rs", 5)
-    whole = replace(whole, **end, weights_spans=spans, sampling_mask=mask)
-    parts = deque[Any]()
-    for start, until, reasoning in ((0, 1, "r"), (1, 3, ""), (3, 4, "s")):
-        part = slice(start, until)
-        last = end if until == 4 else {}
-        parts.append(
-            Delta(
-                whole.text[part],
-                whole.token_ids[part],
-                whole.logprobs[part],
-                tops[part],
-                3 + start,
-                4 + start,
-                reasoning,
-                5 + (start > 0),
-                weights_spans=weights_spans([(2, 0), (3, 5)], 3 + start, 3 + until),
-                sampling_mask=replace(mask, places=mask.places[part]),
-                **last,
-            )
-        )
-    assert joined_parts(parts) == whole
-    assert not parts
-    assert {field.name for field in fields(Delta)} == {
-        *("text", "token_ids", "logprobs", "top_logprobs", "start", "text_start", "reasoning"),
-        *("reasoning_start", "finish_reason", "stop_reason", "weights_spans", "sampling_mask"),
-    }
-
-
 class Hop:
     """A connection: what its sender knows of the receiver, and what that one has."""
 
@@ -208,12 +171,10 @@ class FarEnds(AsLists):
     """Every question goes to one of two replicas, and on to another rank, unless it is lost on the way;
     ``far`` has what came out and has not been read. Replicas die, and are others after that."""
 
-    @initialize(growth=st.sampled_from([0, 2, 20]), most=st.sampled_from([0, 200, 2**28]))
-    def bounds(self, growth: int, most: int) -> None:
+    @initialize(growth=st.sampled_from([0, 2, 20]))
+    def bounds(self, growth: int) -> None:
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(sequences, "EXTENSION_BYTES", growth)
-        self.patch.setattr(flushes, "MOST_HELD", most)
-        self.most = most
         self.ways = [(Hop(), Hop()), (Hop(), Hop())]
         self.far: list[tuple[Contexts, Lists]] = []
 
@@ -262,14 +223,6 @@ class FarEnds(AsLists):
         assert lists_of(contexts) == lists
         assert lists_of(contexts.part(slice(1, None))) == lists[1:]
         assert contexts.last_tokens.tolist() == [each[-1] for each in lists]
-
-    @invariant()
-    def little_is_held(self) -> None:
-        for near, far in getattr(self, "ways", ()):
-            for hop in (near, far):
-                hop.forget()
-                held = [each.contexts for each in hop.table.values() if each.contexts is not None]
-                assert sum(each.nbytes for each in held) <= self.most
 
     def teardown(self) -> None:
         if hasattr(self, "ways"):

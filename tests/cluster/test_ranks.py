@@ -226,7 +226,7 @@ def test_what_goes_on_step_after_step_is_the_same_in_every_rank() -> None:
         seeds = np.zeros(2, np.uint64)
         goes_on = origins if origins.can_continue(contexts.lengths) else None
         draw = PopulationDraw(contexts, None, None, 1.0, seeds, goes_on)
-        small += bool(origins.handles) and origins.handles[0] in ranks.far._nbytes
+        small += bool(origins.handles) and origins.handles[0] in ranks.far.held
         engine.continue_population(draw)
         engine.step()
         origins = origins.after([draw.handle], places, contexts.lengths)
