@@ -30,14 +30,12 @@ import torch
 
 from genrt.cluster.actors import Gone
 from genrt.cluster.flushes import (
+    Answers,
     FarSequences,
     HandleNumbers,
     Message,
-    PackedFlush,
     Pickled,
-    packed_flush,
     pickled,
-    unpacked_answers,
     unpickled,
 )
 from genrt.cluster.replica import Facts, Settings, stored
@@ -256,6 +254,7 @@ class ReplicaEngine:
 
     @property
     def is_busy(self) -> bool:
+        """True if something is in progress."""
         return bool(self._at or self._waiting)
 
     def _send(self) -> None:
@@ -286,15 +285,17 @@ class ReplicaEngine:
             self._at[request] = replica, self._last_ticket
             flushes.setdefault(number, []).append((self._last_ticket, request))
         for number, asked in flushes.items():
-            replica = self._replicas[number]
-            self._exchange(replica, packed_flush(asked, replica.far))
+            self._exchange(self._replicas[number], asked)
 
     def _exchange(
-        self, replica: _ReplicaRecord, asked: PackedFlush = (), withdrawn: Sequence[int] = ()
+        self,
+        replica: _ReplicaRecord,
+        asked: Sequence[tuple[int, Request]] = (),
+        withdrawn: Sequence[int] = (),
     ) -> None:
         """Send a message. An open replica always has one, with which it returns its answers."""
         gone, replica.gone = replica.gone, []
-        message = pickled(Message(asked, withdrawn, gone))
+        message = pickled(Message(asked, withdrawn, gone), replica.far)
         replica.calls += 1
         self._call(replica, "exchange", message, self._stall_seconds / 4, then=self._answered)
 
@@ -305,12 +306,14 @@ class ReplicaEngine:
         if message is None:
             return
         replica.heard = self._clock()
-        answers = unpacked_answers(unpickled(message), replica.asked)
+        answers: Answers = unpickled(message)
         replica.counted = answers.statistics
         for ticket, part in answers.told:
-            self._streams[replica.asked[ticket]].put(part)
+            if ticket in replica.asked:
+                self._streams[replica.asked[ticket]].put(part)
         for ticket, result in answers.ends:
-            request = replica.asked[ticket]
+            if (request := replica.asked.get(ticket)) is None:  # it was withdrawn
+                continue
             if isinstance(result, EngineDied | Closed):
                 self._give_up(replica, str(result))
                 return

@@ -31,13 +31,7 @@ from typing import Any
 
 import torch
 
-from genrt.cluster.flushes import (
-    FarSequences,
-    HandleNumbers,
-    PackedFlush,
-    packed_flush,
-    unpacked_flush,
-)
+from genrt.cluster.flushes import FarSequences, HandleNumbers, Pickled, pickled, unpickled
 from genrt.engines import open_engine
 from genrt.engines.folders import Folder
 from genrt.engines.protocol import EngineStatistics, Finished
@@ -172,9 +166,10 @@ class Ranks:
         """Send all a message. Raises EngineDied if one is gone."""
         if gone := self.far.numbers.taken():
             self.tell("forget", gone)
+        message = pickled((name, *arguments), self.far)
         try:
             for link, _ in self._links:
-                link.send((name, *arguments))
+                link.send(message)
         except OSError as error:
             raise EngineDied(f"a rank is gone: {error}") from error
 
@@ -264,7 +259,7 @@ class RankedEngine:
     statistics = _passed("statistics")
 
     def submit(self, requests: Sequence[Request]) -> None:
-        self._ranks.tell("submit", self._packed(requests))
+        self._ranks.tell("submit", self._numbered(requests))
         self._engine.submit(requests)
 
     def step(self) -> list[Finished]:
@@ -283,18 +278,18 @@ class RankedEngine:
         self._engine.cancel(requests)
 
     def continue_population(self, population: PopulationDraw) -> bool:
-        self._ranks.tell("continue_population", self._packed([population]))
+        self._ranks.tell("continue_population", self._numbered([population]))
         is_taken = bool(self._engine.continue_population(population))
         if not is_taken:
             del self._tickets[population]
         return is_taken
 
     def settle(self, population: PopulationDraw) -> None:
-        self._ranks.tell("settle", packed_flush([(0, population)], self._ranks.far))
+        self._ranks.tell("settle", population)
         self._engine.settle(population)
 
     def release(self, asked: Sequence[SequenceHandle]) -> None:
-        self._ranks.tell("release", [self._ranks.far.numbers.of(each) for each in asked])
+        self._ranks.tell("release", asked)
         self._engine.release(asked)
 
     def expect(self, rows: Sequence[LogprobsRequest], token_ids: torch.Tensor) -> None:
@@ -322,10 +317,10 @@ class RankedEngine:
             leave_ranks()
             self._ranks.close()
 
-    def _packed(self, requests: Sequence[Request]) -> PackedFlush:
+    def _numbered(self, requests: Sequence[Request]) -> dict[Request, int]:
         asked = dict(zip(requests, self._numbers, strict=False))
         self._tickets |= asked
-        return packed_flush([(ticket, each) for each, ticket in asked.items()], self._ranks.far)
+        return asked
 
 
 class _RankedPrefixes:
@@ -384,15 +379,16 @@ class Follower:
         self._tickets: dict[Request, int] = {}
         self.handles: dict[int, SequenceHandle] = {}
 
-    def take(self, name: str, *arguments: Any) -> None:
-        """Repeat a call. Raises RuntimeError if the ranks have parted."""
-        getattr(self, f"_take_{name}")(*arguments)
+    def take(self, message: Pickled) -> bool:
+        """Repeat a call; return whether it was not the last one. Raises RuntimeError if the ranks have
+        parted."""
+        name, *arguments = unpickled(message, self.handles)
+        if name != "close":
+            getattr(self, f"_take_{name}")(*arguments)
+        return bool(name != "close")
 
-    def _read(self, message: PackedFlush) -> dict[Any, int]:
-        return {request: ticket for ticket, request in unpacked_flush(message, self.handles)}
-
-    def _take_submit(self, message: PackedFlush) -> None:
-        self._tickets |= (asked := self._read(message))
+    def _take_submit(self, asked: dict[Request, int]) -> None:
+        self._tickets |= asked
         self._engine.submit([*asked])
 
     def _take_step(self, progress: tuple[int, ...]) -> None:
@@ -408,21 +404,20 @@ class Follower:
             del self._tickets[each]
         self._engine.cancel(gone)
 
-    def _take_continue_population(self, message: PackedFlush) -> None:
-        asked = self._read(message)
+    def _take_continue_population(self, asked: dict[Request, int]) -> None:
         if self._engine.continue_population(*asked):
             self._tickets |= asked
 
-    def _take_settle(self, message: PackedFlush) -> None:
-        self._engine.settle(*self._read(message))
+    def _take_settle(self, population: PopulationDraw) -> None:
+        self._engine.settle(population)
 
     def _take_speculate(self, request_ids: list[str]) -> None:
         """Run a step with the tokens that rank 0 has drawn, on its device."""
         tokens = torch.empty(len(request_ids), dtype=torch.float64, device=self._engine.device)
         self._engine.speculate(request_ids, tokens, share=broadcast_from_rank0)
 
-    def _take_release(self, numbers: list[int]) -> None:
-        self._engine.release([self.handles[each] for each in numbers if each in self.handles])
+    def _take_release(self, asked: list[SequenceHandle]) -> None:
+        self._engine.release(asked)
 
     def _take_forget(self, numbers: list[int]) -> None:
         for each in numbers:
@@ -449,8 +444,8 @@ def follow(port: int, parent: int) -> None:
         engine = open_engine("vllm", model, options, residency=residency, rank=rank)
         follower = Follower(engine, lambda *answer: link.send(answer))
         link.send((True, ""))
-        while (message := link.recv()) != ("close",):
-            follower.take(*message)
+        while follower.take(link.recv()):
+            pass
         engine.close()
         leave_ranks()
     except (BrokenPipeError, EOFError):

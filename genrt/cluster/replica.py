@@ -17,20 +17,12 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 
-from genrt.cluster.flushes import (
-    Answers,
-    Message,
-    Pickled,
-    packed_answers,
-    pickled,
-    unpacked_flush,
-    unpickled,
-)
+from genrt.cluster.flushes import Answers, Message, Pickled, pickled, unpickled
 from genrt.cluster.programs import ProgramRequest, packed_run, program_loop
 from genrt.engines.folders import Folder
 from genrt.engines.protocol import check_supported, survived
 from genrt.engines.remote.wire import packed_tokenizer
-from genrt.engines.weights import weights_of
+from genrt.engines.weights import set_version, weights_of
 from genrt.errors import EngineDied, EngineUnsupported, GenrtError
 from genrt.questions.arguments import Adapter
 from genrt.questions.completions import CompletionRequest, NativeRequest, Told
@@ -117,6 +109,7 @@ class Replica:
             for each in parts:
                 weights.load(_tensors(each))
             weights.finish()
+            set_version(answering.engine, version)
         except Exception as error:
             raise EngineDied(f"its weights could not be replaced: {error}") from error
         self._version = self._lm._thread.batcher.weights_version = version
@@ -132,7 +125,7 @@ class Replica:
         if self._lm is None:
             raise EngineDied("it was started again")
         try:
-            self._take(unpickled(message))
+            self._take(unpickled(message, self._handles))
         except Exception as error:
             self._failed = EngineDied(f"a flush could not be read: {error}")
             self._news.set()
@@ -152,12 +145,12 @@ class Replica:
         if self._failed is not None:
             raise self._failed
         ends, self._ends, told, self._told = self._ends, [], self._told, []
-        return pickled(packed_answers(Answers(ends, told, self._lm._thread.statistics())))
+        return pickled(Answers(ends, told, self._lm._thread.statistics()))
 
     def _take(self, message: Message) -> None:
         if gone := [self._handles.pop(n) for n in message.forgotten if n in self._handles]:
             self._lm._thread.give_back(gone)
-        for ticket, request in unpacked_flush(message.asked, self._handles):
+        for ticket, request in message.asked:
             self._ask(ticket, request)
         self._cancel(message.withdrawn)
 

@@ -15,14 +15,7 @@ import torch
 
 from genrt.cluster.actors import Gone
 from genrt.cluster.engine import MOST_ASKED, ReplicaEngine
-from genrt.cluster.flushes import (
-    Answers,
-    Message,
-    packed_answers,
-    pickled,
-    unpacked_flush,
-    unpickled,
-)
+from genrt.cluster.flushes import Answers, Message, pickled, unpickled
 from genrt.cluster.replica import Facts, Settings
 from genrt.engines.adapters import CONFIG_NAME
 from genrt.engines.protocol import EngineStatistics
@@ -61,7 +54,7 @@ class Scripted:
             listener, _ = self.listeners.popleft()
             ends, self.ends = self.ends, []
             answers = Answers(ends, [], EngineStatistics(steps=1))
-            listener.set_result(pickled(packed_answers(answers)))
+            listener.set_result(pickled(answers))
 
 
 class ScriptedReplicas:
@@ -152,7 +145,7 @@ class ScriptedReplicas:
         return FACTS
 
     def _take(self, number: int, life: Scripted, message: Message) -> None:
-        for ticket, request in unpacked_flush(message.asked, {}):
+        for ticket, request in message.asked:
             assert isinstance(request, LogprobsRequest)
             self.times[request.packed] = self.times.get(request.packed, 0) + 1
             if life.asleep:

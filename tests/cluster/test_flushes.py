@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 from genrt.cluster.flushes import (
+    LARGE,
     Answers,
     FarSequences,
     HandleNumbers,
-    packed_answers,
-    packed_flush,
-    unpacked_answers,
-    unpacked_flush,
+    Message,
+    pickled,
+    unpickled,
 )
 from genrt.engines.protocol import EngineStatistics
 from genrt.errors import InvalidRequest
@@ -36,7 +36,6 @@ from genrt.questions.completions import (
     DrawnFrom,
     SampleRequest,
     SamplingMask,
-    weights_spans,
 )
 from genrt.questions.draws import DrawToken, PopulationDraw
 from genrt.questions.reads import Candidates, ReadRequest, TopTokens, TopWithTail
@@ -77,67 +76,59 @@ REQUESTS: list[Request] = [
 ]
 INFINITE = float("-inf")
 MASK = SamplingMask("ids", (DrawnFrom(-0.5, -0.1, b"abcd"), DrawnFrom(0.0, 0.0, b"")))
-TEXT = Completion("ab", (1, 2), (0,), (-1.5, INFINITE), ({3: -2.0},), "stop", 5, 1.0, 0.5, "r", 4)
+TEXT = Completion("ab", (1, 2), (0,), (-1.5, INFINITE), ({3: -2.0},), "stop", 5, 1.0, 0.5, "r", 5)
 MASKED = replace(TEXT, sampling_mask=MASK)
-RESULTS: list[tuple[Request, Any]] = [
-    (ROW, torch.arange(5.0)),
-    (REQUESTS[1], torch.arange(5.0) + 1),
-    (REQUESTS[2], Draw(3, -0.1, INFINITE)),
-    (REQUESTS[3], Draw(-1, INFINITE, INFINITE)),
-    (REQUESTS[4], TopLogprobs(torch.tensor([3, 1, 2]), torch.tensor([-1.0, -2.0, INFINITE]))),
-    (REQUESTS[5], torch.tensor([-1.0, -2.0])),
-    (REQUESTS[6], torch.zeros(2, 2)),
-    (REQUESTS[8], torch.ones(2, 5)),
-    (REQUESTS[9], (4, 5)),
-    (REQUESTS[10], ()),
-    (CompletionRequest((0,), DECODING, weights_version=4), TEXT),
-    (CompletionRequest((0,), DECODING, 3, weights_version=4), MASKED),
-    (REQUESTS[-1], torch.arange(5, dtype=torch.int32) + 2**30),
-    (ROW, InvalidRequest("not this")),
-    (ROW, BatchDraw(torch.tensor([1, -1, 2]), torch.zeros(3), torch.tensor([0.0, INFINITE, -1.0]))),
+RESULTS: list[Any] = [
+    torch.arange(5.0),
+    Draw.of((3, -0.1, INFINITE), 5),
+    TopLogprobs(torch.tensor([3, 1, 2]), torch.tensor([-1.0, -2.0, INFINITE])),
+    torch.zeros(2, 2),
+    (4, 5),
+    (),
+    TEXT,
+    MASKED,
+    torch.arange(5, dtype=torch.int32) + 2**30,
+    InvalidRequest("not this"),
+    BatchDraw.of((torch.tensor([1, -1]), torch.zeros(2), torch.tensor([0.0, INFINITE])), 5),
 ]
 
 
-def travelled(message: Any) -> Any:
-    return pickle.loads(pickle.dumps(message))  # noqa: S301
-
-
 def test_requests_come_out_equal_whatever_their_kind() -> None:
-    pairs = [*enumerate(REQUESTS)]
-    message = travelled(packed_flush(pairs, FarSequences(HandleNumbers())))
-    found = dict(unpacked_flush(message, {}))
-    assert found == dict(pairs)
-    assert {each.weights_version for each in found.values()} == {5}
+    asked = [*enumerate(REQUESTS)]
+    found = unpickled(pickled(Message(asked), FarSequences(HandleNumbers()))).asked
+    assert found == asked
+    assert {each.weights_version for _, each in found} == {5}
 
 
 def test_answers_come_out_equal_whatever_their_kind() -> None:
-    asked = {n: request for n, (request, _) in enumerate(RESULTS)}
-    ends = [(n, result) for n, (_, result) in enumerate(RESULTS)]
     delta = Delta("a", (1,), (INFINITE,), ({2: -1.0},), 3, 4, "r", 5)
+    ends = [*enumerate(RESULTS)]
     counted = EngineStatistics(steps=3, seconds=0.5)
-    message = travelled(packed_answers(Answers([*ends, (99, TEXT)], [(10, delta)], counted)))
-    found = unpacked_answers(message, asked)
+    found: Answers = unpickled(pickled(Answers(ends, [(10, delta)], counted)))
     assert found.statistics == counted
-    spans = weights_spans([(4, 0)], 3, 4)
-    assert found.told == [(10, replace(delta, weights_spans=spans))]
-    assert len(found.ends) == len(RESULTS)
-    results = dict(found.ends)
-    for number, (request, result) in enumerate(RESULTS):
-        mine = results[number]
+    assert found.told == [(10, delta)]
+    assert [ticket for ticket, _ in found.ends] == [*range(len(RESULTS))]
+    for (_, mine), (_, result) in zip(found.ends, ends, strict=True):
         assert type(mine) is type(result)
         if isinstance(result, torch.Tensor):
             assert torch.equal(mine, result)
+            mine += 1  # it is its owner's
         elif isinstance(result, TopLogprobs | BatchDraw):
             assert all(map(torch.equal, mine, result))
         elif isinstance(result, InvalidRequest):
             assert str(mine) == "not this"
-        elif isinstance(result, Completion):
-            spans = weights_spans([(request.weights_version, 0)], 0, len(result.token_ids))
-            assert mine == replace(result, weights_spans=spans)
         else:
             assert mine == result
         if isinstance(result, Draw | BatchDraw | Completion):
-            assert mine.weights_version == request.weights_version
+            assert mine.weights_version == result.weights_version == 5
+
+
+def test_large_buffers_travel_beside_the_bytes() -> None:
+    rows = [torch.arange(LARGE), torch.arange(3)]
+    message = pickled(rows)
+    assert isinstance(message, tuple)
+    assert len(message[0]) < 1_000
+    assert all(map(torch.equal, unpickled(message), rows))
 
 
 class Hop:
@@ -151,9 +142,9 @@ class Hop:
     def carry(self, draw: PopulationDraw) -> PopulationDraw:
         """Return a question as it comes out at the other end."""
         self.forget()
-        message = packed_flush([(1, draw)], self.far)
-        self.sent, message = len(pickle.dumps(message)), travelled(message)
-        [(_, found)] = unpacked_flush(message, self.table)
+        message = pickled(draw, self.far)
+        self.sent = len(pickle.dumps(message))
+        found = unpickled(message, self.table)
         assert isinstance(found, PopulationDraw)
         return found
 

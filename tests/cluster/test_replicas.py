@@ -209,6 +209,11 @@ def test_new_weights_reach_all_replicas_and_those_that_come_later() -> None:
         with pytest.raises(EngineUnsupported, match='pending="finish"'):
             lm.update_weights_sync({"table": 2 * table}, pending="continue")
         assert lm.draw_sync([1]).weights_version == 1
+        assert lm.batch_draw_sync([[1]]).weights_version == 1
+        text = lm.generate_sync([1], max_tokens=3)
+        assert [text.weights_version, *(each.version for each in text.weights_spans)] == [1, 1]
+        deltas = lm.stream_sync([1], max_tokens=3)
+        assert {span.version for each in deltas for span in each.weights_spans} == {1}
         assert not torch.allclose(old, expected, atol=1e-2)
 
 
