@@ -109,10 +109,9 @@ class Replica:
             for each in parts:
                 weights.load(_tensors(each))
             weights.finish()
-            set_version(answering.engine, version)
         except Exception as error:
             raise EngineDied(f"its weights could not be replaced: {error}") from error
-        self._version = self._lm._thread.batcher.weights_version = version
+        self._version = version
 
     async def exchange(self, message: Pickled, seconds: float) -> Pickled | None:
         """Take a ``Message``; wait for answers to any questions, and return all that there are. After so
@@ -164,6 +163,9 @@ class Replica:
     def _ask(self, ticket: int, request: Request) -> None:
         lm, loop = self._lm, asyncio.get_running_loop()
         self._last_ticket = max(self._last_ticket, ticket)
+        if (version := request.weights_version) != lm._thread.batcher.weights_version:
+            lm._thread.batcher.weights_version = version  # as the other end counts
+            lm._thread.call(lambda answering: set_version(answering.engine, version))
         if ticket in self._early:
             self._early.discard(ticket)
             return

@@ -208,13 +208,22 @@ def test_new_weights_reach_all_replicas_and_those_that_come_later() -> None:
             lm.update_weights_sync({"table": table[0]})
         with pytest.raises(EngineUnsupported, match='pending="finish"'):
             lm.update_weights_sync({"table": 2 * table}, pending="continue")
-        assert lm.draw_sync([1]).weights_version == 1
-        assert lm.batch_draw_sync([[1]]).weights_version == 1
-        text = lm.generate_sync([1], max_tokens=3)
-        assert [text.weights_version, *(each.version for each in text.weights_spans)] == [1, 1]
-        deltas = lm.stream_sync([1], max_tokens=3)
-        assert {span.version for each in deltas for span in each.weights_spans} == {1}
+        assert versions(lm) == {1}
         assert not torch.allclose(old, expected, atol=1e-2)
+        assert lm.update_weights_sync({"table": 2 * table}) == 2
+        assert versions(lm) == {2}
+        lm.restart()
+        assert versions(lm) == {2}
+
+
+def versions(lm: AsyncLM) -> set[int]:
+    """Return the versions of the weights that all kinds of answers have."""
+    text = lm.generate_sync([1], max_tokens=3)
+    spans = [*text.weights_spans]
+    for delta in lm.stream_sync([1], max_tokens=3):
+        spans += delta.weights_spans
+    draws = lm.draw_sync([1]), lm.batch_draw_sync([[1]]), text
+    return {*(each.version for each in spans), *(each.weights_version for each in draws)}
 
 
 class _HalfLoading(ExactEngine):
