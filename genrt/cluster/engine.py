@@ -177,7 +177,6 @@ class ReplicaEngine:
         all replicas are dead."""
         if self.is_busy and not self._ends:
             self._pump(self._tick_seconds)
-            self._check()
         ends, self._ends = self._ends, []
         return ends
 
@@ -185,7 +184,6 @@ class ReplicaEngine:
         """Handle the messages of replicas; return the seconds until the next call. Raises EngineDied once
         all replicas are dead."""
         self._pump(0.0)
-        self._check()
         return max(0.0, self._next_tick - self._clock())
 
     def interrupt(self) -> None:
@@ -442,8 +440,23 @@ class ReplicaEngine:
             else:
                 self._moved[request], self._waiting[request] = replica.number, None
 
+    def _tick(self, replica: _ReplicaRecord) -> None:
+        """Prepare a replica that is dead, and kill one that has been silent for too long."""
+        if replica.state == "dead" and not self.weights.asleep:
+            self._prepare(replica)
+        elif replica.is_open and self._clock() - replica.heard > self._stall_seconds:
+            self._give_up(replica, f"it was silent for {self._stall_seconds:g} s")
+        elif replica.is_open and replica.gone:
+            self._exchange(replica)
+
+    def _until(self, is_over: Callable[[], bool]) -> None:
+        """Handle messages until something holds; raises as ``_pump``."""
+        while not is_over():
+            self._pump(self._tick_seconds)
+
     def _pump(self, seconds: float) -> None:
-        """Handle messages, after waiting for them at most so long."""
+        """Handle messages, after waiting for them at most so long. Raises EngineDied once all replicas
+        are dead."""
         seconds = min(seconds, self._next_tick - self._clock())
         with contextlib.suppress(queue.Empty):
             take = self._came.get(timeout=max(0.0, seconds))
@@ -456,23 +469,6 @@ class ReplicaEngine:
             for each in self._replicas:
                 self._tick(each)
         self._send()
-
-    def _tick(self, replica: _ReplicaRecord) -> None:
-        """Prepare a replica that is dead, and kill one that has been silent for too long."""
-        if replica.state == "dead" and not self.weights.asleep:
-            self._prepare(replica)
-        elif replica.is_open and self._clock() - replica.heard > self._stall_seconds:
-            self._give_up(replica, f"it was silent for {self._stall_seconds:g} s")
-        elif replica.is_open and replica.gone:
-            self._exchange(replica)
-
-    def _until(self, is_over: Callable[[], bool]) -> None:
-        """Handle messages until something holds. Raises EngineDied once all replicas are dead."""
-        while not is_over():
-            self._pump(self._tick_seconds)
-            self._check()
-
-    def _check(self) -> None:
         if all(each.state == "retired" for each in self._replicas):
             reasons = dict.fromkeys(each.reason for each in self._replicas)
             raise EngineDied(

@@ -47,8 +47,7 @@ from genrt.questions.sequences import SequenceHandle
 END_SECONDS = 3.0
 """How long a rank may take to end by itself before it is killed."""
 
-PARENT_DEATH_SIGNAL = 1
-"""``PR_SET_PDEATHSIG`` of Linux."""
+PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 
 RANKED = MappingProxyType({"PYTHONHASHSEED": "0"})
 """The environment of a process with ranks, where all sets of strings have the same order."""
@@ -86,11 +85,7 @@ def with_ranks(options: dict[str, Any]) -> dict[str, Any]:
 
 def open_ranked(model: str, options: dict[str, Any], *, residency: bool = True) -> RankedEngine:
     """Open a model in ranks, one on each device. The first is in this process, which dies with any rank.
-
-    Raises:
-        GenrtError: as ``open_engine``; EngineUnsupported if sets of strings have another order in each
-            process.
-    """
+    Raises GenrtError as ``open_engine``, or EngineUnsupported without a fixed order of sets."""
     if sys.flags.hash_randomization:
         raise EngineUnsupported(
             "ranks need the same order of sets: start the process with PYTHONHASHSEED=0"
@@ -121,11 +116,7 @@ def die_with(parent: int) -> None:
 
 
 class Ranks:
-    """The processes of all ranks but the first.
-
-    Args:
-        count: of all ranks.
-    """
+    """The processes of all ranks but the first; ``count`` is of all."""
 
     def __init__(self, count: int) -> None:
         self.far = FarSequences(HandleNumbers())
@@ -158,7 +149,7 @@ class Ranks:
 
     def unname(self) -> None:
         """Remove the names of the memory that ranks share on a CPU, once all have it: the system frees it
-        with them."""
+        with the ranks."""
         for each in SHARED_MEMORY.glob(f"{os.path.basename(self.store)}*"):
             each.unlink(missing_ok=True)
 
@@ -174,11 +165,8 @@ class Ranks:
             raise EngineDied(f"a rank is gone: {error}") from error
 
     def agreed(self, own: GenrtError | None = None) -> None:
-        """Wait until all have done the same; raise the error of rank 0 if all failed.
-
-        Raises:
-            EngineDied: only some failed.
-        """
+        """Wait until all have done the same. Raises the error of rank 0 if all failed, or EngineDied if
+        only some did."""
         for number, (link, _) in enumerate(self._links, 1):
             try:
                 is_done, why = link.recv()
@@ -202,8 +190,7 @@ class Ranks:
         return result
 
     def part(self) -> None:
-        """Have them close their engines, as this process does next. From now on they may end.
-        Idempotent."""
+        """Have all close their engines, after which they may end. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             with contextlib.suppress(EngineDied):
@@ -235,12 +222,8 @@ def _passed(name: str) -> Any:
 
 
 class RankedEngine:
-    """The Engine protocol over rank 0's engine. Methods for rank 0 alone pass through.
-
-    Args:
-        engine: rank 0's, a ``VLLMEngine``.
-        ranks: the others, open.
-    """
+    """The Engine protocol over rank 0's engine and the other ranks, which are open. Methods for rank 0
+    alone pass through."""
 
     def __init__(self, engine: Any, ranks: Ranks) -> None:
         self._engine, self._ranks = engine, ranks
@@ -306,7 +289,6 @@ class RankedEngine:
         self._ranks.do(self._engine, "remove_adapter", adapter)
 
     def forget_residents(self) -> bool:
-        """Forget unused sequences in all ranks; return whether rank 0 has."""
         return bool(self._ranks.do(self._engine, "forget_residents"))
 
     def close(self) -> None:
@@ -363,16 +345,9 @@ class _RankedWeights:
             saved.drop()
 
 
-# -- the other ranks --------------------------------------------------------------------------------
-
-
 class Follower:
-    """Repeats the calls of rank 0 with one engine.
-
-    Args:
-        engine: of the same model and options.
-        answer: tells rank 0 whether something succeeded, and why not.
-    """
+    """Repeats the calls of rank 0 with an engine of the same model and options. ``answer`` tells rank 0
+    whether something succeeded, and why not."""
 
     def __init__(self, engine: Any, answer: Callable[[bool, str], object]) -> None:
         self._engine, self._answer = engine, answer
@@ -383,9 +358,10 @@ class Follower:
         """Repeat a call; return whether it was not the last one. Raises RuntimeError if the ranks have
         parted."""
         name, *arguments = unpickled(message, self.handles)
-        if name != "close":
-            getattr(self, f"_take_{name}")(*arguments)
-        return bool(name != "close")
+        if name == "close":
+            return False
+        getattr(self, f"_take_{name}")(*arguments)
+        return True
 
     def _take_submit(self, asked: dict[Request, int]) -> None:
         self._tickets |= asked
@@ -408,13 +384,12 @@ class Follower:
         if self._engine.continue_population(*asked):
             self._tickets |= asked
 
-    def _take_settle(self, population: PopulationDraw) -> None:
-        self._engine.settle(population)
-
     def _take_speculate(self, request_ids: list[str]) -> None:
-        """Run a step with the tokens that rank 0 has drawn, on its device."""
         tokens = torch.empty(len(request_ids), dtype=torch.float64, device=self._engine.device)
         self._engine.speculate(request_ids, tokens, share=broadcast_from_rank0)
+
+    def _take_settle(self, population: PopulationDraw) -> None:
+        self._engine.settle(population)
 
     def _take_release(self, asked: list[SequenceHandle]) -> None:
         self._engine.release(asked)
@@ -424,7 +399,6 @@ class Follower:
             self.handles.pop(each, None)
 
     def _take_do(self, name: str, *arguments: Any) -> None:
-        """Do something that has to succeed in all ranks, or to fail in all."""
         try:
             attrgetter(name)(self._engine)(*arguments)
         except GenrtError as error:

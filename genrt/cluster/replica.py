@@ -80,11 +80,8 @@ class Replica:
         self._program_loop: asyncio.AbstractEventLoop | None = None
 
     async def prepare(self, make: Callable[[], Awaitable[Any]], wanted: Settings) -> Facts:
-        """Open the runtime, the first time, and give it these settings.
-
-        Raises:
-            GenrtError: it cannot be opened. EngineDied: its weights are a mixture.
-        """
+        """Open the runtime, the first time, and give it these settings. Raises GenrtError if it cannot be
+        opened, and EngineDied if its weights are a mixture."""
         if self._lm is None:
             self._lm = await make()
         if wanted.version != self._version:
