@@ -106,6 +106,20 @@ class _Pickler(pickle.Pickler):
         return _population, (self._far.sent(each), each.handle, each.origins, (*own, *rest))
 
 
+class _Unpickler(pickle.Unpickler):
+    def __init__(
+        self, data: io.BytesIO, table: dict[int, SequenceHandle], large: list[np.ndarray]
+    ) -> None:
+        super().__init__(data, buffers=large)
+        self._table = table
+
+    def persistent_load(self, handle: Any) -> SequenceHandle:
+        number, count = handle
+        if number not in self._table:
+            self._table[number] = SequenceHandle(count)
+        return self._table[number]
+
+
 def pickled(value: object, far: FarSequences | None = None) -> Pickled:
     """Return a value as bytes. With populations, ``far`` is about the other end."""
     out, large = io.BytesIO(), list[np.ndarray]()
@@ -116,16 +130,7 @@ def pickled(value: object, far: FarSequences | None = None) -> Pickled:
 def unpickled(data: Pickled, table: dict[int, SequenceHandle] | None = None) -> Any:
     """Return the value. ``table`` has the known handles of populations, and gets the new ones."""
     data, large = (data, []) if isinstance(data, bytes) else data
-    known = {} if table is None else table
-
-    class Unpickler(pickle.Unpickler):
-        def persistent_load(self, handle: Any) -> SequenceHandle:
-            number, count = handle
-            if number not in known:
-                known[number] = SequenceHandle(count)
-            return known[number]
-
-    return Unpickler(io.BytesIO(data), buffers=large).load()
+    return _Unpickler(io.BytesIO(data), {} if table is None else table, large).load()
 
 
 def _tensor(numbers: np.ndarray) -> Tensor:

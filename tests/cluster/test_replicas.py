@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 
 import genrt
 from genrt.cluster import engine as engine_module
-from genrt.cluster.flushes import Message, pickled
+from genrt.cluster.flushes import Message, pickled, unpickled
+from genrt.cluster.replica import Replica, Settings
 from genrt.engines.adapters import CONFIG_NAME, WEIGHTS_NAME
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.errors import (
@@ -29,6 +30,7 @@ from genrt.errors import (
     InvalidRequest,
 )
 from genrt.lm import AsyncLM
+from genrt.questions.rows import LogprobsRequest
 from genrt.server import serving
 from tests.cluster.here import ReplicasHere, replicas_of
 from tests.population_walk import EVENTS, HeldContexts, walk
@@ -310,6 +312,38 @@ async def test_a_call_of_an_earlier_life_takes_no_answers_of_the_next() -> None:
         contexts = [[each, 3] for each in range(11)]
         found = await lm.batch_next_token_logprobs(contexts, timeout=60)
         assert torch.allclose(found, torch.stack([*map(MODEL.row, contexts)]), atol=1e-5)
+
+
+async def test_two_calls_wait_for_answers_and_the_first_gets_them() -> None:
+    replica = Replica()
+    await replica.prepare(partial(genrt.aload, MODEL, engine="exact"), Settings())
+    first, second = [
+        asyncio.create_task(replica.exchange(pickled(Message()), 30.0)) for _ in range(2)
+    ]
+    await asyncio.sleep(0)
+    assert await replica.exchange(pickled(Message([(7, LogprobsRequest([1]))])), 30.0) is None
+    answers: Any = await first
+    [(ticket, row)] = unpickled(answers).ends
+    assert ticket == 7
+    assert torch.allclose(row, MODEL.row([1]).float(), atol=1e-5)
+    assert not second.done()
+    second.cancel()
+    await replica.stop()
+
+
+async def test_a_replica_forgets_collected_populations_though_it_is_asked_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_module, "STALL_SECONDS", 600.0)
+    with genrt.load(MODEL, engine="exact", replicas=1) as lm:
+        population = lm.population([1], 4)
+        for _ in range(3):
+            population.append((await population.draw()).token_ids)
+        replica = replicas_of(lm)._lives[0].replica
+        assert replica._handles
+        population.close()
+        del population
+        await happened(lambda: not replica._handles)
 
 
 async def storm(
