@@ -41,12 +41,10 @@ OWN_RAY = {
 }
 """The settings of a local Ray: time limits for a busy host, and replicas with the priority of others."""
 
-AGENT_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port")
+AGENT_PORTS = "metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port"
 """Ports of Ray's dashboard agent, which a local Ray does without."""
 
 MOST_RESTARTS = 20
-"""How often Ray starts an actor again at most."""
-
 END_SECONDS, EXIT_SECONDS = 3.0, 10.0
 """How long actors may take to close their engines, and to give their memory back once killed."""
 
@@ -60,11 +58,8 @@ class Gone(Exception):
 
 
 class RayConnection:
-    """Ray's connection of this process, which its runtimes share.
-
-    Attributes:
-        is_local: whether genrt started this Ray, which no other host joins.
-    """
+    """Ray's connection of this process, which its runtimes share. If ``is_local``, genrt started this
+    Ray, which no other host joins."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -73,12 +68,9 @@ class RayConnection:
         self.is_local = False
 
     def join(self, cluster: str, replicas: int) -> Any:
-        """Return Ray, connected to a cluster; a new one has workers ready for so many replicas.
-
-        Raises:
-            EngineNotInstalled: Ray is missing.
-            EngineUnsupported: there is no such cluster, or Ray is connected to another one.
-        """
+        """Return Ray, connected to a cluster; a new one has workers ready for so many replicas. Raises
+        EngineNotInstalled, or EngineUnsupported if there is no such cluster or Ray is connected to
+        another one."""
         with self._lock, _own_environment():
             try:
                 import ray
@@ -154,8 +146,8 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _on_own_thread(start: Callable[[], T]) -> T:
-    """Call a function on a thread that lives as long as this process: Ray's processes die with the thread
-    that started them, and so they do if the function fails."""
+    """Call a function on a thread that lives as long as this process, unless the function fails: Ray's
+    processes die with the thread that started them."""
     found: Future[T] = Future()
 
     def run() -> None:
@@ -171,8 +163,8 @@ def _on_own_thread(start: Callable[[], T]) -> T:
 
 
 def node_kind() -> Any:
-    """Return Ray's class of a node, without a dashboard. Otherwise a node waits for its agent, and Ray
-    gives up after 30 s, in which a busy host may not have started that."""
+    """Return Ray's class of a node, without a dashboard, whose agent a busy host may not start in Ray's
+    time limit."""
     from ray._private.node import Node
 
     class BareNode(Node):  # type: ignore[misc]
@@ -188,8 +180,8 @@ def node_kind() -> Any:
 
 
 def _local_node(folder: str, workers: int, reserved: socket.socket) -> Any:
-    """Start the processes of a Ray on this host: its store of states, its scheduler, and so many workers.
-    ``reserved`` keeps a port. ``ray.init`` starts its dashboard, autoscaler and log monitor as well."""
+    """Start a Ray on this host with so many workers, without the dashboard, autoscaler and log monitor of
+    ``ray.init``. ``reserved`` keeps a port."""
     from ray._private.parameter import RayParams
 
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -254,9 +246,7 @@ class Actors:
 
     Args:
         make: opens a replica's runtime.
-        cluster: ``"auto"`` is the running cluster that Ray finds, or else a new one on this host;
-            ``"local"`` always a new one, unless this process has one; otherwise an address for
-            ``ray.init``.
+        cluster: as ``LoadOptions`` has it.
         gpus: how many GPUs each replica takes.
         environment: the environment variables of actors, beside Ray's own.
 
@@ -327,20 +317,25 @@ class Actors:
             self._ray.kill(self._handles[number], no_restart=False)
 
     def close(self) -> None:
-        """Close the engines of the actors, and kill them. Processes of this host, their files and their
-        GPUs' memory are gone then. Idempotent."""
+        """Close the engines of the actors, kill them, and wait for the processes of this host to end.
+        Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
-        processes: list[int] = []
-        with contextlib.suppress(Exception):  # Ray is gone, and so are they
-            places = [each.process.remote() for each in self._handles]
-            stops = [each.stop.remote() for each in self._handles]
-            self._ray.wait(stops, num_returns=len(stops), timeout=END_SECONDS)
-            known, _ = self._ray.wait(places, num_returns=len(places), timeout=0)
-            here = ray_host()
-            processes = [pid for there, pid in self._ray.get(known) if there == here]
-        with _ends_of(processes) as ends:
+        with contextlib.ExitStack() as files:
+            ends: set[Any] = (
+                set()
+            )  # a file for each process of this host, ready once that has ended
+            with contextlib.suppress(Exception):  # Ray is gone, and so are they
+                places = [each.process.remote() for each in self._handles]
+                stops = [each.stop.remote() for each in self._handles]
+                self._ray.wait(stops, num_returns=len(stops), timeout=END_SECONDS)
+                known, _ = self._ray.wait(places, num_returns=len(places), timeout=0)
+                here = [pid for host, pid in self._ray.get(known) if host == ray_host()]
+                for each in here:
+                    with contextlib.suppress(ProcessLookupError):
+                        ends.add(end := os.pidfd_open(each))
+                        files.callback(os.close, end)
             for each in self._handles:
                 with contextlib.suppress(Exception):
                     self._ray.kill(each)
@@ -382,15 +377,3 @@ def ray_host() -> str:
 
     found: str = ray.get_runtime_context().get_node_id()
     return found
-
-
-@contextlib.contextmanager
-def _ends_of(processes: list[int]) -> Iterator[set[Any]]:
-    """Yield a file for each process that lives; it is ready once that has ended."""
-    with contextlib.ExitStack() as files:
-        found: set[Any] = set()
-        for each in processes:
-            with contextlib.suppress(ProcessLookupError):
-                found.add(end := os.pidfd_open(each))
-                files.callback(os.close, end)
-        yield found

@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import queue
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, replace
@@ -34,8 +33,10 @@ from genrt.cluster.flushes import (
     Answers,
     FarSequences,
     HandleNumbers,
-    packed_flush,
-    unpacked_answers,
+    Message,
+    Pickled,
+    pickled,
+    unpickled,
 )
 from genrt.cluster.replica import Facts, Settings, stored
 from genrt.cluster.routing import Router
@@ -53,17 +54,11 @@ from genrt.errors import (
     OutOfMemory,
 )
 from genrt.questions.arguments import Adapter
-from genrt.questions.completions import (
-    Decoding,
-    Delta,
-    NativeRequest,
-    Streamed,
-    Told,
-    weights_spans,
-)
+from genrt.questions.completions import Decoding, NativeRequest, Streamed, Told
 from genrt.questions.draws import DrawToken, PopulationDraw
 from genrt.questions.reads import Candidates, TopTokens
 from genrt.questions.request import Request
+from genrt.runtime.streams import Flow, NativeFlow, StreamBuffer
 
 MOST_ASKED = 2
 """How many replicas a question is asked of at most."""
@@ -85,7 +80,9 @@ class _ReplicaRecord:
         life: counts deaths; messages of an earlier life are ignored.
         is_open: whether it has opened in this life.
         asked: its unanswered questions, by ticket.
-        heard: when its last message came.
+        heard: when its last answers came.
+        calls: how many messages have not returned.
+        gone: collected populations, for its next message.
     """
 
     number: int
@@ -96,6 +93,8 @@ class _ReplicaRecord:
     restarts: int = 0
     asked: dict[int, Request] = field(default_factory=dict)
     heard: float = 0.0
+    calls: int = 0
+    gone: list[int] = field(default_factory=list)
     failures: int = 0
     reason: str = ""
     counted: EngineStatistics = field(default_factory=EngineStatistics)
@@ -143,7 +142,7 @@ class ReplicaEngine:
         self._at: dict[Request, tuple[_ReplicaRecord, int]] = {}
         self._moved: dict[Request, int] = {}  # from the replica of this number, which failed
         self._ends: list[Finished] = []
-        self._streams: dict[Request, deque[Told]] = {}
+        self._streams: dict[Request, StreamBuffer[Any]] = {}
         self._adapters: dict[Adapter, dict[str, bytes]] = {}
         self._refusals: list[GenrtError] = []
         self._facts: Facts | None = None
@@ -164,8 +163,6 @@ class ReplicaEngine:
     def __repr__(self) -> str:
         return f"ReplicaEngine({len(self._serving)} of {len(self._replicas)} serve)"
 
-    # -- the Engine protocol ------------------------------------------------------------------
-
     def submit(self, requests: Sequence[Request]) -> None:
         """Take a flush. Raises Closed, or InvalidRequest for a request in progress."""
         if self._is_closed:
@@ -180,7 +177,6 @@ class ReplicaEngine:
         all replicas are dead."""
         if self.is_busy and not self._ends:
             self._pump(self._tick_seconds)
-            self._check()
         ends, self._ends = self._ends, []
         return ends
 
@@ -188,11 +184,9 @@ class ReplicaEngine:
         """Handle the messages of replicas; return the seconds until the next call. Raises EngineDied once
         all replicas are dead."""
         self._pump(0.0)
-        self._check()
         return max(0.0, self._next_tick - self._clock())
 
     def interrupt(self) -> None:
-        """Have ``step`` return soon; from any thread."""
         self._came.put(None)
 
     def cancel(self, requests: Sequence[Request]) -> None:
@@ -205,7 +199,7 @@ class ReplicaEngine:
                 replica, ticket = self._taken_off(request)
                 tickets.setdefault(replica.number, []).append(ticket)
         for number, several in tickets.items():
-            self._set.call(number, "cancel", several)
+            self._exchange(self._replicas[number], withdrawn=several)
 
     def add_adapter(self, adapter: Adapter, path: Path) -> None:
         """Load an adapter in all replicas, or raise."""
@@ -221,7 +215,6 @@ class ReplicaEngine:
         self._tell("remove_adapter", adapter)
 
     def forget_residents(self) -> None:
-        """Forget unused sequences in every replica."""
         self._tell("do", "forget_residents")
 
     def unsupported(self, decoding: Decoding) -> str | None:
@@ -231,7 +224,7 @@ class ReplicaEngine:
     def progress(self, streamed: Sequence[Streamed]) -> list[Told | None]:
         found: list[Told | None] = []
         for each in streamed:
-            told = joined_parts(self._streams.get(each))
+            told = self._streams[each].take() if each in self._streams else None
             if told is not None and isinstance(each, NativeRequest):
                 each.asked.tell(told)  # another replica that begins it leaves that out
             found.append(told)
@@ -241,7 +234,6 @@ class ReplicaEngine:
         return sum_counters([self._past, *(each.counted for each in self._replicas)])
 
     def replicas(self) -> tuple[ReplicaStatistics, ...]:
-        """Return the state and the counters of each replica; any thread may ask."""
         return tuple(
             ReplicaStatistics(each.state, each.restarts, len(each.asked), each.counted)
             for each in self._replicas
@@ -253,8 +245,7 @@ class ReplicaEngine:
 
     @cached_property
     def vllm_config(self) -> Any:
-        """vLLM's configuration of the model; ``None`` if the replicas' engines are others. Any thread may
-        ask."""
+        """vLLM's configuration, or ``None`` for other engines. Any thread may ask."""
         if self._facts is None or not self._facts.serves_vllm:
             return None
         return self._set.call(self._serving[0].number, "do", "engine.vllm_config").result()
@@ -264,13 +255,12 @@ class ReplicaEngine:
         """True if something is in progress."""
         return bool(self._at or self._waiting)
 
-    # -- questions ----------------------------------------------------------------------------
-
     def _send(self) -> None:
         """Send the questions that wait, and the numbers of collected populations."""
         if gone := self._numbers.taken():
             self._router.left(gone)
-            self._tell("forget", gone)
+            for each in self._replicas:
+                each.gone += gone if each.is_open else []
         usable = [each.number for each in self._serving]
         if not self._waiting or not usable:
             return
@@ -285,28 +275,43 @@ class ReplicaEngine:
             if isinstance(request, PopulationDraw):
                 self._router.stays(self._numbers.of(request.handle), number, len(request))
             if getattr(request, "streamed", False):
-                self._streams[request] = deque()
+                is_native = isinstance(request, NativeRequest)
+                self._streams[request] = NativeFlow() if is_native else Flow()
             self._last_ticket += 1
             replica = self._replicas[number]
             replica.asked[self._last_ticket] = request
             self._at[request] = replica, self._last_ticket
             flushes.setdefault(number, []).append((self._last_ticket, request))
         for number, asked in flushes.items():
-            replica = self._replicas[number]
-            self._call(replica, "flush", packed_flush(asked, replica.far))
+            self._exchange(self._replicas[number], asked)
 
-    def _listen(self, replica: _ReplicaRecord) -> None:
+    def _exchange(
+        self,
+        replica: _ReplicaRecord,
+        asked: Sequence[tuple[int, Request]] = (),
+        withdrawn: Sequence[int] = (),
+    ) -> None:
+        """Send a message. An open replica always has one, with which it returns its answers."""
+        gone, replica.gone = replica.gone, []
+        message = pickled(Message(asked, withdrawn, gone), replica.far)
+        replica.calls += 1
+        self._call(replica, "exchange", message, self._stall_seconds / 4, then=self._answered)
+
+    def _answered(self, replica: _ReplicaRecord, message: Pickled | None) -> None:
+        replica.calls -= 1
+        if not replica.calls:
+            self._exchange(replica)
+        if message is None:
+            return
         replica.heard = self._clock()
-        self._call(replica, "answers", self._stall_seconds / 4, then=self._answered)
-
-    def _answered(self, replica: _ReplicaRecord, message: Answers) -> None:
-        self._listen(replica)
-        answers = unpacked_answers(message, replica.asked)
+        answers: Answers = unpickled(message)
         replica.counted = answers.statistics
         for ticket, part in answers.told:
-            self._streams[replica.asked[ticket]].append(part)
+            if ticket in replica.asked:
+                self._streams[replica.asked[ticket]].put(part)
         for ticket, result in answers.ends:
-            request = replica.asked[ticket]
+            if (request := replica.asked.get(ticket)) is None:  # it was withdrawn
+                continue
             if isinstance(result, EngineDied | Closed):
                 self._give_up(replica, str(result))
                 return
@@ -329,31 +334,28 @@ class ReplicaEngine:
 
     def _end(self, request: Request, result: Any) -> None:
         self._moved.pop(request, None)
-        told: Any = joined_parts(self._streams.pop(request, None))
+        flow = self._streams.pop(request, None)
         if isinstance(result, GenrtError):
             self._ends.append(Finished(request, error=result))
-        elif told is not None and isinstance(request, NativeRequest):
-            self._ends.append(Finished(request, (*told, *result)))
-        else:
-            self._ends.append(Finished(request, result))
-
-    # -- replicas -----------------------------------------------------------------------------
+            return
+        if isinstance(flow, NativeFlow):
+            result = flow.end(result)
+        self._ends.append(Finished(request, result))
 
     @property
     def _serving(self) -> list[_ReplicaRecord]:
         return [each for each in self._replicas if each.state == "healthy"]
 
     def _open(self) -> None:
-        def are_open() -> bool:
-            if self._refusals:
-                raise self._refusals[0]
-            if gone := [each for each in self._replicas if each.life]:
-                raise EngineDied(f"replica {gone[0].number} did not open: {gone[0].reason}")
-            return len(self._serving) == len(self._replicas)
-
         for each in self._replicas:
             self._prepare(each)
-        self._until(are_open)
+        while len(self._serving) < len(self._replicas):
+            self._pump(self._tick_seconds)
+            if self._refusals:
+                raise self._refusals[0]
+            for each in self._replicas:
+                if each.life:
+                    raise EngineDied(f"replica {each.number} did not open: {each.reason}")
 
     def _prepare(self, replica: _ReplicaRecord) -> None:
         """Give a replica all settings; it serves once it has them."""
@@ -367,7 +369,8 @@ class ReplicaEngine:
         if not replica.is_open:
             replica.is_open = True
             replica.restarts += replica.life > 0
-            self._listen(replica)
+            replica.heard = self._clock()
+            self._exchange(replica)
         present = self.weights.version, tuple(self._adapters.items())
         if (wanted.version, wanted.adapters) == present:
             replica.state = "healthy"
@@ -417,7 +420,8 @@ class ReplicaEngine:
         """Ask the questions of a dead replica again; the next tick prepares it, unless it is final."""
         replica.state, replica.reason = "retired" if is_final else "dead", reason
         replica.life, replica.is_open = replica.life + 1, False
-        replica.failures = 0
+        replica.failures = replica.calls = 0
+        replica.gone = []
         replica.far = FarSequences(self._numbers)
         counted, replica.counted = replica.counted, EngineStatistics()
         self._past = sum_counters([self._past, replace(counted, resident=0, kept_tokens=0)])
@@ -436,8 +440,23 @@ class ReplicaEngine:
             else:
                 self._moved[request], self._waiting[request] = replica.number, None
 
+    def _tick(self, replica: _ReplicaRecord) -> None:
+        """Prepare a replica that is dead, and kill one that has been silent for too long."""
+        if replica.state == "dead" and not self.weights.asleep:
+            self._prepare(replica)
+        elif replica.is_open and self._clock() - replica.heard > self._stall_seconds:
+            self._give_up(replica, f"it was silent for {self._stall_seconds:g} s")
+        elif replica.is_open and replica.gone:
+            self._exchange(replica)
+
+    def _until(self, is_over: Callable[[], bool]) -> None:
+        """Handle messages until something holds; raises as ``_pump``."""
+        while not is_over():
+            self._pump(self._tick_seconds)
+
     def _pump(self, seconds: float) -> None:
-        """Handle messages, after waiting for them at most so long."""
+        """Handle messages, after waiting for them at most so long. Raises EngineDied once all replicas
+        are dead."""
         seconds = min(seconds, self._next_tick - self._clock())
         with contextlib.suppress(queue.Empty):
             take = self._came.get(timeout=max(0.0, seconds))
@@ -450,34 +469,12 @@ class ReplicaEngine:
             for each in self._replicas:
                 self._tick(each)
         self._send()
-
-    def _tick(self, replica: _ReplicaRecord) -> None:
-        """Prepare a replica that is dead, and kill one that has been silent for too long."""
-        if replica.state == "dead" and not self.weights.asleep:
-            self._prepare(replica)
-        elif replica.is_open and self._clock() - replica.heard > self._stall_seconds:
-            self._give_up(replica, f"it was silent for {self._stall_seconds:g} s")
-
-    def _until(self, is_over: Callable[[], bool]) -> None:
-        """Handle messages until something holds. Raises EngineDied once all replicas are dead."""
-        while not is_over():
-            self._pump(self._tick_seconds)
-            self._check()
-
-    @property
-    def _is_asleep_and_dead(self) -> bool:
-        alive = any(each.state in ("healthy", "restarting") for each in self._replicas)
-        return bool(self.weights.asleep) and not alive
-
-    def _check(self) -> None:
         if all(each.state == "retired" for each in self._replicas):
             reasons = dict.fromkeys(each.reason for each in self._replicas)
             raise EngineDied(
                 f"all {len(self._replicas)} replicas died, and may not be started again: "
                 f"{'; '.join(reasons)}"
             )
-
-    # -- all replicas -------------------------------------------------------------------------
 
     def everyone(self, name: str, *arguments: Any) -> dict[int, Any]:
         """Call a method of every serving replica; return the results, errors included, by number: at
@@ -508,7 +505,8 @@ class ReplicaEngine:
         def is_over() -> bool:
             if self._refusals and all(each.life != life for each, life in served.items()):
                 raise self._refusals[0]
-            return bool(self._serving) or self._is_asleep_and_dead
+            alive = any(each.state in ("healthy", "restarting") for each in self._replicas)
+            return bool(self._serving or (self.weights.asleep and not alive))
 
         for each in served:
             self._prepare(each)
@@ -516,57 +514,41 @@ class ReplicaEngine:
 
 
 def _is_the_engines(error: object) -> bool:
-    """Return whether an error is the engine's, and not of the question alone."""
     return isinstance(error, EngineFailed) and not isinstance(error, OutOfMemory | NotFinite)
 
 
 class _ReplicaWeights:
-    """The weights of an engine with replicas, which can sleep if their engines can.
-
-    New weights are in the object store before any replica gets them, and stay there for replicas that
-    start later. A replica serves again once it has them all; a replica that fails starts again.
-
-    Attributes:
-        version: how often they were replaced.
-        tensors: references to the present ones; empty for the model's own.
-        asleep: the free parts of the replicas' memory.
-    """
+    """The weights of all replicas. New weights are in the object store before any replica gets them, and
+    stay there for replicas that start later. ``tensors`` has their references."""
 
     def __init__(self, engine: ReplicaEngine) -> None:
         self.version = 0
         self.tensors: tuple[Any, ...] = ()
         self.asleep: frozenset[SleepingPart] = frozenset()
         self._engine = engine
-        self._coming: list[Any] | None = None
+        self._coming: list[Any] = []
 
     def layout(self) -> Layout:
-        """Return the layout of one of the replicas' engines."""
         return cast("Layout", self._first("layout"))
 
     def checkpoint(self) -> list[Path]:
-        """Return the files that one of the replicas was opened with."""
         return cast("list[Path]", self._first("checkpoint"))
 
     def begin(self) -> None:
-        """Begin to collect new weights. Raises EngineFailed while something is in progress."""
         if self._engine.is_busy:
             raise EngineFailed("not all questions have ended yet")
         self._coming = []
 
     def load(self, tensors: NamedTensors) -> None:
-        """Put some tensors into the object store."""
-        if self._coming is not None:
-            self._coming.append(self._engine._set.put([stored(*each) for each in tensors]))
+        self._coming.append(self._engine._set.put([stored(*each) for each in tensors]))
 
     def finish(self) -> None:
-        """Give them to all replicas; raises as ``ReplicaEngine.renew``."""
-        if self._coming is not None:
-            self.version += 1
-            self.tensors, self._coming = tuple(self._coming), None
-            self._engine.renew()
+        """Give all replicas the new weights; raises as ``ReplicaEngine.renew``."""
+        self.version += 1
+        self.tensors, self._coming = tuple(self._coming), []
+        self._engine.renew()
 
     def check_sleep(self) -> None:
-        """Raise EngineUnsupported unless the replicas' engines can sleep."""
         if (reason := self._engine.sleep_refused) is not None:
             raise EngineUnsupported(f"the engines of these replicas cannot sleep: {reason}")
 
@@ -610,33 +592,3 @@ def sum_counters(several: Sequence[EngineStatistics]) -> EngineStatistics:
     """Return the sums of the counters of several engines."""
     names = [each.name for each in fields(EngineStatistics)]
     return EngineStatistics(*(sum(getattr(each, name) for each in several) for name in names))
-
-
-def joined_parts(told: deque[Told] | None) -> Told | None:
-    """Return the parts of a stream as one, and remove them."""
-    if not told:
-        return None
-    parts: list[Any] = [told.popleft() for _ in range(len(told))]
-    first, last = parts[0], parts[-1]
-    if not isinstance(first, Delta):
-        return tuple(output for each in parts for output in each)
-    begins: dict[int, int] = {}  # the first token of each version of the weights
-    for version, start, _ in (span for each in parts for span in each.weights_spans):
-        begins.setdefault(version, start)
-    mask, end = last.sampling_mask, last.start + len(last.token_ids)
-    if mask is not None:
-        mask = replace(mask, places=sum((each.sampling_mask.places for each in parts), ()))
-    joined: Delta = replace(
-        last,
-        text="".join(each.text for each in parts),
-        token_ids=sum((each.token_ids for each in parts), ()),
-        logprobs=sum((each.logprobs for each in parts), ()),
-        top_logprobs=sum((each.top_logprobs for each in parts), ()),
-        reasoning="".join(each.reasoning for each in parts),
-        start=first.start,
-        text_start=first.text_start,
-        reasoning_start=first.reasoning_start,
-        weights_spans=weights_spans([*begins.items()], first.start, end),
-        sampling_mask=mask,
-    )
-    return joined

@@ -1,43 +1,42 @@
-"""Flushes and their answers as values to pickle, between a runtime and its replicas, or the ranks of one.
+"""Messages between a runtime and its replicas, or the ranks of one, as bytes of pickle.
 
 Rules:
     Every question has a ticket, by which its answer is known.
-    Handles of populations travel as numbers, and each end has a table.
+    Handles of populations travel as numbers, and each end has a table. Messages have to be read in the
+    order in which they were made.
     Sequences that extend sequences of the other end travel as their last tokens: see ``FarSequences``.
 """
 
 from __future__ import annotations
 
+import io
+import pickle
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from genrt.engines.protocol import EngineStatistics
-from genrt.questions.completions import Completion, Delta, Told, weights_spans
+from genrt.questions.completions import Told
 from genrt.questions.draws import PopulationDraw
 from genrt.questions.request import Request
 from genrt.questions.sequences import Contexts, Origins, SequenceHandle
-from genrt.tokens.sampling import BatchDraw, Draw, TopLogprobs
 
-MOST_HELD = 2**28
-"""The most bytes of sequences that the other end of a connection holds."""
+Pickled: TypeAlias = "bytes | tuple[bytes, list[np.ndarray]]"
+"""Bytes, for which Ray has a short way, and the large buffers beside them."""
 
-
-# -- handles of populations -------------------------------------------------------------------------
+LARGE = 2**16
+"""The bytes of a buffer that an object store takes as it is."""
 
 
 class HandleNumbers:
-    """The numbers of populations' handles, at the end that asks.
-
-    ``gone`` has the numbers of collected handles. The collector adds to it, from any thread.
-    """
+    """The numbers of populations' handles, at the end that asks. The collector adds the collected ones to
+    ``gone``, from any thread."""
 
     def __init__(self) -> None:
         self.gone: deque[int] = deque()
@@ -62,111 +61,106 @@ class HandleNumbers:
 
 
 class FarSequences:
-    """The handles of sequences that the other end of a connection holds. They belong to populations that
-    extended others, which will probably happen again."""
+    """The sequences that the other end of a connection holds: of populations that extended others, which
+    will probably happen again."""
 
     def __init__(self, numbers: HandleNumbers) -> None:
         self.numbers = numbers
-        self._nbytes: WeakKeyDictionary[SequenceHandle, int] = WeakKeyDictionary()
+        self.held: WeakSet[SequenceHandle] = WeakSet()
 
-    def sent(self, draw: PopulationDraw) -> tuple[bool, bool]:
-        """Return whether the sequences of a question can travel as their last tokens, and whether the
-        other end is to hold them from now on."""
-        if (origins := draw.origins) is None:
-            return False, False
-        is_known = all(each in self._nbytes for each in origins.handles)
-        is_known &= np.array_equal(draw.contexts.lengths, origins.lengths + 1)
-        more = 0 if draw.handle in self._nbytes else draw.contexts.nbytes
-        if is_held := sum(self._nbytes.values()) + more <= MOST_HELD:
-            self._nbytes[draw.handle] = draw.contexts.nbytes
-        return is_known, is_held
-
-
-# -- flushes ----------------------------------------------------------------------------------------
+    def sent(self, draw: PopulationDraw) -> Any:
+        """Return the sequences of a question as they travel: the last tokens of known ones, or a table
+        and its lengths."""
+        contexts, origins, is_known = draw.contexts, draw.origins, False
+        if origins is not None:
+            is_known = all(each in self.held for each in origins.handles)
+            is_known &= np.array_equal(contexts.lengths, origins.lengths + 1)
+            self.held.add(draw.handle)
+        if is_known:
+            return contexts.last_tokens.astype(np.uint32)
+        return contexts.table[contexts.places, : int(contexts.lengths.max())], contexts.lengths
 
 
-class _SentPopulation(NamedTuple):
-    """A population on its way.
+class _Pickler(pickle.Pickler):
+    def __init__(self, out: io.BytesIO, far: FarSequences | None, large: list[np.ndarray]) -> None:
+        def stays(buffer: pickle.PickleBuffer) -> bool:
+            if is_large := (memory := buffer.raw()).nbytes >= LARGE:
+                large.append(np.frombuffer(memory, np.uint8))
+            return not is_large
 
-    Attributes:
-        number: of its handle.
-        extended: the numbers of the handles that it extends, with their counts, and the numbers and the
-            lengths of its origins, if it has origins.
-        sequences: its last tokens, or a table and its lengths.
-        is_held: whether the other end is to hold them from now on.
-        rest: the adapter, masks, temperature, seeds, version, laws and block.
-    """
+        super().__init__(out, 5, buffer_callback=stays)
+        self._far = far
 
-    number: int
-    extended: tuple[list[tuple[int, int]], np.ndarray, np.ndarray] | None
-    sequences: np.ndarray | tuple[np.ndarray, np.ndarray]
-    is_held: bool
-    rest: tuple[Any, ...]
+    def persistent_id(self, each: Any) -> tuple[int, int] | None:
+        if self._far is None or not isinstance(each, SequenceHandle):
+            return None
+        return self._far.numbers.of(each), each.count
 
-
-PackedFlush: TypeAlias = list[tuple[int, "Request | _SentPopulation"]]
-
-
-def packed_flush(asked: Sequence[tuple[int, Request]], far: FarSequences) -> PackedFlush:
-    """Return tickets and questions as they travel. Messages with populations have to be read in the order
-    in which they were made."""
-    return [
-        (ticket, _sent(each, far) if isinstance(each, PopulationDraw) else each)
-        for ticket, each in asked
-    ]
+    def reducer_override(self, each: Any) -> Any:
+        if isinstance(each, Tensor):
+            return _tensor, (each.cpu().numpy(),)
+        if self._far is None or not isinstance(each, PopulationDraw):
+            return NotImplemented
+        own = each.adapter, each.mask_table, each.temperature, each.seeds, each.origins
+        rest = each.weights_version, (), each.laws, each.block
+        return _population, (self._far.sent(each), each.handle, each.origins, (*own, *rest))
 
 
-def unpacked_flush(
-    message: PackedFlush, table: dict[int, SequenceHandle]
-) -> Iterator[tuple[int, Request]]:
-    """Yield the tickets and questions of a message. ``table`` has the known handles of populations, and
-    gets the new ones."""
-    for ticket, each in message:
-        yield ticket, _came(each, table) if isinstance(each, _SentPopulation) else each
+class _Unpickler(pickle.Unpickler):
+    def __init__(
+        self, data: io.BytesIO, table: dict[int, SequenceHandle], large: list[np.ndarray]
+    ) -> None:
+        super().__init__(data, buffers=large)
+        self._table = table
+
+    def persistent_load(self, handle: Any) -> SequenceHandle:
+        number, count = handle
+        if number not in self._table:
+            self._table[number] = SequenceHandle(count)
+        return self._table[number]
 
 
-def _sent(draw: PopulationDraw, far: FarSequences) -> _SentPopulation:
-    is_known, is_held = far.sent(draw)
-    contexts, origins, extended = draw.contexts, draw.origins, None
-    if origins is not None:
-        numbers = [(far.numbers.of(each), each.count) for each in origins.handles]
-        extended = numbers, origins.numbers, origins.lengths
-    sequences: Any = contexts.last_tokens.astype(np.uint32)
-    if not is_known:
-        lengths = contexts.lengths
-        sequences = contexts.table[contexts.places, : int(lengths.max())], lengths
-    own = draw.adapter, draw.mask_table, draw.temperature, draw.seeds
-    rest = *own, draw.weights_version, draw.laws, draw.block
-    return _SentPopulation(far.numbers.of(draw.handle), extended, sequences, is_held, rest)
+def pickled(value: object, far: FarSequences | None = None) -> Pickled:
+    """Return a value as bytes. With populations, ``far`` is about the other end."""
+    out, large = io.BytesIO(), list[np.ndarray]()
+    _Pickler(out, far, large).dump(value)
+    return (out.getvalue(), large) if large else out.getvalue()
 
 
-def _came(sent: _SentPopulation, table: dict[int, SequenceHandle]) -> PopulationDraw:
-    def known(number: int, count: int) -> SequenceHandle:
-        if number not in table:
-            table[number] = SequenceHandle(count)
-        return table[number]
+def unpickled(data: Pickled, table: dict[int, SequenceHandle] | None = None) -> Any:
+    """Return the value. ``table`` has the known handles of populations, and gets the new ones."""
+    data, large = (data, []) if isinstance(data, bytes) else data
+    return _Unpickler(io.BytesIO(data), {} if table is None else table, large).load()
 
-    origins = None
-    if sent.extended is not None:
-        numbers, *places = sent.extended
-        origins = Origins(tuple(known(*each) for each in numbers), *places)
-    if isinstance(sent.sequences, tuple):
-        rows, lengths = sent.sequences
+
+def _tensor(numbers: np.ndarray) -> Tensor:
+    """Return a copy: arrays of a channel are read-only, and keep its memory."""
+    return torch.from_numpy(numbers.copy())
+
+
+def _population(
+    sent: Any, handle: SequenceHandle, origins: Origins | None, own: tuple[Any, ...]
+) -> PopulationDraw:
+    if isinstance(sent, tuple):
+        rows, lengths = sent
         contexts = Contexts(rows, np.arange(len(rows)), lengths)
     else:
         before = [cast("Contexts", each.contexts) for each in cast("Origins", origins).handles]
-        contexts = Contexts.grown(before, cast("Origins", origins).numbers, sent.sequences)
-    handle = known(sent.number, len(contexts))
-    if sent.is_held:  # a copy: the channel frees its memory as a whole
+        contexts = Contexts.grown(before, cast("Origins", origins).numbers, sent)
+    if origins is not None:  # a copy: the channel frees its memory as a whole
         handle.contexts = contexts = contexts.kept()
-    adapter, masks, temperature, seeds, version, laws, block = sent.rest
-    own = contexts, adapter, masks, temperature, seeds
-    draw = PopulationDraw(*own, origins, version, laws=laws, block=block)
+    draw = PopulationDraw(contexts, *own)
     object.__setattr__(draw, "handle", handle)
     return draw
 
 
-# -- answers ----------------------------------------------------------------------------------------
+class Message(NamedTuple):
+    """What a replica gets: questions with their tickets, tickets of questions that are withdrawn, and the
+    numbers of collected populations."""
+
+    asked: Sequence[tuple[int, Request]] = ()
+    withdrawn: Sequence[int] = ()
+    forgotten: Sequence[int] = ()
 
 
 class Answers(NamedTuple):
@@ -176,67 +170,8 @@ class Answers(NamedTuple):
         ends: the tickets of ended questions, each with its result or its error.
         told: the tickets of streams, each with a part.
         statistics: the counters of the engine.
-        stacked: on their way, the tickets of tensors of one shape, such as rows, with all as one array.
     """
 
     ends: list[tuple[int, Any]]
     told: list[tuple[int, Told]]
     statistics: EngineStatistics
-    stacked: Sequence[tuple[list[int], np.ndarray]] = ()
-
-
-def packed_answers(answers: Answers) -> Answers:
-    """Return answers as they travel."""
-    tensors: dict[tuple[Any, ...], list[tuple[int, Tensor]]] = {}  # by shape, type and device
-    ends: list[tuple[int, Any]] = []
-    for ticket, result in answers.ends:
-        if isinstance(result, Tensor):
-            alike = *result.shape, result.dtype, result.device
-            tensors.setdefault(alike, []).append((ticket, result))
-            continue
-        if isinstance(result, Completion):  # the other end has the prompt
-            result = replace(result, prompt_token_ids=())
-        elif isinstance(result, BatchDraw | TopLogprobs):
-            result = type(result)(*(cast("Tensor", each.numpy()) for each in result))
-        ends.append((ticket, result))
-    stacked = [
-        ([ticket for ticket, _ in each], torch.stack([row for _, row in each]).cpu().numpy())
-        for each in tensors.values()
-    ]
-    return Answers(ends, answers.told, answers.statistics, stacked)
-
-
-def unpacked_answers(message: Answers, asked: Mapping[int, Request]) -> Answers:
-    """Return the answers of a message to these questions, by ticket; other answers are ignored."""
-    ends = [*message.ends]
-    for tickets, rows in message.stacked:
-        ends += zip(tickets, _owned(rows), strict=True)
-    return Answers(
-        [(t, _of(each, asked[t])) for t, each in ends if t in asked],
-        [(t, _of(each, asked[t])) for t, each in message.told if t in asked],
-        message.statistics,
-    )
-
-
-def _of(result: Any, request: Request) -> Any:
-    """Return a result with the version of a question's weights, and with its prompt."""
-    if isinstance(result, Completion):
-        prompt, version = request.token_ids, request.weights_version
-        spans = weights_spans([(version, 0)], 0, len(result.token_ids))
-        own: Any = {"weights_version": version, "weights_spans": spans}
-        return replace(result, prompt_token_ids=prompt, **own)
-    if isinstance(result, Delta):
-        spans = weights_spans(
-            [(request.weights_version, 0)], result.start, result.start + len(result.token_ids)
-        )
-        return replace(result, weights_spans=spans)
-    if isinstance(result, BatchDraw | TopLogprobs):
-        result = type(result)(*map(_owned, result))
-    if isinstance(result, Draw | BatchDraw):
-        result.weights_version = request.weights_version
-    return result
-
-
-def _owned(numbers: Any) -> Tensor:
-    """Return a copy: arrays of a channel are read-only, and keep its memory."""
-    return torch.from_numpy(np.array(numbers))

@@ -37,13 +37,9 @@ def gpus_of(options: Mapping[str, Any]) -> int:
 def add_replica_arguments(parser: argparse.ArgumentParser) -> None:
     """Add ``--replicas`` and ``--cluster`` to a command's arguments."""
     add = parser.add_argument_group("replicas", "One model, several engines.").add_argument
-    several = (
-        "the number of engines, actors of Ray with equal shares of the GPUs (default: one, here)"
-    )
+    several = "the number of engines, actors of Ray with equal GPUs (default: one, here)"
     add("--replicas", type=int, metavar="N", default=None, help=several)
-    where = (
-        'a Ray cluster\'s address; "auto" for the running one, or else one here (default: "local")'
-    )
+    where = 'a Ray cluster\'s address; "auto": the running one, or one here (default: "local")'
     add("--cluster", metavar="ADDRESS", default=None, help=where)
 
 

@@ -17,7 +17,7 @@ import threading
 import traceback
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, cast
 
 from genrt.errors import EngineFailed, EngineUnsupported, InvalidRequest, NotFinite, OutOfMemory
 from genrt.numbers import check_timeout, shown
@@ -41,11 +41,7 @@ REFUSED = (
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ProgramRequest(Request):
     """A program for a replica to run. The answer is its outcome, packed too. No two requests are equal.
-
-    Attributes:
-        packed: the program.
-        seed: of an inference, or of a function's questions without a seed.
-    """
+    The seed is of an inference, or of a function's questions without a seed."""
 
     packed: bytes
     seed: int
@@ -84,8 +80,8 @@ async def run_program(lm: Any, work: object, seed: int, timeout: float | None) -
     seconds = check_timeout(timeout)
     await lm._ask(())  # which a closed runtime refuses
     if not runs_elsewhere(lm):
-        own = program_outcome(work, lm._of_seed(seed), seed)
-        return _value_or_raise(await (own if seconds is None else within(seconds, own)))
+        own = program_result(work, lm._of_seed(seed), seed)
+        return await (own if seconds is None else within(seconds, own))
     try:
         request = ProgramRequest(pickle_program(work, lm), seed)
     except Exception as error:
@@ -100,13 +96,9 @@ async def run_program(lm: Any, work: object, seed: int, timeout: float | None) -
         raise InvalidRequest(
             f"what the program returned cannot be read here: {type(error).__name__}: {error}"
         ) from error
-    return _value_or_raise(outcome)
-
-
-def _value_or_raise(outcome: Outcome) -> Any:
-    value, error = outcome
-    if error is not None:
-        raise error
+    value, failed = outcome
+    if failed is not None:
+        raise failed
     return value
 
 
@@ -121,14 +113,14 @@ async def packed_run(request: ProgramRequest, lm: Any) -> list[bytes]:
     """Run a program over a runtime of its own; return its packed outcome. Raises EngineFailed if the
     engine failed."""
     vars(lm).update({name: partial(_refuse, name) for name in REFUSED})
-    error: BaseException | None
+    value, error = None, cast("BaseException | None", None)
     try:
         work = await run_in_thread(partial(unpickle_program, request.packed, lm))
-        value, error = await program_outcome(work, lm, request.seed)
+        value = await program_result(work, lm, request.seed)
     except BaseException as raised:  # the program's own, and not the end of this process
-        value, error = None, raised
-    if isinstance(error, EngineFailed) and not isinstance(error, OutOfMemory | NotFinite):
-        raise error
+        if isinstance(raised, EngineFailed) and not isinstance(raised, OutOfMemory | NotFinite):
+            raise
+        error = raised
     return [await run_in_thread(partial(packed_outcome, value, error, lm))]
 
 
@@ -138,18 +130,15 @@ def _refuse(name: str, *_: Any, **__: Any) -> Any:
     )
 
 
-async def program_outcome(work: Any, lm: Any, seed: int) -> Outcome:
-    """Run a program over this runtime. Cancellation and exits are raised."""
-    try:
-        run = getattr(work, "run", None)
-        running = run(seed) if callable(run) else work(lm)
-        if not inspect.isawaitable(running):
-            raise InvalidRequest(
-                f"the program returned {shown(running)}, which cannot be awaited: make it an async def"
-            )
-        return await running, None
-    except Exception as error:
-        return None, error
+async def program_result(work: Any, lm: Any, seed: int) -> Any:
+    """Run a program over this runtime; return its result, or raise its error."""
+    run = getattr(work, "run", None)
+    running = run(seed) if callable(run) else work(lm)
+    if not inspect.isawaitable(running):
+        raise InvalidRequest(
+            f"the program returned {shown(running)}, which cannot be awaited: make it an async def"
+        )
+    return await running
 
 
 def pickle_program(value: object, lm: Any) -> bytes:

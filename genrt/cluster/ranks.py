@@ -31,13 +31,7 @@ from typing import Any
 
 import torch
 
-from genrt.cluster.flushes import (
-    FarSequences,
-    HandleNumbers,
-    PackedFlush,
-    packed_flush,
-    unpacked_flush,
-)
+from genrt.cluster.flushes import FarSequences, HandleNumbers, Pickled, pickled, unpickled
 from genrt.engines import open_engine
 from genrt.engines.folders import Folder
 from genrt.engines.protocol import EngineStatistics, Finished
@@ -53,8 +47,7 @@ from genrt.questions.sequences import SequenceHandle
 END_SECONDS = 3.0
 """How long a rank may take to end by itself before it is killed."""
 
-PARENT_DEATH_SIGNAL = 1
-"""``PR_SET_PDEATHSIG`` of Linux."""
+PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 
 RANKED = MappingProxyType({"PYTHONHASHSEED": "0"})
 """The environment of a process with ranks, where all sets of strings have the same order."""
@@ -92,11 +85,7 @@ def with_ranks(options: dict[str, Any]) -> dict[str, Any]:
 
 def open_ranked(model: str, options: dict[str, Any], *, residency: bool = True) -> RankedEngine:
     """Open a model in ranks, one on each device. The first is in this process, which dies with any rank.
-
-    Raises:
-        GenrtError: as ``open_engine``; EngineUnsupported if sets of strings have another order in each
-            process.
-    """
+    Raises GenrtError as ``open_engine``, or EngineUnsupported without a fixed order of sets."""
     if sys.flags.hash_randomization:
         raise EngineUnsupported(
             "ranks need the same order of sets: start the process with PYTHONHASHSEED=0"
@@ -127,11 +116,7 @@ def die_with(parent: int) -> None:
 
 
 class Ranks:
-    """The processes of all ranks but the first.
-
-    Args:
-        count: of all ranks.
-    """
+    """The processes of all ranks but the first; ``count`` is of all."""
 
     def __init__(self, count: int) -> None:
         self.far = FarSequences(HandleNumbers())
@@ -164,7 +149,7 @@ class Ranks:
 
     def unname(self) -> None:
         """Remove the names of the memory that ranks share on a CPU, once all have it: the system frees it
-        with them."""
+        with the ranks."""
         for each in SHARED_MEMORY.glob(f"{os.path.basename(self.store)}*"):
             each.unlink(missing_ok=True)
 
@@ -172,18 +157,16 @@ class Ranks:
         """Send all a message. Raises EngineDied if one is gone."""
         if gone := self.far.numbers.taken():
             self.tell("forget", gone)
+        message = pickled((name, *arguments), self.far)
         try:
             for link, _ in self._links:
-                link.send((name, *arguments))
+                link.send(message)
         except OSError as error:
             raise EngineDied(f"a rank is gone: {error}") from error
 
     def agreed(self, own: GenrtError | None = None) -> None:
-        """Wait until all have done the same; raise the error of rank 0 if all failed.
-
-        Raises:
-            EngineDied: only some failed.
-        """
+        """Wait until all have done the same. Raises the error of rank 0 if all failed, or EngineDied if
+        only some did."""
         for number, (link, _) in enumerate(self._links, 1):
             try:
                 is_done, why = link.recv()
@@ -207,8 +190,7 @@ class Ranks:
         return result
 
     def part(self) -> None:
-        """Have them close their engines, as this process does next. From now on they may end.
-        Idempotent."""
+        """Have all close their engines, after which they may end. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             with contextlib.suppress(EngineDied):
@@ -240,12 +222,8 @@ def _passed(name: str) -> Any:
 
 
 class RankedEngine:
-    """The Engine protocol over rank 0's engine. Methods for rank 0 alone pass through.
-
-    Args:
-        engine: rank 0's, a ``VLLMEngine``.
-        ranks: the others, open.
-    """
+    """The Engine protocol over rank 0's engine and the other ranks, which are open. Methods for rank 0
+    alone pass through."""
 
     def __init__(self, engine: Any, ranks: Ranks) -> None:
         self._engine, self._ranks = engine, ranks
@@ -264,7 +242,7 @@ class RankedEngine:
     statistics = _passed("statistics")
 
     def submit(self, requests: Sequence[Request]) -> None:
-        self._ranks.tell("submit", self._packed(requests))
+        self._ranks.tell("submit", self._numbered(requests))
         self._engine.submit(requests)
 
     def step(self) -> list[Finished]:
@@ -283,18 +261,18 @@ class RankedEngine:
         self._engine.cancel(requests)
 
     def continue_population(self, population: PopulationDraw) -> bool:
-        self._ranks.tell("continue_population", self._packed([population]))
+        self._ranks.tell("continue_population", self._numbered([population]))
         is_taken = bool(self._engine.continue_population(population))
         if not is_taken:
             del self._tickets[population]
         return is_taken
 
     def settle(self, population: PopulationDraw) -> None:
-        self._ranks.tell("settle", packed_flush([(0, population)], self._ranks.far))
+        self._ranks.tell("settle", population)
         self._engine.settle(population)
 
     def release(self, asked: Sequence[SequenceHandle]) -> None:
-        self._ranks.tell("release", [self._ranks.far.numbers.of(each) for each in asked])
+        self._ranks.tell("release", asked)
         self._engine.release(asked)
 
     def expect(self, rows: Sequence[LogprobsRequest], token_ids: torch.Tensor) -> None:
@@ -311,7 +289,6 @@ class RankedEngine:
         self._ranks.do(self._engine, "remove_adapter", adapter)
 
     def forget_residents(self) -> bool:
-        """Forget unused sequences in all ranks; return whether rank 0 has."""
         return bool(self._ranks.do(self._engine, "forget_residents"))
 
     def close(self) -> None:
@@ -322,10 +299,10 @@ class RankedEngine:
             leave_ranks()
             self._ranks.close()
 
-    def _packed(self, requests: Sequence[Request]) -> PackedFlush:
+    def _numbered(self, requests: Sequence[Request]) -> dict[Request, int]:
         asked = dict(zip(requests, self._numbers, strict=False))
         self._tickets |= asked
-        return packed_flush([(ticket, each) for each, ticket in asked.items()], self._ranks.far)
+        return asked
 
 
 class _RankedPrefixes:
@@ -368,31 +345,26 @@ class _RankedWeights:
             saved.drop()
 
 
-# -- the other ranks --------------------------------------------------------------------------------
-
-
 class Follower:
-    """Repeats the calls of rank 0 with one engine.
-
-    Args:
-        engine: of the same model and options.
-        answer: tells rank 0 whether something succeeded, and why not.
-    """
+    """Repeats the calls of rank 0 with an engine of the same model and options. ``answer`` tells rank 0
+    whether something succeeded, and why not."""
 
     def __init__(self, engine: Any, answer: Callable[[bool, str], object]) -> None:
         self._engine, self._answer = engine, answer
         self._tickets: dict[Request, int] = {}
         self.handles: dict[int, SequenceHandle] = {}
 
-    def take(self, name: str, *arguments: Any) -> None:
-        """Repeat a call. Raises RuntimeError if the ranks have parted."""
+    def take(self, message: Pickled) -> bool:
+        """Repeat a call; return whether it was not the last one. Raises RuntimeError if the ranks have
+        parted."""
+        name, *arguments = unpickled(message, self.handles)
+        if name == "close":
+            return False
         getattr(self, f"_take_{name}")(*arguments)
+        return True
 
-    def _read(self, message: PackedFlush) -> dict[Any, int]:
-        return {request: ticket for ticket, request in unpacked_flush(message, self.handles)}
-
-    def _take_submit(self, message: PackedFlush) -> None:
-        self._tickets |= (asked := self._read(message))
+    def _take_submit(self, asked: dict[Request, int]) -> None:
+        self._tickets |= asked
         self._engine.submit([*asked])
 
     def _take_step(self, progress: tuple[int, ...]) -> None:
@@ -408,28 +380,25 @@ class Follower:
             del self._tickets[each]
         self._engine.cancel(gone)
 
-    def _take_continue_population(self, message: PackedFlush) -> None:
-        asked = self._read(message)
+    def _take_continue_population(self, asked: dict[Request, int]) -> None:
         if self._engine.continue_population(*asked):
             self._tickets |= asked
 
-    def _take_settle(self, message: PackedFlush) -> None:
-        self._engine.settle(*self._read(message))
-
     def _take_speculate(self, request_ids: list[str]) -> None:
-        """Run a step with the tokens that rank 0 has drawn, on its device."""
         tokens = torch.empty(len(request_ids), dtype=torch.float64, device=self._engine.device)
         self._engine.speculate(request_ids, tokens, share=broadcast_from_rank0)
 
-    def _take_release(self, numbers: list[int]) -> None:
-        self._engine.release([self.handles[each] for each in numbers if each in self.handles])
+    def _take_settle(self, population: PopulationDraw) -> None:
+        self._engine.settle(population)
+
+    def _take_release(self, asked: list[SequenceHandle]) -> None:
+        self._engine.release(asked)
 
     def _take_forget(self, numbers: list[int]) -> None:
         for each in numbers:
             self.handles.pop(each, None)
 
     def _take_do(self, name: str, *arguments: Any) -> None:
-        """Do something that has to succeed in all ranks, or to fail in all."""
         try:
             attrgetter(name)(self._engine)(*arguments)
         except GenrtError as error:
@@ -449,8 +418,8 @@ def follow(port: int, parent: int) -> None:
         engine = open_engine("vllm", model, options, residency=residency, rank=rank)
         follower = Follower(engine, lambda *answer: link.send(answer))
         link.send((True, ""))
-        while (message := link.recv()) != ("close",):
-            follower.take(*message)
+        while follower.take(link.recv()):
+            pass
         engine.close()
         leave_ranks()
     except (BrokenPipeError, EOFError):

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 
-from genrt.cluster.flushes import Answers, PackedFlush, packed_answers, unpacked_flush
+from genrt.cluster.flushes import Answers, Message, Pickled, pickled, unpickled
 from genrt.cluster.programs import ProgramRequest, packed_run, program_loop
 from genrt.engines.folders import Folder
 from genrt.engines.protocol import check_supported, survived
 from genrt.engines.remote.wire import packed_tokenizer
-from genrt.engines.weights import weights_of
+from genrt.engines.weights import set_version, weights_of
 from genrt.errors import EngineDied, EngineUnsupported, GenrtError
 from genrt.questions.arguments import Adapter
 from genrt.questions.completions import CompletionRequest, NativeRequest, Told
@@ -74,15 +74,14 @@ class Replica:
         self._ends: list[tuple[int, Any]] = []
         self._told: list[tuple[int, Told]] = []
         self._news = asyncio.Event()
+        self._turn = asyncio.Lock()
+        self._listening = 0
         self._failed: EngineDied | None = None
         self._program_loop: asyncio.AbstractEventLoop | None = None
 
     async def prepare(self, make: Callable[[], Awaitable[Any]], wanted: Settings) -> Facts:
-        """Open the runtime, the first time, and give it these settings.
-
-        Raises:
-            GenrtError: it cannot be opened. EngineDied: its weights are a mixture.
-        """
+        """Open the runtime, the first time, and give it these settings. Raises GenrtError if it cannot be
+        opened, and EngineDied if its weights are a mixture."""
         if self._lm is None:
             self._lm = await make()
         if wanted.version != self._version:
@@ -109,24 +108,11 @@ class Replica:
             weights.finish()
         except Exception as error:
             raise EngineDied(f"its weights could not be replaced: {error}") from error
-        self._version = self._lm._thread.batcher.weights_version = version
+        self._version = version
 
-    # -- questions ----------------------------------------------------------------------------
-
-    async def flush(self, message: PackedFlush) -> None:
-        """Take the questions of a message; ``answers`` returns their ends."""
-        if self._lm is None:  # they were for an earlier life
-            return
-        try:
-            for ticket, request in unpacked_flush(message, self._handles):
-                self._ask(ticket, request)
-        except Exception as error:
-            self._failed = EngineDied(f"a flush could not be read: {error}")
-            self._news.set()
-
-    async def answers(self, seconds: float) -> Answers:
-        """Wait for answers, and return all that there are; after so many seconds none, once the engine's
-        thread takes a call.
+    async def exchange(self, message: Pickled, seconds: float) -> Pickled | None:
+        """Take a ``Message``; wait for answers to any questions, and return all that there are. After so
+        many seconds there are none, once the engine's thread takes a call. ``None`` if two calls wait.
 
         Raises:
             EngineDied: something failed. Before ``prepare``: a call for an earlier life would take the
@@ -135,32 +121,48 @@ class Replica:
         if self._lm is None:
             raise EngineDied("it was started again")
         try:
-            await asyncio.wait_for(self._news.wait(), seconds)
-        except TimeoutError:
-            await self.do("statistics")
-        self._news.clear()
+            self._take(unpickled(message, self._handles))
+        except Exception as error:
+            self._failed = EngineDied(f"a flush could not be read: {error}")
+            self._news.set()
+        if self._listening == 2:
+            return None
+        self._listening += 1
+        try:
+            async with self._turn:
+                try:
+                    async with asyncio.timeout(seconds):
+                        await self._news.wait()
+                except TimeoutError:
+                    await self.do("statistics")
+                self._news.clear()
+        finally:
+            self._listening -= 1
         if self._failed is not None:
             raise self._failed
         ends, self._ends, told, self._told = self._ends, [], self._told, []
-        return packed_answers(Answers(ends, told, self._lm._thread.statistics()))
+        return pickled(Answers(ends, told, self._lm._thread.statistics()))
 
-    async def cancel(self, tickets: Sequence[int]) -> None:
-        """Withdraw questions."""
+    def _take(self, message: Message) -> None:
+        if gone := [self._handles.pop(n) for n in message.forgotten if n in self._handles]:
+            self._lm._thread.give_back(gone)
+        for ticket, request in message.asked:
+            self._ask(ticket, request)
+        self._cancel(message.withdrawn)
+
+    def _cancel(self, tickets: Sequence[int]) -> None:
         for ticket in tickets:
             if (withdraw := self._withdraw.pop(ticket, None)) is not None:
                 withdraw()
             elif ticket > self._last_ticket:
                 self._early.add(ticket)
 
-    async def forget(self, numbers: Sequence[int]) -> None:
-        """Forget the sequences of populations that were collected."""
-        known = [self._handles.pop(each) for each in numbers if each in self._handles]
-        if self._lm is not None:
-            self._lm._thread.give_back(known)
-
     def _ask(self, ticket: int, request: Request) -> None:
         lm, loop = self._lm, asyncio.get_running_loop()
         self._last_ticket = max(self._last_ticket, ticket)
+        if (version := request.weights_version) != lm._thread.batcher.weights_version:
+            lm._thread.batcher.weights_version = version  # as the other end counts
+            lm._thread.call(lambda answering: set_version(answering.engine, version))
         if ticket in self._early:
             self._early.discard(ticket)
             return
@@ -191,38 +193,26 @@ class Replica:
         future.add_done_callback(partial(self._done, ticket))
 
     async def _streamed(self, ticket: int, request: Any) -> list[Any]:
-        asker = self._lm._asker
-        if isinstance(request, NativeRequest):
-            async for outputs in asker.native(request, NativeFlow()):
-                self._tell(ticket, outputs)
-            return [()]
-        check_supported(self._lm._thread.engine, request.decoding)
-        stream = asker.stream(request)
-        async for delta in stream:
-            self._tell(ticket, delta)
-        return [stream.completion]
+        asker, is_native = self._lm._asker, isinstance(request, NativeRequest)
+        if is_native:
+            stream = asker.native(request, NativeFlow())
+        else:
+            check_supported(self._lm._thread.engine, request.decoding)
+            stream = asker.stream(request)
+        async for part in stream:
+            self._told.append((ticket, part))
+            self._news.set()
+        return [() if is_native else stream.completion]
 
     def _done(self, ticket: int, future: asyncio.Future[list[Any]]) -> None:
         error = None if future.cancelled() else future.exception()
         if self._withdraw.pop(ticket, None) is None or future.cancelled():
             return
-        if error is None:
-            self._end(ticket, future.result()[0])
-        elif isinstance(error, GenrtError):
-            self._end(ticket, error)
+        if error is None or isinstance(error, GenrtError):
+            self._ends.append((ticket, error or future.result()[0]))
         else:
             self._failed = EngineDied(f"{type(error).__name__}: {error}")
-            self._news.set()
-
-    def _end(self, ticket: int, result: Any) -> None:
-        self._ends.append((ticket, result))
         self._news.set()
-
-    def _tell(self, ticket: int, part: Told) -> None:
-        self._told.append((ticket, part))
-        self._news.set()
-
-    # -- changes ------------------------------------------------------------------------------
 
     async def add_adapter(self, adapter: Adapter, files: Mapping[str, bytes]) -> GenrtError | None:
         """Load an adapter from its files, unless it is loaded. Return why it does not fit."""
@@ -259,7 +249,7 @@ class Replica:
 
     async def stop(self) -> None:
         """Close the runtime."""
-        await self.cancel([*self._withdraw])
+        self._cancel([*self._withdraw])
         if self._lm is not None:
             await self._lm.aclose()
 

@@ -34,7 +34,6 @@ POPULATION_MARGIN = 8.0
 PROGRAM_WORK = 1024.0
 """The work of a program, which is unknown: about 32 particles of 32 tokens."""
 
-
 MOST_BATCHES = 2**14
 
 
@@ -52,11 +51,7 @@ def work_of(request: Request) -> float:
 
 
 class Router:
-    """The work of ``count`` replicas, and the homes of populations.
-
-    Args:
-        seed: of the generator that breaks ties; with ``None`` one of the system's.
-    """
+    """The work of ``count`` replicas, and the homes of populations; the seed breaks ties."""
 
     def __init__(self, count: int, *, seed: int | None = None) -> None:
         self._random = random.Random(seed)
@@ -67,11 +62,8 @@ class Router:
         self._batches: dict[int, int] = {}  # of the first context of ``batch_draw``, which may grow
 
     def route(self, request: Request, usable: Sequence[int], extends: Sequence[int] = ()) -> int:
-        """Return the replica, one of the usable ones, and add the question to its work.
-
-        Args:
-            extends: the numbers of the populations that a population extends, the largest first.
-        """
+        """Return one of the usable replicas, and add the question to its work. ``extends`` has the
+        numbers of the populations that a population extends, the largest first."""
         work, margin = work_of(request), MARGIN
         is_new = isinstance(request, ProgramRequest)
         context, home = None, next((h for n in extends if (h := self._home(n)) in usable), None)

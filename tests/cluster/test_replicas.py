@@ -18,6 +18,8 @@ from safetensors.torch import save_file
 
 import genrt
 from genrt.cluster import engine as engine_module
+from genrt.cluster.flushes import Message, pickled, unpickled
+from genrt.cluster.replica import Replica, Settings
 from genrt.engines.adapters import CONFIG_NAME, WEIGHTS_NAME
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.errors import (
@@ -28,6 +30,7 @@ from genrt.errors import (
     InvalidRequest,
 )
 from genrt.lm import AsyncLM
+from genrt.questions.rows import LogprobsRequest
 from genrt.server import serving
 from tests.cluster.here import ReplicasHere, replicas_of
 from tests.population_walk import EVENTS, HeldContexts, walk
@@ -207,8 +210,22 @@ def test_new_weights_reach_all_replicas_and_those_that_come_later() -> None:
             lm.update_weights_sync({"table": table[0]})
         with pytest.raises(EngineUnsupported, match='pending="finish"'):
             lm.update_weights_sync({"table": 2 * table}, pending="continue")
-        assert lm.draw_sync([1]).weights_version == 1
+        assert versions(lm) == {1}
         assert not torch.allclose(old, expected, atol=1e-2)
+        assert lm.update_weights_sync({"table": 2 * table}) == 2
+        assert versions(lm) == {2}
+        lm.restart()
+        assert versions(lm) == {2}
+
+
+def versions(lm: AsyncLM) -> set[int]:
+    """Return the versions of the weights that all kinds of answers have."""
+    text = lm.generate_sync([1], max_tokens=3)
+    spans = [*text.weights_spans]
+    for delta in lm.stream_sync([1], max_tokens=3):
+        spans += delta.weights_spans
+    draws = lm.draw_sync([1]), lm.batch_draw_sync([[1]]), text
+    return {*(each.version for each in spans), *(each.weights_version for each in draws)}
 
 
 class _HalfLoading(ExactEngine):
@@ -223,10 +240,11 @@ class _HalfLoading(ExactEngine):
             raise EngineDied("in the middle of new weights")
 
         def loaded(tensors: Any) -> None:
-            count = len([*marks.iterdir()])
-            if count < times:
-                (marks / str(count)).touch()
-            (half if count < times else load)(tensors)
+            for number in range(times):  # two replicas may load at once
+                with contextlib.suppress(FileExistsError):
+                    (marks / str(number)).touch(exist_ok=False)
+                    half(tensors)
+            load(tensors)
 
         self.weights.load = loaded
 
@@ -287,13 +305,45 @@ async def test_a_call_of_an_earlier_life_takes_no_answers_of_the_next() -> None:
     """A replica dies between two calls, and the second one reaches its next life."""
     with genrt.load(MODEL, engine="exact", replicas=2) as lm:
         replicas_of(lm).die(0)
-        late = asyncio.wrap_future(replicas_of(lm).call(0, "answers", 1.0))
+        late = asyncio.wrap_future(replicas_of(lm).call(0, "exchange", pickled(Message()), 1.0))
         with pytest.raises(genrt.EngineDied, match="started again"):
             await asyncio.wait_for(late, 60)
         await asyncio.to_thread(until, lm, "healthy", 1)
         contexts = [[each, 3] for each in range(11)]
         found = await lm.batch_next_token_logprobs(contexts, timeout=60)
         assert torch.allclose(found, torch.stack([*map(MODEL.row, contexts)]), atol=1e-5)
+
+
+async def test_two_calls_wait_for_answers_and_the_first_gets_them() -> None:
+    replica = Replica()
+    await replica.prepare(partial(genrt.aload, MODEL, engine="exact"), Settings())
+    first, second = [
+        asyncio.create_task(replica.exchange(pickled(Message()), 30.0)) for _ in range(2)
+    ]
+    await asyncio.sleep(0)
+    assert await replica.exchange(pickled(Message([(7, LogprobsRequest([1]))])), 30.0) is None
+    answers: Any = await first
+    [(ticket, row)] = unpickled(answers).ends
+    assert ticket == 7
+    assert torch.allclose(row, MODEL.row([1]).float(), atol=1e-5)
+    assert not second.done()
+    second.cancel()
+    await replica.stop()
+
+
+async def test_a_replica_forgets_collected_populations_though_it_is_asked_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_module, "STALL_SECONDS", 600.0)
+    with genrt.load(MODEL, engine="exact", replicas=1) as lm:
+        population = lm.population([1], 4)
+        for _ in range(3):
+            population.append((await population.draw()).token_ids)
+        replica = replicas_of(lm)._lives[0].replica
+        assert replica._handles
+        population.close()
+        del population
+        await happened(lambda: not replica._handles)
 
 
 async def storm(

@@ -159,6 +159,8 @@ def test_two_replicas_answer_as_one_engine_does(
         lm.update_weights_sync(other)
     renewed = answers(one)
     assert_equal(answers(two), renewed)
+    text = two.generate_sync([5], max_tokens=2)
+    assert [each.version for each in text.weights_spans] == [two.weights_version]
     restarts = sum(each.restarts for each in two.statistics().replicas)
     os.kill(two.run_sync(identity), signal.SIGKILL)
     assert_equal(answers(two), renewed)
