@@ -91,11 +91,19 @@ def check_log_weight(value: Any) -> float:
     return number
 
 
-def check_log_weights(values: Any) -> NDArray[np.float64]:
-    """Return log-weights, in a tensor, an array or another sequence, as an array ``[n]``. Raises
-    InvalidRequest otherwise."""
-    if isinstance(values, torch.Tensor):
-        values = values.detach()
+def check_log_weights(values: Any, count: int, about: str) -> NDArray[np.float64]:
+    """Return ``count`` log-weights, in a tensor, an array or another sequence, as an array ``[count]``.
+    Raises InvalidRequest otherwise, which begins with ``about``."""
+    try:
+        found = _log_weights(values.detach() if isinstance(values, torch.Tensor) else values)
+        if len(found) != count:
+            raise InvalidRequest(f"give {count}, a log-weight for each")
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{about} {displayed(values)}: {error}") from error
+    return found
+
+
+def _log_weights(values: Any) -> NDArray[np.float64]:
     if not isinstance(values, torch.Tensor | np.ndarray):
         if isinstance(values, str | Mapping | Set) or not isinstance(values, Iterable):
             raise InvalidRequest("give log-weights in a list, a tensor or an array")
@@ -123,7 +131,8 @@ async def evaluate_potential(name: str, potential: Potential, texts: Sequence[Te
     if isinstance(potential, BatchPotential) and distinct:
         asked = ConcurrentCalls(potential.function, max_concurrent=1)
         await asked.about({0: distinct}, answers.__setitem__)
-        answers = dict(enumerate(_for_each_text(name, answers[0], len(distinct))))
+        about = f"the {name} of {len(distinct)} texts gave"
+        answers = dict(enumerate(check_log_weights(answers[0], len(distinct), about)))
     else:
         asked = ConcurrentCalls(potential, max_concurrent=max(1, len(distinct)))
         await asked.about(dict(enumerate(distinct)), answers.__setitem__)
@@ -131,20 +140,6 @@ async def evaluate_potential(name: str, potential: Potential, texts: Sequence[Te
         text: _checked_weight(name, text, answers[number]) for number, text in enumerate(distinct)
     }
     return [by_text[text] for text in texts]
-
-
-def _for_each_text(name: str, found: Any, count: int) -> list[Any]:
-    """Return the log-weights that a function gave ``count`` texts. Raises InvalidRequest if it gave
-    another number."""
-    try:
-        values = found.tolist() if hasattr(found, "tolist") else list(found)
-    except TypeError:
-        values = []
-    if not isinstance(values, list) or len(values) != count:
-        raise InvalidRequest(
-            f"the {name} gave {displayed(found)} for {count} texts: return a log-weight for each"
-        )
-    return values
 
 
 def _checked_weight(name: str, text: Text, answer: Any) -> float:

@@ -27,8 +27,7 @@ replays nothing before its end. A replay is compared with the record; observatio
 of choices may differ by ``ROUNDING``, because an engine may round a row otherwise in another batch.
 
 Goodman & Stuhlmüller (2014), *The design and implementation of probabilistic programming languages*
-(particle filters by replay). Lew, Zhi-Xuan, Grand & Mansinghka (2023), *Sequential Monte Carlo steering
-of large language models using probabilistic programs*.
+(particle filters by replay).
 """
 
 from __future__ import annotations
@@ -265,8 +264,6 @@ class Execution:
         self._lm, self._given = program.lm, program._given
         self._text_model = program._text_model
         self.lm: AsyncLM = _ParticleRuntime(self, program.lm)
-        self._growing: tuple[TextModel, TextTrace] | None = None
-        """The text at which it paused, to be drawn by others."""
         self._names = set[str]()
         self._times = Counter[bytes]()
         """How often each question was asked."""
@@ -274,13 +271,13 @@ class Execution:
         self._contexts: list[weakref.ref[ParticleContext]] = []
         self._computed = computed
         self._to_replay = deque(trace._recorded())
-        self._pause = trace.pause
-        """The draw at which it paused, and continues; ``None`` before the first pause."""
         self._weighed = NOTHING
         self._is_live = trace.pause is None
         self._coroutines: list[tuple[str, CoroutineType[Any, Any, Any]]] = []
         """The calls of the program, so that an unawaited one is an error."""
         self._task: asyncio.Task[Any] | None = None
+        self._trace: Any = None
+        """The new trace, in a step."""
 
     def _check_awaited(self, cause: Exception | None = None) -> None:
         """Raise InvalidRequest, from ``cause``, if the program has not awaited a call."""
@@ -306,9 +303,10 @@ class Execution:
             if inspect.getcoroutinestate(each[1]) == inspect.CORO_CREATED
         ]
 
-    def _begin(self, seed: int, place: int, text: Text | None) -> None:
+    def _begin(self, trace: ProgramTrace, seed: int, place: int, text: Text | None) -> None:
         """Begin a step of this seed in the running task, as the particle at this place, with the text at
-        which it paused."""
+        which it paused. It adds to the trace."""
+        self._trace, self._answered = trace, trace.answers
         self._seed, self._place, self._grown = seed, place, text
         self._rng: np.random.Generator | None = None
         self._forget_awaited()
@@ -317,11 +315,11 @@ class Execution:
         self._has_drawn = False
         self._has_weighed = False
         """Whether the weight has changed since the last draw of this step."""
-        self._log_weight = 0.0
-        self._log_proposal = 0.0
-        self._choices, self._answered = list[_Choice](), list[tuple[AnswerKey, Any]]()
-        self._drawn = DEAD
         self._seeds = count(1)
+
+    @property
+    def _is_dead(self) -> bool:
+        return bool(self._trace.log_weight == -math.inf)
 
     def _question(
         self,
@@ -428,20 +426,19 @@ class Execution:
         ):
             allowed = packed_words(mask, self._lm.vocab_size)
             key = zlib.crc32(allowed.numpy().tobytes())
-        if name is not None:
-            self._check_name(name)
-        given = {
+        is_given = self._is_given(name)
+        arguments = {
             "token_ids": self._digest_of("sample", token_ids, adapter),
             "mask": key,
             "temperature": temperature,
             "adapter": adapter,
             "proposal": None if proposal is None else self._digest_of("sample", proposal),
         }
-        asked = "sample", given
+        asked = "sample", arguments
         if (recorded := await self._recorded(asked, due=self._has_sampled)) is not None:
             return int(recorded.outcome)
         self._has_sampled = True
-        if name is not None and name in self._given:
+        if is_given:
             if temperature != 1:
                 raise InvalidRequest(f"{name} is given, and has a temperature: leave one out")
             most = self._lm.vocab_size - 1
@@ -460,11 +457,9 @@ class Execution:
                 self._weigh(drawn.log_mass)
         if token_id == DEAD:
             self._weigh(-math.inf)
-        if self._log_weight == -math.inf:
-            await _pause()
-        self._drawn = token_id
-        self._log_proposal += logprob
-        self._record(_Choice(asked, self._weighed, token_id, name=name, drawn=token_id))
+        self._trace.log_proposal += logprob
+        await self._record(_Choice(asked, self._weighed, token_id, name=name, drawn=token_id))
+        self._trace.tokens += (token_id,)
         return token_id
 
     @_tracked
@@ -500,39 +495,37 @@ class Execution:
             ContextTooLong: the context and the text exceed ``lm.max_model_len``.
             UnknownAdapter, EngineFailed, Closed: as ``AsyncLM.draw``.
         """
-        if name is not None:
-            self._check_name(name)
+        is_given = self._is_given(name)
         if isinstance(token_ids, Context):
             after = self._digest_of("text", token_ids, adapter)
             prompt, adapter = tuple(token_ids.token_ids), token_ids.adapter
         else:
             prompt = prompt_tokens(self._lm, token_ids, name="token_ids")
             after = hash(prompt)
-        given = {
+        arguments = {
             "token_ids": after,
             "constraint": _comparable(constraint),
             "max_tokens, stop or temperature": repr((max_tokens, stop, temperature)),
             "adapter": adapter,
         }
-        asked = "text", given
-        recorded = await self._recorded(asked, due=self._has_sampled)
-        if recorded is not None:
+        asked = "text", arguments
+        if (recorded := await self._recorded(asked, due=self._has_sampled)) is not None:
             return cast("Text", recorded.outcome)
         self._has_sampled = True
         if (text := self._grown) is None:
             model = self._text_model(prompt, max_tokens, stop, constraint, temperature, adapter)
             start = model.start(prompt)
-            if name is not None and name in self._given:
+            if is_given:
                 text = await self._given_text(model, start, name)
             else:
-                self._growing = model, start
+                self._trace.growing = model, start
                 await self._stop(asked)
                 text = cast("Text", self._grown)
         self._grown, self._has_drawn, self._has_weighed, self._has_sampled = None, True, True, True
-        self._record(_Choice(asked, self._weighed, text, name=name, drawn=text))
+        await self._record(_Choice(asked, self._weighed, text, name=name, drawn=text))
         return text
 
-    async def _given_text(self, model: TextModel, start: TextTrace, name: str) -> Text:
+    async def _given_text(self, model: TextModel, start: TextTrace, name: str | None) -> Text:
         """Return a given text, whose log-probability the log-weight gains."""
         given, ends = self._given[name], model.ends
         tokens = given.token_ids if isinstance(given, Text) else given
@@ -547,8 +540,6 @@ class Execution:
         [found] = await model.follow([start], [ids])
         gained = math.fsum(each.log_target for each in found.path())
         self._weigh(gained if found.finished else -math.inf)
-        if self._log_weight == -math.inf:
-            await _pause()
         return found.generated
 
     def _draw(
@@ -606,11 +597,11 @@ class Execution:
             raise InvalidRequest(f"observe was given {log_weight!r}: {error}") from error
         total, size = self._weighed
         self._weighed = total + number, size + abs(number)
-        if self._is_live:
+        if self._is_live and self._trace is not None:  # a task of the program's may be late
             self._weigh(number)
 
     def _weigh(self, log_weight: float) -> None:
-        self._log_weight += log_weight
+        self._trace.log_weight += log_weight
         self._has_weighed = self._has_drawn
 
     @_tracked
@@ -624,7 +615,7 @@ class Execution:
         if (recorded := await self._recorded(asked)) is not None:
             return float(recorded.outcome)
         drawn = float(self._generator().random())
-        self._record(_Choice(asked, self._weighed, drawn))
+        await self._record(_Choice(asked, self._weighed, drawn))
         return drawn
 
     @_tracked
@@ -654,14 +645,13 @@ class Execution:
             raise InvalidRequest(
                 f"choice got a {type(values).__name__}: give the values in a list, in a fixed order"
             )
-        if self._is_live and self._log_weight == -math.inf:
+        if self._is_live and self._is_dead:
             await _pause()  # for ever: a dead particle's own weights may have no sum
         count = len(values)
         shares = None if log_weights is None else _choice_probabilities(log_weights, count)
         if not count:
             raise InvalidRequest("choice got no values: give at least one")
-        if name is not None:
-            self._check_name(name)
+        is_given = self._is_given(name)
         asked = "choice", {"number of values": count}
         proposed = shares
         if proposal is not None:
@@ -671,7 +661,7 @@ class Execution:
         recorded = await self._recorded(asked)
         if recorded is not None:
             index = int(recorded.outcome)
-        elif name is not None and name in self._given:
+        elif is_given:
             places = _places_of(self._given[name], values, name)
             index = places[0]
             self._weigh(float(np.logaddexp.reduce([_log_share(shares, i, count) for i in places])))
@@ -680,14 +670,12 @@ class Execution:
             logprob = _log_share(proposed, index, count)
             if proposal is not None:
                 self._weigh(_log_share(shares, index, count) - logprob)
-            self._log_proposal += logprob
-        if self._log_weight == -math.inf:
-            await _pause()
+            self._trace.log_proposal += logprob
         log_share = _log_share(shares, index, count)
         value = values[index]
         if recorded is None:
             drawn = None if name is None else _copied(value)
-            self._record(
+            await self._record(
                 _Choice(asked, self._weighed, index, _comparable(value), log_share, name, drawn)
             )
         elif recorded.value != _comparable(value):
@@ -702,14 +690,21 @@ class Execution:
             self._rng = np.random.default_rng((self._seed, self._place))
         return self._rng
 
-    def _check_name(self, name: str) -> None:
-        """Raise InvalidRequest if another draw of this execution has this name."""
+    def _is_given(self, name: str | None) -> bool:
+        """Return whether the draw of this name is given. Raises InvalidRequest if another draw of this
+        execution has the name."""
+        if name is None:
+            return False
         if name in self._names:
             raise InvalidRequest(f"two draws are called {name!r}: give each its own name")
         self._names.add(name)
+        return name in self._given
 
-    def _record(self, choice: _Choice) -> None:
-        self._choices.append(choice)
+    async def _record(self, choice: _Choice) -> None:
+        """Record a draw; one that has ended the particle never returns."""
+        if self._is_dead:
+            await _pause()
+        self._trace.choices.append(choice)
         self._weighed = NOTHING
 
     async def _recorded(self, asked: Asked, *, due: bool = False) -> _Choice | None:
@@ -726,22 +721,21 @@ class Execution:
             self._weighed = NOTHING
             return recorded
         if not self._is_live:
-            if self._pause is not None:
-                self._check_same(self._pause, asked)
+            self._check_same(self._trace.pause, asked)
             self._is_live = True
             for own, (history, equal) in zip(self._contexts, self._computed, strict=False):
                 context = own()
                 if context is not None and equal is not None and context.history == history:
                     take_over(context, equal)
             self._computed = ()
-        elif due or self._has_weighed or self._log_weight == -math.inf:
+        elif due or self._has_weighed or self._is_dead:
             await self._stop(asked)
         self._has_drawn = True
         return None
 
     async def _stop(self, asked: Asked) -> None:
         """Pause before a draw."""
-        self._pause = _Choice(asked, self._weighed)
+        self._trace.pause = _Choice(asked, self._weighed)
         await _pause()
 
     def _check_same(self, before: _Choice, asked: Asked) -> None:
@@ -820,15 +814,15 @@ def _log_share(shares: Floats | None, index: int, count: int) -> float:
     return math.log(share) if share > 0 else -math.inf
 
 
-def _places_of(given: Any, values: Sequence[Any], name: str) -> list[int]:
+def _places_of(given: Any, values: Sequence[Any], name: str | None) -> list[int]:
     """Return the places of a given value. Raises InvalidRequest if it is not one of the values."""
-    found = [place for place, each in enumerate(values) if _is_given(each, given)]
+    found = [place for place, each in enumerate(values) if _are_equal(each, given)]
     if not found:
         raise InvalidRequest(f"{name} was given {given!r}, which is not one of its values")
     return found
 
 
-def _is_given(value: Any, given: Any) -> bool:
+def _are_equal(value: Any, given: Any) -> bool:
     if isinstance(value, np.ndarray | torch.Tensor):
         return bool(_comparable(value) == _comparable(given))
     return value is given or bool(value == given)
@@ -845,15 +839,9 @@ def _copied(answer: Any) -> Any:
 def _choice_probabilities(log_weights: Any, count: int) -> Floats:
     """Return the probabilities of ``count`` values. Raises InvalidRequest if these are not their
     log-weights."""
-    try:
-        weighed = checks.check_log_weights(log_weights)
-    except InvalidRequest as error:
-        raise InvalidRequest(f"choice got the log-weights {log_weights!r}: {error}") from error
-    if len(weighed) != count or np.all(weighed == -math.inf):
-        raise InvalidRequest(
-            f"choice got {count} values and the log-weights {weighed}: give one for each, one of them "
-            "above -inf, or none at all"
-        )
+    weighed = checks.check_log_weights(log_weights, count, "choice got the log-weights")
+    if np.all(weighed == -math.inf):
+        raise InvalidRequest("choice got log-weights of -inf alone: give one above -inf")
     return normalized_weights(weighed)
 
 
@@ -951,7 +939,7 @@ class Program:
         self._function = function
         if not isinstance(given, Mapping | None):
             raise InvalidRequest(f"given is {displayed(given)}: give a dict of values by name")
-        self._given = dict(given or {})
+        self._given = dict[Any, Any](given or {})
         self._text_models = dict[Hashable, TextModel]()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -1082,7 +1070,8 @@ class Program:
         if not trace.live:
             trace.live = [self._begun(trace, computed)]
         [(execution, coroutine)] = trace.live
-        execution._begin(seed, place, text)
+        execution._begin(trace, seed, place, text)
+        trace.growing = None
         try:
             finished, value = await _until_pause(coroutine)
         except (AttributeError, TypeError, ValueError) as error:
@@ -1091,12 +1080,10 @@ class Program:
             raise
         finally:
             # Breaks the cycle: the task holds the result, which holds the execution.
-            execution._task = None
-        trace.log_weight += execution._log_weight
+            execution._task = execution._trace = None
         if trace.log_weight == -math.inf:
             trace.die()
             return
-        trace.growing, execution._growing = execution._growing, None
         if finished:
             execution._check_awaited()
             if not execution._is_live:
@@ -1111,12 +1098,6 @@ class Program:
                     f"the program returned an unawaited {type(value).__name__}: write await before it"
                 )
             trace.finished, trace.value, trace.live = True, value, []
-        if execution._drawn != DEAD:
-            trace.tokens += (execution._drawn,)
-        trace.log_proposal += execution._log_proposal
-        trace.choices += execution._choices
-        trace.answers += execution._answered
-        trace.pause = execution._pause
 
 
 _PAUSE = object()

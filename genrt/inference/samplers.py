@@ -13,9 +13,7 @@ weighted particles estimate the target consistently as N grows.
 
 Gordon, Salmond & Smith (1993), *Novel approach to nonlinear/non-Gaussian Bayesian state estimation*
 (the bootstrap filter). Del Moral, Doucet & Jasra (2006), *Sequential Monte Carlo samplers* (evidence,
-adaptive resampling). Lew, Zhi-Xuan, Grand & Mansinghka (2023), *Sequential Monte Carlo steering of large
-language models using probabilistic programs*. Loula et al. (2025), *Syntactic and semantic control of
-large language models via sequential Monte Carlo*.
+adaptive resampling).
 """
 
 from __future__ import annotations

@@ -38,9 +38,10 @@ psi(x_1:t), which its next unit replaces, and phi at its end:
 A twist pays if psi predicts phi, or the mass that the constraint will take. A particle with psi = -inf
 dies, so phi must be -inf for all its continuations.
 
-Lew et al. (2023), *Sequential Monte Carlo steering of large language models using probabilistic
-programs*. Zhao, Brekelmans, Makhzani & Grosse (2024), *Probabilistic inference in language models via
-twisted sequential Monte Carlo*.
+Lew, Zhi-Xuan, Grand & Mansinghka (2023), *Sequential Monte Carlo steering of large language models using
+probabilistic programs*. Loula et al. (2025), *Syntactic and semantic control of large language models via
+sequential Monte Carlo*. Zhao, Brekelmans, Makhzani & Grosse (2024), *Probabilistic inference in language
+models via twisted sequential Monte Carlo*.
 """
 
 from __future__ import annotations

@@ -128,17 +128,14 @@ class TextTrace(Trace):
             text: the text, if it is not that of ``before`` and ``tokens``.
             prompt: of a text without ``before``.
         """
-        # Written out, because a step makes one for each particle.
-        self.before, self.tokens, self.data, self.finished = before, tokens, data, finished
-        self.log_weight, self.log_proposal = log_weight, log_proposal
-        self.constraint_state, self.populations, self.place = constraint_state, None, 0
-        self._text = text
+        super().__init__(before, tokens, log_weight, log_proposal, finished=finished)
+        self.data, self.constraint_state, self._text = data, constraint_state, text
+        self.populations, self.place = None, 0
         if before is None:
-            self.units, self.count, self.log_twist, self.prompt = 0, 0, 0.0, prompt
+            self.count, self.prompt = 0, prompt
             self._text = Text() if text is None else text
         else:
-            self.units, self.log_twist = before.units + 1, before.log_twist
-            self.prompt = before.prompt
+            self.log_twist, self.prompt = before.log_twist, before.prompt
             self.count = before.count + len(tokens) - is_end
         if self._text is not None:
             self.count = len(self._text.token_ids)

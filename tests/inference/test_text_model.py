@@ -105,7 +105,7 @@ async def test_a_batched_potential_judges_the_different_texts_of_a_step_in_one_c
         assert len(best.posterior()) == 1
         for wrong in (lambda texts: [0.0], lambda texts: 0.0, lambda texts: torch.zeros(2, 2)):
             model = TextModel(lm, PROMPT, max_tokens=4, twist=batched(wrong))
-            with pytest.raises(InvalidRequest, match="a log-weight"):
+            with pytest.raises(InvalidRequest, match="(?s)texts gave .*: give .*log-weight"):
                 await SMC(model, num_particles=8).run(0)
 
 
