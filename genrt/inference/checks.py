@@ -72,23 +72,25 @@ def adapter_name(adapter: Any) -> str | None:
     return adapter
 
 
-def check_log_weight(value: Any) -> float:
-    """Return a log-weight, a number of any library, as a float. Raises InvalidRequest for a truth value,
-    no real number, NaN or +inf."""
+def check_log_weight(value: Any, about: str) -> float:
+    """Return a log-weight, a number of any library, as a float. Raises InvalidRequest, which begins with
+    ``about``, for a truth value, no real number, NaN or +inf."""
+    number, advice = math.nan, "a log-weight is finite, or -inf"
     if is_truth_value(value):
-        raise InvalidRequest("give a log-weight, for a condition 0.0 or -math.inf")
-    try:
-        # Other libraries' numbers have ``item``, which raises if they hold more than one.
-        number = float(value.item() if hasattr(value, "item") else value)
-        if isinstance(value, str | bytes):
-            raise TypeError("a string is no number")
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InvalidRequest("give a log-weight, a number") from error
-    except OverflowError:
-        number = math.nan
-    if not number < math.inf:
-        raise InvalidRequest("a log-weight is finite, or -inf")
-    return number
+        advice = "give a log-weight, for a condition 0.0 or -math.inf, or take a constraint"
+    elif isinstance(value, str | bytes):
+        advice = "give a log-weight, a number"
+    else:
+        try:
+            # Other libraries' numbers have ``item``, which raises if they hold more than one.
+            number = float(value.item() if hasattr(value, "item") else value)
+        except (TypeError, ValueError, RuntimeError):
+            advice = "give a log-weight, a number"
+        except OverflowError:
+            advice = "a log-weight is finite, or -inf"
+    if number < math.inf:
+        return number
+    raise InvalidRequest(f"{about} {displayed(value)}: {advice}")
 
 
 def check_log_weights(values: Any, count: int, about: str) -> NDArray[np.float64]:
@@ -107,7 +109,7 @@ def _log_weights(values: Any) -> NDArray[np.float64]:
     if not isinstance(values, torch.Tensor | np.ndarray):
         if isinstance(values, str | Mapping | Set) or not isinstance(values, Iterable):
             raise InvalidRequest("give log-weights in a list, a tensor or an array")
-        return np.array([check_log_weight(each) for each in values], np.float64)
+        return np.array([check_log_weight(each, "it has") for each in values], np.float64)
     if isinstance(values, torch.Tensor) and values.dtype.is_floating_point:
         values = values.double()  # NumPy has no bfloat16
     array = host_array(values, "log-weights")
@@ -137,19 +139,10 @@ async def evaluate_potential(name: str, potential: Potential, texts: Sequence[Te
         asked = ConcurrentCalls(potential, max_concurrent=max(1, len(distinct)))
         await asked.about(dict(enumerate(distinct)), answers.__setitem__)
     by_text = {
-        text: _checked_weight(name, text, answers[number]) for number, text in enumerate(distinct)
+        text: check_log_weight(answers[number], f"the {name} of {str(text)!r} gave")
+        for number, text in enumerate(distinct)
     }
     return [by_text[text] for text in texts]
-
-
-def _checked_weight(name: str, text: Text, answer: Any) -> float:
-    try:
-        return check_log_weight(answer)
-    except InvalidRequest as error:
-        raise InvalidRequest(
-            f"the {name} gave {answer!r} for {str(text)!r}: {error}; what rules texts out can also be a "
-            "constraint"
-        ) from error
 
 
 def constraint_start(lm: AsyncLM, constraint: Any) -> ConstraintState | CheckedState:

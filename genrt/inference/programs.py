@@ -85,6 +85,9 @@ AnswerKey: TypeAlias = tuple[bytes, int]
 Asked: TypeAlias = tuple[str, dict[str, Any]]
 """A draw of a program: its method, and digests of the arguments that a replay is compared by."""
 
+Growing: TypeAlias = tuple[TextModel, TextTrace]
+"""A text that an execution draws."""
+
 Live: TypeAlias = "tuple[Execution, Coroutine[Any, Any, Any]]"
 """An execution that can go on."""
 
@@ -93,19 +96,12 @@ SEEDED = frozenset(
 )
 """The questions of a runtime or a context that draw; ``run`` is inference inside of inference."""
 
-RECORDED = SEEDED | {
-    "batch_score",
-    "prompt_logprobs",
-    "score",
-    "token_logprobs",
-    "top_logprobs",
-}
+RECORDED = SEEDED | {"batch_score", "prompt_logprobs", "score", "token_logprobs", "top_logprobs"}
 """The questions whose answers are recorded."""
 
 ROUNDING = 0.5, 0.02
 """How far two computations of one log-weight may be apart: absolutely, and relative to its terms. Rows of
 half precision differ by up to 0.25 a token between batches."""
-
 
 NOTHING = 0.0, 0.0
 """No change of weight."""
@@ -591,10 +587,7 @@ class Execution:
         Raises:
             InvalidRequest: NaN, +inf, or not a number.
         """
-        try:
-            number = checks.check_log_weight(log_weight)
-        except InvalidRequest as error:
-            raise InvalidRequest(f"observe was given {log_weight!r}: {error}") from error
+        number = checks.check_log_weight(log_weight, "observe was given")
         total, size = self._weighed
         self._weighed = total + number, size + abs(number)
         if self._is_live and self._trace is not None:  # a task of the program's may be late
@@ -867,14 +860,12 @@ class ProgramTrace(Trace):
         self.choices: list[_Choice] = []
         self.answers: list[tuple[AnswerKey, Any]] = []
         self.pause: _Choice | None = None if before is None else before.pause
-        self.growing: tuple[TextModel, TextTrace] | None = None
-        if before is not None:
-            self.growing = before.growing
+        self.growing: Growing | None = None if before is None else before.growing
         self.value: Any = None
         self.live: list[Live] = []
 
-    def _part(self, name: str) -> Any:
-        return [] if name == "live" else getattr(self, name)
+    def _parts(self) -> dict[str, Any]:
+        return super()._parts() | {"live": []}
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         kind, (own, parts) = super().__reduce__()
@@ -1006,7 +997,7 @@ class Program:
         if len(places) < len(traces):  # the others have draws of their own
             own = model_seed(np.random.SeedSequence(seed, spawn_key=(places[0],)))
         several = [traces[place] for place in places]
-        before = [cast("tuple[TextModel, TextTrace]", each.growing) for each in several]
+        before = [cast("Growing", each.growing) for each in several]
         model = before[0][0]
         ended = []
         for place, trace, text in zip(

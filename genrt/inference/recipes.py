@@ -266,7 +266,6 @@ class Rejection(Sampler):
     """
 
     _name = "rejection"
-    _keeps_infos = False
 
     def __init__(
         self,
@@ -377,7 +376,6 @@ class BestOfN(Sampler):
     """
 
     _name = "best of N"
-    _keeps_infos = False
 
     def __init__(self, model: TextModel, *, n: int, score: Potential | None = None) -> None:
         """

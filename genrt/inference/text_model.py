@@ -58,9 +58,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from genrt.constraints import CheckedState, Constraint, ConstraintState, abitmasks
+from genrt.constraints import CheckedState, Constraint, abitmasks
 from genrt.constraints.products import are_quick, fill
-from genrt.constraints.protocols import words_of
+from genrt.constraints.protocols import State, words_of
 from genrt.errors import InvalidConstraint, InvalidRequest
 from genrt.inference import checks
 from genrt.inference.awrs import AWRS, draw_allowed
@@ -79,11 +79,9 @@ from genrt.numbers import check_int, displayed
 from genrt.populations import Population, draw_texts
 from genrt.questions.arguments import seeds_at
 from genrt.runtime.concurrency import gather_all
-from genrt.structures.matching import unpacked
+from genrt.structures.matching import set_bits, unpacked
 from genrt.tokens import sampling
 from genrt.tokens.texts import Potential, Text, decoded
-
-State: TypeAlias = ConstraintState | CheckedState
 
 Proposal: TypeAlias = Literal["mask", "awrs"] | AWRS | Law | AsyncLM
 """How a ``TextModel`` draws: under masks, by rejection, or from another law."""
@@ -760,11 +758,9 @@ def _draw_from_product(
 
 def _packed_tokens(token_ids: Iterable[int | None], count: int) -> Tensor:
     """Return a packed mask that allows these tokens, int32 ``[count]``."""
-    words = np.zeros(count, np.uint32)
-    for token_id in token_ids:
-        if token_id is not None:
-            words[token_id // 32] |= np.uint32(1 << token_id % 32)
-    return torch.from_numpy(words.view(np.int32))
+    words = np.zeros(count, np.int32)
+    set_bits(words, [each for each in token_ids if each is not None], True)
+    return torch.from_numpy(words)
 
 
 def checked_text_model(model: Any) -> TextModel:

@@ -161,10 +161,13 @@ class TextTrace(Trace):
         """The generated tokens, without the end token."""
         return self.generated.token_ids
 
-    def _part(self, name: str) -> Any:
-        if name == "_text" and not (self.finished or self.before is None):
-            return None  # it is joined again; only a finished text may differ from its tokens
-        return {"populations": None, "place": 0}.get(name, getattr(self, name))
+    def _parts(self) -> dict[str, Any]:
+        parts = super()._parts() | {"populations": None, "place": 0}
+        if not self.finished and self.before is not None:
+            parts["_text"] = (
+                None  # it is joined again; only a finished text may differ from its tokens
+            )
+        return parts
 
     def __repr__(self) -> str:
         return f"TextTrace({self.generated!r})"

@@ -174,11 +174,11 @@ async def test_what_a_potential_raises_is_raised_and_the_state_stays_good(
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (None, "the potential gave None for .*: give a log-weight"),
+        (None, "the potential of .* gave None: give a log-weight"),
         ("0.5", "gave '0.5'"),
-        (math.nan, "gave nan for .*finite, or -inf"),
+        (math.nan, "gave nan: .*finite, or -inf"),
         (math.inf, "gave inf"),
-        (True, "gave True for .*constraint"),
+        (True, "gave True: .*constraint"),
         (np.False_, "gave np.False_ .*constraint"),
         (np.array(True), "for a condition 0.0 or -math.inf"),
         (torch.tensor(True), "for a condition 0.0 or -math.inf"),
