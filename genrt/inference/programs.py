@@ -275,29 +275,25 @@ class Execution:
         self._trace: Any = None
         """The new trace, in a step."""
 
+    def _unawaited(self) -> list[tuple[str, CoroutineType[Any, Any, Any]]]:
+        """Return the calls that the program has not awaited yet."""
+        created = inspect.CORO_CREATED
+        return [each for each in self._coroutines if inspect.getcoroutinestate(each[1]) == created]
+
     def _check_awaited(self, cause: Exception | None = None) -> None:
         """Raise InvalidRequest, from ``cause``, if the program has not awaited a call."""
-        self._forget_awaited()
-        for _, coroutine in self._coroutines:
-            coroutine.close()
-        if self._coroutines:
-            names = ", ".join(dict.fromkeys(f"p.{name}" for name, _ in self._coroutines))
+        if unawaited := self._unawaited():
+            for _, coroutine in unawaited:
+                coroutine.close()
+            names = ", ".join(dict.fromkeys(f"p.{name}" for name, _ in unawaited))
             raise InvalidRequest(
                 f"the program never awaited {names}: write await before the call"
             ) from cause
 
-    def _close(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        """End the execution, a dead one, with its calls."""
-        coroutine.close()
+    def _close(self) -> None:
+        """End all calls."""
         for _, each in self._coroutines:
             each.close()
-
-    def _forget_awaited(self) -> None:
-        self._coroutines = [
-            each
-            for each in self._coroutines
-            if inspect.getcoroutinestate(each[1]) == inspect.CORO_CREATED
-        ]
 
     def _begin(self, trace: ProgramTrace, seed: int, place: int, text: Text | None) -> None:
         """Begin a step of this seed in the running task, as the particle at this place, with the text at
@@ -305,7 +301,7 @@ class Execution:
         self._trace, self._answered = trace, trace.answers
         self._seed, self._place, self._grown = seed, place, text
         self._rng: np.random.Generator | None = None
-        self._forget_awaited()
+        self._coroutines = self._unawaited()
         self._task = asyncio.current_task()
         self._has_sampled = False
         self._has_drawn = False
@@ -887,7 +883,8 @@ class ProgramTrace(Trace):
     def die(self) -> None:
         """End the execution, and its text."""
         for execution, coroutine in self.live:
-            execution._close(coroutine)
+            coroutine.close()
+            execution._close()
         self.live, self.growing = [], None
 
 

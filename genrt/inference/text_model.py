@@ -113,6 +113,14 @@ class TextModel:
         max_tokens: the longest text, in tokens with its end token.
     """
 
+    laws: tuple[Law, ...]
+    lm: AsyncLM
+    constraint: Constraint | None
+    potential: Potential | None
+    eos_token_id: int | None
+    ends: Ends
+    max_tokens: int
+
     def __init__(
         self,
         lm: AsyncLM | Law | Sequence[Law],
@@ -240,9 +248,7 @@ class TextModel:
         """Return the text as UTF-8; other bytes show as U+FFFD and their number."""
         return decoded(trace.generated.bytes)
 
-    def value(self, trace: TextTrace) -> str:
-        """Return the text, as ``text`` does."""
-        return self.text(trace)
+    value = text
 
     async def extend(self, traces: Sequence[TextTrace], seed: int) -> list[TextTrace]:
         """Extend each text by a unit: one question to the proposing law for every token, and one to
