@@ -73,7 +73,7 @@ from genrt.inference.laws import (
 )
 from genrt.inference.model import DEAD, model_seed
 from genrt.inference.resampling import Floats
-from genrt.inference.texts import END_TOKEN, Stop, TextTrace, parse_stop
+from genrt.inference.texts import END_TOKEN, Ends, Stop, TextTrace, parse_stop
 from genrt.lm import AsyncLM
 from genrt.numbers import check_int, displayed
 from genrt.populations import Population, draw_texts
