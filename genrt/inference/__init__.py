@@ -1,15 +1,7 @@
 r"""Inference over texts and programs: a model grows traces, kernels change weighted ones, samplers run.
 
-The models. ``TextModel`` is a language model's own law of a text after a prompt, under a constraint,
-weighted by a potential. ``Program`` is a coroutine that you write: it samples tokens and observes.
-
-The algorithms, each with ``init(seed)``, ``step(state)``, ``run(seed)`` and ``run_sync(seed)``:
-
-    SMC                  sequential Monte Carlo: weighted, resampled particles
-    importance_sampling  SMC that never resamples
-    MetropolisHastings   chains that redraw suffixes
-    Rejection, BestOfN   the baselines: plain samples, filtered or ranked
-
+``TextModel`` and ``Program`` are the models. ``SMC`` and the other algorithms have ``init(seed)``,
+``step(state)``, ``run(seed)`` and ``run_sync(seed)``.
 ``run`` returns a ``Result``: weighted texts, the evidence, and the history of the particles.
 """
 

@@ -72,34 +72,44 @@ def adapter_name(adapter: Any) -> str | None:
     return adapter
 
 
-def check_log_weight(value: Any) -> float:
-    """Return a log-weight, a number of any library, as a float. Raises InvalidRequest for a truth value,
-    no real number, NaN or +inf."""
+def check_log_weight(value: Any, about: str) -> float:
+    """Return a log-weight, a number of any library, as a float. Raises InvalidRequest, which begins with
+    ``about``, for a truth value, no real number, NaN or +inf."""
+    number, advice = math.nan, "a log-weight is finite, or -inf"
     if is_truth_value(value):
-        raise InvalidRequest("give a log-weight, for a condition 0.0 or -math.inf")
+        advice = "give a log-weight, for a condition 0.0 or -math.inf, or take a constraint"
+    elif isinstance(value, str | bytes):
+        advice = "give a log-weight, a number"
+    else:
+        try:
+            # Other libraries' numbers have ``item``, which raises if they hold more than one.
+            number = float(value.item() if hasattr(value, "item") else value)
+        except (TypeError, ValueError, RuntimeError):
+            advice = "give a log-weight, a number"
+        except OverflowError:
+            advice = "a log-weight is finite, or -inf"
+    if number < math.inf:
+        return number
+    raise InvalidRequest(f"{about} {displayed(value)}: {advice}")
+
+
+def check_log_weights(values: Any, count: int, about: str) -> NDArray[np.float64]:
+    """Return ``count`` log-weights, in a tensor, an array or another sequence, as an array ``[count]``.
+    Raises InvalidRequest otherwise, which begins with ``about``."""
     try:
-        # Other libraries' numbers have ``item``, which raises if they hold more than one.
-        number = float(value.item() if hasattr(value, "item") else value)
-        if isinstance(value, str | bytes):
-            raise TypeError("a string is no number")
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InvalidRequest("give a log-weight, a number") from error
-    except OverflowError:
-        number = math.nan
-    if not number < math.inf:
-        raise InvalidRequest("a log-weight is finite, or -inf")
-    return number
+        found = _log_weights(values.detach() if isinstance(values, torch.Tensor) else values)
+        if len(found) != count:
+            raise InvalidRequest(f"give {count}, a log-weight for each")
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{about} {displayed(values)}: {error}") from error
+    return found
 
 
-def check_log_weights(values: Any) -> NDArray[np.float64]:
-    """Return log-weights, in a tensor, an array or another sequence, as an array ``[n]``. Raises
-    InvalidRequest otherwise."""
-    if isinstance(values, torch.Tensor):
-        values = values.detach()
+def _log_weights(values: Any) -> NDArray[np.float64]:
     if not isinstance(values, torch.Tensor | np.ndarray):
         if isinstance(values, str | Mapping | Set) or not isinstance(values, Iterable):
             raise InvalidRequest("give log-weights in a list, a tensor or an array")
-        return np.array([check_log_weight(each) for each in values], np.float64)
+        return np.array([check_log_weight(each, "it has") for each in values], np.float64)
     if isinstance(values, torch.Tensor) and values.dtype.is_floating_point:
         values = values.double()  # NumPy has no bfloat16
     array = host_array(values, "log-weights")
@@ -123,38 +133,16 @@ async def evaluate_potential(name: str, potential: Potential, texts: Sequence[Te
     if isinstance(potential, BatchPotential) and distinct:
         asked = ConcurrentCalls(potential.function, max_concurrent=1)
         await asked.about({0: distinct}, answers.__setitem__)
-        answers = dict(enumerate(_for_each_text(name, answers[0], len(distinct))))
+        about = f"the {name} of {len(distinct)} texts gave"
+        answers = dict(enumerate(check_log_weights(answers[0], len(distinct), about)))
     else:
         asked = ConcurrentCalls(potential, max_concurrent=max(1, len(distinct)))
         await asked.about(dict(enumerate(distinct)), answers.__setitem__)
     by_text = {
-        text: _checked_weight(name, text, answers[number]) for number, text in enumerate(distinct)
+        text: check_log_weight(answers[number], f"the {name} of {str(text)!r} gave")
+        for number, text in enumerate(distinct)
     }
     return [by_text[text] for text in texts]
-
-
-def _for_each_text(name: str, found: Any, count: int) -> list[Any]:
-    """Return the log-weights that a function gave ``count`` texts. Raises InvalidRequest if it gave
-    another number."""
-    try:
-        values = found.tolist() if hasattr(found, "tolist") else list(found)
-    except TypeError:
-        values = []
-    if not isinstance(values, list) or len(values) != count:
-        raise InvalidRequest(
-            f"the {name} gave {displayed(found)} for {count} texts: return a log-weight for each"
-        )
-    return values
-
-
-def _checked_weight(name: str, text: Text, answer: Any) -> float:
-    try:
-        return check_log_weight(answer)
-    except InvalidRequest as error:
-        raise InvalidRequest(
-            f"the {name} gave {answer!r} for {str(text)!r}: {error}; what rules texts out can also be a "
-            "constraint"
-        ) from error
 
 
 def constraint_start(lm: AsyncLM, constraint: Any) -> ConstraintState | CheckedState:

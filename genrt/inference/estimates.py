@@ -20,23 +20,9 @@ smoothed importance sampling*; fitted as by Zhang & Stephens 2009).
 cut in two halves, so that a drift shows as a difference between chains. R-hat and the *bulk* ESS replace
 the values of f by the normal scores of their ranks, so that its tails may be heavy, or infinite. The
 *mean* ESS takes the values themselves. It is that of an estimate of E[f], and less where rare values
-dominate. For these 2 M sequences z_m of n steps, with W the mean of their variances and B the variance of
-their means,
-
-    var+ = (n - 1) / n W + B,        R-hat = sqrt(var+ / W),
-
-which is 1 for chains that agree. R-hat is taken of f and of |f - median f|, and the larger one counts.
-The autocorrelation at lag t, with the mean of the autocovariances c_t, is
-
-    rho_t = 1 - (W - mean_m c_t(z_m)) / var+,
-
-and with the sums P_k = rho_2k + rho_2k+1 up to the first that is not positive, each at most the one
-before (Geyer's initial monotone sequence),
-
-    ESS = 2 M n / max(1, -1 + 2 sum_k P_k).
-
-These are the definitions of Stan and ArviZ, except that the ESS is never more than the number of values,
-because more would be noise here.
+dominate. R-hat is taken of f and of |f - median f|, and the larger one counts. The definitions are those
+of Vehtari et al. (2021), as in Stan and ArviZ, except that the ESS is never more than the number of
+values, because more would be noise here.
 
 NaN means unknown: f has only one value, at which chains may be stuck; chains have fewer than four steps;
 or there are so few and short chains that they may all be in one place by chance. The R-hat of one chain
@@ -229,7 +215,7 @@ def _normal_scores(numbers: Floats) -> Floats:
 
 
 def _variances(scores: Floats) -> tuple[float, float]:
-    """Return ``W`` and ``var+``."""
+    """Return the variance within sequences, and var+, that of all together."""
     steps = scores.shape[1]
     within = float(scores.var(axis=1, ddof=1).mean())
     between = float(scores.mean(axis=1).var(ddof=1))
@@ -253,7 +239,8 @@ def _ess_mean(numbers: Floats) -> float:
 
 
 def _ess(scores: Floats) -> float:
-    """Return the effective sample size of sequences ``[sequences, steps]`` that are not all equal."""
+    """Return the effective sample size of sequences ``[sequences, steps]`` that are not all equal, by
+    Geyer's initial monotone sequence of autocorrelations."""
     sequences, steps = scores.shape
     within, total = _variances(scores)
     centred = scores - scores.mean(axis=1, keepdims=True)

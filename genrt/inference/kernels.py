@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from genrt.errors import InvalidRequest
-from genrt.inference.checks import check_callable
+from genrt.inference.checks import check_callable, check_log_weights
 from genrt.inference.model import Model, State, Trace, extended, frozen, model_seed
 from genrt.inference.resampling import (
     Floats,
@@ -177,7 +177,23 @@ def move(model: Model, *, target: LogTarget | None = None, whole: bool = False) 
         seeds = np.random.SeedSequence(model_seed(state.seed_sequence(1)))
         old = [state.particles[place] for place in places]
         most = math.inf if whole else state.units
-        _, new, log_ratios = await propose(model, old, rng, seeds, most=most, target=target)
+        cuts = [int(rng.integers(each.units)) for each in old]
+        begun = [each.cut(cut) for each, cut in zip(old, cuts, strict=True)]
+        new = await finished(model, begun, seeds, most=most)
+        log_ratios = np.full(len(old), -math.inf)
+        alive = [place for place, each in enumerate(new) if each.gain > -math.inf]
+        for place in alive:
+            before, after = (each.path()[cuts[place] :] for each in (old[place], new[place]))
+            log_ratios[place] = math.log(old[place].units / new[place].units)
+            if target is None:
+                gains = [sum(each.gain for each in units) for units in (before, after)]
+                log_ratios[place] += gains[1] - gains[0]
+            else:
+                log_ratios[place] += sum(each.log_proposal for each in before)
+                log_ratios[place] -= sum(each.log_proposal for each in after)
+        if target is not None and alive:
+            log_ratios[alive] += await values_of(target, [new[place] for place in alive])
+            log_ratios[alive] -= await values_of(target, [old[place] for place in alive])
         particles = list(state.particles)
         thresholds = np.log1p(-rng.random(len(places)))
         for place, trace, is_taken in zip(places, new, thresholds <= log_ratios, strict=True):
@@ -285,36 +301,6 @@ async def _with_new_past(model: Any, reference: Any, state: State) -> Any:
     return grown[state.particles[chosen].token_ids]
 
 
-async def propose(
-    model: Model,
-    old: Sequence[Any],
-    rng: np.random.Generator,
-    seeds: np.random.SeedSequence,
-    *,
-    most: float = math.inf,
-    target: LogTarget | None = None,
-) -> tuple[list[int], list[Any], Floats]:
-    """Return the units at which traces were cut, the traces with other suffixes, and the logarithms of
-    the acceptance ratios: -inf for a trace that died."""
-    cuts = [int(rng.integers(each.units)) for each in old]
-    begun = [each.cut(cut) for each, cut in zip(old, cuts, strict=True)]
-    new = await finished(model, begun, seeds, most=most)
-    ratios = np.full(len(old), -math.inf)
-    alive = [place for place, each in enumerate(new) if each.gain > -math.inf]
-    for place in alive:
-        before, after = (each.path()[cuts[place] :] for each in (old[place], new[place]))
-        ratios[place] = math.log(old[place].units / new[place].units)
-        if target is None:
-            ratios[place] += sum(each.gain for each in after) - sum(each.gain for each in before)
-        else:
-            ratios[place] += sum(each.log_proposal for each in before)
-            ratios[place] -= sum(each.log_proposal for each in after)
-    if target is not None and alive:
-        ratios[alive] += await values_of(target, [new[place] for place in alive])
-        ratios[alive] -= await values_of(target, [old[place] for place in alive])
-    return cuts, new, ratios
-
-
 async def finished(
     model: Model, traces: Sequence[Any], seeds: np.random.SeedSequence, *, most: float = math.inf
 ) -> list[Any]:
@@ -343,16 +329,7 @@ async def values_of(function: LogTarget, traces: Sequence[Any]) -> Floats:
     found: Any = function(traces)
     if inspect.isawaitable(found):
         found = await found
-    try:
-        values = np.asarray(found, np.float64)
-    except (TypeError, ValueError, RuntimeError):
-        values = np.empty(0)
-    if values.shape != (len(traces),) or not (values < math.inf).all():
-        raise InvalidRequest(
-            f"a function of {len(traces)} traces gave {displayed(found)}: give a log-weight for each, "
-            "finite or -inf"
-        )
-    return values
+    return check_log_weights(found, len(traces), f"a function of {len(traces)} traces gave")
 
 
 def _is_due(state: State, below: float | Rule) -> bool:

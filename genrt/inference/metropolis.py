@@ -12,10 +12,6 @@ pi(x') q(x, c) / (pi(x) q(x', c)) in full. Weights may be unbiased estimates, as
 rejection: each text keeps its estimates, and pi is still invariant (Andrieu & Roberts 2009, the
 pseudo-marginal approach).
 
-A chain begins with the first importance sample of positive weight. Later texts follow pi ever more
-closely; there is no estimate of the evidence. ``genrt.inference.estimates`` estimates the effective
-sample size, and whether the chains agree.
-
 Metropolis et al. (1953), Hastings (1970). For probabilistic programs: Wingate, Stuhlmüller & Goodman
 (2011), *Lightweight implementations of probabilistic programming languages via transformational
 compilation*.
@@ -38,7 +34,7 @@ from genrt.inference.model import Info, Model, State, frozen, model_seed
 from genrt.inference.resampling import normalized_weights
 from genrt.inference.result import Result
 from genrt.inference.samplers import Sampler, result_of
-from genrt.numbers import check_int, displayed
+from genrt.numbers import check_bool, check_int, displayed
 from genrt.runtime.concurrency import gather_all
 
 
@@ -49,10 +45,10 @@ class MetropolisHastings(Sampler):
 
         result = await MetropolisHastings(model, num_chains=32, num_steps=100, warm_up=20).run(seed=0)
 
-    The particles of a state are the chains' present texts; a chain without a first text is dead. The
-    result has every text of every chain after the warm-up, with equal weights, and ``chains``; its log
-    evidence is NaN. The model must grow from any prefix of its particles, as ``TextModel`` and
-    ``Program`` do.
+    A chain begins with the first importance sample of positive weight. The particles of a state are the
+    chains' present texts; a chain without a first text is dead. The result has every text of every chain
+    after the warm-up, with equal weights, and ``chains``; its log evidence is NaN. The model must grow
+    from any prefix of its particles, as ``TextModel`` and ``Program`` do.
     """
 
     _name = "MH"
@@ -169,9 +165,7 @@ class ParticleGibbs(MetropolisHastings):
             model, num_chains=num_chains, num_steps=num_steps, warm_up=warm_up, attempts=attempts
         )
         self._num_conditional = check_int("num_particles", num_particles, 2)
-        if not isinstance(ancestors, bool):
-            raise InvalidRequest(f"ancestors is {displayed(ancestors)}: give True or False")
-        if ancestors and not getattr(model, "has_exact_weights", False):
+        if check_bool("ancestors", ancestors) and not getattr(model, "has_exact_weights", False):
             raise InvalidRequest(
                 'ancestors=True weighs known tokens: give a TextModel, proposal="mask" with predicates'
             )

@@ -109,18 +109,12 @@ class Trace:
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         """Return a copy's parts, unit by unit: a long trace is no deep structure for pickle."""
-        slots = [getattr(kind, "__slots__", ()) for kind in type(self).__mro__]
-        names = [name for own in slots for name in ([own] if isinstance(own, str) else own)]
-        parts = [
-            {name: each._part(name) for name in names if name not in ("before", "__weakref__")}
-            | getattr(each, "__dict__", {})
-            for each in (self.cut(0), *self.path())
-        ]
-        return _restored, (type(self), parts)
+        return _restored, (type(self), [each._parts() for each in (self.cut(0), *self.path())])
 
-    def _part(self, name: str) -> Any:
-        """Return an attribute as a copy has it."""
-        return getattr(self, name)
+    def _parts(self) -> dict[str, Any]:
+        """Return the attributes that a copy has."""
+        own, slots = cast("tuple[Any, dict[str, Any]]", object.__getstate__(self))
+        return slots | (own or {}) | {"before": None}
 
     def cut(self, units: int) -> Self:
         """Return the trace without its units after the first ``units``."""
@@ -135,9 +129,9 @@ def _restored(kind: type[Trace], parts: list[dict[str, Any]]) -> Trace | None:
     trace = None
     for each in parts:
         before, trace = trace, kind.__new__(kind)
-        trace.before = before
         for name, value in each.items():
             setattr(trace, name, value)
+        trace.before = before
     return trace
 
 

@@ -16,31 +16,18 @@ product over all observations. The evidence is the normalizer: the mean of this 
 program. A masked ``sample`` draws from the row restricted to the mask and observes the mask's mass, so it
 is a draw from the row under the condition of the mask.
 
-Steps. Draws are awaited: ``sample``, ``text``, ``choice``, ``uniform``. A step takes a particle from one
-draw to just before another, or to its end: to the next draw after its weight has changed, by
-``observe``, ``condition`` or a mask, and to the next ``sample`` in any case. Particles are resampled
-between steps, so a changed weight counts before the next draw. A ``text`` has a step for each token.
+A step takes a particle from one draw to just before another, or to its end: to the next draw after its
+weight has changed, and to the next ``sample`` in any case. A ``text`` has a step for each token. The
+guide to programs has the rules.
 
-Resampling may copy a particle, and a coroutine cannot be copied. So a particle is a list of
-choices and answers: one child continues where its parent stopped; the others first replay the record,
-without questions to the model, and their contexts then become forks of the parent's. A copy inside a
-``text`` replays nothing before its end, so a program of whole texts is as fast as a ``TextModel``.
-
-Therefore a program must depend on its record alone: all randomness comes from ``p``, and side effects
-are repeated. The program itself awaits its draws, not tasks that it starts, and no ``asyncio.timeout``,
-``wait_for`` or task group may be open around them, because another task continues the program
-afterwards.
-
-Answers. ``p.lm`` and the contexts of ``p.context`` answer as the runtime does, with seeds of the
-particle where a call has none. Their answers are recorded, except rows, which the runtime's cache keeps.
-
-A replay is compared with the record: the contexts, masks, temperatures and adapters of draws, the
-questions, the values of choices. Observations and the probabilities of choices may differ by
-``ROUNDING``, because an engine may round a row otherwise in another batch.
+Resampling may copy a particle, and a coroutine cannot be copied. So a particle is a list of choices and
+answers: one child continues where its parent stopped; the others first replay the record, without
+questions to the model, and their contexts then become forks of the parent's. A copy inside a ``text``
+replays nothing before its end. A replay is compared with the record; observations and the probabilities
+of choices may differ by ``ROUNDING``, because an engine may round a row otherwise in another batch.
 
 Goodman & Stuhlmüller (2014), *The design and implementation of probabilistic programming languages*
-(particle filters by replay). Lew, Zhi-Xuan, Grand & Mansinghka (2023), *Sequential Monte Carlo steering
-of large language models using probabilistic programs*.
+(particle filters by replay).
 """
 
 from __future__ import annotations
@@ -57,7 +44,7 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Generator, Hashable, Mapping, Sequence, Set
 from itertools import count
-from types import CoroutineType, MappingProxyType
+from types import CoroutineType
 from typing import Any, NamedTuple, Self, TypeAlias, TypeVar, cast
 
 import numpy as np
@@ -95,83 +82,49 @@ Computed: TypeAlias = Sequence[tuple[int, Context | None]]
 AnswerKey: TypeAlias = tuple[bytes, int]
 """A digest of a question, and the number of its calls."""
 
-Called: TypeAlias = "list[tuple[str, CoroutineType[Any, Any, Any]]]"
-"""Calls of a program, by name."""
+Asked: TypeAlias = tuple[str, dict[str, Any]]
+"""A draw of a program: its method, and digests of the arguments that a replay is compared by."""
 
-DrawKey: TypeAlias = tuple[Any, ...]
-"""A draw of a program: its method, and digests of its ``ARGUMENTS``."""
+Growing: TypeAlias = tuple[TextModel, TextTrace]
+"""A text that an execution draws."""
 
-ARGUMENTS = {
-    "sample": ("token_ids", "mask", "temperature", "adapter", "proposal"),
-    "text": ("token_ids", "constraint", "max_tokens, stop or temperature"),
-    "choice": ("number of values",),
-    "uniform": (),
-}
+Live: TypeAlias = "tuple[Execution, Coroutine[Any, Any, Any]]"
+"""An execution that can go on."""
 
 SEEDED = frozenset(
     ("draw", "batch_draw", "sample", "batch_sample", "generate", "batch_generate", "chat", "run")
 )
 """The questions of a runtime or a context that draw; ``run`` is inference inside of inference."""
 
-RECORDED = SEEDED | {
-    "batch_score",
-    "prompt_logprobs",
-    "score",
-    "token_logprobs",
-    "top_logprobs",
-}
+RECORDED = SEEDED | {"batch_score", "prompt_logprobs", "score", "token_logprobs", "top_logprobs"}
 """The questions whose answers are recorded."""
 
 ROUNDING = 0.5, 0.02
 """How far two computations of one log-weight may be apart: absolutely, and relative to its terms. Rows of
 half precision differ by up to 0.25 a token between batches."""
 
-
-class _Weighed(NamedTuple):
-    """The changes of weight between two draws, in any order, because tasks may make them.
-
-    Attributes:
-        total: the sum of all ``observe``.
-        size: the sum of their absolute values.
-    """
-
-    total: float = 0.0
-    size: float = 0.0
-
-    def is_like(self, other: _Weighed) -> bool:
-        """Return whether both are the same changes, up to rounding."""
-        size = max(self.size, other.size)
-        return _is_close(self.total, other.total, size)
-
+NOTHING = 0.0, 0.0
+"""No change of weight."""
 
 MOST_TEXT_MODELS = 16
 """The models of texts that a program keeps."""
-
-NOTHING = _Weighed()
-"""No change of weight."""
-
-
-class _Pause(NamedTuple):
-    """A draw that an execution has not made yet, and the changes of weight since the one before."""
-
-    asked: DrawKey
-    weighed: _Weighed
 
 
 class _Choice(NamedTuple):
     """A recorded draw.
 
     Attributes:
-        outcome: the token, the text, the number, or the index of the value.
+        weighed: the sum of all ``observe`` since the draw before, and that of their absolute values.
+        outcome: the token, the text, the number, or the index of the value; ``None`` before the draw.
         value: a digest of the value that a choice drew.
         log_share: the log-probability.
         name: the name of the draw, if it has one.
         drawn: the value of a draw with a name.
     """
 
-    asked: DrawKey
-    weighed: _Weighed
-    outcome: Any
+    asked: Asked
+    weighed: tuple[float, float]
+    outcome: Any = None
     value: Any = None
     log_share: float = 0.0
     name: str | None = None
@@ -242,7 +195,7 @@ class ParticleContext(Context):
 
     def extend(self, token_ids: TokenIds) -> None:
         super().extend(token_ids)
-        self.history = hash((self.history, _argument_hash(self._execution, "extend", token_ids)))
+        self.history = hash((self.history, self._execution._digest_of("extend", token_ids)))
 
     def cut(self, length: int) -> None:
         super().cut(length)
@@ -298,79 +251,67 @@ class Execution:
     rows, and a draw without a seed has one of the particle.
     """
 
-    def __init__(
-        self,
-        lm: AsyncLM,
-        choices: Sequence[_Choice],
-        pause: _Pause | None,
-        computed: Computed = (),
-        answers: Mapping[AnswerKey, Any] = MappingProxyType({}),
-        given: Mapping[str, Any] = MappingProxyType({}),
-        *,
-        text_model: Callable[..., TextModel],
-    ) -> None:
-        self._lm = lm
-        self._text_model = text_model
-        self._growing: tuple[TextModel, TextTrace] | None = None
-        """The text at which it paused, to be drawn by others."""
-        self._grown: Text | None = None
-        """That text, once it is drawn."""
-        self.lm: AsyncLM = _ParticleRuntime(self, lm)
-        self._answers = answers
-        self._given = given
+    def __init__(self, program: Program, trace: ProgramTrace, computed: Computed) -> None:
+        """
+        Args:
+            trace: the record to replay.
+            computed: forks of the contexts that the recorded execution had at its pause.
+        """
+        self._lm, self._given = program.lm, program._given
+        self._text_model = program._text_model
+        self.lm: AsyncLM = _ParticleRuntime(self, program.lm)
         self._names = set[str]()
         self._times = Counter[bytes]()
         """How often each question was asked."""
-        self._answered: list[tuple[AnswerKey, Any]] = []
-        """The answers since the last step."""
+        self._answers = dict([pair for each in trace.path() for pair in each.answers])
         self._contexts: list[weakref.ref[ParticleContext]] = []
         self._computed = computed
-        """Forks of the contexts that the recorded execution had at its pause."""
-        self._choices = list(choices)
-        self._known = 0
-        self._to_replay = deque(choices)
-        self._pause = pause
-        """The draw at which it paused, and continues; ``None`` before the first pause."""
+        self._to_replay = deque(trace._recorded())
         self._weighed = NOTHING
-        """The changes of weight since the last draw."""
-        self._is_live = pause is None
-        self._coroutines: Called = []
+        self._is_live = trace.pause is None
+        self._coroutines: list[tuple[str, CoroutineType[Any, Any, Any]]] = []
         """The calls of the program, so that an unawaited one is an error."""
         self._task: asyncio.Task[Any] | None = None
+        self._trace: Any = None
+        """The new trace, in a step."""
+
+    def _unawaited(self) -> list[tuple[str, CoroutineType[Any, Any, Any]]]:
+        """Return the calls that the program has not awaited yet."""
+        created = inspect.CORO_CREATED
+        return [each for each in self._coroutines if inspect.getcoroutinestate(each[1]) == created]
 
     def _check_awaited(self, cause: Exception | None = None) -> None:
         """Raise InvalidRequest, from ``cause``, if the program has not awaited a call."""
-        unawaited = _unawaited(self._coroutines)
-        for _, coroutine in unawaited:
-            coroutine.close()
-        if unawaited:
+        if unawaited := self._unawaited():
+            for _, coroutine in unawaited:
+                coroutine.close()
             names = ", ".join(dict.fromkeys(f"p.{name}" for name, _ in unawaited))
             raise InvalidRequest(
                 f"the program never awaited {names}: write await before the call"
             ) from cause
 
-    def _close(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        """End the execution, a dead one, with its calls."""
-        coroutine.close()
+    def _close(self) -> None:
+        """End all calls."""
         for _, each in self._coroutines:
             each.close()
 
-    def _begin(self, seed: int, place: int) -> None:
-        """Begin a step of this seed in the running task, as the particle at this place."""
-        self._seed, self._place = seed, place
+    def _begin(self, trace: ProgramTrace, seed: int, place: int, text: Text | None) -> None:
+        """Begin a step of this seed in the running task, as the particle at this place, with the text at
+        which it paused. It adds to the trace."""
+        self._trace, self._answered = trace, trace.answers
+        self._seed, self._place, self._grown = seed, place, text
         self._rng: np.random.Generator | None = None
-        self._coroutines = _unawaited(self._coroutines)
+        self._coroutines = self._unawaited()
         self._task = asyncio.current_task()
         self._has_sampled = False
         self._has_drawn = False
         self._has_weighed = False
         """Whether the weight has changed since the last draw of this step."""
-        self._log_weight = 0.0
-        self._log_proposal = 0.0
-        self._known = len(self._choices)
-        self._answered = []
-        self._drawn = DEAD
         self._seeds = count(1)
+
+    @property
+    def _is_dead(self) -> bool:
+        return bool(self._trace.log_weight == -math.inf)
 
     def _question(
         self,
@@ -429,7 +370,7 @@ class Execution:
         begun: Hashable = tuple(made.token_ids)
         if isinstance(prompt, ParticleContext):
             begun = prompt.history
-        return made._belong(self, hash((begun, _digest((adapter or "").encode()))))
+        return made._belong(self, hash((begun, zlib.crc32((adapter or "").encode()))))
 
     @_tracked
     async def sample(
@@ -464,12 +405,11 @@ class Execution:
                 argument that ``AsyncLM.draw`` refuses.
             ContextTooLong, UnknownAdapter, EngineFailed, Closed: as ``AsyncLM.draw``.
         """
-        if type(temperature) is not float or temperature != 1.0:
-            temperature = checks.check_temperature(temperature)
-            if temperature != 1 and (mask is not None or proposal is not None):
-                raise InvalidRequest(
-                    "sample takes a mask or a proposal, or a temperature: leave one out"
-                )
+        temperature = checks.check_temperature(temperature)
+        if temperature != 1 and (mask is not None or proposal is not None):
+            raise InvalidRequest(
+                "sample takes a mask or a proposal, or a temperature: leave one out"
+            )
         allowed: Any = mask
         key: Any = mask
         # A text leads to the same state when the program runs again, as long as the record keeps it.
@@ -477,18 +417,20 @@ class Execution:
             isinstance(mask, PackedState) and isinstance(token_ids, Context)
         ):
             allowed = packed_words(mask, self._lm.vocab_size)
-            key = _digest(allowed.numpy().tobytes())
-        if name is not None:
-            self._check_name(name)
-        given = _argument_hash(self, "sample", token_ids, adapter)
-        proposed = None if proposal is None else _argument_hash(self, "sample", proposal)
-        asked = ("sample", given, key, temperature, adapter, proposed)
-        if self._to_replay:
-            return int(self._replayed(asked).outcome)
+            key = zlib.crc32(allowed.numpy().tobytes())
+        is_given = self._is_given(name)
+        arguments = {
+            "token_ids": self._digest_of("sample", token_ids, adapter),
+            "mask": key,
+            "temperature": temperature,
+            "adapter": adapter,
+            "proposal": None if proposal is None else self._digest_of("sample", proposal),
+        }
+        asked = "sample", arguments
         if (recorded := await self._recorded(asked, due=self._has_sampled)) is not None:
             return int(recorded.outcome)
         self._has_sampled = True
-        if name is not None and name in self._given:
+        if is_given:
             if temperature != 1:
                 raise InvalidRequest(f"{name} is given, and has a temperature: leave one out")
             most = self._lm.vocab_size - 1
@@ -507,11 +449,9 @@ class Execution:
                 self._weigh(drawn.log_mass)
         if token_id == DEAD:
             self._weigh(-math.inf)
-        if self._log_weight == -math.inf:
-            await _pause()
-        self._drawn = token_id
-        self._log_proposal += logprob
-        self._record(_Choice(asked, self._weighed, token_id, name=name, drawn=token_id))
+        self._trace.log_proposal += logprob
+        await self._record(_Choice(asked, self._weighed, token_id, name=name, drawn=token_id))
+        self._trace.tokens += (token_id,)
         return token_id
 
     @_tracked
@@ -547,35 +487,37 @@ class Execution:
             ContextTooLong: the context and the text exceed ``lm.max_model_len``.
             UnknownAdapter, EngineFailed, Closed: as ``AsyncLM.draw``.
         """
-        if name is not None:
-            self._check_name(name)
+        is_given = self._is_given(name)
         if isinstance(token_ids, Context):
-            after = _argument_hash(self, "text", token_ids, adapter)
+            after = self._digest_of("text", token_ids, adapter)
             prompt, adapter = tuple(token_ids.token_ids), token_ids.adapter
         else:
             prompt = prompt_tokens(self._lm, token_ids, name="token_ids")
             after = hash(prompt)
-        options = repr((max_tokens, stop, temperature))
-        asked = ("text", after, _comparable(constraint), (options, adapter))
-        if self._to_replay:
-            return cast("Text", self._replayed(asked).outcome)
-        await self._recorded(asked, due=self._has_sampled)
+        arguments = {
+            "token_ids": after,
+            "constraint": _comparable(constraint),
+            "max_tokens, stop or temperature": repr((max_tokens, stop, temperature)),
+            "adapter": adapter,
+        }
+        asked = "text", arguments
+        if (recorded := await self._recorded(asked, due=self._has_sampled)) is not None:
+            return cast("Text", recorded.outcome)
         self._has_sampled = True
         if (text := self._grown) is None:
             model = self._text_model(prompt, max_tokens, stop, constraint, temperature, adapter)
             start = model.start(prompt)
-            if name is not None and name in self._given:
+            if is_given:
                 text = await self._given_text(model, start, name)
             else:
-                self._pause = _Pause(asked, self._weighed)
-                self._growing = model, start
-                await _pause()
+                self._trace.growing = model, start
+                await self._stop(asked)
                 text = cast("Text", self._grown)
         self._grown, self._has_drawn, self._has_weighed, self._has_sampled = None, True, True, True
-        self._record(_Choice(asked, self._weighed, text, name=name, drawn=text))
+        await self._record(_Choice(asked, self._weighed, text, name=name, drawn=text))
         return text
 
-    async def _given_text(self, model: TextModel, start: TextTrace, name: str) -> Text:
+    async def _given_text(self, model: TextModel, start: TextTrace, name: str | None) -> Text:
         """Return a given text, whose log-probability the log-weight gains."""
         given, ends = self._given[name], model.ends
         tokens = given.token_ids if isinstance(given, Text) else given
@@ -590,8 +532,6 @@ class Execution:
         [found] = await model.follow([start], [ids])
         gained = math.fsum(each.log_target for each in found.path())
         self._weigh(gained if found.finished else -math.inf)
-        if self._log_weight == -math.inf:
-            await _pause()
         return found.generated
 
     def _draw(
@@ -625,7 +565,7 @@ class Execution:
         Raises:
             InvalidRequest, ContextTooLong, UnknownAdapter, EngineFailed, Closed: as ``AsyncLM.score``.
         """
-        about = _argument_hash(self, "condition", token_ids, adapter)
+        about = self._digest_of("condition", token_ids, adapter)
         if isinstance(token_ids, Context):
             ask = functools.partial(Context.score, token_ids)
         else:
@@ -643,17 +583,14 @@ class Execution:
         Raises:
             InvalidRequest: NaN, +inf, or not a number.
         """
-        try:
-            number = checks.check_log_weight(log_weight)
-        except InvalidRequest as error:
-            raise InvalidRequest(f"observe was given {log_weight!r}: {error}") from error
+        number = checks.check_log_weight(log_weight, "observe was given")
         total, size = self._weighed
-        self._weighed = _Weighed(total + number, size + abs(number))
-        if self._is_live:
+        self._weighed = total + number, size + abs(number)
+        if self._is_live and self._trace is not None:  # a task of the program's may be late
             self._weigh(number)
 
     def _weigh(self, log_weight: float) -> None:
-        self._log_weight += log_weight
+        self._trace.log_weight += log_weight
         self._has_weighed = self._has_drawn
 
     @_tracked
@@ -663,11 +600,11 @@ class Execution:
         Raises:
             InvalidRequest: awaited in another task than the program's.
         """
-        asked = ("uniform",)
+        asked: Asked = ("uniform", {})
         if (recorded := await self._recorded(asked)) is not None:
             return float(recorded.outcome)
         drawn = float(self._generator().random())
-        self._record(_Choice(asked, self._weighed, drawn))
+        await self._record(_Choice(asked, self._weighed, drawn))
         return drawn
 
     @_tracked
@@ -697,15 +634,14 @@ class Execution:
             raise InvalidRequest(
                 f"choice got a {type(values).__name__}: give the values in a list, in a fixed order"
             )
-        if self._is_live and self._log_weight == -math.inf:
+        if self._is_live and self._is_dead:
             await _pause()  # for ever: a dead particle's own weights may have no sum
         count = len(values)
         shares = None if log_weights is None else _choice_probabilities(log_weights, count)
         if not count:
             raise InvalidRequest("choice got no values: give at least one")
-        if name is not None:
-            self._check_name(name)
-        asked = ("choice", count)
+        is_given = self._is_given(name)
+        asked = "choice", {"number of values": count}
         proposed = shares
         if proposal is not None:
             proposed = _choice_probabilities(proposal, count)
@@ -714,7 +650,7 @@ class Execution:
         recorded = await self._recorded(asked)
         if recorded is not None:
             index = int(recorded.outcome)
-        elif name is not None and name in self._given:
+        elif is_given:
             places = _places_of(self._given[name], values, name)
             index = places[0]
             self._weigh(float(np.logaddexp.reduce([_log_share(shares, i, count) for i in places])))
@@ -723,14 +659,12 @@ class Execution:
             logprob = _log_share(proposed, index, count)
             if proposal is not None:
                 self._weigh(_log_share(shares, index, count) - logprob)
-            self._log_proposal += logprob
-        if self._log_weight == -math.inf:
-            await _pause()
+            self._trace.log_proposal += logprob
         log_share = _log_share(shares, index, count)
         value = values[index]
         if recorded is None:
             drawn = None if name is None else _copied(value)
-            self._record(
+            await self._record(
                 _Choice(asked, self._weighed, index, _comparable(value), log_share, name, drawn)
             )
         elif recorded.value != _comparable(value):
@@ -745,80 +679,90 @@ class Execution:
             self._rng = np.random.default_rng((self._seed, self._place))
         return self._rng
 
-    def _check_name(self, name: str) -> None:
-        """Raise InvalidRequest if another draw of this execution has this name."""
+    def _is_given(self, name: str | None) -> bool:
+        """Return whether the draw of this name is given. Raises InvalidRequest if another draw of this
+        execution has the name."""
+        if name is None:
+            return False
         if name in self._names:
             raise InvalidRequest(f"two draws are called {name!r}: give each its own name")
         self._names.add(name)
+        return name in self._given
 
-    def _record(self, choice: _Choice) -> None:
-        self._choices.append(choice)
+    async def _record(self, choice: _Choice) -> None:
+        """Record a draw; one that has ended the particle never returns."""
+        if self._is_dead:
+            await _pause()
+        self._trace.choices.append(choice)
         self._weighed = NOTHING
 
-    def _check_task(self, asked: DrawKey) -> None:
-        """Raise InvalidRequest in another task than the program's."""
+    async def _recorded(self, asked: Asked, *, due: bool = False) -> _Choice | None:
+        """Return the recorded outcome of this draw; ``None`` if it is new, after a pause if one is due.
+        Raises InvalidRequest in another task than the program's, or if it was another draw before."""
         if asyncio.current_task() is not self._task:
             raise InvalidRequest(
                 f"{asked[0]} was awaited in another task than the program's, as gather and "
                 "create_task do: await it in the program itself, one after the other"
             )
-
-    def _replayed(self, asked: DrawKey) -> _Choice:
-        """Return the next recorded draw. Raises InvalidRequest if it was another one."""
-        self._check_task(asked)
-        recorded = self._to_replay.popleft()
-        if recorded.asked != asked or recorded.weighed != self._weighed:
-            _check_same(recorded, asked, self._weighed)
-        self._weighed = NOTHING
-        return recorded
-
-    async def _recorded(self, asked: DrawKey, *, due: bool = False) -> _Choice | None:
-        """Return the recorded outcome of this draw; ``None`` if it is new, after a pause if one is due.
-        Raises InvalidRequest in another task than the program's, or if it was another draw before."""
         if self._to_replay:
-            return self._replayed(asked)
-        self._check_task(asked)
+            recorded = self._to_replay.popleft()
+            self._check_same(recorded, asked)
+            self._weighed = NOTHING
+            return recorded
         if not self._is_live:
-            if self._pause is not None:
-                _check_same(self._pause, asked, self._weighed)
+            self._check_same(self._trace.pause, asked)
             self._is_live = True
             for own, (history, equal) in zip(self._contexts, self._computed, strict=False):
                 context = own()
                 if context is not None and equal is not None and context.history == history:
                     take_over(context, equal)
             self._computed = ()
-        elif due or self._has_weighed or self._log_weight == -math.inf:
-            self._pause = _Pause(asked, self._weighed)
-            await _pause()
+        elif due or self._has_weighed or self._is_dead:
+            await self._stop(asked)
         self._has_drawn = True
         return None
 
+    async def _stop(self, asked: Asked) -> None:
+        """Pause before a draw."""
+        self._trace.pause = _Choice(asked, self._weighed)
+        await _pause()
 
-def _unawaited(called: Called) -> Called:
-    return [each for each in called if inspect.getcoroutinestate(each[1]) == inspect.CORO_CREATED]
+    def _check_same(self, before: _Choice, asked: Asked) -> None:
+        """Raise InvalidRequest if a program that runs again draws or weighs otherwise than before."""
+        (known, old), (kind, new) = before.asked, asked
+        if known != kind:
+            raise _impure(f"it asked for {kind} where it had asked for {known} before")
+        (total, size), (other, other_size) = before.weighed, self._weighed
+        if not _is_close(total, other, max(size, other_size)):
+            raise _impure(f"other values were observed before {kind}")
+        for name, value in new.items():
+            if old[name] != value and not _are_equal_masks(old[name], value):
+                raise _impure(f"{kind} was given another {name} than before")
 
-
-def _check_same(before: _Choice | _Pause, asked: DrawKey, weighed: _Weighed) -> None:
-    """Raise InvalidRequest if a program that runs again draws or weighs otherwise than before."""
-    kind, *arguments = asked
-    if before.asked[0] != kind:
-        raise _impure(f"it asked for {kind} where it had asked for {before.asked[0]} before")
-    if not before.weighed.is_like(weighed):
-        raise _impure(f"other values were observed before {kind}")
-    for name, old, new in zip(ARGUMENTS[kind], before.asked[1:], arguments, strict=True):
-        if old != new and not _are_equal_masks(old, new):
-            raise _impure(f"{kind} was given another {name} than before")
+    def _digest_of(
+        self, method: str, token_ids: TokenIds | Context, adapter: str | None = None
+    ) -> int:
+        """Return a digest of token ids or of a context. Raises InvalidRequest for a context of others."""
+        if isinstance(token_ids, Context):
+            if not isinstance(token_ids, ParticleContext) or token_ids._execution is not self:
+                raise InvalidRequest(f"{method} got a context of others: begin it by p.context(…)")
+            if adapter is not None:
+                raise InvalidRequest("a context has its adapter: p.context(prompt, adapter=…)")
+            return token_ids.history
+        if isinstance(token_ids, np.ndarray | torch.Tensor):
+            token_ids = token_ids.tolist()
+        try:
+            return hash(tuple(token_ids))
+        except TypeError as error:
+            raise InvalidRequest(
+                f"{method} was given {token_ids!r}: give a flat sequence of token ids"
+            ) from error
 
 
 def _are_equal_masks(old: Any, new: Any) -> bool:
     """Return whether two states of constraints allow the same tokens: the program may make its own."""
     states = isinstance(old, PackedState) and isinstance(new, PackedState)
     return states and bool(np.array_equal(old.packed(), new.packed()))
-
-
-def _digest(data: bytes) -> int:
-    """Return a number for bytes, the same in every process."""
-    return zlib.crc32(data)
 
 
 def _impure(found: str) -> InvalidRequest:
@@ -853,40 +797,21 @@ def _comparable(value: Any) -> Any:
     return value
 
 
-def _argument_hash(
-    execution: Execution, method: str, token_ids: TokenIds | Context, adapter: str | None = None
-) -> int:
-    if isinstance(token_ids, Context):
-        if not isinstance(token_ids, ParticleContext) or token_ids._execution is not execution:
-            raise InvalidRequest(f"{method} got a context of others: begin it by p.context(…)")
-        if adapter is not None:
-            raise InvalidRequest("a context has its adapter: p.context(prompt, adapter=…)")
-        return token_ids.history
-    if isinstance(token_ids, np.ndarray | torch.Tensor):
-        token_ids = token_ids.tolist()
-    try:
-        return hash(tuple(token_ids))
-    except TypeError as error:
-        raise InvalidRequest(
-            f"{method} was given {token_ids!r}: give a flat sequence of token ids"
-        ) from error
-
-
 def _log_share(shares: Floats | None, index: int, count: int) -> float:
     """Return the log-probability of value ``index`` of ``count``, with ``shares`` or uniformly."""
     share = 1 / count if shares is None else float(shares[index])
     return math.log(share) if share > 0 else -math.inf
 
 
-def _places_of(given: Any, values: Sequence[Any], name: str) -> list[int]:
+def _places_of(given: Any, values: Sequence[Any], name: str | None) -> list[int]:
     """Return the places of a given value. Raises InvalidRequest if it is not one of the values."""
-    found = [place for place, each in enumerate(values) if _is_given(each, given)]
+    found = [place for place, each in enumerate(values) if _are_equal(each, given)]
     if not found:
         raise InvalidRequest(f"{name} was given {given!r}, which is not one of its values")
     return found
 
 
-def _is_given(value: Any, given: Any) -> bool:
+def _are_equal(value: Any, given: Any) -> bool:
     if isinstance(value, np.ndarray | torch.Tensor):
         return bool(_comparable(value) == _comparable(given))
     return value is given or bool(value == given)
@@ -903,15 +828,9 @@ def _copied(answer: Any) -> Any:
 def _choice_probabilities(log_weights: Any, count: int) -> Floats:
     """Return the probabilities of ``count`` values. Raises InvalidRequest if these are not their
     log-weights."""
-    try:
-        weighed = checks.check_log_weights(log_weights)
-    except InvalidRequest as error:
-        raise InvalidRequest(f"choice got the log-weights {log_weights!r}: {error}") from error
-    if len(weighed) != count or np.all(weighed == -math.inf):
-        raise InvalidRequest(
-            f"choice got {count} values and the log-weights {weighed}: give one for each, one of them "
-            "above -inf, or none at all"
-        )
+    weighed = checks.check_log_weights(log_weights, count, "choice got the log-weights")
+    if np.all(weighed == -math.inf):
+        raise InvalidRequest("choice got log-weights of -inf alone: give one above -inf")
     return normalized_weights(weighed)
 
 
@@ -932,29 +851,17 @@ class ProgramTrace(Trace):
 
     before: ProgramTrace | None
 
-    def __init__(
-        self,
-        before: ProgramTrace | None = None,
-        tokens: tuple[int, ...] = (),
-        log_weight: float = 0.0,
-        log_proposal: float = 0.0,
-        finished: bool = False,
-        *,
-        choices: tuple[_Choice, ...] = (),
-        answers: Sequence[tuple[AnswerKey, Any]] = (),
-        pause: _Pause | None = None,
-        value: Any = None,
-        live: Sequence[tuple[Execution, Coroutine[Any, Any, Any]]] = (),
-        growing: tuple[TextModel, TextTrace] | None = None,
-    ) -> None:
-        super().__init__(before, tokens, log_weight, log_proposal, finished=finished)
-        self.growing = growing
-        self.choices, self.answers = choices, answers
-        self.pause, self.value = pause, value
-        self.live = [*live]
+    def __init__(self, before: ProgramTrace | None = None) -> None:
+        super().__init__(before)
+        self.choices: list[_Choice] = []
+        self.answers: list[tuple[AnswerKey, Any]] = []
+        self.pause: _Choice | None = None if before is None else before.pause
+        self.growing: Growing | None = None if before is None else before.growing
+        self.value: Any = None
+        self.live: list[Live] = []
 
-    def _part(self, name: str) -> Any:
-        return [] if name == "live" else getattr(self, name)
+    def _parts(self) -> dict[str, Any]:
+        return super()._parts() | {"live": []}
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         kind, (own, parts) = super().__reduce__()
@@ -973,13 +880,21 @@ class ProgramTrace(Trace):
         """Return all recorded draws."""
         return [choice for each in self.path() for choice in each.choices]
 
-    def forked(self) -> list[tuple[int, Context | None]]:
-        """Return forks of the execution's contexts, with their histories; ``None`` for a closed one."""
-        kept = [each() for live in self.live for each in live[0]._contexts]
-        return [
-            (0, None) if each is None or each.is_closed else (each.history, each.copied(Context))
-            for each in kept
-        ]
+    def die(self) -> None:
+        """End the execution, and its text."""
+        for execution, coroutine in self.live:
+            coroutine.close()
+            execution._close()
+        self.live, self.growing = [], None
+
+
+def _forks(live: Sequence[Live]) -> Computed:
+    """Return forks of an execution's contexts, with their histories; ``None`` for a closed one."""
+    kept = [each() for execution, _ in live for each in execution._contexts]
+    return [
+        (0, None) if each is None or each.is_closed else (each.history, each.copied(Context))
+        for each in kept
+    ]
 
 
 class Program:
@@ -1012,7 +927,7 @@ class Program:
         self._function = function
         if not isinstance(given, Mapping | None):
             raise InvalidRequest(f"given is {displayed(given)}: give a dict of values by name")
-        self._given = dict(given or {})
+        self._given = dict[Any, Any](given or {})
         self._text_models = dict[Hashable, TextModel]()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -1048,15 +963,19 @@ class Program:
     async def extend(self, traces: Sequence[ProgramTrace], seed: int) -> list[ProgramTrace]:
         """Run all executions at once, each to its next resampling point or to its end; the texts that
         they draw grow by a token each."""
-        seen: set[ProgramTrace] = set()
-        computed: list[Computed] = []
-        for trace in traces:
-            computed.append(trace.forked() if trace in seen and trace.growing is None else ())
-            seen.add(trace)
-        new = await gather_all(
-            self._longer(trace, seed, place, contexts)
-            for place, (trace, contexts) in enumerate(zip(traces, computed, strict=True))
-        )
+        new, going = list[ProgramTrace](), list[Coroutine[Any, Any, None]]()
+        taken = dict[ProgramTrace, list[Live]]()
+        for place, old in enumerate(traces):
+            trace = ProgramTrace(old)
+            computed: Computed = ()
+            if old not in taken:  # the first copy goes on
+                taken[old], trace.live, old.live = old.live, old.live, []
+            elif trace.growing is None:
+                computed = _forks(taken[old])
+            new.append(trace)
+            if trace.growing is None:
+                going.append(self._go_on(trace, seed, place, computed))
+        await gather_all(going)
         groups: dict[Hashable, list[int]] = {}
         for place, each in enumerate(new):
             if each.growing is not None:
@@ -1065,16 +984,6 @@ class Program:
         if groups:
             await gather_all(self._texts_longer(new, each, seed) for each in groups.values())
         return new
-
-    async def _longer(
-        self, trace: ProgramTrace, seed: int, place: int, computed: Computed
-    ) -> ProgramTrace:
-        live = trace.live.pop() if trace.live else None
-        if trace.growing is not None:
-            return ProgramTrace(
-                trace, pause=trace.pause, live=[live] if live else (), growing=trace.growing
-            )
-        return await self._continued(trace, live or self._replay(trace, computed), seed, place)
 
     async def _texts_longer(
         self, traces: Sequence[ProgramTrace], places: Sequence[int], seed: int
@@ -1085,7 +994,7 @@ class Program:
         if len(places) < len(traces):  # the others have draws of their own
             own = model_seed(np.random.SeedSequence(seed, spawn_key=(places[0],)))
         several = [traces[place] for place in places]
-        before = [cast("tuple[TextModel, TextTrace]", each.growing) for each in several]
+        before = [cast("Growing", each.growing) for each in several]
         model = before[0][0]
         ended = []
         for place, trace, text in zip(
@@ -1095,30 +1004,12 @@ class Program:
             trace.log_weight += text.log_weight
             trace.log_proposal += text.log_proposal
             if trace.log_weight == -math.inf:
-                trace.growing = None
-                for execution, coroutine in trace.live:
-                    execution._close(coroutine)
-                trace.live = []
+                trace.die()
             elif text.finished:
-                ended.append(self._ended(trace, text.generated, own, place))
+                # Its questions may have had seeds of this step before the text.
+                after = model_seed(np.random.SeedSequence(own, spawn_key=(place, 0)))
+                ended.append(self._go_on(trace, after, place, text=text.generated))
         await gather_all(ended)
-
-    async def _ended(self, trace: ProgramTrace, text: Text, seed: int, place: int) -> None:
-        """Go on with the program of a new trace, whose text has ended."""
-        live = trace.live.pop() if trace.live else self._replay(trace, ())
-        live[0]._grown = text
-        # Its questions may have had seeds of this step before the text.
-        after = await self._continued(
-            trace, live, model_seed(np.random.SeedSequence(seed, spawn_key=(place, 0))), place
-        )
-        trace.growing, trace.live, trace.pause = None, after.live, after.pause
-        trace.finished, trace.value = after.finished, after.value
-        trace.choices, trace.answers = (
-            trace.choices + after.choices,
-            [*trace.answers, *after.answers],
-        )
-        trace.log_weight += after.log_weight
-        trace.log_proposal += after.log_proposal
 
     def _text_model(
         self,
@@ -1144,20 +1035,9 @@ class Program:
         model.laws[0].check_length(model.max_tokens, prompt)
         return model
 
-    def _replay(
-        self, trace: ProgramTrace, computed: Computed
-    ) -> tuple[Execution, Coroutine[Any, Any, Any]]:
+    def _begun(self, trace: ProgramTrace, computed: Computed) -> Live:
         """Return a new execution, which replays a trace."""
-        answers = dict([pair for each in trace.path() for pair in each.answers])
-        execution = Execution(
-            self._lm,
-            trace._recorded(),
-            trace.pause,
-            computed,
-            answers,
-            self._given,
-            text_model=self._text_model,
-        )
+        execution = Execution(self, trace, computed)
         coroutine = self._function(execution)
         if not inspect.iscoroutine(coroutine):
             raise InvalidRequest(
@@ -1165,16 +1045,21 @@ class Program:
             )
         return execution, coroutine
 
-    async def _continued(
+    async def _go_on(
         self,
         trace: ProgramTrace,
-        live: tuple[Execution, Coroutine[Any, Any, Any]],
         seed: int,
         place: int,
-    ) -> ProgramTrace:
-        """Run an execution to its next pause, and return the trace one unit longer."""
-        execution, coroutine = live
-        execution._begin(seed, place)
+        computed: Computed = (),
+        text: Text | None = None,
+    ) -> None:
+        """Run the execution of a new trace to its next pause, with the text at which it paused, and add
+        what it did to the trace."""
+        if not trace.live:
+            trace.live = [self._begun(trace, computed)]
+        [(execution, coroutine)] = trace.live
+        execution._begin(trace, seed, place, text)
+        trace.growing = None
         try:
             finished, value = await _until_pause(coroutine)
         except (AttributeError, TypeError, ValueError) as error:
@@ -1183,12 +1068,10 @@ class Program:
             raise
         finally:
             # Breaks the cycle: the task holds the result, which holds the execution.
-            execution._task = None
-        log_weight, token_id = execution._log_weight, execution._drawn
-        growing, execution._growing = execution._growing, None
-        if log_weight == -math.inf:
-            execution._close(coroutine)
-            return ProgramTrace(trace, log_weight=log_weight)
+            execution._task = execution._trace = None
+        if trace.log_weight == -math.inf:
+            trace.die()
+            return
         if finished:
             execution._check_awaited()
             if not execution._is_live:
@@ -1202,19 +1085,7 @@ class Program:
                 raise InvalidRequest(
                     f"the program returned an unawaited {type(value).__name__}: write await before it"
                 )
-        return ProgramTrace(
-            trace,
-            () if token_id == DEAD else (token_id,),
-            log_weight,
-            execution._log_proposal,
-            finished,
-            choices=tuple(execution._choices[execution._known :]),
-            answers=execution._answered,
-            pause=execution._pause,
-            value=value,
-            live=() if finished else (live,),
-            growing=growing,
-        )
+            trace.finished, trace.value, trace.live = True, value, []
 
 
 _PAUSE = object()

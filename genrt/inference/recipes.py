@@ -266,7 +266,6 @@ class Rejection(Sampler):
     """
 
     _name = "rejection"
-    _keeps_infos = False
 
     def __init__(
         self,
@@ -299,11 +298,11 @@ class Rejection(Sampler):
                 "whole texts are drawn to their end, and with stop=None the constraint alone knows where "
                 "that is: give tokens that end a text, or take SMC"
             )
-        constraint = model.constraint
-        self._judges = {
-            "constraint": None if constraint is None else indicator(constraint, lm=model.lm),
-            "potential": model.potential,
-        }
+        self._judges = dict[str, Potential]()
+        if model.constraint is not None:
+            self._judges["constraint"] = indicator(model.constraint, lm=model.lm)
+        if model.potential is not None:
+            self._judges["potential"] = model.potential
         self._plain = _unweighted(model, constrained=False)
         self._num_samples = check_int("num_samples", num_samples, 1)
         self._max_texts = check_int("max_texts", max_texts, 1)
@@ -328,10 +327,11 @@ class Rejection(Sampler):
         traces = await finished(self._plain, [self._plain.start()] * size, seeds)
         texts = [each.generated for each in traces]
         # A text cut at max_tokens has not ended, so it is not one of the constraint's.
-        longest = math.inf if self._judges["constraint"] is None else self._plain.max_tokens
-        found = [0.0 if len(text.token_ids) < longest else -math.inf for text in texts]
+        longest = self._plain.max_tokens if "constraint" in self._judges else math.inf
+        found = np.array([0.0 if len(text.token_ids) < longest else -math.inf for text in texts])
         for name, judge in self._judges.items():
-            found = await _scored(name, judge, texts, found)
+            [alive] = np.nonzero(found > -math.inf)
+            found[alive] = await evaluate_potential(name, judge, [texts[each] for each in alive])
         for text, log_weight in zip(texts, found, strict=True):
             if log_weight > self._bound:
                 raise InvalidRequest(
@@ -339,7 +339,7 @@ class Rejection(Sampler):
                     "give a higher bound="
                 )
         thresholds = np.log1p(-np.random.default_rng(state.seed_sequence(0)).random(size))
-        [places] = np.nonzero(thresholds <= np.array(found) - self._bound)
+        [places] = np.nonzero(thresholds <= found - self._bound)
         places = places[: self._num_samples - len(state.particles)]
         particles = (*state.particles, *[traces[place] for place in places])
         kept, drawn = len(particles), state.drawn + size
@@ -376,7 +376,6 @@ class BestOfN(Sampler):
     """
 
     _name = "best of N"
-    _keeps_infos = False
 
     def __init__(self, model: TextModel, *, n: int, score: Potential | None = None) -> None:
         """
@@ -391,15 +390,16 @@ class BestOfN(Sampler):
         count = check_int("n", n, 1, 2**31)
         super().__init__(model, drawing, num_particles=count, last=self._ranked)
         check_callable("the score", score, "a function of a Text", optional=True)
-        self._score = model.potential if score is None else score
+        ranking = model.potential if score is None else score
+        self._score = None if ranking is None else _judge(model, ranking, name="score")
         self._numbers = {"n": count}
 
     async def _ranked(self, state: State) -> State:
         """Return the texts with their scores as log-weights: -inf for a text that met a dead end of the
         constraint, or ``max_tokens``."""
-        texts = [each.generated for each in state.particles]
-        scores = await _scored("score", self._score, texts, state.log_weights.tolist())
-        return replace(state, log_weights=frozen(np.array(scores)))
+        alive = np.where(state.log_weights > -math.inf, 0.0, -math.inf)
+        scores = alive if self._score is None else await values_at(self._score, state)
+        return replace(state, log_weights=frozen(scores))
 
     def result(self, state: State, *, infos: Sequence[Info] = ()) -> Result:
         """Return all texts. The first one of the highest score alone has a weight."""
@@ -411,17 +411,23 @@ class BestOfN(Sampler):
         return result_of(self.model, state.particles, frozen(log_weights), math.nan, deaths=deaths)
 
 
-def _judge(model: Model, potential: Potential, known: dict[Text, float] | None = None) -> Any:
+def _judge(
+    model: Model,
+    potential: Potential,
+    known: dict[Text, float] | None = None,
+    *,
+    name: str = "potential",
+) -> Any:
     """Return a potential of texts as a function of traces; it asks about no text in ``known``, and adds
     the answers. Raises InvalidRequest if it is no function, or the model is not one of texts."""
-    check_callable("the potential", potential, "a function of a Text")
+    check_callable(f"the {name}", potential, "a function of a Text")
     checked_text_model(model)
 
     async def judged(traces: Sequence[Any]) -> Floats:
         texts = [each.generated for each in traces]
         found = {} if known is None else known
         missing = [each for each in dict.fromkeys(texts) if each not in found]
-        values = await evaluate_potential("potential", potential, missing)
+        values = await evaluate_potential(name, potential, missing)
         found.update(zip(missing, values, strict=True))
         return np.array([found[each] for each in texts])
 
@@ -486,15 +492,3 @@ def _unweighted(model: TextModel, *, constrained: bool = True) -> TextModel:
     if not constrained:
         made.constraint, made._start, made._rejects = None, None, False
     return made
-
-
-async def _scored(
-    name: str, judge: Potential | None, texts: Sequence[Text], log_weights: Sequence[float]
-) -> list[float]:
-    """Return the judge's value of each text, 0 without one; -inf for texts of weight 0."""
-    alive = [text for text, each in zip(texts, log_weights, strict=True) if each > -math.inf]
-    found = [0.0] * len(alive)
-    if judge is not None:
-        found = await evaluate_potential(name, judge, alive)
-    values = iter(found)
-    return [next(values) if each > -math.inf else -math.inf for each in log_weights]

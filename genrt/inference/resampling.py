@@ -74,7 +74,7 @@ def partial(rng: np.random.Generator, log_weights: Floats) -> tuple[Ancestors, F
     systematically, each child with their mean weight: less randomness than resampling all, and fewer
     forks (Bolić, Djurić & Hong 2003)."""
     relative = _expected(log_weights, len(log_weights))
-    [others] = np.nonzero((_round_whole(2 * relative, log_weights) < 1) | (relative > 2))
+    [others] = np.nonzero((_round_whole(2 * relative) < 1) | (relative > 2))
     ancestors, weights = np.arange(len(log_weights)), log_weights.copy()
     if relative[others].sum() > 0:
         ancestors[others] = others[systematic(rng, log_weights[others])]
@@ -149,31 +149,21 @@ def normalized_weights(log_weights: Floats) -> Floats:
 
 def _expected(log_weights: Floats, count: int) -> Floats:
     """Return how many of ``count`` children each index has in expectation."""
-    return _round_whole(normalized_weights(log_weights) * count, log_weights)
+    return _round_whole(normalized_weights(log_weights) * count)
 
 
-def _round_whole(counts: Floats, log_weights: Floats) -> Floats:
-    """Return counts that come from these weights, made whole where only rounding kept them from it.
-
-    A log-weight l is a float of precision eps, so its weight has a relative error of about eps * abs(l)
-    however it is computed, and exponentials, sums and products add a few eps. Without this 49 equal
-    weights would expect 0.9999999999999998 children each, and so no certain one.
-    """
-    count = len(log_weights)
-    error = (
-        4 * float(np.finfo(np.float64).eps) * (abs(float(log_weights.max())) + math.log2(count) + 4)
-    )
+def _round_whole(counts: Floats) -> Floats:
+    """Return counts made whole where only rounding kept them from it. Without this 49 equal weights would
+    expect 0.9999999999999998 children each, and so no certain one."""
     nearest: Floats = np.rint(counts)
-    # Bounded so that N counts together gain less than one, however large the log-weights are.
-    is_whole = abs(counts - nearest) <= min(error, 0.25 / count) * nearest
-    return np.where(is_whole, nearest, counts)
+    return np.where(abs(counts - nearest) <= 1e-9 * nearest, nearest, counts)
 
 
 def _by_strata(log_weights: Floats, uniforms: Floats | float, count: int) -> Ancestors:
     """Return the indices at which the cumulative weights, scaled to sum to ``count``, pass
     ``k + uniforms`` for k from 0 to ``count`` - 1."""
     cumulative = np.cumsum(_expected(log_weights, count))
-    cumulative = _round_whole(cumulative * (count / cumulative[-1]), log_weights)
+    cumulative = _round_whole(cumulative * (count / cumulative[-1]))
     # Rounding may bring k and a uniform below 1 up to k + 1.
     points = np.minimum(np.arange(count) + uniforms, np.nextafter(np.arange(1.0, count + 1), 0.0))
     indices: Ancestors = np.searchsorted(cumulative, points, side="right")

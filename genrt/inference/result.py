@@ -190,12 +190,18 @@ class Result:
     def expectation_error(self, function: Callable[[Any], float]) -> float:
         """Return the standard error of ``expectation(function)``, from this one run; NaN if unknown. Of
         chains it is the standard deviation divided by the root of ``diagnose(function).ess_mean``."""
-        mean, weights = self.expectation(function), self.weights
-        pairs = zip(self.values, weights, strict=True)
-        centred = np.array([float(function(v)) - mean if w > 0 else 0.0 for v, w in pairs])
-        if self.chains is not None and self._alive:
-            return math.sqrt(float(weights @ centred**2) / self.diagnose(function).ess_mean)
-        return expectation_error(centred, weights, self.eve, self.resamplings)
+        mean = self.expectation(function)
+        pairs = zip(self.values, self.weights, strict=True)
+        return self._error_of([float(function(v)) if w > 0 else mean for v, w in pairs])
+
+    def _error_of(self, numbers: Sequence[float] | Floats) -> float:
+        """Return the standard error of the posterior mean of numbers, one for each particle."""
+        weights, own = self.weights, np.array(numbers)
+        centred = own - weights @ own
+        if self.chains is None or not self._alive:
+            return expectation_error(centred, weights, self.eve, self.resamplings)
+        by_chain = own.reshape(-1, len(self.chains.values)).T
+        return math.sqrt(float(weights @ centred**2) / diagnose(by_chain).ess_mean)
 
     def sample(self, count: int, *, seed: int) -> list[Any]:
         """Draw values from the posterior, independently of each other.
@@ -394,20 +400,11 @@ class Result:
         named = [(label(self.values[own[0]]), own) for own in distinct[:most]]
         if others := distinct[most:]:
             named.append((f"({count_of(len(others), 'value')} more)", [*chain(*others)]))
+        flags = [np.isin(np.arange(len(weights)), own).astype(float) for _, own in named]
         return [
-            (name, float(weights[own].sum()), self._weight_error(own), len(own))
-            for name, own in named
+            (name, float(weights[own].sum()), self._error_of(each), len(own))
+            for (name, own), each in zip(named, flags, strict=True)
         ]
-
-    def _weight_error(self, places: Sequence[int]) -> float:
-        """Return the standard error of the weight of these particles together; NaN if unknown."""
-        flags = np.zeros(len(self.values))
-        flags[[*places]] = 1.0
-        mean = float(self.weights @ flags)
-        if self.chains is None:
-            return expectation_error(flags - mean, self.weights, self.eve, self.resamplings)
-        by_chain = flags.reshape(-1, len(self.chains.values)).T
-        return math.sqrt(mean * (1 - min(mean, 1.0)) / diagnose(by_chain).ess_mean)
 
     def _explain_empty(self) -> str:
         """Say why there is no posterior."""

@@ -13,9 +13,7 @@ weighted particles estimate the target consistently as N grows.
 
 Gordon, Salmond & Smith (1993), *Novel approach to nonlinear/non-Gaussian Bayesian state estimation*
 (the bootstrap filter). Del Moral, Doucet & Jasra (2006), *Sequential Monte Carlo samplers* (evidence,
-adaptive resampling). Lew, Zhi-Xuan, Grand & Mansinghka (2023), *Sequential Monte Carlo steering of large
-language models using probabilistic programs*. Loula et al. (2025), *Syntactic and semantic control of
-large language models via sequential Monte Carlo*.
+adaptive resampling).
 """
 
 from __future__ import annotations
@@ -68,8 +66,8 @@ class Sampler:
     """
 
     _name = "sampler"
-    _keeps_infos, _keeps_particles = True, False
-    """Whether results need the records of steps, and these the particles."""
+    _keeps_particles = False
+    """Whether the records of steps need the particles."""
 
     def __init__(
         self,
@@ -157,8 +155,7 @@ class Sampler:
         before = None if lm is None else lm.statistics()
         with progress_bar(self._name, self._total, shown=progress) as show:
             async for state, info in self.steps(state):  # noqa: B020
-                if self._keeps_infos:
-                    infos.append(info)
+                infos.append(info)
                 show(**self._figures(state, info))
                 if on_step is not None:
                     on_step(state, info)
@@ -459,13 +456,11 @@ def _info_of(before: State, after: State) -> Info:
 def _units_after(trace: Any, parent: Any) -> list[Any]:
     """Return the units that extended a parent to a trace; no unit if the trace was moved away from it.
     Without a parent, all units."""
-    if trace is parent:
-        return []
-    if parent is None:
-        return list(trace.path())
-    if trace.before is parent:
-        return [trace]
-    return trace.path()[parent.units :] if trace.cut(parent.units) is parent else []
+    units = []
+    while trace is not parent and trace.before is not None:
+        units.append(trace)
+        trace = trace.before
+    return units[::-1] if trace is parent or parent is None else []
 
 
 def result_of(

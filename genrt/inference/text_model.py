@@ -13,13 +13,6 @@ constraint allows, and its weight gains the mass of A under the row:
 
     q(x) = p(x) 1[x in A] / p(A),        w <- w p(x) / q(x) = w p(A).
 
-``stop`` decides how a text ends. By tokens: p(x) is the product of the tokens' probabilities, times that
-of all stop tokens together at its end. By strings: tokens are drawn until they spell one; p(x) is the
-probability of all drawn tokens, and the text is the part before the string, which may begin inside a
-token. Without a stop (``stop=None``): a text has ``max_tokens`` tokens, or fewer if the constraint allows
-no more, and p(x) is the product of the tokens' probabilities, the probability that the model continues
-with x. No such text begins with another, so Z is a probability here, too.
-
 At the last token only the end token completes a constrained text, so A is the end token alone. A text
 with p(A) = 0 is dead: its weight is 0. For a constraint that judges tokens slowly, adaptive weighted
 rejection draws from the same q and gains an unbiased estimate of p(A) (``genrt.inference.awrs``).
@@ -37,9 +30,6 @@ write, as any softmax can. The model scores a unit of all texts in one question.
 importance sampling; Chen et al. (2023), *Accelerating large language model decoding with speculative
 sampling*, accept or reject such blocks.
 
-``unit`` says by how much a text grows in a step: a token, several, or up to a string. Twists, weights and
-resampling see complete units.
-
 A twist psi guides particles while they grow and does not change the target: a text of t tokens has gained
 psi(x_1:t), which its next unit replaces, and phi at its end:
 
@@ -48,9 +38,10 @@ psi(x_1:t), which its next unit replaces, and phi at its end:
 A twist pays if psi predicts phi, or the mass that the constraint will take. A particle with psi = -inf
 dies, so phi must be -inf for all its continuations.
 
-Lew et al. (2023), *Sequential Monte Carlo steering of large language models using probabilistic
-programs*. Zhao, Brekelmans, Makhzani & Grosse (2024), *Probabilistic inference in language models via
-twisted sequential Monte Carlo*.
+Lew, Zhi-Xuan, Grand & Mansinghka (2023), *Sequential Monte Carlo steering of large language models using
+probabilistic programs*. Loula et al. (2025), *Syntactic and semantic control of large language models via
+sequential Monte Carlo*. Zhao, Brekelmans, Makhzani & Grosse (2024), *Probabilistic inference in language
+models via twisted sequential Monte Carlo*.
 """
 
 from __future__ import annotations
@@ -67,9 +58,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from genrt.constraints import CheckedState, Constraint, ConstraintState, abitmasks
+from genrt.constraints import CheckedState, Constraint, abitmasks
 from genrt.constraints.products import are_quick, fill
-from genrt.constraints.protocols import words_of
+from genrt.constraints.protocols import State, words_of
 from genrt.errors import InvalidConstraint, InvalidRequest
 from genrt.inference import checks
 from genrt.inference.awrs import AWRS, draw_allowed
@@ -89,11 +80,9 @@ from genrt.populations import Population, draw_texts
 from genrt.questions.arguments import seeds_at
 from genrt.questions.draws import step_seed
 from genrt.runtime.concurrency import gather_all
-from genrt.structures.matching import unpacked
+from genrt.structures.matching import set_bits, unpacked
 from genrt.tokens import sampling
 from genrt.tokens.texts import Potential, Text, decoded
-
-State: TypeAlias = ConstraintState | CheckedState
 
 Proposal: TypeAlias = Literal["mask", "awrs"] | AWRS | Law | AsyncLM
 """How a ``TextModel`` draws: under masks, by rejection, or from another law."""
@@ -260,21 +249,7 @@ class TextModel:
         """Return the text as UTF-8; other bytes show as U+FFFD and their number."""
         return decoded(trace.generated.bytes)
 
-    def value(self, trace: TextTrace) -> str:
-        """Return the text, as ``text`` does."""
-        return self.text(trace)
-
-    def extended(self, text: Text, token_id: int) -> Text:
-        """Return the text after one more token, which may end it, as ``max_tokens`` may."""
-        if token_id in self.ends.token_ids:
-            return Text(text.token_ids, text.bytes, finished=True)
-        token_ids, new = (*text.token_ids, token_id), self._byte_vocab[token_id]
-        data = text.bytes + new
-        if self.ends.strings and (cut := self.ends.cut(data, len(new))) is not None:
-            starts = accumulate((len(self._byte_vocab[each]) for each in token_ids), initial=0)
-            kept = [each for each, start in zip(token_ids, starts, strict=False) if start < cut]
-            return Text(kept, data[:cut], finished=True)
-        return Text(token_ids, data, self._start is None and len(token_ids) >= self.max_tokens)
+    value = text
 
     async def extend(self, traces: Sequence[TextTrace], seed: int) -> list[TextTrace]:
         """Extend each text by a unit: one question to the proposing law for every token, and one to
@@ -370,7 +345,7 @@ class TextModel:
         if start is None or not self._is_complete(start):
             return None
         ended = [TextTrace(each, constraint_state=start) for each in traces]
-        await self._end(ended, [True] * len(ended))
+        await self._end(ended)
         await self._judge(ended)
         return ended
 
@@ -397,12 +372,6 @@ class TextModel:
         """Return the texts with one more token each, a unit: token, log mass, and log q."""
         new = await self._token_longer(traces, drawn)
         await self._judge(new)
-        return new
-
-    async def _token_longer(self, traces: Sequence[TextTrace], drawn: Draws) -> list[TextTrace]:
-        new = await self._longer(traces, drawn)
-        if self._start is not None and self.ends.never:
-            await self._end(new, await asyncio.to_thread(self._complete, new))
         return new
 
     async def _unit_longer(
@@ -484,26 +453,24 @@ class TextModel:
         seed: int,
     ) -> Draws:
         """Draw a token after each text, in one question to each law; masks are computed meanwhile."""
-        laws = self.laws if self._proposer is None else (self._proposer,)
-        states = [each.constraint_state for each in traces]
-        at_last = [each.count + 1 >= self.max_tokens for each in traces]
+        laws = self._drawing_laws
         where = _flags(places, len(populations[0]))
         if self._rejects:
             rows = await gather_all([each.logprobs(where=where) for each in populations])
-            checked = cast("Sequence[CheckedState]", states)
-            return await self._draw_by_rejection(laws, rows, checked, at_last, seed)
+            return await self._draw_by_rejection(laws, rows, traces, seed)
         law, is_one = laws[0], len(laws) == 1 and laws[0].power == 1
         # Without a mask, or if another law's draws are weighed, the mass is not needed.
         has_mass = self._start is not None and self._proposer is None
         is_plain = is_one and (law.temperature == 1 or not has_mass)
         if is_plain or are_drawn_together(laws):
-            masks = _spread(await self._masks(states, at_last), where)
-            asked: Any = {"masks": masks, "seed": seed, "where": where}
-            if is_plain:
-                found = await populations[0].draw(temperature=law.temperature, **asked)
-            else:
-                weights = tuple([(each.temperature, each.power) for each in laws])
-                found = await draw_texts(populations, weights, **asked)
+            found = await draw_texts(
+                populations,
+                () if is_plain else tuple([(each.temperature, each.power) for each in laws]),
+                temperature=law.temperature if is_plain else 1.0,
+                masks=_spread(await self._masks(traces), where),
+                seed=seed,
+                where=where,
+            )
             if where is not None:
                 found = found._replace(**{k: v[where] for k, v in found._asdict().items()})
         else:
@@ -515,15 +482,18 @@ class TextModel:
             log_masses = [0.0] * len(token_ids)
         return [*zip(token_ids, log_masses, logprobs, strict=True)]
 
+    @property
+    def _drawing_laws(self) -> tuple[Law, ...]:
+        """The laws whose rows tokens are drawn from."""
+        return self.laws if self._proposer is None else (self._proposer,)
+
     async def _rows(
         self, populations: Sequence[Population], places: Sequence[int], traces: Sequence[TextTrace]
     ) -> tuple[list[Tensor], Tensor | None]:
         """Return the rows of each population after these texts, and the texts' masks."""
         where = _flags(places, len(populations[0]))
-        states = [each.constraint_state for each in traces]
-        at_last = [each.count + 1 >= self.max_tokens for each in traces]
         asked = [each.logprobs(where=where) for each in populations]
-        *rows, masks = await gather_all([*asked, self._masks(states, at_last)])
+        *rows, masks = await gather_all([*asked, self._masks(traces)])
         return cast("list[Tensor]", rows), masks
 
     async def _log_weights(
@@ -531,11 +501,10 @@ class TextModel:
     ) -> Floats:
         """Return the log-weights of the tokens after each text by the drawing laws, float64 ``[n, V]``:
         -inf outside of the mask."""
-        laws = self.laws if self._proposer is None else (self._proposer,)
         rows, masks = await self._rows(populations, places, traces)
 
         def weigh() -> Floats:
-            found: Floats = product(laws, rows).cpu().double().numpy()
+            found: Floats = product(self._drawing_laws, rows).cpu().double().numpy()
             if masks is not None:
                 allowed = unpacked(masks.numpy().view(np.uint32), found.shape[1])
                 found[~allowed.numpy()] = -math.inf
@@ -543,32 +512,35 @@ class TextModel:
 
         return await asyncio.to_thread(weigh)
 
-    async def _masks(
-        self, states: Sequence[State | None], at_last: Sequence[bool]
-    ) -> Tensor | None:
+    def _at_last(self, traces: Sequence[TextTrace]) -> list[bool]:
+        """Return whether each text has room for one token alone."""
+        return [each.count + 1 >= self.max_tokens for each in traces]
+
+    async def _masks(self, traces: Sequence[TextTrace]) -> Tensor | None:
         """Return the packed masks of the allowed tokens, int32 ``[n, ceil(V / 32)]``; at the last token,
         only the end. ``None`` without a constraint."""
         if self._start is None:
             return None
-        masks = await abitmasks(cast("Sequence[State]", states))
+        masks = await abitmasks([each.constraint_state for each in traces])
         stops = _packed_tokens(self.ends.token_ids, masks.shape[1])
         if self.ends.token_ids != {self.eos_token_id}:
             end = _packed_tokens({self.eos_token_id}, masks.shape[1])
             may_end = (masks & end).any(dim=1)
             masks &= ~(end | stops)
             masks[may_end] |= stops
-        if self.ends.token_ids and any(at_last):
-            masks[torch.tensor(at_last)] &= stops
+        if self.ends.token_ids:
+            masks[torch.tensor(self._at_last(traces))] &= stops
         return masks
 
     async def _draw_by_rejection(
         self,
         laws: Sequence[Law],
         rows: Sequence[Tensor],
-        states: Sequence[CheckedState],
-        at_last: Sequence[bool],
+        traces: Sequence[TextTrace],
         seed: int,
     ) -> Draws:
+        states: list[CheckedState] = [each.constraint_state for each in traces]
+        at_last = self._at_last(traces)
         weights, endings = await asyncio.to_thread(self._weights, laws, rows, states, at_last)
         rngs = [*map(np.random.default_rng, np.random.SeedSequence(seed).spawn(len(states)))]
         found = await gather_all(
@@ -622,8 +594,9 @@ class TextModel:
                 sums = [math.fsum(scores[place].tolist()) for scores in found]
                 trace.log_weight = product_of_sums(self.laws, sums) - trace.log_proposal
 
-    async def _longer(self, traces: Sequence[TextTrace], drawn: Draws) -> list[TextTrace]:
-        """Return the texts with these tokens, and the constraint's states after them."""
+    async def _token_longer(self, traces: Sequence[TextTrace], drawn: Draws) -> list[TextTrace]:
+        """Return the texts with these tokens, and the constraint's states after them. Without a stop,
+        texts after which no token may follow end."""
         token_ids = [token_id for token_id, _, _ in drawn]
         if self._rejects and self.ends.token_ids and self._proposer is None:
             # A rejection does not tell which stop token, so it is one for all.
@@ -634,10 +607,10 @@ class TextModel:
             states = self._advanced(states, token_ids)
         elif self._start is not None:
             states = await asyncio.to_thread(self._advanced, states, token_ids)
-        own = traces, token_ids, drawn, states
-        if self.ends.strings:  # which are looked for in texts that are put together
-            return await asyncio.to_thread(self._traces, *own)
-        return self._traces(*own)
+        new = self._traces(traces, token_ids, drawn, states)
+        if self._start is not None and self.ends.never:
+            await self._end(await asyncio.to_thread(self._complete, new))
+        return new
 
     def _advanced(
         self, states: Sequence[State | None], token_ids: Sequence[int]
@@ -662,8 +635,8 @@ class TextModel:
         drawn: Draws,
         states: Sequence[State | None],
     ) -> list[TextTrace]:
-        """Return the texts as ``extended`` does, without a look at them where no string may end one."""
-        ends, strings, vocab = self.ends.token_ids, self.ends.strings, self._byte_vocab
+        """Return the texts with these tokens, which may end them, as ``max_tokens`` may without a
+        constraint."""
         longest = self.max_tokens - 1 if self._start is None else math.inf
         new = []
         for trace, token_id, (_, log_mass, logprob), state in zip(
@@ -672,30 +645,42 @@ class TextModel:
             if token_id == DEAD:
                 new.append(TextTrace(trace, constraint_state=state, log_weight=-math.inf))
                 continue
-            text, is_end = None, token_id in ends
-            if strings and not is_end:
-                text = self.extended(trace.generated, token_id)
+            is_end = token_id in self.ends.token_ids
+            text = None if is_end else self._cut_at_string(trace, token_id)
             new.append(
                 TextTrace(
                     trace,
                     (token_id,),
-                    b"" if is_end else vocab[token_id],
+                    b"" if is_end else self._byte_vocab[token_id],
                     constraint_state=state,
                     log_weight=log_mass,
                     log_proposal=logprob,
-                    finished=is_end or (trace.count >= longest if text is None else text.finished),
+                    finished=is_end or text is not None or trace.count >= longest,
                     is_end=is_end,
                     text=text,
                 )
             )
         return new
 
-    def _complete(self, traces: Sequence[TextTrace]) -> list[bool]:
-        """Return whether each text ends here, without a stop."""
+    def _cut_at_string(self, trace: TextTrace, token_id: int) -> Text | None:
+        """Return the text before the string that this token completes; ``None`` if it completes none."""
+        if not self.ends.strings:
+            return None
+        token_ids, new = (*trace.token_ids, token_id), self._byte_vocab[token_id]
+        data = trace.generated.bytes + new
+        if (cut := self.ends.cut(data, len(new))) is None:
+            return None
+        starts = accumulate((len(self._byte_vocab[each]) for each in token_ids), initial=0)
+        kept = [each for each, start in zip(token_ids, starts, strict=False) if start < cut]
+        return Text(kept, data[:cut], finished=True)
+
+    def _complete(self, traces: Sequence[TextTrace]) -> list[TextTrace]:
+        """Return the texts that end here, without a stop."""
         return [
-            each.log_weight > -math.inf
-            and (each.count >= self.max_tokens or self._is_complete(each.constraint_state))
+            each
             for each in traces
+            if each.log_weight > -math.inf
+            and (each.count >= self.max_tokens or self._is_complete(each.constraint_state))
         ]
 
     def _is_complete(self, state: State) -> bool:
@@ -703,16 +688,15 @@ class TextModel:
         words = words_of(state)[0]
         return not (words & ~_packed_tokens({self.eos_token_id}, len(words)).numpy()).any()
 
-    async def _end(self, traces: Sequence[TextTrace], complete: Sequence[bool]) -> None:
-        """Finish the complete texts; a text that the constraint does not accept is dead."""
-        ending = [each for each, ends in zip(traces, complete, strict=True) if ends]
-        states = {id(each.constraint_state): each.constraint_state for each in ending}
+    async def _end(self, traces: Sequence[TextTrace]) -> None:
+        """Finish complete texts; a text that the constraint does not accept is dead."""
+        states = {id(each.constraint_state): each.constraint_state for each in traces}
         answers = await gather_all([self._accepts(state) for state in states.values()])
         accepts = dict(zip(states, answers, strict=True))
-        for trace, ends in zip(traces, complete, strict=True):
-            if ends and accepts[id(trace.constraint_state)]:
+        for trace in traces:
+            if accepts[id(trace.constraint_state)]:
                 trace.finished = True
-            elif ends:
+            else:
                 trace.log_weight = -math.inf
 
     async def _accepts(self, state: State) -> bool:
@@ -808,11 +792,9 @@ def _draw_from_product(
 
 def _packed_tokens(token_ids: Iterable[int | None], count: int) -> Tensor:
     """Return a packed mask that allows these tokens, int32 ``[count]``."""
-    words = np.zeros(count, np.uint32)
-    for token_id in token_ids:
-        if token_id is not None:
-            words[token_id // 32] |= np.uint32(1 << token_id % 32)
-    return torch.from_numpy(words.view(np.int32))
+    words = np.zeros(count, np.int32)
+    set_bits(words, [each for each in token_ids if each is not None], True)
+    return torch.from_numpy(words)
 
 
 def checked_text_model(model: Any) -> TextModel:

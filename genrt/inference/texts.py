@@ -128,17 +128,14 @@ class TextTrace(Trace):
             text: the text, if it is not that of ``before`` and ``tokens``.
             prompt: of a text without ``before``.
         """
-        # Written out, because a step makes one for each particle.
-        self.before, self.tokens, self.data, self.finished = before, tokens, data, finished
-        self.log_weight, self.log_proposal = log_weight, log_proposal
-        self.constraint_state, self.populations, self.place = constraint_state, None, 0
-        self._text = text
+        super().__init__(before, tokens, log_weight, log_proposal, finished=finished)
+        self.data, self.constraint_state, self._text = data, constraint_state, text
+        self.populations, self.place = None, 0
         if before is None:
-            self.units, self.count, self.log_twist, self.prompt = 0, 0, 0.0, prompt
+            self.count, self.prompt = 0, prompt
             self._text = Text() if text is None else text
         else:
-            self.units, self.log_twist = before.units + 1, before.log_twist
-            self.prompt = before.prompt
+            self.log_twist, self.prompt = before.log_twist, before.prompt
             self.count = before.count + len(tokens) - is_end
         if self._text is not None:
             self.count = len(self._text.token_ids)
@@ -164,10 +161,13 @@ class TextTrace(Trace):
         """The generated tokens, without the end token."""
         return self.generated.token_ids
 
-    def _part(self, name: str) -> Any:
-        if name == "_text" and not (self.finished or self.before is None):
-            return None  # it is joined again; only a finished text may differ from its tokens
-        return {"populations": None, "place": 0}.get(name, getattr(self, name))
+    def _parts(self) -> dict[str, Any]:
+        parts = super()._parts() | {"populations": None, "place": 0}
+        if not self.finished and self.before is not None:
+            parts["_text"] = (
+                None  # it is joined again; only a finished text may differ from its tokens
+            )
+        return parts
 
     def __repr__(self) -> str:
         return f"TextTrace({self.generated!r})"

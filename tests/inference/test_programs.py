@@ -846,7 +846,7 @@ def offering(act: Callable[[Execution], Any]) -> Any:
         (
             lambda p: p.choice("ab", log_weights=[0.0]),
             InvalidRequest,
-            "2 values and the log-weights",
+            "give 2, a log-weight for each",
         ),
         (lambda p: p.choice("ab", log_weights=[-math.inf] * 2), InvalidRequest, "above -inf"),
         (lambda p: p.choice("ab", log_weights=[0.0, math.nan]), InvalidRequest, "choice got the"),

@@ -407,7 +407,7 @@ RECIPES: dict[str, tuple[Law_, list[Wrong]]] = {
     "Metropolis-Hastings": (
         of_one_move(lambda m: MetropolisHastings(m, **CHAINS), 3000),
         [
-            Wrong("without the ratio of lengths", kernels.propose, LENGTHS, "0.0"),
+            Wrong("without the ratio of lengths", kernels.move, LENGTHS, "0.0"),
             Wrong(
                 "all moves accepted", kernels.move, "thresholds <= log_ratios", "log_ratios > -99"
             ),
@@ -612,8 +612,8 @@ RECIPES: dict[str, tuple[Law_, list[Wrong]]] = {
             Wrong(
                 "texts that were cut",
                 recipes.Rejection._batch,
-                'if self._judges["constraint"] is None',
-                "if True",
+                'if "constraint" in self._judges',
+                "if False",
             ),
         ],
     ),

@@ -146,7 +146,7 @@ def test_probabilities_too_small_for_a_float_still_make_a_posterior() -> None:
         ({"constraint": "a+"}, "the constraint is a str"),
         ({"model": "exact"}, "NGram"),
         ({"max_texts": 10}, "max_texts=10"),
-        ({"potential": lambda text: math.nan}, "the potential gave nan for 'a*b*'"),
+        ({"potential": lambda text: math.nan}, "the potential of 'a*b*' gave nan"),
         ({"potential": lambda text: math.inf}, "log-weight"),
         ({"model": NGram.random(5), "constraint": NEVER}, "eos_token_id"),
     ],

@@ -7,7 +7,6 @@ one line.
 from __future__ import annotations
 
 import bisect
-import html
 import math
 import unicodedata
 from collections.abc import Mapping, Sequence
@@ -70,11 +69,6 @@ def label(value: Any) -> str:
     if not value:
         return "(empty)"
     return printable(value if len(value) <= LONGEST else value[:LONGEST] + ELLIPSIS)
-
-
-def escape_text(text: str) -> str:
-    """Escape a printable text for the content of an element of HTML or XML."""
-    return html.escape(text, quote=False)
 
 
 def fixed(value: float, *, digits: int = 3) -> str:

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -20,7 +21,6 @@ from genrt.inference.display.formatting import (
     GREY,
     ORANGE,
     count_of,
-    escape_text,
     number,
     said,
     shorten,
@@ -233,14 +233,14 @@ class Genealogy:
         }
         room = int((column - 10) / CHARACTER)
         spans = [
-            f'<tspan x="{LEFT + column * node[0] + 7:.1f}">{escape_text(shorten(token, room))}</tspan>'
+            f'<tspan x="{LEFT + column * node[0] + 7:.1f}">{escape(shorten(token, room))}</tspan>'
             for node in own
             if room > 0 and (token := self._label(node))
         ]
         text = said([each for node in lineage.path for each in self._drawn(node)], self.tokens)
         log_weight = number(float(self.infos[step].log_weights[particle]))
         return (
-            f'<g class="{lineage.end}"><title>{escape_text(shorten(text, 300))}\nparticle {particle} of '
+            f'<g class="{lineage.end}"><title>{escape(shorten(text, 300))}\nparticle {particle} of '
             f"step {self.infos[step].step}: {lineage.end}, log-weight {log_weight}</title>"
             f'<path d="M{x:.1f} {above:.1f}C{middle:.1f} {above:.1f} {middle:.1f} {y:.1f} {left:.1f} '
             f'{y:.1f}H{right:.1f}" stroke="{colour}" stroke-opacity="0.75" '
