@@ -49,8 +49,8 @@ def pytest_configure() -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Import vLLM where tests need it, then freeze what there is. vLLM fills the memory of its KV cache
-    with zeros, 2 GiB by genrt's default, which took longer than the rest of an opening. vLLM collects garbage seven times while
-    it opens and closes, and looked at a million objects of imported modules each time: most of what an
+    with zeros: 2 GiB by genrt's default, which takes seconds. vLLM collects garbage seven times while it
+    opens and closes, and looked at a million objects of imported modules each time: most of what an
     engine of these tests cost. Where objects are frozen, genrt keeps vLLM from thawing them."""
     if any(item.get_closest_marker("vllm") for item in session.items):
         with warnings.catch_warnings():
