@@ -35,6 +35,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
+KV_CACHE_BYTES = 2**29
+"""Of an engine on a CPU without ``kv_cache_memory_bytes``: room for one longest text of the embedded
+model."""
+
 
 def pytest_configure() -> None:
     """Take interrupts, which tests send, where a shell started this in the background without them. What
@@ -44,14 +48,16 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Import vLLM where tests need it, then freeze what there is. vLLM collects garbage seven times while
-    it opens and closes, and looked at a million objects of imported modules each time: most of what an
+    """Import vLLM where tests need it, then freeze what there is. vLLM fills the memory of its KV cache
+    with zeros: 2 GiB by genrt's default, which takes seconds. vLLM collects garbage seven times while it
+    opens and closes, and looked at a million objects of imported modules each time: most of what an
     engine of these tests cost. Where objects are frozen, genrt keeps vLLM from thawing them."""
     if any(item.get_closest_marker("vllm") for item in session.items):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            importlib.import_module("genrt.engines.vllm.opening")
+            opening = importlib.import_module("genrt.engines.vllm.opening")
             importlib.import_module("vllm.v1.worker.cpu_worker")
+        opening.CPU_DEFAULTS["kv_cache_memory_bytes"] = KV_CACHE_BYTES
         if not torch.cuda.is_available():  # vLLM compiles a helper of its samplers, eager or not
             torch.compiler.set_stance("force_eager")
     gc.collect()

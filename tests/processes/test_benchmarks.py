@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from benchmarks import (
+    blocks,
     evidence,
     fidelity,
     overheads,
@@ -286,13 +287,11 @@ def test_masks_and_teachers_are_measured(tmp_path: Path) -> None:
 
 @pytest.mark.proof
 @pytest.mark.vllm
-def test_blocks_are_measured(tmp_path: Path) -> None:
-    file = tmp_path / "blocks.json"
-    command = [sys.executable, "-m", "benchmarks.blocks", "--quick", "--without-decode"]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "CRITICAL"}
-    command += ["--json", str(file)]
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
-    [result] = map(json.loads, file.read_text().splitlines())
+def test_blocks_are_measured(
+    step_run: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # as it sets itself, for this test
+    [result] = results_of(blocks, tmp_path / "blocks.json", monkeypatch, "--without-decode")
     assert (result["particles"], result["k"], result["advance_steps"]) == (3, 2, 1)
     for name in ("draw", "draft", "advance", "score", "block", "of_draw", "gain"):
         assert 0 < result[name] < math.inf

@@ -64,9 +64,10 @@ print(same, s.queued, s.in_flight, working)
 class Kernel:
     """A kernel of its own, and what its cells wrote."""
 
-    def __init__(self, **environment: str) -> None:
+    def __init__(self, temporary: Path) -> None:
+        self.temporary = temporary
         self.manager = KernelManager(kernel_name="python3")
-        environment = children.environment() | environment
+        environment = children.environment() | {"TMPDIR": str(temporary)}
         self.manager.start_kernel(
             env=environment, cwd=str(children.ROOT), extra_arguments=BARE_ERRORS
         )
@@ -108,21 +109,23 @@ class Kernel:
 
 
 @pytest.fixture(scope="module")
-def kernel(llama: Path) -> Iterator[Kernel]:
-    kernel = Kernel()
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    """One kernel for all tests: a new one imports vLLM, which takes longer than any of them."""
+    kernel = Kernel(tmp_path_factory.mktemp("kernel"))
     try:
-        assert kernel.run(OPEN.format(model=str(llama)))[0] == ""
         yield kernel
     finally:
         kernel.close()
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_after_an_interrupt_the_next_cell_works(kernel: Kernel, name: str) -> None:
+def test_after_an_interrupt_the_next_cell_works(kernel: Kernel, llama: Path, name: str) -> None:
+    assert kernel.run(OPEN.format(model=str(llama)))[0] == ""
     for _ in range(3):
         error, _ = kernel.run(textwrap.dedent(RUNS[name]), interrupt=True)
         assert error in ("KeyboardInterrupt", "CancelledError")
         assert kernel.run(CHECK) == ("", "True 0 0 0\n")
+    assert kernel.run("lm.close(); del lm") == ("", "")
 
 
 ENDLESS = """
@@ -143,6 +146,12 @@ print(s.batcher.queued, s.batcher.in_flight, working)
 """
 
 
+LITTLE_MEMORY = """
+from genrt.engines.vllm import opening
+opening.CPU_DEFAULTS["kv_cache_memory_bytes"] = 2**29
+"""
+
+
 def cells_of(notebook: str) -> list[str]:
     """The code of a notebook, cell by cell."""
     path = children.ROOT / "notebooks" / notebook
@@ -158,34 +167,30 @@ def shared_memory() -> set[str]:
 @pytest.mark.embedded
 @pytest.mark.promise(number=21)
 def test_a_notebook_interrupted_and_restarted_in_its_smc_leaves_nothing_and_runs_again(
-    tmp_path: Path,
+    kernel: Kernel,
 ) -> None:
     """The cells up to the one that runs SMC, that one over and over until the stop button, once more
     until the kernel is restarted, and then the cells again."""
     cells = cells_of("first_smc.ipynb")
     [first] = [number for number, cell in enumerate(cells) if "smc = SMC(" in cell]
-    del cells[first + 1 :]
-    kernel = Kernel(TMPDIR=str(tmp_path))
-    try:
-        shared = shared_memory()
-        for cell in cells:
-            assert kernel.run(cell)[0] == ""
-        error, _ = kernel.run(ENDLESS, interrupt=True)
-        assert error in ("KeyboardInterrupt", "CancelledError")
-        assert kernel.run(NOTHING_LEFT) == ("", "0 0 0\n")
-        kernel.run(ENDLESS, leave=True)
-        before = kernel.session
-        kernel.manager.restart_kernel()
-        kernel.client.wait_for_ready(timeout=PATIENCE_SECONDS)
-        assert kernel.session != before
-        assert children.in_session(before) == []
-        # A killed process cannot delete vLLM's note to itself of how to meet other workers, nor does
-        # torch the folder it would keep compiled kernels in. There is nothing else, and no weights.
-        left = list(tmp_path.rglob("*"))
-        assert {path.name.rpartition("_")[0] for path in left} <= {"vllm_dist", "torchinductor"}
-        assert sum(path.stat().st_size for path in left if path.is_file()) < 2**14
-        assert shared_memory() <= shared
-        for cell in cells:
-            assert kernel.run(cell)[0] == ""
-    finally:
-        kernel.close()
+    cells[first + 1 :], cells[:0] = [], [LITTLE_MEMORY]
+    shared = shared_memory()
+    for cell in cells:
+        assert kernel.run(cell)[0] == ""
+    error, _ = kernel.run(ENDLESS, interrupt=True)
+    assert error in ("KeyboardInterrupt", "CancelledError")
+    assert kernel.run(NOTHING_LEFT) == ("", "0 0 0\n")
+    kernel.run(ENDLESS, leave=True)
+    before = kernel.session
+    kernel.manager.restart_kernel()
+    kernel.client.wait_for_ready(timeout=PATIENCE_SECONDS)
+    assert kernel.session != before
+    assert children.in_session(before) == []
+    # A killed process cannot delete vLLM's note to itself of how to meet other workers, nor does
+    # torch the folder it would keep compiled kernels in. There is nothing else, and no weights.
+    left = list(kernel.temporary.rglob("*"))
+    assert {path.name.rpartition("_")[0] for path in left} <= {"vllm_dist", "torchinductor"}
+    assert sum(path.stat().st_size for path in left if path.is_file()) < 2**14
+    assert shared_memory() <= shared
+    for cell in cells:
+        assert kernel.run(cell)[0] == ""

@@ -33,7 +33,10 @@ def kernel() -> Iterator[KernelManager]:
 
 SHARE = """
 import genrt
+from genrt.engines.vllm import opening
 from genrt.lm import AsyncLM
+
+opening.CPU_DEFAULTS["kv_cache_memory_bytes"] = 2**29
 
 aload, aclose, close, opened = genrt.aload, AsyncLM.aclose, AsyncLM.close, []
 

@@ -43,7 +43,9 @@ import genrt
 from tests.inside import core_of, engine_of, system_thread
 
 options = {"dtype": "float32", "max_num_seqs": 8, "kv_cache_memory_bytes": 2**24}
-with genrt.load(sys.argv[1], engine_options=options | {"enforce_eager": False}) as lm:
+# Dynamo's hooks keep the model, whatever compiles its graphs: eager takes 20 s less than inductor.
+traced = {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "eager"}}
+with genrt.load(sys.argv[1], engine_options=options | traced) as lm:
     lm.next_token_logprobs_sync([1, 2])
     core = core_of(lm)
     runner = core.model_executor.driver_worker.worker.model_runner
@@ -65,9 +67,8 @@ FAILED = """
 import torch
 
 options = {"dtype": "float32", "max_num_seqs": 8}
-compiled = options | {"enforce_eager": False, "kv_cache_memory_bytes": 2**12}
 try:
-    genrt.load(sys.argv[1], engine_options=compiled)
+    genrt.load(sys.argv[1], engine_options=options | traced | {"kv_cache_memory_bytes": 2**12})
 except genrt.EngineFailed as error:
     held = error
 gc.collect()
