@@ -7,7 +7,7 @@ draw        a step of a population of the model: one draw for all, whose tokens 
 draft       the same of the draft model
 advance     one ``Population.advance`` by k random tokens of each sequence
 score       the same by ``score`` and ``extend``
-block       k draws of the draft model, one ``advance`` of the model, and half of both resampled
+block       a ``draw_block`` of the draft model, an ``advance`` of the model, and half of both resampled
 
 One JSON object for each number of particles and each k: milliseconds, medians over the repeats;
 ``of_draw``, ``advance`` over ``draw``; ``gain``, the tokens a second of blocks over those of ``draw``;
@@ -203,11 +203,7 @@ async def blocks(
     half = len(contexts) // 2
 
     async def step() -> None:
-        tokens = []
-        for _ in range(k):
-            tokens.append((await proposal.draw()).token_ids)
-            proposal.append(tokens[-1])
-        await target.advance(torch.stack(tokens, dim=1))
+        await target.advance((await proposal.draw_block(k)).token_ids)
         order, ancestors = torch.randperm(len(contexts)), torch.arange(len(contexts))
         ancestors[order[:half]] = order[-half:]
         for each in (target, proposal):

@@ -411,6 +411,23 @@ async def test_a_block_is_appended_and_scored_unless_the_sequences_change_meanwh
     assert [*population] == [[*each, 6] for each in before]
 
 
+async def test_draws_in_turn_go_on_by_number_and_so_does_the_draw_after_them() -> None:
+    seen = Seen()
+    with genrt.load(engine=lambda: KeepingEngine(MODEL, seen), cache_bytes=0) as lm:
+        population = lm.population([[1], [2]])
+        population.append((await population.draw()).token_ids)
+        for length in (1, 3):
+            before = seen.by_number
+            drawn = await population.draw_block(length)
+            assert seen.by_number == before + length
+            assert drawn.token_ids.tolist() == [each[-length:] for each in population]
+        await population.draw()
+        assert seen.by_number == before + length + 1
+        empty = await lm.population([]).draw_block(2)
+        assert [tuple(each.shape) for each in empty] == [(0, 2)] * 3
+    assert seen.wrong == []
+
+
 @pytest.mark.vllm
 def test_a_text_begins_a_population_as_it_begins_a_completion(llama: Path) -> None:
     with genrt.load(llama, engine="transformers") as lm:

@@ -180,15 +180,12 @@ class PopulationDraw(Request):
     ) -> PopulationDraw:
         """Return the request for draw ``number`` in turn, from 0, after the request before it has drawn
         these tokens, int64 ``[n]``. The last one has this request's handle."""
-        seeds = cast("np.ndarray", self.seeds)[:, number]
-        if before is None or token_ids is None:
-            return replace(self, seeds=seeds)
-        every, handle = np.arange(len(self)), before.handle
-        contexts = Contexts.grown([before.contexts], every, token_ids.numpy().astype(np.uint32))
-        origins = Origins((handle,), every, before.contexts.lengths)
-        found = replace(
-            self, contexts=contexts, seeds=seeds, origins=origins, came_from=origins.handles
-        )
+        found = replace(self, seeds=cast("np.ndarray", self.seeds)[:, number])
+        if before is not None and token_ids is not None:
+            every, new = np.arange(len(self)), token_ids.numpy().astype(np.uint32)
+            contexts = Contexts.grown([before.contexts], every, new)
+            origins = Origins((before.handle,), every, before.contexts.lengths)
+            found = replace(found, contexts=contexts, origins=origins, came_from=origins.handles)
         if number + 1 == self.steps:
             object.__setattr__(found, "handle", self.handle)
         return found
