@@ -411,6 +411,27 @@ async def test_a_block_is_appended_and_scored_unless_the_sequences_change_meanwh
     assert [*population] == [[*each, 6] for each in before]
 
 
+@pytest.mark.parametrize("change", ["resample", "cut"])
+async def test_a_population_that_changes_during_a_draw_goes_on_from_its_own_sequences(
+    change: str,
+) -> None:
+    seen = Seen()
+    with genrt.load(engine=lambda: KeepingEngine(MODEL, seen), cache_bytes=0) as lm:
+        population = lm.population([[1, 2, 3], [4, 5, 6]])
+        await population.draw()
+        population.append([1, 2])
+        asked = asyncio.ensure_future(population.draw())
+        await asyncio.sleep(0)
+        if change == "resample":
+            population.resample([1, 0])
+        else:
+            population.cut(2)
+        await asked
+        population.extend([[3, 4, 5], [6, 0, 1]])
+        await population.draw()
+    assert seen.wrong == []
+
+
 async def test_draws_in_turn_go_on_by_number_and_so_does_the_draw_after_them() -> None:
     seen = Seen()
     with genrt.load(engine=lambda: KeepingEngine(MODEL, seen), cache_bytes=0) as lm:
