@@ -222,6 +222,31 @@ def test_a_group_computes_its_common_beginning_once(roomy: AsyncLM, oracle_rows:
     assert [len(each.tail) for each in after] == [20, 20]
 
 
+async def test_a_teacher_after_and_during_evictions_is_the_rows(
+    lm: AsyncLM, oracle_rows: Rows
+) -> None:
+    """Its beginning was resident, and gets evicted; beside it so many rows that these evict each other,
+    and a population whose sequences end as well."""
+    text = tokens(120, 61)
+    await lm.next_token_logprobs(text[:80])
+    before = lm.statistics().engine.evicted
+    with lm.population([text[:40], text[:41]]) as population:
+        population.append((await population.draw(seed=1)).token_ids)
+        await asyncio.gather(*(lm.next_token_logprobs(tokens(90, 70 + n)) for n in range(24)))
+        found, drawn, *rows = await asyncio.gather(
+            lm.teacher(text, top=5),
+            population.draw(seed=2),
+            *(lm.next_token_logprobs(tokens(60, 100 + n)) for n in range(24)),
+        )
+        same = await lm.batch_draw([*population], seed=2)
+    assert lm.statistics().engine.evicted > before
+    expect_teacher(found, oracle_rows(text), 5)
+    assert drawn.token_ids.tolist() == same.token_ids.tolist()
+    for n, row in enumerate(rows):
+        assert float((row - oracle_rows(tokens(60, 100 + n))[-1]).abs().max()) < TOLERANCE
+    assert left_over(engine_of(lm)) == {}
+
+
 async def test_teachers_that_leave_leave_nothing(lm: AsyncLM) -> None:
     with pytest.raises(TimedOut):
         await lm.teacher(tokens(200, 1), timeout=0.0)
