@@ -329,7 +329,7 @@ def population_draw(
 
 def block_seeds(nonces: Iterator[int], seed: int | None, count: int, length: int) -> np.ndarray:
     """Return the seeds of ``length`` draws in turn after each of ``count`` sequences: uint64
-    ``[count, length]``. The first ones are those of a single draw with the same seed."""
+    ``[count, length]``. The first column has the seeds of a single draw."""
     if seed is None:
         found = np.fromiter(nonces, np.uint64, count * length)
         return found.reshape(length, count).T
