@@ -233,11 +233,9 @@ async def test_a_teacher_after_and_during_evictions_is_the_rows(
     with lm.population([text[:40], text[:41]]) as population:
         population.append((await population.draw(seed=1)).token_ids)
         await asyncio.gather(*(lm.next_token_logprobs(tokens(90, 70 + n)) for n in range(24)))
-        found, drawn, *rows = await asyncio.gather(
-            lm.teacher(text, top=5),
-            population.draw(seed=2),
-            *(lm.next_token_logprobs(tokens(60, 100 + n)) for n in range(24)),
-        )
+        asked: list[Any] = [lm.teacher(text, top=5), population.draw(seed=2)]
+        asked += [lm.next_token_logprobs(tokens(60, 100 + n)) for n in range(24)]
+        found, drawn, *rows = await asyncio.gather(*asked)
         same = await lm.batch_draw([*population], seed=2)
     assert lm.statistics().engine.evicted > before
     expect_teacher(found, oracle_rows(text), 5)
