@@ -454,7 +454,8 @@ class Population:
         check_length(runtime.limits, int(sequences.lengths.max(initial=1)) + length - 1)
         check_timeout(timeout)
         count, before = len(sequences), sequences.origins
-        places, contexts = np.arange(count), sequences.contexts(np.arange(count))
+        places = np.arange(count)
+        contexts = sequences.contexts(places)
         known, came_from = _known_origins(before, places, contexts.lengths)
         seeds = block_seeds(runtime.nonces, seed, count, length)
         given = contexts, bound, None, heat, seeds, known

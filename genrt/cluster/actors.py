@@ -323,9 +323,8 @@ class Actors:
             return
         self._is_closed = True
         with contextlib.ExitStack() as files:
-            ends: set[Any] = (
-                set()
-            )  # a file for each process of this host, ready once that has ended
+            # A file for each process of this host, ready once that has ended.
+            ends = set[Any]()
             with contextlib.suppress(Exception):  # Ray is gone, and so are they
                 places = [each.process.remote() for each in self._handles]
                 stops = [each.stop.remote() for each in self._handles]

@@ -13,6 +13,13 @@ constraint allows, and its weight gains the mass of A under the row:
 
     q(x) = p(x) 1[x in A] / p(A),        w <- w p(x) / q(x) = w p(A).
 
+``stop`` decides how a text ends. By tokens: p(x) is the product of the tokens' probabilities, times that
+of all stop tokens together at its end. By strings: tokens are drawn until they spell one; p(x) is the
+probability of all drawn tokens, and the text is the part before the string, which may begin inside a
+token. Without a stop (``stop=None``): a text has ``max_tokens`` tokens, or fewer if the constraint allows
+no more, and p(x) is the product of the tokens' probabilities, the probability that the model continues
+with x. No such text begins with another, so Z is a probability here, too.
+
 At the last token only the end token completes a constrained text, so A is the end token alone. A text
 with p(A) = 0 is dead: its weight is 0. For a constraint that judges tokens slowly, adaptive weighted
 rejection draws from the same q and gains an unbiased estimate of p(A) (``genrt.inference.awrs``).
@@ -154,9 +161,8 @@ class TextModel:
                 the potential itself, if that is meaningful for prefixes.
             proposal: how to draw under a constraint. ``"mask"`` checks every token, ``"awrs"`` few. The
                 default is ``"awrs"`` for predicates and products with them; ``AWRS(accepts=4)`` has less
-                variance. Or another law of the same
-                tokens, which draws the units that the target weighs; or a runtime, for its law after the
-                prompt.
+                variance. Or another law of the same tokens, which draws the units that the target weighs;
+                or a runtime, for its law after the prompt.
             temperature: above 0. Target and evidence belong to the model with tempered rows.
             adapter: the name of the adapter.
 
@@ -528,8 +534,8 @@ class TextModel:
             may_end = (masks & end).any(dim=1)
             masks &= ~(end | stops)
             masks[may_end] |= stops
-        if self.ends.token_ids:
-            masks[torch.tensor(self._at_last(traces))] &= stops
+        if self.ends.token_ids and any(at_last := self._at_last(traces)):
+            masks[torch.tensor(at_last)] &= stops
         return masks
 
     async def _draw_by_rejection(
@@ -607,7 +613,11 @@ class TextModel:
             states = self._advanced(states, token_ids)
         elif self._start is not None:
             states = await asyncio.to_thread(self._advanced, states, token_ids)
-        new = self._traces(traces, token_ids, drawn, states)
+        own = traces, token_ids, drawn, states
+        if self.ends.strings:  # which are looked for in texts that are put together
+            new = await asyncio.to_thread(self._traces, *own)
+        else:
+            new = self._traces(*own)
         if self._start is not None and self.ends.never:
             await self._end(await asyncio.to_thread(self._complete, new))
         return new

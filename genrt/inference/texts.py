@@ -164,9 +164,7 @@ class TextTrace(Trace):
     def _parts(self) -> dict[str, Any]:
         parts = super()._parts() | {"populations": None, "place": 0}
         if not self.finished and self.before is not None:
-            parts["_text"] = (
-                None  # it is joined again; only a finished text may differ from its tokens
-            )
+            parts["_text"] = None  # only a finished text may differ from its tokens
         return parts
 
     def __repr__(self) -> str:
