@@ -649,7 +649,7 @@ def _extensions(going: list[_Question]) -> tuple[list[_Question], Contexts, Orig
     """Return questions about sequences that each extend an answered one by a token, in the order of
     these, with the sequences and their origins."""
     different = {each.context: each for each in going}.values()  # one may have asked twice
-    asked = Counter(cast("_Answered", each.place[0]) for each in different)
+    asked = Counter(cast("list[_Answered]", [each.place[0] for each in different]))
     several = [*asked]
     for each, count in asked.items():  # contexts that do not ask now keep their sequences
         each.handle.idle = each.extended_by - count

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -211,8 +210,7 @@ class CompletionState:
         heat = self.decoding.temperature
         by_model = None if heat < GREEDY_BELOW else weighed(row[None], heat, 1.0)
         mass = 0.0 if by_model is None else float(mass_of_sets(by_model, law[None]))
-        packed = packed_sets(law[None]).cpu().numpy()
-        [found] = sets_of(packed, form)
+        [found] = sets_of(packed_sets(law[None]), form)
         return DrawnFrom(float(law[token]), mass, found)
 
     def _stop(self, seen: int) -> tuple[str, int] | None:
@@ -251,10 +249,11 @@ class CompletionState:
         )
 
 
-def sets_of(packed: np.ndarray, form: MaskForm) -> list[bytes]:
-    """Return packed sets in a form of ``SamplingMask``."""
-    sets = ids_of_sets(packed) if form == "ids" else packed
-    return [each.tobytes() for each in sets]
+def sets_of(packed: Tensor, form: MaskForm) -> list[bytes]:
+    """Return packed sets in a form of ``SamplingMask``. On a GPU it waits for the current stream."""
+    if form == "ids":
+        return ids_of_sets(packed)
+    return [each.tobytes() for each in packed.cpu().numpy()]
 
 
 def sampling_mask(decoding: Decoding, places: Sequence[DrawnFrom]) -> SamplingMask | None:

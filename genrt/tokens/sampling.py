@@ -531,15 +531,21 @@ def packed_sets(laws: Tensor) -> Tensor:
     return (allowed * weights).sum(-1, dtype=torch.uint8)
 
 
-def ids_of_sets(packed: np.ndarray) -> list[np.ndarray]:
-    """Return the token ids of each packed set, int32 in order."""
-    flat, size = packed.reshape(-1), 8 * packed.shape[-1]
-    places = np.flatnonzero(flat != 0)
-    bits = np.unpackbits(flat[places], bitorder="little")
-    found = np.flatnonzero(bits.view(np.bool_))
-    ids = 8 * places[found >> 3] + (found & 7)  # counted through all sets
-    ends = np.searchsorted(ids, size * np.arange(1, len(packed)))
-    return np.split((ids % max(size, 1)).astype(np.int32), ends)
+def ids_of_sets(packed: Tensor) -> list[bytes]:
+    """Return each packed set as token ids, int32 in order. On a GPU it waits for the current stream."""
+    if packed.device.type == "cpu":
+        flat, size = packed.numpy().reshape(-1), 8 * packed.shape[-1]
+        places = np.flatnonzero(flat != 0)
+        found = np.flatnonzero(np.unpackbits(flat[places], bitorder="little").view(np.bool_))
+        ids = 8 * places[found >> 3] + (found & 7)  # counted through all sets
+        ends = np.searchsorted(ids, size * np.arange(1, len(packed) + 1)).tolist()
+        whole = (ids % max(size, 1)).astype(np.int32).tobytes()
+    else:
+        shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+        bits = (packed[:, :, None] >> shifts & 1).view(len(packed), -1)
+        whole = bits.nonzero()[:, 1].int().cpu().numpy().tobytes()
+        ends = bits.sum(-1).cumsum(0).tolist()
+    return [whole[4 * start : 4 * end] for start, end in itertools.pairwise([0, *ends])]
 
 
 def mass_of_sets(rows: Tensor, laws: Tensor) -> Tensor:

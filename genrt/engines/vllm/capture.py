@@ -105,20 +105,31 @@ class RowStore:
 
 
 class _DrawnStep:
-    """The sets of a step's draws, on their way to the host: packed, and unpacked when they are read."""
+    """The sets of a step's draws: packed on the device and on their way to the host, in a form of
+    ``SamplingMask`` once they are read."""
 
     def __init__(self, packed: torch.Tensor, numbers: torch.Tensor) -> None:
-        self._packed, self._numbers = AsyncHostCopy(packed), AsyncHostCopy(numbers)
+        self._packed, self._bits = packed, AsyncHostCopy(packed)
+        self._numbers = AsyncHostCopy(numbers)
         self._sets: dict[MaskForm, list[bytes]] = {}
         self._rows: list[list[float]] | None = None
 
     def place(self, row: int, form: MaskForm) -> DrawnFrom:
-        if form not in self._sets:
-            self._sets[form] = sets_of(self._packed.result().numpy(), form)
         if self._rows is None:
             self._rows = self._numbers.result().tolist()
+        if form not in self._sets:
+            self._sets[form] = self._in_form(form)
         logprob, log_mass = self._rows[row]
         return DrawnFrom(logprob, log_mass, self._sets[form][row])
+
+    def _in_form(self, form: MaskForm) -> list[bytes]:
+        bits = self._bits.result()
+        if form == "bits" or not self._packed.is_cuda:
+            return sets_of(bits, form)
+        # The next step already runs on vLLM's stream.
+        stream = torch.cuda.Stream(self._packed.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            return sets_of(self._packed, form)
 
 
 class DrawnSets:

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+import torch
 from vllm import envs
 from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
@@ -181,7 +182,8 @@ class _TextState:
             packed = np.zeros((len(drawn), self.mask_bytes), np.uint8)
             for row, token in zip(packed, drawn, strict=True):
                 row[token // 8] = 1 << token % 8
-            places = [DrawnFrom(0.0, 0.0, each) for each in sets_of(packed, decoding.sampling_mask)]
+            sets = sets_of(torch.from_numpy(packed), decoding.sampling_mask)
+            places = [DrawnFrom(0.0, 0.0, each) for each in sets]
         return sampling_mask(decoding, places)
 
     def _logprobs(
