@@ -29,11 +29,11 @@ from genrt.questions.arguments import Adapter, TokenIds, check_seed
 from genrt.questions.completions import Completion, GenerateOptions, SampleOptions
 from genrt.questions.draws import PopulationDraw, draw_temperature
 from genrt.questions.masks import Mask, words_of_each, words_or_state
-from genrt.questions.reads import candidates_request, top_request
+from genrt.questions.reads import candidates_request, checked_temperature, top_request
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import check_length, id_words
 from genrt.questions.scores import joined_scores, score_requests
-from genrt.questions.sequences import Contexts, Origins, SequenceHandle
+from genrt.questions.sequences import Contexts, Origins, SequenceHandle, padded_block
 from genrt.runtime.ask import blocking_question, run_without_loop, within
 from genrt.runtime.concurrency import gather_all
 from genrt.runtime.texts import Texts
@@ -80,6 +80,12 @@ class _Answered:
     handle: SequenceHandle
     extended_by: int = 0
 
+    def leave(self, runtime: PopulationRuntime) -> None:
+        """Count a context that no longer extends them; the last one gives them back."""
+        self.extended_by -= 1
+        if not self.extended_by:
+            runtime.give_back([self.handle])
+
 
 _Place: TypeAlias = tuple[_Answered | None, int, int]
 """The number and the length of the answered sequence that a context extends. A context that changes
@@ -90,11 +96,11 @@ class Context:
     """A sequence of one coroutine, such as a particle of a sampler.
 
     ``AsyncLM.context`` makes it. A question is about the sequence when it is first awaited, in a new task
-    when that first runs, and appends nothing. ``append``, ``extend`` and ``cut`` change the sequence
-    without a question. The questions that contexts ask at once are one request, so a step of many costs
-    about as much as a step of a population. Answers, cancellation, timeouts and errors are as for every
-    question of an ``AsyncLM``. After a restart or an eviction, the engine recomputes what it lost. After
-    new weights, later questions have these.
+    when that first runs, and appends nothing, except ``advance``. ``append``, ``extend`` and ``cut``
+    change the sequence without a question. The questions that contexts ask at once are one request, so a
+    step of many costs about as much as a step of a population. Answers, cancellation, timeouts and errors
+    are as for every question of an ``AsyncLM``. After a restart or an eviction, the engine recomputes what
+    it lost. After new weights, later questions have these.
 
     One task or thread at a time may change a context. As a context manager, it closes at the end; a
     context that is collected closes too.
@@ -103,6 +109,7 @@ class Context:
     __slots__ = (
         "__weakref__",
         "_adapter",
+        "_cuts",
         "_gatherer",
         "_is_closed",
         "_place",
@@ -115,6 +122,7 @@ class Context:
         self._adapter = adapter
         self._place: _Place = (None, 0, 0)
         self._tail = [*token_ids]  # the tokens after that sequence
+        self._cuts = 0
         self._is_closed = False
 
     # -- contents -----------------------------------------------------------------------------
@@ -209,6 +217,34 @@ class Context:
         requests = score_requests(*own, in_one=self._runtime.thread.capabilities.scores)
         return joined_scores(await self._ask(requests[0], timeout=timeout), requests)[0]
 
+    async def advance(
+        self, token_ids: TokenIds, *, temperature: float = 1.0, timeout: float | None = None
+    ) -> torch.Tensor:
+        """Append a block of any number of tokens, and return the log-probability of each after the tokens
+        before it: float32 ``[k]`` on the host.
+
+        The blocks of all contexts that ask at once are one forward, as in ``Population.advance``, and the
+        next question computes one token. After an error or a cancellation, the sequence is as before.
+
+        Args:
+            temperature: above 0. Rows are divided by it and normalized again.
+
+        Raises:
+            InvalidRequest: an argument of the wrong type or range, or the context was changed meanwhile;
+                otherwise as ``logprobs``.
+        """
+        words = id_words(token_ids, self._runtime.limits.vocab_size, allow_empty=True)
+        question = _Question(self, checked_temperature(temperature), block=words)
+        if not words:
+            return torch.zeros(0)
+        before = self._state()
+        try:
+            found = cast("torch.Tensor", await self._ask(question, timeout=timeout))
+            self._follow(question, before)
+        finally:
+            question.drop()
+        return found
+
     async def sample(
         self, *, timeout: float | None = None, **options: Unpack[SampleOptions]
     ) -> list[int]:
@@ -231,6 +267,7 @@ class Context:
     top_logprobs_sync = blocking_question(top_logprobs)
     token_logprobs_sync = blocking_question(token_logprobs)
     score_sync = blocking_question(score)
+    advance_sync = blocking_question(advance)
     sample_sync = blocking_question(sample)
     generate_sync = blocking_question(generate)
 
@@ -262,6 +299,7 @@ class Context:
         length = check_int("length", length, 1)
         if length >= len(self):
             return
+        self._cuts += 1
         answered, number, before = self._place
         if length >= before:
             del self._tail[length - before :]
@@ -336,14 +374,26 @@ class Context:
         words.extend(self._tail)
         return words
 
+    def _state(self) -> tuple[int, int]:
+        """Return two numbers that a change of the sequence changes."""
+        return self._cuts, len(self)
+
+    def _follow(self, question: _Question, before: tuple[int, int]) -> None:
+        """Append the block of an answered question. Raises InvalidRequest if the sequence has changed
+        since this state, or Closed."""
+        self._check_open()
+        if self._state() != before:
+            raise InvalidRequest("the context was changed while it advanced: await the block first")
+        self._leave()
+        self._place, self._tail = cast("_Place", question.after), [cast("Any", question.block)[-1]]
+        question.after = None
+
     def _leave(self) -> None:
         """Extend no sequence; give the last one of its request back. A finalizer may call this."""
         # The length is no constant, so each tuple is another object.
         answered, self._place = self._place[0], (None, 0, len(()))
         if answered is not None:
-            answered.extended_by -= 1
-            if not answered.extended_by:
-                self._runtime.give_back([answered.handle])
+            answered.leave(self._runtime)
 
     def _ask(
         self, asked: _Question | Sequence[Request], *, timeout: float | None = None
@@ -370,20 +420,25 @@ class Context:
 
 
 class _Question:
-    """A question about the next token of a context, with its sequence at the call.
+    """A question about the next token of a context, or about a block, with the sequence at its call.
 
     Attributes:
-        kind: the adapter, and the temperature of a draw; without one, the row is asked for.
+        kind: the adapter, the temperature, and whether it is about a block; without a temperature, the
+            row is asked for.
         place: the context's at the call.
+        after: where a context will be that appends the answered block; it counts as one that extends it.
         added: how many tokens follow the sequence of ``place``.
-        token: the only one of them; or else ``words`` has the whole sequence, uint32 ``[n]``.
+        token: the only one of them; or else ``words`` has the whole sequence, uint32 ``[n]``, with the
+            block but for its last token.
         mask: packed, int32, or with ``has_state`` a constraint's state; ``None`` allows every token.
         seed: of the draw.
     """
 
     __slots__ = (
         "added",
+        "after",
         "answer",
+        "block",
         "context",
         "flush",
         "has_state",
@@ -400,25 +455,40 @@ class _Question:
     waits_for: asyncio.Future[Any]
 
     def __init__(
-        self, context: Context, temperature: float | None = None, mask: Any = None, seed: int = 0
+        self,
+        context: Context,
+        temperature: float | None = None,
+        mask: Any = None,
+        seed: int = 0,
+        block: array[int] | None = None,
     ) -> None:
         has_adapter = context._adapter is not None or context._is_closed
         adapter = context._bound() if has_adapter else None
         place, tail = context._place, context._tail
         self.added = added = len(tail)
-        if place[2] + added > context._runtime.limits.max_model_len:
-            check_length(context._runtime.limits, place[2] + added)
+        length = place[2] + added + (len(block) - 1 if block else 0)
+        if length > context._runtime.limits.max_model_len:
+            check_length(context._runtime.limits, length)
         self.context, self.place = context, place
-        self.kind = adapter, temperature
-        self.mask, self.seed = mask, seed
+        self.kind = adapter, temperature, block is not None
+        self.mask, self.seed, self.block = mask, seed, block
         self.has_state = mask is not None and type(mask) is not torch.Tensor
         self.token = 0
         self.words: np.ndarray | None = None
-        if added == 1 and place[0] is not None:
+        if added == 1 and block is None and place[0] is not None:
             self.token = tail[0]
         else:
-            self.words = np.frombuffer(context._words(), np.uint32)
+            words = context._words()
+            words += block[:-1] if block else array("I")
+            self.words = np.frombuffer(words, np.uint32)
         self.flush: _Flush | None = None
+        self.after: _Place | None = None
+
+    def drop(self) -> None:
+        """Give back the place of an answered block, if no context has it."""
+        after, self.after = self.after, None
+        if after is not None:
+            cast("_Answered", after[0]).leave(self.context._runtime)
 
     def give_mask(self, mask: torch.Tensor) -> None:
         """Replace a state by its mask. Raises InvalidRequest if its vocabulary is another."""
@@ -508,7 +578,7 @@ class Gatherer:
 
     def _send(self, loop: asyncio.AbstractEventLoop, gathered: _Gathered) -> None:
         questions, gathered.questions, gathered.returning = gathered.questions, [], 0
-        groups: dict[tuple[Adapter | None, float | None], list[_Question]] = {}
+        groups: dict[tuple[Adapter | None, float | None, bool], list[_Question]] = {}
         for each in questions:
             if not each.waits_for.done():
                 groups.setdefault(each.kind, []).append(each)
@@ -551,6 +621,8 @@ class Gatherer:
             for each in group:
                 if not each.waits_for.done():
                     each.waits_for.set_result(each.answer)
+                else:
+                    each.drop()
 
 
 async def _with_masks(group: list[_Question]) -> list[_Question]:
@@ -588,14 +660,15 @@ def _fail(group: Sequence[_Question], error: GenrtError) -> None:
 async def _ask_together(
     runtime: PopulationRuntime, ask: Ask, group: list[_Question], timeout: float | None = None
 ) -> None:
-    """Answer questions of one kind. Their contexts then extend the answered sequences."""
-    adapter, heat = group[0].kind
-    going = [each for each in group if each.words is None]
-    new = [each for each in group if each.words is not None] if len(going) < len(group) else []
+    """Answer questions of one kind. The contexts of draws and rows then extend the answered
+    sequences."""
+    adapter, heat, is_block = group[0].kind
+    known = [each for each in group if _extends(each)]
+    new = [each for each in group if not _extends(each)] if len(known) < len(group) else []
     sequences: list[tuple[list[_Question], Contexts, Origins | None]] = []
-    if going:
-        sequences.append(_extensions(going))
-        going = sequences[0][0]
+    if known:
+        sequences.append(_extensions(known))
+        known = sequences[0][0]
     if new:
         sequences.append((new, Contexts.of([cast("Any", each.words) for each in new]), None))
 
@@ -605,14 +678,19 @@ async def _ask_together(
             adapter,
             words_of_each([each.mask for each in questions]),
             1.0 if heat is None else heat,
-            None if heat is None else np.array([each.seed for each in questions], np.uint64),
+            None
+            if heat is None or is_block
+            else np.array([each.seed for each in questions], np.uint64),
             origins,
             came_from=() if origins is None else origins.handles,
+            block=padded_block([cast("Any", each.block) for each in questions])
+            if is_block
+            else None,
         )
         for questions, contexts, origins in sequences
     ]
     found, parts = await runtime.draws(ask, requests, runtime.thread.max_weight, timeout)
-    ordered = iter([*going, *new])
+    ordered = iter([*known, *new])
     over: list[SequenceHandle] = []
     for result, part in zip(found, parts, strict=True):
         answered, moved = _Answered(part.contexts, part.handle), 0
@@ -621,7 +699,11 @@ async def _ask_together(
         for number, (question, answer, length) in enumerate(of_part):
             question.answer = answer
             context, before = question.context, question.place
-            if context._place is before:
+            if question.block is not None:  # the context follows once its caller goes on
+                question.answer = answer[: len(question.block)]
+                question.after = answered, number, length
+                moved += 1
+            elif context._place is before:
                 context._place = (answered, number, length)
                 del context._tail[: question.added]
                 moved += 1
@@ -637,6 +719,14 @@ async def _ask_together(
         runtime.give_back(over)
 
 
+def _extends(question: _Question) -> bool:
+    """Return whether the engine may find the sequence by the answered one that it extends: by a token, or
+    before a block by any number, since a step reads the row before the block from its own tokens."""
+    if question.block is None:
+        return question.words is None
+    return question.place[0] is not None and question.added > 0
+
+
 def _each(found: list[torch.Tensor] | BatchDraw) -> Iterable[torch.Tensor | Draw]:
     """Return the rows or the draws of a request one by one."""
     if not isinstance(found, BatchDraw):
@@ -645,23 +735,27 @@ def _each(found: list[torch.Tensor] | BatchDraw) -> Iterable[torch.Tensor | Draw
     return map(Draw.of, columns, repeat(found.weights_version))
 
 
-def _extensions(going: list[_Question]) -> tuple[list[_Question], Contexts, Origins | None]:
-    """Return questions about sequences that each extend an answered one by a token, in the order of
-    these, with the sequences and their origins."""
-    different = {each.context: each for each in going}.values()  # one may have asked twice
+def _extensions(known: list[_Question]) -> tuple[list[_Question], Contexts, Origins | None]:
+    """Return questions about sequences that each extend an answered one, by a token or by tokens with a
+    block, in the order of these, with the sequences and their origins."""
+    different = {each.context: each for each in known}.values()  # one may have asked twice
     asked = Counter(cast("list[_Answered]", [each.place[0] for each in different]))
     several = [*asked]
     for each, count in asked.items():  # contexts that do not ask now keep their sequences
         each.handle.idle = each.extended_by - count
-    numbers = np.array([each.place[1] for each in going])
+    numbers = np.array([each.place[1] for each in known])
     if len(several) > 1:
         counts = np.array([each.handle.count for each in several])
         starts = dict(zip(several, counts.cumsum() - counts, strict=True))
-        numbers += [starts[cast("_Answered", each.place[0])] for each in going]
+        numbers += [starts[cast("_Answered", each.place[0])] for each in known]
     if (np.diff(numbers) < 0).any():
         order = np.argsort(numbers, kind="stable")
-        numbers, going = numbers[order], [going[place] for place in order.tolist()]
-    tokens = np.array([each.token for each in going], np.uint32)
-    contexts = Contexts.grown([each.contexts for each in several], numbers, tokens)
-    origins = Origins(tuple(each.handle for each in several), numbers, contexts.lengths - 1)
-    return going, contexts, origins.needed()
+        numbers, known = numbers[order], [known[place] for place in order.tolist()]
+    handles = tuple(each.handle for each in several)
+    if known[0].block is None:
+        tokens = np.array([each.token for each in known], np.uint32)
+        contexts = Contexts.grown([each.contexts for each in several], numbers, tokens)
+        return known, contexts, Origins(handles, numbers, contexts.lengths - 1).needed()
+    contexts = Contexts.of([cast("Any", each.words) for each in known])
+    lengths = np.array([each.place[2] for each in known])
+    return known, contexts, Origins(handles, numbers, lengths).needed()

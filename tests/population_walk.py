@@ -116,6 +116,20 @@ class HeldContexts:
         pairs = zip(self.contexts, continuations, strict=True)
         return await gather_all([context.score(after) for context, after in pairs])
 
+    async def advance(self, blocks: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Advance each context; if one is not, none is."""
+        lengths = [*map(len, self.contexts)]
+        try:
+            pairs = zip(self.contexts, blocks, strict=True)
+            found = await gather_all([context.advance(block) for context, block in pairs])
+        except BaseException:
+            self.cut(lengths)
+            raise
+        width = max(map(len, blocks), default=0)
+        return torch.stack(
+            [torch.nn.functional.pad(each, (0, width - len(each))) for each in found]
+        )
+
     def append(self, token_ids: Any) -> None:
         for context, token_id in zip(self.contexts, [*map(int, token_ids)], strict=True):
             if token_id >= 0:
@@ -403,10 +417,8 @@ class Walk:
         torch.testing.assert_close(found, wanted, rtol=0, atol=near)
 
     async def _advance(self, particles: Particles) -> None:
-        """Blocks of any lengths, of a population; now and then a cancelled one before."""
+        """Blocks of any lengths; now and then a cancelled one before."""
         population, lists, near = particles.population, particles.lists, self.runtime.tolerance
-        if not isinstance(population, Population):
-            return
         more = [self.ids(self.rng.randrange(5)) for _ in lists]
         if self.rng.random() < 0.3:
             given_up = asyncio.ensure_future(population.advance(more))

@@ -398,6 +398,63 @@ async def test_begin_fork_cut_and_text() -> None:
         assert repr(context) == f"Context({len(context)} tokens, adapter=None)"
 
 
+async def test_blocks_of_one_turn_are_one_request(lm: AsyncLM) -> None:
+    """Of any lengths; then a draw extends them by number."""
+    several = [lm.context([1, n % SIZE]) for n in range(4)]
+    await asyncio.gather(*(each.logprobs() for each in several))
+    blocks: list[list[int]] = [[2], [3, 4], [], [0, 1, 2]]
+    before = [each.token_ids for each in several]
+    flushes = len(seen(lm).flushes)
+    pairs = zip(several, blocks, strict=True)
+    found = await asyncio.gather(*(each.advance(block, temperature=2.0) for each, block in pairs))
+    assert len(seen(lm).flushes) == flushes + 1
+    for context, old, block, logprobs in zip(several, before, blocks, found, strict=True):
+        rows = await lm.batch_next_token_logprobs([[*old, *block[:n]] for n in range(len(block))])
+        wanted = [
+            (row / 2.0).log_softmax(-1)[token] for row, token in zip(rows, block, strict=True)
+        ]
+        torch.testing.assert_close(logprobs, torch.tensor(wanted))
+        assert context.token_ids == [*old, *block]
+        assert torch.equal(await context.logprobs(), await lm.next_token_logprobs([*old, *block]))
+    alone = several[0].fork()
+    torch.testing.assert_close(alone.advance_sync([3, 3]), await several[0].advance([3, 3]))
+    assert alone.token_ids == several[0].token_ids
+
+
+async def test_a_block_is_appended_as_a_whole_or_not_at_all(lm: AsyncLM) -> None:
+    """Cancelled at any pass of the loop, or changed meanwhile."""
+    ends = set()
+    for passes in range(60):
+        context = lm.context([1, 2])
+        await context.draw()
+        asked = asyncio.ensure_future(context.advance([3, 4]))
+        for _ in range(passes):
+            await asyncio.sleep(0)
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        ends.add(asked.cancelled())
+        assert context.token_ids == ([1, 2] if asked.cancelled() else [1, 2, 3, 4])
+        row = await lm.next_token_logprobs(context.token_ids)
+        assert torch.equal(await context.logprobs(), row)
+    context = lm.context([1, 2])
+    asked = asyncio.ensure_future(context.advance([3, 4]))
+    await asyncio.sleep(0)
+    context.append(5)
+    with pytest.raises(InvalidRequest, match="changed while it advanced"):
+        await asked
+    assert context.token_ids == [1, 2, 5]
+    assert True in ends
+    for wrong in ({"temperature": 0.0}, {"timeout": -1}):
+        with pytest.raises(InvalidRequest):
+            await context.advance([1], **wrong)
+    with pytest.raises(InvalidRequest):
+        await context.advance([SIZE])
+    with pytest.raises(ContextTooLong, match="max_model_len"):
+        await context.advance([1] * LONGEST)
+    await context.advance([1] * (LONGEST - 2))
+    assert len(context) == LONGEST + 1
+
+
 async def test_what_is_wrong_says_so_at_the_call(lm: AsyncLM) -> None:
     context = lm.context([1])
     for wrong in ([], "", 3, [SIZE], [-1], [1.5], None, [[1]], [True, "a"]):
@@ -449,6 +506,8 @@ async def test_closed(lm: AsyncLM) -> None:
         context.logprobs(),
         context.top_logprobs(1),
         context.score([1]),
+        context.advance([1]),
+        context.advance([]),
     ):
         with pytest.raises(Closed, match="context is closed"):
             await question

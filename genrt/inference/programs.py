@@ -189,6 +189,23 @@ class ParticleContext(Context):
         execution._contexts.append(weakref.ref(self))
         return self
 
+    async def advance(
+        self, token_ids: TokenIds, *, temperature: float = 1.0, timeout: float | None = None
+    ) -> torch.Tensor:
+        execution, length = self._asking(), len(self)
+        digest = self._execution._digest_of("advance", token_ids)
+        ask = functools.partial(Context.advance, self)
+        if execution is not None:
+            options = {"temperature": temperature, "timeout": timeout}
+            own = "advance", self.history, ask, (token_ids,), options
+            found: torch.Tensor = await execution._question(*own)
+        else:
+            found = await ask(token_ids, temperature=temperature, timeout=timeout)
+        if len(self) == length:  # a recorded answer
+            super().extend(token_ids)
+        self.history = hash((self.history, digest))
+        return found
+
     def append(self, token_id: int) -> None:
         super().append(token_id)
         self.history = hash((self.history, token_id))

@@ -450,8 +450,13 @@ def check_block(token_ids: Sequence[TokenIds] | Table, count: int, vocab_size: i
                 "a token follows -1 in token_ids: -1 is for places after the last token"
             )
         return block
-    words = check_extensions(token_ids, count, vocab_size)
-    block = np.full((count, max(map(len, words), default=0)), -1)
+    return padded_block(check_extensions(token_ids, count, vocab_size))
+
+
+def padded_block(words: Sequence[array[int]]) -> np.ndarray:
+    """Return the tokens that follow each of several sequences, int64 ``[n, k]``, with -1 after the
+    last."""
+    block = np.full((len(words), max(map(len, words), default=0)), -1)
     for row, each in zip(block, words, strict=True):
         row[: len(each)] = each
     return block

@@ -1010,7 +1010,8 @@ def two_texts(lm: AsyncLM, *, own: bool) -> Any:
         context.append(await p.sample(context, mask=[1, 2, 3]))
         first = await p.text(context, max_tokens=2, name="first")
         p.observe(likes(first.token_ids))
-        context.extend([2, *first.token_ids])
+        block = [2, *first.token_ids]
+        assert len(await context.advance(block)) == len(block)
         constraint = regex("(a|b)*b", p.lm) if own else made
         second = await p.text(context, max_tokens=3, constraint=constraint, name="second")
         p.observe(likes(second.token_ids))

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from genrt.contexts import Context
-from genrt.errors import GenrtError, NotFinite, TimedOut, UnknownAdapter
+from genrt.errors import Closed, GenrtError, InvalidRequest, NotFinite, TimedOut, UnknownAdapter
 from genrt.questions.arguments import Adapter
 from genrt.questions.draws import DrawToken, draw_from_rows
 from genrt.questions.masks import packed_mask
@@ -36,11 +36,12 @@ the version of the weights."""
 
 @dataclass(slots=True, eq=False)
 class Particle:
-    """A context and its mirror; ``is_free`` if no coroutine has it."""
+    """A context and its mirror; ``is_free`` if no coroutine has it. ``changes`` counts the changes."""
 
     context: Context
     mirror: list[int]
     is_free: bool = False
+    changes: int = 0
 
 
 class ContextClients:
@@ -122,6 +123,7 @@ class ContextClients:
         context, mirror = particle.context, particle.mirror
         if context.is_closed:
             return
+        particle.changes += 1
         what = self._random.choice([*["append"] * 9, "extend", "cut", "fork", "replace", "close"])
         more = [self._token() for _ in range(self._random.randint(0, 3))]
         if what == "append":
@@ -161,10 +163,12 @@ class ContextClients:
         timeout = self._random.choice([None, None, None, 0.0, 0.01, 1.0])
         if self._random.random() < 0.1:  # else as the question before, so that both go together
             kinds = [*[self._draw] * 4, self._row, self._row, self._top, self._score]
+            kinds += [self._advance, self._advance]
             self._kind = self._random.choice(kinds), self._random.choice([1.0, 1.0, 0.5, 0.0])
         question, read, is_right = self._kind[0](context, ids, timeout)
+        is_advance = self._kind[0] == self._advance
         loop, version = asyncio.get_running_loop(), self._lm.weights_version
-        number = next(runtime.numbers)
+        number, changes = next(runtime.numbers), particle.changes
         due = math.inf if timeout is None else loop.time() + timeout
         runtime.unanswered[number], told = loop, len(runtime.told)
         what = f"a question about {ids} with {adapter}"
@@ -182,6 +186,12 @@ class ContextClients:
             if name is None or (adapter is not None and name in self._lm.adapters):
                 violated(f"{what} ended in {error!r}")
         except GenrtError as error:
+            if (
+                particle.changes > changes
+                and is_advance
+                and isinstance(error, InvalidRequest | Closed)
+            ):
+                return
             is_told = (type(error), str(error)) in runtime.told[told:]
             requests = [LogprobsRequest(each, adapter) for each in read]
             may_be = not isinstance(error, NotFinite)
@@ -192,6 +202,9 @@ class ContextClients:
             versions = range(version, self._lm.weights_version + 1)
             if not any(is_right(self._rows(read, adapter, each), found, each) for each in versions):
                 violated(f"{what} was answered wrongly: {found}")
+            if is_advance and particle.context is context:
+                particle.mirror[:] = read[-1]
+                self._compare(particle)
         finally:
             runtime.unanswered.pop(number, None)
         if (handle := extended_by(context)) is not None:
@@ -245,3 +258,15 @@ class ContextClients:
 
         read = [[*ids, *after[:count]] for count in range(len(after))]
         return context.score(after, timeout=timeout), read, is_right
+
+    def _advance(self, context: Context, ids: list[int], timeout: float | None) -> _Question:
+        block = [self._token() for _ in range(self._random.randint(1, 4))]
+        heat = self._kind[1] or 2.0
+
+        def is_right(rows: list[torch.Tensor], found: torch.Tensor, _: int) -> bool:
+            several = zip(rows[:-1], block, strict=True)
+            entries = [(row / heat).log_softmax(-1)[token] for row, token in several]
+            return is_row(torch.stack(entries), found, tolerance=1e-5)
+
+        read = [[*ids, *block[:count]] for count in range(len(block) + 1)]
+        return context.advance(block, temperature=heat, timeout=timeout), read, is_right

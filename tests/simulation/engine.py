@@ -120,6 +120,11 @@ def is_right(model: HashedModel, request: Request, result: Result, weights: int 
         return False
     if isinstance(request, ReadRequest):
         return is_answer(request.wanted, model.answer(request.row, weights), result)
+    if isinstance(request, PopulationDraw) and request.block is not None:
+        return isinstance(result, Tensor) and all(
+            is_right(model, request.score(number), entries[: int((tokens >= 0).sum())], weights)
+            for number, (tokens, entries) in enumerate(zip(request.block, result, strict=True))
+        )
     if isinstance(request, PopulationDraw | ScoreRequest):
         rows = [model.answer(row, weights) for row in request.rows]
         if isinstance(request, PopulationDraw):
