@@ -36,7 +36,18 @@ LLAMA_8B = LLAMA_1B | {
     "head_dim": 128,
     "tie_word_embeddings": False,
 }
-SHAPES: dict[str, dict[str, Any]] = {"dummy-1b": LLAMA_1B, "dummy-8b": LLAMA_8B}
+LLAMA_135M = LLAMA_1B | {
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "dummy-135m": LLAMA_135M,
+    "dummy-1b": LLAMA_1B,
+    "dummy-8b": LLAMA_8B,
+}
 
 
 def checkpoint(name: str, directory: Path) -> str:

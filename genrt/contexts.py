@@ -99,8 +99,8 @@ class Context:
     when that first runs, and appends nothing, except ``advance``. ``append``, ``extend`` and ``cut``
     change the sequence without a question. The questions that contexts ask at once are one request, so a
     step of many costs about as much as a step of a population. Answers, cancellation, timeouts and errors
-    are as for every question of an ``AsyncLM``. After a restart or an eviction, the engine recomputes what
-    it lost. After new weights, later questions have these.
+    are as for every question of an ``AsyncLM``. After a restart or an eviction, the engine recomputes
+    what it lost. After new weights, later questions have these.
 
     One task or thread at a time may change a context. As a context manager, it closes at the end; a
     context that is collected closes too.
