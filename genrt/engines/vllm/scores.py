@@ -40,7 +40,7 @@ class Span(NamedTuple):
 class _Score:
     """A score in progress."""
 
-    targets: torch.Tensor  # int64, on the device: the token after each wanted position
+    targets: np.ndarray  # int64: the token after each wanted position
     lora: LoRARequest | None
     first: int
     next: int  # the first position that is still missing; ``end`` when all are taken
@@ -95,9 +95,7 @@ class Positions:
         """Start the score of a request that is sent to vLLM next."""
         if not self.are_taken:
             raise EngineFailed("this engine takes a row for every token of a score")
-        targets = moved(
-            torch.tensor(request.token_ids[request.start :], dtype=torch.int64), self._device
-        )
+        targets = np.frombuffer(request.packed, np.uint32)[request.start :].astype(np.int64)
         first, how = request.start - 1, (request.wanted, request.temperature, request.top)
         self._scores[request_id] = _Score(targets, lora, first, first, *how)
 
@@ -142,16 +140,18 @@ class Positions:
             score.next, at = end, part.stop
 
     def _entries(self, group: Sequence[_ScorePart], top: int) -> torch.Tensor:
-        heats = [each.score.temperature for each in group for _ in range(each.begin, each.end)]
-        heat = torch.tensor(heats, dtype=torch.float64)
-        heated = None if set(heats) == {1.0} else moved(heat, self._device)
+        counts = [each.end - each.begin for each in group]
+        heats = np.repeat([float(each.score.temperature) for each in group], counts)
+        is_heated = (heats != 1.0).any()
+        heated = moved(torch.from_numpy(heats), self._device) if is_heated else None
         if top:
             tops = [
                 top_with_tail(rows, top, None if heated is None else heated[part])
                 for part, rows in self._rows(*_states(group))
             ]
             return _cat(tops)
-        targets = _cat([s.targets[begin - s.first : end - s.first] for s, begin, end, _ in group])
+        own = [s.targets[begin - s.first : end - s.first] for s, begin, end, _ in group]
+        targets = moved(torch.from_numpy(np.concatenate(own)), self._device)
         greedy = any(each.score.wanted == "greedy" for each in group)
         wants: Wanted = "greedy" if greedy else "logprobs"
         found = [
