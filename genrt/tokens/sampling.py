@@ -27,6 +27,9 @@ from genrt.tokens.rows import AsyncHostCopy, log_sums
 
 Bits = TypeVar("Bits", int, NDArray[Any])
 
+Laws: TypeAlias = Sequence[tuple[float, float]]
+"""A temperature and a power above 0 for each of several rows, whose product is drawn from."""
+
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy, as in vLLM."""
 
@@ -336,7 +339,7 @@ def draw_chunk(
     mask: Tensor | None = None,
     heat: Tensor | None = None,
     places: Tensor | None = None,
-    power: float = 1.0,
+    laws: Laws = (),
 ) -> Tensor:
     """Draw for a chunk of rows on one device, without checks and without waiting for the device.
 
@@ -346,21 +349,30 @@ def draw_chunk(
         mask: bool ``[n, V]`` or packed, as in ``draw``; by default every token is allowed.
         heat: the temperatures, float64 ``[n, 1]``; by default 1.
         places: int64 ``[n]``; draw ``i`` is then from ``batch[places[i]]``, of any number of rows.
-        power: above 0; weights and masses are of the rows times this number.
+        laws: each draw is then from as many rows or places in turn, by the sum of their ``weighed`` rows.
+            Only a greedy law waits for the device.
 
     Returns:
         float64 ``[n, 3]``: token ids, logprobs and log masses, so that one copy moves them to the host.
     """
-    on_host = heat is None and batch.device.type in ADDING and batch.dtype == torch.float32
-    if power != 1.0 and not on_host:
-        batch = power * (batch if places is None else batch.index_select(0, places))
-        places = None
     is_simple = (mask is None or mask.dtype == torch.uint8) and len(numbers) > 0
-    if is_simple and has_kernels(batch) and (fused := _fused()) is not None:
+    if (
+        is_simple
+        and not has_greedy(laws)
+        and has_kernels(batch)
+        and (fused := _fused()) is not None
+    ):
         how = {"block": BLOCK, "largest": LARGEST, "greedy_below": GREEDY_BELOW}
-        return fused(batch, numbers, mask=mask, heat=heat, places=places, **how)
+        return fused(batch, numbers, mask=mask, heat=heat, places=places, laws=laws, **how)
     if places is not None:
         batch = batch.index_select(0, places)
+    on_host = heat is None and batch.device.type in ADDING and batch.dtype == torch.float32
+    power = laws[0][1] if on_host and len(laws) == 1 and laws[0][0] == 1.0 else 1.0
+    if laws and power == 1.0:
+        turns = len(laws)
+        batch = functools.reduce(
+            torch.add, [weighed(batch[turn::turns], *each) for turn, each in enumerate(laws)]
+        )
     logarithms = batch if mask is None else _masked(batch, mask)
     if on_host:
         return _draw_on_host(logarithms, numbers.clamp(max=LARGEST), power)
@@ -424,7 +436,8 @@ def _draw_on_host(rows: Tensor, numbers: Tensor, power: float) -> Tensor:
     others = np.flatnonzero(~((mass > 1e-15) & (mass < np.inf)))
     if len(others):
         heat = numbers.new_ones(len(others), 1)
-        found[others] = draw_chunk(rows[others], numbers[others], heat=heat, power=power)
+        own = power * rows[others] if power != 1.0 else rows[others]
+        found[others] = draw_chunk(own, numbers[others], heat=heat)
     return found
 
 
@@ -433,6 +446,11 @@ def host_inverse(weights: np.ndarray, numbers: np.ndarray) -> tuple[np.ndarray, 
     and the total."""
     sums = weights.cumsum(axis=1, dtype=np.float64)
     return (sums > (sums[:, -1] * numbers)[:, None]).argmax(axis=1), sums[:, -1]
+
+
+def has_greedy(laws: Laws) -> bool:
+    """Return whether one of the laws is greedy: the kernels do not look for the likeliest token first."""
+    return any(temperature < GREEDY_BELOW for temperature, _ in laws)
 
 
 def has_kernels(batch: Tensor) -> bool:
@@ -638,21 +656,27 @@ class DrawInputs(NamedTuple):
     Attributes:
         seeds: uint64 ``[n]``.
         masks: one for each.
-        places: int64 ``[n]``: draw ``i`` is from row ``places[i]``; by default from row ``i``.
+        places: int64, the place of each row that they are from; by default the first rows.
+        temperature: of all of them.
     """
 
     seeds: np.ndarray
     masks: PackedMasks | None
     places: np.ndarray | None
+    temperature: float = 1.0
 
 
 class _Kind(NamedTuple):
-    """The draws that one graph can make: their number, and the shapes of their rows and masks."""
+    """The draws that one graph can make: their number, the shapes of their rows and masks, whether they
+    have temperatures, the number of laws, and whether these are tempered."""
 
     draws: int
     mask_bytes: int
     width: int
     stride: int
+    is_heated: bool
+    laws: int
+    are_tempered: bool
 
 
 class DrawGraphs:
@@ -666,72 +690,89 @@ class DrawGraphs:
         self._kinds: LRUCache[_Kind, _Graph] = LRUCache(4)
 
     def launch(
-        self, rows: Tensor, several: Sequence[DrawInputs]
+        self, rows: Tensor, several: Sequence[DrawInputs], laws: Laws = ()
     ) -> tuple[Tensor, AsyncHostCopy] | None:
         """Return the result of ``draw_chunk`` for several groups of draws, and its copy to the host, both
-        valid until the next call. ``None`` where there are no kernels for these rows, float32 ``[m, V]``,
-        or if only some of the draws have masks."""
+        valid until the next call. With laws, each draw comes once for each of its rows.
+
+        Return ``None`` where there are no kernels for these rows, float32 ``[m, V]``, or for a greedy
+        law, or if only some of the draws have masks.
+        """
         count = sum(len(each.seeds) for each in several)
         first, *others = [0 if each.masks is None else each.masks[0].nbytes for each in several]
         if not has_kernels(rows) or count > 4096 or rows.data_ptr() % 16:
             return None
-        if any(mask_bytes != first for mask_bytes in others):
+        if any(mask_bytes != first for mask_bytes in others) or has_greedy(laws):
             return None
-        kind = _Kind(_rounded(count), first, rows.shape[1], rows.stride(0))
+        is_heated = any(each.temperature != 1.0 for each in several)
+        of_laws = len(laws), any(temperature != 1.0 for temperature, _ in laws)
+        shape = _rounded(count), first, rows.shape[1], rows.stride(0)
+        kind = _Kind(*shape, is_heated, *of_laws)
         if kind not in self._kinds:
             self._kinds[kind] = _Graph(kind, rows.device)
-        return self._kinds[kind].launch(rows, several)
+        return self._kinds[kind].launch(rows, several, laws)
 
 
 class _Graph:
     """Draws of one kind. Their inputs are in one piece of memory: the address of the rows with a word of
-    padding, the rows' places, the seeds, the masks."""
+    padding, the rows' places, the seeds, the temperatures, the laws, the masks."""
 
     def __init__(self, kind: _Kind, device: torch.device) -> None:
-        from genrt.tokens.draw_kernels import launch
+        from genrt.tokens.draw_kernels import launch, room
 
-        count, mask_bytes, width, stride = kind
-        words = 2 + 2 * count
-        pinned = device.type == "cuda"
-        on_host = torch.empty(8 * words + count * mask_bytes, dtype=torch.uint8, pin_memory=pinned)
+        count, mask_bytes, width, stride, is_heated, laws, are_tempered = kind
+        turns = laws or 1
+        ends = np.cumsum([2, count * turns, count, count * is_heated, 2 * laws]).tolist()
+        words, pinned = 8 * ends[-1], device.type == "cuda"
+        on_host = torch.empty(words + count * mask_bytes, dtype=torch.uint8, pin_memory=pinned)
         there = torch.empty_like(on_host, device=device)
-        found = torch.empty(count, 3, dtype=torch.float64, device=device)
-        arriving = torch.empty(count, 3, dtype=torch.float64, pin_memory=pinned)
-        reduced = torch.empty(count, 2, -(-width // BLOCK), device=device)
-        numbers, bits = there[: 8 * words].view(torch.int64), there[8 * words :]
-        address, places, seeds = numbers[:2], numbers[2 : 2 + count], numbers[2 + count :]
-        masks = bits.view(count, mask_bytes) if mask_bytes else None
+        found = torch.empty(count, turns, 3, dtype=torch.float64, device=device)
+        whole = found.view(count * turns, 3)
+        arriving = torch.empty(count * turns, 3, dtype=torch.float64, pin_memory=pinned)
+        reduced = room(count, -(-width // BLOCK), is_heated, laws, are_tempered, device)
+        inputs = there[:words].view(torch.int64).tensor_split(ends[:-1])
+        address, places, seeds, heats, factors = inputs
+        masks = there[words:].view(count, mask_bytes) if mask_bytes else None
+        heat = heats.view(torch.float64) if is_heated else None
+        own_laws = factors.view(torch.float64).view(laws, 2) if laws else None
 
         def go() -> None:
             there.copy_(on_host, non_blocking=True)
             own = address, stride, width, seeds, places, masks, reduced, found
-            launch(*own, block=BLOCK, largest=LARGEST, greedy_below=GREEDY_BELOW)
-            arriving.copy_(found, non_blocking=True)
+            how: dict[str, Any] = {"heat": heat, "laws": own_laws}
+            launch(*own, **how, block=BLOCK, largest=LARGEST, greedy_below=GREEDY_BELOW)
+            arriving.copy_(whole, non_blocking=True)
 
         self._go = Repeated(go)
-        self._found, self._arriving = found, arriving
-        self._numbers = on_host[: 8 * words].view(torch.int64).numpy()
-        self._places = self._numbers[2 : 2 + count]
-        self._seeds = self._numbers[2 + count :].view(np.uint64)
-        self._masks = on_host[8 * words :].view(count, mask_bytes) if mask_bytes else None
+        self._found, self._arriving, self._turns = whole, arriving, turns
+        numbers = np.split(on_host[:words].numpy().view(np.int64), ends[:-1])
+        self._address, self._places = numbers[:2]
+        self._seeds = numbers[2].view(np.uint64)
+        self._heats, self._laws = (each.view(np.float64) for each in numbers[3:])
+        self._masks = on_host[words:].view(count, mask_bytes) if mask_bytes else None
         self._last: AsyncHostCopy | None = None
 
-    def launch(self, rows: Tensor, several: Sequence[DrawInputs]) -> tuple[Tensor, AsyncHostCopy]:
+    def launch(
+        self, rows: Tensor, several: Sequence[DrawInputs], laws: Laws
+    ) -> tuple[Tensor, AsyncHostCopy]:
         if self._last is not None:
             self._last.result()  # an interrupt may have skipped the wait for the last copy
-        self._numbers[0] = rows.data_ptr()
-        count = 0
-        for seeds, masks, places in several:
+        self._address[0] = rows.data_ptr()
+        self._laws[:] = np.ravel(laws)
+        count, turns = 0, self._turns
+        for seeds, masks, places, temperature in several:
             part = slice(count, count + len(seeds))
             self._seeds[part] = seeds
-            self._places[part] = np.arange(len(seeds)) if places is None else places
+            self._heats[part] = temperature
+            at = slice(turns * part.start, turns * part.stop)
+            self._places[at] = np.arange(turns * len(seeds)) if places is None else places
             if masks is not None and self._masks is not None:
                 copy_masks(self._masks[part], masks)
             count = part.stop
-        self._places[count:] = 0
+        self._places[turns * count :] = 0
         self._go()
-        self._last = AsyncHostCopy.lent(self._arriving[:count], rows.device)
-        return self._found[:count], self._last
+        self._last = AsyncHostCopy.lent(self._arriving[: turns * count], rows.device)
+        return self._found[: turns * count], self._last
 
 
 def copy_masks(target: Tensor, masks: PackedMasks) -> None:
