@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from genrt.constraints.protocols import prompt_tokens
@@ -90,30 +90,20 @@ class Law:
 
 def are_drawn_together(laws: Sequence[Law]) -> bool:
     """Return whether the rows of the laws are multiplied where they are computed."""
-    models = {(id(each.lm), each.adapter) for each in laws}
-    return len(models) == 1 and all(each.power > 0 for each in laws)
+    return len({(id(each.lm), each.adapter) for each in laws}) == 1
 
 
 def product(laws: Sequence[Law], rows: Sequence[Tensor]) -> Tensor:
-    """Return the log-weights of tokens by several laws, ``[n, V]`` on the device of the first rows: -inf
-    where any law of positive power has no probability.
+    """Return the log-weights of tokens by several laws, as ``sampling.product`` does: ``[n, V]`` on the
+    device of the first rows."""
+    factors = [each.to(rows[0].device) for each in rows]
+    return sampling.product(factors, [(law.temperature, law.power) for law in laws])
 
-    Raises:
-        InvalidRequest: a law of negative power gives no probability to a token that the others give some.
-    """
-    parts = [
-        sampling.weighed(each, law.temperature, law.power).to(rows[0].device)
-        for law, each in zip(laws, rows, strict=True)
-    ]
-    if len(laws) == 1 and laws[0].power > 0:
-        return parts[0]
-    no_mass = torch.stack(
-        [part == -math.inf for law, part in zip(laws, parts, strict=True) if law.power > 0]
-    ).any(dim=0)
-    total = torch.stack(parts).sum(dim=0).masked_fill(no_mass, -math.inf)
-    if bool((total == math.inf).any()):
+
+def check_finite(log_weights: Sequence[float] | np.ndarray) -> None:
+    """Raise InvalidRequest for +inf: a law of negative power has no probability where the others have."""
+    if np.isposinf(log_weights).any():
         raise InvalidRequest(INFINITE)
-    return total
 
 
 def product_of_sums(laws: Sequence[Law], log_probabilities: Sequence[float]) -> float:
@@ -122,8 +112,7 @@ def product_of_sums(laws: Sequence[Law], log_probabilities: Sequence[float]) -> 
     if any(each == -math.inf for law, each in pairs if law.power > 0):
         return -math.inf
     total = math.fsum(law.power * each for law, each in pairs)
-    if total == math.inf:
-        raise InvalidRequest(INFINITE)
+    check_finite([total])
     return total
 
 

@@ -216,7 +216,7 @@ def _choose(
     distances = highest - _finite_or_zero(peak)
     masses = tl.exp(distances) * tl.load(at + blocks, mask=exists, other=0.0)
     log_total = tl.log(tl.sum(masses, 0))
-    log_mass = _finite_or_zero(peak) + log_total
+    log_mass = tl.where(peak == float("inf"), peak, _finite_or_zero(peak) + log_total)
     if PLANES > 3:  # a tempered row is normalized
         for turn in range(turns):
             divisor = _float32_divisor(tl.load(laws + 2 * turn), GREEDY_BELOW).to(tl.float64)
@@ -224,8 +224,8 @@ def _choose(
             top = _finite_or_zero(tl.max(tops, 0))
             sums = tl.load(at + (3 + 2 * turn) * blocks, mask=exists, other=0.0)
             own = _finite_or_zero(tl.log(tl.sum(tl.exp((tops - top) / divisor) * sums, 0)))
-            is_one = (divisor == 1.0) | (peak == float("-inf"))
-            total = tl.where(is_one, 0.0, top / divisor + own)
+            is_needed = (divisor != 1.0) & (peak != float("-inf")) & (peak != float("inf"))
+            total = tl.where(is_needed, top / divisor + own, 0.0)
             log_mass -= tl.load(laws + 2 * turn + 1) * total
     if heat is not None:
         temperature = tl.load(heat + draw)
@@ -260,7 +260,7 @@ def _choose(
     logprob = tl.where(logprob > 0, 0.0, logprob)
     if heat is not None:
         logprob = tl.where(is_greedy, 0.0, logprob)
-    is_dead = (peak == float("-inf")) | (log_mass != log_mass)
+    is_dead = (peak == float("-inf")) | (peak == float("inf")) | (log_mass != log_mass)
     token_id = (chosen * BLOCK + token).to(tl.float64)
     found += 3 * draw * turns
     for turn in range(turns):
@@ -310,11 +310,15 @@ def _load_entries(
     if laws is None:
         entries = _load_row(batch, stride, width, places, draw, tokens)
     else:
-        entries = tl.zeros(tokens.shape, tl.float64)
+        entries, is_infinite = tl.zeros(tokens.shape, tl.float64), tokens < 0
         for turn in range(turns):
             own = _load_row(batch, stride, width, places, draw * turns + turn, tokens)
-            share = tl.load(laws + 2 * turn + 1) / tl.load(laws + 2 * turn)
-            entries += share * own.to(tl.float64)
+            power = tl.load(laws + 2 * turn + 1)
+            is_inverse_of_0 = tl.where(power < 0, own == float("-inf"), False)
+            own = tl.where(is_inverse_of_0, 0.0, own).to(tl.float64)
+            entries += power / tl.load(laws + 2 * turn) * own
+            is_infinite |= is_inverse_of_0
+        entries = tl.where(is_infinite & (entries > float("-inf")), float("inf"), entries)
     if mask is not None:
         at = mask + draw * mask_stride + tokens // 8
         packed = tl.load(at, mask=tokens < width, other=0)

@@ -28,7 +28,8 @@ from genrt.tokens.rows import AsyncHostCopy, log_sums
 Bits = TypeVar("Bits", int, NDArray[Any])
 
 Laws: TypeAlias = Sequence[tuple[float, float]]
-"""A temperature and a power above 0 for each of several rows, whose product is drawn from."""
+"""A temperature and a power for each of several rows, whose product is drawn from; one power at least is
+above 0, and no power is 0."""
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy, as in vLLM."""
@@ -42,8 +43,8 @@ LARGEST = 1.0 - 2.0**-52
 CPU_CHUNK, CHUNK = 2**20, 2**25
 """The entries of rows to process at a time: what a CPU's caches hold, or a GPU's memory has room for."""
 
-ADDING = ("cpu",)
-"""Devices where numpy draws, and where adding to a row is faster than selecting its entries."""
+HOSTS = ("cpu",)
+"""Devices where numpy draws, and where bounding a row is faster than selecting its entries."""
 
 
 def truncate(
@@ -119,6 +120,21 @@ def weighed(rows: Tensor, temperature: float, power: float) -> Tensor:
     elif temperature != 1.0:
         rows = tempered(rows, min(temperature, torch.finfo(rows.dtype).max))
     return rows if power == 1.0 else power * rows
+
+
+def product(factors: Sequence[Tensor], laws: Laws) -> Tensor:
+    """Return the log-weights of tokens by several laws, ``[n, V]``: the sum of their ``weighed`` rows;
+    -inf where a law of positive power has no probability, else +inf where one of negative power has
+    none."""
+    parts = [weighed(rows, *law) for rows, law in zip(factors, laws, strict=True)]
+    infinite = None
+    if any(power < 0 for _, power in laws):
+        infinite = torch.stack([part == math.inf for part in parts]).any(dim=0)
+        parts = [part.masked_fill(part == math.inf, 0.0) for part in parts]
+    total = functools.reduce(torch.add, parts)
+    if infinite is not None:
+        total = total.masked_fill(infinite & (total > -math.inf), math.inf)
+    return total
 
 
 def tempered(rows: Tensor, temperature: float | Tensor) -> Tensor:
@@ -349,11 +365,12 @@ def draw_chunk(
         mask: bool ``[n, V]`` or packed, as in ``draw``; by default every token is allowed.
         heat: the temperatures, float64 ``[n, 1]``; by default 1.
         places: int64 ``[n]``; draw ``i`` is then from ``batch[places[i]]``, of any number of rows.
-        laws: each draw is then from as many rows or places in turn, by the sum of their ``weighed`` rows.
-            Only a greedy law waits for the device.
+        laws: each draw is then from as many rows or places in turn, by their ``product``. Only a greedy
+            law waits for the device.
 
     Returns:
-        float64 ``[n, 3]``: token ids, logprobs and log masses, so that one copy moves them to the host.
+        float64 ``[n, 3]``: token ids, logprobs and log masses, so that one copy moves them to the host. A
+        row with a weight of +inf has token -1 and log mass +inf.
     """
     is_simple = (mask is None or mask.dtype == torch.uint8) and len(numbers) > 0
     if (
@@ -366,13 +383,10 @@ def draw_chunk(
         return fused(batch, numbers, mask=mask, heat=heat, places=places, laws=laws, **how)
     if places is not None:
         batch = batch.index_select(0, places)
-    on_host = heat is None and batch.device.type in ADDING and batch.dtype == torch.float32
+    on_host = heat is None and batch.device.type in HOSTS and batch.dtype == torch.float32
     power = laws[0][1] if on_host and len(laws) == 1 and laws[0][0] == 1.0 else 1.0
     if laws and power == 1.0:
-        turns = len(laws)
-        batch = functools.reduce(
-            torch.add, [weighed(batch[turn::turns], *each) for turn, each in enumerate(laws)]
-        )
+        batch = product([batch[turn :: len(laws)] for turn in range(len(laws))], laws)
     logarithms = batch if mask is None else _masked(batch, mask)
     if on_host:
         return _draw_on_host(logarithms, numbers.clamp(max=LARGEST), power)
@@ -385,7 +399,7 @@ def draw_chunk(
     within = blocks.softmax(dim=-1)
     masses = _masses(highest - peak, within)
     log_total = masses.sum(dim=-1, keepdim=True).log()
-    log_mass = peak + log_total
+    log_mass = torch.where(peak == math.inf, peak, peak + log_total)
     numbers = numbers.clamp(max=LARGEST)
     if heat is None:
         block = _inverse(masses, numbers[:, :1])
@@ -404,7 +418,7 @@ def draw_chunk(
     logprobs = logarithms.gather(-1, token_ids) - peak
     if heat is not None:
         logprobs = (logprobs / heat).masked_fill_(greedy, math.inf)  # the clamp below makes it 0
-    dead = ~(peak > -math.inf)
+    dead = ~(peak.abs() < math.inf)
     logprobs = logprobs.sub_(log_total).clamp_(max=0.0).masked_fill_(dead, -math.inf)
     return torch.cat([token_ids.double().masked_fill_(dead, -1.0), logprobs, log_mass], dim=-1)
 
@@ -516,9 +530,9 @@ def _masked(batch: Tensor, mask: Tensor) -> Tensor:
     up byte by byte."""
     if mask.dtype == torch.bool:
         return torch.where(mask, batch, -math.inf)
-    if batch.device.type in ADDING:
-        biases = _EIGHT_BIASES.take(mask.numpy(), axis=0).reshape(len(mask), 8 * mask.shape[-1])
-        return torch.from_numpy(biases[:, : batch.shape[-1]] + batch.detach().numpy())
+    if batch.device.type in HOSTS:
+        bounds = _EIGHT_BOUNDS.take(mask.numpy(), axis=0).reshape(len(mask), 8 * mask.shape[-1])
+        return torch.from_numpy(np.minimum(bounds[:, : batch.shape[-1]], batch.detach().numpy()))
     width, bytes_ = batch.shape[-1], mask.reshape(-1).int()
     bools = _eight_bools(batch.device).index_select(0, bytes_).view(len(batch), -1)
     return torch.where(bools.view(torch.bool)[:, :width], batch, -math.inf)
@@ -527,8 +541,8 @@ def _masked(batch: Tensor, mask: Tensor) -> Tensor:
 _EIGHT_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 """The bits of each byte, lowest first."""
 
-_EIGHT_BIASES = np.where(_EIGHT_BITS, np.float32(0), np.float32(-np.inf))
-"""The numbers to add to the eight tokens of each byte of a packed mask."""
+_EIGHT_BOUNDS = np.where(_EIGHT_BITS, np.float32(np.inf), np.float32(-np.inf))
+"""The bounds of the eight tokens of each byte of a packed mask."""
 
 
 @functools.lru_cache

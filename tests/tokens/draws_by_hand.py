@@ -41,6 +41,7 @@ LAWS: tuple[Laws, ...] = (
     ((1.0, 2.5),),
     ((0.5, 1.0),),
     ((1.0, 1.0), (1.0, 0.3)),
+    ((1.0, 1.5), (2.0, -0.5)),
     ((2.0, 1.5), (1.0, 1.0), (1e30, 2.0)),
 )
 """A temperature and a power for each row of a draw."""
@@ -60,7 +61,7 @@ class Case(NamedTuple):
 def by_torch(case: Case) -> Tensor:
     """Return the draws of torch's path as GPUs have it, where a mask chooses."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling, "ADDING", ())
+        patch.setattr(sampling, "HOSTS", ())
         return by_the_way_of(case)
 
 
@@ -80,7 +81,7 @@ def disagreements(case: Case, found: Tensor, wanted: Tensor) -> list[str]:
     heated = (rows - peak) / heat.masked_fill(is_greedy, 1.0)
     heated = torch.where(is_greedy, (rows == peak).double().log(), heated)
     uniforms = uniforms.masked_fill(is_greedy, 0.0)
-    is_dead = ~(peak[:, 0] > -math.inf)
+    is_dead = ~(peak[:, 0].abs() < math.inf)
 
     wrong = []
     for index, (row, (first, second)) in enumerate(zip(heated, uniforms.tolist(), strict=True)):
@@ -133,13 +134,15 @@ def _masked(case: Case) -> Tensor:
     if case.places is not None:
         rows = rows[case.places]
     if turns := len(case.laws):
-        powers = [
-            power * (own if heat == 1.0 else _normalised(own / heat))
-            for own, (heat, power) in zip(
-                (rows[turn::turns] for turn in range(turns)), case.laws, strict=True
+        likely, unlikely = torch.zeros(()), torch.zeros(())
+        for turn, (heat, power) in enumerate(case.laws):
+            own = rows[turn::turns]
+            weights = power * (own if heat == 1.0 else _normalised(own / heat))
+            likely, unlikely = (
+                (likely + weights, unlikely) if power > 0 else (likely, unlikely + weights)
             )
-        ]
-        rows = sum(powers, torch.zeros(()))
+        is_opposite = (likely == -math.inf) & (unlikely == math.inf)
+        rows = likely + unlikely.masked_fill(is_opposite, 0.0)
     if case.mask is None:
         return rows
     bits = np.unpackbits(case.mask.numpy(), axis=-1, bitorder="little")

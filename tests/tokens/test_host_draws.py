@@ -45,7 +45,7 @@ def expect_torchs(
 @pytest.mark.parametrize("width", WIDTHS[:-1])
 def test_draws_agree_with_torch_and_with_the_law(width: int) -> None:
     for case in cases(width):
-        if case.mask is not None:  # adding keeps NaN, choosing may not
+        if case.mask is not None:  # bounding keeps NaN, choosing may not
             case = case._replace(batch=case.batch.nan_to_num(0.0, neginf=-math.inf))
         assert disagreements(case, by_the_way_of(case), by_torch(case)) == []
 
