@@ -18,6 +18,7 @@ from genrt.questions.arguments import seeds_at
 from genrt.questions.masks import Mask
 from genrt.tokens import sampling
 from genrt.tokens.sampling import BatchDraw, seeded_uniforms
+from tests.tokens.draws_by_hand import multiplied
 
 __all__ = ["drawn_apart", "drawn_apart_sync", "products_apart"]
 
@@ -65,10 +66,11 @@ async def products_apart(
 ) -> BatchDraw:
     """Return what ``draw_texts`` is to return for texts with a context for each law, by rows that are
     multiplied on the host in float64."""
-    weights = torch.zeros(len(texts), lm.vocab_size, dtype=torch.float64)
-    for (temperature, power), contexts in zip(laws, zip(*texts, strict=True), strict=True):
-        rows = await lm.batch_next_token_logprobs(contexts, adapter=adapter)
-        weights += power * (rows.double().cpu() / temperature).log_softmax(-1)
+    several = [
+        await lm.batch_next_token_logprobs(contexts, adapter=adapter)
+        for contexts in zip(*texts, strict=True)
+    ]
+    weights = multiplied([rows.cpu() for rows in several], laws)
     for row, mask in zip(weights, masks or [None] * len(texts), strict=True):
         if mask is not None:
             allowed = torch.zeros(len(row), dtype=torch.bool)

@@ -35,7 +35,8 @@ class Law:
         prompt: a text, tokenized as by ``lm.generate``, or token ids; ``ids`` are its token ids.
         adapter: the name of the adapter.
         temperature: above 0. The rows are divided by it and normalized.
-        power: the exponent of the tempered probabilities, which are not normalized again. 0 is no law.
+        power: the exponent of the tempered probabilities, which are not normalized again. Its size is
+            from 1e-30 to 1e30.
     """
 
     lm: AsyncLM
@@ -55,8 +56,10 @@ class Law:
         checks.adapter_name(self.adapter)
         object.__setattr__(self, "temperature", checks.check_temperature(self.temperature))
         object.__setattr__(self, "power", check_float("power", self.power))
-        if self.power == 0 or not math.isfinite(self.power):
-            raise InvalidRequest(f"power is {displayed(self.power)}: give a finite number but 0")
+        if not 1e-30 <= abs(self.power) <= 1e30:
+            raise InvalidRequest(
+                f"power is {displayed(self.power)}: give a number but 0, of a size from 1e-30 to 1e30"
+            )
 
     def check_length(self, max_tokens: int, prompt: Sequence[int] | None = None) -> None:
         """Raise ContextTooLong if the prompt, or another one, leaves no room for so many tokens."""

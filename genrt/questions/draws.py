@@ -283,7 +283,7 @@ class PopulationDraw(Request):
                 return gather_rows(rows)
             at = np.arange(len(self)) if places is None else places
             return rows.index_select(0, moved(torch.from_numpy(at), rows.device))
-        heats = None if self.temperature == 1.0 else np.full(len(self), self.temperature)
+        heats = None if self.temperature == 1.0 else np.full(len(self.seeds), self.temperature)
         found = draw_from_rows(rows, self.seeds, self.masks, heats, places, self.laws)
         turns = len(self) // len(found)
         return found if turns == 1 else found.repeat_interleave(turns, dim=0)

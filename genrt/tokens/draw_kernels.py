@@ -167,7 +167,7 @@ def _reduce(
         for turn in range(turns):
             own = _load_row(batch, stride, width, places, draw * turns + turn, tokens)
             top = _highest(own, 1)
-            divisor = _float32_divisor(tl.load(laws + 2 * turn), GREEDY_BELOW)
+            divisor = _float32_divisor(tl.load(laws + 2 * turn), 0.0)
             weights = tl.exp((own - _finite_or_zero(top)[:, None]) / divisor)
             at += 2 * blocks
             tl.store(at, top, mask=exists)
@@ -219,7 +219,7 @@ def _choose(
     log_mass = tl.where(peak == float("inf"), peak, _finite_or_zero(peak) + log_total)
     if PLANES > 3:  # a tempered row is normalized
         for turn in range(turns):
-            divisor = _float32_divisor(tl.load(laws + 2 * turn), GREEDY_BELOW).to(tl.float64)
+            divisor = _float32_divisor(tl.load(laws + 2 * turn), 0.0).to(tl.float64)
             tops = tl.load(at + (2 + 2 * turn) * blocks, mask=exists, other=float("-inf"))
             top = _finite_or_zero(tl.max(tops, 0))
             sums = tl.load(at + (3 + 2 * turn) * blocks, mask=exists, other=0.0)
@@ -316,7 +316,7 @@ def _load_entries(
             power = tl.load(laws + 2 * turn + 1)
             is_inverse_of_0 = tl.where(power < 0, own == float("-inf"), False)
             own = tl.where(is_inverse_of_0, 0.0, own).to(tl.float64)
-            entries += power / tl.load(laws + 2 * turn) * own
+            entries += power / _float32_divisor(tl.load(laws + 2 * turn), 0.0).to(tl.float64) * own
             is_infinite |= is_inverse_of_0
         entries = tl.where(is_infinite & (entries > float("-inf")), float("inf"), entries)
     if mask is not None:

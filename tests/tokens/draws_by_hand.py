@@ -42,7 +42,7 @@ LAWS: tuple[Laws, ...] = (
     ((0.5, 1.0),),
     ((1.0, 1.0), (1.0, 0.3)),
     ((1.0, 1.5), (2.0, -0.5)),
-    ((2.0, 1.5), (1.0, 1.0), (1e30, 2.0)),
+    ((2.0, 1.5), (1.0, 1.0), (1e300, 2.0)),
 )
 """A temperature and a power for each row of a draw."""
 
@@ -133,16 +133,10 @@ def _masked(case: Case) -> Tensor:
     rows = case.batch.double()
     if case.places is not None:
         rows = rows[case.places]
-    if turns := len(case.laws):
-        likely, unlikely = torch.zeros(()), torch.zeros(())
-        for turn, (heat, power) in enumerate(case.laws):
-            own = rows[turn::turns]
-            weights = power * (own if heat == 1.0 else _normalised(own / heat))
-            likely, unlikely = (
-                (likely + weights, unlikely) if power > 0 else (likely, unlikely + weights)
-            )
-        is_opposite = (likely == -math.inf) & (unlikely == math.inf)
-        rows = likely + unlikely.masked_fill(is_opposite, 0.0)
+    if case.laws:
+        rows = multiplied(
+            [rows[turn :: len(case.laws)] for turn in range(len(case.laws))], case.laws
+        )
     if case.mask is None:
         return rows
     bits = np.unpackbits(case.mask.numpy(), axis=-1, bitorder="little")
@@ -150,9 +144,22 @@ def _masked(case: Case) -> Tensor:
     return rows.masked_fill(~allowed, -math.inf)
 
 
-def _normalised(rows: Tensor) -> Tensor:
-    total = rows.logsumexp(-1, keepdim=True)
-    return rows - total.masked_fill(total == -math.inf, 0.0)
+def multiplied(factors: Sequence[Tensor], laws: Laws) -> Tensor:
+    """Return the product of tempered rows to powers in float64: -inf where a row of positive power is."""
+    likely, unlikely = torch.zeros(()), torch.zeros(())
+    for rows, (heat, power) in zip(factors, laws, strict=True):
+        own = rows.double()
+        if heat < GREEDY_BELOW:
+            own = torch.zeros_like(own).scatter(-1, own.argmax(-1, keepdim=True), 1.0).log()
+        elif heat != 1.0:
+            total = (own / heat).logsumexp(-1, keepdim=True)
+            own = own / heat - total.masked_fill(total == -math.inf, 0.0)
+        if power > 0:
+            likely = likely + power * own
+        else:
+            unlikely = unlikely + power * own
+    is_opposite = (likely == -math.inf) & (unlikely == math.inf)
+    return likely + unlikely.masked_fill(is_opposite, 0.0)
 
 
 def packed(allowed: Tensor) -> Tensor:
