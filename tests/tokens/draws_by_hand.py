@@ -254,7 +254,7 @@ def by_graphs(case: Case, graphs: DrawGraphs) -> tuple[Tensor, Tensor]:
     count, turns = len(case.numbers), len(case.laws) or 1
     seeds = np.arange(count, dtype=np.uint64) * np.uint64(2**61 + 5)
     places = np.arange(turns * count) if case.places is None else case.places.numpy()
-    heats = (1.0, 1.0) if case.heat is None else (0.3, 1.0)
+    heats = (1.0, 1.0) if case.heat is None else (1.0, 0.3)
     parts = [slice(0, count // 3), slice(count // 3, count)]
     several = [
         DrawInputs(
